@@ -1,0 +1,42 @@
+"""The Gaussian mechanism on a sum of clipped gradients, and the event that pays for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.mechanisms.sources import RandomSource
+
+
+def noised_sum(
+    clipped_sum: Mapping[str, Tensor],
+    *,
+    noise_multiplier: float,
+    clip_norm: float,
+    sampling_probability: float,
+    source: RandomSource,
+) -> tuple[dict[str, Tensor], SubsampledGaussian]:
+    """The sum with N(0, (z C)^2) added to every coordinate of every tensor, and the event of this release.
+
+    Guarantee: under add/remove of one record whose joint contribution has L2 norm at most `clip_norm`, and
+    which is included with `sampling_probability`, the result is one subsampled Gaussian with noise multiplier z.
+
+    Args:
+        clipped_sum: {name: sum over the batch of jointly clipped gradients}, gradient units.
+        noise_multiplier: z >= 0, noise over sensitivity; 0 adds nothing and its event costs infinity.
+        clip_norm: C > 0, gradient units.
+        sampling_probability: q in [0, 1], from the sampler that drew the batch.
+        source: where the noise comes from.
+
+    Source: Abadi et al. 2016, Algorithm 1; Liu et al., Algorithm 1, line 15.
+    """
+    event = SubsampledGaussian(noise_multiplier=noise_multiplier, sampling_probability=sampling_probability)
+    flat = source.normal(sum(tensor.numel() for tensor in clipped_sum.values()))
+    noise = torch.split(flat * (noise_multiplier * clip_norm), [t.numel() for t in clipped_sum.values()])
+    return {
+        name: tensor + part.view_as(tensor).to(tensor.device)
+        for (name, tensor), part in zip(clipped_sum.items(), noise, strict=True)
+    }, event

@@ -1,0 +1,124 @@
+"""Where randomness comes from: a cryptographic stream for releases, a seeded one for simulations.
+
+Release noise and Poisson inclusion come from `SecureSource`. Whoever can predict the inclusion voids the
+amplification by sampling, and whoever can predict the noise voids everything, so no seed fixes that stream.
+`SeededSource` exists for runs marked `simulate`, which are reported as not private.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from typing import NoReturn, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from torch import Tensor
+
+Words = npt.NDArray[np.uint64]
+
+
+class RandomSource(Protocol):
+    """What a mechanism or a sampler draws from."""
+
+    @property
+    def name(self) -> str:
+        """`secure` or `seeded`, as the run's record shows it."""
+
+    def normal(self, num: int) -> Tensor:
+        """`num` independent standard normal values, float32 [num]."""
+
+    def bernoulli(self, num: int, probability: float) -> Tensor:
+        """`num` independent coins, bool [num], each true with at most the given probability."""
+
+
+def normal_from_words(words: Words) -> Tensor:
+    """Standard normal values by inverting the distribution function, float32, one for each 64-bit word.
+
+    The top 52 bits pick the middle of one of 2^52 equal cells of (0, 1). The middle is exact in float64
+    and never 0 or 1, so every value is finite (at most 8.2 in size) and the two tails mirror each other.
+
+    Args:
+        words: uniform 64-bit words.
+    """
+    cells = (words >> np.uint64(12)).astype(np.float64)
+    values: Tensor = torch.special.ndtri(torch.from_numpy((cells + 0.5) * 2.0**-52))
+    return values.to(torch.float32)
+
+
+def bernoulli_from_words(words: Words, probability: float) -> Tensor:
+    """Coins, bool, one for each 64-bit word; true with floor(probability * 2^64) / 2^64.
+
+    Rounding the probability down is the private direction: less sampling never costs more.
+
+    Args:
+        words: uniform 64-bit words.
+        probability: in [0, 1].
+
+    Raises:
+        ValueError: probability is outside [0, 1] or NaN.
+    """
+    if not 0.0 <= probability <= 1.0:
+        raise ValueError(f"probability = {probability}: must lie in [0, 1]")
+    if probability == 1.0:
+        return torch.ones(len(words), dtype=torch.bool)
+    return torch.from_numpy(words < np.uint64(math.floor(math.ldexp(probability, 64))))
+
+
+class SecureSource:
+    """A stream of AES-256 in counter mode, keyed by the operating system.
+
+    Key and counter belong to one process: a forked child takes a new key before its first draw, and the
+    object refuses to be pickled or copied, so that no two processes ever draw the same noise.
+    """
+
+    name = "secure"
+
+    def __init__(self) -> None:
+        self._rekey()
+
+    def _rekey(self) -> None:
+        self._pid = os.getpid()
+        self._stream = Cipher(algorithms.AES256(os.urandom(32)), modes.CTR(bytes(16))).encryptor()
+
+    def _words(self, num: int) -> Words:
+        if self._pid != os.getpid():
+            self._rekey()
+        return np.frombuffer(self._stream.update(bytes(8 * num)), dtype="<u8")
+
+    def normal(self, num: int) -> Tensor:
+        """`num` independent standard normal values, float32 [num]."""
+        return normal_from_words(self._words(num))
+
+    def bernoulli(self, num: int, probability: float) -> Tensor:
+        """`num` independent coins, bool [num]; see `bernoulli_from_words`."""
+        return bernoulli_from_words(self._words(num), probability)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a SecureSource belongs to its process: it cannot be pickled or copied")
+
+
+class SeededSource:
+    """A reproducible stream for runs marked `simulate`. It protects nobody.
+
+    Args:
+        labels: what the stream is for, such as (seed, client, round, "noise"); other labels give an
+            independent stream.
+    """
+
+    name = "seeded"
+
+    def __init__(self, *labels: int | str) -> None:
+        digest = hashlib.sha256(repr(labels).encode()).digest()
+        self._bits = np.random.Philox(key=np.frombuffer(digest[:16], dtype="<u8"))
+
+    def normal(self, num: int) -> Tensor:
+        """`num` independent standard normal values, float32 [num]."""
+        return normal_from_words(self._bits.random_raw(num))
+
+    def bernoulli(self, num: int, probability: float) -> Tensor:
+        """`num` independent coins, bool [num]; see `bernoulli_from_words`."""
+        return bernoulli_from_words(self._bits.random_raw(num), probability)
