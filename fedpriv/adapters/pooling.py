@@ -1,0 +1,70 @@
+"""How an encoder's token states become the vector that its classification head reads.
+
+Many encoders carry a pooler or a first-token state that their training never used: on such a model the mean of
+the tokens separates records far better. The mean is put in place by hooks, so that the transformers class and
+every parameter name stay as they are; plain peft loads the adapter, and `fedpriv.adapters.load` restores the hooks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CONVENTIONS = ("mean", "model")
+
+# Encoders whose head reads the pooler's output, or the state of the first token.
+_ENCODERS = {"bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra"}
+
+
+def convention(model: Any) -> str:
+    """`mean` for the encoders that this module knows, else `model`: the model's own way."""
+    return "mean" if model.config.model_type in _ENCODERS else "model"
+
+
+def masked_mean(states: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean over the real tokens.
+
+    Args:
+        states: [batch, tokens, hidden].
+        mask: [batch, tokens], 1 for a real token; None means that all are real.
+    """
+    if mask is None:
+        return states.mean(dim=1)
+    weights = mask.to(states.dtype).unsqueeze(-1)
+    return (states * weights).sum(dim=1) / weights.sum(dim=1).clamp_min(1.0)
+
+
+def apply(model: Any, convention: str) -> None:
+    """Pool the classification model's encoder by the given convention from now on.
+
+    Raises:
+        ValueError: the convention is unknown.
+    """
+    if convention not in CONVENTIONS:
+        raise ValueError(f"pooling = {convention!r}: must be one of {', '.join(CONVENTIONS)}")
+    if convention == "model":
+        return
+    encoder = model.base_model
+    signature = inspect.signature(type(encoder).forward)
+    mask: list[Tensor | None] = [None]
+
+    def remember_mask(module: Any, args: Any, kwargs: Any) -> None:
+        mask[0] = signature.bind(module, *args, **kwargs).arguments.get("attention_mask")
+
+    def pool(_module: Any, args: Any, _output: Any) -> Tensor:
+        return masked_mean(args[0], mask[0])
+
+    def replace_first_token(_module: Any, _args: Any, output: Any) -> Any:
+        states = output[0]
+        pooled = masked_mean(states, mask[0]).unsqueeze(1)
+        output.last_hidden_state = torch.cat([pooled, states[:, 1:]], dim=1)
+        return output
+
+    encoder.register_forward_pre_hook(remember_mask, with_kwargs=True)
+    if getattr(encoder, "pooler", None) is not None:
+        encoder.pooler.register_forward_hook(pool)
+    else:
+        encoder.register_forward_hook(replace_first_token)

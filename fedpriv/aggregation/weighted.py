@@ -1,0 +1,59 @@
+"""DP-LoRA's aggregation: the weighted average of the uploaded adapters (Liu et al., Eq. 8)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from fedpriv.adapters.arithmetic import Adapter
+
+
+def weights_by_size(num_records: Mapping[int, int]) -> dict[int, float]:
+    """rho_k = N_k / N over the given clients.
+
+    Args:
+        num_records: {client: registered N_k >= 1}, at least one client. What a reply claims has no say.
+
+    Raises:
+        ValueError: no client, or a size below 1.
+    """
+    if not num_records:
+        raise ValueError("num_records: weights need at least one client")
+    for client, size in num_records.items():
+        if size < 1:
+            raise ValueError(f"num_records of client {client} = {size}: must be >= 1")
+    total = sum(num_records.values())
+    return {client: size / total for client, size in num_records.items()}
+
+
+def weighted_average(adapters: Sequence[Adapter], weights: Sequence[float]) -> Adapter:
+    """sum_k rho_k (A_k, B_k), tensor by tensor, accumulated in float64 and returned in float32.
+
+    A and B are averaged apart, so the product of the averages is not the average of the products.
+
+    Args:
+        adapters: with equal names and shapes, at least one.
+        weights: one for each adapter, summing to one.
+
+    Raises:
+        ValueError: names or shapes differ, counts differ, or the weights do not sum to one.
+
+    Source: Liu et al., Eq. 8.
+    """
+    if len(adapters) != len(weights) or not adapters:
+        raise ValueError(f"{len(adapters)} adapters and {len(weights)} weights: must be equally many, >= 1")
+    if not math.isclose(math.fsum(weights), 1.0, rel_tol=1e-9):
+        raise ValueError(f"weights sum to {math.fsum(weights)}: must sum to 1")
+    shapes = {name: tensor.shape for name, tensor in adapters[0].items()}
+    for adapter in adapters[1:]:
+        if {name: tensor.shape for name, tensor in adapter.items()} != shapes:
+            raise ValueError("adapters differ in names or shapes of their tensors")
+    average = {}
+    for name in shapes:
+        total = torch.zeros(shapes[name], dtype=torch.float64)
+        for adapter, weight in zip(adapters, weights, strict=True):
+            total.add_(adapter[name].double(), alpha=weight)
+        average[name] = total.float()
+    return average

@@ -1,0 +1,203 @@
+"""The configuration of a run: one flat, frozen list of keys, the same in TOML, after `-c` and under `flwr run`."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
+
+from fedpriv.errors import InputError
+
+EMBEDDED = "embedded"
+
+Scalar = str | int | float | bool
+
+
+def _split(value: object) -> object:
+    """Flower's run configuration holds no lists: `a,b` stands for one there."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+def _none_if_empty(value: object) -> object:
+    """TOML has no null: the empty string stands for one."""
+    return None if value == "" else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
+Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_split)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class RunConfig:
+    """Everything that a run depends on but its data. docs/configuration.md explains each key.
+
+    Raises:
+        pydantic.ValidationError: a value has the wrong type or is out of range; `parse` turns it into one line.
+    """
+
+    # the model and its adapter
+    model: str = "all-MiniLM-L6-v2"
+    task: Literal["SEQ_CLS", "CAUSAL_LM"] = "SEQ_CLS"
+    rank: Count = 8
+    alpha: Positive = 16.0
+    target_modules: Names = ()
+    layers: Annotated[str, Field(pattern=r"^(all|last-[1-9]\d*|\d+(,\d+)*)$")] = "last-2"
+    max_length: Count = 64
+
+    # the data and who holds them
+    data: str = EMBEDDED
+    test_data: str = ""
+    test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    text_column: str = "text"
+    text_pair_column: str = ""
+    label_column: str = "label"
+    client_column: str = ""
+    labels: Names = ()
+    partition: Literal["natural", "iid", "dirichlet", "sizes"] = "natural"
+    num_clients: Count = 5
+    client_sizes: Sizes = ()
+    dirichlet_alpha: Positive = 0.5
+    public_data: bool = False
+
+    # the federation
+    rounds: Count = 10
+    clients_per_round: Annotated[int, Field(ge=0)] = 0
+    min_clients: Count = 1
+    aggregation: Literal["dp-lora"] = "dp-lora"
+
+    # the local update and its privacy
+    local_steps: Count = 3
+    batch_size: Count = 64
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    learning_rate: Positive = 1.0
+    weight_decay: NonNegative = 0.0
+    clipping: Literal["joint"] = "joint"
+    clip_norm: Positive = 1.0
+    noise_multiplier: NonNegative = 1.88
+    delta: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, BeforeValidator(_none_if_empty)] = None
+
+    # how it is run
+    seed: int = 0
+    simulate: bool = False
+    comparison: bool = True
+    prefix_cache: bool = True
+    memory_limit_mb: Count = 1024
+    engine: Literal["in-process", "flower"] = "in-process"
+    out: str = ""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        if self.data != EMBEDDED and self.partition == "natural" and not self.client_column:
+            raise ValueError("partition = natural: needs client_column, or choose iid, dirichlet or sizes")
+        if self.partition == "sizes" and not self.client_sizes:
+            raise ValueError("partition = sizes: needs client_sizes, for instance [1200, 1000, 800]")
+        if self.weight_decay > 0 and self.optimizer == "sgd":
+            raise ValueError(f"weight_decay = {self.weight_decay}: only adamw applies it; use 0 with sgd")
+        return self
+
+    @property
+    def data_are_public(self) -> bool:
+        """Whether nobody's privacy depends on the data: the embedded corpus is synthetic."""
+        return self.public_data or self.data == EMBEDDED
+
+    @property
+    def noise_source(self) -> str:
+        """`seeded` in a run marked `simulate`, else `secure`."""
+        return "seeded" if self.simulate else "secure"
+
+    @property
+    def without_noise(self) -> RunConfig:
+        """The configuration of the comparison run: z = 0, clipping kept, since clipping is part of the optimiser."""
+        return replace(self, noise_multiplier=0.0, comparison=False, out="")
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of every key but `out`, which says only where results go."""
+        values = {key: value for key, value in asdict(self).items() if key != "out"}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+KEYS = tuple(field.name for field in fields(RunConfig))
+
+
+def parse(values: Mapping[str, Any]) -> RunConfig:
+    """The configuration that the values describe.
+
+    Raises:
+        InputError: one line that names the key, the value and what would be right.
+    """
+    for key in values:
+        if key not in KEYS:
+            close = difflib.get_close_matches(key, KEYS, n=1)
+            hint = f"; did you mean {close[0]}?" if close else f"; known keys: {', '.join(KEYS)}"
+            raise InputError(f"{key}: unknown configuration key{hint}")
+    try:
+        return RunConfig(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        # A validator of ours names key and value itself; pydantic's messages need both put in front.
+        message = first["msg"].removeprefix("Value error, ")
+        if not first["loc"]:
+            raise InputError(message) from None
+        key = str(first["loc"][0])
+        raise InputError(f"{key} = {values[key]!r}: {message[0].lower()}{message[1:]}") from None
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The key-value pairs of a TOML file, not yet checked.
+
+    Raises:
+        InputError: the file is missing or is no TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such configuration file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not a TOML file ({error})") from None
+
+
+def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
+    """The values of `key=value` pairs as given after `-c`; a value is TOML where it can be, else text.
+
+    Raises:
+        InputError: a pair has no `=`.
+    """
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        key, sign, text = pair.partition("=")
+        if not sign:
+            raise InputError(f"-c {pair}: must be key=value, for instance rounds=5")
+        try:
+            values[key.strip()] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            values[key.strip()] = text.strip()
+    return values
+
+
+def to_toml(config: RunConfig) -> str:
+    """The resolved configuration as TOML; `parse` of it gives the same configuration."""
+    return tomli_w.dumps({key: list(v) if isinstance(v, tuple) else v for key, v in _present(config)})
+
+
+def to_flower(config: RunConfig) -> dict[str, Scalar]:
+    """The configuration as Flower's run configuration, which holds scalars only."""
+    return {key: ",".join(map(str, v)) if isinstance(v, tuple) else v for key, v in _present(config)}
+
+
+def _present(config: RunConfig) -> list[tuple[str, Any]]:
+    return [(key, "" if value is None else value) for key, value in asdict(config).items()]

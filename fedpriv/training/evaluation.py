@@ -1,0 +1,45 @@
+"""Accuracy and loss on a set of records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fedpriv.data.records import Records
+from fedpriv.training.losses import losses_and_hits
+from fedpriv.training.model import TrainingModel
+
+_RECORDS_PER_PASS = 64
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Means over records.
+
+    Attributes:
+        accuracy: share of right classes, or of right next tokens, in [0, 1].
+        loss: cross-entropy in nats.
+    """
+
+    accuracy: float
+    loss: float
+
+
+@torch.no_grad()
+def evaluate(model: TrainingModel, records: Records) -> Evaluation:
+    """How the model with its present adapter does on the records.
+
+    Raises:
+        ValueError: there are no records.
+    """
+    if not len(records):
+        raise ValueError("evaluation needs at least one record")
+    hits = losses = 0.0
+    order = sorted(range(len(records)), key=records.lengths(range(len(records))).__getitem__)
+    for begin in range(0, len(order), _RECORDS_PER_PASS):
+        logits, batch = model.logits(records, order[begin : begin + _RECORDS_PER_PASS], cached=True)
+        loss, hit = losses_and_hits(logits, batch)
+        losses += float(loss.double().sum())
+        hits += float(hit.double().sum())
+    return Evaluation(accuracy=hits / len(records), loss=losses / len(records))

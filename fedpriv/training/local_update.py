@@ -1,0 +1,169 @@
+"""One client's local update (DP-LoRA, Liu et al., Algorithm 1), and the seam behind which engines differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedpriv.accounting.events import Event, group
+from fedpriv.adapters import lora
+from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.config import RunConfig
+from fedpriv.data.records import Records
+from fedpriv.mechanisms.gaussian import noised_sum
+from fedpriv.mechanisms.sources import RandomSource
+from fedpriv.training.losses import losses_and_hits
+from fedpriv.training.model import TrainingModel
+from fedpriv.training.per_sample import clipped_sum, per_sample_gradients
+from fedpriv.training.sampling import PoissonSampler
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateSpec:
+    """What the server asks of a client in one round; the guard checks it.
+
+    Attributes:
+        num_rounds: how many rounds the run has in all.
+        local_steps: noisy steps in this round, >= 1.
+        batch_size: B, the expected batch size, >= 1.
+        optimizer: `sgd` or `adamw`, both without state from earlier rounds.
+        learning_rate: > 0.
+        weight_decay: >= 0, for `adamw`.
+        clipping: the clipping rule.
+        clip_norm: C > 0, gradient units.
+        noise_multiplier: z >= 0, noise over clip norm.
+    """
+
+    num_rounds: int
+    local_steps: int
+    batch_size: int
+    optimizer: str
+    learning_rate: float
+    weight_decay: float
+    clipping: str
+    clip_norm: float
+    noise_multiplier: float
+
+    @staticmethod
+    def of(config: RunConfig) -> UpdateSpec:
+        """The part of a run's configuration that a client carries out."""
+        names = UpdateSpec.__dataclass_fields__.keys() - {"num_rounds"}
+        return UpdateSpec(num_rounds=config.rounds, **{name: getattr(config, name) for name in names})
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateTask:
+    """A local update to compute.
+
+    Attributes:
+        adapter: the broadcast adapter, float32.
+        data: the client's records.
+        spec: what to do.
+        round: which round of the run this is, from 1.
+        sampler: draws the batches, and knows its probability.
+        noise: where the release noise comes from.
+    """
+
+    adapter: Adapter
+    data: Records
+    spec: UpdateSpec
+    round: int
+    sampler: PoissonSampler
+    noise: RandomSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientUpdate:
+    """What a client uploads.
+
+    Attributes:
+        adapter: the noised adapter, float32.
+        event: the privacy event that pays for it.
+        num_records: N_k, the registered number of records.
+    """
+
+    adapter: Adapter
+    event: Event
+    num_records: int
+
+
+Execute = Callable[[Sequence[UpdateTask]], list[ClientUpdate | Exception]]
+
+
+def planned_event(task: UpdateTask) -> Event:
+    """The event that `local_update` of this task will return, for charging it before anything is computed."""
+    return Event(
+        noise_multiplier=task.spec.noise_multiplier,
+        sampling_probability=task.sampler.sampling_probability,
+        count=task.spec.local_steps,
+    )
+
+
+def local_update(model: TrainingModel, task: UpdateTask) -> ClientUpdate:
+    """The client's adapter after its noisy steps, and the event that pays for them.
+
+    Each step: Poisson sample, per-sample gradients of all trainable tensors, joint clipping, sum, Gaussian noise,
+    division by the expected batch size, optimizer step. An empty sample counts as a zero gradient.
+
+    Guarantee: (epsilon, delta)-DP by the returned event under add/remove of one record.
+    """
+    spec = task.spec
+    lora.write(model.peft_model, task.adapter)
+    optimizer = _optimizer(model, spec)
+    events = []
+    for _ in range(spec.local_steps):
+        total = _clipped_sum(model, task, task.sampler.draw(len(task.data)))
+        noised, event = noised_sum(
+            total,
+            noise_multiplier=spec.noise_multiplier,
+            clip_norm=spec.clip_norm,
+            sampling_probability=task.sampler.sampling_probability,
+            source=task.noise,
+        )
+        for name, parameter in model.parameters.items():
+            parameter.grad = noised[name] / spec.batch_size
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        events.append(event)
+    (event,) = group(events)
+    return ClientUpdate(adapter=lora.read(model.peft_model), event=event, num_records=task.sampler.num_registered)
+
+
+def _optimizer(model: TrainingModel, spec: UpdateSpec) -> torch.optim.Optimizer:
+    parameters = list(model.parameters.values())
+    if spec.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=spec.learning_rate)
+    if spec.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr=spec.learning_rate, weight_decay=spec.weight_decay)
+    raise ValueError(f"optimizer = {spec.optimizer!r}: must be sgd or adamw")
+
+
+def _clipped_sum(model: TrainingModel, task: UpdateTask, indices: list[int]) -> dict[str, Tensor]:
+    """The sum of clipped per-sample gradients over the sampled records; zeros for none."""
+    total = {name: torch.zeros_like(parameter) for name, parameter in model.parameters.items()}
+    # A record is visited B/N_k times a step on average: below one visit in the whole run the cache cannot pay.
+    visits = task.spec.num_rounds * task.spec.local_steps * task.sampler.sampling_probability
+    for piece in model.physical_batches(task.data, indices):
+
+        def losses(piece: list[int] = piece) -> Tensor:
+            logits, batch = model.logits(task.data, piece, cached=visits >= 1)
+            return losses_and_hits(logits, batch)[0]
+
+        gradients, _ = per_sample_gradients(model.layers, losses)
+        for name, clipped in clipped_sum(gradients, task.spec.clip_norm).items():
+            total[model.adapter_names[name]] += clipped
+    return total
+
+
+def execute_one_by_one(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[ClientUpdate | Exception]:
+    """Run the tasks in turn; a failing one is its exception, and the others go on."""
+    results: list[ClientUpdate | Exception] = []
+    for task in tasks:
+        try:
+            results.append(local_update(model, task))
+        except Exception as error:
+            results.append(error)
+    return results

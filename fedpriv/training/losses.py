@@ -1,0 +1,56 @@
+"""One loss for each record: no record's loss depends on another, and none is divided by the batch's size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+IGNORED = -100
+
+
+def classification_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of each record, [batch].
+
+    Args:
+        logits: [batch, classes].
+        labels: int64 [batch].
+    """
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
+def next_token_targets(batch: Mapping[str, Tensor]) -> Tensor:
+    """The token that each position predicts, int64 [batch, tokens - 1]; -100 where there is none.
+
+    A position predicts only if it is a real token and so is the next: with padding on the left, the first real
+    token would be predicted from padding alone.
+    """
+    mask = batch["attention_mask"].bool()
+    return batch["input_ids"][:, 1:].masked_fill(~(mask[:, 1:] & mask[:, :-1]), IGNORED)
+
+
+def causal_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy over each record's own targets, [batch]; zero for a record without any.
+
+    Args:
+        logits: [batch, tokens, vocabulary].
+        targets: int64 [batch, tokens - 1], from `next_token_targets`.
+    """
+    token_losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), targets, ignore_index=IGNORED, reduction="none")
+    return token_losses.sum(dim=1) / (targets != IGNORED).sum(dim=1).clamp_min(1)
+
+
+def losses_and_hits(logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Each record's loss and its share of right predictions, both [batch].
+
+    A batch with labels is a classification; without, its tokens are predicted.
+    """
+    if "labels" in batch:
+        hits = (logits.argmax(dim=-1) == batch["labels"]).to(torch.float32)
+        return classification_losses(logits, batch["labels"]), hits
+    targets = next_token_targets(batch)
+    valid = targets != IGNORED
+    right = (logits[:, :-1].argmax(dim=-1) == targets) & valid
+    return causal_losses(logits, targets), right.sum(dim=1) / valid.sum(dim=1).clamp_min(1)

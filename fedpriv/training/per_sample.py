@@ -1,0 +1,181 @@
+"""Exact per-sample gradients of every trainable layer from one forward and one backward pass, and their clipping.
+
+Every trainable leaf `nn.Linear` is tapped: its input x and its output's gradient g give the gradient of record n
+as the sum over tokens of g x^T. Only gradients of outputs are asked of autograd, so the frozen base costs what it
+costs in plain LoRA training and no weight gradient of the whole batch is ever formed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PerSample = dict[str, Tensor]
+
+# A clipped norm stays below the clip norm even where float32 rounds up: 27,656 squares summed err by < 1e-6.
+_ROUNDING_MARGIN = 1.0 - 1e-6
+
+
+@dataclass(frozen=True)
+class TrainableLayer:
+    """A trainable leaf layer and the names of its parameters.
+
+    Attributes:
+        module: the layer.
+        weight: the weight's name, or None where it is frozen.
+        bias: the bias's name, or None where there is none or it is frozen.
+    """
+
+    module: nn.Linear
+    weight: str | None
+    bias: str | None
+
+
+def trainable_layers(model: nn.Module) -> dict[str, TrainableLayer]:
+    """The trainable layers of a peft model by module name.
+
+    Raises:
+        ValueError: a trainable parameter that cannot be differentiated for each sample, by name; an untied
+            output embedding; more than one active adapter.
+    """
+    active = getattr(model, "active_adapters", ["default"])
+    if len(active) != 1:
+        raise ValueError(f"adapters {', '.join(active)} are active: per-sample gradients need exactly one")
+    _refuse_output_embeddings(model)
+    owners = {
+        id(parameter): (name, module)
+        for name, module in model.named_modules()
+        for parameter in module.parameters(recurse=False)
+    }
+    layers: dict[str, TrainableLayer] = {}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        name, module = owners[id(parameter)]
+        if type(module) is not nn.Linear:
+            raise ValueError(
+                f"{names[id(parameter)]}: a trainable parameter of a {type(module).__name__}, which has no "
+                "per-sample gradient here; train LoRA on linear layers and a linear head only"
+            )
+        layers[name] = TrainableLayer(
+            module=module,
+            weight=names[id(module.weight)] if module.weight.requires_grad else None,
+            bias=names[id(module.bias)] if module.bias is not None and module.bias.requires_grad else None,
+        )
+    return layers
+
+
+def _refuse_output_embeddings(model: nn.Module) -> None:
+    """peft would untie a copied lm_head from the input embeddings, and then train the wrong model."""
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if get_head is not None else None
+    if head is not None and any(parameter.requires_grad for parameter in head.parameters()):
+        raise ValueError("modules_to_save = lm_head: it is tied to the input embeddings; leave it frozen")
+
+
+@contextmanager
+def _tapped(layers: Mapping[str, TrainableLayer]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """Collect {module name: (input, output)} of one forward pass."""
+    taps: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def hook_for(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        def hook(_module: nn.Module, args: Any, output: Tensor) -> None:
+            if name in taps:
+                raise ValueError(f"{name}: called twice in one forward pass, so its gradients would mix")
+            taps[name] = (args[0].detach(), output)
+
+        return hook
+
+    handles = [layer.module.register_forward_hook(hook_for(name)) for name, layer in layers.items()]
+    try:
+        yield taps
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def per_sample_gradients(
+    layers: Mapping[str, TrainableLayer], losses: Callable[[], Tensor]
+) -> tuple[PerSample, Tensor]:
+    """The gradient of every record's loss by every trainable parameter.
+
+    Args:
+        layers: from `trainable_layers`.
+        losses: runs the forward pass and returns one loss for each record, float [batch], batch >= 1; no
+            record's loss may depend on another record.
+
+    Returns:
+        {parameter name: [batch, *parameter shape]}, and the losses, detached.
+
+    Raises:
+        ValueError: a layer is called twice, or works on something else than [batch, ..., features].
+    """
+    # The hooks are gone before the backward pass: gradient checkpointing runs forward again there.
+    with _tapped(layers) as taps:
+        values = losses()
+    num = len(values)
+    for name, (inputs, _) in taps.items():
+        if inputs.shape[0] != num:
+            raise ValueError(f"{name}: its input's first dimension is {inputs.shape[0]}, not the batch's {num}")
+    outputs = [output for _, output in taps.values()]
+    gradients = torch.autograd.grad(values.sum(), outputs, allow_unused=True)
+    result: PerSample = {}
+    for (name, (inputs, output)), gradient in zip(taps.items(), gradients, strict=True):
+        g = torch.zeros_like(output) if gradient is None else gradient
+        result.update(_layer_gradients(layers[name], inputs, g))
+    for layer in layers.values():  # a layer that the pass did not use has a zero gradient
+        for key, parameter in ((layer.weight, layer.module.weight), (layer.bias, layer.module.bias)):
+            if key is not None and key not in result:
+                result[key] = parameter.new_zeros((num, *parameter.shape))
+    return result, values.detach()
+
+
+def _layer_gradients(layer: TrainableLayer, x: Tensor, g: Tensor) -> PerSample:
+    """Per-sample gradients of one layer from its input [batch, ..., in] and output gradient [batch, ..., out]."""
+    x, g = x.reshape(len(x), -1, x.shape[-1]), g.reshape(len(g), -1, g.shape[-1])
+    result = {}
+    if layer.weight is not None:
+        result[layer.weight] = torch.einsum("nto,nti->noi", g, x)
+    if layer.bias is not None:
+        result[layer.bias] = g.sum(dim=1)
+    return result
+
+
+def joint_norms(gradients: Mapping[str, Tensor]) -> Tensor:
+    """L2 norm of each record's whole gradient over all parameters, [batch]; NaN or inf where it is not finite."""
+    squares = [gradient.flatten(1).square().sum(dim=1) for gradient in gradients.values()]
+    return torch.stack(squares).sum(dim=0).sqrt()
+
+
+def clipped_sum(gradients: Mapping[str, Tensor], clip_norm: float) -> PerSample:
+    """The sum over the batch of gradients clipped jointly to `clip_norm`.
+
+    Guarantee: adding or removing one record moves the result by at most `clip_norm` in L2 over all parameters
+    together. A record whose gradient is not finite counts as zero.
+
+    Args:
+        gradients: {parameter name: [batch, *parameter shape]}; batch may be 0.
+        clip_norm: C, finite, > 0, gradient units.
+
+    Raises:
+        ValueError: clip_norm is not finite and > 0.
+
+    Source: Abadi et al. 2016, Algorithm 1.
+    """
+    if not 0 < clip_norm < float("inf"):
+        raise ValueError(f"clip_norm = {clip_norm}: must be finite and > 0")
+    norms = joint_norms(gradients)
+    finite = torch.isfinite(norms)
+    scale = torch.where(norms > clip_norm, clip_norm * _ROUNDING_MARGIN / norms, torch.ones_like(norms))
+    if not finite.all():
+        scale = torch.where(finite, scale, torch.zeros_like(scale))
+        keep = finite.nonzero().squeeze(1)
+        gradients = {name: gradient[keep] for name, gradient in gradients.items()}
+        scale = scale[keep]
+    return {name: torch.einsum("n,n...->...", scale, gradient) for name, gradient in gradients.items()}

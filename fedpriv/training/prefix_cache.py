@@ -1,0 +1,150 @@
+"""Frozen-prefix cache: below the first trainable layer a record's hidden states never change.
+
+They are computed once for each record, kept in memory up to a bound and in a private memory-mapped file beyond
+it, and fed to the first trainable layer; the layers below are then skipped.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedpriv.data.records import Records, collate
+
+_RECORDS_PER_PASS = 32
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The layers below the first trainable one.
+
+    Attributes:
+        parent: the module that holds the list of layers.
+        name: the list's name in it.
+        layers: all layers.
+        length: how many layers come before the first trainable one, >= 1.
+    """
+
+    parent: nn.Module
+    name: str
+    layers: nn.ModuleList
+    length: int
+
+
+class _StopForwardError(Exception):
+    """Ends a forward pass once the prefix's output is known."""
+
+
+def find_prefix(model: Any) -> Prefix | None:
+    """The frozen prefix of a peft model; None where the first layer, or something before it, is trained."""
+    trained = [name for name, p in model.named_parameters() if p.requires_grad and ".modules_to_save." not in name]
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and trained and all(n.startswith(f"{path}.") for n in trained):
+            first = min(int(name[len(path) + 1 :].split(".")[0]) for name in trained)
+            parent_path, _, name = path.rpartition(".")
+            return Prefix(model.get_submodule(parent_path), name, module, first) if first else None
+    return None
+
+
+@contextmanager
+def prefix_output(prefix: Prefix) -> Iterator[list[Tensor]]:
+    """Within this context a forward pass stops before the first trainable layer and leaves its input in the list."""
+    caught: list[Tensor] = []
+
+    def stop(_module: nn.Module, args: Any) -> None:
+        caught.append(args[0])
+        raise _StopForwardError
+
+    handle = prefix.layers[prefix.length].register_forward_pre_hook(stop)
+    try:
+        yield caught
+    except _StopForwardError:
+        pass
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def skipping_prefix(prefix: Prefix, hidden: Tensor) -> Iterator[None]:
+    """Within this context a forward pass starts at the first trainable layer, with `hidden` as its input."""
+
+    def inject(_module: nn.Module, args: Any) -> Any:
+        return (hidden, *args[1:])
+
+    handle = prefix.layers[prefix.length].register_forward_pre_hook(inject)
+    setattr(prefix.parent, prefix.name, prefix.layers[prefix.length :])
+    try:
+        yield
+    finally:
+        setattr(prefix.parent, prefix.name, prefix.layers)
+        handle.remove()
+
+
+class PrefixCache:
+    """Hidden states below the first trainable layer, for any number of record sets.
+
+    The states are float32 and unpadded, so a record's are the same whatever batch it is drawn in. A set's states
+    are computed all at once, in an order that depends on the records alone. They go when their records go.
+
+    Args:
+        model: the peft model in eval mode.
+        prefix: from `find_prefix`.
+        memory_limit: bytes to hold in memory; what comes after goes to a file that only this user can read.
+    """
+
+    def __init__(self, model: Any, prefix: Prefix, *, memory_limit: int) -> None:
+        self.prefix = prefix
+        self.bytes_in_memory = 0
+        self._model = model
+        self._memory_limit = memory_limit
+        self._states: weakref.WeakKeyDictionary[Records, tuple[Any, list[int]]] = weakref.WeakKeyDictionary()
+
+    def hidden(self, records: Records, indices: Sequence[int]) -> Tensor:
+        """The states of the given records, padded on the right by zeros, float32 [batch, tokens, hidden]."""
+        if records not in self._states:
+            self._states[records] = self._compute(records)
+        states, starts = self._states[records]
+        rows = [torch.from_numpy(np.array(states[starts[i] : starts[i + 1]])) for i in indices]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    @torch.no_grad()
+    def _compute(self, records: Records) -> tuple[Any, list[int]]:
+        everything = range(len(records))
+        lengths = records.lengths(everything)
+        starts = [0, *np.cumsum(lengths).tolist()]
+        states: Any = None
+        order = sorted(everything, key=lengths.__getitem__)
+        for begin in range(0, len(order), _RECORDS_PER_PASS):
+            indices = order[begin : begin + _RECORDS_PER_PASS]
+            with prefix_output(self.prefix) as caught:
+                batch = collate(records, indices)
+                batch.pop("labels", None)
+                self._model(**batch)
+            hidden = caught[0].float().numpy()
+            if states is None:
+                states = self._allocate(records, (starts[-1], hidden.shape[-1]))
+            for row, index in enumerate(indices):
+                states[starts[index] : starts[index + 1]] = hidden[row, : lengths[index]]
+        return states, starts
+
+    def _allocate(self, records: Records, shape: tuple[int, int]) -> Any:
+        size = 4 * shape[0] * shape[1]
+        if self.bytes_in_memory + size <= self._memory_limit:
+            self.bytes_in_memory += size
+            weakref.finalize(records, self._release, size)
+            return np.empty(shape, dtype=np.float32)
+        folder = tempfile.TemporaryDirectory(prefix="fedpriv-prefix-")  # readable by its owner alone
+        weakref.finalize(records, folder.cleanup)
+        return np.memmap(Path(folder.name) / "states.f32", dtype=np.float32, mode="w+", shape=shape)
+
+    def _release(self, size: int) -> None:
+        self.bytes_in_memory -= size
