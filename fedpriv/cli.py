@@ -1,0 +1,160 @@
+"""`fedpriv ...`: what a user asks of the library from a shell."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import fedpriv
+from fedpriv.accounting.curves import closed_form, spent
+from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.views import sensitivity_factor
+from fedpriv.errors import InputError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+data_app = typer.Typer(no_args_is_help=True, help="Look at data before anything is registered.")
+app.add_typer(data_app, name="data")
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")]
+
+
+class AccountantName(StrEnum):
+    """Accountants that `account` offers."""
+
+    PLD = "pld"
+    RDP = "rdp"
+    CLOSED_FORM = "closed-form"
+
+
+class Clipping(StrEnum):
+    """Clipping rules, which fix the sensitivity."""
+
+    JOINT = "joint"
+    SPLIT = "split"
+    PER_TENSOR = "per-tensor"
+    BATCH = "batch"
+
+
+@app.callback(invoke_without_command=True)
+def fedpriv_command(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False
+) -> None:
+    """Federated LoRA fine-tuning under differential privacy, and what it costs every data holder."""
+    if version:
+        typer.echo(fedpriv.__version__)
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def account(
+    noise_multiplier: Annotated[float, typer.Option(help="z: noise standard deviation over clip norm, >= 0.")],
+    sampling_probability: Annotated[float, typer.Option(help="q = B / N_k, in [0, 1].")],
+    steps: Annotated[int, typer.Option(help="Noisy steps in all, rounds times local steps, >= 1.")],
+    delta: Annotated[float, typer.Option(help="In (0, 1); usually at most 1 / (10 N_k).")],
+    accountant: Annotated[AccountantName, typer.Option(help="pld is tight, rdp fast.")] = AccountantName.PLD,
+    clipping: Annotated[Clipping, typer.Option(help="Fixes the sensitivity.")] = Clipping.JOINT,
+    num_tensors: Annotated[int, typer.Option(help="Trainable tensors, for per-tensor.")] = 1,
+    head: Annotated[bool, typer.Option("--head", help="A head is a third part, for split and batch.")] = False,
+    rho_bar: Annotated[float, typer.Option(help="Below 1 for the paper's rho view: sqrt(sum rho_k^2).")] = 1.0,
+    as_json: AsJson = False,
+) -> None:
+    """The epsilon that a client spends.
+
+    Unit: one record of one client added or removed. Example, the smallest hospital of the default run:
+
+    fedpriv account --noise-multiplier 1.88 --sampling-probability 0.16 --steps 30 --delta 1e-5
+    """
+    if not 0 < rho_bar <= 1:
+        raise InputError(f"rho_bar = {rho_bar}: must lie in (0, 1]")
+    local = noise_multiplier / sensitivity_factor(clipping.value, num_tensors=num_tensors, head=head)
+    event = SubsampledGaussian(noise_multiplier=rho_bar * local, sampling_probability=sampling_probability, count=steps)
+    result: dict[str, Any]
+    if accountant is AccountantName.CLOSED_FORM:
+        paper = closed_form(
+            noise_multiplier=local,
+            sampling_probability=sampling_probability,
+            steps=steps,
+            delta=delta,
+            rho_bar=rho_bar,
+        )
+        result = {"epsilon": paper.epsilon, "conditions_hold": paper.conditions_hold, "violated": list(paper.violated)}
+    else:
+        cost = spent([event], delta, "rdp" if accountant is AccountantName.RDP else "pld")
+        result = {"epsilon": cost.epsilon, "upper_bound_only": cost.upper_bound_only}
+    _show(
+        result
+        | {
+            "delta": delta,
+            "noise_multiplier": noise_multiplier,
+            "effective_noise_multiplier": event.noise_multiplier,
+            "sampling_probability": sampling_probability,
+            "steps": steps,
+            "rho_bar": rho_bar,
+            "clipping": clipping.value,
+            "accountant": accountant.value,
+            "adjacency": "one record of one client added or removed",
+        },
+        as_json,
+    )
+
+
+@data_app.command()
+def check(
+    file: Annotated[str, typer.Argument(help="CSV, JSONL or Parquet (gzip allowed), or a data set on the Hub.")],
+    text: Annotated[str, typer.Option(help="Column with the text.")] = "text",
+    label: Annotated[str, typer.Option(help="Column with the label; empty for causal models.")] = "label",
+    text_pair: Annotated[str, typer.Option(help="Column with a second text.")] = "",
+    client: Annotated[str, typer.Option(help="Column that says who holds a record.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """What a run would see in a file: records, labels, clients, lengths, duplicates. Nothing leaves this machine.
+
+    Example: fedpriv data check medquad.csv.gz --text answer --label question_type --client source
+    """
+    from fedpriv.data.checks import describe
+
+    _show(describe(file, text=text, label=label, text_pair=text_pair, client=client), as_json)
+
+
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a finished run.")], as_json: AsJson = False) -> None:
+    """Build a run's report.html again from its tables."""
+    from fedpriv.reports.page import write_report
+
+    _show({"report": str(write_report(run_dir))}, as_json)
+
+
+def _show(result: Mapping[str, Any], as_json: bool) -> None:
+    """Print a result: one JSON object, where infinity is null, or one aligned line for each entry."""
+    if as_json:
+        plain = json.loads(json.dumps(result), parse_constant=lambda _: None)
+        typer.echo(json.dumps(plain))
+        return
+    width = max(map(len, result))
+    for name, value in result.items():
+        if isinstance(value, Mapping):
+            typer.echo(f"{name}:")
+            inner = max((len(str(key)) for key in value), default=0)
+            for key, entry in value.items():
+                typer.echo(f"  {key!s:<{inner}}  {entry}")
+        else:
+            typer.echo(f"{name:<{width}}  {', '.join(map(str, value)) if isinstance(value, list) else value}")
+
+
+def main() -> None:
+    """The console script: a user's mistake is one line on stderr and exit code 2."""
+    try:
+        app()
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except OSError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(1)

@@ -1,0 +1,108 @@
+"""The data of a run: who trains on what, what the server tests on, and which labels there are."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import datasets
+import numpy as np
+
+from fedpriv.config import EMBEDDED, RunConfig
+from fedpriv.data import hospital
+from fedpriv.data.partition import partition
+from fedpriv.data.tables import load_table, require_columns, to_text
+from fedpriv.data.text import FederatedData, TextData
+from fedpriv.errors import InputError
+
+
+def load(config: RunConfig) -> FederatedData:
+    """The configuration's data, partitioned among the clients, with the server's test set apart.
+
+    Raises:
+        InputError: a file, column or label that cannot be used, or an expected batch larger than a client.
+    """
+    data = _embedded(config) if config.data == EMBEDDED else _from_table(config)
+    for client, part in enumerate(data.clients):
+        if not len(part):
+            raise InputError(f"client {client} ({data.client_names[client]}): has no records; leave it out")
+        if config.batch_size > len(part):
+            raise InputError(
+                f"batch_size = {config.batch_size}: client {client} ({data.client_names[client]}) has only "
+                f"{len(part)} records; use at most {min(map(len, data.clients))}"
+            )
+    return data
+
+
+def _embedded(config: RunConfig) -> FederatedData:
+    train, test = hospital.generate()
+    if config.task != "SEQ_CLS":
+        raise InputError(f"task = {config.task}: the embedded corpus is for SEQ_CLS; name a data file")
+    names = tuple(dict.fromkeys(message.hospital for message in train))
+
+    def text_of(messages: list[hospital.Message]) -> TextData:
+        return TextData(tuple(m.text for m in messages), tuple(m.department for m in messages))
+
+    return FederatedData(
+        clients=tuple(text_of([m for m in train if m.hospital == name]) for name in names),
+        client_names=names,
+        test=text_of(test),
+        label_names=hospital.DEPARTMENTS,
+    )
+
+
+def _from_table(config: RunConfig) -> FederatedData:
+    table = load_table(config.data)
+    columns = [("text_column", config.text_column), ("text_pair_column", config.text_pair_column)]
+    if config.task == "SEQ_CLS":
+        columns.append(("label_column", config.label_column))
+    client_columns = [("client_column", config.client_column if config.partition == "natural" else "")]
+    require_columns(table, columns + client_columns, config.data)
+    table = _with_values(table, config)
+    if config.test_data:
+        train, test_table = table, load_table(config.test_data, key="test_data")
+        require_columns(test_table, columns, config.test_data)
+        test_table = _with_values(test_table, config)
+    else:
+        train, test_table = _split(table, config)
+    parts, names = partition(train, config)
+    clients = tuple(to_text(part, config) for part in parts)
+    test = to_text(test_table, config)
+    return FederatedData(clients, tuple(names), test, _label_names(clients, test, config))
+
+
+def _with_values(table: datasets.Dataset, config: RunConfig) -> datasets.Dataset:
+    """Without the records that lack a label; a record without one can neither train nor test."""
+    if config.task != "SEQ_CLS":
+        return table
+    labels = table[config.label_column]
+    return table.select([row for row, label in enumerate(labels) if label is not None])
+
+
+def _split(table: datasets.Dataset, config: RunConfig) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """Training records and a random test set of `test_fraction`; the seed fixes which."""
+    order = np.random.default_rng(config.seed).permutation(len(table))
+    num_test = max(1, round(config.test_fraction * len(table)))
+    if num_test >= len(table):
+        raise InputError(f"test_fraction = {config.test_fraction}: leaves no training records of {len(table)}")
+    return table.select(np.sort(order[num_test:])), table.select(np.sort(order[:num_test]))
+
+
+def _label_names(clients: tuple[TextData, ...], test: TextData, config: RunConfig) -> tuple[str, ...]:
+    """The classes: as configured, or as they occur in training, sorted."""
+    if config.task != "SEQ_CLS":
+        return ()
+    counts = Counter(label for client in clients for label in client.labels)
+    names = config.labels or tuple(sorted(counts))
+    for label in counts:
+        if label not in names:
+            raise InputError(f"labels = {','.join(names)}: column {config.label_column!r} also holds {label!r}")
+    for label in dict.fromkeys(test.labels):
+        if label not in names:
+            where = config.test_data or f"the test split of {config.data}"
+            raise InputError(
+                f"label_column = {config.label_column!r}: {label!r} occurs only in {where}, never in training; "
+                "drop those records, or list all classes in labels"
+            )
+    if len(names) < 2:
+        raise InputError(f"label_column = {config.label_column!r}: holds one class, {names[0]!r}; needs two")
+    return names

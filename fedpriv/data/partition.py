@@ -1,0 +1,86 @@
+"""Who holds which records: flwr-datasets' partitioners behind the configuration's `partition` key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+
+from fedpriv.config import RunConfig
+from fedpriv.errors import InputError
+
+
+def partition(table: datasets.Dataset, config: RunConfig) -> tuple[list[datasets.Dataset], list[str]]:
+    """The table split among the clients, and the clients' names.
+
+    Args:
+        table: the training records.
+        config: `natural` splits by `client_column`, in the column's sorted order; `iid` evenly at random;
+            `dirichlet` by label with concentration `dirichlet_alpha`; `sizes` at random into `client_sizes`.
+
+    Raises:
+        InputError: flwr-datasets is not installed, the split is impossible, or a client would have no record.
+    """
+    if config.partition == "natural":
+        names = sorted({str(value) for value in table[config.client_column]})
+        parts = _load(table, config)
+        # The partitioner numbers clients by first appearance; the sorted order does not depend on the rows' order.
+        by_name = {str(part[config.client_column][0]): part for part in parts}
+        return [by_name[name] for name in names], names
+    shuffled = table.shuffle(seed=config.seed)
+    if config.partition == "sizes" and sum(config.client_sizes) > len(table):
+        raise InputError(
+            f"client_sizes = {list(config.client_sizes)}: sum to {sum(config.client_sizes)}, but there are "
+            f"{len(table)} training records"
+        )
+    if config.partition != "sizes" and config.num_clients > len(table):
+        raise InputError(f"num_clients = {config.num_clients}: only {len(table)} training records to share")
+    if config.partition == "sizes":
+        shuffled = shuffled.select(range(sum(config.client_sizes)))
+    parts = _load(shuffled, config)
+    for client, part in enumerate(parts):
+        if not len(part):
+            raise InputError(
+                f"partition = {config.partition}: client {client} has no records; use fewer clients, or a larger "
+                "dirichlet_alpha"
+            )
+    return parts, [f"client {client}" for client in range(len(parts))]
+
+
+def _load(table: datasets.Dataset, config: RunConfig) -> list[datasets.Dataset]:
+    partitioner = _partitioner(config)
+    bars = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        partitioner.dataset = table
+        return [partitioner.load_partition(client) for client in range(partitioner.num_partitions)]
+    except ValueError as error:
+        raise InputError(f"partition = {config.partition}: {str(error).splitlines()[0]}") from None
+    finally:
+        if not bars:
+            datasets.enable_progress_bars()
+
+
+def _partitioner(config: RunConfig) -> Any:
+    try:
+        from flwr_datasets import partitioner
+    except ImportError:
+        raise InputError(
+            f"partition = {config.partition}: needs flwr-datasets; pip install 'fedpriv[partition]'"
+        ) from None
+    match config.partition:
+        case "natural":
+            return partitioner.NaturalIdPartitioner(partition_by=config.client_column)
+        case "iid":
+            return partitioner.IidPartitioner(num_partitions=config.num_clients)
+        case "sizes":
+            return partitioner.SizePartitioner(partition_sizes=list(config.client_sizes))
+        case _:
+            return partitioner.DirichletPartitioner(
+                num_partitions=config.num_clients,
+                partition_by=config.label_column,
+                alpha=config.dirichlet_alpha,
+                min_partition_size=1,
+                self_balancing=False,
+                seed=config.seed,
+            )

@@ -1,0 +1,89 @@
+"""Tables of records from a CSV, JSONL or Parquet file or from the Hugging Face Hub, through the datasets library."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import datasets
+
+from fedpriv.config import RunConfig
+from fedpriv.data.text import TextData
+from fedpriv.errors import InputError
+
+_FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+
+
+def load_table(source: str, *, key: str = "data") -> datasets.Dataset:
+    """The records of a file, gzip included, or of a data set's train split on the Hub.
+
+    Nothing of a private file stays behind: the library's cache goes to a temporary folder and is deleted.
+
+    Args:
+        source: a path, or a name on the Hub; `name:split` picks a split.
+        key: the configuration key to name in errors.
+
+    Raises:
+        InputError: no such file or data set, an unknown format, or a file that cannot be read or is empty.
+    """
+    path = Path(source).expanduser()
+    suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
+    if not path.is_file():
+        if suffix in _FORMATS or path.is_absolute() or path.exists():
+            raise InputError(f"{key} = {source!r}: no such file")
+        return _from_hub(source, key)
+    if suffix not in _FORMATS:
+        raise InputError(f"{key} = {source!r}: unknown format; use {', '.join(_FORMATS)}, gzip allowed")
+    options = {"sep": "\t"} if suffix == ".tsv" else {}
+    bars = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        with tempfile.TemporaryDirectory(prefix="fedpriv-data-") as cache:
+            table = datasets.load_dataset(
+                _FORMATS[suffix],
+                data_files=str(path),
+                split="train",
+                cache_dir=cache,
+                keep_in_memory=True,
+                **options,
+            )
+    except Exception as error:  # the library raises many types for one cause
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise InputError(f"{key} = {source!r}: cannot be read ({reason})") from None
+    finally:
+        if not bars:
+            datasets.enable_progress_bars()
+    if not len(table):
+        raise InputError(f"{key} = {source!r}: holds no records")
+    return table
+
+
+def _from_hub(source: str, key: str) -> datasets.Dataset:
+    name, _, split = source.partition(":")
+    try:
+        return datasets.load_dataset(name, split=split or "train")
+    except Exception as error:  # the library raises many types for one cause
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{key} = {source!r}: neither a file nor a data set on the Hub ({reason})") from None
+
+
+def require_columns(table: datasets.Dataset, columns: Sequence[tuple[str, str]], source: str) -> None:
+    """Refuse a table that lacks one of the (configuration key, column) pairs; an empty column is not asked for."""
+    for key, column in columns:
+        if column and column not in table.column_names:
+            raise InputError(f"{key} = {column!r}: {source} has no such column; it has {', '.join(table.column_names)}")
+
+
+def to_text(table: datasets.Dataset, config: RunConfig) -> TextData:
+    """The table's texts and labels as the configuration names them; a missing text counts as empty."""
+    texts = tuple("" if text is None else str(text) for text in table[config.text_column])
+    pairs = None
+    if config.text_pair_column:
+        pairs = tuple("" if text is None else str(text) for text in table[config.text_pair_column])
+    labels: tuple[str, ...] = ()
+    if config.task == "SEQ_CLS":
+        feature = table.features[config.label_column]
+        name = feature.int2str if isinstance(feature, datasets.ClassLabel) else str
+        labels = tuple(name(label) for label in table[config.label_column])
+    return TextData(texts=texts, labels=labels, pairs=pairs)
