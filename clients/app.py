@@ -1,0 +1,36 @@
+"""The Flower ClientApp of a data holder: messages in, messages out, over fedpriv."""
+
+from __future__ import annotations
+
+import logging
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+import fedpriv
+from clients import handler
+from fedpriv.config import parse
+from fedpriv.training.local_update import execute_one_by_one
+from fedpriv.training.workbench import workbench
+
+log = logging.getLogger("flwr")
+
+app = ClientApp()
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """One local update."""
+    try:
+        task = handler.prepare(message, context)
+    except Exception as error:  # its text must not leave the node as Flower's traceback
+        return handler.reply(message, error)
+    model = workbench(parse(context.run_config)).model
+    return handler.reply(message, execute_one_by_one(model, [task])[0])
+
+
+@app.query("register")
+def register(message: Message, context: Context) -> Message:
+    """The node's registration, before the first round."""
+    log.info("clients use %s", fedpriv.__file__)
+    return handler.register(message, context)

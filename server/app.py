@@ -1,0 +1,36 @@
+"""The Flower ServerApp of the coordinator."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+import fedpriv
+from fedpriv.config import parse
+from fedpriv.errors import InputError
+from server.coordinator import LogObserver, Observer, run
+
+log = logging.getLogger("flwr")
+
+
+def make_app(observer: Observer) -> ServerApp:
+    """The ServerApp that tells the observer how its run goes on."""
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        log.info("server uses %s", fedpriv.__file__)
+        config = parse(context.run_config)
+        if not Path(config.out).is_absolute():
+            raise InputError(
+                f"out = {config.out!r}: must be an absolute path, since Flower works in a folder of its own"
+            )
+        run(grid, config, observer)
+
+    return app
+
+
+app = make_app(LogObserver())

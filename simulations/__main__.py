@@ -1,0 +1,91 @@
+"""`python -m simulations`: run federations on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import warnings
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+# Before transformers and flwr are imported: nothing of a run is told to anyone, and quiet tokenizers may fork.
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from fedpriv import config as configuration
+from fedpriv.config import RunConfig
+from fedpriv.errors import InputError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
+
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+
+
+@app.callback()
+def main() -> None:
+    """Simulate DP-LoRA federations on this machine."""
+
+
+@app.command()
+def run(
+    config: Annotated[Path | None, typer.Argument(help="TOML file; without one, the embedded default.")] = None,
+    override: Annotated[
+        list[str] | None, typer.Option("-c", metavar="KEY=VALUE", help="Override one key; repeatable.")
+    ] = None,
+    engine: Annotated[str | None, typer.Option(help="How clients are run: in-process.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the results; by default a new one in results/.")] = None,
+) -> None:
+    """Run one federation and write its folder: tables, adapters, summary and report.
+
+    Examples:
+
+        python -m simulations run
+
+        python -m simulations run -c rounds=5 -c noise_multiplier=3.0
+
+        python -m simulations run simulations/configs/medquad.toml --out /tmp/medquad
+    """
+    console = Console()
+    try:
+        resolved = _resolve(config, override or [], engine, out)
+        from simulations.display import TerminalObserver
+        from simulations.engines import in_process
+
+        _quiet()
+        in_process.run(resolved, TerminalObserver(console))
+    except InputError as error:
+        Console(stderr=True).print(f"[bold red]error[/] {error}", soft_wrap=True, highlight=False)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted; the folder keeps the finished rounds")
+        raise typer.Exit(130) from None
+
+
+def _resolve(path: Path | None, overrides: list[str], engine: str | None, out: Path | None) -> RunConfig:
+    """The configuration: defaults, then the file, then `-c`, then the options."""
+    values: dict[str, Any] = configuration.read(path) if path is not None else {}
+    values |= configuration.parse_overrides(overrides)
+    if engine is not None:
+        values["engine"] = engine
+    if out is not None:
+        values["out"] = str(out)
+    name = path.stem if path is not None else "embedded"
+    folder = values.get("out") or RESULTS / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
+    return configuration.parse(values | {"out": str(Path(folder).expanduser().absolute())})
+
+
+def _quiet() -> None:
+    """Leave the terminal to the progress display: Flower's own lines and known notes of libraries are not for users."""
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+    logging.getLogger("flwr").propagate = False
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        app()

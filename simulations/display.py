@@ -1,0 +1,114 @@
+"""What a run shows in the terminal: progress by rounds, and a closing table of what every client spent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from fedpriv.config import RunConfig
+from fedpriv.protocol import Registration
+from fedpriv.reports.tables import format_bound, format_bytes, format_delta
+from server.history import RoundRow
+
+
+class TerminalObserver:
+    """Shows a run on a rich console; without a terminal it prints a line for each round."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress: Progress | None = None
+        self._task: TaskID = TaskID(0)
+        self._bytes = 0
+
+    def started(self, config: RunConfig, registrations: Sequence[Registration]) -> None:
+        """Say what begins, and open the progress display."""
+        self._close()
+        self._bytes = 0
+        private = config.noise_multiplier > 0
+        title = f"private run, z = {config.noise_multiplier}" if private else "comparison run, z = 0, clipping kept"
+        self._console.rule(title)
+        if private:
+            sizes = ", ".join(f"{r.name} ({r.num_records})" for r in registrations)
+            self._console.print(f"{len(registrations)} clients: {sizes}")
+            self._console.print(
+                f"{config.model}, LoRA rank {config.rank}, {config.rounds} rounds of {config.local_steps} local steps, "
+                f"expected batch {config.batch_size}, noise source: {config.noise_source}"
+            )
+        if private and config.simulate:
+            self._console.print("[bold red]simulate = true: noise and sampling are seeded, this run is NOT PRIVATE[/]")
+        self._progress = Progress(
+            TextColumn("round {task.completed}/{task.total}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task("preparing", total=config.rounds)
+        self._progress.start()
+
+    def round_done(self, row: RoundRow) -> None:
+        """Show the round's figures."""
+        self._bytes += row.bytes_up + row.bytes_down
+        line = f"accuracy {row.test_accuracy:.3f}"
+        if row.epsilon_local_max < float("inf"):
+            line += f"  epsilon local {format_bound(row.epsilon_local_max)} rho {format_bound(row.epsilon_rho_max)}"
+        line += f"  {format_bytes(self._bytes)}"
+        if self._progress is not None and not self._progress.disable:
+            self._progress.update(self._task, completed=row.round, description=line)
+        else:
+            self._console.print(f"round {row.round}: {line}  {row.seconds:.1f} s")
+
+    def finished(self, folder: Path, summary: dict[str, Any]) -> None:
+        """Show the closing table, the accuracies side by side and where everything is."""
+        self._close()
+        self._console.print(_clients_table(summary))
+        self._console.print(_accuracies(summary))
+        if not summary["private"]:
+            self._console.print(Panel("This run is NOT PRIVATE: see report.html.", style="bold red"))
+        if not summary["adapters_moved"]:
+            names = ", ".join(summary["unmoved_tensors"][:5])
+            self._console.print(Panel(f"TRAINING CHANGED NOTHING in: {names}", style="bold red"))
+        self._console.print(f"results  {folder}", soft_wrap=True)
+        self._console.print(f"report   {folder / 'report.html'}", soft_wrap=True)
+
+    def _close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def _clients_table(summary: dict[str, Any]) -> Table:
+    table = Table(title=f"What every client spent (accountant {summary['accountant']}, unit: one record)")
+    for name in ("client", "records", "rounds", "epsilon local", "epsilon rho", "delta", "up", "down"):
+        table.add_column(name, justify="left" if name == "client" else "right")
+    for client in summary["clients"]:
+        table.add_row(
+            client["name"],
+            str(client["num_records"]),
+            str(client["rounds"]),
+            *(format_bound(client[view]) for view in ("epsilon_local", "epsilon_rho")),
+            format_delta(client["delta"]),
+            format_bytes(client["bytes_up"]),
+            format_bytes(client["bytes_down"]),
+        )
+    return table
+
+
+def _accuracies(summary: dict[str, Any]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    under = f"at rho-epsilon {format_bound(summary['epsilon_rho_max'])}, delta {format_delta(summary['delta_max'])}"
+    rows = [("accuracy, private", summary["accuracy"], under)]
+    if summary["accuracy_non_private"] is not None:
+        rows.append(("accuracy, comparison", summary["accuracy_non_private"], "z = 0, clipping kept"))
+    rows.append(("accuracy, untrained", summary["accuracy_initial"], ""))
+    rows.append(("chance", summary["chance_accuracy"], ""))
+    for name, value, note in rows:
+        grid.add_row(name, f"{value:.4f}", note)
+    return grid

@@ -1,0 +1,29 @@
+"""The private names of Flower 1.41 that the in-process engine needs; nothing else in the project uses any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+__all__ = ["Run", "empty_run", "task_identity"]
+
+SERVER_NODE_ID = 1
+
+
+def empty_run(run_id: int) -> Run:
+    """Flower's record of a run, without a bundle or an account."""
+    return Run.create_empty(run_id)
+
+
+@contextmanager
+def task_identity(run_id: int) -> Iterator[None]:
+    """Within this context messages can be made: Flower reads their sender from process-wide state."""
+    before = (TaskIdentity._task_id, TaskIdentity._run_id, TaskIdentity._node_id)
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = run_id, run_id, SERVER_NODE_ID
+    try:
+        yield
+    finally:
+        TaskIdentity._task_id, TaskIdentity._run_id, TaskIdentity._node_id = before

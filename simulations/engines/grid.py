@@ -1,0 +1,95 @@
+"""A Flower Grid whose nodes live in this process: the unchanged apps run without a transport between them."""
+
+from __future__ import annotations
+
+import copy
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+
+from flwr.app import Context, Message, RecordDict
+from flwr.serverapp import Grid
+
+from clients.handler import prepare, reply
+from fedpriv.training.local_update import Execute, UpdateTask
+from simulations.engines.flower_private import Run, empty_run
+
+TRAIN = "train"
+
+
+class LocalGrid(Grid):
+    """Answers every message at once, training all clients of a batch by one `execute`.
+
+    Args:
+        contexts: one for each node, kept for the whole run as Flower keeps them.
+        execute: trains a batch of tasks.
+        evaluate: answers a message that asks for no training.
+    """
+
+    def __init__(
+        self, contexts: Sequence[Context], execute: Execute, evaluate: Callable[[Message, Context], Message]
+    ) -> None:
+        self._contexts = {context.node_id: context for context in contexts}
+        self._execute = execute
+        self._evaluate = evaluate
+        self._run = empty_run(contexts[0].run_id)
+        self._replies: dict[str, Message] = {}
+
+    def set_run(self, run: Run) -> None:
+        """Set the run that this grid works for."""
+        self._run = run
+
+    @property
+    def run(self) -> Run:
+        """The run that this grid works for."""
+        return self._run
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        """A message to a node."""
+        return Message(content, dst_node_id, message_type, group_id=group_id, ttl=ttl)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """All nodes, in the order of their contexts."""
+        return list(self._contexts)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Deliver the messages and keep the replies for `pull_messages`."""
+        # Strategies put one RecordDict into every message; a node may change its own copy.
+        delivered = [copy.deepcopy(message) for message in messages]
+        for message in delivered:
+            message.metadata.__dict__["_message_id"] = uuid.uuid4().hex
+        ids = [message.metadata.message_id for message in delivered]
+        self._replies.update(zip(ids, self._answer(delivered), strict=True))
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """The replies to the given messages; each is handed out once."""
+        return [self._replies.pop(message_id) for message_id in message_ids if message_id in self._replies]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Deliver the messages and return all replies; there is nothing to wait for, so no timeout."""
+        return self.pull_messages(self.push_messages(messages))
+
+    def _answer(self, messages: Sequence[Message]) -> list[Message]:
+        """One reply for each message, in order; a failing task is one error reply."""
+        replies: dict[int, Message] = {}
+        tasks: dict[int, UpdateTask] = {}
+        for position, message in enumerate(messages):
+            context = self._contexts[message.metadata.dst_node_id]
+            try:
+                if message.metadata.message_type == TRAIN:
+                    tasks[position] = prepare(message, context)
+                else:
+                    replies[position] = self._evaluate(message, context)
+            except Exception as error:  # one node's failure must not end the round
+                replies[position] = reply(message, error)
+        updates = self._execute(list(tasks.values())) if tasks else []
+        for position, update in zip(tasks, updates, strict=True):
+            replies[position] = reply(messages[position], update)
+        return [replies[position] for position in range(len(messages))]
