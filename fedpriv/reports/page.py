@@ -1,0 +1,184 @@
+"""One self-contained HTML page of a finished run: what it reached, and what it cost every data holder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from fedpriv.reports import plots, series, tables
+from fedpriv.reports.run_folder import RunFolder, read_run
+from fedpriv.reports.tables import Table
+
+FILE_NAME = "report.html"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """A plot, what it shows in words, and its numbers as a table."""
+
+    title: str
+    note: str
+    svg: Markup
+    table: Table
+
+
+def write_report(run_dir: Path) -> Path:
+    """The path of `report.html`, written into the folder of a finished run from the files in it.
+
+    The page loads nothing: no script, font, picture or style from elsewhere. The same folder gives the same
+    bytes. The file appears whole or not at all; an older report stays until the new one is complete.
+
+    Args:
+        run_dir: holds config.toml, environment.json, rounds.csv, clients.csv, summary.json and, after a
+            comparison run, comparison/ with rounds.csv and summary.json.
+
+    Raises:
+        InputError: one line that names the missing or wrong file, column or key, and what would be right.
+    """
+    page = render(read_run(run_dir))
+    path = run_dir / FILE_NAME
+    unfinished = run_dir / f".{FILE_NAME}.{os.getpid()}"
+    try:
+        unfinished.write_text(page, encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return path
+
+
+def render(run: RunFolder) -> str:
+    """The page as HTML. Every string of the run is escaped; only the plots are markup."""
+    environment = Environment(
+        loader=PackageLoader("fedpriv.reports"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "bytes": tables.format_bytes,
+        "percent": tables.format_percent,
+        "seconds": tables.format_seconds,
+    }
+    summary = run.summary
+    return environment.get_template("report.html.j2").render(
+        run=run,
+        summary=summary,
+        why_not_private=why_not_private(run),
+        accountant=_accountant(summary),
+        accuracy_without_noise=_accuracy_without_noise(run),
+        epsilon_local=tables.format_epsilon(summary["epsilon_local_max"], summary["delta_max"]),
+        epsilon_rho=tables.format_epsilon(summary["epsilon_rho_max"], summary["delta_max"]),
+        clients=tables.client_table(summary["clients"], _accountant(summary)),
+        charged=_charged(run),
+        failures=_failures(run),
+        panels=[*_quality_panels(run), *_epsilon_panels(run), *_traffic_panels(run)],
+        settings={"Configuration": _texts(run.config), "Environment": _texts(run.environment)},
+    )
+
+
+def why_not_private(run: RunFolder) -> list[str]:
+    """The reasons why a run protects nobody; empty for a private run."""
+    reasons = []
+    if run.summary["noise_source"] != "secure":
+        reasons.append("its noise came from a seeded generator: whoever knows the seed can take the noise off")
+    if tables.format_bound(run.summary["epsilon_local_max"]) == tables.INFINITY:
+        reasons.append("no noise bounds what an upload reveals: ε is infinite")
+    if not run.summary["private"] and not reasons:
+        reasons.append("the run is marked as not private")
+    return reasons
+
+
+def _accountant(summary: Mapping[str, Any]) -> str:
+    return "pld" if summary["accountant"] == "pld" else f"{summary['accountant']}, an upper bound"
+
+
+def _accuracy_without_noise(run: RunFolder) -> float | None:
+    accuracy: float | None = run.summary["accuracy_non_private"]
+    if accuracy is None and run.comparison_summary is not None:
+        accuracy = run.comparison_summary.get("accuracy")
+    return accuracy
+
+
+def _charged(run: RunFolder) -> dict[str, str]:
+    """The parameters that the accountant was given, over all clients and rounds."""
+    names = {
+        "noise_multiplier": "noise multiplier z",
+        "effective_noise_multiplier": "effective noise multiplier",
+        "sampling_probability": "sampling probability q",
+        "steps": "noised steps per reply",
+        "rho_bar": "ρ̄ of a round",
+    }
+    return {name: tables.format_range(run.clients[column]) for column, name in names.items()}
+
+
+def _failures(run: RunFolder) -> dict[str, int]:
+    """How often a client's reply failed, by its status."""
+    failed = run.clients.loc[run.clients["status"] != "ok", "status"].fillna("unknown")
+    return {str(status): int(count) for status, count in failed.value_counts().sort_index().items()}
+
+
+def _quality_panels(run: RunFolder) -> list[Panel]:
+    name = "this run" if why_not_private(run) else "with DP"
+    accuracy = series.compared(run.rounds, run.comparison_rounds, "test_accuracy", name)
+    loss = series.compared(run.rounds, run.comparison_rounds, "test_loss", name)
+    chance = run.summary["chance_accuracy"]
+    note = "On the server's own test set; round 0 is the untrained model."
+    return [
+        _panel(
+            "Test accuracy",
+            note,
+            plots.accuracy_plot(accuracy, chance=chance),
+            accuracy,
+            tables.format_percent,
+        ),
+        _panel("Test loss", "On the same test set.", plots.loss_plot(loss), loss, tables.format_number),
+    ]
+
+
+def _epsilon_panels(run: RunFolder) -> list[Panel]:
+    delta = f"at its δ (at most {tables.format_delta(run.summary['delta_max'])})"
+    panels = []
+    for view, against in (("local", "against the server"), ("rho", "by Theorem 1 of DP-LoRA")):
+        spent = series.epsilon(run.clients, run.rounds, "local" if view == "local" else "rho")
+        title = f"ε so far, {view} view"
+        note = f"Per client, {against}, {delta}; live figures by rdp. Each view has a scale of its own."
+        svg = plots.epsilon_plot(spent, title=title, name=f"epsilon-{view}")
+        panels.append(_panel(title, note, svg, spent, tables.format_bound))
+    return panels
+
+
+def _traffic_panels(run: RunFolder) -> list[Panel]:
+    each = series.traffic(run.rounds)
+    titles = {
+        "round": ("Bytes in each round", "All clients together.", each[each.index > 0]),
+        "total": ("Bytes so far", "Summed over the rounds.", each.cumsum()),
+    }
+    return [
+        _panel(
+            title,
+            note,
+            plots.traffic_plot(frame, title=title, name=f"bytes-{key}"),
+            frame,
+            tables.format_bytes,
+        )
+        for key, (title, note, frame) in titles.items()
+    ]
+
+
+def _panel(title: str, note: str, svg: str, frame: pd.DataFrame, format_value: plots.Format) -> Panel:
+    table = tables.series_table(frame, f"{title}. {note}", format_value)
+    return Panel(title=title, note=note, svg=Markup(svg), table=table)
+
+
+def _texts(values: Mapping[str, Any]) -> dict[str, str]:
+    """Settings as text: a string as it stands, anything else as JSON."""
+    return {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in values.items()}

@@ -1,0 +1,186 @@
+"""A run's plots: pure functions from a table of lines over rounds (`series.py`) to an inline SVG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from fedpriv.reports.series import merge_equal
+from fedpriv.reports.svg import GRID, INK, SERIES, to_svg
+from fedpriv.reports.tables import INFINITY, format_bound, format_bytes, format_number, format_percent
+
+# Points. Small enough that a telephone shows the text at its size, large enough for a half column.
+WIDTH, HEIGHT = 340.0, 215.0
+LEFT, BOTTOM, TOP = 46.0, 34.0, 8.0
+FONT_SIZE, LABEL_GAP, CHARACTER = 9.0, 11.5, 5.2
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p")
+DASHES = ("-", (0, (5, 2)), "-", (0, (5, 2)), "-", (0, (5, 2)), "-", (0, (5, 2)))
+
+Format = Callable[[float], str]
+Label = tuple[str, float, float, str]  # text, x, y, colour
+
+
+def accuracy_plot(frame: pd.DataFrame, *, chance: float | None, name: str = "accuracy") -> str:
+    """Test accuracy over rounds, each run a line, chance as a dotted one."""
+    figure, axes = _axes([*_labels_of(frame), "chance"], _percent_tick)
+    labels = _draw_lines(axes, frame)
+    if chance is not None:
+        axes.axhline(chance, color=INK, linestyle=":", linewidth=1)
+        labels.append(("chance", float(frame.index.max()), chance, INK))
+    axes.set_ylim(max(0.0, axes.get_ylim()[0]), min(1.0, axes.get_ylim()[1]))
+    _draw_labels(axes, labels)
+    return to_svg(figure, name=name, description=describe(frame, "Test accuracy", format_percent))
+
+
+def loss_plot(frame: pd.DataFrame, *, name: str = "loss") -> str:
+    """Test loss over rounds, each run a line."""
+    figure, axes = _axes(_labels_of(frame), format_number)
+    _draw_labels(axes, _draw_lines(axes, frame))
+    return to_svg(figure, name=name, description=describe(frame, "Test loss", format_number))
+
+
+def epsilon_plot(frame: pd.DataFrame, *, title: str, name: str) -> str:
+    """Cumulative epsilon over rounds: a line per client, or a band from the 10% to the 90% quantile.
+
+    Args:
+        frame: from `series.epsilon`; infinite values are named, not drawn.
+        title: what a screen reader is told that the plot shows.
+        name: a word unique on the page.
+    """
+    banded = "highest" in frame
+    labels = list(frame.columns) if banded else _labels_of(frame, "client ")
+    figure, axes = _axes(labels, format_number)
+    drawn = _draw_lines(axes, frame, prefix="" if banded else "client ")
+    if banded:
+        finite = frame.replace(math.inf, math.nan)
+        axes.fill_between(finite.index, finite["10%"], finite["90%"], color=SERIES[0], alpha=0.15, linewidth=0)
+    _start_at_zero(axes)
+    if frame.shape[1] and frame.iloc[-1].map(math.isinf).all():
+        axes.set_yticks([])
+        axes.text(0.5, 0.5, f"ε = {INFINITY}: no bound", transform=axes.transAxes, ha="center", color=INK)
+    else:
+        _draw_labels(axes, drawn)
+    return to_svg(figure, name=name, description=describe(frame, title, format_bound))
+
+
+def traffic_plot(frame: pd.DataFrame, *, title: str, name: str) -> str:
+    """Bytes sent and received over rounds."""
+    figure, axes = _axes(_labels_of(frame), format_bytes)
+    labels = _draw_lines(axes, frame)
+    _start_at_zero(axes)
+    _draw_labels(axes, labels)
+    return to_svg(figure, name=name, description=describe(frame, title, format_bytes))
+
+
+def describe(frame: pd.DataFrame, title: str, format_value: Format) -> str:
+    """One sentence that says what a plot shows and where its lines end."""
+    if frame.empty:
+        return f"{title}: no data."
+    ends = ", ".join(f"{name} {format_value(float(frame[name].iloc[-1]))}" for name in frame.columns)
+    return f"{title} over rounds {frame.index.min():g} to {frame.index.max():g}; at the end: {ends}."
+
+
+def spread(targets: Sequence[float], gap: float, high: float) -> list[float]:
+    """Positions near the targets, in their order, at least gap apart and none above high."""
+    order = sorted(range(len(targets)), key=lambda place: targets[place])
+    placed = [0.0] * len(targets)
+    below = -math.inf
+    for place in order:
+        below = placed[place] = max(targets[place], below + gap)
+    above = high + gap
+    for place in reversed(order):
+        above = placed[place] = min(placed[place], above - gap)
+    return placed
+
+
+def _axes(labels: Sequence[str], format_value: Format) -> tuple[Figure, Axes]:
+    """Empty axes in the page's colours, with room on the right for the longest label."""
+    right = 16.0 + CHARACTER * max((len(label) for label in labels), default=0)
+    figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72))
+    width, height = WIDTH - LEFT - right, HEIGHT - BOTTOM - TOP
+    axes = figure.add_axes((LEFT / WIDTH, BOTTOM / HEIGHT, width / WIDTH, height / HEIGHT))
+    axes.tick_params(colors=INK, labelsize=FONT_SIZE, length=3, width=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(INK)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("round", color=INK, fontsize=FONT_SIZE)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_value(value)))
+    return figure, axes
+
+
+def _draw_lines(axes: Axes, frame: pd.DataFrame, prefix: str = "") -> list[Label]:
+    """Draws each distinct line once; returns what to write at its end. Infinity is written at the top."""
+    labels: list[Label] = []
+    first, final = float(frame.index.min()), float(frame.index.max())
+    margin = 0.03 * max(1.0, final - first)
+    axes.set_xlim(first - margin, final + margin)
+    for place, (names, values) in enumerate(merge_equal(frame).items()):
+        finite = values.replace(math.inf, math.nan)
+        style = place % len(SERIES)
+        marker = MARKERS[style] if len(frame) <= 25 else ""
+        axes.plot(
+            finite.index,
+            finite,
+            color=SERIES[style],
+            linestyle=DASHES[style],
+            linewidth=1.6,
+            marker=marker,
+            markersize=3.5,
+        )
+        text = _label(names, frame.shape[1], prefix)
+        if math.isinf(values.iloc[-1]):
+            labels.append((f"{text} {INFINITY}", final, math.inf, SERIES[style]))
+        elif finite.notna().any():
+            last = finite.last_valid_index()
+            labels.append((text, float(str(last)), float(finite.loc[last]), SERIES[style]))
+    return labels
+
+
+def _draw_labels(axes: Axes, labels: Sequence[Label]) -> None:
+    """Writes each label beside its line's end, moved apart where labels would overlap, with a leader."""
+    low, high = axes.get_ylim()
+    height = HEIGHT - BOTTOM - TOP
+    ends = [height * (min(y, high) - low) / (high - low) for _, _, y, _ in labels]
+    for (text, x, y, colour), end, place in zip(labels, ends, spread(ends, LABEL_GAP, height), strict=True):
+        axes.annotate(
+            text,
+            xy=(x, min(y, high)),
+            xytext=(12, place - end),
+            textcoords="offset points",
+            color=colour,
+            fontsize=FONT_SIZE,
+            va="center_baseline",
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 3},
+        )
+
+
+def _percent_tick(share: float) -> str:
+    return f"{100 * share:.3g}%"
+
+
+def _start_at_zero(axes: Axes) -> None:
+    high = float(axes.dataLim.ymax)
+    axes.set_ylim(0.0, 1.05 * high if math.isfinite(high) and high > 0 else 1.0)
+
+
+def _labels_of(frame: pd.DataFrame, prefix: str = "") -> list[str]:
+    labels = [_label(names, frame.shape[1], prefix) for names in merge_equal(frame)]
+    infinite = frame.shape[0] > 0 and bool(frame.iloc[-1].map(math.isinf).any())
+    return [f"{label} {INFINITY}" if infinite else label for label in labels]
+
+
+def _label(names: Sequence[str], num_lines: int, prefix: str) -> str:
+    """`client 3`; one line that several share names up to three of them, or says that it is everybody's."""
+    if prefix and len(names) == num_lines > 1:
+        return f"all {num_lines}"
+    shown = ", ".join(names[:3])
+    return f"{prefix}{shown}" if len(names) <= 3 else f"{prefix}{shown} …"

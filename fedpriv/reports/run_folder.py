@@ -1,0 +1,194 @@
+"""What a finished run left in its folder, read and checked before anything is shown of it."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from fedpriv.errors import InputError
+from fedpriv.reports.tables import parse_epsilon
+
+ROUND_COLUMNS = (
+    "round",
+    "num_selected",
+    "num_replies",
+    "num_failures",
+    "test_accuracy",
+    "test_loss",
+    "bytes_up",
+    "bytes_down",
+)
+CLIENT_COLUMNS = (
+    "round",
+    "client",
+    "status",
+    "sampling_probability",
+    "noise_multiplier",
+    "effective_noise_multiplier",
+    "steps",
+    "rho_bar",
+    "epsilon_local",
+    "epsilon_rho",
+)
+TEXT_COLUMNS = ("status",)
+SPENT_KEYS = (
+    "client",
+    "num_records",
+    "rounds",
+    "epsilon_local",
+    "epsilon_rho",
+    "delta",
+    "bytes_up",
+    "bytes_down",
+)
+COUNTS = ("num_clients", "num_rounds", "bytes_up", "bytes_down", "seconds")
+ACCURACIES = ("accuracy", "accuracy_initial", "accuracy_non_private", "chance_accuracy")
+NULLABLE = (*ACCURACIES, "delta", "delta_max")
+FLAGS = ("private", "adapters_moved")
+SUMMARY_KEYS = (*ACCURACIES, *COUNTS, *FLAGS, "epsilon_local_max", "epsilon_rho_max", "delta_max")
+WORDS = {"noise_source": ("secure", "seeded"), "accountant": ("pld", "rdp")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFolder:
+    """A finished run: its settings, its rounds, what each client spent, and its comparison run, if any."""
+
+    name: str
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    rounds: pd.DataFrame
+    clients: pd.DataFrame
+    summary: Mapping[str, Any]
+    comparison_rounds: pd.DataFrame | None
+    comparison_summary: Mapping[str, Any] | None
+
+
+def read_run(run_dir: Path) -> RunFolder:
+    """The run that the folder holds.
+
+    Raises:
+        InputError: one line that names the missing or wrong file, column or key, and what would be right.
+    """
+    if not run_dir.is_dir():
+        raise InputError(f"{run_dir}: no such folder; give the folder that a finished run wrote")
+    comparison = run_dir / "comparison"
+    compared = comparison.is_dir()
+    return RunFolder(
+        name=run_dir.resolve().name,
+        config=_parse(run_dir / "config.toml", tomllib.loads),
+        environment=_parse(run_dir / "environment.json", json.loads),
+        rounds=_read_table(run_dir / "rounds.csv", ROUND_COLUMNS),
+        clients=_read_table(run_dir / "clients.csv", CLIENT_COLUMNS),
+        summary=_read_summary(run_dir / "summary.json"),
+        comparison_rounds=_read_table(comparison / "rounds.csv", ("round", "test_accuracy", "test_loss"))
+        if compared
+        else None,
+        comparison_summary=_read_comparison(comparison / "summary.json") if compared else None,
+    )
+
+
+def _parse(path: Path, loads: Callable[[str], Any]) -> dict[str, Any]:
+    """The keys and values of a TOML or JSON file."""
+    try:
+        values = loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise _missing(path) from None
+    except ValueError as error:
+        raise InputError(f"{path}: not valid {path.suffix[1:]} ({_one_line(error)})") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: must hold keys and values, holds a {type(values).__name__}")
+    return values
+
+
+def _read_table(path: Path, columns: Sequence[str]) -> pd.DataFrame:
+    """The columns of a CSV file, numbers where numbers belong."""
+    try:
+        table = pd.read_csv(path)
+    except FileNotFoundError:
+        raise _missing(path) from None
+    except ValueError as error:
+        raise InputError(f"{path}: not a CSV file with a header ({_one_line(error)})") from None
+    for column in columns:
+        if column not in table:
+            raise InputError(f"{path}: column {column} is missing; the file needs {', '.join(columns)}")
+        if column not in TEXT_COLUMNS:
+            table[column] = _numbers(path, table[column])
+    if "client" not in columns and table.empty:
+        raise InputError(f"{path}: holds no round; a finished run has at least round 0")
+    return table[list(columns)]
+
+
+def _numbers(path: Path, column: pd.Series) -> pd.Series:
+    try:
+        numbers = pd.to_numeric(column)
+    except ValueError as error:
+        raise InputError(f"{path}: column {column.name} must hold numbers ({_one_line(error)})") from None
+    if column.name in ("round", "client") and numbers.isna().any():
+        raise InputError(f"{path}: column {column.name} must hold a whole number in every row")
+    return numbers
+
+
+def _read_summary(path: Path) -> dict[str, Any]:
+    summary = _parse(path, json.loads)
+    for key in (*SUMMARY_KEYS, *WORDS, "engine", "clients"):
+        if key not in summary:
+            raise InputError(f"{path}: key {key} is missing; a finished run writes it")
+    for key, words in WORDS.items():
+        # Unknown is refused: a word that we cannot explain would leave the reader with a wrong guarantee.
+        if not str(summary[key]).startswith(words):
+            raise InputError(f"{path}: {key} = {summary[key]!r}: must be {' or '.join(words)}")
+    for key in FLAGS:
+        if not isinstance(summary[key], bool):
+            raise InputError(f"{path}: {key} = {summary[key]!r}: must be true or false")
+    _check_numbers(path, "", summary, (*ACCURACIES, *COUNTS, "delta_max"))
+    _check_epsilons(path, "", summary, ("epsilon_local_max", "epsilon_rho_max"))
+    if not isinstance(summary["clients"], list):
+        raise InputError(f"{path}: clients must be a list with one entry per client")
+    for place, client in enumerate(summary["clients"]):
+        _check_client(path, f"clients[{place}]", client)
+    return summary
+
+
+def _read_comparison(path: Path) -> dict[str, Any]:
+    summary = _parse(path, json.loads)
+    if "accuracy" not in summary:
+        raise InputError(f"{path}: key accuracy is missing; a finished comparison run writes it")
+    _check_numbers(path, "", summary, ("accuracy",))
+    return summary
+
+
+def _check_client(path: Path, name: str, client: object) -> None:
+    if not isinstance(client, dict) or not client.keys() >= set(SPENT_KEYS):
+        raise InputError(f"{path}: {name} is incomplete; an entry needs {', '.join(SPENT_KEYS)}")
+    _check_numbers(path, f"{name}.", client, ("num_records", "rounds", "delta", "bytes_up", "bytes_down"))
+    _check_epsilons(path, f"{name}.", client, ("epsilon_local", "epsilon_rho"))
+
+
+def _check_numbers(path: Path, prefix: str, values: Mapping[str, Any], keys: Sequence[str]) -> None:
+    for key in keys:
+        value = values.get(key)
+        absent = value is None and key in NULLABLE
+        if isinstance(value, bool) or not (absent or isinstance(value, (int, float))):
+            raise InputError(f"{path}: {prefix}{key} = {value!r}: must be a number")
+
+
+def _check_epsilons(path: Path, prefix: str, values: Mapping[str, Any], keys: Sequence[str]) -> None:
+    for key in keys:
+        try:
+            parse_epsilon(values[key])
+        except ValueError:
+            raise InputError(f"{path}: {prefix}{key} = {values[key]!r}: must be a number >= 0 or inf") from None
+
+
+def _missing(path: Path) -> InputError:
+    return InputError(f"{path}: no such file; a report needs the folder of a finished run, which holds it")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

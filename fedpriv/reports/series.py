@@ -1,0 +1,85 @@
+"""What each plot shows, as a table: the index is the round, a column is a line. Drawn and tabulated alike."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import pandas as pd
+
+# More lines than this cannot be told apart: quantiles over the clients stand in for them.
+MAX_LINES = 8
+
+
+def compared(rounds: pd.DataFrame, comparison: pd.DataFrame | None, column: str, name: str) -> pd.DataFrame:
+    """A column of `rounds.csv` over the rounds, beside that of the comparison run if there is one.
+
+    Args:
+        rounds: round and the column; a round written twice (a resumed run) counts as last written.
+        comparison: the same of the run with z = 0, or None.
+        column: such as `test_accuracy`.
+        name: what the run itself is called, such as `with DP`.
+    """
+    lines = {name: _by_round(rounds)[column]}
+    if comparison is not None:
+        lines["without noise"] = _by_round(comparison)[column]
+    return pd.DataFrame(lines).rename_axis("round")
+
+
+def epsilon(clients: pd.DataFrame, rounds: pd.DataFrame, view: Literal["local", "rho"]) -> pd.DataFrame:
+    """Each client's cumulative epsilon after each round.
+
+    What a client spent stays spent in the rounds that it misses. An epsilon that a successful reply
+    lacks counts as infinite.
+
+    Args:
+        clients: round, client, status and epsilon_<view>, a row per client and round.
+        rounds: round; its values are the index.
+        view: who observes, see `fedpriv.accounting.views`.
+
+    Returns:
+        A column per client; beyond MAX_LINES clients the highest, the 90% and 10% quantiles and the median.
+    """
+    spent = clients[f"epsilon_{view}"]
+    spent = spent.mask(spent.isna() & (clients["status"] == "ok"), math.inf)
+    cumulative = (
+        clients.assign(spent=spent)
+        .groupby(["round", "client"])["spent"]
+        .max()
+        .unstack("client")
+        .reindex(_by_round(rounds).index)
+        .ffill()
+        .fillna(0.0)
+    )
+    if cumulative.shape[1] > MAX_LINES:
+        cumulative = _quantiles(cumulative)
+    else:
+        cumulative.columns = pd.Index([f"{client:g}" for client in cumulative.columns])
+    return cumulative.rename_axis("round")
+
+
+def traffic(rounds: pd.DataFrame) -> pd.DataFrame:
+    """Bytes that all clients together sent and received in each round."""
+    sent = _by_round(rounds)[["bytes_up", "bytes_down"]].fillna(0.0)
+    return sent.rename(columns={"bytes_up": "sent", "bytes_down": "received"}).rename_axis("round")
+
+
+def merge_equal(frame: pd.DataFrame) -> dict[tuple[str, ...], pd.Series]:
+    """The distinct lines of a frame, each under the names of all columns that hold it, in column order."""
+    groups: dict[tuple[float, ...], list[str]] = {}
+    for name in frame.columns:
+        values = frame[name].astype(float).fillna(-math.inf)
+        groups.setdefault(tuple(values), []).append(name)
+    return {tuple(names): frame[names[0]] for names in groups.values()}
+
+
+def _by_round(rounds: pd.DataFrame) -> pd.DataFrame:
+    return rounds.drop_duplicates("round", keep="last").set_index("round").sort_index()
+
+
+def _quantiles(cumulative: pd.DataFrame) -> pd.DataFrame:
+    # `higher` picks a client's own value: never below the quantile, and infinity does not become NaN.
+    def at(share: float) -> pd.Series:
+        return cumulative.quantile(share, axis=1, interpolation="higher")
+
+    return pd.DataFrame({"highest": at(1.0), "90%": at(0.9), "median": at(0.5), "10%": at(0.1)})

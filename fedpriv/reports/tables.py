@@ -1,0 +1,148 @@
+"""Numbers as a reader meets them, in the terminal and on the page. What bounds a risk is rounded up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from decimal import ROUND_CEILING, Decimal
+from typing import Any
+
+import pandas as pd
+
+INFINITY = "∞"
+MISSING = "–"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A caption, column headers and rows of ready text; every row is as long as the headers."""
+
+    caption: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def parse_epsilon(value: object) -> float:
+    """The epsilon that a record holds; null, NaN and "inf" all mean that there is no bound.
+
+    Raises:
+        ValueError: the value is no number, or below 0.
+    """
+    if value is None:
+        return math.inf
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError(f"epsilon = {value!r}: must be a number >= 0, null or inf")
+    epsilon = float(value)
+    if epsilon < 0:
+        raise ValueError(f"epsilon = {value!r}: must be >= 0")
+    return math.inf if math.isnan(epsilon) else epsilon
+
+
+def format_bound(epsilon: float | str | None) -> str:
+    """An epsilon alone, rounded up to three figures, for a cell beside its delta; the sign for infinity."""
+    bound = parse_epsilon(epsilon)
+    if math.isinf(bound):
+        return INFINITY
+    if 0 < bound < 0.001 or bound >= 1e6:
+        return _round_up(bound, figures=2)
+    places = 3 if bound < 1 else 2 if bound < 10 else 1 if bound < 100 else 0
+    return str(Decimal(repr(bound)).quantize(Decimal(1).scaleb(-places), rounding=ROUND_CEILING))
+
+
+def format_delta(delta: float | None) -> str:
+    """A delta rounded up to two figures, such as `1e-5`; a dash where there is none."""
+    return MISSING if delta is None or not math.isfinite(delta) else _round_up(delta, figures=2)
+
+
+def format_epsilon(epsilon: float | str | None, delta: float | None) -> str:
+    """An epsilon with the delta it holds at: `ε = 1.83 at δ = 1e-5`. An epsilon is never shown without one.
+
+    Args:
+        epsilon: >= 0; null, NaN and "inf" are shown as the sign for infinity.
+        delta: in (0, 1).
+    """
+    return f"ε = {format_bound(epsilon)} at δ = {format_delta(delta)}"
+
+
+def format_bytes(num_bytes: float | None) -> str:
+    """A size in decimal units: `512 B`, `1.23 MB` (1 MB = 1,000,000 bytes)."""
+    if num_bytes is None or not math.isfinite(num_bytes):
+        return MISSING
+    size, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
+    # 999.5 kB would round to 1e+03 kB: it is 1 MB already.
+    while abs(size) >= 999.5 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.4g} {units[0]}" if abs(size) >= 999.5 else f"{size:.3g} {units[0]}"
+
+
+def format_percent(share: float | None) -> str:
+    """A share in [0, 1] as a percentage with one decimal; a dash where it was not measured."""
+    return MISSING if share is None or not math.isfinite(share) else f"{100 * share:.1f}%"
+
+
+def format_number(value: float | None) -> str:
+    """A plain quantity with three figures, such as a loss; a dash where it was not measured."""
+    return MISSING if value is None or not math.isfinite(value) else f"{value:.3g}"
+
+
+def format_seconds(seconds: float | None) -> str:
+    """A duration: `8.2 s`, `3 min 5 s`, `2 h 10 min`."""
+    if seconds is None or not math.isfinite(seconds):
+        return MISSING
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def format_range(values: pd.Series) -> str:
+    """`0.04` where all values are one, else `0.03 to 0.05`; what is missing does not count."""
+    present = values.dropna()
+    if present.empty:
+        return MISSING
+    low, high = f"{present.min():.4g}", f"{present.max():.4g}"
+    return low if low == high else f"{low} to {high}"
+
+
+def client_table(clients: Iterable[Mapping[str, Any]], accountant: str) -> Table:
+    """What each client gave and spent: the final figures of `summary.json`, a row per client.
+
+    Args:
+        clients: entries with client, num_records, rounds, epsilon_local, epsilon_rho, delta, bytes_up and
+            bytes_down.
+        accountant: who computed the epsilons, such as `pld`; it stands in the caption.
+    """
+    headers = ("client", "records", "rounds", "ε local", "ε rho", "δ", "sent", "received")
+    rows = tuple(
+        (
+            str(client["client"]),
+            f"{client['num_records']:,}",
+            str(client["rounds"]),
+            format_bound(client["epsilon_local"]),
+            format_bound(client["epsilon_rho"]),
+            format_delta(client["delta"]),
+            format_bytes(client["bytes_up"]),
+            format_bytes(client["bytes_down"]),
+        )
+        for client in clients
+    )
+    return Table(caption=f"Per client, final figures ({accountant}), ε at the row's δ", headers=headers, rows=rows)
+
+
+def series_table(frame: pd.DataFrame, caption: str, format_value: Callable[[float], str]) -> Table:
+    """A plot's numbers: a row per round, a column per line."""
+    headers = (str(frame.index.name), *map(str, frame.columns))
+    rows = tuple(
+        (f"{index:g}", *map(format_value, values))
+        for index, values in zip(frame.index, frame.to_numpy(float), strict=True)
+    )
+    return Table(caption=caption, headers=headers, rows=rows)
+
+
+def _round_up(value: float, figures: int) -> str:
+    """At most so many figures, rounded up, without padding: 0.05, 1e-5, 8.4e-6."""
+    number = Decimal(repr(float(value)))
+    last = Decimal(1).scaleb(number.adjusted() - figures + 1)
+    rounded = number.quantize(last, rounding=ROUND_CEILING).normalize()
+    return f"{rounded:f}" if rounded == 0 or -2 <= rounded.adjusted() < 6 else f"{rounded:e}"
