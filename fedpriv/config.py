@@ -67,7 +67,7 @@ class RunConfig:
     label_column: str = "label"
     client_column: str = ""
     labels: Names = ()
-    partition: Literal["natural", "iid", "dirichlet", "sizes"] = "natural"
+    partition: Literal["auto", "natural", "iid", "dirichlet", "sizes"] = "auto"
     num_clients: Count = 5
     client_sizes: Sizes = ()
     dirichlet_alpha: Positive = 0.5
@@ -93,7 +93,7 @@ class RunConfig:
     # how it is run
     seed: int = 0
     simulate: bool = False
-    comparison: bool = True
+    comparison: Annotated[bool | None, BeforeValidator(_none_if_empty)] = None
     prefix_cache: bool = True
     memory_limit_mb: Count = 1024
     engine: Literal["in-process", "flower"] = "in-process"
@@ -101,8 +101,8 @@ class RunConfig:
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        if self.data != EMBEDDED and self.partition == "natural" and not self.client_column:
-            raise ValueError("partition = natural: needs client_column, or choose iid, dirichlet or sizes")
+        if self.partition == "natural" and not self.client_column:
+            raise ValueError("partition = natural: needs client_column, the column that says who holds a record")
         if self.partition == "sizes" and not self.client_sizes:
             raise ValueError("partition = sizes: needs client_sizes, for instance [1200, 1000, 800]")
         if self.weight_decay > 0 and self.optimizer == "sgd":
@@ -113,6 +113,20 @@ class RunConfig:
     def data_are_public(self) -> bool:
         """Whether nobody's privacy depends on the data: the embedded corpus is synthetic."""
         return self.public_data or self.data == EMBEDDED
+
+    @property
+    def compares(self) -> bool:
+        """Whether a comparison run follows; unless said, wherever releases without noise are allowed."""
+        if self.noise_multiplier == 0:
+            return False
+        return self.comparison if self.comparison is not None else self.data_are_public or self.simulate
+
+    @property
+    def partition_rule(self) -> str:
+        """How records are shared out; `auto` is by the client column where one is named, else evenly at random."""
+        if self.partition != "auto":
+            return self.partition
+        return "natural" if self.client_column else "iid"
 
     @property
     def noise_source(self) -> str:

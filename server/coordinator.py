@@ -86,7 +86,7 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     guard.check_run(
         public=config.data_are_public,
         simulate=config.simulate,
-        comparison=config.comparison,
+        comparison=config.compares,
         noise_multiplier=config.noise_multiplier,
     )
     bench = workbench(config)
@@ -94,7 +94,7 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     folder = RunFolder(Path(config.out).absolute(), config)
     outcome = _rounds(grid, config, bench, nodes, folder, observer)
     comparison = None
-    if config.comparison and config.noise_multiplier > 0:
+    if config.compares:
         plain = config.without_noise
         inner = RunFolder(folder.path / "comparison", plain)
         comparison = _rounds(grid, plain, bench, nodes, inner, observer)

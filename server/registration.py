@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from flwr.app import RecordDict
+from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedpriv import protocol
@@ -36,7 +36,7 @@ def register_nodes(grid: Grid, *, num_expected: int, wait: float = WAIT_SECONDS)
         if time.monotonic() > deadline:
             raise InputError(f"{len(node_ids)} nodes connected within {wait:.0f} s: the run needs {num_expected}")
         time.sleep(_POLL_SECONDS)
-    messages = [grid.create_message(RecordDict(), protocol.REGISTER, node_id, "0") for node_id in node_ids]
+    messages = [Message(RecordDict(), node_id, protocol.REGISTER, group_id="0") for node_id in node_ids]
     registered: dict[int, tuple[int, Registration]] = {}
     for reply in grid.send_and_receive(messages, timeout=wait):
         node_id = reply.metadata.src_node_id

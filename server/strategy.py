@@ -102,7 +102,7 @@ class DpLora(Strategy):
         self._round = _Round(server_round, {}, time.monotonic())
         for client in self.select(server_round):
             content = RecordDict({protocol.ADAPTER: arrays, protocol.INSTRUCTION: instruction})
-            self._round.sent[client] = grid.create_message(content, "train", self._node_ids[client], str(server_round))
+            self._round.sent[client] = Message(content, self._node_ids[client], "train", group_id=str(server_round))
         return list(self._round.sent.values())
 
     def aggregate_train(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import warnings
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -80,10 +79,9 @@ def _resolve(path: Path | None, overrides: list[str], engine: str | None, out: P
 
 
 def _quiet() -> None:
-    """Leave the terminal to the progress display: Flower's own lines and known notes of libraries are not for users."""
+    """Leave the terminal to the progress display: Flower's own lines are not for users."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
     logging.getLogger("flwr").propagate = False
-    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -96,8 +97,9 @@ def _rdp_curve(event: Event) -> npt.NDArray[np.float64]:
 def _pld_epsilon(events: tuple[Event, ...], delta: float) -> float:
     """By privacy loss distributions; equal histories, common across clients, are computed once."""
     accountant = pld.PLDAccountant()
-    for event in events:
-        accountant.compose(_as_dp_event(event), event.count)
+    with _quiet_absl():
+        for event in events:
+            accountant.compose(_as_dp_event(event), event.count)
     return float(accountant.get_epsilon(delta))
 
 
@@ -112,12 +114,14 @@ def _as_dp_event(event: Event) -> Any:
 @contextmanager
 def _quiet_absl() -> Iterator[None]:
     """Hide the note that an rdp order was left out: fewer orders only raise the bound."""
-    before = absl_logging.get_verbosity()
+    root, silent, verbosity = logging.getLogger(), logging.NullHandler(), absl_logging.get_verbosity()
+    root.addHandler(silent)  # without any handler absl would configure the root logger for the whole process
     absl_logging.set_verbosity(absl_logging.ERROR)
     try:
         yield
     finally:
-        absl_logging.set_verbosity(before)
+        absl_logging.set_verbosity(verbosity)
+        root.removeHandler(silent)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -107,13 +108,16 @@ def freeze(name: str, model: Any, tokenizer: Any, *, missing: Any = (), task: st
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Hide transformers' load report and progress bars, which only say that the head is new."""
+    """Hide what transformers and peft say on loading and saving: that the head is new, and progress bars."""
     log = transformers.utils.logging
     verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
     log.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            # peft still asks transformers by the old name of this property
+            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+            yield
     finally:
         log.set_verbosity(verbosity)
         if bars:

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fedpriv.adapters import pooling
 from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.adapters.base_models import BaseModel, quiet_transformers
+from fedpriv.adapters.base_models import BaseModel, load_base, quiet_transformers
 from fedpriv.errors import InputError
 
 CONVENTION_FILE = "fedpriv.json"
@@ -135,11 +135,12 @@ def load(base: Any, directory: Path | str) -> PeftModel:
     """The base with a saved adapter on it, pooled as it was in training, in eval mode.
 
     Args:
-        base: a transformers model with the head of its task, as `from_pretrained` gives it, or a `BaseModel`.
+        base: a model's name as in the configuration, a `BaseModel`, or a transformers model with the head of
+            its task, as `from_pretrained` gives it. A model object is changed: the adapter is attached to it.
         directory: where `save` wrote.
 
     Raises:
-        InputError: no fedpriv adapter is there, or its file is of another version.
+        InputError: no fedpriv adapter is there, its file is of another version, or the base cannot be loaded.
     """
     path = Path(directory) / CONVENTION_FILE
     try:
@@ -148,10 +149,13 @@ def load(base: Any, directory: Path | str) -> PeftModel:
         raise InputError(f"{path}: missing; for adapters of other origin use PeftModel.from_pretrained") from None
     if convention.get("version") != 1:
         raise InputError(f"{path}: version {convention.get('version')!r}; this fedpriv reads version 1")
+    if isinstance(base, str):
+        task = LoraConfig.from_pretrained(directory).task_type
+        base = load_base(base, task=task, num_labels=len(convention["labels"]))
     if isinstance(base, BaseModel):
         model = base.model
     else:
-        model = base
+        model = base.eval()
         pooling.apply(model, convention["pooling"])
     with quiet_transformers():
         return PeftModel.from_pretrained(model, directory).eval()

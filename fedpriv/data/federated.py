@@ -55,7 +55,7 @@ def _from_table(config: RunConfig) -> FederatedData:
     columns = [("text_column", config.text_column), ("text_pair_column", config.text_pair_column)]
     if config.task == "SEQ_CLS":
         columns.append(("label_column", config.label_column))
-    client_columns = [("client_column", config.client_column if config.partition == "natural" else "")]
+    client_columns = [("client_column", config.client_column if config.partition_rule == "natural" else "")]
     require_columns(table, columns + client_columns, config.data)
     table = _with_values(table, config)
     if config.test_data:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stderr
 from typing import Any
 
 import datasets
@@ -15,33 +17,33 @@ def partition(table: datasets.Dataset, config: RunConfig) -> tuple[list[datasets
 
     Args:
         table: the training records.
-        config: `natural` splits by `client_column`, in the column's sorted order; `iid` evenly at random;
+        config: its partition rule: `natural` splits by `client_column`, in the column's sorted order; `iid` evenly at random;
             `dirichlet` by label with concentration `dirichlet_alpha`; `sizes` at random into `client_sizes`.
 
     Raises:
         InputError: flwr-datasets is not installed, the split is impossible, or a client would have no record.
     """
-    if config.partition == "natural":
+    if config.partition_rule == "natural":
         names = sorted({str(value) for value in table[config.client_column]})
         parts = _load(table, config)
         # The partitioner numbers clients by first appearance; the sorted order does not depend on the rows' order.
         by_name = {str(part[config.client_column][0]): part for part in parts}
         return [by_name[name] for name in names], names
     shuffled = table.shuffle(seed=config.seed)
-    if config.partition == "sizes" and sum(config.client_sizes) > len(table):
+    if config.partition_rule == "sizes" and sum(config.client_sizes) > len(table):
         raise InputError(
             f"client_sizes = {list(config.client_sizes)}: sum to {sum(config.client_sizes)}, but there are "
             f"{len(table)} training records"
         )
-    if config.partition != "sizes" and config.num_clients > len(table):
+    if config.partition_rule != "sizes" and config.num_clients > len(table):
         raise InputError(f"num_clients = {config.num_clients}: only {len(table)} training records to share")
-    if config.partition == "sizes":
+    if config.partition_rule == "sizes":
         shuffled = shuffled.select(range(sum(config.client_sizes)))
     parts = _load(shuffled, config)
     for client, part in enumerate(parts):
         if not len(part):
             raise InputError(
-                f"partition = {config.partition}: client {client} has no records; use fewer clients, or a larger "
+                f"partition = {config.partition_rule}: client {client} has no records; use fewer clients, or a larger "
                 "dirichlet_alpha"
             )
     return parts, [f"client {client}" for client in range(len(parts))]
@@ -49,16 +51,12 @@ def partition(table: datasets.Dataset, config: RunConfig) -> tuple[list[datasets
 
 def _load(table: datasets.Dataset, config: RunConfig) -> list[datasets.Dataset]:
     partitioner = _partitioner(config)
-    bars = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
     try:
-        partitioner.dataset = table
-        return [partitioner.load_partition(client) for client in range(partitioner.num_partitions)]
+        with redirect_stderr(io.StringIO()):  # the partitioners' progress bars have no switch
+            partitioner.dataset = table
+            return [partitioner.load_partition(client) for client in range(partitioner.num_partitions)]
     except ValueError as error:
-        raise InputError(f"partition = {config.partition}: {str(error).splitlines()[0]}") from None
-    finally:
-        if not bars:
-            datasets.enable_progress_bars()
+        raise InputError(f"partition = {config.partition_rule}: {str(error).splitlines()[0]}") from None
 
 
 def _partitioner(config: RunConfig) -> Any:
@@ -66,9 +64,9 @@ def _partitioner(config: RunConfig) -> Any:
         from flwr_datasets import partitioner
     except ImportError:
         raise InputError(
-            f"partition = {config.partition}: needs flwr-datasets; pip install 'fedpriv[partition]'"
+            f"partition = {config.partition_rule}: needs flwr-datasets; pip install 'fedpriv[partition]'"
         ) from None
-    match config.partition:
+    match config.partition_rule:
         case "natural":
             return partitioner.NaturalIdPartitioner(partition_by=config.client_column)
         case "iid":

@@ -1,0 +1,132 @@
+"""A small finished run, written by hand as a run writes it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BYTES = 307_232  # one adapter of 76,808 values in float32
+WriteRun = Callable[..., Path]
+
+
+@pytest.fixture
+def write_run(tmp_path: Path) -> WriteRun:
+    """Writes a finished run; keyword arguments replace keys of its summary."""
+
+    def write(name: str = "run", *, num_clients: int = 5, num_rounds: int = 10, **summary: Any) -> Path:
+        run_dir = tmp_path / name
+        write_finished_run(run_dir, num_clients=num_clients, num_rounds=num_rounds, changes=summary)
+        return run_dir
+
+    return write
+
+
+def write_finished_run(run_dir: Path, *, num_clients: int, num_rounds: int, changes: dict[str, Any]) -> None:
+    """A run in which the second client's reply fails in round 3, and its comparison without noise."""
+    (run_dir / "comparison").mkdir(parents=True)
+    (run_dir / "config.toml").write_text('model = "all-MiniLM-L6-v2"\nclip_norm = 1.0\nlabels = ["a", "b"]\n')
+    (run_dir / "environment.json").write_text(json.dumps({"python": "3.11.9", "commit": "0123abc"}))
+    _write_csv(run_dir / "rounds.csv", _rounds(num_clients, num_rounds, final=0.871))
+    _write_csv(run_dir / "comparison" / "rounds.csv", _rounds(num_clients, num_rounds, final=0.924))
+    spent = _clients(num_clients, num_rounds)
+    _write_csv(run_dir / "clients.csv", spent)
+    summary = _summary(spent, num_clients, num_rounds) | changes
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    (run_dir / "comparison" / "summary.json").write_text(json.dumps({"accuracy": 0.924}))
+
+
+def _rounds(num_clients: int, num_rounds: int, final: float) -> list[dict[str, Any]]:
+    return [
+        {
+            "round": t,
+            "num_selected": num_clients if t else 0,
+            "num_replies": num_clients - (t == 3) if t else 0,
+            "num_failures": int(t == 3),
+            "test_accuracy": 0.131 + (final - 0.131) * (1 - math.exp(-0.6 * t)),
+            "test_loss": 2.08 * math.exp(-0.4 * t) + (1.2 - final) * (1 - math.exp(-t)),
+            "epsilon_local_max": 0.9 * math.sqrt(t),
+            "epsilon_rho_max": 2.4 * math.sqrt(t),
+            "bytes_up": BYTES * (num_clients - (t == 3)) if t else 0,
+            "bytes_down": BYTES * num_clients if t else 0,
+            "seconds": 4.2,
+        }
+        for t in range(num_rounds + 1)
+    ]
+
+
+def _clients(num_clients: int, num_rounds: int) -> list[dict[str, Any]]:
+    return [_client_round(k, t, num_clients) for t in range(1, num_rounds + 1) for k in range(num_clients)]
+
+
+def _client_round(client: int, t: int, num_clients: int) -> dict[str, Any]:
+    num_records = 1200 - 900 * client // num_clients
+    failed = client == 1 and t == 3
+    epsilon = 340 / num_records * math.sqrt(t)
+    return {
+        "round": t,
+        "client": client,
+        "num_records": num_records,
+        "status": "timeout" if failed else "ok",
+        "sampling_probability": 64 / num_records,
+        "noise_multiplier": 1.88,
+        "effective_noise_multiplier": 1.88,
+        "steps": 3,
+        "weight": 1 / num_clients,
+        "rho_bar": 1 / math.sqrt(num_clients),
+        "epsilon_local": epsilon,
+        "epsilon_rho": 2.7 * epsilon,
+        "delta": 1e-5,
+        "bytes_up": 0 if failed else BYTES,
+        "bytes_down": BYTES,
+        "seconds": 0.8,
+    }
+
+
+def _summary(spent: list[dict[str, Any]], num_clients: int, num_rounds: int) -> dict[str, Any]:
+    # The final figures come from another accountant than the live ones: a little lower.
+    clients = [
+        {
+            "client": last["client"],
+            "num_records": last["num_records"],
+            "rounds": num_rounds,
+            "epsilon_local": 0.87 * last["epsilon_local"],
+            "epsilon_rho": 0.87 * last["epsilon_rho"],
+            "delta": 1e-5,
+            "bytes_up": BYTES * num_rounds,
+            "bytes_down": BYTES * num_rounds,
+        }
+        for last in spent[-num_clients:]
+    ]
+    return {
+        "accuracy": 0.871,
+        "accuracy_initial": 0.131,
+        "accuracy_non_private": 0.924,
+        "chance_accuracy": 0.125,
+        "epsilon_local_max": max(client["epsilon_local"] for client in clients),
+        "epsilon_rho_max": max(client["epsilon_rho"] for client in clients),
+        "delta_max": 1e-5,
+        "num_clients": num_clients,
+        "num_rounds": num_rounds,
+        "bytes_up": BYTES * num_clients * num_rounds,
+        "bytes_down": BYTES * num_clients * num_rounds,
+        "seconds": 125.0,
+        "noise_source": "secure",
+        "engine": "in-process",
+        "private": True,
+        "adapters_moved": True,
+        "accountant": "pld",
+        "clients": clients,
+    }
+
+
+def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)

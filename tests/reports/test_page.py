@@ -1,0 +1,294 @@
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from fedpriv.reports.page import write_report
+
+WriteRun = Callable[..., Path]  # the fixture in conftest.py
+VOID = {"meta", "br", "link", "img", "hr", "input"}
+
+
+class Page(HTMLParser):
+    """Reads a page: its tags balance or an assertion fails."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: Counter[str] = Counter()
+        self.attributes: list[tuple[str, str]] = []
+        self.cells: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+        self.text = re.sub(r"\s+", " ", "".join(self.words))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag in ("td", "th"):
+            self.cells.append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+        if {"td", "th"} & set(self.open):
+            self.cells[-1] += data
+
+
+def report(run_dir: Path) -> Page:
+    return Page(write_report(run_dir).read_text(encoding="utf-8"))
+
+
+def edit_csv(path: Path, **changes: str) -> None:
+    rows = [row | changes for row in csv.DictReader(path.read_text().splitlines())]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def test_the_page_holds_the_headline_and_each_client_s_figures(write_run: WriteRun) -> None:
+    page = report(write_run())
+    for figure in ("87.1%", "92.4%", "13.1%", "12.5%", "15.4 MB"):
+        assert figure in page.text
+    start = page.cells.index("client")
+    assert page.cells[start : start + 8] == [
+        "client",
+        "records",
+        "rounds",
+        "ε local",
+        "ε rho",
+        "δ",
+        "sent",
+        "received",
+    ]
+    # 0.87 * 340 / N_k * sqrt(10), rounded up; the rho view 2.7 times that.
+    assert page.cells[start + 8 : start + 16] == [
+        "0",
+        "1,200",
+        "10",
+        "0.780",
+        "2.11",
+        "1e-5",
+        "3.07 MB",
+        "3.07 MB",
+    ]
+    assert page.cells[start + 40 : start + 48] == [
+        "4",
+        "480",
+        "10",
+        "1.95",
+        "5.27",
+        "1e-5",
+        "3.07 MB",
+        "3.07 MB",
+    ]
+
+
+def test_the_privacy_statement_names_unit_delta_views_source_and_accountants(write_run: WriteRun) -> None:
+    text = report(write_run()).text
+    assert "one record of one client" in text
+    assert "ε = 1.95 at δ = 1e-5" in text
+    assert "ε = 5.27 at δ = 1e-5" in text
+    assert "cryptographic stream" in text
+    assert "final, by pld" in text
+    assert "kept live, by rdp" in text
+    assert "What no ε here covers" in text
+    assert "Not private" not in text
+    assert "did not move" not in text
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"private": False}, "marked as not private"),
+        ({"noise_source": "seeded"}, "seeded generator"),
+        ({"epsilon_local_max": "inf"}, "ε is infinite"),
+        ({"epsilon_local_max": None}, "ε is infinite"),
+    ],
+)
+def test_a_run_that_protects_nobody_says_so_loudly(write_run: WriteRun, change: dict[str, object], reason: str) -> None:
+    page = report(write_run(**change))
+    assert "Not private" in page.text
+    assert reason in page.text
+    assert ("role", "alert") in page.attributes
+    assert "with DP" not in page.text
+
+
+def test_adapters_that_did_not_move_are_a_loud_warning(write_run: WriteRun) -> None:
+    assert "The adapters did not move" in report(write_run(adapters_moved=False)).text
+
+
+def test_rdp_figures_are_marked_as_upper_bounds(write_run: WriteRun) -> None:
+    assert "final, by rdp, an upper bound" in report(write_run(accountant="rdp")).text
+
+
+def test_failed_replies_are_counted_by_their_status(write_run: WriteRun) -> None:
+    assert "Failed replies: timeout 1." in report(write_run()).text
+
+
+@pytest.mark.parametrize("num_clients", [1, 5, 8, 9, 40])
+def test_ids_are_unique_on_the_page(write_run: WriteRun, num_clients: int) -> None:
+    ids = Counter(value for name, value in report(write_run(num_clients=num_clients)).attributes if name == "id")
+    assert ids
+    assert max(ids.values()) == 1
+
+
+def test_nothing_is_loaded_from_anywhere(write_run: WriteRun) -> None:
+    run_dir = write_run()
+    page = report(run_dir)
+    assert not {"script", "link", "img", "iframe", "object", "image"} & set(page.tags)
+    for name, value in page.attributes:
+        assert not name.startswith("on")
+        assert name not in ("src", "srcset", "action", "data")
+        assert name != "href" or value.startswith("#")
+        assert not re.search(r"url\((?!#)", value)
+    source = (run_dir / "report.html").read_text(encoding="utf-8")
+    assert "@import" not in source
+    assert set(re.findall(r"https?://[^\s\"'<]+", source)) == {"http://www.w3.org/2000/svg"}  # a name, never loaded
+    assert "default-src 'none'" in source
+
+
+def test_settings_are_text_never_markup(write_run: WriteRun) -> None:
+    run_dir = write_run("<b>run")
+    evil = '</td><script>alert("1")</script>'
+    (run_dir / "config.toml").write_text(f"model = '{evil}'\n'<i>' = 1\n")
+    (run_dir / "environment.json").write_text(json.dumps({"commit": evil, "list": [evil]}))
+    edit_csv(run_dir / "clients.csv", status="<script>")
+    page = report(run_dir)
+    assert page.tags["script"] == page.tags["i"] == 0
+    assert page.cells.count(evil) == 2
+    assert "Failed replies: <script> 50." in page.text
+
+
+def test_infinity_is_shown_as_the_sign(write_run: WriteRun) -> None:
+    run_dir = write_run(epsilon_rho_max="inf")
+    summary = json.loads((run_dir / "summary.json").read_text())
+    summary["clients"][2]["epsilon_rho"] = None
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    edit_csv(run_dir / "clients.csv", epsilon_rho="inf")
+    page = report(run_dir)
+    assert "ε = ∞ at δ = 1e-5" in page.text
+    assert "∞" in page.cells
+    assert not re.search(r"\b(inf|nan|None)\b", page.text)
+
+
+def test_the_same_run_gives_the_same_bytes(write_run: WriteRun) -> None:
+    run_dir = write_run()
+    first = write_report(run_dir).read_bytes()
+    assert write_report(run_dir).read_bytes() == first
+
+
+def test_a_run_without_comparison_shows_a_dash(write_run: WriteRun) -> None:
+    run_dir = write_run(accuracy_non_private=None)
+    shutil.rmtree(run_dir / "comparison")
+    assert "Without noise (z = 0, still clipped)–" in report(run_dir).text
+
+
+def test_a_run_in_which_nobody_took_part_has_a_page(write_run: WriteRun) -> None:
+    run_dir = write_run(clients=[])
+    header = (run_dir / "clients.csv").read_text().splitlines()[0]
+    (run_dir / "clients.csv").write_text(header + "\n")
+    assert ("aria-label", "ε so far, local view: no data.") in report(run_dir).attributes
+
+
+MISSING = ["config.toml", "environment.json", "rounds.csv", "clients.csv", "summary.json"]
+
+
+@pytest.mark.parametrize("name", [*MISSING, "comparison/rounds.csv", "comparison/summary.json"])
+def test_a_missing_file_is_one_line_and_leaves_no_half_written_report(write_run: WriteRun, name: str) -> None:
+    run_dir = write_run()
+    (run_dir / name).unlink()
+    before = sorted(run_dir.iterdir())
+    with pytest.raises(ValueError, match=re.escape(name)) as error:
+        write_report(run_dir)
+    assert "\n" not in str(error.value)
+    assert sorted(run_dir.iterdir()) == before
+
+
+@pytest.mark.parametrize(("name", "column"), [("rounds.csv", "test_accuracy"), ("clients.csv", "epsilon_rho")])
+def test_a_missing_column_is_named(write_run: WriteRun, name: str, column: str) -> None:
+    path = write_run() / name
+    path.write_text(path.read_text().replace(column, "other"))
+    with pytest.raises(ValueError, match=rf"{name}: column {column} is missing"):
+        write_report(path.parent)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"private": "yes"}, "private = 'yes': must be true or false"),
+        ({"accuracy": "high"}, "accuracy = 'high': must be a number"),
+        ({"epsilon_rho_max": -1}, "epsilon_rho_max = -1: must be a number >= 0 or inf"),
+        ({"noise_source": "dice"}, "noise_source = 'dice': must be secure or seeded"),
+        ({"accountant": "moments"}, "accountant = 'moments': must be pld or rdp"),
+        ({"clients": [{"client": 0}]}, "clients[0] is incomplete; an entry needs client, num_records"),
+        ({"clients": [3]}, "clients[0] is incomplete"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_would_be_right(
+    write_run: WriteRun, change: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        write_report(write_run(**change))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("rounds.csv", "", "not a CSV file"),
+        ("summary.json", "{", "not valid json"),
+        ("environment.json", "[1]", "must hold keys and values"),
+        ("config.toml", "a = = 1", "not valid toml"),
+    ],
+)
+def test_a_broken_file_is_one_line(write_run: WriteRun, name: str, text: str, message: str) -> None:
+    path = write_run() / name
+    path.write_text(text)
+    with pytest.raises(ValueError, match=rf"{name}: {message}") as error:
+        write_report(path.parent)
+    assert "\n" not in str(error.value)
+
+
+def test_text_among_numbers_is_refused(write_run: WriteRun) -> None:
+    run_dir = write_run()
+    edit_csv(run_dir / "clients.csv", epsilon_local="plenty")
+    with pytest.raises(ValueError, match="column epsilon_local must hold numbers"):
+        write_report(run_dir)
+
+
+def test_an_older_report_survives_a_failure(write_run: WriteRun) -> None:
+    run_dir = write_run()
+    older = write_report(run_dir).read_bytes()
+    (run_dir / "summary.json").unlink()
+    with pytest.raises(ValueError, match=r"summary\.json"):
+        write_report(run_dir)
+    assert (run_dir / "report.html").read_bytes() == older
+
+
+def test_reports_import_neither_torch_nor_flower_nor_ray() -> None:
+    code = "import sys, fedpriv.reports.page; print(*sys.modules)"
+    loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    assert not {"torch", "flwr", "ray", "matplotlib.pyplot"} & set(loaded)

@@ -1,0 +1,94 @@
+"""Bad input gives one line with the key or file, the value and what would be right; exit code 2; nothing written."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from simulations.__main__ import app
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def simulate(tmp_path: Path, *pairs: str) -> Result:
+    overrides = [part for pair in pairs for part in ("-c", pair)]
+    return CliRunner().invoke(app, ["run", *overrides, "--out", str(tmp_path / "out")])
+
+
+def write(path: Path, rows: list[tuple[str, ...]]) -> Path:
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    return path
+
+
+def weightless(tmp_path: Path) -> Path:
+    folder = tmp_path / "no-weights"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "bert"}')
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("pairs", "parts"),
+    [
+        (["ronds=3"], ["ronds", "unknown configuration key", "rounds"]),
+        (["noise_multiplier=-1"], ["noise_multiplier = -1", "greater than or equal to 0"]),
+        (["batch_size=401"], ["batch_size = 401", "400"]),
+        (["data=/no/such.csv"], ["data = '/no/such.csv'", "no such file"]),
+        (["data={table}", "client_column=site", "text_column=txt"], ["text_column = 'txt'", "text, label, site"]),
+        (["data={table}", "client_column=hospital"], ["client_column = 'hospital'", "text, label, site"]),
+        (["data={table}", "test_data={odd}", "client_column=site"], ["label_column = 'label'", "astrology", "{odd}"]),
+        (
+            ["data={table}", "client_column=site", "batch_size=8", "model={weightless}"],
+            ["model = ", "{weightless}", "weights"],
+        ),
+        (
+            ["data={table}", "client_column=site", "batch_size=8", "model={tiny}", "comparison=true", "rounds=1"],
+            ["comparison = true", "simulate"],
+        ),
+        (
+            ["data={table}", "client_column=site", "batch_size=8", "model={tiny}", "noise_multiplier=0"],
+            ["noise_multiplier = 0", "simulate"],
+        ),
+        (["data={table}", "partition=natural"], ["partition = natural", "client_column"]),
+        (["data={table}", "partition=iid", "num_clients=500"], ["num_clients = 500", "192"]),
+        (["data={table}", "partition=sizes", "client_sizes=[100, 0]"], ["client_sizes", "greater than or equal to 1"]),
+        (["rounds"], ["rounds", "key=value"]),
+        (["engine=teleport"], ["engine = 'teleport'", "in-process"]),
+        (["layers=last-9"], ["layers = 'last-9'", "6 layers"]),
+        (["max_length=100000"], ["max_length = 100000", "512"]),
+    ],
+    ids=lambda value: value[-1].split("{")[0] if isinstance(value, list) else None,
+)
+def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, table, tiny_bert, pairs, parts):
+    odd = write(tmp_path / "odd.csv", [("text", "label"), ("the stars", "astrology"), ("pain", "cardiology")])
+    names = {"table": table, "odd": odd, "weightless": weightless(tmp_path), "tiny": tiny_bert}
+    result = simulate(tmp_path, *(pair.format(**names) for pair in pairs))
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    for part in parts:
+        assert part.format(**names) in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("keep")
+    result = simulate(tmp_path)
+    assert result.exit_code == 2
+    assert "already holds" in result.stderr
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
+
+
+def test_missing_configuration_file_from_a_shell(tmp_path):
+    command = [sys.executable, "-m", "simulations", "run", str(tmp_path / "none.toml")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "no such configuration file" in result.stderr

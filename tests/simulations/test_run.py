@@ -1,0 +1,166 @@
+"""Whole runs on the in-process engine: reproducible in `simulate`, complete on disk, marked for what they are."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from transformers import AutoModelForSequenceClassification
+
+import fedpriv.adapters
+from fedpriv.accounting.curves import spent
+from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.config import parse
+from fedpriv.data.records import tokenize
+from fedpriv.training.evaluation import evaluate
+from fedpriv.training.model import TrainingModel
+from fedpriv.training.workbench import workbench
+from server.coordinator import LogObserver, unmoved
+from simulations.engines import in_process
+
+
+def run(values: dict[str, object], out: Path, **changes: object) -> Path:
+    in_process.run(parse({**values, **changes, "out": str(out)}), LogObserver())
+    return out
+
+
+def rounds(folder: Path) -> pd.DataFrame:
+    return pd.read_csv(folder / "rounds.csv").drop(columns="seconds")
+
+
+def summary(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def finished(small_run, tmp_path_factory) -> Path:
+    return run(small_run, tmp_path_factory.mktemp("runs") / "one", comparison=True)
+
+
+def test_same_seed_gives_the_same_numbers_to_the_bit(finished, small_run, tmp_path):
+    again = run(small_run, tmp_path / "again", comparison=True)
+    assert rounds(finished).equals(rounds(again))
+    assert rounds(finished / "comparison").equals(rounds(again / "comparison"))
+
+
+def test_another_seed_gives_other_numbers(finished, small_run, tmp_path):
+    assert not rounds(finished).equals(rounds(run(small_run, tmp_path / "other", seed=1)))
+
+
+def test_by_default_no_seed_fixes_noise_and_inclusion(small_run, tmp_path):
+    one, two = (run(small_run, tmp_path / name, simulate=False, public_data=True, rounds=1) for name in ("one", "two"))
+    assert rounds(one).test_loss[0] == rounds(two).test_loss[0], "the initial model does take its seed"
+    assert rounds(one).test_loss[1] != rounds(two).test_loss[1]
+
+
+def test_a_seeded_run_is_marked_not_private(finished, small_run, tmp_path):
+    assert summary(finished)["private"] is False
+    assert summary(finished)["noise_source"] == "seeded"
+    assert "not private" in (finished / "report.html").read_text().lower()
+    secure = run(small_run, tmp_path / "secure", simulate=False, public_data=True, rounds=1)
+    assert summary(secure)["private"] is True
+    assert summary(secure)["noise_source"] == "secure"
+
+
+def test_folder_holds_everything(finished):
+    names = {str(path.relative_to(finished)) for path in finished.rglob("*") if path.is_file()}
+    expected = {"config.toml", "environment.json", "rounds.csv", "clients.csv", "summary.json", "report.html"}
+    adapters = {f"variants/{name}/adapter_model.safetensors" for name in ("global", "client-0", "client-1", "client-2")}
+    assert expected | adapters | {"comparison/rounds.csv", "comparison/summary.json"} <= names
+    assert not [name for name in names if name.endswith(".tmp")]
+
+
+def test_epsilons_are_those_of_dp_accounting_for_what_was_sampled(finished, small_run):
+    clients = pd.read_csv(finished / "clients.csv")
+    sizes = clients.groupby("client").num_records.first()
+    rho_bar = np.sqrt(((sizes / sizes.sum()) ** 2).sum())
+    for row in summary(finished)["clients"]:
+        q = 8 / row["num_records"]
+        for view, scale in (("local", 1.0), ("rho", rho_bar)):
+            event = SubsampledGaussian(noise_multiplier=float(scale), sampling_probability=q, count=4)
+            assert row[f"epsilon_{view}"] == pytest.approx(spent([event], 1e-5, "pld").epsilon, rel=1e-6)
+        assert row["delta"] == 1e-5
+        assert row["epsilon_local"] <= row["epsilon_rho"]
+    assert summary(finished)["epsilon_rho_max"] == max(row["epsilon_rho"] for row in summary(finished)["clients"])
+    live = clients[clients["round"] == 2].set_index("client").epsilon_local
+    for row in summary(finished)["clients"]:
+        assert live[row["client"]] >= row["epsilon_local"] * (1 - 1e-3), "rdp is never below pld"
+
+
+def test_comparison_has_no_noise_and_infinite_epsilon(finished):
+    clients = pd.read_csv(finished / "comparison" / "clients.csv")
+    assert (clients.noise_multiplier == 0).all()
+    assert np.isinf(clients.epsilon_local).all()
+    assert summary(finished)["accuracy_non_private"] == summary(finished / "comparison")["accuracy"]
+
+
+def test_bytes_are_those_of_the_adapters(finished):
+    adapter = fedpriv.adapters.read(workbench_of(finished).model.peft_model)
+    floats = 4 * sum(tensor.numel() for tensor in adapter.values())
+    clients = pd.read_csv(finished / "clients.csv")
+    assert (clients.bytes_up >= floats).all()
+    assert (clients.bytes_up <= floats + 400 * len(adapter)).all()
+    assert rounds(finished).bytes_up.sum() == clients.bytes_up.sum() == summary(finished)["bytes_up"]
+
+
+def workbench_of(folder: Path):
+    import tomllib
+
+    return workbench(parse(tomllib.loads((folder / "config.toml").read_text())))
+
+
+def test_saved_adapter_loads_in_peft_and_reproduces_the_accuracy(finished, small_run):
+    directory = finished / "variants" / "global"
+    base = AutoModelForSequenceClassification.from_pretrained(small_run["model"], num_labels=3)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*missing.*")
+        plain = PeftModel.from_pretrained(base, directory)
+    bench = workbench_of(finished)
+    assert get_peft_model_state_dict(plain).keys() == bench.initial.keys()
+    loaded = fedpriv.adapters.load(str(small_run["model"]), directory).eval()
+    for name, parameter in loaded.named_parameters():
+        parameter.requires_grad_("lora_" in name or ".modules_to_save." in name)
+    test = tokenize(bench.data.test, bench.base.tokenizer, label_names=bench.data.label_names, max_length=64)
+    result = evaluate(TrainingModel(loaded, memory_limit=2**30, prefix_cache=False), test)
+    assert result.accuracy == summary(finished)["accuracy"]
+    assert result.loss == pytest.approx(rounds(finished).test_loss.iloc[-1], rel=1e-5)
+
+
+def test_global_adapter_is_the_weighted_average_of_the_last_uploads(finished):
+    bench = workbench_of(finished)
+    sizes = [len(client) for client in bench.data.clients]
+    from safetensors.torch import load_file
+
+    parts = [load_file(finished / "variants" / f"client-{k}" / "adapter_model.safetensors") for k in range(3)]
+    merged = load_file(finished / "variants" / "global" / "adapter_model.safetensors")
+    for name, tensor in merged.items():
+        expected = sum(size * part[name].double() for size, part in zip(sizes, parts, strict=True)) / sum(sizes)
+        torch.testing.assert_close(tensor.double(), expected, atol=1e-7, rtol=1e-6)
+
+
+def test_a_run_that_moved_nothing_says_so(small_run, tmp_path):
+    still = run(small_run, tmp_path / "still", noise_multiplier=0.0, learning_rate=1e-30)
+    assert summary(still)["adapters_moved"] is False
+    assert summary(still)["unmoved_tensors"]
+    assert unmoved({"a": torch.ones(2)}, {"a": torch.ones(2)}) == ["a"]
+    assert unmoved({"a": torch.ones(2)}, {"a": torch.zeros(2)}) == []
+
+
+def test_clients_are_sampled_by_partition_id_and_the_seed(small_run, tmp_path):
+    folders = [run(small_run, tmp_path / name, clients_per_round=2, rounds=3) for name in ("one", "two")]
+    chosen = [pd.read_csv(folder / "clients.csv")[["round", "client"]] for folder in folders]
+    assert chosen[0].equals(chosen[1])
+    assert (chosen[0].groupby("round").client.nunique() == 2).all()
+    weights = pd.read_csv(folders[0] / "clients.csv").groupby("round").weight.sum()
+    assert np.allclose(weights, 1.0)
+
+
+def test_adamw_causal_and_no_cache_run_too(small_run, tmp_path):
+    adamw = run(small_run, tmp_path / "adamw", optimizer="adamw", learning_rate=0.01, prefix_cache=False, rounds=1)
+    assert summary(adamw)["adapters_moved"] is True

@@ -1,0 +1,107 @@
+"""The rules of the house: who may import whom, and what travels to the nodes."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def modules_after(statement: str) -> set[str]:
+    """Top-level names in sys.modules after a statement in a fresh interpreter."""
+    code = f"import sys; {statement}; print(*{{name.split('.')[0] for name in sys.modules}})"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(result.stdout.split())
+
+
+def all_modules(package: str) -> list[str]:
+    files = sorted((ROOT / package).rglob("*.py"))
+    return [".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for f in files]
+
+
+def test_fedpriv_needs_neither_flwr_nor_ray():
+    loaded = modules_after(f"import {', '.join(all_modules('fedpriv'))}")
+    assert {"fedpriv", "torch"} <= loaded, "the check would be blind"
+    assert not loaded & {"flwr", "ray"}
+
+
+def test_accounting_needs_no_torch():
+    loaded = modules_after(f"import {', '.join(all_modules('fedpriv/accounting'))}")
+    assert "dp_accounting" in loaded
+    assert "torch" not in loaded
+
+
+def imported_by(package: str) -> dict[str, set[str]]:
+    """{file: dotted names that it imports}, from the source, late imports too."""
+    names: dict[str, set[str]] = {}
+    for file in (ROOT / package).rglob("*.py"):
+        found = names.setdefault(str(file.relative_to(ROOT)), set())
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.update({node.module, *(f"{node.module}.{alias.name}" for alias in node.names)})
+    return names
+
+
+@pytest.mark.parametrize(
+    ("package", "forbidden"),
+    [
+        ("fedpriv", ("clients", "server", "simulations", "flwr", "ray")),
+        ("fedpriv/accounting", ("torch", "fedpriv.training", "fedpriv.adapters", "fedpriv.mechanisms")),
+        ("fedpriv/mechanisms", ("fedpriv.training", "fedpriv.adapters", "fedpriv.data")),
+        ("fedpriv/adapters", ("fedpriv.training", "fedpriv.data", "fedpriv.accounting")),
+        ("clients", ("server", "simulations")),
+        ("server", ("clients", "simulations")),
+    ],
+)
+def test_arrows_only_point_down(package, forbidden):
+    files = imported_by(package)
+    assert files
+    for file, names in files.items():
+        bad = {name for name in names for root in forbidden if name == root or name.startswith(f"{root}.")}
+        assert not bad, f"{file} imports {bad}"
+
+
+def test_nothing_imports_the_command_line():
+    for package in ("fedpriv", "clients", "server", "simulations"):
+        for file, names in imported_by(package).items():
+            assert "fedpriv.cli" not in names, file
+
+
+def test_private_flower_names_live_in_one_file():
+    private = ("flwr.supercore", "flwr.server.", "flwr.simulation", "flwr.common", "flwr.proto", "flwr.compat")
+    for package in ("clients", "server", "simulations"):
+        for file, names in imported_by(package).items():
+            if file != "simulations/engines/flower_private.py":
+                assert not [name for name in names if name.startswith(private)], file
+
+
+@pytest.mark.flower
+def test_bundle_for_the_nodes_is_small_and_holds_no_library(tmp_path):
+    copy = tmp_path / "copy"
+    ignore = shutil.ignore_patterns(".venv", ".git", "__pycache__", ".mypy_cache", ".ruff_cache")
+    shutil.copytree(ROOT, copy, ignore=ignore)
+    flwr = Path(sys.executable).parent / "flwr"
+    subprocess.run([flwr, "build"], cwd=copy, check=True, capture_output=True)
+    (bundle,) = copy.glob("*.fab")
+    assert bundle.stat().st_size < 2**20
+    with zipfile.ZipFile(bundle) as archive:
+        names = [name for name in archive.namelist() if not name.startswith(".info/")]
+    assert "clients/app.py" in names
+    assert "server/app.py" in names
+    others = [name for name in names if not name.startswith(("clients/", "server/"))]
+    assert set(others) <= {"pyproject.toml", "LICENSE", "README.md"}
+
+
+def test_no_file_is_too_long():
+    for package in ("fedpriv", "clients", "server", "simulations", "tests"):
+        for file in (ROOT / package).rglob("*.py"):
+            assert len(file.read_text().splitlines()) < 600, file

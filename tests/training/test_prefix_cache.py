@@ -1,0 +1,107 @@
+"""The frozen-prefix cache gives the same numbers as the whole model, from memory and from a file."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+
+import pytest
+import torch
+
+from fedpriv.data.records import Records
+from fedpriv.training.evaluation import evaluate
+from fedpriv.training.losses import losses_and_hits
+from fedpriv.training.model import TrainingModel
+from fedpriv.training.per_sample import per_sample_gradients
+from fedpriv.training.prefix_cache import find_prefix
+
+
+def gradients(model, records, indices, *, cached):
+    def losses():
+        logits, batch = model.logits(records, indices, cached=cached)
+        return losses_and_hits(logits, batch)[0]
+
+    return per_sample_gradients(model.layers, losses)[0]
+
+
+def assert_same(model, records):
+    indices = [3, 0, 11, 7]
+    plain, cached = (gradients(model, records, indices, cached=flag) for flag in (False, True))
+    for name in plain:
+        torch.testing.assert_close(cached[name], plain[name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("layers", ["last-1", "1"])
+def test_causal_gradients_are_the_same_with_the_cache(causal, make_records, kind, layers):
+    model = TrainingModel(causal(kind, layers=layers), memory_limit=2**30)
+    assert model.cache is not None
+    assert_same(model, make_records(12, classes=0))
+
+
+def test_encoder_gradients_are_the_same_with_the_cache(encoder, make_records):
+    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
+    assert_same(model, make_records(12))
+
+
+def test_the_prefix_is_really_skipped(encoder, make_records):
+    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
+    records = make_records(12)
+    model.logits(records, [0, 1], cached=True)
+    first_layer = model.cache.prefix.layers[0]
+    calls = []
+    handle = first_layer.register_forward_hook(lambda *_: calls.append(1))
+    model.logits(records, [0, 1], cached=True)
+    assert not calls
+    model.logits(records, [0, 1], cached=False)
+    assert calls
+    handle.remove()
+
+
+def test_beyond_the_memory_bound_states_go_to_a_file_and_stay_the_same(encoder, make_records, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    records = make_records(12)
+    model = TrainingModel(encoder(layers="last-1"), memory_limit=1)
+    assert_same(model, records)
+    assert model.cache.bytes_in_memory == 0
+    (file,) = tmp_path.glob("fedpriv-prefix-*/states.f32")
+    assert file.parent.stat().st_mode & 0o077 == 0, "others could read the states"
+    del records
+    gc.collect()
+    assert not file.parent.exists()
+
+
+def test_memory_is_given_back_with_the_records(encoder, make_records):
+    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
+    records = make_records(12)
+    model.logits(records, [0], cached=True)
+    tokens = sum(len(row) for row in records.features["input_ids"])
+    assert model.cache.bytes_in_memory == 4 * tokens * 64
+    del records
+    gc.collect()
+    assert model.cache.bytes_in_memory == 0
+
+
+def test_no_prefix_where_the_first_layer_is_trained(encoder):
+    assert find_prefix(encoder(layers="all")) is None
+    assert TrainingModel(encoder(layers="0"), memory_limit=2**30).cache is None
+
+
+def test_states_do_not_depend_on_the_batch_they_are_drawn_in(encoder, make_records):
+    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
+    records = make_records(12)
+    alone = model.cache.hidden(records, [5])[0]
+    together = model.cache.hidden(records, [5, 0, 1, 2])[0]
+    assert torch.equal(alone, together[: len(alone)])
+
+
+def test_evaluation_is_the_mean_over_single_records(encoder, make_records):
+    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
+    records = make_records(12)
+    with torch.no_grad():
+        single = [losses_and_hits(*model.logits(records, [i], cached=False)) for i in range(12)]
+    result = evaluate(model, records)
+    assert result.accuracy == pytest.approx(sum(float(hit) for _, hit in single) / 12)
+    assert result.loss == pytest.approx(sum(float(loss) for loss, _ in single) / 12, rel=1e-5)
+    with pytest.raises(ValueError, match="at least one record"):
+        evaluate(model, Records({"input_ids": ()}, torch.tensor([], dtype=torch.int64), 0))

@@ -1,0 +1,66 @@
+"""Batches are Poisson samples with exactly the probability that is accounted."""
+
+from __future__ import annotations
+
+import pytest
+from scipy import stats
+
+from fedpriv.errors import InputError
+from fedpriv.mechanisms.sources import SecureSource, SeededSource
+from fedpriv.training.sampling import PoissonSampler
+
+FALSE_ALARM = 1e-6
+NUM_DRAWS, NUM_RECORDS, BATCH = 400, 100, 10
+
+
+def batch_sizes(source, probability_factor: float = 1.0) -> list[int]:
+    sampler = PoissonSampler(
+        num_registered=NUM_RECORDS, expected_batch_size=round(BATCH * probability_factor), source=source
+    )
+    return [len(sampler.draw(NUM_RECORDS)) for _ in range(NUM_DRAWS)]
+
+
+def accepts(sizes: list[int]) -> bool:
+    """Mean and variance of the batch sizes fit Binomial(100, 0.1), each at half the false-alarm rate."""
+    total_test = stats.binomtest(sum(sizes), NUM_DRAWS * NUM_RECORDS, BATCH / NUM_RECORDS)
+    variance = NUM_RECORDS * 0.1 * 0.9
+    dispersion = sum((size - BATCH) ** 2 for size in sizes) / variance
+    tails = 2 * min(stats.chi2.cdf(dispersion, NUM_DRAWS), stats.chi2.sf(dispersion, NUM_DRAWS))
+    return total_test.pvalue > FALSE_ALARM / 2 and tails > FALSE_ALARM / 2
+
+
+@pytest.mark.parametrize("source", [SecureSource(), SeededSource(0)], ids=["secure", "seeded"])
+def test_batch_size_is_binomial(source):
+    assert accepts(batch_sizes(source))
+
+
+def test_the_test_rejects_other_rates_and_fixed_batches():
+    assert not accepts(batch_sizes(SeededSource(0), 2 / 3))
+    assert not accepts(batch_sizes(SeededSource(0), 3 / 2))
+    assert not accepts([BATCH] * NUM_DRAWS), "batches of fixed size are no Poisson sampling"
+
+
+def test_every_record_is_drawn_equally_often_and_apart_from_others():
+    sampler = PoissonSampler(num_registered=4, expected_batch_size=1, source=SeededSource(0))
+    draws = [frozenset(sampler.draw(4)) for _ in range(4000)]
+    sets = [frozenset(i for i in range(4) if mask >> i & 1) for mask in range(16)]
+    observed = [draws.count(drawn) for drawn in sets]
+    expected = [4000 * 0.25 ** len(drawn) * 0.75 ** (4 - len(drawn)) for drawn in sets]
+    assert stats.chisquare(observed, expected).pvalue > FALSE_ALARM
+
+
+def test_probability_is_that_of_the_registered_number_whatever_is_there():
+    sampler = PoissonSampler(num_registered=200, expected_batch_size=50, source=SeededSource(0))
+    assert sampler.sampling_probability == 0.25
+    sampler.draw(10)
+    assert sampler.sampling_probability == 0.25
+
+
+def test_whole_client_is_drawn_at_probability_one():
+    assert PoissonSampler(num_registered=7, expected_batch_size=7, source=SeededSource(0)).draw(7) == list(range(7))
+
+
+@pytest.mark.parametrize(("registered", "batch"), [(10, 11), (10, 0), (0, 1)])
+def test_impossible_batch_is_refused(registered, batch):
+    with pytest.raises(InputError):
+        PoissonSampler(num_registered=registered, expected_batch_size=batch, source=SeededSource(0))
