@@ -1,0 +1,119 @@
+"""The in-process grid keeps Flower's manners: copies, one reply for each message, errors as replies."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedAvg
+
+from clients.app import app as client_app
+from clients.handler import FAILED, REFUSED, TRUST_KEY
+from fedpriv import protocol
+from fedpriv.config import parse, to_flower
+from fedpriv.training.local_update import UpdateSpec, execute_one_by_one
+from fedpriv.training.workbench import workbench
+from simulations.engines.flower_private import task_identity
+from simulations.engines.grid import LocalGrid
+
+
+@pytest.fixture
+def config(small_run):
+    return parse(small_run)
+
+
+@pytest.fixture
+def grid(config):
+    execute = partial(execute_one_by_one, workbench(config).model)
+    contexts = [
+        Context(1, 10 + k, {"partition-id": k, "num-partitions": 3, TRUST_KEY: True}, RecordDict(), to_flower(config))
+        for k in range(3)
+    ]
+    with task_identity(1):
+        yield LocalGrid(contexts, execute, client_app)
+
+
+def train_message(config, node_id, **changes):
+    fields = {**protocol.pack_instruction(1, UpdateSpec.of(config)), **changes}
+    adapter = ArrayRecord(workbench(config).initial)
+    content = RecordDict({protocol.ADAPTER: adapter, protocol.INSTRUCTION: ConfigRecord(fields)})
+    return Message(content, node_id, "train", group_id="1")
+
+
+def test_no_message_gives_no_reply(grid):
+    assert list(grid.send_and_receive([])) == []
+
+
+def test_every_message_gets_its_own_nodes_reply(grid, config):
+    replies = list(grid.send_and_receive([train_message(config, node) for node in (12, 10)]))
+    assert [reply.metadata.src_node_id for reply in replies] == [12, 10]
+    assert all(reply.has_content() for reply in replies)
+    assert all(reply.metadata.reply_to_message_id for reply in replies)
+    assert replies[0].metadata.reply_to_message_id != replies[1].metadata.reply_to_message_id
+
+
+def test_messages_are_copied(grid, config):
+    message = train_message(config, 10)
+    before = message.content.array_records[protocol.ADAPTER].to_numpy_ndarrays()
+    grid.send_and_receive([message])
+    after = message.content.array_records[protocol.ADAPTER].to_numpy_ndarrays()
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_one_failing_task_is_one_error_reply_and_tells_nothing(grid, config):
+    secret = "SECRET RECORD"
+    messages = [train_message(config, 10), train_message(config, 11, optimizer=secret), train_message(config, 12)]
+    replies = list(grid.send_and_receive(messages))
+    assert [reply.has_error() for reply in replies] == [False, True, False]
+    assert replies[1].error.code == FAILED
+    assert secret not in replies[1].error.reason
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"noise_multiplier": float("nan")}, {"clip_norm": float("inf")}, {"batch_size": 10_000}, {"clipping": "no"}],
+)
+def test_the_guard_refuses_what_does_not_protect(grid, config, change):
+    (reply,) = grid.send_and_receive([train_message(config, 10, **change)])
+    assert reply.error.code == REFUSED
+    assert next(iter(change)) in reply.error.reason
+
+
+def test_a_malformed_instruction_is_an_error_reply(grid, config):
+    (reply,) = grid.send_and_receive([train_message(config, 10, surprise=1)])
+    assert reply.has_error()
+
+
+def test_a_reply_holds_the_adapter_and_its_event_and_nothing_else(grid, config):
+    (reply,) = grid.send_and_receive([train_message(config, 10)])
+    assert set(reply.content) == {protocol.ADAPTER, protocol.RELEASE}
+    assert set(reply.content[protocol.RELEASE]) == {"version", "round", "event"}
+    assert set(reply.content[protocol.ADAPTER]) == set(workbench(config).initial)
+
+
+def test_flowers_own_fedavg_drives_the_grid_unchanged():
+    """A strategy that knows nothing of fedpriv gets its replies and averages them."""
+    contexts = [Context(1, node, {}, RecordDict(), {}) for node in (2, 3, 4)]
+
+    def client(message: Message, context: Context) -> Message:
+        arrays = [array + context.node_id for array in message.content["arrays"].to_numpy_ndarrays()]
+        content = {
+            "arrays": ArrayRecord(arrays),
+            "metrics": MetricRecord({"num-examples": context.node_id}),
+        }
+        return Message(RecordDict(content), reply_to=message)
+
+    class EvaluateOnly(LocalGrid):
+        """Sends train messages to `evaluate` too, for an app that is not ours."""
+
+        def _answer(self, messages):
+            return [self._evaluate(message, self._contexts[message.metadata.dst_node_id]) for message in messages]
+
+    with task_identity(1):
+        grid = EvaluateOnly(contexts, lambda tasks: [], client)
+        strategy = FedAvg(fraction_train=1.0, fraction_evaluate=0.0)
+        result = strategy.start(grid, ArrayRecord([np.zeros(3, dtype=np.float32)]), num_rounds=2)
+    mean = (2 * 2 + 3 * 3 + 4 * 4) / 9
+    assert result.arrays.to_numpy_ndarrays()[0] == pytest.approx(2 * mean)
