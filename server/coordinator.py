@@ -120,7 +120,7 @@ def _rounds(
     client_rows: list[ClientRow] = []
 
     def test(adapter: Adapter) -> Evaluation:
-        lora.write(bench.model.peft_model, adapter)
+        lora.write_parameters(bench.model.parameters, adapter)
         return evaluate(bench.model, bench.test)
 
     def on_round(row: RoundRow, clients: list[ClientRow]) -> None:
@@ -142,7 +142,7 @@ def _save_variants(bench: Workbench, outcome: _Outcome, folder: RunFolder) -> No
     """The last upload of every client, and the final global adapter, in peft's format."""
     variants = {f"client-{client}": adapter for client, adapter in sorted(outcome.strategy.uploads.items())}
     for name, adapter in {**variants, "global": outcome.adapter}.items():
-        lora.write(bench.model.peft_model, adapter)
+        lora.write_parameters(bench.model.parameters, adapter)
         lora.save(bench.model.peft_model, bench.base, folder.variant(name), labels=bench.data.label_names)
 
 

@@ -102,7 +102,7 @@ def trainable(model: PeftModel) -> dict[str, nn.Parameter]:
 
 def read(model: PeftModel) -> Adapter:
     """A copy of the adapter's tensors, float32."""
-    return {name: p.detach().to("cpu", torch.float32, copy=True) for name, p in trainable(model).items()}
+    return read_parameters(trainable(model))
 
 
 def write(model: PeftModel, adapter: Mapping[str, Tensor]) -> None:
@@ -111,7 +111,16 @@ def write(model: PeftModel, adapter: Mapping[str, Tensor]) -> None:
     Raises:
         ValueError: names or shapes differ from the model's.
     """
-    parameters = trainable(model)
+    write_parameters(trainable(model), adapter)
+
+
+def read_parameters(parameters: Mapping[str, nn.Parameter]) -> Adapter:
+    """`read` for who keeps the result of `trainable`: finding the parameters costs as much as a training step."""
+    return {name: p.detach().to("cpu", torch.float32, copy=True) for name, p in parameters.items()}
+
+
+def write_parameters(parameters: Mapping[str, nn.Parameter], adapter: Mapping[str, Tensor]) -> None:
+    """`write` for who keeps the result of `trainable`."""
     if parameters.keys() != adapter.keys():
         odd = sorted(parameters.keys() ^ adapter.keys())
         raise ValueError(f"adapter: tensors {', '.join(odd)} are on one side only")

@@ -111,7 +111,7 @@ def local_update(model: TrainingModel, task: UpdateTask) -> ClientUpdate:
     Guarantee: (epsilon, delta)-DP by the returned event under add/remove of one record.
     """
     spec = task.spec
-    lora.write(model.peft_model, task.adapter)
+    lora.write_parameters(model.parameters, task.adapter)
     optimizer = _optimizer(model, spec)
     events = []
     for _ in range(spec.local_steps):
@@ -129,7 +129,9 @@ def local_update(model: TrainingModel, task: UpdateTask) -> ClientUpdate:
         optimizer.zero_grad(set_to_none=True)
         events.append(event)
     (event,) = group(events)
-    return ClientUpdate(adapter=lora.read(model.peft_model), event=event, num_records=task.sampler.num_registered)
+    return ClientUpdate(
+        adapter=lora.read_parameters(model.parameters), event=event, num_records=task.sampler.num_registered
+    )
 
 
 def _optimizer(model: TrainingModel, spec: UpdateSpec) -> torch.optim.Optimizer:
