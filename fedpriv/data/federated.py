@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import datasets
 import numpy as np
 
 from fedpriv.config import EMBEDDED, RunConfig
 from fedpriv.data import hospital
 from fedpriv.data.partition import partition
-from fedpriv.data.tables import load_table, require_columns, to_text
+from fedpriv.data.tables import labels_of, load_table, require_columns, to_text
 from fedpriv.data.text import FederatedData, TextData
 from fedpriv.errors import InputError
 
@@ -57,11 +55,11 @@ def _from_table(config: RunConfig) -> FederatedData:
         columns.append(("label_column", config.label_column))
     client_columns = [("client_column", config.client_column if config.partition_rule == "natural" else "")]
     require_columns(table, columns + client_columns, config.data)
-    table = _with_values(table, config)
+    table = _usable(table, config, config.data)
     if config.test_data:
         train, test_table = table, load_table(config.test_data, key="test_data")
         require_columns(test_table, columns, config.test_data)
-        test_table = _with_values(test_table, config)
+        test_table = _usable(test_table, config, config.test_data)
     else:
         train, test_table = _split(table, config)
     parts, names = partition(train, config)
@@ -70,12 +68,17 @@ def _from_table(config: RunConfig) -> FederatedData:
     return FederatedData(clients, tuple(names), test, _label_names(clients, test, config))
 
 
-def _with_values(table: datasets.Dataset, config: RunConfig) -> datasets.Dataset:
-    """Without the records that lack a label; a record without one can neither train nor test."""
+def _usable(table: datasets.Dataset, config: RunConfig, source: str) -> datasets.Dataset:
+    """Without the records that have no label, or one that is not among the configured classes."""
     if config.task != "SEQ_CLS":
         return table
-    labels = table[config.label_column]
-    return table.select([row for row, label in enumerate(labels) if label is not None])
+    labels = labels_of(table, config.label_column)
+    wanted = set(config.labels or labels) - {None}
+    kept = table.select([row for row, label in enumerate(labels) if label in wanted])
+    if not len(kept):
+        expected = f"none of labels = {','.join(config.labels)}" if config.labels else "no label at all"
+        raise InputError(f"label_column = {config.label_column!r}: {source} has {expected}")
+    return kept
 
 
 def _split(table: datasets.Dataset, config: RunConfig) -> tuple[datasets.Dataset, datasets.Dataset]:
@@ -91,17 +94,13 @@ def _label_names(clients: tuple[TextData, ...], test: TextData, config: RunConfi
     """The classes: as configured, or as they occur in training, sorted."""
     if config.task != "SEQ_CLS":
         return ()
-    counts = Counter(label for client in clients for label in client.labels)
-    names = config.labels or tuple(sorted(counts))
-    for label in counts:
-        if label not in names:
-            raise InputError(f"labels = {','.join(names)}: column {config.label_column!r} also holds {label!r}")
+    names = config.labels or tuple(sorted({label for client in clients for label in client.labels}))
     for label in dict.fromkeys(test.labels):
         if label not in names:
             where = config.test_data or f"the test split of {config.data}"
             raise InputError(
                 f"label_column = {config.label_column!r}: {label!r} occurs only in {where}, never in training; "
-                "drop those records, or list all classes in labels"
+                "drop those records, or list the classes to keep in labels"
             )
     if len(names) < 2:
         raise InputError(f"label_column = {config.label_column!r}: holds one class, {names[0]!r}; needs two")

@@ -17,8 +17,8 @@ def partition(table: datasets.Dataset, config: RunConfig) -> tuple[list[datasets
 
     Args:
         table: the training records.
-        config: its partition rule: `natural` splits by `client_column`, in the column's sorted order; `iid` evenly at random;
-            `dirichlet` by label with concentration `dirichlet_alpha`; `sizes` at random into `client_sizes`.
+        config: its partition rule: `natural` splits by `client_column`, in the column's sorted order; `iid` evenly at
+            random; `dirichlet` by label with concentration `dirichlet_alpha`; `sizes` at random into `client_sizes`.
 
     Raises:
         InputError: flwr-datasets is not installed, the split is impossible, or a client would have no record.

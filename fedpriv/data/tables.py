@@ -75,15 +75,21 @@ def require_columns(table: datasets.Dataset, columns: Sequence[tuple[str, str]],
             raise InputError(f"{key} = {column!r}: {source} has no such column; it has {', '.join(table.column_names)}")
 
 
+def labels_of(table: datasets.Dataset, column: str) -> list[str | None]:
+    """The label's name for each record, None where it is missing."""
+    feature = table.features[column]
+    name = feature.int2str if isinstance(feature, datasets.ClassLabel) else str
+    return [None if label is None else name(label) for label in table[column]]
+
+
 def to_text(table: datasets.Dataset, config: RunConfig) -> TextData:
     """The table's texts and labels as the configuration names them; a missing text counts as empty."""
-    texts = tuple("" if text is None else str(text) for text in table[config.text_column])
-    pairs = None
-    if config.text_pair_column:
-        pairs = tuple("" if text is None else str(text) for text in table[config.text_pair_column])
-    labels: tuple[str, ...] = ()
-    if config.task == "SEQ_CLS":
-        feature = table.features[config.label_column]
-        name = feature.int2str if isinstance(feature, datasets.ClassLabel) else str
-        labels = tuple(name(label) for label in table[config.label_column])
-    return TextData(texts=texts, labels=labels, pairs=pairs)
+
+    def texts(column: str) -> tuple[str, ...]:
+        return tuple("" if text is None else str(text) for text in table[column])
+
+    return TextData(
+        texts=texts(config.text_column),
+        labels=tuple(map(str, labels_of(table, config.label_column))) if config.task == "SEQ_CLS" else (),
+        pairs=texts(config.text_pair_column) if config.text_pair_column else None,
+    )

@@ -14,6 +14,10 @@ from fedpriv.training.prefix_cache import PrefixCache, find_prefix, skipping_pre
 
 _FLOAT_BYTES = 4
 
+# Larger passes are slower on a CPU: 64 records of the embedded corpus take 0.23 s in one pass, 0.17 s in passes of 16,
+# where records of like length share less padding and activations stay in the caches.
+_RECORDS_PER_PASS = 16
+
 
 class TrainingModel:
     """A peft model whose trainable layers can all be differentiated for each sample.
@@ -57,7 +61,8 @@ class TrainingModel:
         lengths = dict(zip(indices, records.lengths(indices), strict=True))
         batch: list[int] = []
         for index in sorted(indices, key=lengths.__getitem__):
-            if batch and (len(batch) + 1) * self._bytes_per_record(lengths[index]) > self._memory_limit:
+            needed = (len(batch) + 1) * self._bytes_per_record(lengths[index])
+            if batch and (len(batch) == _RECORDS_PER_PASS or needed > self._memory_limit):
                 yield batch
                 batch = []
             batch.append(index)

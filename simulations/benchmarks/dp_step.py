@@ -3,9 +3,9 @@
     python -m simulations.benchmarks.dp_step [--steps 60] [--seeded]
 
 Both arms run the whole encoder (no prefix cache) on equal batches of 8 records of 32 tokens with SGD. The plain arm
-is what a user would write without privacy: a forward pass in eval mode, `loss.mean().backward()`, an optimizer step. The DP arm is
-the library's own local update with its sampler replaced by the same fixed batches. Steps of the two arms alternate,
-and the ratio is that of the medians.
+is what a user would write without privacy: a forward pass in eval mode, `loss.mean().backward()`, an optimizer
+step. The DP arm is the library's own local update with its sampler replaced by the same fixed batches. Steps of the
+two arms alternate, and the ratio is that of the medians.
 """
 
 from __future__ import annotations

@@ -1,0 +1,40 @@
+# `make run` and `make test` work on a fresh clone: each makes .venv, installs what it needs, and runs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+
+# Flower starts its programs by name.
+export PATH := $(BIN):$(PATH)
+
+.PHONY: run test lint bench clean
+.DELETE_ON_ERROR:
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed-run: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --editable ".[federation,offline,partition]"
+	@touch $@
+
+$(VENV)/installed-dev: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@touch $@ $(VENV)/installed-run
+
+run: $(VENV)/installed-run
+	$(BIN)/python -m simulations run
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/installed-dev
+	@for file in simulations/benchmarks/[a-z]*.py; do \
+		$(BIN)/python -m simulations.benchmarks.$$(basename $$file .py) || exit 1; \
+	done
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
