@@ -3,3 +3,7 @@
 
 class InputError(ValueError):
     """A configuration key, file, column or record that cannot be used; command lines print it and exit with 2."""
+
+
+class TooFewClientsError(RuntimeError):
+    """Fewer clients answered a round than the run needs; command lines print it and exit with 1."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fedpriv.accounting.views import CLIPPING_RULES
 from fedpriv.errors import InputError
-from fedpriv.training.local_update import UpdateSpec
+from fedpriv.training.local_update import CLIPPING_RULES, UpdateSpec
 
 
 class RefusedError(Exception):

@@ -15,13 +15,14 @@ from flwr.serverapp.strategy import Result, Strategy
 from fedpriv import protocol
 from fedpriv.accounting.accounts import Accounts
 from fedpriv.accounting.events import Event
-from fedpriv.accounting.views import Release, rho_bar, sensitivity_factor
+from fedpriv.accounting.views import Release, rho_bar
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.aggregation.weighted import weighted_average, weights_by_size
 from fedpriv.config import RunConfig
+from fedpriv.errors import TooFewClientsError
 from fedpriv.protocol import Registration
 from fedpriv.training.evaluation import Evaluation
-from fedpriv.training.local_update import UpdateSpec
+from fedpriv.training.local_update import UpdateSpec, planned_event
 from server.history import ClientRow, RoundRow
 from server.replies import MalformedError, adapter_of
 
@@ -31,10 +32,6 @@ ROUND_SECONDS = 3600.0
 
 Evaluate = Callable[[Adapter], Evaluation]
 OnRound = Callable[[RoundRow, list[ClientRow]], None]
-
-
-class TooFewClientsError(RuntimeError):
-    """Fewer clients answered a round than the run needs."""
 
 
 @dataclass
@@ -87,11 +84,7 @@ class DpLora(Strategy):
 
     def event(self, client: int) -> Event:
         """What one round costs the client on the local view."""
-        return Event(
-            noise_multiplier=self.spec.noise_multiplier / sensitivity_factor(self.spec.clipping),
-            sampling_probability=self.spec.batch_size / self.sizes[client],
-            count=self.spec.local_steps,
-        )
+        return planned_event(self.spec, self.spec.batch_size / self.sizes[client])
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

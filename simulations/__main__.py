@@ -18,10 +18,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from fedpriv import config as configuration
 from fedpriv.config import RunConfig
-from fedpriv.errors import InputError
+from fedpriv.errors import InputError, TooFewClientsError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
 
+ENGINES = ("in-process",)
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 
@@ -60,6 +61,9 @@ def run(
     except InputError as error:
         Console(stderr=True).print(f"[bold red]error[/] {error}", soft_wrap=True, highlight=False)
         raise typer.Exit(2) from None
+    except TooFewClientsError as error:
+        Console(stderr=True).print(f"[bold red]failed[/] {error}", soft_wrap=True, highlight=False)
+        raise typer.Exit(1) from None
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted; the folder keeps the finished rounds")
         raise typer.Exit(130) from None
@@ -75,7 +79,12 @@ def _resolve(path: Path | None, overrides: list[str], engine: str | None, out: P
         values["out"] = str(out)
     name = path.stem if path is not None else "embedded"
     folder = values.get("out") or RESULTS / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
-    return configuration.parse(values | {"out": str(Path(folder).expanduser().absolute())})
+    resolved = configuration.parse(values | {"out": str(Path(folder).expanduser().absolute())})
+    if resolved.engine not in ENGINES:
+        raise InputError(
+            f"engine = {resolved.engine!r}: here it must be {', '.join(ENGINES)}; `flwr run .` sets flower"
+        )
+    return resolved
 
 
 def _quiet() -> None:

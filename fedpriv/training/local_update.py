@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedpriv.accounting.events import Event, group
+from fedpriv.accounting.views import sensitivity_factor
 from fedpriv.adapters import lora
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.config import RunConfig
@@ -19,6 +20,9 @@ from fedpriv.training.losses import losses_and_hits
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import clipped_sum, per_sample_gradients
 from fedpriv.training.sampling import PoissonSampler
+
+# The rules that local training implements; accounting knows more.
+CLIPPING_RULES = ("joint",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,12 +97,18 @@ class ClientUpdate:
 Execute = Callable[[Sequence[UpdateTask]], list[ClientUpdate | Exception]]
 
 
-def planned_event(task: UpdateTask) -> Event:
-    """The event that `local_update` of this task will return, for charging it before anything is computed."""
+def planned_event(spec: UpdateSpec, sampling_probability: float) -> Event:
+    """The event that a local update by this specification returns, for charging it before anything is computed.
+
+    Raises:
+        ValueError: the clipping rule is not one that is trained with.
+    """
+    if spec.clipping not in CLIPPING_RULES:
+        raise ValueError(f"clipping = {spec.clipping!r}: must be one of {', '.join(CLIPPING_RULES)}")
     return Event(
-        noise_multiplier=task.spec.noise_multiplier,
-        sampling_probability=task.sampler.sampling_probability,
-        count=task.spec.local_steps,
+        noise_multiplier=spec.noise_multiplier / sensitivity_factor(spec.clipping),
+        sampling_probability=sampling_probability,
+        count=spec.local_steps,
     )
 
 
@@ -111,6 +121,7 @@ def local_update(model: TrainingModel, task: UpdateTask) -> ClientUpdate:
     Guarantee: (epsilon, delta)-DP by the returned event under add/remove of one record.
     """
     spec = task.spec
+    planned = planned_event(spec, task.sampler.sampling_probability)
     lora.write_parameters(model.parameters, task.adapter)
     optimizer = _optimizer(model, spec)
     events = []
@@ -129,6 +140,8 @@ def local_update(model: TrainingModel, task: UpdateTask) -> ClientUpdate:
         optimizer.zero_grad(set_to_none=True)
         events.append(event)
     (event,) = group(events)
+    if event != planned:
+        raise RuntimeError(f"the update cost {event}, but {planned} was planned and charged")
     return ClientUpdate(
         adapter=lora.read_parameters(model.parameters), event=event, num_records=task.sampler.num_registered
     )

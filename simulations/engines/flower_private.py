@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from flwr.app import Message
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-__all__ = ["Run", "empty_run", "task_identity"]
+__all__ = ["Run", "empty_run", "set_message_id", "task_identity"]
 
 SERVER_NODE_ID = 1
 
@@ -16,6 +17,11 @@ SERVER_NODE_ID = 1
 def empty_run(run_id: int) -> Run:
     """Flower's record of a run, without a bundle or an account."""
     return Run.create_empty(run_id)
+
+
+def set_message_id(message: Message, message_id: str) -> None:
+    """Give a message the id that Flower's link would give it on delivery; it has no public setter."""
+    message.metadata.__dict__["_message_id"] = message_id
 
 
 @contextmanager

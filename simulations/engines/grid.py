@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 
 from clients.handler import prepare, reply
 from fedpriv.training.local_update import Execute, UpdateTask
-from simulations.engines.flower_private import Run, empty_run
+from simulations.engines.flower_private import Run, empty_run, set_message_id
 
 TRAIN = "train"
 
@@ -63,7 +63,7 @@ class LocalGrid(Grid):
         # Strategies put one RecordDict into every message; a node may change its own copy.
         delivered = [copy.deepcopy(message) for message in messages]
         for message in delivered:
-            message.metadata.__dict__["_message_id"] = uuid.uuid4().hex
+            set_message_id(message, uuid.uuid4().hex)
         ids = [message.metadata.message_id for message in delivered]
         self._replies.update(zip(ids, self._answer(delivered), strict=True))
         return ids

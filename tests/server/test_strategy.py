@@ -11,10 +11,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDic
 
 from fedpriv import protocol
 from fedpriv.config import parse
+from fedpriv.errors import TooFewClientsError
 from fedpriv.protocol import Registration
 from fedpriv.training.evaluation import Evaluation
 from server.replies import MalformedError, adapter_of
-from server.strategy import DpLora, TooFewClientsError
+from server.strategy import DpLora
 from simulations.engines.flower_private import task_identity
 
 SIZES = {0: 600, 1: 300, 2: 100}
