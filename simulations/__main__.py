@@ -81,9 +81,7 @@ def _resolve(path: Path | None, overrides: list[str], engine: str | None, out: P
     folder = values.get("out") or RESULTS / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
     resolved = configuration.parse(values | {"out": str(Path(folder).expanduser().absolute())})
     if resolved.engine not in ENGINES:
-        raise InputError(
-            f"engine = {resolved.engine!r}: here it must be {', '.join(ENGINES)}; `flwr run .` sets flower"
-        )
+        raise InputError(f"engine = {resolved.engine!r}: must be {', '.join(ENGINES)}; flower is for `flwr run .`")
     return resolved
 
 

@@ -11,9 +11,10 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from fedpriv.accounting.views import default_delta
 from fedpriv.config import RunConfig
 from fedpriv.protocol import Registration
-from fedpriv.reports.tables import format_bound, format_bytes, format_delta
+from fedpriv.reports.tables import client_table, format_bound, format_bytes, format_delta
 from server.history import RoundRow
 
 
@@ -25,11 +26,13 @@ class TerminalObserver:
         self._progress: Progress | None = None
         self._task: TaskID = TaskID(0)
         self._bytes = 0
+        self._delta = 0.0
 
     def started(self, config: RunConfig, registrations: Sequence[Registration]) -> None:
         """Say what begins, and open the progress display."""
         self._close()
         self._bytes = 0
+        self._delta = max(config.delta or default_delta(r.num_records) for r in registrations)
         private = config.noise_multiplier > 0
         title = f"private run, z = {config.noise_multiplier}" if private else "comparison run, z = 0, clipping kept"
         self._console.rule(title)
@@ -45,8 +48,8 @@ class TerminalObserver:
         self._progress = Progress(
             TextColumn("round {task.completed}/{task.total}"),
             BarColumn(bar_width=24),
-            TextColumn("{task.description}"),
             TimeElapsedColumn(),
+            TextColumn("{task.description}"),
             console=self._console,
             disable=not self._console.is_terminal,
         )
@@ -56,10 +59,11 @@ class TerminalObserver:
     def round_done(self, row: RoundRow) -> None:
         """Show the round's figures."""
         self._bytes += row.bytes_up + row.bytes_down
-        line = f"accuracy {row.test_accuracy:.3f}"
-        if row.epsilon_local_max < float("inf"):
-            line += f"  epsilon local {format_bound(row.epsilon_local_max)} rho {format_bound(row.epsilon_rho_max)}"
-        line += f"  {format_bytes(self._bytes)}"
+        bounds = (format_bound(row.epsilon_local_max), format_bound(row.epsilon_rho_max))
+        line = (
+            f"accuracy {row.test_accuracy:.3f} | largest epsilon {bounds[0]} local, {bounds[1]} rho "
+            f"at delta {format_delta(self._delta)} | {format_bytes(self._bytes)}"
+        )
         if self._progress is not None and not self._progress.disable:
             self._progress.update(self._task, completed=row.round, description=line)
         else:
@@ -85,19 +89,12 @@ class TerminalObserver:
 
 
 def _clients_table(summary: dict[str, Any]) -> Table:
-    table = Table(title=f"What every client spent (accountant {summary['accountant']}, unit: one record)")
-    for name in ("client", "records", "rounds", "epsilon local", "epsilon rho", "delta", "up", "down"):
-        table.add_column(name, justify="left" if name == "client" else "right")
-    for client in summary["clients"]:
-        table.add_row(
-            client["name"],
-            str(client["num_records"]),
-            str(client["rounds"]),
-            *(format_bound(client[view]) for view in ("epsilon_local", "epsilon_rho")),
-            format_delta(client["delta"]),
-            format_bytes(client["bytes_up"]),
-            format_bytes(client["bytes_down"]),
-        )
+    content = client_table(summary["clients"], summary["accountant"])
+    table = Table(title=content.caption)
+    for position, header in enumerate(content.headers):
+        table.add_column(header, justify="right" if position else "left", no_wrap=True)
+    for row in content.rows:
+        table.add_row(*row)
     return table
 
 

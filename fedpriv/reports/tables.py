@@ -116,7 +116,7 @@ def client_table(clients: Iterable[Mapping[str, Any]], accountant: str) -> Table
     headers = ("client", "records", "rounds", "ε local", "ε rho", "δ", "sent", "received")
     rows = tuple(
         (
-            str(client["client"]),
+            _client_label(client),
             f"{client['num_records']:,}",
             str(client["rounds"]),
             format_bound(client["epsilon_local"]),
@@ -146,3 +146,8 @@ def _round_up(value: float, figures: int) -> str:
     last = Decimal(1).scaleb(number.adjusted() - figures + 1)
     rounded = number.quantize(last, rounding=ROUND_CEILING).normalize()
     return f"{rounded:f}" if rounded == 0 or -2 <= rounded.adjusted() < 6 else f"{rounded:e}"
+
+
+def _client_label(client: Mapping[str, Any]) -> str:
+    """A client's partition id, with its name where it has one."""
+    return f"{client['client']} {client.get('name', '')}".rstrip()
