@@ -83,7 +83,7 @@ class RunConfig:
     local_steps: Count = 3
     batch_size: Count = 64
     optimizer: Literal["sgd", "adamw"] = "sgd"
-    learning_rate: Positive = 1.0
+    learning_rate: Positive = 0.5
     weight_decay: NonNegative = 0.0
     clipping: Literal["joint"] = "joint"
     clip_norm: Positive = 1.0
