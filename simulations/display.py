@@ -59,15 +59,18 @@ class TerminalObserver:
     def round_done(self, row: RoundRow) -> None:
         """Show the round's figures."""
         self._bytes += row.bytes_up + row.bytes_down
-        bounds = (format_bound(row.epsilon_local_max), format_bound(row.epsilon_rho_max))
-        line = (
-            f"accuracy {row.test_accuracy:.3f} | largest epsilon {bounds[0]} local, {bounds[1]} rho "
-            f"at delta {format_delta(self._delta)} | {format_bytes(self._bytes)}"
-        )
+        line = f"accuracy {row.test_accuracy:.3f} | {self._spent(row)}{format_bytes(self._bytes)}"
         if self._progress is not None and not self._progress.disable:
             self._progress.update(self._task, completed=row.round, description=line)
         else:
-            self._console.print(f"round {row.round}: {line}  {row.seconds:.1f} s")
+            self._console.print(f"round {row.round}: {line} | {row.seconds:.1f} s", soft_wrap=True)
+
+    def _spent(self, row: RoundRow) -> str:
+        """The largest epsilons with their delta; a run without noise has none to show."""
+        if row.epsilon_local_max == float("inf"):
+            return ""
+        local, rho = format_bound(row.epsilon_local_max), format_bound(row.epsilon_rho_max)
+        return f"largest epsilon {local} local, {rho} rho at delta {format_delta(self._delta)} | "
 
     def finished(self, folder: Path, summary: dict[str, Any]) -> None:
         """Show the closing table, the accuracies side by side and where everything is."""

@@ -50,6 +50,8 @@ def load_table(source: str, *, key: str = "data") -> datasets.Dataset:
             )
     except Exception as error:  # the library raises many types for one cause
         reason = str(error.__cause__ or error).splitlines()[0]
+        if "corresponds to no data" in reason:
+            raise InputError(f"{key} = {source!r}: holds no records") from None
         raise InputError(f"{key} = {source!r}: cannot be read ({reason})") from None
     finally:
         if not bars:

@@ -1,0 +1,66 @@
+"""Events survive JSON and refuse what they do not know."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedpriv.accounting.events import SubsampledGaussian, from_json, group, to_json
+
+EVENTS = st.builds(
+    SubsampledGaussian,
+    noise_multiplier=st.floats(0, 1e6),
+    sampling_probability=st.floats(0, 1),
+    count=st.integers(1, 10**6),
+)
+
+
+@given(EVENTS)
+def test_json_round_trip_is_exact(event):
+    assert from_json(to_json(event)) == event
+
+
+@given(st.lists(EVENTS, max_size=8))
+def test_grouping_keeps_the_total_of_every_kind(events):
+    grouped = group(events + events)
+    assert sum(event.count for event in grouped) == 2 * sum(event.count for event in events)
+    keys = [(event.noise_multiplier, event.sampling_probability) for event in grouped]
+    assert len(keys) == len(set(keys))
+
+
+def changed(**changes):
+    fields = json.loads(to_json(SubsampledGaussian(noise_multiplier=1.0, sampling_probability=0.1)))
+    return json.dumps({name: value for name, value in (fields | changes).items() if value is not None})
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        (changed(version=2), "version = 2"),
+        (changed(kind="laplace"), "kind = 'laplace'"),
+        (changed(kind=None), "JSON object"),
+        (changed(colour="red"), "colour"),
+        (changed(noise_multiplier=-1.0), "noise_multiplier = -1.0"),
+        (changed(sampling_probability=1.5), "sampling_probability = 1.5"),
+        (changed(count=0), "count = 0"),
+        (changed(count=1.5), "count = 1.5"),
+        (changed(noise_multiplier="2"), "event"),
+        ("[]", "JSON object"),
+        ("nonsense", "JSON object"),
+    ],
+)
+def test_unknown_or_impossible_events_are_refused(text, part):
+    with pytest.raises(ValueError, match=part):
+        from_json(text)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_values_that_are_not_finite_are_refused(bad):
+    with pytest.raises(ValueError, match="noise_multiplier"):
+        SubsampledGaussian(noise_multiplier=bad, sampling_probability=0.1)
+    with pytest.raises(ValueError, match="sampling_probability"):
+        SubsampledGaussian(noise_multiplier=1.0, sampling_probability=bad)

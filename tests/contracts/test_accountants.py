@@ -1,0 +1,134 @@
+"""One contract for every accountant: composition, monotonicity, agreement with dp-accounting itself."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import dp_accounting
+import pytest
+from dp_accounting import pld, rdp
+
+from fedpriv.accounting.curves import spent
+from fedpriv.accounting.events import SubsampledGaussian
+
+DELTA = 1e-5
+
+
+def event(q=0.02, z=1.1, count=1):
+    return SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=count)
+
+
+def by_library(accountant, events, delta=DELTA):
+    """dp-accounting called directly."""
+    composed = rdp.RdpAccountant() if accountant == "rdp" else pld.PLDAccountant()
+    for e in events:
+        single = dp_accounting.GaussianDpEvent(e.noise_multiplier)
+        composed.compose(dp_accounting.PoissonSampledDpEvent(e.sampling_probability, single), e.count)
+    return composed.get_epsilon(delta)
+
+
+@pytest.fixture(params=["pld", "rdp"])
+def accountant(request):
+    return request.param
+
+
+# Reference values: dp-accounting 0.6.0, (q, z, steps) -> rdp, pld at delta 1e-5, cut to three places.
+@pytest.mark.parametrize(
+    ("q", "z", "steps", "expected"),
+    [
+        (0.01, 1.0, 1000, {"rdp": 2.101, "pld": 1.828}),
+        (0.008, 2.0, 50, {"rdp": 0.206, "pld": 0.106}),
+        (0.04, 0.8944, 50, {"rdp": 3.432, "pld": 2.828}),
+    ],
+)
+def test_reference_values(accountant, q, z, steps, expected):
+    assert spent([event(q, z, steps)], DELTA, accountant).epsilon == pytest.approx(expected[accountant], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [event()],
+        [event(count=50)],
+        [event(0.16, 1.88, 30)],
+        [event(0.3, 0.7, 5), event(0.01, 2.0, 200)],
+        [event(0.5, 5.0, 10), event(0.5, 4.0, 10), event(0.05, 1.0, 10)],
+    ],
+)
+def test_agrees_with_dp_accounting_called_directly(accountant, events):
+    direct, ours = by_library(accountant, events), spent(events, DELTA, accountant).epsilon
+    assert ours == pytest.approx(direct, rel=1e-6 if accountant == "rdp" else 1e-3)
+    assert ours >= direct * (1 - 1e-9)
+
+
+def test_n_single_releases_equal_one_event_of_count_n_in_any_order(accountant):
+    singles = [event()] * 6 + [event(0.1, 2.0)] * 3
+    mixed = [singles[i] for i in (6, 0, 7, 1, 2, 8, 3, 4, 5)]
+    grouped = [event(0.1, 2.0, 3), event(count=6)]
+    values = {spent(events, DELTA, accountant).epsilon for events in (singles, mixed, grouped)}
+    assert len(values) == 1
+
+
+def test_more_noise_never_costs_more(accountant):
+    costs = [spent([event(z=z, count=20)], DELTA, accountant).epsilon for z in (0.6, 0.9, 1.3, 2.0, 4.0)]
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_more_steps_and_more_sampling_never_cost_less(accountant):
+    by_steps = [spent([event(count=n)], DELTA, accountant).epsilon for n in (1, 2, 10, 100)]
+    by_sampling = [spent([event(q=q, count=10)], DELTA, accountant).epsilon for q in (0.0, 0.01, 0.1, 0.5, 1.0)]
+    assert by_steps == sorted(by_steps)
+    assert by_sampling == sorted(by_sampling)
+
+
+def test_smaller_delta_costs_more(accountant):
+    costs = [spent([event(count=20)], delta, accountant).epsilon for delta in (1e-3, 1e-5, 1e-8)]
+    assert costs == sorted(costs)
+
+
+def test_nothing_released_costs_nothing(accountant):
+    assert spent([], DELTA, accountant).epsilon == 0
+
+
+def test_a_release_without_noise_costs_infinity(accountant):
+    assert spent([event(), event(z=0.0)], DELTA, accountant).epsilon == math.inf
+
+
+def test_whole_data_set_is_the_plain_gaussian(accountant):
+    composed = rdp.RdpAccountant() if accountant == "rdp" else pld.PLDAccountant()
+    composed.compose(dp_accounting.GaussianDpEvent(3.0), 4)
+    assert spent([event(q=1.0, z=3.0, count=4)], DELTA, accountant).epsilon == pytest.approx(
+        composed.get_epsilon(DELTA), rel=1e-3
+    )
+
+
+def test_beyond_one_hundred_rdp_stands_in_and_says_so():
+    answer = spent([event(q=0.5, z=0.3, count=100)], DELTA, "pld")
+    assert answer.epsilon > 100
+    assert (answer.accountant, answer.upper_bound_only) == ("rdp", True)
+    assert not spent([event(q=0.5, z=0.3, count=100)], DELTA, "rdp").upper_bound_only
+
+
+def test_pld_is_never_above_rdp_by_more_than_its_grid():
+    for events in ([event(count=50)], [event(0.2, 1.5, 40)]):
+        assert spent(events, DELTA, "pld").epsilon <= spent(events, DELTA, "rdp").epsilon * 1.001
+
+
+@pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, math.nan])
+def test_delta_out_of_range_is_refused(accountant, delta):
+    with pytest.raises(ValueError, match="delta"):
+        spent([event()], delta, accountant)
+
+
+def test_unknown_accountant_is_refused():
+    with pytest.raises(ValueError, match="accountant = 'moments'"):
+        spent([event()], DELTA, "moments")
+
+
+def test_accounting_is_silent_and_configures_no_logging(accountant, capfd):
+    before = list(logging.getLogger().handlers)
+    spent([event(q=0.16, z=0.891, count=7)], DELTA, accountant)
+    assert logging.getLogger().handlers == before
+    captured = capfd.readouterr()
+    assert captured.out == captured.err == ""

@@ -1,0 +1,204 @@
+"""Any table becomes a federation: formats, columns, partitions, labels."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import tempfile
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from fedpriv.config import parse
+from fedpriv.data.checks import describe
+from fedpriv.data.federated import load
+from fedpriv.data.records import collate, tokenize
+from fedpriv.data.tables import load_table
+from fedpriv.errors import InputError
+
+ROWS = [
+    {"text": f"record number {i}", "label": "ab"[i % 2], "site": f"s{i % 3}", "second": f"pair {i}"} for i in range(60)
+]
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
+
+
+def write(path: Path, rows=ROWS) -> Path:
+    suffix = path.name.removesuffix(".gz").rsplit(".", 1)[-1]
+    if suffix == "parquet":
+        pd.DataFrame(rows).to_parquet(path)
+        return path
+    with (gzip.open if path.suffix == ".gz" else open)(path, "wt", newline="") as file:
+        if suffix in ("csv", "tsv"):
+            writer = csv.DictWriter(file, list(rows[0]), delimiter="\t" if suffix == "tsv" else ",")
+            writer.writeheader()
+            writer.writerows(rows)
+        else:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    return path
+
+
+def federation(path: Path, **changes):
+    return load(parse({"data": str(path), "batch_size": 2, **changes}))
+
+
+@pytest.fixture
+def file(tmp_path):
+    return write(tmp_path / "rows.csv")
+
+
+@pytest.mark.parametrize("name", ["r.csv", "r.tsv", "r.jsonl", "r.json", "r.parquet", "r.csv.gz", "r.jsonl.gz"])
+def test_every_format_gives_the_same_records(tmp_path, name):
+    table = load_table(str(write(tmp_path / name)))
+    assert [dict(row) for row in table] == ROWS
+
+
+def test_no_copy_of_a_private_file_stays_behind(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "temporary").mkdir()
+    load_table(str(file))
+    assert not list((tmp_path / "temporary").iterdir())
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("r.csv", "", "cannot be read"),
+        ("r.txt", "x", "unknown format"),
+        ("r.csv", "text,label\n", "no records"),
+    ],
+)
+def test_unusable_file_is_refused_by_name(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=message) as caught:
+        load_table(str(tmp_path / name))
+    assert str(tmp_path / name) in str(caught.value)
+
+
+def texts(data):
+    return [text for client in data.clients for text in client.texts]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"client_column": "site"},
+        {"partition": "iid", "num_clients": 4},
+        {"partition": "dirichlet", "num_clients": 3, "dirichlet_alpha": 5.0},
+        {"partition": "sizes", "client_sizes": [30, 10, 8]},
+        {},
+    ],
+    ids=["natural", "iid", "dirichlet", "sizes", "auto"],
+)
+def test_partitions_and_test_set_are_disjoint_complete_and_repeatable(file, settings):
+    data = federation(file, **settings)
+    everything = sorted(texts(data) + list(data.test.texts))
+    assert everything == sorted(row["text"] for row in ROWS)
+    again = federation(file, **settings)
+    assert again == data
+    assert federation(file, **settings, seed=5).test != data.test
+
+
+def test_natural_partition_follows_the_column_in_sorted_order(file):
+    data = federation(file, client_column="site")
+    assert data.client_names == ("s0", "s1", "s2")
+    for client, part in enumerate(data.clients):
+        assert all(int(text.split()[-1]) % 3 == client for text in part.texts)
+
+
+def test_sizes_are_exact(file):
+    data = federation(file, partition="sizes", client_sizes=[30, 10, 4])
+    assert [len(client) for client in data.clients] == [30, 10, 4]
+    with pytest.raises(InputError, match="sum to 60, but there are 48"):
+        federation(file, partition="sizes", client_sizes=[30, 30])
+
+
+def test_own_test_file_and_text_pairs(file, tmp_path):
+    other = write(tmp_path / "test.jsonl", ROWS[:5])
+    data = federation(file, client_column="site", test_data=str(other), text_pair_column="second")
+    assert len(texts(data)) == 60
+    assert data.test.pairs == tuple(f"pair {i}" for i in range(5))
+
+
+def test_labels_choose_the_records(tmp_path):
+    rows = [{**row, "label": "abc"[i % 3]} for i, row in enumerate(ROWS)]
+    data = federation(write(tmp_path / "r.csv", rows), labels=["c", "a"])
+    assert data.label_names == ("c", "a")
+    assert len(texts(data)) + len(data.test) == 40
+    with pytest.raises(InputError, match="none of labels = x,y"):
+        federation(tmp_path / "r.csv", labels=["x", "y"])
+
+
+def test_records_without_a_label_are_left_out(tmp_path):
+    rows = [{**row, "label": None if i < 10 else row["label"]} for i, row in enumerate(ROWS)]
+    data = federation(write(tmp_path / "r.jsonl", rows))
+    assert len(texts(data)) + len(data.test) == 50
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "message"),
+    [
+        (ROWS, {"batch_size": 17, "client_column": "site"}, "batch_size = 17: client . .* has only 1. records"),
+        (ROWS, {"num_clients": 49}, "num_clients = 49: only 48"),
+        (ROWS, {"text_column": "body"}, "text_column = 'body'"),
+        (ROWS, {"text_pair_column": "third"}, "text_pair_column = 'third'"),
+        (ROWS, {"label_column": "class"}, "label_column = 'class'"),
+        (ROWS, {"client_column": "owner"}, "client_column = 'owner'"),
+        ([{**row, "label": "a"} for row in ROWS], {}, "holds one class, 'a'"),
+        (ROWS[:1], {}, "leaves no training records"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(tmp_path, rows, settings, message):
+    with pytest.raises(InputError, match=message) as caught:
+        federation(write(tmp_path / "r.csv", rows), **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_label_that_only_the_test_split_has_is_refused(file, tmp_path):
+    other = write(tmp_path / "test.csv", [*ROWS[:3], {**ROWS[0], "label": "z"}])
+    with pytest.raises(InputError, match=r"'z' occurs only in .*test\.csv, never in training"):
+        federation(file, test_data=str(other))
+
+
+def test_causal_task_needs_no_label(tmp_path):
+    rows = [{"text": row["text"]} for row in ROWS]
+    data = federation(write(tmp_path / "r.csv", rows), task="CAUSAL_LM")
+    assert data.label_names == ()
+    assert len(data.clients) == 5
+
+
+def test_records_are_cut_padded_on_the_right_and_labelled(file, tiny_bert):
+    from transformers import AutoTokenizer
+
+    data = federation(file, client_column="site", text_pair_column="second")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
+    records = tokenize(data.clients[0], tokenizer, label_names=data.label_names, max_length=6)
+    assert max(records.lengths(range(len(records)))) <= 6
+    batch = collate(records, [0, 1, 2])
+    assert set(batch) == {"input_ids", "token_type_ids", "attention_mask", "labels"}
+    assert (batch["attention_mask"].diff(dim=1) <= 0).all()
+    assert batch["labels"].tolist() == [data.label_names.index(label) for label in data.clients[0].labels[:3]]
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data sets are not on this machine")
+def test_medquad_by_source_and_sst2():
+    columns = {"text_column": "answer", "label_column": "question_type", "client_column": "source"}
+    kept = {"labels": ["information", "symptoms", "treatment"]}
+    medquad = federation(SHARED / "medquad.csv.gz", **columns, **kept)
+    assert len(medquad.clients) == 9
+    assert "CDC" in medquad.client_names
+    sst2 = federation(
+        SHARED / "sst2_dev.csv.gz", partition="dirichlet", num_clients=10, test_data=str(SHARED / "sst2_dev.csv.gz")
+    )
+    assert sum(map(len, sst2.clients)) == len(sst2.test) == 6735
+    assert sst2.label_names == ("0", "1")
+
+
+def test_check_counts_what_a_run_would_see(file):
+    result = describe(str(file), text="text", label="label", client="site")
+    assert result["labels"] == {"a": 30, "b": 30}
+    assert result["clients"] == {"s0": 20, "s1": 20, "s2": 20}
+    assert (result["records"], result["empty_texts"], result["duplicate_texts"]) == (60, 0, 0)

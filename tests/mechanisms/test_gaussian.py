@@ -1,0 +1,61 @@
+"""The Gaussian mechanism noises every coordinate of every tensor by z C and pays with one event."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scipy import stats
+
+from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.mechanisms.gaussian import noised_sum
+from fedpriv.mechanisms.sources import SeededSource
+
+FALSE_ALARM = 1e-6
+SUM = {"a": torch.zeros(40, 50), "b": torch.zeros(3000), "c": torch.zeros(2, 20, 25)}
+
+
+def noised(z=1.5, clip_norm=4.0, total=SUM, seed=0):
+    return noised_sum(
+        total, noise_multiplier=z, clip_norm=clip_norm, sampling_probability=0.25, source=SeededSource(seed)
+    )
+
+
+def accepts(values, scale):
+    statistic = float((values.double() / scale).square().sum())
+    tails = 2 * min(stats.chi2.cdf(statistic, values.numel()), stats.chi2.sf(statistic, values.numel()))
+    return tails > FALSE_ALARM
+
+
+@pytest.mark.parametrize("name", SUM)
+def test_every_tensor_has_noise_of_scale_z_times_c(name):
+    result, _ = noised()
+    assert result[name].shape == SUM[name].shape
+    assert accepts(result[name], 6.0)
+    assert not accepts(result[name], 4.0)
+    assert not accepts(result[name], 9.0)
+
+
+def test_no_value_is_used_twice():
+    result, _ = noised()
+    values = torch.cat([tensor.flatten() for tensor in result.values()])
+    # float32 noise of 6000 values meets by chance, but no tensor's beginning is another's.
+    assert not torch.equal(result["a"].flatten()[:100], result["b"][:100])
+    assert len(values.unique()) > 0.99 * len(values)
+
+
+def test_noise_is_added_to_the_sum():
+    shifted = {name: tensor + 100 for name, tensor in SUM.items()}
+    moved, still = noised(total=shifted)[0], noised()[0]
+    for name in SUM:
+        torch.testing.assert_close(moved[name] - 100, still[name], atol=1e-4, rtol=0)
+    assert all((tensor == 0).all() for tensor in SUM.values()), "the input is unchanged"
+
+
+def test_event_states_noise_and_sampling():
+    assert noised()[1] == SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.25)
+
+
+def test_without_noise_the_sum_is_returned_and_the_event_has_none():
+    result, event = noised(z=0.0, total={"a": torch.ones(5)})
+    assert result["a"].tolist() == [1.0] * 5
+    assert event.noise_multiplier == 0
