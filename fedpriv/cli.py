@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 
 import fedpriv
-from fedpriv.accounting.curves import closed_form, spent
+from fedpriv.accounting.calibration import noise_multiplier_for
+from fedpriv.accounting.curves import Accountant, closed_form, spent
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.views import sensitivity_factor
 from fedpriv.errors import InputError
@@ -100,6 +101,51 @@ def account(
             "clipping": clipping.value,
             "accountant": accountant.value,
             "adjacency": "one record of one client added or removed",
+        },
+        as_json,
+    )
+
+
+@app.command()
+def calibrate(
+    epsilon: Annotated[float, typer.Option(help="Target, > 0.")],
+    delta: Annotated[float, typer.Option(help="In (0, 1); usually at most 1 / (10 N_k).")],
+    sampling_probability: Annotated[float, typer.Option(help="q = B / N_k, in (0, 1].")],
+    steps: Annotated[int, typer.Option(help="Noisy steps in all, rounds times local steps, >= 1.")],
+    accountant: Annotated[AccountantName, typer.Option(help="pld is tight, rdp fast.")] = AccountantName.PLD,
+    clipping: Annotated[Clipping, typer.Option(help="Fixes the sensitivity.")] = Clipping.JOINT,
+    num_tensors: Annotated[int, typer.Option(help="Trainable tensors, for per-tensor.")] = 1,
+    head: Annotated[bool, typer.Option("--head", help="A head is a third part, for split and batch.")] = False,
+    rho_bar: Annotated[float, typer.Option(help="Below 1 for the paper's rho view: sqrt(sum rho_k^2).")] = 1.0,
+    as_json: AsJson = False,
+) -> None:
+    """The smallest noise multiplier that keeps a schedule within (epsilon, delta).
+
+    Example: fedpriv calibrate --epsilon 2 --delta 1e-5 --sampling-probability 0.16 --steps 30
+    """
+    if accountant is AccountantName.CLOSED_FORM:
+        raise InputError(
+            "accountant = closed-form: it can under-report, so nothing is calibrated by it; use pld or rdp"
+        )
+    if not 0 < rho_bar <= 1:
+        raise InputError(f"rho_bar = {rho_bar}: must lie in (0, 1]")
+    scale = rho_bar / sensitivity_factor(clipping.value, num_tensors=num_tensors, head=head)
+    by: Accountant = "rdp" if accountant is AccountantName.RDP else "pld"
+    found = noise_multiplier_for(
+        epsilon, delta, sampling_probability=sampling_probability, steps=steps, scale=scale, accountant=by
+    )
+    event = SubsampledGaussian(noise_multiplier=found * scale, sampling_probability=sampling_probability, count=steps)
+    _show(
+        {
+            "noise_multiplier": found,
+            "effective_noise_multiplier": event.noise_multiplier,
+            "epsilon": spent([event], delta, by).epsilon,
+            "delta": delta,
+            "sampling_probability": sampling_probability,
+            "steps": steps,
+            "rho_bar": rho_bar,
+            "clipping": clipping.value,
+            "accountant": accountant.value,
         },
         as_json,
     )

@@ -1,0 +1,120 @@
+"""How much noise a target epsilon needs, and how many steps a budget allows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from fedpriv.accounting.curves import Accountant, check_delta, spent
+from fedpriv.accounting.events import SubsampledGaussian
+
+# Beyond this z a Gaussian hides everything that anyone could want hidden; the search must end somewhere.
+_MAX_NOISE = 1e6
+_MAX_ROUNDS = 10**9
+
+
+def noise_multiplier_for(
+    epsilon: float,
+    delta: float,
+    *,
+    sampling_probability: float,
+    steps: int,
+    scale: float = 1.0,
+    accountant: Accountant = "pld",
+    tolerance: float = 1e-4,
+) -> float:
+    """The smallest noise multiplier z that keeps a schedule within (epsilon, delta), up to the tolerance.
+
+    Guarantee: the schedule with the returned z costs at most epsilon by the given accountant.
+
+    Args:
+        epsilon: target, finite, > 0.
+        delta: in (0, 1).
+        sampling_probability: q in (0, 1].
+        steps: noisy steps in all, >= 1.
+        scale: what turns z into the effective noise multiplier: 1 / sensitivity factor, times rho_bar on the
+            `rho` view; > 0.
+        accountant: `pld` or `rdp`.
+        tolerance: relative, of the returned z.
+
+    Raises:
+        ValueError: a value is out of range, or no noise up to 1e6 suffices.
+    """
+    check_delta(delta)
+    if not (math.isfinite(epsilon) and epsilon > 0):
+        raise ValueError(f"epsilon = {epsilon}: must be finite and > 0")
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale = {scale}: must be finite and > 0")
+    if not 0 < sampling_probability <= 1:
+        raise ValueError(f"sampling_probability = {sampling_probability}: must lie in (0, 1]")
+
+    def cost(z: float, by: Accountant) -> float:
+        event = SubsampledGaussian(noise_multiplier=z * scale, sampling_probability=sampling_probability, count=steps)
+        return spent([event], delta, by).epsilon
+
+    # rdp is fast and hardly ever below pld: it finds the neighbourhood, the asked-for accountant the value.
+    found = _smallest(lambda z: cost(z, "rdp") <= epsilon, start=1.0, tolerance=tolerance)
+    if accountant == "rdp":
+        return found
+    return _smallest(lambda z: cost(z, "pld") <= epsilon, start=found, tolerance=tolerance)
+
+
+def _smallest(holds: Callable[[float], bool], *, start: float, tolerance: float) -> float:
+    """The smallest z for which a monotone condition holds, from above, to a relative tolerance."""
+    low = high = start
+    while not holds(high):
+        low, high = high, 1.5 * high
+        if high > _MAX_NOISE:
+            raise ValueError(f"no noise multiplier up to {_MAX_NOISE:g} meets the target; raise epsilon or delta")
+    while low == high or holds(low):
+        low, high = low / 1.5, low
+        if low < 1 / _MAX_NOISE:
+            return high
+    while high > low * (1 + tolerance):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def rounds_within(
+    epsilon: float,
+    delta: float,
+    *,
+    noise_multiplier: float,
+    sampling_probability: float,
+    accountant: Accountant = "pld",
+    steps_per_round: int = 1,
+) -> int:
+    """The largest number of whole rounds whose cost stays within (epsilon, delta); 0 if not even one does.
+
+    Args:
+        epsilon: budget, > 0.
+        delta: in (0, 1).
+        noise_multiplier: effective noise multiplier of the view that is asked for, >= 0.
+        sampling_probability: q in (0, 1].
+        accountant: `pld` or `rdp`.
+        steps_per_round: noisy steps in a round, >= 1.
+
+    Raises:
+        ValueError: a value is out of range, or the budget never ends (more than 1e9 rounds).
+    """
+    if not (math.isfinite(epsilon) and epsilon > 0):
+        raise ValueError(f"epsilon = {epsilon}: must be finite and > 0")
+
+    def fits(rounds: int) -> bool:
+        event = SubsampledGaussian(
+            noise_multiplier=noise_multiplier,
+            sampling_probability=sampling_probability,
+            count=rounds * steps_per_round,
+        )
+        return spent([event], delta, accountant).epsilon <= epsilon
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+        if high > _MAX_ROUNDS:
+            raise ValueError(f"epsilon = {epsilon}: more than {_MAX_ROUNDS} rounds fit; the budget does not bind")
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,66 @@
+"""Calibration gives the least noise that keeps the promise, and the most rounds that a budget pays for."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedpriv.accounting.calibration import noise_multiplier_for, rounds_within
+from fedpriv.accounting.curves import spent
+from fedpriv.accounting.events import SubsampledGaussian
+
+DELTA = 1e-5
+
+
+def cost(z, q, steps, accountant):
+    event = SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=steps)
+    return spent([event], DELTA, accountant).epsilon
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize(
+    ("epsilon", "q", "steps"), [(2.0, 0.16, 30), (8.0, 0.01, 1000), (0.3, 0.05, 20), (3.0, 1.0, 5)]
+)
+def test_target_is_met_and_a_little_less_noise_would_not_do(accountant, epsilon, q, steps):
+    z = noise_multiplier_for(epsilon, DELTA, sampling_probability=q, steps=steps, accountant=accountant)
+    assert cost(z, q, steps, accountant) <= epsilon < cost(z * 0.998, q, steps, accountant)
+
+
+def test_epsilon_to_noise_and_back_returns_home():
+    start = cost(1.88, 0.16, 30, "rdp")
+    z = noise_multiplier_for(start, DELTA, sampling_probability=0.16, steps=30, accountant="rdp")
+    assert z == pytest.approx(1.88, rel=2e-4)
+
+
+def test_scale_is_divided_out():
+    options = {"sampling_probability": 0.1, "steps": 20, "accountant": "rdp"}
+    plain, half = (noise_multiplier_for(1.0, DELTA, scale=scale, **options) for scale in (1.0, 0.5))
+    assert half == pytest.approx(2 * plain, rel=2e-4)
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize("per_round", [1, 3])
+def test_one_round_more_would_overspend(accountant, per_round):
+    rounds = rounds_within(
+        3.0,
+        DELTA,
+        noise_multiplier=1.2,
+        sampling_probability=0.1,
+        accountant=accountant,
+        steps_per_round=per_round,
+    )
+    assert rounds >= 1
+    assert cost(1.2, 0.1, rounds * per_round, accountant) <= 3.0 < cost(1.2, 0.1, (rounds + 1) * per_round, accountant)
+
+
+def test_a_budget_below_one_round_allows_none():
+    assert rounds_within(0.01, DELTA, noise_multiplier=0.5, sampling_probability=0.5) == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"epsilon": 0.0}, {"epsilon": float("inf")}, {"delta": 0.0}, {"sampling_probability": 0.0}, {"scale": 0.0}],
+)
+def test_impossible_targets_are_refused_by_name(change):
+    arguments = {"epsilon": 1.0, "delta": DELTA, "sampling_probability": 0.1, "steps": 10, "scale": 1.0, **change}
+    with pytest.raises(ValueError, match=next(iter(change))):
+        noise_multiplier_for(arguments.pop("epsilon"), arguments.pop("delta"), **arguments)
