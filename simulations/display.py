@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from rich import box
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -93,9 +94,12 @@ class TerminalObserver:
 
 def _clients_table(summary: dict[str, Any]) -> Table:
     content = client_table(summary["clients"], summary["accountant"])
-    table = Table(title=content.caption)
+    table = Table(title=content.caption, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for position, header in enumerate(content.headers):
-        table.add_column(header, justify="right" if position else "left", no_wrap=True)
+        # On a narrow terminal a name may be cut, a figure never.
+        width = max(len(header), *(len(row[position]) for row in content.rows))
+        justify: Literal["left", "right"] = "right" if position else "left"
+        table.add_column(header, justify=justify, no_wrap=True, min_width=width if position else None)
     for row in content.rows:
         table.add_row(*row)
     return table
