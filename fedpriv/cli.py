@@ -13,9 +13,9 @@ import typer
 
 import fedpriv
 from fedpriv.accounting.calibration import noise_multiplier_for
+from fedpriv.accounting.clipping import num_parts, sensitivity_factor
 from fedpriv.accounting.curves import Accountant, closed_form, spent
 from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.accounting.views import sensitivity_factor
 from fedpriv.errors import InputError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -74,7 +74,7 @@ def account(
     """
     if not 0 < rho_bar <= 1:
         raise InputError(f"rho_bar = {rho_bar}: must lie in (0, 1]")
-    local = noise_multiplier / sensitivity_factor(clipping.value, num_tensors=num_tensors, head=head)
+    local = noise_multiplier / _sensitivity_factor(clipping, num_tensors, head)
     event = SubsampledGaussian(noise_multiplier=rho_bar * local, sampling_probability=sampling_probability, count=steps)
     result: dict[str, Any]
     if accountant is AccountantName.CLOSED_FORM:
@@ -129,7 +129,7 @@ def calibrate(
         )
     if not 0 < rho_bar <= 1:
         raise InputError(f"rho_bar = {rho_bar}: must lie in (0, 1]")
-    scale = rho_bar / sensitivity_factor(clipping.value, num_tensors=num_tensors, head=head)
+    scale = rho_bar / _sensitivity_factor(clipping, num_tensors, head)
     by: Accountant = "rdp" if accountant is AccountantName.RDP else "pld"
     found = noise_multiplier_for(
         epsilon, delta, sampling_probability=sampling_probability, steps=steps, scale=scale, accountant=by
@@ -175,6 +175,10 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a finished ru
     from fedpriv.reports.page import write_report
 
     _show({"report": str(write_report(run_dir))}, as_json)
+
+
+def _sensitivity_factor(clipping: Clipping, num_tensors: int, head: bool) -> float:
+    return sensitivity_factor(clipping.value, num_parts(clipping.value, num_tensors=num_tensors, head=head))
 
 
 def _show(result: Mapping[str, Any], as_json: bool) -> None:

@@ -85,7 +85,7 @@ class RunConfig:
     optimizer: Literal["sgd", "adamw"] = "sgd"
     learning_rate: Positive = 0.5
     weight_decay: NonNegative = 0.0
-    clipping: Literal["joint"] = "joint"
+    clipping: Literal["joint", "split", "per-tensor", "batch"] = "joint"
     clip_norm: Positive = 1.0
     noise_multiplier: NonNegative = 1.88
     delta: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, BeforeValidator(_none_if_empty)] = None

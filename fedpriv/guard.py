@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from fedpriv.accounting.clipping import CLIPPING_RULES
 from fedpriv.errors import InputError
-from fedpriv.training.local_update import CLIPPING_RULES, UpdateSpec
+from fedpriv.training.local_update import UpdateSpec
 
 
 class RefusedError(Exception):

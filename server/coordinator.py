@@ -131,7 +131,7 @@ def _rounds(
 
     started = time.monotonic()
     observer.started(config, [registration for _, registration in nodes.values()])
-    strategy = DpLora(config, nodes, evaluate=test, on_round=on_round)
+    strategy = DpLora(config, nodes, tensor_names=bench.initial, evaluate=test, on_round=on_round)
     result = strategy.start(grid, ArrayRecord(bench.initial), num_rounds=config.rounds)
     adapter = dict(result.arrays.to_torch_state_dict())
     seconds = time.monotonic() - started

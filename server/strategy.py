@@ -49,6 +49,7 @@ class DpLora(Strategy):
     Args:
         config: of the run.
         nodes: {partition id: (node id, registration)}.
+        tensor_names: of the adapter; the clipping rule's sensitivity depends on them.
         evaluate: the server's own test of an adapter.
         on_round: told of every finished round, round 0 being the untrained model.
     """
@@ -58,6 +59,7 @@ class DpLora(Strategy):
         config: RunConfig,
         nodes: Mapping[int, tuple[int, Registration]],
         *,
+        tensor_names: Iterable[str],
         evaluate: Evaluate,
         on_round: OnRound,
     ) -> None:
@@ -67,6 +69,7 @@ class DpLora(Strategy):
         self.uploads: dict[int, Adapter] = {}
         self._config = config
         self._node_ids = {client: node_id for client, (node_id, _) in nodes.items()}
+        self._tensor_names = tuple(tensor_names)
         self._evaluate = evaluate
         self._on_round = on_round
         self._adapter: Adapter = {}
@@ -84,7 +87,7 @@ class DpLora(Strategy):
 
     def event(self, client: int) -> Event:
         """What one round costs the client on the local view."""
-        return planned_event(self.spec, self.spec.batch_size / self.sizes[client])
+        return planned_event(self.spec, self.spec.batch_size / self.sizes[client], self._tensor_names)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

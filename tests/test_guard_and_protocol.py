@@ -37,7 +37,6 @@ def test_a_private_instruction_passes():
         {"local_steps": 0},
         {"batch_size": 401},
         {"batch_size": 0},
-        {"clipping": "split"},
         {"clipping": "none"},
     ],
 )

@@ -15,9 +15,6 @@ from fedpriv.accounting.events import Event
 
 View = Literal["local", "rho"]
 
-# The clipping rule fixes the L2 sensitivity in units of C, and so the effective noise multiplier z / factor.
-CLIPPING_RULES = ("joint", "split", "per-tensor", "batch")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
@@ -52,27 +49,6 @@ def seen_by(releases: Iterable[Release], view: View) -> list[Event]:
         replace(release.event, noise_multiplier=release.rho_bar * release.event.noise_multiplier)
         for release in releases
     ]
-
-
-def sensitivity_factor(clipping: str, *, num_tensors: int = 1, head: bool = False) -> float:
-    """L2 sensitivity of the noised sum in units of the clip norm, under add/remove of one record.
-
-    Args:
-        clipping: `joint` clips each sample's whole gradient to C, `split` its A part and its B part each,
-            `per-tensor` each of its tensors, `batch` the batch's mean A and B gradients (Liu et al., Algorithm 1).
-        num_tensors: how many trainable tensors there are, a head's weight and bias too; for `per-tensor`.
-        head: whether a classification head is a third part; for `split` and `batch`.
-
-    Raises:
-        ValueError: the rule is unknown or num_tensors < 1.
-    """
-    if clipping not in CLIPPING_RULES:
-        raise ValueError(f"clipping = {clipping!r}: must be one of {', '.join(CLIPPING_RULES)}")
-    if num_tensors < 1:
-        raise ValueError(f"num_tensors = {num_tensors}: must be >= 1")
-    parts = {"joint": 1, "split": 2 + head, "per-tensor": num_tensors, "batch": 2 + head}[clipping]
-    # One record moves the clipped mean of a part by up to 2C, whatever the rest of the batch is.
-    return math.sqrt(parts) * (2.0 if clipping == "batch" else 1.0)
 
 
 def default_delta(num_records: int) -> float:

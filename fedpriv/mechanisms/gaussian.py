@@ -16,24 +16,29 @@ def noised_sum(
     *,
     noise_multiplier: float,
     clip_norm: float,
+    sensitivity_factor: float = 1.0,
     sampling_probability: float,
     source: RandomSource,
 ) -> tuple[dict[str, Tensor], SubsampledGaussian]:
     """The sum with N(0, (z C)^2) added to every coordinate of every tensor, and the event of this release.
 
-    Guarantee: under add/remove of one record whose joint contribution has L2 norm at most `clip_norm`, and
-    which is included with `sampling_probability`, the result is one subsampled Gaussian with noise multiplier z.
+    Guarantee: where adding or removing one record moves the sum by at most `sensitivity_factor * clip_norm` in L2,
+    and a record is included with `sampling_probability`, the result is one subsampled Gaussian with the effective
+    noise multiplier z / sensitivity_factor, which the event states.
 
     Args:
-        clipped_sum: {name: sum over the batch of jointly clipped gradients}, gradient units.
+        clipped_sum: {name: sum over the batch of clipped gradients}, gradient units.
         noise_multiplier: z >= 0, noise over sensitivity; 0 adds nothing and its event costs infinity.
         clip_norm: C > 0, gradient units.
+        sensitivity_factor: L2 sensitivity over C, >= 1, from the clipping rule.
         sampling_probability: q in [0, 1], from the sampler that drew the batch.
         source: where the noise comes from.
 
     Source: Abadi et al. 2016, Algorithm 1; Liu et al., Algorithm 1, line 15.
     """
-    event = SubsampledGaussian(noise_multiplier=noise_multiplier, sampling_probability=sampling_probability)
+    event = SubsampledGaussian(
+        noise_multiplier=noise_multiplier / sensitivity_factor, sampling_probability=sampling_probability
+    )
     flat = source.normal(sum(tensor.numel() for tensor in clipped_sum.values()))
     noise = torch.split(flat * (noise_multiplier * clip_norm), [t.numel() for t in clipped_sum.values()])
     return {

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fedpriv.accounting.clipping import clipping_parts, sensitivity_factor
 from fedpriv.accounting.events import Event, group
-from fedpriv.accounting.views import sensitivity_factor
 from fedpriv.adapters import lora
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Records
 from fedpriv.mechanisms.gaussian import noised_sum
 from fedpriv.mechanisms.sources import RandomSource
+from fedpriv.training.clipping import clipped_parts, clipped_sum, finite_sum
 from fedpriv.training.losses import losses_and_hits
 from fedpriv.training.model import TrainingModel
-from fedpriv.training.per_sample import clipped_sum, per_sample_gradients
+from fedpriv.training.per_sample import per_sample_gradients
 from fedpriv.training.sampling import PoissonSampler
-
-# The rules that local training implements; accounting knows more.
-CLIPPING_RULES = ("joint",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,16 +95,20 @@ class ClientUpdate:
 Execute = Callable[[Sequence[UpdateTask]], list[ClientUpdate | Exception]]
 
 
-def planned_event(spec: UpdateSpec, sampling_probability: float) -> Event:
+def planned_event(spec: UpdateSpec, sampling_probability: float, tensor_names: Iterable[str]) -> Event:
     """The event that a local update by this specification returns, for charging it before anything is computed.
 
+    Args:
+        spec: of the update.
+        sampling_probability: q in [0, 1].
+        tensor_names: of all trainable tensors, as the adapter holds them.
+
     Raises:
-        ValueError: the clipping rule is not one that is trained with.
+        ValueError: the clipping rule is unknown.
     """
-    if spec.clipping not in CLIPPING_RULES:
-        raise ValueError(f"clipping = {spec.clipping!r}: must be one of {', '.join(CLIPPING_RULES)}")
+    parts = clipping_parts(spec.clipping, tensor_names)
     return Event(
-        noise_multiplier=spec.noise_multiplier / sensitivity_factor(spec.clipping),
+        noise_multiplier=spec.noise_multiplier / sensitivity_factor(spec.clipping, len(parts)),
         sampling_probability=sampling_probability,
         count=spec.local_steps,
     )
@@ -115,27 +117,20 @@ def planned_event(spec: UpdateSpec, sampling_probability: float) -> Event:
 def local_update(model: TrainingModel, task: UpdateTask) -> ClientUpdate:
     """The client's adapter after its noisy steps, and the event that pays for them.
 
-    Each step: Poisson sample, per-sample gradients of all trainable tensors, joint clipping, sum, Gaussian noise,
-    division by the expected batch size, optimizer step. An empty sample counts as a zero gradient.
+    Each step: Poisson sample, per-sample gradients of all trainable tensors, clipping by the rule, sum, Gaussian
+    noise, division by the expected batch size, optimizer step. An empty sample counts as a zero gradient.
 
     Guarantee: (epsilon, delta)-DP by the returned event under add/remove of one record.
     """
     spec = task.spec
-    planned = planned_event(spec, task.sampler.sampling_probability)
+    planned = planned_event(spec, task.sampler.sampling_probability, model.parameters)
     lora.write_parameters(model.parameters, task.adapter)
     optimizer = _optimizer(model, spec)
     events = []
     for _ in range(spec.local_steps):
-        total = _clipped_sum(model, task, task.sampler.draw(len(task.data)))
-        noised, event = noised_sum(
-            total,
-            noise_multiplier=spec.noise_multiplier,
-            clip_norm=spec.clip_norm,
-            sampling_probability=task.sampler.sampling_probability,
-            source=task.noise,
-        )
+        gradient, event = _private_gradient(model, task)
         for name, parameter in model.parameters.items():
-            parameter.grad = noised[name] / spec.batch_size
+            parameter.grad = gradient[name]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         events.append(event)
@@ -147,18 +142,34 @@ def local_update(model: TrainingModel, task: UpdateTask) -> ClientUpdate:
     )
 
 
-def _optimizer(model: TrainingModel, spec: UpdateSpec) -> torch.optim.Optimizer:
-    parameters = list(model.parameters.values())
-    if spec.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=spec.learning_rate)
-    if spec.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr=spec.learning_rate, weight_decay=spec.weight_decay)
-    raise ValueError(f"optimizer = {spec.optimizer!r}: must be sgd or adamw")
-
-
-def _clipped_sum(model: TrainingModel, task: UpdateTask, indices: list[int]) -> dict[str, Tensor]:
-    """The sum of clipped per-sample gradients over the sampled records; zeros for none."""
+def _private_gradient(model: TrainingModel, task: UpdateTask) -> tuple[dict[str, Tensor], Event]:
+    """The noised gradient of one step and the event that pays for it."""
+    spec, batch_rule = task.spec, task.spec.clipping == "batch"
+    parts = clipping_parts(spec.clipping, model.parameters)
+    indices = task.sampler.draw(len(task.data))
     total = {name: torch.zeros_like(parameter) for name, parameter in model.parameters.items()}
+    for gradients in _per_sample_gradients(model, task, indices):
+        piece = finite_sum(gradients, parts) if batch_rule else clipped_sum(gradients, spec.clip_norm, parts)
+        for name, tensor in piece.items():
+            total[name] += tensor
+    if batch_rule:
+        # Algorithm 1 to the letter: the realised batch's mean is clipped, and its noise is not divided by B.
+        mean = {name: tensor / max(len(indices), 1) for name, tensor in total.items()}
+        total = clipped_parts(mean, spec.clip_norm, parts)
+    noised, event = noised_sum(
+        total,
+        noise_multiplier=spec.noise_multiplier,
+        clip_norm=spec.clip_norm,
+        sensitivity_factor=sensitivity_factor(spec.clipping, len(parts)),
+        sampling_probability=task.sampler.sampling_probability,
+        source=task.noise,
+    )
+    divisor = 1 if batch_rule else spec.batch_size
+    return {name: tensor / divisor for name, tensor in noised.items()}, event
+
+
+def _per_sample_gradients(model: TrainingModel, task: UpdateTask, indices: list[int]) -> Iterator[dict[str, Tensor]]:
+    """Per-sample gradients of the sampled records by the adapter's names, a physical batch at a time."""
     # A record is visited B/N_k times a step on average: below one visit in the whole run the cache cannot pay.
     visits = task.spec.num_rounds * task.spec.local_steps * task.sampler.sampling_probability
     for piece in model.physical_batches(task.data, indices):
@@ -168,9 +179,16 @@ def _clipped_sum(model: TrainingModel, task: UpdateTask, indices: list[int]) -> 
             return losses_and_hits(logits, batch)[0]
 
         gradients, _ = per_sample_gradients(model.layers, losses)
-        for name, clipped in clipped_sum(gradients, task.spec.clip_norm).items():
-            total[model.adapter_names[name]] += clipped
-    return total
+        yield {model.adapter_names[name]: gradient for name, gradient in gradients.items()}
+
+
+def _optimizer(model: TrainingModel, spec: UpdateSpec) -> torch.optim.Optimizer:
+    parameters = list(model.parameters.values())
+    if spec.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=spec.learning_rate)
+    if spec.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr=spec.learning_rate, weight_decay=spec.weight_decay)
+    raise ValueError(f"optimizer = {spec.optimizer!r}: must be sgd or adamw")
 
 
 def execute_one_by_one(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[ClientUpdate | Exception]:

@@ -1,4 +1,4 @@
-"""Exact per-sample gradients of every trainable layer from one forward and one backward pass, and their clipping.
+"""Exact per-sample gradients of every trainable layer from one forward and one backward pass.
 
 Every trainable leaf `nn.Linear` is tapped: its input x and its output's gradient g give the gradient of record n
 as the sum over tokens of g x^T. Only gradients of outputs are asked of autograd, so the frozen base costs what it
@@ -16,9 +16,6 @@ import torch
 from torch import Tensor, nn
 
 PerSample = dict[str, Tensor]
-
-# A clipped norm stays below the clip norm even where float32 rounds up: 27,656 squares summed err by < 1e-6.
-_ROUNDING_MARGIN = 1.0 - 1e-6
 
 
 @dataclass(frozen=True)
@@ -145,37 +142,3 @@ def _layer_gradients(layer: TrainableLayer, x: Tensor, g: Tensor) -> PerSample:
     if layer.bias is not None:
         result[layer.bias] = g.sum(dim=1)
     return result
-
-
-def joint_norms(gradients: Mapping[str, Tensor]) -> Tensor:
-    """L2 norm of each record's whole gradient over all parameters, [batch]; NaN or inf where it is not finite."""
-    squares = [gradient.flatten(1).square().sum(dim=1) for gradient in gradients.values()]
-    return torch.stack(squares).sum(dim=0).sqrt()
-
-
-def clipped_sum(gradients: Mapping[str, Tensor], clip_norm: float) -> PerSample:
-    """The sum over the batch of gradients clipped jointly to `clip_norm`.
-
-    Guarantee: adding or removing one record moves the result by at most `clip_norm` in L2 over all parameters
-    together. A record whose gradient is not finite counts as zero.
-
-    Args:
-        gradients: {parameter name: [batch, *parameter shape]}; batch may be 0.
-        clip_norm: C, finite, > 0, gradient units.
-
-    Raises:
-        ValueError: clip_norm is not finite and > 0.
-
-    Source: Abadi et al. 2016, Algorithm 1.
-    """
-    if not 0 < clip_norm < float("inf"):
-        raise ValueError(f"clip_norm = {clip_norm}: must be finite and > 0")
-    norms = joint_norms(gradients)
-    finite = torch.isfinite(norms)
-    scale = torch.where(norms > clip_norm, clip_norm * _ROUNDING_MARGIN / norms, torch.ones_like(norms))
-    if not finite.all():
-        scale = torch.where(finite, scale, torch.zeros_like(scale))
-        keep = finite.nonzero().squeeze(1)
-        gradients = {name: gradient[keep] for name, gradient in gradients.items()}
-        scale = scale[keep]
-    return {name: torch.einsum("n,n...->...", scale, gradient) for name, gradient in gradients.items()}

@@ -9,7 +9,7 @@ import pytest
 from fedpriv.accounting.accounts import Accounts
 from fedpriv.accounting.curves import closed_form, spent
 from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.accounting.views import Release, default_delta, rho_bar, seen_by, sensitivity_factor
+from fedpriv.accounting.views import Release, default_delta, rho_bar, seen_by
 
 EVENT = SubsampledGaussian(noise_multiplier=1.88, sampling_probability=0.16, count=3)
 
@@ -27,29 +27,6 @@ def test_rho_view_scales_the_noise_of_each_round_by_its_own_rho_bar():
     assert [event.noise_multiplier for event in seen_by(releases, "local")] == [1.88, 1.88]
     assert [event.noise_multiplier for event in seen_by(releases, "rho")] == pytest.approx([0.94, 0.47])
     assert all(event.count == 3 for event in seen_by(releases, "rho"))
-
-
-# Which part of one record's gradient is clipped to C fixes the sensitivity: design table, both heads.
-@pytest.mark.parametrize(
-    ("rule", "options", "factor"),
-    [
-        ("joint", {}, 1.0),
-        ("split", {}, math.sqrt(2)),
-        ("split", {"head": True}, math.sqrt(3)),
-        ("per-tensor", {"num_tensors": 10}, math.sqrt(10)),
-        ("batch", {}, 2 * math.sqrt(2)),
-        ("batch", {"head": True}, 2 * math.sqrt(3)),
-    ],
-)
-def test_sensitivity_factors(rule, options, factor):
-    assert sensitivity_factor(rule, **options) == pytest.approx(factor)
-
-
-def test_unknown_rule_is_refused():
-    with pytest.raises(ValueError, match="clipping = 'ghost'"):
-        sensitivity_factor("ghost")
-    with pytest.raises(ValueError, match="num_tensors = 0"):
-        sensitivity_factor("per-tensor", num_tensors=0)
 
 
 def test_default_delta():

@@ -31,7 +31,13 @@ def _identity():
 def make_strategy(**changes) -> DpLora:
     config = parse({"rounds": 2, "batch_size": 10, "noise_multiplier": 1.0, **changes})
     nodes = {client: (100 + client, Registration(client=client, num_records=n, name="")) for client, n in SIZES.items()}
-    return DpLora(config, nodes, evaluate=lambda _: Evaluation(accuracy=0.5, loss=1.0), on_round=lambda *_: None)
+    return DpLora(
+        config,
+        nodes,
+        tensor_names=ADAPTER,
+        evaluate=lambda _: Evaluation(accuracy=0.5, loss=1.0),
+        on_round=lambda *_: None,
+    )
 
 
 def ask(strategy: DpLora, round_: int = 1) -> list[Message]:

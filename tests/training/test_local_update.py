@@ -101,7 +101,7 @@ def test_event_carries_what_the_sampler_drew_with(model, make_records):
     task = make_task(model, make_records(40), num_registered=50, noise_multiplier=1.5)
     update = local_update(model, task)
     expected = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=8 / 50, count=3)
-    assert update.event == planned_event(task.spec, 8 / 50) == expected
+    assert update.event == planned_event(task.spec, 8 / 50, update.adapter) == expected
     assert update.num_records == 50
 
 

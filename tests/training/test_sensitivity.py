@@ -1,0 +1,120 @@
+"""Each rule's sensitivity, found through the real update: neighbouring batches reach the bound and never pass it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from fedpriv.accounting.clipping import CLIPPING_RULES, clipping_parts, sensitivity_factor
+from fedpriv.adapters import read
+from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.training import local_update as module
+from fedpriv.training.local_update import UpdateSpec, UpdateTask, local_update, planned_event
+from fedpriv.training.model import TrainingModel
+from fedpriv.training.sampling import PoissonSampler
+
+CLIP_NORM, BATCH = 0.8, 4
+SPEC = UpdateSpec(
+    num_rounds=1,
+    local_steps=1,
+    batch_size=BATCH,
+    optimizer="sgd",
+    learning_rate=1.0,
+    weight_decay=0.0,
+    clipping="joint",
+    clip_norm=CLIP_NORM,
+    noise_multiplier=0.0,
+)
+
+
+@pytest.fixture
+def model(encoder):
+    return TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
+
+
+class Everyone(PoissonSampler):
+    """Draws every record, so that two runs differ in one record alone."""
+
+    def draw(self, num_records):
+        return list(range(num_records))
+
+
+def released(model, records, rule, gradients, monkeypatch):
+    """What a step would add noise to, for records whose per-sample gradients are as given."""
+    pieces = [{name: g.clone() for name, g in gradients.items()}]
+    monkeypatch.setattr(module, "_per_sample_gradients", lambda *_: iter(pieces))
+    spec = dataclasses.replace(SPEC, clipping=rule)
+    sampler = Everyone(num_registered=BATCH, expected_batch_size=BATCH, source=SeededSource(0))
+    start = read(model.peft_model)
+    task = UpdateTask(adapter=start, data=records, spec=spec, round=1, sampler=sampler, noise=SeededSource(1))
+    update = local_update(model, task)
+    module.lora.write_parameters(model.parameters, start)
+    step = 1 if rule == "batch" else BATCH
+    return {name: (start[name].double() - update.adapter[name].double()) * step for name in start}
+
+
+def gap(one, other):
+    return math.sqrt(sum(float((one[name] - other[name]).square().sum()) for name in one))
+
+
+def batch_of(model, rows):
+    """Gradients of a batch from one scale a record: all coordinates alike, with that sign and size."""
+    return {name: torch.stack([torch.full(p.shape, row) for row in rows]) for name, p in model.parameters.items()}
+
+
+@pytest.mark.parametrize("rule", CLIPPING_RULES)
+def test_worst_case_neighbours_reach_the_bound_and_never_pass_it(model, make_records, monkeypatch, rule):
+    parts = clipping_parts(rule, model.parameters)
+    bound = sensitivity_factor(rule, len(parts)) * CLIP_NORM
+    # The removed record is huge; under `batch` it outweighs small records of the other sign.
+    rows = [1e4, -1.0, -1.0]
+    with_it = released(model, make_records(3), rule, batch_of(model, rows), monkeypatch)
+    without = released(model, make_records(2), rule, batch_of(model, rows[1:]), monkeypatch)
+    assert 0.99 * bound <= gap(with_it, without) <= bound * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("rule", CLIPPING_RULES)
+@pytest.mark.parametrize("seed", range(4))
+def test_random_neighbours_stay_within_the_bound(model, make_records, monkeypatch, rule, seed):
+    generator = torch.Generator().manual_seed(seed)
+    scale = 10.0 ** float(torch.randint(-3, 4, (1,), generator=generator))
+    rows = {n: scale * torch.randn(4, *p.shape, generator=generator) for n, p in model.parameters.items()}
+    bound = sensitivity_factor(rule, len(clipping_parts(rule, model.parameters))) * CLIP_NORM
+    with_it = released(model, make_records(4), rule, rows, monkeypatch)
+    without = released(model, make_records(3), rule, {n: g[:3] for n, g in rows.items()}, monkeypatch)
+    assert gap(with_it, without) <= bound * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("rule", CLIPPING_RULES)
+def test_event_carries_the_effective_noise_multiplier(model, make_records, rule):
+    spec = dataclasses.replace(SPEC, clipping=rule, noise_multiplier=2.0, local_steps=2)
+    sampler = PoissonSampler(num_registered=40, expected_batch_size=BATCH, source=SeededSource(0))
+    task = UpdateTask(
+        adapter=read(model.peft_model),
+        data=make_records(40),
+        spec=spec,
+        round=1,
+        sampler=sampler,
+        noise=SeededSource(1),
+    )
+    update = local_update(model, task)
+    factor = sensitivity_factor(rule, len(clipping_parts(rule, model.parameters)))
+    assert update.event.noise_multiplier == pytest.approx(2.0 / factor)
+    assert update.event == planned_event(spec, 0.1, update.adapter)
+
+
+def test_batch_rule_adds_noise_that_is_not_divided_by_the_batch_size(model, make_records):
+    start = read(model.peft_model)
+    scales = {}
+    for rule in ("joint", "batch"):
+        spec = dataclasses.replace(SPEC, clipping=rule, noise_multiplier=1.0)
+        sampler = PoissonSampler(num_registered=40, expected_batch_size=BATCH, source=SeededSource(0))
+        task = UpdateTask(
+            adapter=start, data=make_records(0), spec=spec, round=1, sampler=sampler, noise=SeededSource(1)
+        )
+        adapter = local_update(model, task).adapter
+        scales[rule] = torch.cat([(adapter[name] - start[name]).flatten() for name in start])
+    torch.testing.assert_close(scales["batch"], BATCH * scales["joint"], atol=1e-6, rtol=1e-4)
