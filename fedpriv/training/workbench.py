@@ -35,7 +35,9 @@ class Workbench:
             layers=config.layers,
             task=config.task,
         )
-        longest = self.base.model.config.max_position_embeddings
+        # Models without learned positions state no limit, and tokenizers without one a number beyond all texts.
+        positions = getattr(self.base.model.config, "max_position_embeddings", None)
+        longest = min(positions or config.max_length, self.base.tokenizer.model_max_length)
         if config.max_length > longest:
             raise InputError(f"max_length = {config.max_length}: model {config.model!r} takes at most {longest}")
         self.model = TrainingModel(

@@ -11,7 +11,13 @@ import pandas as pd
 import pytest
 import torch
 from peft import PeftModel, get_peft_model_state_dict
-from transformers import AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import fedpriv.adapters
 from fedpriv.accounting.curves import spent
@@ -161,6 +167,46 @@ def test_clients_are_sampled_by_partition_id_and_the_seed(small_run, tmp_path):
     assert np.allclose(weights, 1.0)
 
 
-def test_adamw_causal_and_no_cache_run_too(small_run, tmp_path):
+def test_adamw_without_cache_runs_too(small_run, tmp_path):
     adamw = run(small_run, tmp_path / "adamw", optimizer="adamw", learning_rate=0.01, prefix_cache=False, rounds=1)
     assert summary(adamw)["adapters_moved"] is True
+
+
+@pytest.mark.parametrize("rule", ["split", "per-tensor", "batch"])
+def test_clipping_rules_change_what_is_spent(finished, small_run, tmp_path, rule):
+    other = run(small_run, tmp_path / rule, clipping=rule)
+    clients = pd.read_csv(other / "clients.csv")
+    # One of two layers carries A and B of query and value; the head adds a weight and a bias.
+    factor = {"split": 3**0.5, "per-tensor": 6**0.5, "batch": 2 * 3**0.5}[rule]
+    assert np.allclose(clients.effective_noise_multiplier, 1.0 / factor)
+    assert summary(other)["epsilon_local_max"] > summary(finished)["epsilon_local_max"]
+
+
+def causal_folder(kind: str, tiny_bert: Path, folder: Path) -> Path:
+    """A random causal model with the tiny BERT's tokenizer."""
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((tiny_bert / name).read_bytes())
+    sizes = {"vocab_size": 21, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    torch.manual_seed(0)
+    if kind == "llama":
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
+        config = LlamaConfig(**sizes, **heads, hidden_size=32, intermediate_size=48, max_position_embeddings=64)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    else:
+        GPT2LMHeadModel(GPT2Config(**sizes, n_embd=32, n_layer=3, n_head=4, n_positions=64)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("task", ["CAUSAL_LM", "SEQ_CLS"])
+def test_causal_models_run_and_reload(small_run, tmp_path, tiny_bert, kind, task):
+    folder = causal_folder(kind, tiny_bert, tmp_path / kind)
+    finished = run(small_run, tmp_path / "out", model=str(folder), task=task)
+    assert summary(finished)["adapters_moved"] is True
+    if task == "CAUSAL_LM":
+        assert summary(finished)["chance_accuracy"] == pytest.approx(1 / 21)
+        assert summary(finished)["accuracy"] > summary(finished)["accuracy_initial"]
+    loaded = fedpriv.adapters.load(str(folder), finished / "variants" / "global")
+    saved = get_peft_model_state_dict(loaded)
+    assert saved.keys() == workbench_of(finished).initial.keys()
