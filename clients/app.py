@@ -33,4 +33,7 @@ def train(message: Message, context: Context) -> Message:
 def register(message: Message, context: Context) -> Message:
     """The node's registration, before the first round."""
     log.info("clients use %s", fedpriv.__file__)
-    return handler.register(message, context)
+    try:
+        return handler.register(message, context)
+    except Exception as error:  # as above: it may name a column or a label
+        return handler.reply(message, error)

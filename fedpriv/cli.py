@@ -42,6 +42,16 @@ class Clipping(StrEnum):
     BATCH = "batch"
 
 
+Delta = Annotated[float, typer.Option(help="In (0, 1); usually at most 1 / (10 N_k).")]
+SamplingProbability = Annotated[float, typer.Option(help="q = B / N_k, in [0, 1].")]
+Steps = Annotated[int, typer.Option(help="Noisy steps in all, rounds times local steps, >= 1.")]
+AccountantOption = Annotated[AccountantName, typer.Option(help="pld is tight, rdp fast.")]
+ClippingOption = Annotated[Clipping, typer.Option(help="Fixes the sensitivity.")]
+NumTensors = Annotated[int, typer.Option(help="Trainable tensors, for per-tensor.")]
+Head = Annotated[bool, typer.Option("--head", help="A head is a third part, for split and batch.")]
+RhoBar = Annotated[float, typer.Option(help="Below 1 for the paper's rho view: sqrt(sum rho_k^2).")]
+
+
 @app.callback(invoke_without_command=True)
 def fedpriv_command(
     context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False
@@ -56,14 +66,14 @@ def fedpriv_command(
 @app.command()
 def account(
     noise_multiplier: Annotated[float, typer.Option(help="z: noise standard deviation over clip norm, >= 0.")],
-    sampling_probability: Annotated[float, typer.Option(help="q = B / N_k, in [0, 1].")],
-    steps: Annotated[int, typer.Option(help="Noisy steps in all, rounds times local steps, >= 1.")],
-    delta: Annotated[float, typer.Option(help="In (0, 1); usually at most 1 / (10 N_k).")],
-    accountant: Annotated[AccountantName, typer.Option(help="pld is tight, rdp fast.")] = AccountantName.PLD,
-    clipping: Annotated[Clipping, typer.Option(help="Fixes the sensitivity.")] = Clipping.JOINT,
-    num_tensors: Annotated[int, typer.Option(help="Trainable tensors, for per-tensor.")] = 1,
-    head: Annotated[bool, typer.Option("--head", help="A head is a third part, for split and batch.")] = False,
-    rho_bar: Annotated[float, typer.Option(help="Below 1 for the paper's rho view: sqrt(sum rho_k^2).")] = 1.0,
+    sampling_probability: SamplingProbability,
+    steps: Steps,
+    delta: Delta,
+    accountant: AccountantOption = AccountantName.PLD,
+    clipping: ClippingOption = Clipping.JOINT,
+    num_tensors: NumTensors = 1,
+    head: Head = False,
+    rho_bar: RhoBar = 1.0,
     as_json: AsJson = False,
 ) -> None:
     """The epsilon that a client spends.
@@ -109,14 +119,14 @@ def account(
 @app.command()
 def calibrate(
     epsilon: Annotated[float, typer.Option(help="Target, > 0.")],
-    delta: Annotated[float, typer.Option(help="In (0, 1); usually at most 1 / (10 N_k).")],
-    sampling_probability: Annotated[float, typer.Option(help="q = B / N_k, in (0, 1].")],
-    steps: Annotated[int, typer.Option(help="Noisy steps in all, rounds times local steps, >= 1.")],
-    accountant: Annotated[AccountantName, typer.Option(help="pld is tight, rdp fast.")] = AccountantName.PLD,
-    clipping: Annotated[Clipping, typer.Option(help="Fixes the sensitivity.")] = Clipping.JOINT,
-    num_tensors: Annotated[int, typer.Option(help="Trainable tensors, for per-tensor.")] = 1,
-    head: Annotated[bool, typer.Option("--head", help="A head is a third part, for split and batch.")] = False,
-    rho_bar: Annotated[float, typer.Option(help="Below 1 for the paper's rho view: sqrt(sum rho_k^2).")] = 1.0,
+    delta: Delta,
+    sampling_probability: SamplingProbability,
+    steps: Steps,
+    accountant: AccountantOption = AccountantName.PLD,
+    clipping: ClippingOption = Clipping.JOINT,
+    num_tensors: NumTensors = 1,
+    head: Head = False,
+    rho_bar: RhoBar = 1.0,
     as_json: AsJson = False,
 ) -> None:
     """The smallest noise multiplier that keeps a schedule within (epsilon, delta).

@@ -197,6 +197,6 @@ def execute_one_by_one(model: TrainingModel, tasks: Sequence[UpdateTask]) -> lis
     for task in tasks:
         try:
             results.append(local_update(model, task))
-        except Exception as error:
+        except Exception as error:  # one client's failure must not end the round
             results.append(error)
     return results

@@ -1,0 +1,61 @@
+"""What leaves a client when something goes wrong: nothing that a record, a label or a path could be in."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+
+from clients.app import app
+from clients.handler import FAILED, REFUSED, TRUST_KEY, TRUST_VARIABLE
+from fedpriv import protocol
+from fedpriv.config import parse, to_flower
+from simulations.engines.flower_private import task_identity
+
+
+@pytest.fixture(autouse=True)
+def _identity():
+    with task_identity(1):
+        yield
+
+
+def ask(values: dict[str, object], kind: str, **node_config: object) -> Message:
+    content = RecordDict({protocol.INSTRUCTION: ConfigRecord({"version": 1})} if kind == "train" else {})
+    context = Context(1, 7, {"partition-id": 0, **node_config}, RecordDict(), to_flower(parse(values)))
+    return app(Message(content, 7, kind, group_id="1"), context)
+
+
+def test_registration_states_public_numbers_alone(small_run):
+    reply = ask(small_run, protocol.REGISTER, **{TRUST_KEY: True})
+    registration = protocol.unpack_registration(reply.content[protocol.REGISTRATION])
+    assert (registration.client, registration.name) == (0, "site-0")
+    assert set(reply.content) == {protocol.REGISTRATION}
+
+
+@pytest.mark.parametrize("kind", ["train", protocol.REGISTER])
+def test_a_failure_is_told_without_its_cause(small_run, tmp_path, kind):
+    secret = tmp_path / "secret.csv"
+    with Path(secret).open("w", newline="") as file:
+        csv.writer(file).writerows([["text", "label", "site"], ["Jane Doe has a rash", "only-one-label", "s"]])
+    reply = ask({**small_run, "data": str(secret)}, kind, **{TRUST_KEY: True})
+    assert reply.error.code == FAILED
+    assert "log" in reply.error.reason
+    assert not any(word in reply.error.reason for word in ("secret", "label", "Jane", "Traceback"))
+
+
+@pytest.mark.parametrize("kind", ["train", protocol.REGISTER])
+def test_a_node_takes_no_data_path_from_the_coordinator(small_run, monkeypatch, kind):
+    monkeypatch.delenv(TRUST_VARIABLE, raising=False)
+    reply = ask(small_run, kind)
+    assert reply.error.code == REFUSED
+    assert "takes no data from a run's configuration" in reply.error.reason
+    monkeypatch.setenv(TRUST_VARIABLE, "1")
+    assert not ask(small_run, protocol.REGISTER).has_error()
+
+
+def test_a_node_without_data_in_this_run_says_so(small_run):
+    reply = ask(small_run, protocol.REGISTER, **{TRUST_KEY: True, "partition-id": 9})
+    assert reply.error.code == REFUSED
+    assert "partition-id = 9: must lie in 0..2" in reply.error.reason
