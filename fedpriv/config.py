@@ -88,6 +88,8 @@ class RunConfig:
     clipping: Literal["joint", "split", "per-tensor", "batch"] = "joint"
     clip_norm: Positive = 1.0
     noise_multiplier: NonNegative = 1.88
+    target_epsilon: Annotated[Positive | None, BeforeValidator(_none_if_empty)] = None
+    privacy_view: Literal["local", "rho"] = "local"
     delta: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, BeforeValidator(_none_if_empty)] = None
 
     # how it is run
@@ -136,7 +138,7 @@ class RunConfig:
     @property
     def without_noise(self) -> RunConfig:
         """The configuration of the comparison run: z = 0, clipping kept, since clipping is part of the optimiser."""
-        return replace(self, noise_multiplier=0.0, comparison=False, out="")
+        return replace(self, noise_multiplier=0.0, target_epsilon=None, comparison=False, out="")
 
     @property
     def digest(self) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,9 +15,13 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
 from fedpriv import guard
+from fedpriv.accounting.calibration import noise_multiplier_for_all
+from fedpriv.accounting.clipping import clipping_parts, sensitivity_factor
+from fedpriv.accounting.views import default_delta
 from fedpriv.adapters import lora
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.config import RunConfig
+from fedpriv.errors import InputError
 from fedpriv.protocol import Registration
 from fedpriv.reports.page import write_report
 from fedpriv.training.evaluation import Evaluation, evaluate
@@ -91,6 +96,7 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     )
     bench = workbench(config)
     nodes = register_nodes(grid, num_expected=len(bench.data.clients))
+    config = calibrated(config, [registration.num_records for _, registration in nodes.values()], bench.initial)
     folder = RunFolder(Path(config.out).absolute(), config)
     outcome = _rounds(grid, config, bench, nodes, folder, observer)
     comparison = None
@@ -105,6 +111,32 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     write_report(folder.path)
     observer.finished(folder.path, summary)
     return folder.path
+
+
+def calibrated(config: RunConfig, sizes: Sequence[int], tensor_names: Iterable[str]) -> RunConfig:
+    """The configuration with the noise multiplier that its `target_epsilon` needs, if it has one.
+
+    A client is assumed to take part in every round. On the `rho` view the worst case over who may drop out counts:
+    rho_bar of n participants is never below 1 / sqrt(n).
+
+    Raises:
+        InputError: no noise meets the target.
+    """
+    if config.target_epsilon is None:
+        return config
+    selected = min(config.clients_per_round or len(sizes), len(sizes))
+    view = 1 / math.sqrt(selected) if config.privacy_view == "rho" else 1.0
+    parts = clipping_parts(config.clipping, tensor_names)
+    try:
+        noise_multiplier = noise_multiplier_for_all(
+            config.target_epsilon,
+            [(min(1.0, config.batch_size / size), config.delta or default_delta(size)) for size in sizes],
+            steps=config.rounds * config.local_steps,
+            scale=view / sensitivity_factor(config.clipping, len(parts)),
+        )
+    except ValueError as error:
+        raise InputError(f"target_epsilon = {config.target_epsilon}: {error}") from None
+    return replace(config, noise_multiplier=noise_multiplier)
 
 
 def _rounds(

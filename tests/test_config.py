@@ -38,6 +38,8 @@ BAD = {
     "clip_norm": 0.0,
     "noise_multiplier": float("nan"),
     "delta": 1.0,
+    "target_epsilon": -2.0,
+    "privacy_view": "aggregate",
     "seed": "zero",
     "simulate": "maybe",
     "comparison": "maybe",

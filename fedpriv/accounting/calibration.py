@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from fedpriv.accounting.curves import Accountant, check_delta, spent
 from fedpriv.accounting.events import SubsampledGaussian
@@ -57,6 +57,47 @@ def noise_multiplier_for(
     if accountant == "rdp":
         return found
     return _smallest(lambda z: cost(z, "pld") <= epsilon, start=found, tolerance=tolerance)
+
+
+def noise_multiplier_for_all(
+    epsilon: float,
+    clients: Iterable[tuple[float, float]],
+    *,
+    steps: int,
+    scale: float = 1.0,
+    accountant: Accountant = "pld",
+) -> float:
+    """The smallest noise multiplier that keeps every client within epsilon at its own delta.
+
+    Args:
+        epsilon: target for each client, finite, > 0.
+        clients: (sampling probability, delta) of each, at least one.
+        steps: noisy steps in all of a client that takes part in every round, >= 1.
+        scale: as for `noise_multiplier_for`.
+        accountant: `pld` or `rdp`.
+
+    Raises:
+        ValueError: a value is out of range, there is no client, or no noise suffices.
+    """
+    # Who is sampled most needs the most noise; the others are checked, and rarely need more for their delta.
+    ordered = sorted(set(clients), key=lambda client: (-client[0], client[1]))
+    if not ordered:
+        raise ValueError("clients: calibration needs at least one")
+    found = 0.0
+    for sampling_probability, delta in ordered:
+        event = SubsampledGaussian(
+            noise_multiplier=found * scale, sampling_probability=sampling_probability, count=steps
+        )
+        if spent([event], delta, accountant).epsilon > epsilon:
+            found = noise_multiplier_for(
+                epsilon,
+                delta,
+                sampling_probability=sampling_probability,
+                steps=steps,
+                scale=scale,
+                accountant=accountant,
+            )
+    return found
 
 
 def _smallest(holds: Callable[[float], bool], *, start: float, tolerance: float) -> float:

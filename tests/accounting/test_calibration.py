@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedpriv.accounting.calibration import noise_multiplier_for, rounds_within
+from fedpriv.accounting.calibration import noise_multiplier_for, noise_multiplier_for_all, rounds_within
 from fedpriv.accounting.curves import spent
 from fedpriv.accounting.events import SubsampledGaussian
 
@@ -64,3 +64,16 @@ def test_impossible_targets_are_refused_by_name(change):
     arguments = {"epsilon": 1.0, "delta": DELTA, "sampling_probability": 0.1, "steps": 10, "scale": 1.0, **change}
     with pytest.raises(ValueError, match=next(iter(change))):
         noise_multiplier_for(arguments.pop("epsilon"), arguments.pop("delta"), **arguments)
+
+
+def test_one_noise_multiplier_keeps_every_client_within_the_target():
+    clients = [(0.05, 1e-5), (0.16, 1e-5), (0.15, 1e-9)]
+    z = noise_multiplier_for_all(2.0, clients, steps=30, accountant="rdp")
+    costs = [
+        spent([SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=30)], delta, "rdp").epsilon
+        for q, delta in clients
+    ]
+    assert max(costs) <= 2.0 < max(costs) * 1.01
+    assert costs.index(max(costs)) == 2, "here the smaller delta needs more noise than the larger probability"
+    with pytest.raises(ValueError, match="at least one"):
+        noise_multiplier_for_all(2.0, [], steps=30)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 import warnings
 from pathlib import Path
 
@@ -116,8 +117,6 @@ def test_bytes_are_those_of_the_adapters(finished):
 
 
 def workbench_of(folder: Path):
-    import tomllib
-
     return workbench(parse(tomllib.loads((folder / "config.toml").read_text())))
 
 
@@ -210,3 +209,14 @@ def test_causal_models_run_and_reload(small_run, tmp_path, tiny_bert, kind, task
     loaded = fedpriv.adapters.load(str(folder), finished / "variants" / "global")
     saved = get_peft_model_state_dict(loaded)
     assert saved.keys() == workbench_of(finished).initial.keys()
+
+
+@pytest.mark.parametrize("view", ["local", "rho"])
+def test_target_epsilon_is_met_and_not_wasted(small_run, tmp_path, view):
+    finished = run(small_run, tmp_path / view, target_epsilon=3.0, privacy_view=view, clipping="split")
+    spent_most = summary(finished)[f"epsilon_{view}_max"]
+    # On the rho view the noise is for the worst case over who may drop out, 1 / sqrt(3) against rho_bar = 0.59.
+    assert 2.98 < spent_most <= 3.0 if view == "local" else 2.6 < spent_most <= 3.0
+    resolved = parse(tomllib.loads((finished / "config.toml").read_text()))
+    assert resolved.target_epsilon == 3.0
+    assert pd.read_csv(finished / "clients.csv").noise_multiplier.eq(resolved.noise_multiplier).all()
