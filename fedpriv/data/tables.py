@@ -11,6 +11,7 @@ import datasets
 from fedpriv.config import RunConfig
 from fedpriv.data.text import TextData
 from fedpriv.errors import InputError
+from fedpriv.quiet import quiet_hub
 
 _FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
@@ -64,7 +65,8 @@ def load_table(source: str, *, key: str = "data") -> datasets.Dataset:
 def _from_hub(source: str, key: str) -> datasets.Dataset:
     name, _, split = source.partition(":")
     try:
-        return datasets.load_dataset(name, split=split or "train")
+        with quiet_hub():
+            return datasets.load_dataset(name, split=split or "train")
     except Exception as error:  # the library raises many types for one cause
         reason = str(error).splitlines()[0]
         raise InputError(f"{key} = {source!r}: neither a file nor a data set on the Hub ({reason})") from None

@@ -195,6 +195,12 @@ def test_folder_without_weights_is_refused(tmp_path, tiny_bert):
         resolve(str(tmp_path))
 
 
+def test_path_that_does_not_exist_is_not_looked_up_on_the_hub(tmp_path):
+    for name in (str(tmp_path / "none"), "./none"):
+        with pytest.raises(InputError, match="no such folder"):
+            resolve(name)
+
+
 def test_unknown_model_is_one_line(tmp_path):
     with pytest.raises(InputError, match="model = 'nobody/nothing': cannot be loaded") as caught:
         load_base("nobody/nothing", task="SEQ_CLS", num_labels=2)
