@@ -104,9 +104,9 @@ class DpLora(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The weighted average over the clients whose reply is sound; every selected client is charged.
+        """The weighted average over the clients whose reply is sound; None where they are fewer than `min_clients`.
 
-        A client that was asked may have released something, whether or not its reply arrived.
+        Every selected client is charged: who was asked may have released something, whether or not it arrived.
         """
         adapters: dict[int, Adapter] = {}
         status = dict.fromkeys(self._round.sent, "no reply")
@@ -136,9 +136,7 @@ class DpLora(Strategy):
         self._charge(weights)
         self._rows = [self._row(client, status[client], weights, arrived) for client in self._round.sent]
         if len(adapters) < self._config.min_clients:
-            raise TooFewClientsError(
-                f"round {server_round}: {len(adapters)} usable replies, min_clients = {self._config.min_clients}"
-            )
+            return None, None
         self.uploads.update(adapters)
         return ArrayRecord(weighted_average(list(adapters.values()), list(weights.values()))), None
 
@@ -198,7 +196,8 @@ class DpLora(Strategy):
         """Run all rounds. Unlike Flower's loop it tests with its own set alone and reports every round.
 
         Raises:
-            TooFewClientsError: a round ended with fewer usable replies than `min_clients`.
+            TooFewClientsError: a round ended with fewer usable replies than `min_clients`; it is reported first,
+                since its clients were charged.
         """
         self.summary()
         result = Result()
@@ -210,6 +209,11 @@ class DpLora(Strategy):
             arrays, _ = self.aggregate_train(round_, grid.send_and_receive(messages, timeout=timeout))
             result.arrays = arrays or result.arrays
             self._report(round_, result.arrays, started)
+            if arrays is None:
+                usable = sum(row.status == "ok" for row in self._rows)
+                raise TooFewClientsError(
+                    f"round {round_}: {usable} usable replies, min_clients = {self._config.min_clients}"
+                )
         return result
 
     def _report(self, round_: int, arrays: ArrayRecord, started: float) -> None:

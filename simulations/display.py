@@ -48,9 +48,9 @@ class TerminalObserver:
             self._console.print("[bold red]simulate = true: noise and sampling are seeded, this run is NOT PRIVATE[/]")
         self._progress = Progress(
             TextColumn("round {task.completed}/{task.total}"),
-            BarColumn(bar_width=24),
-            TimeElapsedColumn(),
             TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            BarColumn(bar_width=24),  # last, since a narrow terminal cuts what is last
             console=self._console,
             disable=not self._console.is_terminal,
         )

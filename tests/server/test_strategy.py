@@ -28,7 +28,7 @@ def _identity():
         yield
 
 
-def make_strategy(**changes) -> DpLora:
+def make_strategy(on_round=lambda *_: None, **changes) -> DpLora:
     config = parse({"rounds": 2, "batch_size": 10, "noise_multiplier": 1.0, **changes})
     nodes = {client: (100 + client, Registration(client=client, num_records=n, name="")) for client, n in SIZES.items()}
     return DpLora(
@@ -36,7 +36,7 @@ def make_strategy(**changes) -> DpLora:
         nodes,
         tensor_names=ADAPTER,
         evaluate=lambda _: Evaluation(accuracy=0.5, loss=1.0),
-        on_round=lambda *_: None,
+        on_round=on_round,
     )
 
 
@@ -86,11 +86,28 @@ def test_rho_view_uses_the_participants_of_the_round():
     assert strategy.accounts._releases[2][0].rho_bar == pytest.approx(min(rho, everyone))
 
 
-def test_too_few_replies_end_the_run_after_charging():
+class SilentGrid:
+    """Nobody answers."""
+
+    def send_and_receive(self, messages, *, timeout=None):
+        return []
+
+
+def test_too_few_replies_end_the_run_after_the_round_is_reported_and_charged():
+    seen = []
+    strategy = make_strategy(min_clients=2, on_round=lambda row, clients: seen.append((row, clients)))
+    with pytest.raises(TooFewClientsError, match="round 1: 0 usable replies, min_clients = 2"):
+        strategy.start(SilentGrid(), ArrayRecord(ADAPTER), num_rounds=2)
+    row, clients = seen[-1]
+    assert (row.round, row.num_replies, row.num_failures) == (1, 0, 3)
+    assert {client.status for client in clients} == {"no reply"}
+    assert all(client.epsilon_local > 0 for client in clients)
+
+
+def test_fewer_than_the_minimum_are_not_averaged():
     strategy = make_strategy(min_clients=2)
     messages = ask(strategy)
-    with pytest.raises(TooFewClientsError, match="1 usable replies, min_clients = 2"):
-        strategy.aggregate_train(1, [answer(strategy, messages[0], 1.0)])
+    assert strategy.aggregate_train(1, [answer(strategy, messages[0], 1.0)]) == (None, None)
     assert strategy.accounts.num_releases(0) == 1
 
 
