@@ -55,6 +55,7 @@ def _from_table(config: RunConfig) -> FederatedData:
         columns.append(("label_column", config.label_column))
     client_columns = [("client_column", config.client_column if config.partition_rule == "natural" else "")]
     require_columns(table, columns + client_columns, config.data)
+    holders = set(table[config.client_column]) if config.partition_rule == "natural" else set()
     table = _usable(table, config, config.data)
     if config.test_data:
         train, test_table = table, load_table(config.test_data, key="test_data")
@@ -62,6 +63,12 @@ def _from_table(config: RunConfig) -> FederatedData:
         test_table = _usable(test_table, config, config.test_data)
     else:
         train, test_table = _split(table, config)
+    empty = sorted(map(str, holders - set(train[config.client_column]))) if holders else []
+    if empty:
+        raise InputError(
+            f"client_column = {config.client_column!r}: client {empty[0]!r} has no training records; all that it has "
+            "lack a label, have one that is not in labels, or fell into the test split; drop it, or name test_data"
+        )
     parts, names = partition(train, config)
     clients = tuple(to_text(part, config) for part in parts)
     test = to_text(test_table, config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from contextlib import redirect_stderr
 from typing import Any
 
@@ -52,7 +53,8 @@ def partition(table: datasets.Dataset, config: RunConfig) -> tuple[list[datasets
 def _load(table: datasets.Dataset, config: RunConfig) -> list[datasets.Dataset]:
     partitioner = _partitioner(config)
     try:
-        with redirect_stderr(io.StringIO()):  # the partitioners' progress bars have no switch
+        # The partitioners' progress bars have no switch, and each new draw of a Dirichlet split is a warning.
+        with redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore", category=UserWarning):
             partitioner.dataset = table
             return [partitioner.load_partition(client) for client in range(partitioner.num_partitions)]
     except ValueError as error:

@@ -157,6 +157,37 @@ def test_what_cannot_be_used_is_one_line(tmp_path, rows, settings, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("extra", "settings"),
+    [
+        ({"label": None}, {}),
+        ({"label": "z"}, {"labels": ["a", "b"]}),
+    ],
+    ids=["without a label", "with another label"],
+)
+def test_empty_client_is_refused_by_name(tmp_path, extra, settings):
+    rows = [*ROWS, {**ROWS[0], "site": "lonely", **extra}]
+    file = write(tmp_path / "r.jsonl", rows)
+    with pytest.raises(InputError, match="client_column = 'site': client 'lonely' has no training records"):
+        federation(file, client_column="site", **settings)
+
+
+def test_client_whose_records_all_fell_into_the_test_split_is_refused(tmp_path):
+    file = write(tmp_path / "r.jsonl", [*ROWS, {**ROWS[0], "site": "lonely"}])
+    outcomes = set()
+    for seed in range(12):
+        try:
+            outcomes.add(len(federation(file, client_column="site", seed=seed, batch_size=1).clients))
+        except InputError as error:
+            outcomes.add("lonely" in str(error))
+    assert outcomes == {4, True}, "either the client trains, or the run is refused; it never vanishes"
+
+
+def test_partition_that_leaves_a_client_empty_is_refused(file):
+    with pytest.raises(InputError, match="partition = dirichlet"):
+        federation(file, partition="dirichlet", num_clients=40, dirichlet_alpha=0.001, batch_size=1)
+
+
 def test_label_that_only_the_test_split_has_is_refused(file, tmp_path):
     other = write(tmp_path / "test.csv", [*ROWS[:3], {**ROWS[0], "label": "z"}])
     with pytest.raises(InputError, match=r"'z' occurs only in .*test\.csv, never in training"):
