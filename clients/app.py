@@ -24,9 +24,9 @@ def train(message: Message, context: Context) -> Message:
     try:
         task = handler.prepare(message, context)
     except Exception as error:  # its text must not leave the node as Flower's traceback
-        return handler.reply(message, error)
+        return handler.reply(message, context, error)
     model = workbench(parse(context.run_config)).model
-    return handler.reply(message, execute_one_by_one(model, [task])[0])
+    return handler.reply(message, context, execute_one_by_one(model, [task])[0])
 
 
 @app.query("register")
@@ -36,4 +36,4 @@ def register(message: Message, context: Context) -> Message:
     try:
         return handler.register(message, context)
     except Exception as error:  # as above: it may name a column or a label
-        return handler.reply(message, error)
+        return handler.reply(message, context, error)

@@ -4,85 +4,143 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
+from dataclasses import replace
+from pathlib import Path
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 
 from fedpriv import guard, protocol
+from fedpriv.accounting.ledger import Key
 from fedpriv.config import EMBEDDED, RunConfig, parse
+from fedpriv.errors import LedgerError
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
-from fedpriv.training.local_update import ClientUpdate, UpdateTask
+from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
 from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.workbench import workbench
 
 log = logging.getLogger(__name__)
 
-REFUSED = 100
-FAILED = 101
-
 # A node whose operator also starts the runs, as in a simulation, may take data and rules from the run's configuration.
 TRUST_KEY = "trust-run-config"
 TRUST_VARIABLE = "FEDPRIV_TRUST_RUN_CONFIG"
+
+# What a data holder states in its node configuration.
+LEDGER_KEY = "ledger"
+BUDGET_KEY = "budget-epsilon"
+DELTA_KEY = "delta"
 
 _secure = SecureSource()
 
 
 def prepare(message: Message, context: Context) -> UpdateTask:
-    """The task that a train message asks for, once the guard has let it pass.
+    """The task that a train message asks for, once the guard has let it pass and has charged it.
 
     Raises:
+        AlreadyReleasedError: the message was answered before; `reply` sends the stored answer again.
         RefusedError: the guard does not allow it.
+        LedgerError: the node's ledger cannot be used.
         ValueError: the message is malformed.
     """
     config = _configuration(context)
     bench = workbench(config)
     client = _client(context, len(bench.data.clients))
-    data = bench.client(client)
-    round_, spec = protocol.unpack_instruction(message.content.config_records[protocol.INSTRUCTION])
-    guard.check(spec, _policy(config, context), noise_source=config.noise_source, num_registered=len(data))
+    data, policy = bench.client(client), _policy(config, context, client)
+    key, spec, adapter = _request(message, client)
+    data_set = guard.registered(policy, str(client), len(data))
+    num_registered = data_set.num_records if data_set else len(data)
+    guard.check(spec, policy, noise_source=config.noise_source, num_registered=num_registered)
     sampler = PoissonSampler(
-        num_registered=len(data),
+        num_registered=num_registered,
         expected_batch_size=spec.batch_size,
-        source=_source(config, client, round_, "inclusion"),
+        source=_source(config, client, key.round, "inclusion"),
     )
+    event = planned_event(spec, sampler.sampling_probability, bench.initial)
+    guard.charge(policy, key, event, data_set, noise_source=config.noise_source)
     return UpdateTask(
-        adapter=dict(message.content.array_records[protocol.ADAPTER].to_torch_state_dict()),
+        adapter=adapter,
         data=data,
         spec=spec,
-        round=round_,
+        round=key.round,
         sampler=sampler,
-        noise=_source(config, client, round_, "noise"),
+        noise=_source(config, client, key.round, "noise"),
     )
 
 
-def reply(message: Message, update: ClientUpdate | Exception) -> Message:
-    """The upload, or an error that tells no more than that the guard refused or that training failed.
+def reply(message: Message, context: Context, update: ClientUpdate | Exception) -> Message:
+    """The upload, once it is stored, or an error that tells no more than that the guard refused or training failed.
 
     An exception's text can hold a record, so it stays in this node's log.
     """
+    if isinstance(update, guard.AlreadyReleasedError):
+        return _upload(message, update.content)
+    if isinstance(update, ClientUpdate):
+        try:
+            return _upload(message, _settled(message, context, update))
+        except Exception as error:  # the upload must not leave, and neither must the error's text
+            update = error
+    if isinstance(update, guard.RetiredError):
+        log.warning("retired: %s", update)
+        return Message(Error(protocol.RETIRED, f"retired: {update}"), reply_to=message)
     if isinstance(update, guard.RefusedError):
         log.warning("refused: %s", update)
-        return Message(Error(REFUSED, f"refused: {update}"), reply_to=message)
-    if isinstance(update, Exception):
-        log.error("training failed", exc_info=update)
-        return Message(Error(FAILED, "training failed; this node's log says why"), reply_to=message)
-    round_, _ = protocol.unpack_instruction(message.content.config_records[protocol.INSTRUCTION])
-    release = protocol.pack_release(round_, update.event)
-    content = {protocol.ADAPTER: ArrayRecord(update.adapter), protocol.RELEASE: ConfigRecord(release)}
-    return Message(RecordDict(content), reply_to=message)
+        return Message(Error(protocol.REFUSED, f"refused: {update}"), reply_to=message)
+    if isinstance(update, LedgerError):
+        log.error("refused: %s", update)
+        reason = "refused: this node's ledger cannot be used; its log says why"
+        return Message(Error(protocol.REFUSED, reason), reply_to=message)
+    log.error("training failed", exc_info=update)
+    return Message(Error(protocol.FAILED, "training failed; this node's log says why"), reply_to=message)
 
 
 def register(message: Message, context: Context) -> Message:
-    """The client's registration: partition id, number of records, name for display."""
-    bench = workbench(_configuration(context))
+    """The client's registration: partition id, registered number of records, name for display, data set id."""
+    config = _configuration(context)
+    bench = workbench(config)
     try:
         client = _client(context, len(bench.data.clients))
     except ValueError as error:
-        return Message(Error(REFUSED, str(error)), reply_to=message)
+        return Message(Error(protocol.REFUSED, str(error)), reply_to=message)
+    records, policy = bench.data.clients[client], _policy(config, context, client)
+    data_set = guard.registered(policy, str(client), len(records))
+    if data_set is not None:
+        guard.log_content(policy, data_set, repr(records).encode(), len(records))
     registration = protocol.Registration(
-        client=client, num_records=len(bench.data.clients[client]), name=bench.data.client_names[client]
+        client=client,
+        num_records=data_set.num_records if data_set else len(records),
+        name=bench.data.client_names[client],
+        # Without a ledger of its own a node remembers nothing: its spending attaches to this run alone.
+        data_set=data_set.id if data_set else secrets.token_hex(16),
     )
     content = ConfigRecord(protocol.pack_registration(registration))
     return Message(RecordDict({protocol.REGISTRATION: content}), reply_to=message)
+
+
+def _request(message: Message, client: int) -> tuple[Key, UpdateSpec, dict]:
+    """What a train message asks for, and the key by which it is one release."""
+    run, round_, spec = protocol.unpack_instruction(message.content.config_records[protocol.INSTRUCTION])
+    adapter = dict(message.content.array_records[protocol.ADAPTER].to_torch_state_dict())
+    key = Key(run=run, client=str(client), round=round_, request=guard.request_digest(adapter, spec))
+    return key, spec, adapter
+
+
+def _settled(message: Message, context: Context, update: ClientUpdate) -> bytes:
+    """The upload as it may be sent: stored, where the node keeps a ledger."""
+    config = _configuration(context)
+    client = _client(context, len(workbench(config).data.clients))
+    content = protocol.pack_upload(update.adapter, update.event)
+    policy = _policy(config, context, client)
+    if policy.ledger is None:
+        return content
+    key, _, _ = _request(message, client)
+    return guard.settle(policy, key, update.event, content)
+
+
+def _upload(message: Message, content: bytes) -> Message:
+    _, round_, _ = protocol.unpack_instruction(message.content.config_records[protocol.INSTRUCTION])
+    adapter, event = protocol.unpack_upload(content)
+    release = ConfigRecord(protocol.pack_release(round_, event))
+    return Message(RecordDict({protocol.ADAPTER: ArrayRecord(adapter), protocol.RELEASE: release}), reply_to=message)
 
 
 def _configuration(context: Context) -> RunConfig:
@@ -99,10 +157,32 @@ def _trusts_run_config(context: Context) -> bool:
     return bool(context.node_config.get(TRUST_KEY)) or os.environ.get(TRUST_VARIABLE) == "1"
 
 
-def _policy(config: RunConfig, context: Context) -> guard.NodePolicy:
-    """What the node allows: on the synthetic corpus anything, on a holder's data only what it agreed to."""
-    trusted = _trusts_run_config(context) and (config.simulate or config.public_data)
-    return guard.NodePolicy(allow_not_private=config.data == EMBEDDED or trusted)
+def _policy(config: RunConfig, context: Context, client: int) -> guard.NodePolicy:
+    """What the node allows: on the synthetic corpus anything, on a holder's data only what it agreed to.
+
+    Ledger, budget and delta are the holder's own; a node that trusts the run takes what the holder left open from it.
+    """
+    trusted = _trusts_run_config(context)
+    node = context.node_config
+    ledger = Path(str(node[LEDGER_KEY])) if LEDGER_KEY in node else None
+    policy = guard.NodePolicy(
+        allow_not_private=config.data == EMBEDDED or (trusted and (config.simulate or config.public_data)),
+        allow_unrecorded=config.data == EMBEDDED or trusted,
+        ledger=ledger,
+        budget_epsilon=float(node[BUDGET_KEY]) if BUDGET_KEY in node else None,
+        delta=float(node[DELTA_KEY]) if DELTA_KEY in node else None,
+    )
+    if not trusted:
+        return policy
+    if ledger is None and config.ledger:
+        policy = replace(policy, ledger=Path(f"{config.ledger}.nodes") / f"{client}.sqlite")
+    # A node sees its own uploads alone: it holds its budget on the `local` view, which is too strict for `aggregate`.
+    budget = config.budget_of(client) if config.privacy_view != "aggregate" else None
+    return replace(
+        policy,
+        budget_epsilon=policy.budget_epsilon if policy.budget_epsilon is not None else budget,
+        delta=policy.delta if policy.delta is not None else config.delta,
+    )
 
 
 def _client(context: Context, num_clients: int) -> int:

@@ -12,15 +12,20 @@ from typing import Annotated, Any
 import typer
 
 import fedpriv
+from fedpriv.accounting import ledger, statement
 from fedpriv.accounting.calibration import noise_multiplier_for
 from fedpriv.accounting.clipping import num_parts, sensitivity_factor
-from fedpriv.accounting.curves import Accountant, closed_form, spent
+from fedpriv.accounting.closed_form import closed_form
+from fedpriv.accounting.curves import Accountant, check_delta, spent
 from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.errors import InputError
+from fedpriv.accounting.views import default_delta
+from fedpriv.errors import InputError, LedgerError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 data_app = typer.Typer(no_args_is_help=True, help="Look at data before anything is registered.")
 app.add_typer(data_app, name="data")
+ledger_app = typer.Typer(no_args_is_help=True, help="What every data set has spent, from its ledger.")
+app.add_typer(ledger_app, name="ledger")
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")]
 
@@ -88,13 +93,7 @@ def account(
     event = SubsampledGaussian(noise_multiplier=rho_bar * local, sampling_probability=sampling_probability, count=steps)
     result: dict[str, Any]
     if accountant is AccountantName.CLOSED_FORM:
-        paper = closed_form(
-            noise_multiplier=local,
-            sampling_probability=sampling_probability,
-            steps=steps,
-            delta=delta,
-            rho_bar=rho_bar,
-        )
+        paper = closed_form([event], delta)
         result = {"epsilon": paper.epsilon, "conditions_hold": paper.conditions_hold, "violated": list(paper.violated)}
     else:
         cost = spent([event], delta, "rdp" if accountant is AccountantName.RDP else "pld")
@@ -179,6 +178,97 @@ def check(
     _show(describe(file, text=text, label=label, text_pair=text_pair, client=client), as_json)
 
 
+LedgerPath = Annotated[Path, typer.Argument(help="ledger.sqlite of a run, or a node's own ledger.")]
+
+
+@ledger_app.command("show")
+def show_ledger(
+    path: LedgerPath,
+    budget_epsilon: Annotated[float | None, typer.Option(help="Show how many rounds this leaves, local view.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Spending per client and data set, by pld, and with a budget the rounds that remain.
+
+    Example: fedpriv ledger show results/ledger.sqlite --budget-epsilon 4
+    """
+    with ledger.reading(path) as db:
+        ledger.verify_with_head(db, path)
+        rows = statement.spending(db, budget_epsilon=budget_epsilon)
+    if as_json:
+        _show({"ledger": str(path), "data_sets": rows}, as_json)
+        return
+    columns = ["client", "data_set", "num_records", "runs", "rounds", "epsilon_local", "epsilon_rho", "delta"]
+    columns += ["noise_source"] + ["remaining_rounds"] * (budget_epsilon is not None)
+    lines = [columns, *([_cell(column, row.get(column)) for column in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+@ledger_app.command("verify")
+def verify_ledger(path: LedgerPath, as_json: AsJson = False) -> None:
+    """Check the hash chain from the first entry to the last; a broken one is named by its entry, with exit code 1.
+
+    Example: fedpriv ledger verify results/ledger.sqlite
+    """
+    with ledger.reading(path) as db:
+        last = ledger.verify_with_head(db, path)
+    _show({"entries": last.number if last else 0, "head": last.digest if last else None, "intact": True}, as_json)
+
+
+@ledger_app.command("statement")
+def show_statement(
+    path: LedgerPath,
+    client: Annotated[str, typer.Option(help="Id of the client, as `ledger show` lists it.")],
+    as_json: AsJson = False,
+) -> None:
+    """One page for a privacy officer: what a client's data have spent, what that covers and what not.
+
+    Example: fedpriv ledger statement results/ledger.sqlite --client 2
+    """
+    with ledger.reading(path) as db:
+        pages = statement.statement(db, path, client)
+    if as_json:
+        _show({"client": client, "statements": pages}, as_json)
+    else:
+        typer.echo("\n\n".join(map(statement.render, pages)))
+
+
+@ledger_app.command("register")
+def register_data_set(
+    path: LedgerPath,
+    client: Annotated[str, typer.Option(help="Id of the client that holds the data.")],
+    num_records: Annotated[int, typer.Option(help="N_k, which stays what it is here.")],
+    disjoint: Annotated[
+        str | None, typer.Option(help="Your statement why no record is in an earlier data set of this ledger.")
+    ] = None,
+    delta: Annotated[float | None, typer.Option(help="By default 1 / (10 N_k), at most 1e-5.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Register a data set in a node's ledger: it gets a random id and starts with nothing spent.
+
+    A node registers its first data set by itself. Another one needs your statement that it shares no record with those
+    before: otherwise its spending would start at zero for records that have already paid.
+
+    Example: fedpriv ledger register node.sqlite --client 2 --num-records 5000 --disjoint "admissions of 2027 only"
+    """
+    if num_records < 1:
+        raise InputError(f"--num-records {num_records}: must be >= 1")
+    delta = default_delta(num_records) if delta is None else delta
+    check_delta(delta)
+    with ledger.Ledger(path) as opened:
+        if opened.data_set() is not None and not (disjoint or "").strip():
+            raise InputError("--disjoint: this ledger holds a data set; say why the new one shares no record with it")
+        made = opened.register(client, num_records, delta, note=disjoint)
+    _show({"data_set": made.id, "client": client, "num_records": num_records, "delta": delta}, as_json)
+
+
+def _cell(column: str, value: Any) -> str:
+    if column == "data_set":
+        return str(value)[:12]
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 @app.command()
 def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a finished run.")], as_json: AsJson = False) -> None:
     """Build a run's report.html again from its tables."""
@@ -215,6 +305,6 @@ def main() -> None:
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
-    except OSError as error:
+    except (LedgerError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(1)

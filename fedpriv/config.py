@@ -23,10 +23,20 @@ Scalar = str | int | float | bool
 
 
 def _split(value: object) -> object:
-    """Flower's run configuration holds no lists: `a,b` stands for one there."""
+    """Flower's run configuration holds no lists: `a,b` stands for one there, or a JSON list where a comma is meant."""
     if isinstance(value, str):
+        if value.startswith("["):
+            try:
+                return tuple(json.loads(value))
+            except ValueError:
+                raise ValueError(f"{value}: starts like a JSON list but is none") from None
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return value
+
+
+def _alone(value: object) -> object:
+    """One number stands for all clients."""
+    return (value,) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 def _none_if_empty(value: object) -> object:
@@ -34,9 +44,16 @@ def _none_if_empty(value: object) -> object:
     return None if value == "" else value
 
 
+def _text_of_number(value: object) -> object:
+    """One layer's number is a number in TOML."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+Layers = Annotated[str, BeforeValidator(_text_of_number), Field(pattern=r"^(all|last-[1-9]\d*|\d+(,\d+)*)$")]
 Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
 Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_split)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Budgets = Annotated[tuple[Positive, ...], BeforeValidator(_split), BeforeValidator(_alone)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 
@@ -55,7 +72,7 @@ class RunConfig:
     rank: Count = 8
     alpha: Positive = 16.0
     target_modules: Names = ()
-    layers: Annotated[str, Field(pattern=r"^(all|last-[1-9]\d*|\d+(,\d+)*)$")] = "last-2"
+    layers: Layers = "last-2"
     max_length: Count = 64
 
     # the data and who holds them
@@ -89,16 +106,21 @@ class RunConfig:
     clip_norm: Positive = 1.0
     noise_multiplier: NonNegative = 1.88
     target_epsilon: Annotated[Positive | None, BeforeValidator(_none_if_empty)] = None
-    privacy_view: Literal["local", "rho"] = "local"
+    noise_on: Literal["gradients", "upload"] = "gradients"
+    privacy_view: Literal["local", "rho", "aggregate"] = "local"
+    budget_epsilon: Budgets = ()
+    uploads_hidden: bool = False
+    colluding_clients: Annotated[int, Field(ge=0)] = 0
     delta: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, BeforeValidator(_none_if_empty)] = None
 
     # how it is run
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     simulate: bool = False
     comparison: Annotated[bool | None, BeforeValidator(_none_if_empty)] = None
     prefix_cache: bool = True
     memory_limit_mb: Count = 1024
     engine: Literal["in-process", "flower"] = "in-process"
+    ledger: str = ""
     out: str = ""
 
     @model_validator(mode="after")
@@ -109,12 +131,33 @@ class RunConfig:
             raise ValueError("partition = sizes: needs client_sizes, for instance [1200, 1000, 800]")
         if self.weight_decay > 0 and self.optimizer == "sgd":
             raise ValueError(f"weight_decay = {self.weight_decay}: only adamw applies it; use 0 with sgd")
+        if self.noise_on == "upload" and self.clipping != "joint":
+            raise ValueError(
+                f"clipping = {self.clipping}: with noise_on = upload the whole update is clipped; use joint"
+            )
         return self
 
     @property
     def data_are_public(self) -> bool:
         """Whether nobody's privacy depends on the data: the embedded corpus is synthetic."""
         return self.public_data or self.data == EMBEDDED
+
+    def budget_of(self, client: int) -> float | None:
+        """The client's budget of epsilon; None without one.
+
+        Raises:
+            InputError: there are budgets for other clients, but none for this one.
+        """
+        if not self.budget_epsilon:
+            return None
+        if len(self.budget_epsilon) == 1:
+            return self.budget_epsilon[0]
+        if client >= len(self.budget_epsilon):
+            raise InputError(
+                f"budget_epsilon = {list(self.budget_epsilon)}: has none for client {client}; give one number, or one "
+                "for each client"
+            )
+        return self.budget_epsilon[client]
 
     @property
     def compares(self) -> bool:
@@ -138,12 +181,21 @@ class RunConfig:
     @property
     def without_noise(self) -> RunConfig:
         """The configuration of the comparison run: z = 0, clipping kept, since clipping is part of the optimiser."""
-        return replace(self, noise_multiplier=0.0, target_epsilon=None, comparison=False, out="")
+        return replace(
+            self,
+            noise_multiplier=0.0,
+            target_epsilon=None,
+            budget_epsilon=(),
+            privacy_view="local",
+            comparison=False,
+            ledger="",
+            out="",
+        )
 
     @property
     def digest(self) -> str:
-        """SHA-256 of every key but `out`, which says only where results go."""
-        values = {key: value for key, value in asdict(self).items() if key != "out"}
+        """SHA-256 of every key but `out` and `ledger`, which say only where things are written."""
+        values = {key: value for key, value in asdict(self).items() if key not in ("out", "ledger")}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
@@ -212,7 +264,13 @@ def to_toml(config: RunConfig) -> str:
 
 def to_flower(config: RunConfig) -> dict[str, Scalar]:
     """The configuration as Flower's run configuration, which holds scalars only."""
-    return {key: ",".join(map(str, v)) if isinstance(v, tuple) else v for key, v in _present(config)}
+    return {key: _joined(v) if isinstance(v, tuple) else v for key, v in _present(config)}
+
+
+def _joined(values: tuple[Any, ...]) -> str:
+    """`a,b`, or a JSON list where that would be read as something else."""
+    text = ",".join(map(str, values))
+    return text if _split(text) == tuple(map(str, values)) else json.dumps(list(values))
 
 
 def _present(config: RunConfig) -> list[tuple[str, Any]]:

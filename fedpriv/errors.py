@@ -7,3 +7,7 @@ class InputError(ValueError):
 
 class TooFewClientsError(RuntimeError):
     """Fewer clients answered a round than the run needs; command lines print it and exit with 1."""
+
+
+class LedgerError(RuntimeError):
+    """A ledger that cannot be used, so that nothing may be released; command lines print it and exit with 1."""

@@ -24,10 +24,11 @@ def make_app(observer: Observer) -> ServerApp:
     def main(grid: Grid, context: Context) -> None:
         log.info("server uses %s", fedpriv.__file__)
         config = parse(context.run_config)
-        if not Path(config.out).is_absolute():
-            raise InputError(
-                f"out = {config.out!r}: must be an absolute path, since Flower works in a folder of its own"
-            )
+        for key, path in (("out", config.out or "."), ("ledger", config.ledger)):
+            if path and not Path(path).is_absolute():
+                raise InputError(
+                    f"{key} = {path!r}: must be an absolute path, since Flower works in a folder of its own"
+                )
         run(grid, config, observer)
 
     return app

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
 from fedpriv import guard
 from fedpriv.accounting.calibration import noise_multiplier_for_all
-from fedpriv.accounting.clipping import clipping_parts, sensitivity_factor
+from fedpriv.accounting.ledger import Ledger
 from fedpriv.accounting.views import default_delta
 from fedpriv.adapters import lora
 from fedpriv.adapters.arithmetic import Adapter
@@ -25,11 +25,14 @@ from fedpriv.errors import InputError
 from fedpriv.protocol import Registration
 from fedpriv.reports.page import write_report
 from fedpriv.training.evaluation import Evaluation, evaluate
+from fedpriv.training.local_update import UpdateSpec, planned_event
 from fedpriv.training.workbench import Workbench, workbench
+from server.bookkeeping import Books, check_view
 from server.history import ClientRow, RoundRow
 from server.registration import register_nodes
 from server.run_folder import RunFolder
 from server.strategy import DpLora
+from server.summary import Outcome, summarize
 
 log = logging.getLogger("flwr")
 
@@ -41,6 +44,9 @@ class Observer(Protocol):
 
     def started(self, config: RunConfig, registrations: Sequence[Registration]) -> None:
         """A series of rounds begins: the private run, or its comparison."""
+
+    def notice(self, text: str) -> None:
+        """Something that whoever started the run should know before it goes on."""
 
     def round_done(self, row: RoundRow) -> None:
         """A round is over."""
@@ -58,6 +64,10 @@ class LogObserver:
         sizes = ", ".join(f"{r.client}: {r.num_records}" for r in registrations)
         log.info("run with %s; records by client: %s", kind, sizes)
 
+    def notice(self, text: str) -> None:
+        """Log it."""
+        log.warning("%s", text)
+
     def round_done(self, row: RoundRow) -> None:
         """Log a round's figures."""
         log.info(
@@ -68,17 +78,6 @@ class LogObserver:
     def finished(self, folder: Path, summary: dict[str, Any]) -> None:
         """Log where the results are."""
         log.info("accuracy %.4f; results in %s", summary["accuracy"], folder)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Outcome:
-    """One series of rounds."""
-
-    rows: list[RoundRow]
-    client_rows: list[ClientRow]
-    strategy: DpLora
-    adapter: Adapter
-    seconds: float
 
 
 def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
@@ -94,23 +93,52 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
         comparison=config.compares,
         noise_multiplier=config.noise_multiplier,
     )
+    check_view(config)
     bench = workbench(config)
     nodes = register_nodes(grid, num_expected=len(bench.data.clients))
     config = calibrated(config, [registration.num_records for _, registration in nodes.values()], bench.initial)
     folder = RunFolder(Path(config.out).absolute(), config)
-    outcome = _rounds(grid, config, bench, nodes, folder, observer)
+    with Ledger(Path(config.ledger) if config.ledger else folder.ledger) as ledger:
+        series = _Series(config, bench, nodes, ledger)
+        announce_budgets(series.books, config, bench.data.client_names, observer)
+        outcome = series.run(grid, folder, observer)
+        if config.ledger:
+            ledger.copy(folder.ledger)
+        head = ledger.head
     comparison = None
     if config.compares:
         plain = config.without_noise
         inner = RunFolder(folder.path / "comparison", plain)
-        comparison = _rounds(grid, plain, bench, nodes, inner, observer)
-        inner.finish(_summary(plain, bench, comparison, None))
+        comparison = _Series(plain, bench, nodes, None).run(grid, inner, observer)
+        inner.finish(summarize(plain, bench, comparison, None))
     _save_variants(bench, outcome, folder)
-    summary = _summary(config, bench, outcome, comparison)
+    summary = summarize(config, bench, outcome, comparison) | {"ledger_head": head}
     folder.finish(summary)
     write_report(folder.path)
     observer.finished(folder.path, summary)
     return folder.path
+
+
+def announce_budgets(books: Books, config: RunConfig, names: Sequence[str], observer: Observer) -> None:
+    """Say, before the first round, whose budget ends before the run does, and after how many rounds.
+
+    Raises:
+        InputError: fewer clients than the run needs can take part in even one round.
+    """
+    allowed = books.rounds_allowed()
+    short = {client: rounds for client, rounds in allowed.items() if rounds < config.rounds}
+    able = len(books.sizes) - sum(rounds == 0 for rounds in allowed.values())
+    if able < config.min_clients:
+        raise InputError(
+            f"budget_epsilon = {list(config.budget_epsilon)}: allows {able} of {len(books.sizes)} clients a round, "
+            f"min_clients = {config.min_clients}; use more noise, or a larger budget"
+        )
+    if short:
+        each = ", ".join(f"{names[client]} {rounds}" for client, rounds in sorted(short.items()))
+        observer.notice(
+            f"budget_epsilon allows fewer than the {config.rounds} rounds of this run, on the {config.privacy_view} "
+            f"view and whoever drops out: {each}; these clients then retire"
+        )
 
 
 def calibrated(config: RunConfig, sizes: Sequence[int], tensor_names: Iterable[str]) -> RunConfig:
@@ -126,105 +154,68 @@ def calibrated(config: RunConfig, sizes: Sequence[int], tensor_names: Iterable[s
         return config
     selected = min(config.clients_per_round or len(sizes), len(sizes))
     view = 1 / math.sqrt(selected) if config.privacy_view == "rho" else 1.0
-    parts = clipping_parts(config.clipping, tensor_names)
+    spec = replace(UpdateSpec.of(config), noise_multiplier=1.0)
+    names = tuple(tensor_names)
+    events = [planned_event(spec, min(1.0, config.batch_size / size), names) for size in sizes]
     try:
         noise_multiplier = noise_multiplier_for_all(
             config.target_epsilon,
-            [(min(1.0, config.batch_size / size), config.delta or default_delta(size)) for size in sizes],
-            steps=config.rounds * config.local_steps,
-            scale=view / sensitivity_factor(config.clipping, len(parts)),
+            [
+                (event.sampling_probability, config.delta or default_delta(size))
+                for event, size in zip(events, sizes, strict=True)
+            ],
+            steps=config.rounds * events[0].count,
+            scale=view * events[0].noise_multiplier,
         )
     except ValueError as error:
         raise InputError(f"target_epsilon = {config.target_epsilon}: {error}") from None
     return replace(config, noise_multiplier=noise_multiplier)
 
 
-def _rounds(
-    grid: Grid,
-    config: RunConfig,
-    bench: Workbench,
-    nodes: Nodes,
-    folder: RunFolder,
-    observer: Observer,
-) -> _Outcome:
-    """All rounds of one series, told to the folder and the observer."""
-    rows: list[RoundRow] = []
-    client_rows: list[ClientRow] = []
+class _Series:
+    """The rounds of the private run, or those of its comparison, which no ledger records."""
 
-    def test(adapter: Adapter) -> Evaluation:
-        lora.write_parameters(bench.model.parameters, adapter)
-        return evaluate(bench.model, bench.test)
+    def __init__(self, config: RunConfig, bench: Workbench, nodes: Nodes, ledger: Ledger | None) -> None:
+        self.run_id = secrets.token_hex(16)
+        self.registrations = [registration for _, registration in nodes.values()]
+        self.books = Books(config, self.run_id, self.registrations, tensor_names=bench.initial, ledger=ledger)
+        self._config, self._bench, self._nodes = config, bench, nodes
 
-    def on_round(row: RoundRow, clients: list[ClientRow]) -> None:
-        rows.append(row)
-        client_rows.extend(clients)
-        folder.add(row, clients)
-        observer.round_done(row)
+    def run(self, grid: Grid, folder: RunFolder, observer: Observer) -> Outcome:
+        """All rounds, told to the folder and the observer."""
+        bench, rows, client_rows = self._bench, [], []
 
-    started = time.monotonic()
-    observer.started(config, [registration for _, registration in nodes.values()])
-    strategy = DpLora(config, nodes, tensor_names=bench.initial, evaluate=test, on_round=on_round)
-    result = strategy.start(grid, ArrayRecord(bench.initial), num_rounds=config.rounds)
-    adapter = dict(result.arrays.to_torch_state_dict())
-    seconds = time.monotonic() - started
-    return _Outcome(rows=rows, client_rows=client_rows, strategy=strategy, adapter=adapter, seconds=seconds)
+        def test(adapter: Adapter) -> Evaluation:
+            lora.write_parameters(bench.model.parameters, adapter)
+            return evaluate(bench.model, bench.test)
+
+        def on_round(row: RoundRow, clients: list[ClientRow]) -> None:
+            rows.append(row)
+            client_rows.extend(clients)
+            folder.add(row, clients)
+            observer.round_done(row)
+
+        started = time.monotonic()
+        observer.started(self._config, self.registrations)
+        strategy = DpLora(
+            self._config, self._nodes, books=self.books, run=self.run_id, evaluate=test, on_round=on_round
+        )
+        result = strategy.start(grid, ArrayRecord(bench.initial), num_rounds=self._config.rounds)
+        if strategy.stopped:
+            observer.notice(f"the run ended early: {strategy.stopped}")
+        return Outcome(
+            run_id=self.run_id,
+            rows=rows,
+            client_rows=client_rows,
+            strategy=strategy,
+            adapter=dict(result.arrays.to_torch_state_dict()),
+            seconds=time.monotonic() - started,
+        )
 
 
-def _save_variants(bench: Workbench, outcome: _Outcome, folder: RunFolder) -> None:
+def _save_variants(bench: Workbench, outcome: Outcome, folder: RunFolder) -> None:
     """The last upload of every client, and the final global adapter, in peft's format."""
     variants = {f"client-{client}": adapter for client, adapter in sorted(outcome.strategy.uploads.items())}
     for name, adapter in {**variants, "global": outcome.adapter}.items():
         lora.write_parameters(bench.model.parameters, adapter)
         lora.save(bench.model.peft_model, bench.base, folder.variant(name), labels=bench.data.label_names)
-
-
-def unmoved(before: Adapter, after: Adapter) -> list[str]:
-    """The tensors that training left as they were."""
-    return [name for name in before if torch.equal(before[name], after[name])]
-
-
-def _summary(config: RunConfig, bench: Workbench, outcome: _Outcome, comparison: _Outcome | None) -> dict[str, Any]:
-    """The contents of summary.json; epsilons by pld, each from its client's whole history."""
-    accounts, rows = outcome.strategy.accounts, outcome.rows
-    clients = []
-    upper_bound_only = False
-    for client, size in outcome.strategy.sizes.items():
-        local, rho = (accounts.spent(client, view, "pld") for view in ("local", "rho"))
-        upper_bound_only |= local.upper_bound_only or rho.upper_bound_only
-        clients.append(
-            {
-                "client": client,
-                "name": bench.data.client_names[client],
-                "num_records": size,
-                "rounds": accounts.num_releases(client),
-                "epsilon_local": local.epsilon,
-                "epsilon_rho": rho.epsilon,
-                "delta": accounts.deltas[client],
-                "bytes_up": sum(row.bytes_up for row in outcome.client_rows if row.client == client),
-                "bytes_down": sum(row.bytes_down for row in outcome.client_rows if row.client == client),
-            }
-        )
-    labels = bench.data.label_names
-    still = unmoved(bench.initial, outcome.adapter)
-    return {
-        "accuracy": rows[-1].test_accuracy,
-        "accuracy_initial": rows[0].test_accuracy,
-        "accuracy_non_private": comparison.rows[-1].test_accuracy if comparison else None,
-        "chance_accuracy": 1 / (len(labels) if labels else bench.base.model.config.vocab_size),
-        "epsilon_local_max": max(client["epsilon_local"] for client in clients),
-        "epsilon_rho_max": max(client["epsilon_rho"] for client in clients),
-        "delta_max": max(accounts.deltas.values()),
-        "accountant": "pld, but rdp where its epsilon exceeds 100" if upper_bound_only else "pld",
-        "private": config.noise_multiplier > 0 and not config.simulate,
-        "noise_source": config.noise_source,
-        "adapters_moved": not still,
-        "unmoved_tensors": still,
-        "num_clients": len(clients),
-        "num_rounds": rows[-1].round,
-        "bytes_up": sum(row.bytes_up for row in rows),
-        "bytes_down": sum(row.bytes_down for row in rows),
-        "seconds": outcome.seconds + (comparison.seconds if comparison else 0.0),
-        "engine": config.engine,
-        "configuration_digest": config.digest,
-        "clients": clients,
-    }

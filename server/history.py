@@ -7,16 +7,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRow:
-    """A row of rounds.csv; round 0 is the untrained model. Epsilons are cumulative, by the rdp accountant."""
+    """A row of rounds.csv; round 0 is the untrained model.
+
+    Epsilons are cumulative, earlier runs on the same data sets included, by the rdp accountant; `aggregate` is None
+    where that view does not hold.
+    """
 
     round: int
     num_selected: int
     num_replies: int
     num_failures: int
+    num_retired: int
     test_accuracy: float
     test_loss: float
     epsilon_local_max: float
     epsilon_rho_max: float
+    epsilon_aggregate_max: float | None
     bytes_up: int
     bytes_down: int
     seconds: float
@@ -41,6 +47,7 @@ class ClientRow:
     rho_bar: float
     epsilon_local: float
     epsilon_rho: float
+    epsilon_aggregate: float | None
     delta: float
     bytes_up: int
     bytes_down: int

@@ -49,6 +49,11 @@ class RunFolder:
         _append(self.path / "rounds.csv", [round_])
         _append(self.path / "clients.csv", clients)
 
+    @property
+    def ledger(self) -> Path:
+        """Where the run's ledger stands, or a copy of it as it was at the end."""
+        return self.path / "ledger.sqlite"
+
     def variant(self, name: str) -> Path:
         """The folder of a model variant."""
         path = self.path / "variants" / name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -12,23 +13,25 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from fedpriv import protocol
-from fedpriv.accounting.accounts import Accounts
+from fedpriv import guard, protocol
 from fedpriv.accounting.events import Event
-from fedpriv.accounting.views import Release, rho_bar
+from fedpriv.accounting.views import VIEWS, rho_bar
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.aggregation.weighted import weighted_average, weights_by_size
 from fedpriv.config import RunConfig
 from fedpriv.errors import TooFewClientsError
 from fedpriv.protocol import Registration
 from fedpriv.training.evaluation import Evaluation
-from fedpriv.training.local_update import UpdateSpec, planned_event
+from fedpriv.training.local_update import UpdateSpec
+from server.bookkeeping import Books
 from server.history import ClientRow, RoundRow
 from server.replies import MalformedError, adapter_of
 
 log = logging.getLogger("flwr")
 
 ROUND_SECONDS = 3600.0
+
+_STATUS = {protocol.REFUSED: "refused", protocol.RETIRED: "retired"}
 
 Evaluate = Callable[[Adapter], Evaluation]
 OnRound = Callable[[RoundRow, list[ClientRow]], None]
@@ -49,7 +52,8 @@ class DpLora(Strategy):
     Args:
         config: of the run.
         nodes: {partition id: (node id, registration)}.
-        tensor_names: of the adapter; the clipping rule's sensitivity depends on them.
+        books: charges the clients and says whom the budget still allows.
+        run: the run's random id.
         evaluate: the server's own test of an adapter.
         on_round: told of every finished round, round 0 being the untrained model.
     """
@@ -59,17 +63,18 @@ class DpLora(Strategy):
         config: RunConfig,
         nodes: Mapping[int, tuple[int, Registration]],
         *,
-        tensor_names: Iterable[str],
+        books: Books,
+        run: str,
         evaluate: Evaluate,
         on_round: OnRound,
     ) -> None:
         self.spec = UpdateSpec.of(config)
-        self.sizes = {client: registration.num_records for client, (_, registration) in nodes.items()}
-        self.accounts = Accounts(self.sizes, config.delta)
+        self.books = books
         self.uploads: dict[int, Adapter] = {}
+        self.stopped: str | None = None
         self._config = config
+        self._run = run
         self._node_ids = {client: node_id for client, (node_id, _) in nodes.items()}
-        self._tensor_names = tuple(tensor_names)
         self._evaluate = evaluate
         self._on_round = on_round
         self._adapter: Adapter = {}
@@ -77,26 +82,33 @@ class DpLora(Strategy):
         self._rows: list[ClientRow] = []
 
     def select(self, round_: int) -> list[int]:
-        """The partition ids of a round's clients; the seed and the round fix them, and nothing that was released."""
-        clients = sorted(self.sizes)
+        """The partition ids of a round's clients; the seed, the round and who is within budget fix them, no output."""
+        clients = self.books.active
         num = self._config.clients_per_round or len(clients)
         if num >= len(clients):
             return clients
-        rng = np.random.default_rng((self._config.seed % 2**63, round_))
+        rng = np.random.default_rng((self._config.seed, round_))
         return sorted(rng.choice(clients, size=num, replace=False).tolist())
 
     def event(self, client: int) -> Event:
         """What one round costs the client on the local view."""
-        return planned_event(self.spec, self.spec.batch_size / self.sizes[client], self._tensor_names)
+        return self.books.event(client)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """One message to each selected client: the adapter and the instruction."""
-        instruction = ConfigRecord({**protocol.pack_instruction(server_round, self.spec), **config})
+        """One message to each selected client, the adapter and the instruction, once all of them are charged."""
+        instruction = ConfigRecord({**protocol.pack_instruction(self._run, server_round, self.spec), **config})
         self._adapter = dict(arrays.to_torch_state_dict())
         self._round = _Round(server_round, {}, time.monotonic())
-        for client in self.select(server_round):
+        clients = self.select(server_round)
+        # Whom the budget leaves out is replaced, as long as there are others.
+        while self.books.within_budget(clients) != clients:
+            clients = self.select(server_round)
+        if len(clients) < self._config.min_clients:
+            return []
+        self.books.charge(server_round, clients, guard.request_digest(self._adapter, self.spec))
+        for client in clients:
             content = RecordDict({protocol.ADAPTER: arrays, protocol.INSTRUCTION: instruction})
             self._round.sent[client] = Message(content, self._node_ids[client], "train", group_id=str(server_round))
         return list(self._round.sent.values())
@@ -104,10 +116,7 @@ class DpLora(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The weighted average over the clients whose reply is sound; None where they are fewer than `min_clients`.
-
-        Every selected client is charged: who was asked may have released something, whether or not it arrived.
-        """
+        """The weighted average over the clients whose reply is sound; None where they are fewer than `min_clients`."""
         adapters: dict[int, Adapter] = {}
         status = dict.fromkeys(self._round.sent, "no reply")
         arrived: dict[int, Message] = {}
@@ -120,8 +129,10 @@ class DpLora(Strategy):
                 continue
             arrived[client] = reply
             if reply.has_error():
-                status[client] = "refused" if (reply.error.reason or "").startswith("refused") else "failed"
+                status[client] = _STATUS.get(reply.error.code, "failed")
                 log.warning("round %s, client %s: %s", server_round, client, reply.error.reason)
+                if status[client] == "retired":
+                    self.books.retire(client, reply.error.reason or "its node's budget is spent")
                 continue
             try:
                 event = self.event(client)
@@ -132,38 +143,31 @@ class DpLora(Strategy):
                 log.warning("round %s, client %s: %s", server_round, client, error)
         # The mapping is ordered by partition id: sums do not depend on the order of arrival.
         adapters = dict(sorted(adapters.items()))
-        weights = weights_by_size({client: self.sizes[client] for client in adapters}) if adapters else {}
-        self._charge(weights)
+        weights = weights_by_size({client: self.books.sizes[client] for client in adapters}) if adapters else {}
+        self.books.settle({client: _digest(adapter, self.event(client)) for client, adapter in adapters.items()})
         self._rows = [self._row(client, status[client], weights, arrived) for client in self._round.sent]
         if len(adapters) < self._config.min_clients:
             return None, None
-        self.uploads.update(adapters)
+        if not self._config.uploads_hidden:
+            self.uploads.update(adapters)
         return ArrayRecord(weighted_average(list(adapters.values()), list(weights.values()))), None
-
-    def _charge(self, weights: Mapping[int, float]) -> None:
-        """Record the releases; a client that dropped out may have been seen among any of those selected."""
-        selected = rho_bar(weights_by_size({client: self.sizes[client] for client in self._round.sent}).values())
-        happened = rho_bar(weights.values()) if weights else selected
-        for client in self._round.sent:
-            scale = happened if client in weights else min(happened, selected)
-            self.accounts.record(client, Release(event=self.event(client), rho_bar=scale))
 
     def _row(self, client: int, status: str, weights: Mapping[int, float], arrived: Mapping[int, Message]) -> ClientRow:
         event, sent, reply = self.event(client), self._round.sent[client], arrived.get(client)
+        spent = {view: self.books.accounts.spent(client, view, "rdp") for view in VIEWS}
         return ClientRow(
             round=self._round.number,
             client=client,
-            num_records=self.sizes[client],
+            num_records=self.books.sizes[client],
             status=status,
-            sampling_probability=event.sampling_probability,
+            sampling_probability=getattr(event, "sampling_probability", 1.0),
             noise_multiplier=self.spec.noise_multiplier,
-            effective_noise_multiplier=event.noise_multiplier,
+            effective_noise_multiplier=getattr(event, "noise_multiplier", 0.0),
             steps=event.count,
             weight=weights.get(client, 0.0),
             rho_bar=rho_bar(weights.values()) if weights else 0.0,
-            epsilon_local=self.accounts.spent(client, "local", "rdp").epsilon,
-            epsilon_rho=self.accounts.spent(client, "rho", "rdp").epsilon,
-            delta=self.accounts.deltas[client],
+            **{f"epsilon_{view}": cost.epsilon if cost else None for view, cost in spent.items()},
+            delta=self.books.accounts.deltas[client],
             bytes_up=_count_bytes(reply) if reply is not None else 0,
             bytes_down=_count_bytes(sent),
             seconds=reply.metadata.created_at - sent.metadata.created_at if reply is not None else float("nan"),
@@ -181,7 +185,7 @@ class DpLora(Strategy):
 
     def summary(self) -> None:
         """Log what the run is about to do."""
-        log.info("DP-LoRA: %s clients, %s", len(self.sizes), self.spec)
+        log.info("DP-LoRA: %s clients, %s", len(self.books.sizes), self.spec)
 
     def start(
         self,
@@ -195,9 +199,12 @@ class DpLora(Strategy):
     ) -> Result:
         """Run all rounds. Unlike Flower's loop it tests with its own set alone and reports every round.
 
+        It ends early, with the reason in `stopped`, when fewer than `min_clients` are within their budgets.
+
         Raises:
-            TooFewClientsError: a round ended with fewer usable replies than `min_clients`; it is reported first,
-                since its clients were charged.
+            TooFewClientsError: a round ended with fewer usable replies than `min_clients`, not for their budgets; it is
+                reported first, since its clients were charged.
+            LedgerError: a round could not be charged, so nobody was asked.
         """
         self.summary()
         result = Result()
@@ -205,16 +212,29 @@ class DpLora(Strategy):
         self._report(0, initial_arrays, time.monotonic())
         for round_ in range(1, num_rounds + 1):
             started = time.monotonic()
-            messages = self.configure_train(round_, result.arrays, train_config or ConfigRecord(), grid)
+            messages = list(self.configure_train(round_, result.arrays, train_config or ConfigRecord(), grid))
+            if not messages:
+                self._stop(round_)
+                break
             arrays, _ = self.aggregate_train(round_, grid.send_and_receive(messages, timeout=timeout))
             result.arrays = arrays or result.arrays
             self._report(round_, result.arrays, started)
+            if arrays is None and len(self.books.active) < self._config.min_clients:
+                self._stop(round_)
+                break
             if arrays is None:
                 usable = sum(row.status == "ok" for row in self._rows)
                 raise TooFewClientsError(
                     f"round {round_}: {usable} usable replies, min_clients = {self._config.min_clients}"
                 )
         return result
+
+    def _stop(self, round_: int) -> None:
+        self.stopped = (
+            f"round {round_}: {len(self.books.active)} of {len(self.books.sizes)} clients are within their budgets, "
+            f"min_clients = {self._config.min_clients}"
+        )
+        log.info("the run ends early: %s", self.stopped)
 
     def _report(self, round_: int, arrays: ArrayRecord, started: float) -> None:
         test = self._evaluate(dict(arrays.to_torch_state_dict()))
@@ -227,14 +247,19 @@ class DpLora(Strategy):
                 num_failures=sum(row.status != "ok" for row in rows),
                 test_accuracy=test.accuracy,
                 test_loss=test.loss,
-                epsilon_local_max=self.accounts.largest("local", "rdp"),
-                epsilon_rho_max=self.accounts.largest("rho", "rdp"),
+                num_retired=len(self.books.retired),
+                **{f"epsilon_{view}_max": self.books.accounts.largest(view, "rdp") for view in VIEWS},
                 bytes_up=sum(row.bytes_up for row in rows),
                 bytes_down=sum(row.bytes_down for row in rows),
                 seconds=time.monotonic() - started,
             ),
             rows,
         )
+
+
+def _digest(adapter: Adapter, event: Event) -> str:
+    """The digest that the client's own ledger has of its upload."""
+    return hashlib.sha256(protocol.pack_upload(adapter, event)).hexdigest()
 
 
 def _count_bytes(message: Message) -> int:

@@ -18,7 +18,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from fedpriv import config as configuration
 from fedpriv.config import RunConfig
-from fedpriv.errors import InputError, TooFewClientsError
+from fedpriv.errors import InputError, LedgerError, TooFewClientsError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
 
@@ -61,7 +61,7 @@ def run(
     except InputError as error:
         Console(stderr=True).print(f"[bold red]error[/] {error}", soft_wrap=True, highlight=False)
         raise typer.Exit(2) from None
-    except TooFewClientsError as error:
+    except (LedgerError, TooFewClientsError) as error:
         Console(stderr=True).print(f"[bold red]failed[/] {error}", soft_wrap=True, highlight=False)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
@@ -78,6 +78,8 @@ def _resolve(path: Path | None, overrides: list[str], engine: str | None, out: P
     if out is not None:
         values["out"] = str(out)
     name = path.stem if path is not None else "embedded"
+    if values.get("ledger"):
+        values["ledger"] = str(Path(str(values["ledger"])).expanduser().absolute())
     folder = values.get("out") or RESULTS / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
     resolved = configuration.parse(values | {"out": str(Path(folder).expanduser().absolute())})
     if resolved.engine not in ENGINES:

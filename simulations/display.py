@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -56,6 +57,10 @@ class TerminalObserver:
         )
         self._task = self._progress.add_task("preparing", total=config.rounds)
         self._progress.start()
+
+    def notice(self, text: str) -> None:
+        """Show a line that must not be missed."""
+        self._console.print(f"[bold yellow]note[/] {escape(text)}", highlight=False, soft_wrap=True)
 
     def round_done(self, row: RoundRow) -> None:
         """Show the round's figures."""

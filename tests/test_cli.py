@@ -91,3 +91,76 @@ def test_every_command_explains_itself(command):
 def test_account_does_not_wait_for_torch():
     code = "import sys, fedpriv.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# dp-accounting called directly; its pld figure is computed afresh, not through fedpriv.
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_account_agrees_with_dp_accounting_itself(accountant):
+    import dp_accounting
+    from dp_accounting import pld, rdp
+
+    library = rdp.RdpAccountant() if accountant == "rdp" else pld.PLDAccountant()
+    library.compose(dp_accounting.PoissonSampledDpEvent(0.05, dp_accounting.GaussianDpEvent(2.0)), 40)
+    ours = as_json(*ACCOUNT, "--accountant", accountant)["epsilon"]
+    assert ours == pytest.approx(library.get_epsilon(1e-5), rel=1e-6 if accountant == "rdp" else 1e-3)
+
+
+def test_closed_form_is_the_papers_figure():
+    # 2 * 0.05 * sqrt(40 ln 1e5) / 2 = 0.05 * 21.459658
+    assert as_json(*ACCOUNT, "--accountant", "closed-form")["epsilon"] == pytest.approx(1.0729829, abs=1e-6)
+
+
+def test_batch_clipping_with_a_head_divides_the_noise():
+    result = as_json(*ACCOUNT, "--accountant", "rdp", "--clipping", "batch", "--head")
+    assert result["effective_noise_multiplier"] == pytest.approx(2 / (2 * 3**0.5))
+
+
+@pytest.mark.parametrize("arguments", [ACCOUNT, [*ACCOUNT, "--accountant", "closed-form"]], ids=["pld", "closed-form"])
+def test_json_is_one_line_on_stdout_and_nothing_else_anywhere(arguments):
+    result = fedpriv(*arguments, "--json")
+    assert result.stdout.count("\n") == 1
+    assert isinstance(json.loads(result.stdout), dict)
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "part"),
+    [
+        ("r.jsonl", "", "r.jsonl"),
+        ("r.txt", "x", "unknown format"),
+    ],
+    ids=["empty", "unknown format"],
+)
+def test_data_check_of_an_unusable_file_exits_with_2_and_one_line(tmp_path, name, content, part):
+    (tmp_path / name).write_text(content)
+    result = fedpriv("data", "check", str(tmp_path / name), "--json")
+    assert "Traceback" not in result.stderr
+    assert (result.returncode, result.stdout) == (2, "")
+    assert part in result.stderr
+
+
+def test_report_of_a_folder_that_is_no_run_exits_with_2(tmp_path):
+    result = fedpriv("report", str(tmp_path), "--json")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "Traceback" not in result.stderr
+
+
+def test_extreme_noise_shows_no_traceback():
+    result = fedpriv("account", "--noise-multiplier", "1e-300", *ACCOUNT[3:])
+    assert result.returncode in (0, 2)
+    assert "Traceback" not in result.stderr
+
+
+def test_a_finished_account_has_not_imported_torch():
+    code = f"""
+import sys
+from fedpriv import cli
+sys.argv = ["fedpriv", *{ACCOUNT!r}, "--json"]
+try:
+    cli.main()
+except SystemExit:
+    pass
+assert "dp_accounting" in sys.modules
+sys.exit("torch" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

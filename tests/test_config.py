@@ -39,7 +39,11 @@ BAD = {
     "noise_multiplier": float("nan"),
     "delta": 1.0,
     "target_epsilon": -2.0,
-    "privacy_view": "aggregate",
+    "privacy_view": "global",
+    "noise_on": "paper",
+    "budget_epsilon": [0.0],
+    "uploads_hidden": "maybe",
+    "colluding_clients": -1,
     "seed": "zero",
     "simulate": "maybe",
     "comparison": "maybe",
@@ -156,3 +160,82 @@ def test_digest_ignores_where_results_go_and_nothing_else():
 )
 def test_a_comparison_follows_only_where_it_is_allowed(values, expected):
     assert parse(values).compares is expected
+
+
+FLOATS = [field.name for field in fields(RunConfig) if isinstance(field.default, float)] + ["delta", "target_epsilon"]
+TEXTS = [field.name for field in fields(RunConfig) if isinstance(field.default, str) and field.name != "layers"]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0], ids=str)
+@pytest.mark.parametrize("key", FLOATS)
+def test_no_float_takes_nan_infinity_or_a_negative(key, bad):
+    with pytest.raises(InputError, match=rf"^{key} = "):
+        parse({key: bad})
+
+
+@pytest.mark.parametrize("key", TEXTS)
+def test_no_text_takes_a_number(key):
+    with pytest.raises(InputError, match=rf"^{key} = 3: "):
+        parse({key: 3})
+
+
+def test_every_key_is_met_by_a_bad_value():
+    assert set(KEYS) - set(BAD) - set(FLOATS) - set(TEXTS) == {"target_modules", "labels"}
+    for key in ("target_modules", "labels"):
+        with pytest.raises(InputError, match=rf"^{key} = 5: "):
+            parse({key: 5})
+
+
+@pytest.mark.parametrize(
+    ("key", "right"),
+    [("rank", "greater than or equal to 1"), ("optimizer", "'sgd' or 'adamw'"), ("test_fraction", "less than 1")],
+)
+def test_message_says_what_would_be_right(key, right):
+    with pytest.raises(InputError, match=right):
+        parse({key: BAD[key]})
+
+
+def test_negative_seed_is_refused_before_numpy_meets_it():
+    with pytest.raises(InputError, match="seed = -1"):
+        parse({"seed": -1})
+
+
+# Real label names hold commas ("Diseases, rare"); under Flower the list travels as one text.
+@pytest.mark.parametrize("labels", [["rare, old", "new"], [" padded", "b"], ["", "b"]])
+def test_any_label_survives_the_flower_form(labels):
+    config = parse({"labels": labels})
+    assert parse(to_flower(config)) == config
+
+
+def test_a_configuration_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        RunConfig().rounds = 3
+
+
+def test_later_override_wins_and_spaces_do_not_count():
+    assert parse_overrides(["rounds=3", " rounds = 4 ", "model='a=b'"]) == {"rounds": 4, "model": "a=b"}
+
+
+def test_layers_can_be_named_by_one_number_in_an_override():
+    assert parse(parse_overrides(["layers=3"])).layers == "3"
+
+
+# Keys that cannot be raised by one, extended by a letter or turned over.
+OTHER = {"task": "CAUSAL_LM", "layers": "all", "partition": "iid", "clipping": "split", "privacy_view": "rho"}
+OTHER |= {"engine": "flower", "comparison": True, "delta": 1e-7, "target_epsilon": 2.0, "test_fraction": 0.3}
+OTHER |= {
+    "budget_epsilon": (4.0,),
+    "noise_on": "upload",
+    "labels": ("a",),
+    "target_modules": ("q",),
+    "client_sizes": (3,),
+    "optimizer": "sgd",
+}
+
+
+@pytest.mark.parametrize("key", sorted(set(KEYS) - {"out", "ledger", "aggregation"}))
+def test_digest_depends_on_every_other_key_with_a_choice(key):
+    base = RunConfig(optimizer="adamw")
+    old = getattr(base, key)
+    new = OTHER.get(key, f"{old}x" if isinstance(old, str) else not old if isinstance(old, bool) else None)
+    assert replace(base, **{key: old + 1 if new is None else new}).digest != base.digest

@@ -14,7 +14,8 @@ from fedpriv.errors import InputError
 from fedpriv.training.local_update import UpdateSpec
 
 SPEC = UpdateSpec.of(RunConfig())
-STRICT, OPEN = guard.NodePolicy(), guard.NodePolicy(allow_not_private=True)
+STRICT = guard.NodePolicy(allow_unrecorded=True)
+OPEN = guard.NodePolicy(allow_unrecorded=True, allow_not_private=True)
 
 
 def check(policy=STRICT, noise_source="secure", **changes):
@@ -81,7 +82,7 @@ def test_runs_without_noise_need_public_data_or_simulate(public, simulate, compa
 
 
 def test_instruction_round_trip():
-    assert protocol.unpack_instruction(protocol.pack_instruction(7, SPEC)) == (7, SPEC)
+    assert protocol.unpack_instruction(protocol.pack_instruction("run", 7, SPEC)) == ("run", 7, SPEC)
 
 
 def test_release_round_trip():
@@ -90,7 +91,7 @@ def test_release_round_trip():
 
 
 def test_registration_round_trip():
-    registration = protocol.Registration(client=3, num_records=40, name="St. Anna")
+    registration = protocol.Registration(client=3, num_records=40, name="St. Anna", data_set="5eed")
     assert protocol.unpack_registration(protocol.pack_registration(registration)) == registration
 
 
@@ -106,7 +107,7 @@ def test_registration_round_trip():
     ],
 )
 def test_malformed_instruction_is_refused_by_name(change, message):
-    fields = {**protocol.pack_instruction(1, SPEC), **change}
+    fields = {**protocol.pack_instruction("run", 1, SPEC), **change}
     fields = {name: value for name, value in fields.items() if value is not None}
     with pytest.raises(ValueError, match=message):
         protocol.unpack_instruction(fields)
@@ -114,6 +115,6 @@ def test_malformed_instruction_is_refused_by_name(change, message):
 
 @pytest.mark.parametrize("change", [{"num_records": 0}, {"client": -1}])
 def test_impossible_registration_is_refused(change):
-    fields = protocol.pack_registration(protocol.Registration(client=0, num_records=1, name=""))
+    fields = protocol.pack_registration(protocol.Registration(client=0, num_records=1, name="", data_set="5eed"))
     with pytest.raises(ValueError, match="needs client >= 0"):
         protocol.unpack_registration({**fields, **change})

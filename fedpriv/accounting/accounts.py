@@ -1,11 +1,14 @@
-"""Every client's account: what it released, and what that cost on each view."""
+"""Every client's account: what it released, in this run and before, and what that cost on each view."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from fedpriv.accounting.curves import Accountant, PrivacySpent, check_delta, spent
-from fedpriv.accounting.views import Release, View, default_delta, seen_by
+from fedpriv.accounting.events import Event
+from fedpriv.accounting.views import VIEWS, Release, View, default_delta
 
 
 class Accounts:
@@ -14,13 +17,22 @@ class Accounts:
     Args:
         num_records: {client: registered N_k}.
         delta: for every client, or None for each client's default, 1/(10 N_k) and at most 1e-5.
+        earlier: {client: releases of earlier runs on the same records}.
     """
 
-    def __init__(self, num_records: Mapping[int, int], delta: float | None = None) -> None:
+    def __init__(
+        self,
+        num_records: Mapping[int, int],
+        delta: float | None = None,
+        earlier: Mapping[int, Iterable[Release]] | None = None,
+    ) -> None:
         if delta is not None:
             check_delta(delta)
         self.deltas = {client: delta or default_delta(size) for client, size in num_records.items()}
-        self._releases: dict[int, list[Release]] = {client: [] for client in num_records}
+        self._earlier = {client: _History((earlier or {}).get(client, ())) for client in num_records}
+        self._own = {client: _History() for client in num_records}
+        # An epsilon is asked for more often than it changes.
+        self._known: dict[tuple[int, View, Accountant, bool], PrivacySpent] = {}
 
     def record(self, client: int, release: Release) -> None:
         """Charge the client for a release.
@@ -28,21 +40,99 @@ class Accounts:
         Raises:
             KeyError: the client is not registered.
         """
-        self._releases[client].append(release)
+        self._own[client].add(release)
+        self._known = {key: cost for key, cost in self._known.items() if key[0] != client}
 
     def num_releases(self, client: int) -> int:
-        """How many releases the client was charged for."""
-        return len(self._releases[client])
+        """How many releases of this run the client was charged for."""
+        return self._own[client].num_releases
 
-    def spent(self, client: int, view: View, accountant: Accountant) -> PrivacySpent:
-        """What the client's releases cost so far on the view: composed first, converted once."""
-        return spent(seen_by(self._releases[client], view), self.deltas[client], accountant)
+    def spent(
+        self, client: int, view: View, accountant: Accountant, *, this_run_only: bool = False
+    ) -> PrivacySpent | None:
+        """What the client's releases cost so far on the view, those of earlier runs included unless left out.
 
-    def largest(self, view: View, accountant: Accountant) -> float:
-        """The largest epsilon of all clients on the view, each at its own delta."""
-        return max((self.spent(client, view, accountant).epsilon for client in self._releases), default=0.0)
+        None on the `aggregate` view where it does not hold for one of them. Composed first, converted once.
+        """
+        key = (client, view, accountant, this_run_only)
+        if key not in self._known:
+            events = self._events(client, view, this_run_only)
+            if events is None:
+                return None
+            self._known[key] = spent(events, self.deltas[client], accountant)
+        return self._known[key]
+
+    def fits(self, client: int, release: Release, view: View, budget: float) -> bool:
+        """Whether the client stays within its budget if it makes one more such release.
+
+        pld decides. Where rdp, which is cheaper and as valid a bound, stays clearly below the budget, pld, which then
+        nearly always does too, is not asked.
+
+        Raises:
+            ValueError: the view does not hold for the client's releases.
+        """
+        events = self._events(client, view, this_run_only=False)
+        if events is None:
+            raise ValueError("view = aggregate: does not hold for an earlier release on the same records")
+        events.append(release.seen_by(view))
+        if spent(events, self.deltas[client], "rdp").epsilon <= 0.95 * budget:
+            return True
+        return spent(events, self.deltas[client], "pld").epsilon <= budget
+
+    def history(self, client: int, view: View) -> list[Event]:
+        """All events of the client on the view, equal ones merged.
+
+        Raises:
+            ValueError: the view does not hold for one of them.
+        """
+        events = self._events(client, view, this_run_only=False)
+        if events is None:
+            raise ValueError("view = aggregate: does not hold for an earlier release on the same records")
+        return events
+
+    def largest(self, view: View, accountant: Accountant) -> float | None:
+        """The largest epsilon of all clients on the view, each at its own delta; None where the view does not hold."""
+        costs = [self.spent(client, view, accountant) for client in self._own]
+        if any(cost is None for cost in costs):
+            return None
+        return max((cost.epsilon for cost in costs if cost is not None), default=0.0)
 
     @property
     def clients(self) -> Iterable[int]:
         """The registered clients."""
-        return self._releases.keys()
+        return self._own.keys()
+
+    def _events(self, client: int, view: View, this_run_only: bool) -> list[Event] | None:
+        histories = [self._own[client]] if this_run_only else [self._earlier[client], self._own[client]]
+        events: list[Event] = []
+        for history in histories:
+            seen = history.events(view)
+            if seen is None:
+                return None
+            events.extend(seen)
+        return events
+
+
+class _History:
+    """Releases as counted events for each view, so that a long history costs no more than a varied one."""
+
+    def __init__(self, releases: Iterable[Release] = ()) -> None:
+        self.num_releases = 0
+        self._counts: dict[View, Counter[Event] | None] = {view: Counter() for view in VIEWS}
+        for release in releases:
+            self.add(release)
+
+    def add(self, release: Release) -> None:
+        self.num_releases += 1
+        for view, counts in self._counts.items():
+            if counts is None:
+                continue
+            if view == "aggregate" and release.aggregate_scale is None:
+                self._counts[view] = None
+                continue
+            event = release.seen_by(view)
+            counts[replace(event, count=1)] += event.count
+
+    def events(self, view: View) -> list[Event] | None:
+        counts = self._counts[view]
+        return None if counts is None else [replace(event, count=count) for event, count in counts.items()]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from fedpriv.accounting.curves import Accountant, check_delta, spent
-from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.events import Event, SubsampledGaussian
 
 # Beyond this z a Gaussian hides everything that anyone could want hidden; the search must end somewhere.
 _MAX_NOISE = 1e6
@@ -121,40 +122,40 @@ def rounds_within(
     epsilon: float,
     delta: float,
     *,
-    noise_multiplier: float,
-    sampling_probability: float,
+    each_round: Event,
+    spent_before: Iterable[Event] = (),
+    at_most: int | None = None,
     accountant: Accountant = "pld",
-    steps_per_round: int = 1,
 ) -> int:
     """The largest number of whole rounds whose cost stays within (epsilon, delta); 0 if not even one does.
 
     Args:
-        epsilon: budget, > 0.
+        epsilon: budget, finite, > 0.
         delta: in (0, 1).
-        noise_multiplier: effective noise multiplier of the view that is asked for, >= 0.
-        sampling_probability: q in (0, 1].
+        each_round: what one round costs on the view that is asked for.
+        spent_before: what was released before, on the same view.
+        at_most: ask no further than this number of rounds; None asks until the budget ends.
         accountant: `pld` or `rdp`.
-        steps_per_round: noisy steps in a round, >= 1.
 
     Raises:
         ValueError: a value is out of range, or the budget never ends (more than 1e9 rounds).
     """
     if not (math.isfinite(epsilon) and epsilon > 0):
         raise ValueError(f"epsilon = {epsilon}: must be finite and > 0")
+    before = list(spent_before)
 
     def fits(rounds: int) -> bool:
-        event = SubsampledGaussian(
-            noise_multiplier=noise_multiplier,
-            sampling_probability=sampling_probability,
-            count=rounds * steps_per_round,
-        )
-        return spent([event], delta, accountant).epsilon <= epsilon
+        events = [*before, replace(each_round, count=rounds * each_round.count)]
+        return spent(events, delta, accountant).epsilon <= epsilon
 
+    if at_most is not None and (at_most == 0 or fits(at_most)):
+        return at_most
     low, high = 0, 1
-    while fits(high):
+    while (at_most is None or high < at_most) and fits(high):
         low, high = high, 2 * high
         if high > _MAX_ROUNDS:
             raise ValueError(f"epsilon = {epsilon}: more than {_MAX_ROUNDS} rounds fit; the budget does not bind")
+    high = high if at_most is None else min(high, at_most)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -10,6 +10,13 @@ from collections.abc import Iterable
 
 CLIPPING_RULES = ("joint", "split", "per-tensor", "batch")
 
+# Where the noise goes: on every step's gradient, or once on the whole update before it is uploaded.
+NOISE_PLACES = ("gradients", "upload")
+
+# Whatever a client's data are, its clipped update lies within S of zero, so replacing them, or one record of them,
+# moves it by up to 2 S. The server knows who sends: nothing smaller holds against it.
+UPLOAD_FACTOR = 2.0
+
 
 def clipping_parts(rule: str, names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
     """The groups of tensors that are clipped to C each, together holding every tensor once.

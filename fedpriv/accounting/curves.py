@@ -1,4 +1,4 @@
-"""Epsilon of a composition of events: accountants `pld` and `rdp` (Google's dp-accounting) and `closed-form`."""
+"""Epsilon of a composition of events: accountants `pld` and `rdp` (Google's dp-accounting)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any, Literal
 
 import dp_accounting
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from absl import logging as absl_logging
 from dp_accounting import pld, rdp
 
-from fedpriv.accounting.events import Event, group
+from fedpriv.accounting.events import EpsilonDelta, Event, PureEpsilon, SubsampledGaussian, group
 
 Accountant = Literal["pld", "rdp"]
 
@@ -24,6 +24,13 @@ _ORDERS = rdp.RdpAccountant().orders
 
 # Above this, pld takes minutes or gigabytes, and nobody needs the digits.
 PLD_LIMIT = 100.0
+
+# Outside this range of z floating point says nothing: below it a release counts as one without noise, above it as
+# one with the largest noise. Both only raise the cost.
+_MIN_NOISE, _MAX_NOISE = 1e-6, 1e6
+
+# Renyi divergences below this are lost in rounding (dp-accounting even returns negative ones).
+_SMALLEST_DIVERGENCE = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,26 +56,53 @@ def spent(events: Iterable[Event], delta: float, accountant: Accountant = "pld")
     Events are composed first and converted once. With `pld`, a composition whose rdp epsilon exceeds 100 is
     answered by rdp, marked as an upper bound.
 
+    An (e, d)-DP release is dominated by one that reveals everything with probability d and is e-DP otherwise
+    (Kairouz, Oh and Viswanath 2015): its d is taken off delta, and the rest composed as a pure e.
+
     Args:
-        events: in any order; none at all costs nothing.
+        events: in any order, of one unit; none at all costs nothing.
         delta: in (0, 1).
         accountant: `pld` (tight) or `rdp` (fast, looser).
 
     Raises:
-        ValueError: delta is outside (0, 1), or the accountant is unknown.
+        ValueError: delta is outside (0, 1), the accountant is unknown, an event is none of the vocabulary, or
+            events protect different units.
     """
     check_delta(delta)
-    if accountant not in ("pld", "rdp"):
-        raise ValueError(f"accountant = {accountant!r}: must be pld or rdp")
-    grouped = tuple(sorted(group(events), key=repr))
-    if not grouped:
-        return PrivacySpent(epsilon=0.0, delta=delta, accountant=accountant)
-    if any(event.noise_multiplier == 0 and event.sampling_probability > 0 for event in grouped):
+    _check_accountant(accountant)
+    composition, left = _without_deltas(_checked(events), delta)
+    if not composition:
+        return PrivacySpent(epsilon=0.0 if left > 0 else math.inf, delta=delta, accountant=accountant)
+    if left <= 0 or not all(map(_has_noise, composition)):
         return PrivacySpent(epsilon=math.inf, delta=delta, accountant=accountant)
-    by_rdp = _rdp_epsilon(grouped, delta)
+    by_rdp = _rdp_epsilon(composition, left)
     if accountant == "rdp" or by_rdp > PLD_LIMIT:
         return PrivacySpent(epsilon=by_rdp, delta=delta, accountant="rdp", upper_bound_only=accountant == "pld")
-    return PrivacySpent(epsilon=_pld_epsilon(grouped, delta), delta=delta, accountant="pld")
+    return PrivacySpent(epsilon=_pld_epsilon(composition, left), delta=delta, accountant="pld")
+
+
+def delta_spent(events: Iterable[Event], epsilon: float, accountant: Accountant = "pld") -> float:
+    """The smallest delta, in [0, 1], for which the composition is (epsilon, delta)-DP by the accountant.
+
+    Args:
+        events: as for `spent`.
+        epsilon: >= 0, finite.
+        accountant: `pld` or `rdp`; where the composition's rdp epsilon at delta 1e-5 exceeds 100, rdp answers.
+
+    Raises:
+        ValueError: as for `spent`, or epsilon is negative or not finite.
+    """
+    if not 0 <= epsilon < math.inf:
+        raise ValueError(f"epsilon = {epsilon}: must be finite and >= 0")
+    _check_accountant(accountant)
+    composition, left = _without_deltas(_checked(events), 1.0)
+    if not composition or not all(map(_has_noise, composition)):
+        return 1.0 - left if not composition else 1.0
+    if accountant == "rdp" or _rdp_epsilon(composition, 1e-5) > PLD_LIMIT:
+        rest = float(rdp.compute_delta(_ORDERS, _total_curve(composition), epsilon)[0])
+    else:
+        rest = float(_total_loss(composition).get_delta_for_epsilon(epsilon))
+    return min(1.0, 1.0 - left + rest)
 
 
 def check_delta(delta: float) -> None:
@@ -77,33 +111,109 @@ def check_delta(delta: float) -> None:
         raise ValueError(f"delta = {delta}: must lie in (0, 1), for instance 1e-5")
 
 
-def _rdp_epsilon(events: tuple[Event, ...], delta: float) -> float:
+def _check_accountant(accountant: str) -> None:
+    if accountant not in ("pld", "rdp"):
+        raise ValueError(f"accountant = {accountant!r}: must be pld or rdp")
+
+
+def _checked(events: Iterable[Event]) -> tuple[Event, ...]:
+    """The events, grouped, if they belong to the vocabulary and protect one unit."""
+    events = tuple(events)
+    for event in events:
+        if type(event) not in (SubsampledGaussian, PureEpsilon, EpsilonDelta):
+            raise ValueError(f"event {event!r}: unknown, so its cost is unknown")
+    if len(units := {event.unit for event in events}) > 1:
+        raise ValueError(f"units {', '.join(sorted(units))}: guarantees of different units have no common epsilon")
+    return tuple(sorted(group(events), key=repr))
+
+
+def _without_deltas(
+    events: Iterable[Event], delta: float
+) -> tuple[tuple[SubsampledGaussian | PureEpsilon, ...], float]:
+    """Events that cost no delta of their own, with noise in a computable range, and what is left of delta."""
+    pure: list[SubsampledGaussian | PureEpsilon] = []
+    for event in events:
+        if isinstance(event, EpsilonDelta):
+            delta -= event.count * event.delta
+            event = PureEpsilon(epsilon=event.epsilon, count=event.count, unit=event.unit)
+        if isinstance(event, SubsampledGaussian):
+            if event.sampling_probability == 0:
+                continue
+            event = replace(event, noise_multiplier=min(event.noise_multiplier, _MAX_NOISE))
+        pure.append(event)
+    return tuple(pure), delta
+
+
+def _has_noise(event: SubsampledGaussian | PureEpsilon) -> bool:
+    return isinstance(event, PureEpsilon) or event.noise_multiplier >= _MIN_NOISE
+
+
+def _rdp_epsilon(events: tuple[SubsampledGaussian | PureEpsilon, ...], delta: float) -> float:
     """Renyi curves of single releases, times their counts, added up and converted once."""
-    total = np.sum([event.count * _rdp_curve(replace(event, count=1)) for event in events], axis=0)
-    return float(rdp.compute_epsilon(_ORDERS, total, delta)[0])
+    by_rdp = float(rdp.compute_epsilon(_ORDERS, _total_curve(events), delta)[0])
+    if all(isinstance(event, PureEpsilon) for event in events):  # then their plain sum is a bound as well
+        return min(by_rdp, math.fsum(e.count * e.epsilon for e in events if isinstance(e, PureEpsilon)))
+    return by_rdp
+
+
+def _total_curve(events: tuple[SubsampledGaussian | PureEpsilon, ...]) -> npt.NDArray[np.float64]:
+    total: npt.NDArray[np.float64] = np.sum([e.count * _rdp_curve(replace(e, count=1)) for e in events], axis=0)
+    return total
 
 
 @lru_cache(maxsize=65536)
-def _rdp_curve(event: Event) -> npt.NDArray[np.float64]:
+def _rdp_curve(event: SubsampledGaussian | PureEpsilon) -> npt.NDArray[np.float64]:
     """Renyi divergence of one release at dp-accounting's default orders."""
-    accountant = rdp.RdpAccountant()
-    with _quiet_absl():
-        accountant.compose(_as_dp_event(event))
-    curve: npt.NDArray[np.float64] = accountant.rdp
+    orders = np.asarray(_ORDERS)
+    if isinstance(event, PureEpsilon):
+        # Randomised response dominates every epsilon-DP mechanism: p^a (1-p)^(1-a) + (1-p)^a p^(1-a), p/(1-p) = e^eps.
+        log_p = -np.log1p(np.exp(-event.epsilon))
+        curve: npt.NDArray[np.float64] = (
+            log_p + np.logaddexp((orders - 1) * event.epsilon, -orders * event.epsilon)
+        ) / (orders - 1)
+    else:
+        accountant = rdp.RdpAccountant()
+        with _quiet_absl():
+            accountant.compose(_as_dp_event(event))
+        # The Gaussian without sampling bounds the curve from above, so the floor never passes it.
+        floor = np.minimum(orders / (2 * event.noise_multiplier**2), _SMALLEST_DIVERGENCE)
+        curve = np.maximum(accountant.rdp, floor)
     return curve
 
 
 @lru_cache(maxsize=4096)
-def _pld_epsilon(events: tuple[Event, ...], delta: float) -> float:
+def _pld_epsilon(events: tuple[SubsampledGaussian | PureEpsilon, ...], delta: float) -> float:
     """By privacy loss distributions; equal histories, common across clients, are computed once."""
-    accountant = pld.PLDAccountant()
+    return float(_total_loss(events).get_epsilon_for_delta(delta))
+
+
+def _total_loss(events: tuple[SubsampledGaussian | PureEpsilon, ...]) -> Any:
+    """The privacy loss distribution of the whole composition, from above."""
     with _quiet_absl():
-        for event in events:
-            accountant.compose(_as_dp_event(event), event.count)
-    return float(accountant.get_epsilon(delta))
+        return reduce(lambda total, event: total.compose(event), map(_loss, events))
 
 
-def _as_dp_event(event: Event) -> Any:
+def _loss(event: SubsampledGaussian | PureEpsilon) -> Any:
+    """The privacy loss distribution of the event with its count."""
+    if isinstance(event, SubsampledGaussian) and event.sampling_probability == 1:
+        # n Gaussians are one with a sqrt(n)-th of the noise.
+        event = replace(event, noise_multiplier=event.noise_multiplier / math.sqrt(event.count), count=1)
+    single = _single_loss(replace(event, count=1))
+    return single if event.count == 1 else single.self_compose(event.count)
+
+
+@lru_cache(maxsize=64)
+def _single_loss(event: SubsampledGaussian | PureEpsilon) -> Any:
+    """The privacy loss distribution of one release, as dp-accounting's own accountant makes it."""
+    if isinstance(event, PureEpsilon):
+        parameters = pld.common.DifferentialPrivacyParameters(event.epsilon, 0.0)
+        return pld.privacy_loss_distribution.from_privacy_parameters(parameters)
+    return pld.privacy_loss_distribution.from_gaussian_mechanism(
+        event.noise_multiplier, sampling_prob=event.sampling_probability
+    )
+
+
+def _as_dp_event(event: SubsampledGaussian) -> Any:
     """One release of the event in dp-accounting's vocabulary; q = 1 is the plain Gaussian."""
     gaussian = dp_accounting.GaussianDpEvent(event.noise_multiplier)
     if event.sampling_probability == 1:
@@ -122,58 +232,3 @@ def _quiet_absl() -> Iterator[None]:
     finally:
         absl_logging.set_verbosity(verbosity)
         root.removeHandler(silent)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClosedForm:
-    """The DP-LoRA paper's epsilon, for reproduction only: it neither enforces nor calibrates.
-
-    Attributes:
-        epsilon: c2 q sqrt(T ln(1/delta)) / (rho_bar sigma).
-        conditions_hold: whether every condition of the theorem holds for constants c1 and c2.
-        violated: the conditions that do not, in words.
-    """
-
-    epsilon: float
-    conditions_hold: bool
-    violated: tuple[str, ...]
-
-
-def closed_form(
-    *,
-    noise_multiplier: float,
-    sampling_probability: float,
-    steps: int,
-    delta: float,
-    rho_bar: float = 1.0,
-    c1: float = 1.0,
-    c2: float = 2.0,
-) -> ClosedForm:
-    """The paper's closed-form epsilon and whether its conditions hold.
-
-    No guarantee: the theorem's constants exist but are not known, and even where the conditions hold for
-    c1 = 1, c2 = 2 the number can be below the true epsilon (q = 0.04, sigma = 1, T = 1e5: 86 against 197).
-
-    Args:
-        noise_multiplier: sigma > 0.
-        sampling_probability: q in [0, 1].
-        steps: T >= 1.
-        delta: in (0, 1).
-        rho_bar: sqrt(sum rho_k^2), in (0, 1].
-        c1: constant of the range of validity, epsilon < c1 q^2 T.
-        c2: constant of the noise bound.
-
-    Source: Liu et al., Theorem 1 (Eq. 9); conditions of Abadi et al. 2016, Theorem 1.
-    """
-    check_delta(delta)
-    scaled = rho_bar * noise_multiplier
-    if scaled == 0:
-        return ClosedForm(epsilon=math.inf, conditions_hold=False, violated=("rho_bar * sigma >= 1",))
-    epsilon = c2 * sampling_probability * math.sqrt(steps * math.log(1 / delta)) / scaled
-    conditions = {
-        "rho_bar * sigma >= 1": scaled >= 1,
-        "q < 1 / (16 rho_bar * sigma)": sampling_probability < 1 / (16 * scaled),
-        "epsilon < c1 q^2 T": epsilon < c1 * sampling_probability**2 * steps,
-    }
-    violated = tuple(name for name, holds in conditions.items() if not holds)
-    return ClosedForm(epsilon=epsilon, conditions_hold=not violated, violated=violated)

@@ -3,46 +3,105 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from typing import Literal
 
 VERSION = 1
+
+# What the two worlds of a guarantee differ in. `record`: one record of one client added or removed. `client`: one
+# client's whole data, or one record of it, replaced. Guarantees of different units never add up to one epsilon.
+Unit = Literal["record", "client"]
+_UNITS = ("record", "client")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubsampledGaussian:
     """`count` compositions of a Gaussian mechanism on a Poisson sample of the records.
 
-    Adjacency: one record of one client added or removed.
-
     Attributes:
         noise_multiplier: z_eff >= 0, the noise's standard deviation over the L2 sensitivity; 0 means no
             noise, which costs infinity.
-        sampling_probability: q in [0, 1], with which each record was included, independently.
+        sampling_probability: q in [0, 1], with which each record was included, independently; 1 is the plain
+            Gaussian mechanism.
         count: how many such releases, >= 1.
+        unit: what is protected.
 
     Raises:
-        ValueError: a value is out of range or not finite.
+        ValueError: a value is out of range or not finite, or a whole client is said to be sampled.
     """
 
     noise_multiplier: float
     sampling_probability: float
     count: int = 1
+    unit: Unit = "record"
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.noise_multiplier) and self.noise_multiplier >= 0):
-            raise ValueError(f"noise_multiplier = {self.noise_multiplier}: must be finite and >= 0")
-        if not 0 <= self.sampling_probability <= 1:
-            raise ValueError(f"sampling_probability = {self.sampling_probability}: must lie in [0, 1]")
-        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
-            raise ValueError(f"count = {self.count!r}: must be a whole number >= 1")
+        _check_non_negative("noise_multiplier", self.noise_multiplier)
+        _check_probability("sampling_probability", self.sampling_probability)
+        _check_count_and_unit(self.count, self.unit)
+        if self.unit == "client" and self.sampling_probability not in (0, 1):
+            raise ValueError(
+                f"sampling_probability = {self.sampling_probability}: the server knows which client sends, so a "
+                "release with unit = client has 1"
+            )
 
 
-Event = SubsampledGaussian
+@dataclass(frozen=True, kw_only=True)
+class PureEpsilon:
+    """`count` releases that are epsilon-DP each, by whatever mechanism.
 
-_KINDS: dict[str, type[Event]] = {"subsampled_gaussian": SubsampledGaussian}
+    Attributes:
+        epsilon: >= 0, finite.
+        count: how many such releases, >= 1.
+        unit: what is protected.
+
+    Raises:
+        ValueError: a value is out of range or not finite.
+    """
+
+    epsilon: float
+    count: int = 1
+    unit: Unit = "record"
+
+    def __post_init__(self) -> None:
+        _check_non_negative("epsilon", self.epsilon)
+        _check_count_and_unit(self.count, self.unit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpsilonDelta:
+    """`count` releases that are (epsilon, delta)-DP each, by whatever mechanism.
+
+    Attributes:
+        epsilon: >= 0, finite.
+        delta: in [0, 1].
+        count: how many such releases, >= 1.
+        unit: what is protected.
+
+    Raises:
+        ValueError: a value is out of range or not finite.
+    """
+
+    epsilon: float
+    delta: float
+    count: int = 1
+    unit: Unit = "record"
+
+    def __post_init__(self) -> None:
+        _check_non_negative("epsilon", self.epsilon)
+        _check_probability("delta", self.delta)
+        _check_count_and_unit(self.count, self.unit)
+
+
+Event = SubsampledGaussian | PureEpsilon | EpsilonDelta
+
+_KINDS: dict[str, type[Event]] = {
+    "subsampled_gaussian": SubsampledGaussian,
+    "pure_epsilon": PureEpsilon,
+    "epsilon_delta": EpsilonDelta,
+}
 
 
 def group(events: Iterable[Event]) -> tuple[Event, ...]:
@@ -72,13 +131,39 @@ def from_json(text: str) -> Event:
     try:
         fields = json.loads(text)
         version, kind = fields.pop("version"), fields.pop("kind")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"event {text!r}: must be a JSON object with version and kind") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError(f"event {text[:200]!r}: must be a JSON object with version and kind") from None
     if version != VERSION:
         raise ValueError(f"event version = {version!r}: this fedpriv reads version {VERSION}")
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"event kind = {kind!r}: known are {', '.join(_KINDS)}")
     try:
         return _KINDS[kind](**fields)
     except TypeError as error:
-        raise ValueError(f"event {text!r}: {error}") from None
+        raise ValueError(f"event {text[:200]!r}: {error}") from None
+
+
+def _check_non_negative(name: str, value: float) -> None:
+    # Beyond a float's range a whole number would overflow inside an accountant.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1.7e308:
+        raise ValueError(f"{name} = {_short(value)}: must be finite and >= 0")
+
+
+def _check_probability(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ValueError(f"{name} = {_short(value)}: must lie in [0, 1]")
+
+
+def _check_count_and_unit(count: int, unit: str) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 2**53:
+        raise ValueError(f"count = {_short(count)}: must be a whole number >= 1")
+    if unit not in _UNITS:
+        raise ValueError(f"unit = {unit!r}: must be one of {', '.join(_UNITS)}")
+
+
+def _short(value: object) -> str:
+    """The value for a message of one line: a stranger's JSON may hold a number of a million digits."""
+    try:
+        return repr(value)[:60]
+    except ValueError:  # Python refuses to print a whole number of more than 4300 digits
+        return "a number out of range"

@@ -1,32 +1,64 @@
 """Views of one history: who observes it decides which noise counts.
 
 `local` protects against the server, which sees every upload. `rho` is the DP-LoRA paper's Theorem 1: the noise
-scaled by rho_bar at unit sensitivity. Since rho_bar <= 1 the `rho` epsilon is never below the `local` one.
+scaled by rho_bar at unit sensitivity; since rho_bar <= 1 its epsilon is never below the `local` one. `aggregate`
+protects against someone who sees only the weighted sums; it holds only under conditions, which
+`aggregate_objections` checks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
-from fedpriv.accounting.events import Event
+import numpy as np
 
-View = Literal["local", "rho"]
+from fedpriv.accounting.events import Event, SubsampledGaussian
+
+View = Literal["local", "rho", "aggregate"]
+VIEWS: tuple[View, ...] = get_args(View)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """One upload of one client: the event that was charged and the rho_bar of its round.
+    """One upload of one client: the event that was charged, and what the other views make of its noise.
 
     Attributes:
         event: the event on the `local` view, with the effective noise multiplier.
-        rho_bar: sqrt(sum rho_j^2) over the clients that the round selected, in (0, 1].
+        rho_bar: sqrt(sum rho_j^2) over the clients of the round's sum, in (0, 1].
+        aggregate_scale: noise of the round's sum over this client's own, >= 1, see `aggregate_scale`; None where
+            the `aggregate` view does not hold.
+
+    Raises:
+        ValueError: a value is out of range.
     """
 
     event: Event
     rho_bar: float
+    aggregate_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rho_bar <= 1:
+            raise ValueError(f"rho_bar = {self.rho_bar}: must lie in (0, 1]")
+        if self.aggregate_scale is not None and not 1 <= self.aggregate_scale < math.inf:
+            raise ValueError(f"aggregate_scale = {self.aggregate_scale}: must be finite and >= 1")
+
+    def seen_by(self, view: View) -> Event:
+        """The event as the view's observer sees it. Without a noise multiplier it counts in full on every view.
+
+        Raises:
+            ValueError: the view is unknown, or `aggregate` where it does not hold.
+        """
+        if view not in VIEWS:
+            raise ValueError(f"view = {view!r}: must be one of {', '.join(VIEWS)}")
+        if view == "aggregate" and self.aggregate_scale is None:
+            raise ValueError("view = aggregate: does not hold for this release, whose upload or steps were visible")
+        if view == "local" or not isinstance(self.event, SubsampledGaussian):
+            return self.event
+        scale = self.rho_bar if view == "rho" else self.aggregate_scale or 1.0
+        return replace(self.event, noise_multiplier=scale * self.event.noise_multiplier)
 
 
 def rho_bar(weights: Iterable[float]) -> float:
@@ -41,14 +73,82 @@ def rho_bar(weights: Iterable[float]) -> float:
     return min(1.0, math.sqrt(math.fsum(weight * weight for weight in weights)))
 
 
-def seen_by(releases: Iterable[Release], view: View) -> list[Event]:
-    """The events of a client's releases as the view's observer sees them."""
-    if view == "local":
-        return [release.event for release in releases]
-    return [
-        replace(release.event, noise_multiplier=release.rho_bar * release.event.noise_multiplier)
-        for release in releases
-    ]
+def smallest_rho_bars(sizes: Mapping[int, int]) -> dict[int, float]:
+    """For each client the smallest rho_bar that a round can have in whose sum the client is, whoever else drops out.
+
+    The best set of others to survive is always a number of the smallest ones: where x < y, x drops out and y
+    survives, either adding x or dropping y lowers rho_bar. Adding x does not only if x (s1^2 - s2) >= 2 s1 s2, and
+    dropping y does not only if y (t1^2 - t2) <= 2 t1 t2, with s1, s2 the sums of sizes and of their squares with y,
+    t1, t2 without. In units of t1 the first gives y (1 - y) > 2 t2, so y > 2 t2; the second, y <= 2 t2 / (1 - t2), then
+    gives y < t2: a contradiction.
+
+    Args:
+        sizes: {client: registered N_k >= 1} of the round.
+    """
+    ordered = sorted(sizes, key=lambda client: sizes[client])
+    values = np.array([float(sizes[client]) for client in ordered])
+    sums, squares = np.cumsum(values), np.cumsum(values**2)
+    found = {}
+    for place, client in enumerate(ordered):
+        own = values[place]
+        # Prefixes that hold the client, and those before it, to which it is added.
+        ratios = np.append(squares[place:] / sums[place:] ** 2, (squares[:place] + own**2) / (sums[:place] + own) ** 2)
+        # A hair less, so that the rho_bar of what then happens never rounds to below it.
+        found[client] = min(1.0, math.sqrt(ratios.min())) * (1 - 1e-12)
+    return found
+
+
+def aggregate_scale(sizes: Mapping[int, int], client: int, *, colluding: int = 0) -> float:
+    """How much the noise of a round's sum exceeds the client's own, for equal z, C, B and learning rate.
+
+    sqrt(sum_j rho_j^2) / rho_k over the clients whose noise counts: those in the sum, less the ones of the others
+    with the largest weights, who may tell the observer their noise.
+
+    Args:
+        sizes: {client: registered N_k} of the sum, the client's own among them.
+        client: whose records are protected.
+        colluding: how many of the others are assumed to collude with the observer, >= 0.
+    """
+    others = sorted(size for other, size in sizes.items() if other != client)
+    honest = others[: max(0, len(others) - colluding)]
+    return max(1.0, math.sqrt(math.fsum(size**2 for size in [*honest, sizes[client]])) / sizes[client])
+
+
+def aggregate_noise_multiplier(
+    weights: Sequence[float], noise_multipliers: Sequence[float], client: int, *, factor: float = 1.0
+) -> float:
+    """Effective noise multiplier of one client on the `aggregate` view: sqrt(sum_j w_j^2 z_j^2) / (w_k factor_k).
+
+    Args:
+        weights: w_j = rho_j lr_j C_j / B_j of the clients whose noise counts (without / B_j under `batch` clipping).
+        noise_multipliers: z_j of the same clients.
+        client: k, the place of the client in both.
+        factor: sensitivity factor of the client's clipping rule, >= 1.
+    """
+    noise = math.sqrt(math.fsum((w * z) ** 2 for w, z in zip(weights, noise_multipliers, strict=True)))
+    return noise / (weights[client] * factor)
+
+
+def aggregate_objections(
+    *, local_steps: int, optimizer: str, noise_on: str, linear: bool, uploads_hidden: bool
+) -> tuple[str, ...]:
+    """Why the `aggregate` view does not hold for a run, one line for each condition that fails; none if it holds.
+
+    Args:
+        local_steps: noisy steps in a round.
+        optimizer: of the local update.
+        noise_on: `gradients` or `upload`.
+        linear: whether the global adapter is a linear weighted sum of the uploads.
+        uploads_hidden: whether nobody sees a single upload, and no variant of one client is kept.
+    """
+    conditions = {
+        f"local_steps = {local_steps}: needs 1, since later steps depend on the client's own noise": local_steps == 1,
+        f"optimizer = {optimizer}: needs sgd, whose step is linear in the noise": optimizer == "sgd",
+        f"noise_on = {noise_on}: needs gradients": noise_on == "gradients",
+        "aggregation: needs a linear weighted sum": linear,
+        "uploads_hidden = false: needs secure aggregation, since the server sees every upload": uploads_hidden,
+    }
+    return tuple(objection for objection, holds in conditions.items() if not holds)
 
 
 def default_delta(num_records: int) -> float:

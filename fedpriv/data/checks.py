@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fedpriv.data.tables import load_table, require_columns
+from fedpriv.data.tables import labels_of, load_table, require_columns
 
 
 def describe(source: str, *, text: str, label: str = "", text_pair: str = "", client: str = "") -> dict[str, Any]:
@@ -35,7 +35,7 @@ def describe(source: str, *, text: str, label: str = "", text_pair: str = "", cl
         "words": {f"p{p}": float(np.percentile(words, p)) for p in (0, 50, 95, 100)},
     }
     if label:
-        values = table[label]
+        values = labels_of(table, label)
         result["records_without_label"] = sum(value is None for value in values)
         result["labels"] = _counts(values)
     if client:

@@ -55,7 +55,7 @@ def _from_table(config: RunConfig) -> FederatedData:
         columns.append(("label_column", config.label_column))
     client_columns = [("client_column", config.client_column if config.partition_rule == "natural" else "")]
     require_columns(table, columns + client_columns, config.data)
-    holders = set(table[config.client_column]) if config.partition_rule == "natural" else set()
+    holders = _holders(table, config) if config.partition_rule == "natural" else set()
     table = _usable(table, config, config.data)
     if config.test_data:
         train, test_table = table, load_table(config.test_data, key="test_data")
@@ -73,6 +73,22 @@ def _from_table(config: RunConfig) -> FederatedData:
     clients = tuple(to_text(part, config) for part in parts)
     test = to_text(test_table, config)
     return FederatedData(clients, tuple(names), test, _label_names(clients, test, config))
+
+
+def _holders(table: datasets.Dataset, config: RunConfig) -> set[object]:
+    """Who holds a record.
+
+    Raises:
+        InputError: a record names nobody, or the column holds no names.
+    """
+    column = table[config.client_column]
+    for place, holder in enumerate(column):
+        if not isinstance(holder, (str, int)):
+            raise InputError(
+                f"client_column = {config.client_column!r}: record {place} has {holder!r}; every record needs the name "
+                "or number of its holder"
+            )
+    return set(column)
 
 
 def _usable(table: datasets.Dataset, config: RunConfig, source: str) -> datasets.Dataset:

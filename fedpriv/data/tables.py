@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import datasets
+import pandas as pd
 
 from fedpriv.config import RunConfig
 from fedpriv.data.text import TextData
@@ -36,21 +37,24 @@ def load_table(source: str, *, key: str = "data") -> datasets.Dataset:
         return _from_hub(source, key)
     if suffix not in _FORMATS:
         raise InputError(f"{key} = {source!r}: unknown format; use {', '.join(_FORMATS)}, gzip allowed")
-    options = {"sep": "\t"} if suffix == ".tsv" else {}
+    if not path.stat().st_size:
+        raise InputError(f"{key} = {source!r}: holds no records")
     bars = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
         with tempfile.TemporaryDirectory(prefix="fedpriv-data-") as cache:
-            table = datasets.load_dataset(
-                _FORMATS[suffix],
-                data_files=str(path),
-                split="train",
-                cache_dir=cache,
-                keep_in_memory=True,
-                **options,
-            )
+            if _FORMATS[suffix] == "csv":
+                # As written: NA is a name and 007 another one than 7; only an empty field is missing.
+                frame = pd.read_csv(
+                    path, sep="\t" if suffix == ".tsv" else ",", dtype=str, keep_default_na=False, na_values=[""]
+                )
+                table = datasets.Dataset.from_pandas(frame, preserve_index=False)
+            else:
+                table = datasets.load_dataset(
+                    _FORMATS[suffix], data_files=str(path), split="train", cache_dir=cache, keep_in_memory=True
+                )
     except Exception as error:  # the library raises many types for one cause
-        reason = str(error.__cause__ or error).splitlines()[0]
+        reason = (str(error.__cause__ or error).splitlines() or [type(error).__name__])[0]
         if "corresponds to no data" in reason:
             raise InputError(f"{key} = {source!r}: holds no records") from None
         raise InputError(f"{key} = {source!r}: cannot be read ({reason})") from None

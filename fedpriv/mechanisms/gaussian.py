@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -34,8 +35,15 @@ def noised_sum(
         sampling_probability: q in [0, 1], from the sampler that drew the batch.
         source: where the noise comes from.
 
+    Raises:
+        ValueError: a value is out of range.
+
     Source: Abadi et al. 2016, Algorithm 1; Liu et al., Algorithm 1, line 15.
     """
+    if not 0 < clip_norm < math.inf:
+        raise ValueError(f"clip_norm = {clip_norm}: must be finite and > 0")
+    if not 1 <= sensitivity_factor < math.inf:
+        raise ValueError(f"sensitivity_factor = {sensitivity_factor}: must be finite and >= 1")
     event = SubsampledGaussian(
         noise_multiplier=noise_multiplier / sensitivity_factor, sampling_probability=sampling_probability
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import threading
 from typing import NoReturn, Protocol
 
 import numpy as np
@@ -81,13 +82,15 @@ class SecureSource:
         self._rekey()
 
     def _rekey(self) -> None:
-        self._pid = os.getpid()
+        # A lock that another thread held while the process forked would stay locked in the child: it takes a new one.
+        self._pid, self._lock = os.getpid(), threading.Lock()
         self._stream = Cipher(algorithms.AES256(os.urandom(32)), modes.CTR(bytes(16))).encryptor()
 
     def _words(self, num: int) -> Words:
         if self._pid != os.getpid():
             self._rekey()
-        return np.frombuffer(self._stream.update(bytes(8 * num)), dtype="<u8")
+        with self._lock:
+            return np.frombuffer(self._stream.update(bytes(8 * num)), dtype="<u8")
 
     def normal(self, num: int) -> Tensor:
         """`num` independent standard normal values, float32 [num]."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from fedpriv.accounting.clipping import clipping_parts, sensitivity_factor
-from fedpriv.accounting.events import Event, group
+from fedpriv.accounting.clipping import UPLOAD_FACTOR, clipping_parts, sensitivity_factor
+from fedpriv.accounting.events import Event, SubsampledGaussian, group
 from fedpriv.adapters import lora
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.config import RunConfig
@@ -21,6 +21,8 @@ from fedpriv.training.losses import losses_and_hits
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import per_sample_gradients
 from fedpriv.training.sampling import PoissonSampler
+
+OPTIMIZERS = ("sgd", "adamw")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,8 @@ class UpdateSpec:
         clipping: the clipping rule.
         clip_norm: C > 0, gradient units.
         noise_multiplier: z >= 0, noise over clip norm.
+        noise_on: `gradients`, each step's noised sum; or `upload`, plain steps and noise on the clipped update, where
+            `clip_norm` is S, in units of the parameters.
     """
 
     num_rounds: int
@@ -48,6 +52,7 @@ class UpdateSpec:
     clipping: str
     clip_norm: float
     noise_multiplier: float
+    noise_on: str
 
     @staticmethod
     def of(config: RunConfig) -> UpdateSpec:
@@ -106,8 +111,12 @@ def planned_event(spec: UpdateSpec, sampling_probability: float, tensor_names: I
     Raises:
         ValueError: the clipping rule is unknown.
     """
+    if spec.noise_on == "upload":
+        return SubsampledGaussian(
+            noise_multiplier=spec.noise_multiplier / UPLOAD_FACTOR, sampling_probability=1.0, unit="client"
+        )
     parts = clipping_parts(spec.clipping, tensor_names)
-    return Event(
+    return SubsampledGaussian(
         noise_multiplier=spec.noise_multiplier / sensitivity_factor(spec.clipping, len(parts)),
         sampling_probability=sampling_probability,
         count=spec.local_steps,
@@ -115,31 +124,64 @@ def planned_event(spec: UpdateSpec, sampling_probability: float, tensor_names: I
 
 
 def local_update(model: TrainingModel, task: UpdateTask) -> ClientUpdate:
-    """The client's adapter after its noisy steps, and the event that pays for them.
+    """The client's adapter after its steps, and the event that pays for them.
 
-    Each step: Poisson sample, per-sample gradients of all trainable tensors, clipping by the rule, sum, Gaussian
-    noise, division by the expected batch size, optimizer step. An empty sample counts as a zero gradient.
+    With noise on the gradients, each step is: Poisson sample, per-sample gradients of all trainable tensors,
+    clipping by the rule, sum, Gaussian noise, division by the expected batch size, optimizer step. An empty sample
+    counts as a zero gradient. With noise on the upload, the steps are plain and the whole update is clipped and noised.
 
-    Guarantee: (epsilon, delta)-DP by the returned event under add/remove of one record.
+    Guarantee: (epsilon, delta)-DP by the returned event, for its unit.
     """
-    spec = task.spec
+    spec, on_upload = task.spec, task.spec.noise_on == "upload"
     planned = planned_event(spec, task.sampler.sampling_probability, model.parameters)
     lora.write_parameters(model.parameters, task.adapter)
     optimizer = _optimizer(model, spec)
-    events = []
+    events: list[Event] = []
     for _ in range(spec.local_steps):
-        gradient, event = _private_gradient(model, task)
+        if on_upload:
+            gradient = _plain_gradient(model, task)
+        else:
+            gradient, event = _private_gradient(model, task)
+            events.append(event)
         for name, parameter in model.parameters.items():
             parameter.grad = gradient[name]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+    adapter = lora.read_parameters(model.parameters)
+    if on_upload:
+        adapter, event = _noised_upload(task, adapter)
         events.append(event)
     (event,) = group(events)
     if event != planned:
         raise RuntimeError(f"the update cost {event}, but {planned} was planned and charged")
-    return ClientUpdate(
-        adapter=lora.read_parameters(model.parameters), event=event, num_records=task.sampler.num_registered
+    return ClientUpdate(adapter=adapter, event=event, num_records=task.sampler.num_registered)
+
+
+def _plain_gradient(model: TrainingModel, task: UpdateTask) -> dict[str, Tensor]:
+    """The gradient of one step without clipping or noise; what it reveals, the noise on the upload hides."""
+    total = {name: torch.zeros_like(parameter) for name, parameter in model.parameters.items()}
+    for gradients in _per_sample_gradients(model, task, task.sampler.draw(len(task.data))):
+        for name, tensor in finite_sum(gradients, (tuple(gradients),)).items():
+            total[name] += tensor
+    return {name: tensor / task.spec.batch_size for name, tensor in total.items()}
+
+
+def _noised_upload(task: UpdateTask, trained: Adapter) -> tuple[Adapter, Event]:
+    """The broadcast adapter plus the update, clipped jointly to S and noised, and the event that pays for it.
+
+    Source: Liu et al., Eq. 8.
+    """
+    update = {name: trained[name] - tensor for name, tensor in task.adapter.items()}
+    noised, event = noised_sum(
+        clipped_parts(update, task.spec.clip_norm, (tuple(update),)),
+        noise_multiplier=task.spec.noise_multiplier,
+        clip_norm=task.spec.clip_norm,
+        sensitivity_factor=UPLOAD_FACTOR,
+        sampling_probability=1.0,
+        source=task.noise,
     )
+    adapter = {name: tensor + noised[name] for name, tensor in task.adapter.items()}
+    return adapter, replace(event, unit="client")
 
 
 def _private_gradient(model: TrainingModel, task: UpdateTask) -> tuple[dict[str, Tensor], Event]:

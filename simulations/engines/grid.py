@@ -88,8 +88,9 @@ class LocalGrid(Grid):
                 else:
                     replies[position] = self._evaluate(message, context)
             except Exception as error:  # one node's failure must not end the round
-                replies[position] = reply(message, error)
+                replies[position] = reply(message, context, error)
         updates = self._execute(list(tasks.values())) if tasks else []
         for position, update in zip(tasks, updates, strict=True):
-            replies[position] = reply(messages[position], update)
+            context = self._contexts[messages[position].metadata.dst_node_id]
+            replies[position] = reply(messages[position], context, update)
         return [replies[position] for position in range(len(messages))]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fedpriv.accounting.calibration import noise_multiplier_for, noise_multiplier_for_all, rounds_within
@@ -43,17 +45,27 @@ def test_one_round_more_would_overspend(accountant, per_round):
     rounds = rounds_within(
         3.0,
         DELTA,
-        noise_multiplier=1.2,
-        sampling_probability=0.1,
+        each_round=SubsampledGaussian(noise_multiplier=1.2, sampling_probability=0.1, count=per_round),
         accountant=accountant,
-        steps_per_round=per_round,
     )
     assert rounds >= 1
     assert cost(1.2, 0.1, rounds * per_round, accountant) <= 3.0 < cost(1.2, 0.1, (rounds + 1) * per_round, accountant)
 
 
 def test_a_budget_below_one_round_allows_none():
-    assert rounds_within(0.01, DELTA, noise_multiplier=0.5, sampling_probability=0.5) == 0
+    each_round = SubsampledGaussian(noise_multiplier=0.5, sampling_probability=0.5)
+    assert rounds_within(0.01, DELTA, each_round=each_round) == 0
+    assert rounds_within(0.01, DELTA, each_round=each_round, at_most=0) == 0
+    assert rounds_within(0.01, DELTA, each_round=each_round, at_most=1) == 0
+
+
+def test_what_was_spent_before_leaves_fewer_rounds_and_none_are_counted_past_the_run():
+    each_round = SubsampledGaussian(noise_multiplier=1.2, sampling_probability=0.1)
+    alone = rounds_within(2.0, DELTA, each_round=each_round)
+    before = [replace(each_round, count=alone - 3)]
+    assert rounds_within(2.0, DELTA, each_round=each_round, spent_before=before) == 3
+    assert rounds_within(2.0, DELTA, each_round=each_round, spent_before=before, at_most=2) == 2
+    assert rounds_within(2.0, DELTA, each_round=each_round, spent_before=before, at_most=9) == 3
 
 
 @pytest.mark.parametrize(

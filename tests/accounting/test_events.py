@@ -48,7 +48,7 @@ def changed(**changes):
         (changed(sampling_probability=1.5), "sampling_probability = 1.5"),
         (changed(count=0), "count = 0"),
         (changed(count=1.5), "count = 1.5"),
-        (changed(noise_multiplier="2"), "event"),
+        (changed(noise_multiplier="2"), "noise_multiplier = '2'"),
         ("[]", "JSON object"),
         ("nonsense", "JSON object"),
     ],
@@ -64,3 +64,26 @@ def test_values_that_are_not_finite_are_refused(bad):
         SubsampledGaussian(noise_multiplier=bad, sampling_probability=0.1)
     with pytest.raises(ValueError, match="sampling_probability"):
         SubsampledGaussian(noise_multiplier=1.0, sampling_probability=bad)
+
+
+@pytest.mark.parametrize("field", ["noise_multiplier", "sampling_probability"])
+def test_missing_value_is_refused_by_name(field):
+    with pytest.raises(ValueError, match=field):
+        from_json(changed(**{field: None}))
+
+
+def test_order_of_events_does_not_change_the_groups():
+    events = [SubsampledGaussian(noise_multiplier=z, sampling_probability=0.1, count=2) for z in (1.0, 2.0, 1.0)]
+    assert set(group(events)) == set(group(events[::-1]))
+    assert group([]) == ()
+
+
+# The server reads this from a stranger: whatever the text, the refusal is a ValueError, which the server expects.
+@pytest.mark.parametrize(
+    "text",
+    [changed(kind=[]), changed(kind={}), changed(noise_multiplier=10**400), "[" * 100_000],
+    ids=["list as kind", "object as kind", "number beyond float", "deep nesting"],
+)
+def test_hostile_text_is_refused_like_any_other(text):
+    with pytest.raises(ValueError, match=r"event|noise_multiplier"):
+        from_json(text)

@@ -1,15 +1,17 @@
-"""Views of one history, the closed form, accounts."""
+"""Views of one history, and accounts."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fedpriv.accounting.accounts import Accounts
-from fedpriv.accounting.curves import closed_form, spent
+from fedpriv.accounting.curves import spent
 from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.accounting.views import Release, default_delta, rho_bar, seen_by
+from fedpriv.accounting.views import Release, default_delta, rho_bar
 
 EVENT = SubsampledGaussian(noise_multiplier=1.88, sampling_probability=0.16, count=3)
 
@@ -24,9 +26,9 @@ def test_rho_bar_of_equal_and_unequal_weights():
 
 def test_rho_view_scales_the_noise_of_each_round_by_its_own_rho_bar():
     releases = [Release(event=EVENT, rho_bar=0.5), Release(event=EVENT, rho_bar=0.25)]
-    assert [event.noise_multiplier for event in seen_by(releases, "local")] == [1.88, 1.88]
-    assert [event.noise_multiplier for event in seen_by(releases, "rho")] == pytest.approx([0.94, 0.47])
-    assert all(event.count == 3 for event in seen_by(releases, "rho"))
+    assert [release.seen_by("local").noise_multiplier for release in releases] == [1.88, 1.88]
+    assert [release.seen_by("rho").noise_multiplier for release in releases] == pytest.approx([0.94, 0.47])
+    assert all(release.seen_by("rho").count == 3 for release in releases)
 
 
 def test_default_delta():
@@ -56,22 +58,23 @@ def test_accounts_refuse_strangers_and_impossible_deltas():
         Accounts({0: 10}, delta=2.0)
 
 
-def test_closed_form_reproduces_the_papers_formula():
-    # Liu et al., Eq. 9 with c2 = 2, worked by hand: 2 * 0.01 * sqrt(100 ln 1e5) / (0.5 * 2) = 0.67861...
-    answer = closed_form(noise_multiplier=2.0, sampling_probability=0.01, steps=100, delta=1e-5, rho_bar=0.5)
-    assert answer.epsilon == pytest.approx(0.678614, abs=1e-6)
-    assert not answer.conditions_hold
-    assert answer.violated == ("epsilon < c1 q^2 T",)
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=30), st.floats(0, 1e3))
+def test_rho_view_never_has_more_noise_than_local(sizes, z):
+    share = rho_bar([size / sum(sizes) for size in sizes])
+    assert len(sizes) ** -0.5 * (1 - 1e-9) <= share <= 1
+    event = SubsampledGaussian(noise_multiplier=z, sampling_probability=0.1)
+    local, rho = (Release(event=event, rho_bar=share).seen_by(view) for view in ("local", "rho"))
+    assert rho.noise_multiplier <= local.noise_multiplier
+    assert (rho.sampling_probability, rho.count) == (local.sampling_probability, local.count)
 
 
-def test_closed_form_can_under_report_where_its_conditions_hold():
-    answer = closed_form(noise_multiplier=1.0, sampling_probability=0.04, steps=10**5, delta=1e-5)
-    assert answer.conditions_hold
-    assert answer.epsilon == pytest.approx(86, abs=0.5)
-    event = SubsampledGaussian(noise_multiplier=1.0, sampling_probability=0.04, count=10**5)
-    assert spent([event], 1e-5, "rdp").epsilon > 190
+@pytest.mark.parametrize("view", ["aggregate", "Local", ""])
+def test_unknown_view_is_refused(view):
+    with pytest.raises(ValueError, match="view"):
+        Release(event=EVENT, rho_bar=0.5).seen_by(view)
 
 
-def test_closed_form_names_every_condition_that_fails():
-    answer = closed_form(noise_multiplier=0.5, sampling_probability=0.5, steps=10, delta=1e-5)
-    assert answer.violated == ("rho_bar * sigma >= 1", "q < 1 / (16 rho_bar * sigma)", "epsilon < c1 q^2 T")
+@pytest.mark.parametrize("bad", [0.0, -0.5, 1.5, math.nan])
+def test_release_with_impossible_rho_bar_is_refused(bad):
+    with pytest.raises(ValueError, match="rho_bar"):
+        Release(event=EVENT, rho_bar=bad)

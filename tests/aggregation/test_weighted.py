@@ -66,3 +66,34 @@ def test_what_does_not_fit_is_refused(parts, weights, message):
 def test_impossible_sizes_are_refused(sizes):
     with pytest.raises(ValueError, match="num_records"):
         weights_by_size(sizes)
+
+
+# 1 + 2^-24 + 2^-24: float32 loses both small parts, float64 keeps them. Worked by hand; times 1/4, exact.
+def test_sum_keeps_what_float32_would_lose():
+    parts = [{"A": torch.tensor([value])} for value in (1.0, 2.0**-24, 2.0**-24, 0.0)]
+    assert weighted_average(parts, [0.25] * 4)["A"].item() == 0.25 * (1 + 2.0**-23)
+
+
+def test_inputs_are_unchanged_and_the_result_is_a_copy():
+    parts = [adapter(0), adapter(1)]
+    average = weighted_average(parts, [1.0, 0.0])
+    average["A"].zero_()
+    assert all(torch.equal(part[name], adapter(seed)[name]) for seed, part in enumerate(parts) for name in "AB")
+
+
+def test_average_lies_between_the_smallest_and_the_largest():
+    parts = [adapter(seed) for seed in range(3)]
+    average = weighted_average(parts, [0.2, 0.3, 0.5])
+    for name in "AB":
+        stacked = torch.stack([part[name] for part in parts])
+        assert (average[name] <= stacked.amax(0)).all()
+        assert (average[name] >= stacked.amin(0)).all()
+
+
+def test_order_of_names_does_not_matter():
+    turned = {name: adapter(1)[name] for name in "BA"}
+    one, other = (
+        weighted_average([adapter(0), turned], [0.5, 0.5]),
+        weighted_average([adapter(0), adapter(1)], [0.5, 0.5]),
+    )
+    assert all(torch.equal(one[name], other[name]) for name in "AB")

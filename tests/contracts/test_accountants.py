@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import subprocess
+import sys
 
 import dp_accounting
 import pytest
 from dp_accounting import pld, rdp
+from scipy import optimize, stats
 
 from fedpriv.accounting.curves import spent
 from fedpriv.accounting.events import SubsampledGaussian
@@ -132,3 +135,48 @@ def test_accounting_is_silent_and_configures_no_logging(accountant, capfd):
     assert logging.getLogger().handlers == before
     captured = capfd.readouterr()
     assert captured.out == captured.err == ""
+
+
+def test_never_below_the_library_nor_above_it_by_more_than_rounding(accountant):
+    events = [event(0.3, 3.0, 4), event(0.3, 5.0, 2)]
+    ratio = spent(events, DELTA, accountant).epsilon / by_library(accountant, events)
+    assert 1 - 1e-9 <= ratio <= 1 + (1e-6 if accountant == "rdp" else 1e-3)
+
+
+# Balle and Wang 2018, Theorem 8: exact for Gaussians on all records, here one with mu^2 = 4/3^2 + 2/5^2.
+def test_pld_of_plain_gaussians_meets_the_exact_curve_from_above():
+    mu = math.sqrt(4 / 9 + 2 / 25)
+
+    def excess(epsilon):
+        high, low = stats.norm.cdf(mu / 2 - epsilon / mu), stats.norm.cdf(-mu / 2 - epsilon / mu)
+        return high - math.exp(epsilon) * low - DELTA
+
+    exact = optimize.brentq(excess, 0, 50, xtol=1e-12)
+    found = spent([event(1.0, 3.0, 4), event(1.0, 5.0, 2)], DELTA, "pld").epsilon
+    assert exact <= found <= exact * (1 + 1e-3)
+
+
+def test_a_release_of_nobody_costs_nothing_even_without_noise(accountant):
+    assert spent([event(q=0.0, z=0.0, count=5)], DELTA, accountant).epsilon == 0
+
+
+# absl configures the root logger on its first warning, but not under pytest, which has handlers there already.
+def test_a_fresh_process_stays_silent_and_without_log_handlers(accountant):
+    code = f"""
+import logging
+from fedpriv.accounting.curves import spent
+from fedpriv.accounting.events import SubsampledGaussian as Event
+for q, z in ((0.16, 0.891), (0.5, 0.3), (1e-8, 1.0)):
+    spent([Event(noise_multiplier=z, sampling_probability=q, count=7)], 1e-5, {accountant!r})
+assert logging.getLogger().handlers == []
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+# The event accepts every finite z >= 0; each must have a cost, however useless.
+@pytest.mark.parametrize("q", [0.5, 1.0])
+@pytest.mark.parametrize("z", [1e-300, 1e300])
+def test_extreme_noise_has_a_cost(accountant, q, z):
+    epsilon = spent([event(q, z)], DELTA, accountant).epsilon
+    assert epsilon > 1e9 if z < 1 else epsilon < 1e-3

@@ -66,7 +66,7 @@ def test_no_copy_of_a_private_file_stays_behind(file, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("r.csv", "", "cannot be read"),
+        ("r.csv", "", "holds no records"),
         ("r.txt", "x", "unknown format"),
         ("r.csv", "text,label\n", "no records"),
     ],

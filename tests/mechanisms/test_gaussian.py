@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from scipy import stats
 
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.mechanisms.gaussian import noised_sum
-from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.mechanisms.sources import SecureSource, SeededSource
 
 FALSE_ALARM = 1e-6
 SUM = {"a": torch.zeros(40, 50), "b": torch.zeros(3000), "c": torch.zeros(2, 20, 25)}
@@ -59,3 +61,39 @@ def test_without_noise_the_sum_is_returned_and_the_event_has_none():
     result, event = noised(z=0.0, total={"a": torch.ones(5)})
     assert result["a"].tolist() == [1.0] * 5
     assert event.noise_multiplier == 0
+
+
+def test_secure_noise_has_the_same_scale():
+    values = noised_sum(SUM, noise_multiplier=1.5, clip_norm=4.0, sampling_probability=0.25, source=SecureSource())[0]
+    joined = torch.cat([tensor.flatten() for tensor in values.values()])
+    assert accepts(joined, 6.0)
+    assert not accepts(joined, 4.0)
+    assert not accepts(joined, 9.0)
+
+
+# 1000 pairs at false alarm 1e-6; the same test sees a shared half of the variance.
+@pytest.mark.parametrize(("one", "other"), [("a", "b"), ("a", "c"), ("b", "c")])
+def test_noise_of_different_tensors_is_uncorrelated(one, other):
+    result, _ = noised()
+    pair = [result[name].flatten()[:1000] for name in (one, other)]
+    assert stats.pearsonr(*pair).pvalue > FALSE_ALARM
+    assert stats.pearsonr(pair[0], pair[0] + pair[1]).pvalue < FALSE_ALARM, "the check would be blind"
+
+
+def test_sensitivity_lowers_what_the_event_claims_but_not_the_noise():
+    arguments = {"noise_multiplier": 3.0, "clip_norm": 2.0, "sampling_probability": 0.1}
+    plain, _ = noised_sum(SUM, **arguments, source=SeededSource(0))
+    split, event = noised_sum(SUM, **arguments, sensitivity_factor=math.sqrt(2), source=SeededSource(0))
+    assert all(torch.equal(plain[name], split[name]) for name in SUM)
+    assert event.noise_multiplier == pytest.approx(3 / math.sqrt(2))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"clip_norm": 0.0}, {"clip_norm": math.nan}, {"clip_norm": math.inf}, {"sensitivity_factor": 0.5}],
+    ids=str,
+)
+def test_what_would_make_the_event_claim_too_much_is_refused(change):
+    arguments = {"noise_multiplier": 1.0, "clip_norm": 1.0, "sampling_probability": 0.1, "source": SeededSource(0)}
+    with pytest.raises(ValueError, match=next(iter(change))):
+        noised_sum(SUM, **arguments | change)

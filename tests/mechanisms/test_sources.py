@@ -6,10 +6,13 @@ import copy
 import math
 import os
 import pickle
+import threading
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
 from fedpriv.mechanisms.sources import SecureSource, SeededSource, bernoulli_from_words, normal_from_words
@@ -117,3 +120,72 @@ def test_seeded_source_repeats_by_its_labels_alone():
     assert torch.equal(one, SeededSource(0, 3, "noise").normal(8))
     for labels in ((1, 3, "noise"), (0, 4, "noise"), (0, 3, "inclusion")):
         assert not torch.equal(one, SeededSource(*labels).normal(8))
+
+
+WORD = st.integers(0, 2**64 - 1)
+
+
+@given(WORD, WORD)
+def test_larger_words_never_give_smaller_values_and_mirrored_words_mirrored_values(a, b):
+    words = np.array([*sorted((a, b)), 2**64 - 1 - a, a], dtype=np.uint64)
+    low, high, mirrored, value = normal_from_words(words).tolist()
+    assert low <= high
+    assert mirrored == -value
+
+
+# 20 equally likely cells and two tails beyond 3.5: 2e6 values, 930 expected in the tails.
+@pytest.mark.parametrize("make", SOURCES, ids=["secure", "seeded"])
+def test_cells_and_tails_are_filled_as_the_normal_law_says(make):
+    edges = np.concatenate([[-np.inf, -3.5], stats.norm.ppf(np.arange(1, 20) / 20), [3.5, np.inf]])
+    values = make().normal(2_000_000).numpy().astype(float)
+
+    def pvalue(scale):
+        return stats.chisquare(np.histogram(values * scale, edges)[0], np.diff(stats.norm.cdf(edges)) * 2e6).pvalue
+
+    assert pvalue(1.0) > FALSE_ALARM
+    assert pvalue(2 / 3) < FALSE_ALARM
+    assert pvalue(3 / 2) < FALSE_ALARM
+
+
+@pytest.mark.parametrize("make", SOURCES, ids=["secure", "seeded"])
+def test_nothing_is_drawn_for_nobody(make):
+    assert make().normal(0).shape == make().bernoulli(0, 0.5).shape == (0,)
+
+
+def test_coins_and_values_use_the_stream_once():
+    one, two = SeededSource("a"), SeededSource("a")
+    whole = one.normal(6)
+    assert torch.equal(torch.cat([two.normal(2), two.normal(4)]), whole)
+    assert not torch.equal(two.normal(6), whole)
+
+
+@given(st.floats(0, 1), WORD)
+def test_a_coin_is_true_with_at_most_its_probability(probability, word):
+    (coin,) = bernoulli_from_words(np.array([word], dtype=np.uint64), probability).tolist()
+    # In whole numbers: true only if word + 1 <= p 2^64, so the number of true words is at most p 2^64.
+    numerator, denominator = probability.as_integer_ratio()
+    assert coin == ((word + 1) * denominator <= numerator * 2**64)
+
+
+def test_labels_of_another_type_or_order_are_another_stream():
+    streams = [SeededSource(*labels).normal(8) for labels in ((1, 2), (2, 1), ("1", 2), (1, 2, 0), (12,))]
+    assert len({tuple(stream.tolist()) for stream in streams}) == len(streams)
+
+
+def test_threads_that_share_a_source_draw_different_values():
+    source, drawn, failures = SecureSource(), [], []
+
+    def draw():
+        try:
+            for _ in range(300):
+                drawn.extend(source._words(512).tolist())
+        except RuntimeError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=draw) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(drawn)) == len(drawn)
+    assert failures == []

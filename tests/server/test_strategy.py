@@ -14,6 +14,7 @@ from fedpriv.config import parse
 from fedpriv.errors import TooFewClientsError
 from fedpriv.protocol import Registration
 from fedpriv.training.evaluation import Evaluation
+from server.bookkeeping import Books
 from server.replies import MalformedError, adapter_of
 from server.strategy import DpLora
 from simulations.engines.flower_private import task_identity
@@ -30,11 +31,15 @@ def _identity():
 
 def make_strategy(on_round=lambda *_: None, **changes) -> DpLora:
     config = parse({"rounds": 2, "batch_size": 10, "noise_multiplier": 1.0, **changes})
-    nodes = {client: (100 + client, Registration(client=client, num_records=n, name="")) for client, n in SIZES.items()}
+    nodes = {
+        client: (100 + client, Registration(client=client, num_records=n, name="", data_set=f"d{client}"))
+        for client, n in SIZES.items()
+    }
     return DpLora(
         config,
         nodes,
-        tensor_names=ADAPTER,
+        books=Books(config, "run", [each for _, each in nodes.values()], tensor_names=ADAPTER),
+        run="run",
         evaluate=lambda _: Evaluation(accuracy=0.5, loss=1.0),
         on_round=on_round,
     )
@@ -72,7 +77,7 @@ def test_everyone_who_was_asked_is_charged_even_without_a_reply():
     messages = ask(strategy)
     error = Message(Error(101, "training failed"), reply_to=messages[1])
     strategy.aggregate_train(1, [answer(strategy, messages[0], 1.0), error])
-    assert [strategy.accounts.num_releases(client) for client in SIZES] == [1, 1, 1]
+    assert [strategy.books.accounts.num_releases(client) for client in SIZES] == [1, 1, 1]
 
 
 def test_rho_view_uses_the_participants_of_the_round():
@@ -80,10 +85,11 @@ def test_rho_view_uses_the_participants_of_the_round():
     messages = ask(strategy)
     strategy.aggregate_train(1, [answer(strategy, messages[0], 1.0), answer(strategy, messages[1], 1.0)])
     rho = math.hypot(600, 300) / 900
-    (release,) = strategy.accounts._releases[0]
-    assert release.rho_bar == pytest.approx(rho)
     everyone = math.sqrt(600**2 + 300**2 + 100**2) / 1000
-    assert strategy.accounts._releases[2][0].rho_bar == pytest.approx(min(rho, everyone))
+    accounts = strategy.books.accounts
+    for client, expected in ((0, rho), (1, rho), (2, everyone)):  # who dropped out pays as if it were in the sum
+        (event,) = accounts.history(client, "rho")
+        assert event.noise_multiplier == pytest.approx(expected * strategy.event(client).noise_multiplier)
 
 
 class SilentGrid:
@@ -108,7 +114,7 @@ def test_fewer_than_the_minimum_are_not_averaged():
     strategy = make_strategy(min_clients=2)
     messages = ask(strategy)
     assert strategy.aggregate_train(1, [answer(strategy, messages[0], 1.0)]) == (None, None)
-    assert strategy.accounts.num_releases(0) == 1
+    assert strategy.books.accounts.num_releases(0) == 1
 
 
 def test_clients_are_chosen_by_partition_id_alone():

@@ -6,11 +6,12 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
 from clients.app import app as client_app
-from clients.handler import FAILED, REFUSED, TRUST_KEY
+from clients.handler import TRUST_KEY
 from fedpriv import protocol
 from fedpriv.config import parse, to_flower
 from fedpriv.training.local_update import UpdateSpec, execute_one_by_one
@@ -36,7 +37,7 @@ def grid(config):
 
 
 def train_message(config, node_id, **changes):
-    fields = {**protocol.pack_instruction(1, UpdateSpec.of(config)), **changes}
+    fields = {**protocol.pack_instruction("run", 1, UpdateSpec.of(config)), **changes}
     adapter = ArrayRecord(workbench(config).initial)
     content = RecordDict({protocol.ADAPTER: adapter, protocol.INSTRUCTION: ConfigRecord(fields)})
     return Message(content, node_id, "train", group_id="1")
@@ -64,10 +65,11 @@ def test_messages_are_copied(grid, config):
 
 def test_one_failing_task_is_one_error_reply_and_tells_nothing(grid, config):
     secret = "SECRET RECORD"
-    messages = [train_message(config, 10), train_message(config, 11, optimizer=secret), train_message(config, 12)]
+    messages = [train_message(config, node) for node in (10, 11, 12)]
+    messages[1].content[protocol.ADAPTER] = ArrayRecord({secret: torch.zeros(2)})
     replies = list(grid.send_and_receive(messages))
     assert [reply.has_error() for reply in replies] == [False, True, False]
-    assert replies[1].error.code == FAILED
+    assert replies[1].error.code == protocol.FAILED
     assert secret not in replies[1].error.reason
 
 
@@ -77,7 +79,7 @@ def test_one_failing_task_is_one_error_reply_and_tells_nothing(grid, config):
 )
 def test_the_guard_refuses_what_does_not_protect(grid, config, change):
     (reply,) = grid.send_and_receive([train_message(config, 10, **change)])
-    assert reply.error.code == REFUSED
+    assert reply.error.code == protocol.REFUSED
     assert next(iter(change)) in reply.error.reason
 
 

@@ -28,6 +28,7 @@ SPEC = UpdateSpec(
     clipping="joint",
     clip_norm=2.5,
     noise_multiplier=1.3,
+    noise_on="gradients",
 )
 SCALE = 1.3 * 2.5 * 0.5 / 16
 

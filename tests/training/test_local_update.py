@@ -32,6 +32,7 @@ SPEC = UpdateSpec(
     clipping="joint",
     clip_norm=0.7,
     noise_multiplier=0.0,
+    noise_on="gradients",
 )
 
 

@@ -27,6 +27,7 @@ SPEC = UpdateSpec(
     clipping="joint",
     clip_norm=CLIP_NORM,
     noise_multiplier=0.0,
+    noise_on="gradients",
 )
 
 

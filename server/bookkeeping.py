@@ -1,0 +1,218 @@
+"""The coordinator's books: every client's account, its budget, and the ledger behind both."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from fedpriv.accounting.accounts import Accounts
+from fedpriv.accounting.calibration import rounds_within
+from fedpriv.accounting.events import Event, Unit
+from fedpriv.accounting.ledger import Charge, DataSet, Key, Ledger
+from fedpriv.accounting.views import Release, aggregate_objections, aggregate_scale, rho_bar, smallest_rho_bars
+from fedpriv.aggregation.weighted import weights_by_size
+from fedpriv.config import RunConfig
+from fedpriv.errors import InputError
+from fedpriv.protocol import Registration
+from fedpriv.training.local_update import UpdateSpec, planned_event
+
+log = logging.getLogger("flwr")
+
+# Up to this many clients the rounds that a budget allows are counted by pld; beyond, by rdp, which allows fewer.
+_COUNTED_BY_PLD = 32
+
+
+def check_view(config: RunConfig) -> None:
+    """Refuse the `aggregate` view where it does not hold.
+
+    Raises:
+        InputError: names every condition that fails.
+    """
+    if config.privacy_view == "aggregate" and (objections := objections_to_aggregate(config)):
+        raise InputError(f"privacy_view = aggregate: does not hold: {'; '.join(objections)}")
+
+
+def objections_to_aggregate(config: RunConfig) -> tuple[str, ...]:
+    """Why the `aggregate` view does not hold for the run."""
+    return aggregate_objections(
+        local_steps=config.local_steps,
+        optimizer=config.optimizer,
+        noise_on=config.noise_on,
+        linear=config.aggregation == "dp-lora",
+        uploads_hidden=config.uploads_hidden,
+    )
+
+
+class Books:
+    """Charges clients before they compute and records what happened after.
+
+    Args:
+        config: of the run.
+        run: its random id.
+        registrations: of the clients.
+        tensor_names: of the adapter; the clipping rule's sensitivity depends on them.
+        ledger: durable record, which knows earlier runs; None for a series that nothing pays for.
+
+    Raises:
+        InputError: a registration, delta or unit does not fit what the ledger holds of the data set.
+        LedgerError: the ledger cannot be written.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run: str,
+        registrations: Sequence[Registration],
+        *,
+        tensor_names: Iterable[str],
+        ledger: Ledger | None = None,
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._ledger = ledger
+        self._data_sets = {registration.client: registration.data_set for registration in registrations}
+        self._charged: dict[int, Charge] = {}
+        self.retired: dict[int, str] = {}
+        self.sizes = {registration.client: registration.num_records for registration in registrations}
+        self._earlier = {c: ledger.releases(d) if ledger else [] for c, d in self._data_sets.items()}
+        self.earlier_runs = {c: len(ledger.runs(d)) if ledger else 0 for c, d in self._data_sets.items()}
+        self.accounts = Accounts(self.sizes, config.delta, self._earlier)
+        self._aggregate_holds = not objections_to_aggregate(config)
+        spec, names = UpdateSpec.of(config), tuple(tensor_names)
+        self._events = {c: planned_event(spec, spec.batch_size / size, names) for c, size in self.sizes.items()}
+        self._budgets = {client: config.budget_of(client) for client in self.sizes}
+        if ledger is not None:
+            for client in self.sizes:
+                self._register(ledger, client)
+
+    def _register(self, ledger: Ledger, client: int) -> None:
+        size, delta = self.sizes[client], self.accounts.deltas[client]
+        known = ledger.data_set(self._data_sets[client])
+        if known is None:
+            ledger.register(str(client), size, delta, data_set=self._data_sets[client])
+            return
+        _check_registered(known, client, size, delta)
+        unit = self._events[client].unit
+        if any(release.event.unit != unit for release in self._earlier[client]):
+            raise InputError(
+                f"noise_on = {self._config.noise_on}: {ledger.path} holds releases of another unit than {unit} on the "
+                f"data of client {client}; the two have no common epsilon"
+            )
+
+    def event(self, client: int) -> Event:
+        """What one round costs the client on the `local` view."""
+        return self._events[client]
+
+    @property
+    def units(self) -> set[Unit]:
+        """What the run's releases protect: one unit, since all clients follow one instruction."""
+        return {event.unit for event in self._events.values()}
+
+    def rounds_allowed(self) -> dict[int, int]:
+        """For each client with a budget, in how many of the run's rounds it allows the client to take part.
+
+        The worst case over who survives each round counts, so it may turn out to be more.
+        """
+        accountant = "pld" if len(self.sizes) <= _COUNTED_BY_PLD else "rdp"
+        worst = self._worst(self.sizes)
+        return {
+            client: rounds_within(
+                budget,
+                self.accounts.deltas[client],
+                each_round=worst[client].seen_by(self._config.privacy_view),
+                spent_before=self.accounts.history(client, self._config.privacy_view),
+                at_most=self._config.rounds,
+                accountant=accountant,
+            )
+            for client, budget in self._budgets.items()
+            if budget is not None
+        }
+
+    def within_budget(self, selected: Iterable[int]) -> list[int]:
+        """The clients whose budget allows another round, whoever survives it; the others are retired."""
+        selected = [client for client in selected if client not in self.retired]
+        worst = self._worst({client: self.sizes[client] for client in selected})
+        for client, release in worst.items():
+            budget = self._budgets[client]
+            if budget is not None and not self.accounts.fits(client, release, self._config.privacy_view, budget):
+                self.retire(client, f"budget_epsilon = {budget:g} allows no further round")
+        return [client for client in selected if client not in self.retired]
+
+    def retire(self, client: int, reason: str) -> None:
+        """Leave the client out from now on."""
+        log.info("client %s retires: %s", client, reason)
+        self.retired[client] = reason
+
+    @property
+    def active(self) -> list[int]:
+        """The clients that may still be asked."""
+        return [client for client in sorted(self.sizes) if client not in self.retired]
+
+    def charge(self, round_: int, clients: Iterable[int], request: str) -> None:
+        """Charge all clients of a round, durably, before any of them is asked.
+
+        Raises:
+            LedgerError: the charge cannot be written, so nobody may be asked.
+        """
+        worst = self._worst({client: self.sizes[client] for client in clients})
+        self._charged = {
+            client: Charge(
+                key=Key(run=self._run, client=str(client), round=round_, request=request),
+                data_set=self._data_sets[client],
+                release=release,
+                noise_source=self._config.noise_source,
+            )
+            for client, release in worst.items()
+        }
+        if self._ledger is not None:
+            self._ledger.charge(list(self._charged.values()))
+
+    def settle(self, replies: Mapping[int, str]) -> None:
+        """Record what happened in the round that was charged.
+
+        Every charged client pays: who was asked may have released something, whether or not it arrived. One whose
+        upload is not in the sum pays as if it were.
+
+        Args:
+            replies: {client: digest of its upload} of those in the sum.
+
+        Raises:
+            LedgerError: it cannot be written.
+        """
+        done = []
+        for client, charge in self._charged.items():
+            release = self._release(client, {c: self.sizes[c] for c in {*replies, client}})
+            self.accounts.record(client, release)
+            done.append((replace(charge, release=release), replies.get(client)))
+        if self._ledger is not None and done:
+            self._ledger.release(done)
+        self._charged = {}
+
+    def _worst(self, sizes: Mapping[int, int]) -> dict[int, Release]:
+        """One round's releases, on the worst assumption about who survives it: for `aggregate`, nobody else."""
+        scale = 1.0 if self._aggregate_holds else None
+        return {
+            client: Release(event=self._events[client], rho_bar=smallest, aggregate_scale=scale)
+            for client, smallest in smallest_rho_bars(sizes).items()
+        }
+
+    def _release(self, client: int, sizes: Mapping[int, int]) -> Release:
+        """The client's release in a round whose sum holds these sizes."""
+        scale = None
+        if self._aggregate_holds:
+            scale = aggregate_scale(sizes, client, colluding=self._config.colluding_clients)
+        return Release(
+            event=self._events[client],
+            rho_bar=rho_bar(weights_by_size(sizes).values()),
+            aggregate_scale=scale,
+        )
+
+
+def _check_registered(known: DataSet, client: int, size: int, delta: float) -> None:
+    for name, registered, claimed in (("num_records", known.num_records, size), ("delta", known.delta, delta)):
+        if registered != claimed:
+            raise InputError(
+                f"{name} = {claimed}: client {client} registered its data set {known.id[:8]} with {registered}, which "
+                "stays; register other data as a new data set"
+            )

@@ -1,0 +1,93 @@
+"""The contents of summary.json: what a series of rounds reached, and what it cost every client."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fedpriv.accounting.views import VIEWS, View
+from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.config import RunConfig
+from fedpriv.training.workbench import Workbench
+from server.history import ClientRow, RoundRow
+from server.strategy import DpLora
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One series of rounds."""
+
+    run_id: str
+    rows: list[RoundRow]
+    client_rows: list[ClientRow]
+    strategy: DpLora
+    adapter: Adapter
+    seconds: float
+
+
+def summarize(config: RunConfig, bench: Workbench, outcome: Outcome, comparison: Outcome | None) -> dict[str, Any]:
+    """The figures of a run; epsilons by pld, each from its client's whole history, earlier runs included."""
+    accounts, rows = outcome.strategy.books.accounts, outcome.rows
+    clients = [_client(client, bench, outcome) for client in outcome.strategy.books.sizes]
+    upper_bound_only = any(
+        cost is not None and cost.upper_bound_only
+        for client in accounts.clients
+        for cost in (accounts.spent(client, view, "pld") for view in VIEWS)
+    )
+    labels = bench.data.label_names
+    still = unmoved(bench.initial, outcome.adapter)
+    return {
+        "accuracy": rows[-1].test_accuracy,
+        "accuracy_initial": rows[0].test_accuracy,
+        "accuracy_non_private": comparison.rows[-1].test_accuracy if comparison else None,
+        "chance_accuracy": 1 / (len(labels) if labels else bench.base.model.config.vocab_size),
+        **{f"epsilon_{view}_max": accounts.largest(view, "pld") for view in VIEWS},
+        "delta_max": max(accounts.deltas.values()),
+        "unit": next(iter(outcome.strategy.books.units)),
+        "accountant": "pld, but rdp where its epsilon exceeds 100" if upper_bound_only else "pld",
+        "private": config.noise_multiplier > 0 and not config.simulate,
+        "noise_source": config.noise_source,
+        "budget_epsilon": list(config.budget_epsilon),
+        "privacy_view": config.privacy_view,
+        "stopped_early": outcome.strategy.stopped,
+        "adapters_moved": not still,
+        "unmoved_tensors": still,
+        "num_clients": len(clients),
+        "num_rounds": rows[-1].round,
+        "bytes_up": sum(row.bytes_up for row in rows),
+        "bytes_down": sum(row.bytes_down for row in rows),
+        "seconds": outcome.seconds + (comparison.seconds if comparison else 0.0),
+        "engine": config.engine,
+        "run_id": outcome.run_id,
+        "configuration_digest": config.digest,
+        "clients": clients,
+    }
+
+
+def _client(client: int, bench: Workbench, outcome: Outcome) -> dict[str, Any]:
+    books = outcome.strategy.books
+
+    def epsilon(view: View, *, this_run_only: bool = False) -> float | None:
+        cost = books.accounts.spent(client, view, "pld", this_run_only=this_run_only)
+        return cost.epsilon if cost is not None else None
+
+    return {
+        "client": client,
+        "name": bench.data.client_names[client],
+        "num_records": books.sizes[client],
+        "rounds": books.accounts.num_releases(client),
+        **{f"epsilon_{view}": epsilon(view) for view in VIEWS},
+        "epsilon_local_this_run": epsilon("local", this_run_only=True),
+        "delta": books.accounts.deltas[client],
+        "earlier_runs": books.earlier_runs[client],
+        "retired": books.retired.get(client),
+        "bytes_up": sum(row.bytes_up for row in outcome.client_rows if row.client == client),
+        "bytes_down": sum(row.bytes_down for row in outcome.client_rows if row.client == client),
+    }
+
+
+def unmoved(before: Adapter, after: Adapter) -> list[str]:
+    """The tensors that training left as they were."""
+    return [name for name in before if torch.equal(before[name], after[name])]

@@ -1,0 +1,142 @@
+"""A table means what its file says: values as written, holders apart, and one line for what cannot be read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+
+from fedpriv.config import parse
+from fedpriv.data.federated import load
+from fedpriv.data.tables import labels_of, load_table, require_columns, to_text
+from fedpriv.errors import InputError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def write(path: Path, header: str, rows) -> str:
+    path.write_text("\n".join([header, *rows]) + "\n")
+    return str(path)
+
+
+def federation(source: str, **changes):
+    return load(parse({"data": source, "batch_size": 1, "num_clients": 2, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("r.jsonl", b""),
+        ("r.csv", b""),
+        ("r.csv.gz", gzip.compress(b"")),
+        ("r.csv.gz", b"text,label\na,b\n"),
+        ("r.parquet", b"no parquet"),
+        ("r.jsonl", b'{"text": \n'),
+        ("r.csv", "text,label\ncafé,a\n".encode("latin-1")),
+        ("r.csv", b"text,label\na,b\nc,d,e\n"),
+    ],
+    ids=["empty jsonl", "empty csv", "empty gzip", "no gzip", "no parquet", "no json", "no utf-8", "ragged"],
+)
+def test_unreadable_file_is_one_line_with_its_name(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        load_table(str(path))
+    assert str(caught.value).startswith(f"data = '{path}': ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_never_looked_up_on_the_hub(tmp_path):
+    for source in (str(tmp_path / "none.csv"), "none.jsonl", str(tmp_path)):
+        with pytest.raises(InputError, match="no such file"):
+            load_table(source, key="data")
+
+
+def test_what_is_neither_file_nor_data_set_is_one_line_naming_the_key():
+    with pytest.raises(InputError, match="test_data = 'nobody/nothing': neither a file nor a data set") as caught:
+        load_table("nobody/nothing", key="test_data")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "where"),
+    [("text,label\n{value},a\n", "text"), ("text,label\na,{value}\n", "label")],
+    ids=["text", "label"],
+)
+@pytest.mark.parametrize("value", ["NA", "007"])
+def test_csv_values_stay_as_written(tmp_path, content, where, value):
+    path = tmp_path / "r.csv"
+    path.write_text(content.format(value=value))
+    data = to_text(load_table(str(path)), parse({}))
+    assert (data.texts if where == "text" else data.labels) == (value,)
+
+
+def test_a_missing_label_does_not_rename_the_others(tmp_path):
+    source = write(tmp_path / "r.csv", "text,label", [*(f"r{i},{i % 2}" for i in range(20)), "last,"])
+    assert federation(source).label_names == ("0", "1")
+
+
+def test_holders_whose_names_differ_by_leading_zeros_stay_apart(tmp_path):
+    source = write(tmp_path / "r.csv", "text,label,site", [f"r{i},{i % 2},{('007', '7')[i // 10]}" for i in range(20)])
+    assert federation(source, client_column="site").client_names == ("007", "7")
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("1", "2")], ids=["words", "numbers"])
+def test_record_without_a_holder_is_refused_in_one_line(tmp_path, names):
+    rows = [f"r{i},{i % 2},{(*names, '')[i % 3]}" for i in range(30)]
+    with pytest.raises(InputError, match="client_column = 'site'"):
+        federation(write(tmp_path / "r.csv", "text,label,site", rows), client_column="site")
+
+
+def test_holder_that_is_no_name_is_refused_in_one_line(tmp_path):
+    rows = [json.dumps({"text": f"r{i}", "label": str(i % 2), "site": [i % 2]}) for i in range(20)]
+    (tmp_path / "r.jsonl").write_text("\n".join(rows))
+    with pytest.raises(InputError, match="client_column = 'site'"):
+        federation(str(tmp_path / "r.jsonl"), client_column="site")
+
+
+def test_class_labels_appear_by_name(tmp_path):
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])})
+    table = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "label": [1, 0, None]}, features=features)
+    assert labels_of(table, "label") == ["yes", "no", None]
+
+
+def test_missing_texts_count_as_empty_and_pairs_stay_aligned(tmp_path):
+    (tmp_path / "r.jsonl").write_text('{"text": null, "label": "a", "other": "x"}\n{"text": "t", "label": "b"}\n')
+    data = to_text(load_table(str(tmp_path / "r.jsonl")), parse({"text_pair_column": "other"}))
+    assert (data.texts, data.pairs, data.labels) == (("", "t"), ("x", ""), ("a", "b"))
+
+
+def test_missing_column_names_key_column_and_what_there_is(tmp_path):
+    table = load_table(write(tmp_path / "r.csv", "text,label", ["a,b"]))
+    with pytest.raises(InputError, match=r"label_column = 'class': here has no such column; it has text, label"):
+        require_columns(table, [("text_column", "text"), ("label_column", "class")], "here")
+    require_columns(table, [("text_pair_column", "")], "here")
+
+
+# In a process of its own: folders that libraries fix at import are then under the test's eyes too.
+def test_no_file_written_while_loading_holds_a_private_record(tmp_path):
+    source = write(tmp_path / "r.csv", "text,label,site", [f"PRIVATE{i},{i % 2},s{i % 3}" for i in range(60)])
+    homes = {name: str(tmp_path / name) for name in ("TMPDIR", "HF_HOME", "HOME", "XDG_CACHE_HOME")}
+    for folder in homes.values():
+        Path(folder).mkdir()
+    code = f"""
+from pathlib import Path
+from fedpriv.config import parse
+from fedpriv.data.federated import load
+for rule in ({{"client_column": "site"}}, {{"num_clients": 3}}, {{"partition": "dirichlet", "dirichlet_alpha": 5.0}}):
+    load(parse({{"data": {source!r}, "batch_size": 1, **rule}}))
+found = [f for home in {list(homes.values())!r} for f in Path(home).rglob("*") if f.is_file()]
+print([str(f) for f in found if b"PRIVATE" in f.read_bytes() or "fedpriv" in str(f.relative_to({str(tmp_path)!r}))])
+"""
+    environment = {**os.environ, **homes, "HF_HUB_OFFLINE": "1"}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stderr
+    left = [f for home in homes.values() for f in Path(home).rglob("*") if f.is_file()]
+    assert not [f for f in left if b"PRIVATE" in f.read_bytes()]

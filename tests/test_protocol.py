@@ -1,0 +1,81 @@
+"""What travels reads back exactly, and every field that is missing, mistyped or unknown is refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedpriv import protocol
+from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.config import RunConfig
+from fedpriv.training.local_update import UpdateSpec
+
+EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.25, count=3)
+MESSAGES = {
+    "instruction": (protocol.pack_instruction("run", 3, UpdateSpec.of(RunConfig())), protocol.unpack_instruction),
+    "release": (protocol.pack_release(3, EVENT), protocol.unpack_release),
+    "registration": (
+        protocol.pack_registration(protocol.Registration(client=2, num_records=40, name="St. Anna", data_set="5eed")),
+        protocol.unpack_registration,
+    ),
+}
+FIELDS = [(kind, field) for kind, (packed, _) in MESSAGES.items() for field in packed]
+
+
+@given(st.integers(1, 10**6), st.floats(0, 1e6), st.floats(0, 1), st.integers(1, 10**9))
+def test_release_reads_back_exactly(round_, z, q, count):
+    event = SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=count)
+    assert protocol.unpack_release(protocol.pack_release(round_, event)) == (round_, event)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 10**12), st.text())
+def test_registration_reads_back_exactly(client, num_records, name):
+    registration = protocol.Registration(client=client, num_records=num_records, name=name, data_set="5eed")
+    assert protocol.unpack_registration(protocol.pack_registration(registration)) == registration
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_packed_values_are_scalars_that_survive_json(kind):
+    packed, unpack = MESSAGES[kind]
+    assert all(isinstance(value, str | int | float) for value in packed.values())
+    assert unpack(json.loads(json.dumps(packed))) == unpack(packed)
+
+
+@pytest.mark.parametrize(("kind", "field"), FIELDS)
+def test_missing_field_is_refused_by_name(kind, field):
+    packed, unpack = MESSAGES[kind]
+    with pytest.raises(ValueError, match=field):
+        unpack({name: value for name, value in packed.items() if name != field})
+
+
+@pytest.mark.parametrize("wrong", [None, [], b"1", True], ids=repr)
+@pytest.mark.parametrize(("kind", "field"), FIELDS)
+def test_mistyped_field_is_refused_by_name(kind, field, wrong):
+    packed, unpack = MESSAGES[kind]
+    with pytest.raises(ValueError, match=field):
+        unpack({**packed, field: wrong})
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_unknown_field_is_refused_by_name(kind):
+    packed, unpack = MESSAGES[kind]
+    with pytest.raises(ValueError, match="local_loss"):
+        unpack({**packed, "local_loss": 0.3})
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_reading_leaves_the_message_as_it_was(kind):
+    packed, unpack = MESSAGES[kind]
+    before = dict(packed)
+    unpack(packed)
+    assert packed == before
+
+
+def test_whole_numbers_serve_as_floats_but_not_the_reverse():
+    packed, unpack = MESSAGES["instruction"]
+    assert unpack({**packed, "clip_norm": 2})[2].clip_norm == 2.0
+    with pytest.raises(ValueError, match=r"local_steps = 2\.0: must be of type int"):
+        unpack({**packed, "local_steps": 2.0})
