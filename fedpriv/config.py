@@ -143,21 +143,10 @@ class RunConfig:
         return self.public_data or self.data == EMBEDDED
 
     def budget_of(self, client: int) -> float | None:
-        """The client's budget of epsilon; None without one.
-
-        Raises:
-            InputError: there are budgets for other clients, but none for this one.
-        """
+        """The budget of epsilon of a client, by partition id; None without one."""
         if not self.budget_epsilon:
             return None
-        if len(self.budget_epsilon) == 1:
-            return self.budget_epsilon[0]
-        if client >= len(self.budget_epsilon):
-            raise InputError(
-                f"budget_epsilon = {list(self.budget_epsilon)}: has none for client {client}; give one number, or one "
-                "for each client"
-            )
-        return self.budget_epsilon[client]
+        return self.budget_epsilon[client if len(self.budget_epsilon) > 1 else 0]
 
     @property
     def compares(self) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from fedpriv.accounting.accounts import Accounts
 from fedpriv.accounting.calibration import rounds_within
+from fedpriv.accounting.curves import Accountant
 from fedpriv.accounting.events import Event, Unit
 from fedpriv.accounting.ledger import Charge, DataSet, Key, Ledger
-from fedpriv.accounting.views import Release, aggregate_objections, aggregate_scale, rho_bar, smallest_rho_bars
+from fedpriv.accounting.views import Release, View, aggregate_objections, aggregate_scale, rho_bar, smallest_rho_bars
 from fedpriv.aggregation.weighted import weights_by_size
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
@@ -23,12 +25,17 @@ log = logging.getLogger("flwr")
 _COUNTED_BY_PLD = 32
 
 
-def check_view(config: RunConfig) -> None:
-    """Refuse the `aggregate` view where it does not hold.
+def check_budget_and_view(config: RunConfig, num_clients: int) -> None:
+    """Refuse budgets that are not one for each client, and the `aggregate` view where it does not hold.
 
     Raises:
-        InputError: names every condition that fails.
+        InputError: names the key, or every condition that fails.
     """
+    if len(config.budget_epsilon) not in (0, 1, num_clients):
+        raise InputError(
+            f"budget_epsilon = {list(config.budget_epsilon)}: has {len(config.budget_epsilon)} entries for "
+            f"{num_clients} clients; give one number for all, or one for each"
+        )
     if config.privacy_view == "aggregate" and (objections := objections_to_aggregate(config)):
         raise InputError(f"privacy_view = aggregate: does not hold: {'; '.join(objections)}")
 
@@ -109,12 +116,31 @@ class Books:
         """What the run's releases protect: one unit, since all clients follow one instruction."""
         return {event.unit for event in self._events.values()}
 
-    def rounds_allowed(self) -> dict[int, int]:
-        """For each client with a budget, in how many of the run's rounds it allows the client to take part.
+    def epsilon_so_far(self, client: int, view: View) -> float | None:
+        """A bound of what the client has spent, quick enough to show after every round; None where the view fails.
 
-        The worst case over who survives each round counts, so it may turn out to be more.
+        By rdp; on the view of the budget no more than the budget, which pld has found to be kept.
         """
-        accountant = "pld" if len(self.sizes) <= _COUNTED_BY_PLD else "rdp"
+        cost = self.accounts.spent(client, view, "rdp")
+        if cost is None:
+            return None
+        budget = self._budgets[client]
+        if budget is None or view != self._config.privacy_view or not self.accounts.num_releases(client):
+            return cost.epsilon
+        return min(cost.epsilon, budget)
+
+    def largest_so_far(self, view: View) -> float | None:
+        """The largest `epsilon_so_far` of all clients; None where the view does not hold for one of them."""
+        costs = [self.epsilon_so_far(client, view) for client in self.sizes]
+        return None if None in costs else max(cost for cost in costs if cost is not None)
+
+    @cached_property
+    def rounds_allowed(self) -> dict[int, int]:
+        """For each client with a budget, in how many of the run's rounds it may take part, counted from the start.
+
+        The worst case over who survives each round counts, so on other views than `local` it may turn out to be more.
+        """
+        accountant: Accountant = "pld" if self._counts_by_pld else "rdp"
         worst = self._worst(self.sizes)
         return {
             client: rounds_within(
@@ -129,15 +155,29 @@ class Books:
             if budget is not None
         }
 
+    @property
+    def _counts_by_pld(self) -> bool:
+        return len(self.sizes) <= _COUNTED_BY_PLD
+
     def within_budget(self, selected: Iterable[int]) -> list[int]:
         """The clients whose budget allows another round, whoever survives it; the others are retired."""
         selected = [client for client in selected if client not in self.retired]
         worst = self._worst({client: self.sizes[client] for client in selected})
         for client, release in worst.items():
-            budget = self._budgets[client]
-            if budget is not None and not self.accounts.fits(client, release, self._config.privacy_view, budget):
-                self.retire(client, f"budget_epsilon = {budget:g} allows no further round")
+            if not self._fits(client, release):
+                self.retire(client, f"budget_epsilon = {self._budgets[client]:g} allows no further round")
         return [client for client in selected if client not in self.retired]
+
+    def _fits(self, client: int, release: Release) -> bool:
+        budget, view = self._budgets[client], self._config.privacy_view
+        if budget is None:
+            return True
+        if view == "local":  # there every round costs the same, so counting is enough
+            if self.accounts.num_releases(client) < self.rounds_allowed[client]:
+                return True
+            if self._counts_by_pld:
+                return False
+        return self.accounts.fits(client, release, view, budget)
 
     def retire(self, client: int, reason: str) -> None:
         """Leave the client out from now on."""

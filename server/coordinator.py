@@ -27,7 +27,7 @@ from fedpriv.reports.page import write_report
 from fedpriv.training.evaluation import Evaluation, evaluate
 from fedpriv.training.local_update import UpdateSpec, planned_event
 from fedpriv.training.workbench import Workbench, workbench
-from server.bookkeeping import Books, check_view
+from server.bookkeeping import Books, check_budget_and_view
 from server.history import ClientRow, RoundRow
 from server.registration import register_nodes
 from server.run_folder import RunFolder
@@ -93,8 +93,8 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
         comparison=config.compares,
         noise_multiplier=config.noise_multiplier,
     )
-    check_view(config)
     bench = workbench(config)
+    check_budget_and_view(config, len(bench.data.clients))
     nodes = register_nodes(grid, num_expected=len(bench.data.clients))
     config = calibrated(config, [registration.num_records for _, registration in nodes.values()], bench.initial)
     folder = RunFolder(Path(config.out).absolute(), config)
@@ -125,7 +125,7 @@ def announce_budgets(books: Books, config: RunConfig, names: Sequence[str], obse
     Raises:
         InputError: fewer clients than the run needs can take part in even one round.
     """
-    allowed = books.rounds_allowed()
+    allowed = books.rounds_allowed
     short = {client: rounds for client, rounds in allowed.items() if rounds < config.rounds}
     able = len(books.sizes) - sum(rounds == 0 for rounds in allowed.values())
     if able < config.min_clients:

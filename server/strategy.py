@@ -154,7 +154,6 @@ class DpLora(Strategy):
 
     def _row(self, client: int, status: str, weights: Mapping[int, float], arrived: Mapping[int, Message]) -> ClientRow:
         event, sent, reply = self.event(client), self._round.sent[client], arrived.get(client)
-        spent = {view: self.books.accounts.spent(client, view, "rdp") for view in VIEWS}
         return ClientRow(
             round=self._round.number,
             client=client,
@@ -166,7 +165,7 @@ class DpLora(Strategy):
             steps=event.count,
             weight=weights.get(client, 0.0),
             rho_bar=rho_bar(weights.values()) if weights else 0.0,
-            **{f"epsilon_{view}": cost.epsilon if cost else None for view, cost in spent.items()},
+            **{f"epsilon_{view}": self.books.epsilon_so_far(client, view) for view in VIEWS},
             delta=self.books.accounts.deltas[client],
             bytes_up=_count_bytes(reply) if reply is not None else 0,
             bytes_down=_count_bytes(sent),
@@ -248,7 +247,7 @@ class DpLora(Strategy):
                 test_accuracy=test.accuracy,
                 test_loss=test.loss,
                 num_retired=len(self.books.retired),
-                **{f"epsilon_{view}_max": self.books.accounts.largest(view, "rdp") for view in VIEWS},
+                **{f"epsilon_{view}_max": self.books.largest_so_far(view) for view in VIEWS},
                 bytes_up=sum(row.bytes_up for row in rows),
                 bytes_down=sum(row.bytes_down for row in rows),
                 seconds=time.monotonic() - started,

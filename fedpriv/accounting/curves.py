@@ -29,6 +29,8 @@ PLD_LIMIT = 100.0
 # one with the largest noise. Both only raise the cost.
 _MIN_NOISE, _MAX_NOISE = 1e-6, 1e6
 
+_FINEST_INTERVAL = 1e-4
+
 # Renyi divergences below this are lost in rounding (dp-accounting even returns negative ones).
 _SMALLEST_DIVERGENCE = 1e-12
 
@@ -78,7 +80,8 @@ def spent(events: Iterable[Event], delta: float, accountant: Accountant = "pld")
     by_rdp = _rdp_epsilon(composition, left)
     if accountant == "rdp" or by_rdp > PLD_LIMIT:
         return PrivacySpent(epsilon=by_rdp, delta=delta, accountant="rdp", upper_bound_only=accountant == "pld")
-    return PrivacySpent(epsilon=_pld_epsilon(composition, left), delta=delta, accountant="pld")
+    by_pld = _pld_epsilon(composition, left, _interval(composition, by_rdp))
+    return PrivacySpent(epsilon=by_pld, delta=delta, accountant="pld")
 
 
 def delta_spent(events: Iterable[Event], epsilon: float, accountant: Accountant = "pld") -> float:
@@ -101,7 +104,7 @@ def delta_spent(events: Iterable[Event], epsilon: float, accountant: Accountant 
     if accountant == "rdp" or _rdp_epsilon(composition, 1e-5) > PLD_LIMIT:
         rest = float(rdp.compute_delta(_ORDERS, _total_curve(composition), epsilon)[0])
     else:
-        rest = float(_total_loss(composition).get_delta_for_epsilon(epsilon))
+        rest = float(_total_loss(composition, _FINEST_INTERVAL).get_delta_for_epsilon(epsilon))
     return min(1.0, 1.0 - left + rest)
 
 
@@ -181,35 +184,45 @@ def _rdp_curve(event: SubsampledGaussian | PureEpsilon) -> npt.NDArray[np.float6
     return curve
 
 
+def _interval(events: tuple[SubsampledGaussian | PureEpsilon, ...], epsilon: float) -> float:
+    """How coarsely privacy losses may be discretised, at some 5e-4 of epsilon, found by measuring; 10 times faster.
+
+    Every interval gives an upper bound, and its points are among those of the finest one, dp-accounting's default: the
+    answer is never below the library's.
+    """
+    wanted = math.sqrt(5e-5 * epsilon / sum(event.count for event in events)) / _FINEST_INTERVAL
+    return _FINEST_INTERVAL * max(multiple for multiple in (1, 2, 5, 10, 20) if multiple <= max(1.0, wanted))
+
+
 @lru_cache(maxsize=4096)
-def _pld_epsilon(events: tuple[SubsampledGaussian | PureEpsilon, ...], delta: float) -> float:
+def _pld_epsilon(events: tuple[SubsampledGaussian | PureEpsilon, ...], delta: float, interval: float) -> float:
     """By privacy loss distributions; equal histories, common across clients, are computed once."""
-    return float(_total_loss(events).get_epsilon_for_delta(delta))
+    return float(_total_loss(events, interval).get_epsilon_for_delta(delta))
 
 
-def _total_loss(events: tuple[SubsampledGaussian | PureEpsilon, ...]) -> Any:
+def _total_loss(events: tuple[SubsampledGaussian | PureEpsilon, ...], interval: float) -> Any:
     """The privacy loss distribution of the whole composition, from above."""
     with _quiet_absl():
-        return reduce(lambda total, event: total.compose(event), map(_loss, events))
+        return reduce(lambda total, loss: total.compose(loss), (_loss(event, interval) for event in events))
 
 
-def _loss(event: SubsampledGaussian | PureEpsilon) -> Any:
+def _loss(event: SubsampledGaussian | PureEpsilon, interval: float) -> Any:
     """The privacy loss distribution of the event with its count."""
     if isinstance(event, SubsampledGaussian) and event.sampling_probability == 1:
         # n Gaussians are one with a sqrt(n)-th of the noise.
         event = replace(event, noise_multiplier=event.noise_multiplier / math.sqrt(event.count), count=1)
-    single = _single_loss(replace(event, count=1))
+    single = _single_loss(replace(event, count=1), interval)
     return single if event.count == 1 else single.self_compose(event.count)
 
 
 @lru_cache(maxsize=64)
-def _single_loss(event: SubsampledGaussian | PureEpsilon) -> Any:
+def _single_loss(event: SubsampledGaussian | PureEpsilon, interval: float) -> Any:
     """The privacy loss distribution of one release, as dp-accounting's own accountant makes it."""
     if isinstance(event, PureEpsilon):
         parameters = pld.common.DifferentialPrivacyParameters(event.epsilon, 0.0)
-        return pld.privacy_loss_distribution.from_privacy_parameters(parameters)
+        return pld.privacy_loss_distribution.from_privacy_parameters(parameters, interval)
     return pld.privacy_loss_distribution.from_gaussian_mechanism(
-        event.noise_multiplier, sampling_prob=event.sampling_probability
+        event.noise_multiplier, value_discretization_interval=interval, sampling_prob=event.sampling_probability
     )
 
 

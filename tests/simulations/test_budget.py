@@ -1,0 +1,174 @@
+"""Budgets: small clients retire earlier, nobody passes its budget in any round, and the run says so beforehand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from conftest import write_table
+
+from fedpriv.accounting.curves import spent
+from fedpriv.accounting.ledger import data_sets, reading, releases, verify_with_head
+from fedpriv.config import parse
+from fedpriv.errors import InputError
+from server.coordinator import LogObserver
+from simulations.engines import in_process
+
+SIZES = [8, 10, 12, 14, 17, 20, 24, 30, 40, 60, 90, 150]
+
+
+class Notes(LogObserver):
+    """Keeps what a run says."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def notice(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def run(values: dict[str, object], out: Path, **changes: object) -> tuple[Path, list[str]]:
+    observer = Notes()
+    in_process.run(parse({**values, **changes, "out": str(out)}), observer)
+    return out, observer.notes
+
+
+@pytest.fixture(scope="module")
+def twelve(small_run, tmp_path_factory) -> dict[str, object]:
+    """Twelve clients of very different sizes, secure noise, little training."""
+    return small_run | {
+        "data": str(write_table(tmp_path_factory.mktemp("twelve") / "records.csv", 520)),
+        "simulate": False,
+        "public_data": True,
+        "comparison": False,
+        "partition": "sizes",
+        "client_column": "",
+        "client_sizes": SIZES,
+        "test_fraction": 0.05,
+        "batch_size": 4,
+        "local_steps": 2,
+        "rounds": 14,
+        "noise_multiplier": 1.5,
+        "budget_epsilon": 4,
+    }
+
+
+def epsilons(ledger: Path, view: str) -> dict[str, float]:
+    with reading(ledger) as db:
+        verify_with_head(db, ledger)
+        return {
+            each.client: spent([r.seen_by(view) for r in releases(db, each.id)], each.delta).epsilon
+            for each in data_sets(db)
+        }
+
+
+@pytest.mark.parametrize("view", ["local", "rho"])
+def test_twelve_clients_on_a_budget(twelve, tmp_path, view):
+    noise = 1.5 if view == "local" else 4.0
+    folder, notes = run(twelve, tmp_path / view, privacy_view=view, noise_multiplier=noise)
+    summary = json.loads((folder / "summary.json").read_text())
+    clients = pd.read_csv(folder / "clients.csv")
+    rounds = clients.groupby("client")["round"].max()
+    assert summary["num_rounds"] == 14
+    assert 0 < sum(client["retired"] is not None for client in summary["clients"]) < 12
+    assert rounds.is_monotonic_increasing, "the smaller the client, the earlier it retires"
+    assert rounds[0] < rounds[11] == 14
+    assert max(client[f"epsilon_{view}"] for client in summary["clients"]) <= 4
+    assert clients[f"epsilon_{view}"].max() <= 4, "not in any round"
+    assert max(epsilons(folder / "ledger.sqlite", view).values()) <= 4
+    assert notes[0].startswith("budget_epsilon allows fewer than the 14 rounds")
+    if view == "local":  # every round costs the same there, so the notice is exact
+        retired = {client["client"]: client["rounds"] for client in summary["clients"] if client["retired"]}
+        said = dict(part.rsplit(" ", 1) for part in notes[0].split(": ", 1)[1].split("; ")[0].split(", "))
+        assert said == {f"client {client}": str(num) for client, num in retired.items()}
+
+
+def test_another_round_would_have_passed_the_budget(twelve, tmp_path):
+    folder, _ = run(twelve, tmp_path / "run")
+    summary = json.loads((folder / "summary.json").read_text())
+    with reading(folder / "ledger.sqlite") as db:
+        for client, each in zip(summary["clients"], data_sets(db), strict=True):
+            if client["retired"]:
+                events = [release.event for release in releases(db, each.id)]
+                assert spent(events, each.delta).epsilon <= 4
+                assert spent([*events, replace(events[0], count=2)], each.delta).epsilon > 4
+
+
+def test_spending_accumulates_over_runs_on_one_ledger(twelve, tmp_path):
+    shared = {"ledger": str(tmp_path / "shared.sqlite"), "rounds": 4, "noise_multiplier": 1.2}
+    first, _ = run(twelve, tmp_path / "first", **shared)
+    second, notes = run(twelve, tmp_path / "second", **shared, seed=5)
+    one, two = (json.loads((folder / "summary.json").read_text())["clients"] for folder in (first, second))
+    assert [client["earlier_runs"] for client in two] == [1] * 12
+    assert sum(c["rounds"] for c in two) < sum(c["rounds"] for c in one), "the second run starts from what is left"
+    assert all(b["epsilon_local"] > a["epsilon_local"] for a, b in zip(one, two, strict=True) if b["rounds"])
+    assert max(client["epsilon_local"] for client in two) <= 4
+    assert notes
+    # Every node kept its own account, and it says the same as the server's on the view that it knows.
+    server = epsilons(tmp_path / "shared.sqlite", "local")
+    for client in range(12):
+        (own,) = epsilons(tmp_path / "shared.sqlite.nodes" / f"{client}.sqlite", "local").values()
+        assert own == pytest.approx(server[str(client)])
+
+
+def test_a_run_whose_budget_allows_nothing_is_refused_before_it_starts(twelve, tmp_path):
+    with pytest.raises(InputError, match="allows 0 of 12 clients a round"):
+        run(twelve, tmp_path / "run", budget_epsilon=0.01)
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_run_ends_with_a_clear_message_when_too_few_remain(twelve, tmp_path):
+    folder, notes = run(twelve, tmp_path / "run", min_clients=10, noise_multiplier=1.0)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert "within their budgets, min_clients = 10" in summary["stopped_early"]
+    assert summary["num_rounds"] < 14
+    assert notes[-1] == f"the run ended early: {summary['stopped_early']}"
+
+
+def test_each_client_may_have_a_budget_of_its_own(twelve, tmp_path):
+    budgets = [4.0] * 11 + [0.3]
+    folder, _ = run(twelve, tmp_path / "run", budget_epsilon=budgets)
+    clients = json.loads((folder / "summary.json").read_text())["clients"]
+    assert all(client["epsilon_local"] <= budget for client, budget in zip(clients, budgets, strict=True))
+    assert clients[11]["retired"]
+    with pytest.raises(InputError, match="3 entries for 12 clients"):
+        run(twelve, tmp_path / "short", budget_epsilon=[4.0, 4.0, 4.0])
+
+
+@pytest.mark.parametrize(
+    ("change", "condition"),
+    [
+        ({"local_steps": 2}, "local_steps = 2"),
+        ({"optimizer": "adamw"}, "optimizer = adamw"),
+        ({"noise_on": "upload"}, "noise_on = upload"),
+        ({"uploads_hidden": False}, "secure aggregation"),
+    ],
+)
+def test_the_aggregate_view_is_refused_where_it_does_not_hold(twelve, tmp_path, change, condition):
+    fine = {"privacy_view": "aggregate", "local_steps": 1, "optimizer": "sgd", "uploads_hidden": True}
+    with pytest.raises(InputError, match=condition):
+        run(twelve, tmp_path / "run", **fine | change)
+
+
+def test_the_aggregate_view_is_tracked_where_it_holds(twelve, tmp_path):
+    changes = {"local_steps": 1, "optimizer": "sgd", "uploads_hidden": True, "rounds": 3, "privacy_view": "aggregate"}
+    folder, _ = run(twelve, tmp_path / "run", **changes, colluding_clients=2)
+    clients = pd.read_csv(folder / "clients.csv")
+    assert (clients["epsilon_aggregate"] < clients["epsilon_local"]).all()
+    assert sorted(path.name for path in (folder / "variants").iterdir()) == ["global"]
+    hidden = pd.read_csv(run(twelve, tmp_path / "seen", rounds=1)[0] / "clients.csv")
+    assert hidden["epsilon_aggregate"].isna().all()
+
+
+def test_noise_on_the_upload_is_accounted_for_a_client(twelve, tmp_path):
+    changes = {"noise_on": "upload", "noise_multiplier": 20.0, "rounds": 2, "clip_norm": 0.5, "budget_epsilon": ""}
+    shared = {"ledger": str(tmp_path / "shared.sqlite")}
+    folder, _ = run(twelve, tmp_path / "run", **changes, **shared)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["unit"] == "client"
+    assert len({client["epsilon_local"] for client in summary["clients"]}) == 1, "no amplification by the batch"
+    with pytest.raises(InputError, match="noise_on = gradients"):
+        run(twelve, tmp_path / "mixed", **shared)
