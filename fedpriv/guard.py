@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fedpriv.accounting.clipping import CLIPPING_RULES, NOISE_PLACES
-from fedpriv.accounting.curves import check_delta, spent
+from fedpriv.accounting.curves import check_delta, spent, stays_within
 from fedpriv.accounting.events import Event, SubsampledGaussian
 from fedpriv.accounting.ledger import CHARGED, RELEASED, Charge, DataSet, Key, Ledger
 from fedpriv.accounting.views import Release, default_delta
@@ -184,13 +184,11 @@ def charge(policy: NodePolicy, key: Key, event: Event, data_set: DataSet | None,
             raise RefusedError(
                 f"noise_on: earlier releases here have another unit than {event.unit}, and do not add up"
             )
-        if policy.budget_epsilon is not None:
-            cost = spent([*history, event], data_set.delta).epsilon
-            if cost > policy.budget_epsilon:
-                log.warning(
-                    "round %s: epsilon %.4f would pass the budget of %s", key.round, cost, policy.budget_epsilon
-                )
-                raise RetiredError("budget_epsilon: another round would pass this node's budget")
+        budget = policy.budget_epsilon
+        if budget is not None and not stays_within([*history, event], data_set.delta, budget):
+            cost = spent(history, data_set.delta).epsilon
+            log.warning("round %s would pass the budget: %.4f of %s is spent", key.round, cost, budget)
+            raise RetiredError("budget_epsilon: another round would pass this node's budget")
         ledger.charge([asked])
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from fedpriv.accounting.curves import Accountant, PrivacySpent, check_delta, spent
+from fedpriv.accounting.curves import Accountant, PrivacySpent, check_delta, spent, stays_within
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.views import VIEWS, Release, View, default_delta
 
@@ -63,21 +63,12 @@ class Accounts:
         return self._known[key]
 
     def fits(self, client: int, release: Release, view: View, budget: float) -> bool:
-        """Whether the client stays within its budget if it makes one more such release.
-
-        pld decides. Where rdp, which is cheaper and as valid a bound, stays clearly below the budget, pld, which then
-        nearly always does too, is not asked.
+        """Whether the client stays within its budget if it makes one more such release; see `stays_within`.
 
         Raises:
             ValueError: the view does not hold for the client's releases.
         """
-        events = self._events(client, view, this_run_only=False)
-        if events is None:
-            raise ValueError("view = aggregate: does not hold for an earlier release on the same records")
-        events.append(release.seen_by(view))
-        if spent(events, self.deltas[client], "rdp").epsilon <= 0.95 * budget:
-            return True
-        return spent(events, self.deltas[client], "pld").epsilon <= budget
+        return stays_within([*self.history(client, view), release.seen_by(view)], self.deltas[client], budget)
 
     def history(self, client: int, view: View) -> list[Event]:
         """All events of the client on the view, equal ones merged.

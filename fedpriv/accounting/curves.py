@@ -84,6 +84,21 @@ def spent(events: Iterable[Event], delta: float, accountant: Accountant = "pld")
     return PrivacySpent(epsilon=by_pld, delta=delta, accountant="pld")
 
 
+def stays_within(events: Iterable[Event], delta: float, budget: float) -> bool:
+    """Whether the composition costs at most (budget, delta).
+
+    pld decides. Where rdp, which is cheaper and as valid a bound, stays clearly below the budget, pld, which then
+    nearly always does too, is not asked.
+
+    Raises:
+        ValueError: as for `spent`, or the budget bounds nothing.
+    """
+    if not 0 < budget < math.inf:
+        raise ValueError(f"budget = {budget}: must be finite and > 0")
+    events = tuple(events)
+    return spent(events, delta, "rdp").epsilon <= 0.95 * budget or spent(events, delta).epsilon <= budget
+
+
 def delta_spent(events: Iterable[Event], epsilon: float, accountant: Accountant = "pld") -> float:
     """The smallest delta, in [0, 1], for which the composition is (epsilon, delta)-DP by the accountant.
 

@@ -1,0 +1,200 @@
+"""A node charges its own ledger first, answers a repeated message with the same bytes, and retires itself."""
+
+from __future__ import annotations
+
+import csv
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+
+from clients import handler
+from fedpriv import protocol
+from fedpriv.accounting.curves import spent
+from fedpriv.accounting.ledger import Ledger, data_sets, entries, reading, releases, verify_with_head
+from fedpriv.config import parse, to_flower
+from fedpriv.training import workbench as workbench_module
+from fedpriv.training.local_update import UpdateSpec, execute_one_by_one
+from fedpriv.training.workbench import workbench
+from simulations.engines.flower_private import task_identity
+
+
+@pytest.fixture(autouse=True)
+def _identity():
+    with task_identity(1):
+        yield
+
+
+class Node:
+    """One node of a run on private data, with secure noise and a ledger of its own."""
+
+    def __init__(self, values: dict[str, object], ledger: Path, **node_config: object) -> None:
+        self.config = parse(values | {"simulate": False, "comparison": False})
+        self.ledger = ledger
+        keys = {"partition-id": 0, handler.TRUST_KEY: True, handler.LEDGER_KEY: str(ledger), **node_config}
+        self.context = Context(1, 7, keys, RecordDict(), to_flower(self.config))
+        self.execute = partial(execute_one_by_one, workbench(self.config).model)
+
+    def message(self, round_: int = 1, *, run: str = "run", shift: float = 0.0, **changes: object) -> Message:
+        adapter = {name: tensor + shift for name, tensor in workbench(self.config).initial.items()}
+        fields = {**protocol.pack_instruction(run, round_, UpdateSpec.of(self.config)), **changes}
+        content = RecordDict({protocol.ADAPTER: ArrayRecord(adapter), protocol.INSTRUCTION: ConfigRecord(fields)})
+        return Message(content, 7, "train", group_id="1")
+
+    def ask(self, message: Message) -> Message:
+        try:
+            task = handler.prepare(message, self.context)
+        except Exception as error:
+            return handler.reply(message, self.context, error)
+        return handler.reply(message, self.context, self.execute([task])[0])
+
+    @property
+    def num_charged(self) -> int:
+        with reading(self.ledger) as db:
+            verify_with_head(db, self.ledger)
+            return sum(entry.phase == "charged" for entry in entries(db))
+
+    @property
+    def epsilon(self) -> float:
+        with reading(self.ledger) as db:
+            (data_set,) = data_sets(db)
+            return spent([release.event for release in releases(db, data_set.id)], data_set.delta).epsilon
+
+
+@pytest.fixture
+def node(small_run, tmp_path) -> Node:
+    return Node(small_run, tmp_path / "node.sqlite")
+
+
+def uploaded(reply: Message) -> bytes:
+    assert not reply.has_error(), reply.error
+    adapter = dict(reply.content.array_records[protocol.ADAPTER].to_torch_state_dict())
+    _, event = protocol.unpack_release(reply.content.config_records[protocol.RELEASE])
+    return protocol.pack_upload(adapter, event)
+
+
+def test_a_message_replayed_ten_times_gets_ten_identical_replies_for_one_charge(node):
+    replies = [uploaded(node.ask(node.message())) for _ in range(10)]
+    assert len(set(replies)) == 1
+    assert node.num_charged == 1
+
+
+def test_anything_else_that_is_asked_is_another_charge(node):
+    asked = [
+        node.message(),
+        node.message(round_=2),
+        node.message(round_=2, run="other"),
+        node.message(round_=2, shift=1e-3),
+        node.message(round_=2, learning_rate=0.25),
+    ]
+    replies = [uploaded(node.ask(message)) for message in asked]
+    assert len(set(replies)) == node.num_charged == len(asked)
+
+
+def test_a_task_that_failed_was_charged_and_may_be_computed_once(node):
+    message = node.message()
+    handler.prepare(message, node.context)
+    assert handler.reply(message, node.context, RuntimeError("out of memory")).has_error()
+    assert node.num_charged == 1
+    first, second = uploaded(node.ask(message)), uploaded(node.ask(message))
+    assert first == second
+    assert node.num_charged == 1
+
+
+def test_two_computations_of_one_charge_release_one_result(node):
+    message = node.message()
+    tasks = [handler.prepare(message, node.context) for _ in range(2)]
+    updates = node.execute(tasks)
+    assert not torch.equal(*(next(iter(update.adapter.values())) for update in updates)), "noise differs"
+    assert len({uploaded(handler.reply(message, node.context, update)) for update in updates}) == 1
+    assert node.num_charged == 1
+
+
+def test_a_reply_that_is_no_longer_kept_is_refused_not_recomputed(node):
+    for round_ in (1, 2):
+        uploaded(node.ask(node.message(round_)))
+    reply = node.ask(node.message(1))
+    assert reply.error.code == protocol.REFUSED
+    assert "no longer kept" in reply.error.reason
+    assert node.num_charged == 2
+
+
+def test_the_node_retires_by_itself_and_never_passes_its_budget(small_run, tmp_path):
+    node = Node(small_run, tmp_path / "node.sqlite", **{handler.BUDGET_KEY: 2.0})
+    codes = []
+    for round_ in range(1, 30):
+        reply = node.ask(node.message(round_))
+        codes.append(reply.error.code if reply.has_error() else 0)
+        assert node.epsilon <= 2.0
+    assert set(codes) == {0, protocol.RETIRED}
+    assert codes == sorted(codes), "once retired, always retired"
+    assert node.num_charged == codes.count(0)
+    # A coordinator that asks for less noise, or under the name of another run, gets no more.
+    assert node.ask(node.message(1, run="again")).error.code == protocol.RETIRED
+
+
+@pytest.mark.parametrize("budget", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_budget_that_bounds_nothing_stops_the_node(small_run, tmp_path, budget):
+    node = Node(small_run, tmp_path / "node.sqlite", **{handler.BUDGET_KEY: budget})
+    assert node.ask(node.message()).error.code == protocol.FAILED
+    assert not node.ledger.exists()
+
+
+def test_the_registered_number_of_records_stays_when_the_file_changes(small_run, tmp_path):
+    table = tmp_path / "records.csv"
+    table.write_text(Path(str(small_run["data"])).read_text())
+    node = Node(small_run | {"data": str(table)}, tmp_path / "node.sqlite")
+    ask = partial(handler.register, Message(RecordDict(), 7, protocol.REGISTER, group_id="0"))
+    first = protocol.unpack_registration(ask(node.context).content[protocol.REGISTRATION])
+    rows = list(csv.reader(table.open()))
+    with table.open("w", newline="") as file:
+        csv.writer(file).writerows(rows[:-40])
+    workbench_module._workbench.cache_clear()
+    second = protocol.unpack_registration(ask(node.context).content[protocol.REGISTRATION])
+    assert second == first
+    uploaded(node.ask(node.message()))
+    with reading(node.ledger) as db:
+        assert [entry.phase for entry in entries(db)].count("changed") == 2
+        (data_set,) = data_sets(db)
+        (release,) = releases(db, data_set.id)
+        assert release.event.sampling_probability == node.config.batch_size / first.num_records
+    workbench_module._workbench.cache_clear()
+
+
+def test_without_a_ledger_a_node_with_data_of_its_own_releases_nothing(small_run, tmp_path, monkeypatch):
+    node = Node(small_run, tmp_path / "node.sqlite")
+    del node.context.node_config[handler.LEDGER_KEY]
+    policy = handler._policy(node.config, node.context, 0)
+    assert policy.allow_unrecorded, "a node that trusts the run's configuration may leave the account to the server"
+    node.context.node_config[handler.TRUST_KEY] = False
+    assert not handler._policy(node.config, node.context, 0).allow_unrecorded
+
+
+@pytest.mark.parametrize("harm", ["locked", "damaged", "edited"])
+def test_a_ledger_that_cannot_be_used_stops_every_release(node, harm, caplog):
+    uploaded(node.ask(node.message(1)))
+    holder = None
+    if harm == "locked":
+        holder = Ledger(node.ledger)
+    elif harm == "damaged":
+        node.ledger.write_bytes(node.ledger.read_bytes()[:5000])
+    else:
+        content = node.ledger.read_bytes()
+        assert content.count(b"subsampled_gaussian") >= 1
+        node.ledger.write_bytes(content.replace(b"subsampled_gaussian", b"subsampled_gaussiam"))
+    reply = node.ask(node.message(2))
+    assert reply.error.code == protocol.REFUSED
+    assert reply.error.reason == "refused: this node's ledger cannot be used; its log says why"
+    assert str(node.ledger) in caplog.text
+    if holder:
+        holder.close()
+
+
+def test_an_upload_that_cannot_be_stored_is_not_sent(node):
+    message = node.message()
+    (update,) = node.execute([handler.prepare(message, node.context)])
+    with Ledger(node.ledger):
+        assert handler.reply(message, node.context, update).error.code == protocol.REFUSED
+    assert uploaded(handler.reply(message, node.context, update))

@@ -1,0 +1,170 @@
+"""Runs that are killed at random instants, and what their ledgers say afterwards; `test_kill.py` starts it.
+
+One process loads everything once and forks: every child is a process of its own on real files, killed by SIGKILL.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+
+from clients import handler
+from fedpriv import protocol
+from fedpriv.accounting.curves import spent
+from fedpriv.accounting.events import from_json
+from fedpriv.accounting.ledger import CHARGED, RELEASED, Ledger, data_sets, entries, reading, releases, verify_with_head
+from fedpriv.config import RunConfig, parse, to_flower
+from fedpriv.training.local_update import UpdateSpec, execute_one_by_one
+from fedpriv.training.workbench import workbench
+from server.coordinator import LogObserver
+from simulations.engines import in_process
+from simulations.engines.flower_private import task_identity
+from simulations.engines.grid import LocalGrid
+
+
+def sent(wire: int, client: int, round_: int, reply: Message) -> None:
+    """Tell the parent what left the node: from here on it counts as released."""
+    adapter = dict(reply.content.array_records[protocol.ADAPTER].to_torch_state_dict())
+    release = reply.content.config_records[protocol.RELEASE]
+    _, event = protocol.unpack_release(release)
+    digest = hashlib.sha256(protocol.pack_upload(adapter, event)).hexdigest()
+    os.write(wire, (json.dumps([client, round_, digest, release["event"]]) + "\n").encode())
+
+
+def whole_run(config: RunConfig, folder: Path, attempt: int, wire: int) -> None:
+    """The in-process engine: server and nodes, each with its ledger; every attempt is another run on the same data."""
+
+    class TappedGrid(LocalGrid):
+        def _answer(self, messages):
+            replies = super()._answer(messages)
+            for reply in replies:
+                if reply.has_content() and protocol.RELEASE in reply.content:
+                    release = reply.content.config_records[protocol.RELEASE]
+                    sent(wire, reply.metadata.src_node_id - 2, release["round"], reply)
+            return replies
+
+    in_process.LocalGrid = TappedGrid
+    values = {**vars(config), "out": str(folder / f"run-{attempt}"), "ledger": str(folder / "ledger.sqlite")}
+    in_process.run(parse(values), LogObserver())
+
+
+def one_node(config: RunConfig, folder: Path, attempt: int, wire: int) -> None:
+    """A node whose server goes on asking for the round that it has no reply for, under the same key."""
+    bench, execute = workbench(config), partial(execute_one_by_one, workbench(config).model)
+    (folder / "ledger.sqlite.nodes").mkdir(exist_ok=True)
+    node_config = {"partition-id": 0, handler.TRUST_KEY: True}
+    node_config[handler.LEDGER_KEY] = str(folder / "ledger.sqlite.nodes" / "0.sqlite")
+    context = Context(1, 7, node_config, RecordDict(), to_flower(config))
+    seen = folder / "last-round"
+    with task_identity(1):
+        for round_ in range(int(seen.read_text()) if seen.exists() else 1, 10**6):
+            instruction = ConfigRecord(protocol.pack_instruction("run", round_, UpdateSpec.of(config)))
+            content = RecordDict({protocol.ADAPTER: ArrayRecord(bench.initial), protocol.INSTRUCTION: instruction})
+            message = Message(content, 7, "train", group_id="1")
+            try:
+                reply = handler.reply(message, context, execute([handler.prepare(message, context)])[0])
+            except Exception as error:
+                reply = handler.reply(message, context, error)
+            assert not reply.has_error(), reply.error
+            sent(wire, 0, round_, reply)
+            (folder / "next").write_text(str(round_ + 1))
+            (folder / "next").replace(seen)
+
+
+def killed_after(seconds: float, task: Callable[[int], None]) -> list[list]:
+    """What a child sent before it was killed after so many seconds."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(read)
+        try:
+            task(write)
+        except BaseException as error:
+            os.write(write, (json.dumps(["error", repr(error)]) + "\n").encode())
+        os._exit(0)
+    os.close(write)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with os.fdopen(read) as file:
+        return [json.loads(line) for line in file.read().splitlines()]
+
+
+class Checker:
+    """Holds the ledgers of a folder against what was sent."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.sent: dict[str, list[list]] = {}
+        self._before: dict[Path, list[str]] = {}
+
+    def check(self, lines: list[list]) -> None:
+        """After every kill: nothing lost, nothing uncharged, chains intact."""
+        for line in lines:
+            assert line[0] != "error", line[1]
+            self.sent.setdefault(str(line[0]), []).append(line)
+        nodes = sorted((self.folder / "ledger.sqlite.nodes").glob("*.sqlite"))
+        for path in [*nodes, self.folder / "ledger.sqlite"]:
+            if not path.exists():
+                continue
+            if path.with_name(path.name + ".head").exists() and path.stat().st_size:
+                with Ledger(path):  # the next writer can go on
+                    pass
+            with reading(path) as db:
+                verify_with_head(db, path)
+                written = list(entries(db))
+                digests = [entry.digest for entry in written]
+                assert digests[: len(self._before.get(path, []))] == self._before.get(path, []), "an entry is lost"
+                self._before[path] = digests
+                for client in [path.stem] if path in nodes else list(self.sent):
+                    self._check_client(db, path, client, written, own=path in nodes)
+
+    def _check_client(self, db, path, client, written, *, own: bool) -> None:
+        charged = [e for e in written if e.phase == CHARGED and e.client == client]
+        received = self.sent.get(client, [])
+        assert len(charged) >= len({(line[1], line[2]) for line in received}), f"{path}: a release was not charged"
+        assert len({(e.run, e.round, e.request) for e in charged}) == len(charged)
+        if own:
+            kept = {e.reply for e in written if e.phase == RELEASED}
+            assert {line[2] for line in received} <= kept, f"{path}: a reply was sent before it was stored"
+        (data_set,) = [each for each in data_sets(db) if each.client == client] or [None]
+        if data_set and received:
+            released = spent([from_json(line[3]) for line in {tuple(line) for line in received}], data_set.delta, "rdp")
+            recovered = spent([r.event for r in releases(db, data_set.id)], data_set.delta, "rdp")
+            assert recovered.epsilon >= released.epsilon, f"{path}: epsilon fell below what was released"
+
+
+def main() -> None:
+    """Arguments: folder, configuration as JSON, kills of each kind, seed. Prints one JSON line."""
+    folder, config, kills = Path(sys.argv[1]), parse(json.loads(sys.argv[2])), int(sys.argv[3])
+    random.seed(int(sys.argv[4]))
+    torch.set_num_threads(1)
+    workbench(config).client(0)
+    result = {}
+    for kind, longest in ((whole_run, 0.8), (one_node, 0.25)):
+        place = folder / kind.__name__
+        place.mkdir()
+        checker = Checker(place)
+        for attempt in range(kills):
+            checker.check(killed_after(random.uniform(0, longest), partial(kind, config, place, attempt)))
+        result[kind.__name__] = {
+            "kills": kills,
+            "replies": sum(map(len, checker.sent.values())),
+            "entries": {path.name: len(digests) for path, digests in checker._before.items()},
+        }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
