@@ -18,6 +18,7 @@ from fedpriv.accounting.clipping import num_parts, sensitivity_factor
 from fedpriv.accounting.closed_form import closed_form
 from fedpriv.accounting.curves import Accountant, check_delta, spent
 from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.selection import repeat_and_select
 from fedpriv.accounting.views import default_delta
 from fedpriv.errors import InputError, LedgerError
 
@@ -156,6 +157,47 @@ def calibrate(
             "clipping": clipping.value,
             "accountant": accountant.value,
         },
+        as_json,
+    )
+
+
+@app.command("repeat-and-select")
+def select(
+    noise_multiplier: Annotated[float, typer.Option(help="Effective noise multiplier of one run, >= 0.")],
+    sampling_probability: SamplingProbability,
+    steps: Steps,
+    delta: Delta,
+    mean_repetitions: Annotated[float, typer.Option(help="Expected number of runs, >= 1.")],
+    shape: Annotated[float, typer.Option(help="Of their number: 1 geometric, 0 logarithmic, inf Poisson.")] = 1.0,
+    number_is_random_and_secret: Annotated[
+        bool, typer.Option("--number-is-random-and-secret", help="You state that it was drawn and nobody learns it.")
+    ] = False,
+    losers_are_hidden: Annotated[
+        bool, typer.Option("--losers-are-hidden", help="You state that nobody sees anything of the other runs.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """The epsilon of publishing only the best of several runs, for who sees nothing but the chosen one.
+
+    A fixed sweep does not qualify: there the sum of all runs counts, which one ledger for all of them keeps. Example:
+
+    fedpriv repeat-and-select --noise-multiplier 4 --sampling-probability 0.05 --steps 30 --delta 1e-5
+    --mean-repetitions 10 --number-is-random-and-secret --losers-are-hidden
+    """
+    event = SubsampledGaussian(
+        noise_multiplier=noise_multiplier, sampling_probability=sampling_probability, count=steps
+    )
+    epsilon = repeat_and_select(
+        [event],
+        delta,
+        mean_repetitions=mean_repetitions,
+        shape=shape,
+        number_is_random_and_secret=number_is_random_and_secret,
+        losers_are_hidden=losers_are_hidden,
+    )
+    one_run = spent([event], delta, "rdp").epsilon
+    _show(
+        {"epsilon": epsilon, "delta": delta, "epsilon_of_one_run": one_run, "mean_repetitions": mean_repetitions},
         as_json,
     )
 

@@ -11,6 +11,7 @@ from fedpriv.accounting.views import VIEWS, View
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.config import RunConfig
 from fedpriv.training.workbench import Workbench
+from server.bookkeeping import objections_to_aggregate
 from server.history import ClientRow, RoundRow
 from server.strategy import DpLora
 
@@ -45,6 +46,7 @@ def summarize(config: RunConfig, bench: Workbench, outcome: Outcome, comparison:
         "chance_accuracy": 1 / (len(labels) if labels else bench.base.model.config.vocab_size),
         **{f"epsilon_{view}_max": accounts.largest(view, "pld") for view in VIEWS},
         "delta_max": max(accounts.deltas.values()),
+        "aggregate_objections": list(objections_to_aggregate(config)),
         "unit": next(iter(outcome.strategy.books.units)),
         "accountant": "pld, but rdp where its epsilon exceeds 100" if upper_bound_only else "pld",
         "private": config.noise_multiplier > 0 and not config.simulate,

@@ -191,7 +191,7 @@ def _rdp_curve(event: SubsampledGaussian | PureEpsilon) -> npt.NDArray[np.float6
         ) / (orders - 1)
     else:
         accountant = rdp.RdpAccountant()
-        with _quiet_absl():
+        with quiet_absl():
             accountant.compose(_as_dp_event(event))
         # The Gaussian without sampling bounds the curve from above, so the floor never passes it.
         floor = np.minimum(orders / (2 * event.noise_multiplier**2), _SMALLEST_DIVERGENCE)
@@ -217,7 +217,7 @@ def _pld_epsilon(events: tuple[SubsampledGaussian | PureEpsilon, ...], delta: fl
 
 def _total_loss(events: tuple[SubsampledGaussian | PureEpsilon, ...], interval: float) -> Any:
     """The privacy loss distribution of the whole composition, from above."""
-    with _quiet_absl():
+    with quiet_absl():
         return reduce(lambda total, loss: total.compose(loss), (_loss(event, interval) for event in events))
 
 
@@ -250,7 +250,7 @@ def _as_dp_event(event: SubsampledGaussian) -> Any:
 
 
 @contextmanager
-def _quiet_absl() -> Iterator[None]:
+def quiet_absl() -> Iterator[None]:
     """Hide the note that an rdp order was left out: fewer orders only raise the bound."""
     root, silent, verbosity = logging.getLogger(), logging.NullHandler(), absl_logging.get_verbosity()
     root.addHandler(silent)  # without any handler absl would configure the root logger for the whole process

@@ -407,12 +407,29 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
     if not path.is_file():
         raise LedgerError(f"{path}: no such ledger")
     with _clear_errors(path):
-        db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10)
+        db = _connect_to_read(path)
         try:
-            _version(db, path)
             yield db
         finally:
             db.close()
+
+
+def _connect_to_read(path: Path) -> sqlite3.Connection:
+    """A connection that writes nothing but SQLite's own files beside the ledger, where those may be written."""
+    for options in ("mode=rw", "mode=ro&immutable=1"):
+        db = sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True, timeout=10)
+        try:
+            db.execute("PRAGMA query_only = ON")
+            _version(db, path)
+            return db
+        except sqlite3.OperationalError:
+            db.close()
+            if "immutable" in options:
+                raise
+        except BaseException:
+            db.close()
+            raise
+    raise AssertionError("unreachable")
 
 
 def verify(db: sqlite3.Connection, path: Path) -> Entry | None:

@@ -76,6 +76,9 @@ def render(run: RunFolder) -> str:
         accountant=_accountant(summary),
         accuracy_without_noise=_accuracy_without_noise(run),
         epsilon_local=tables.format_epsilon(summary["epsilon_local_max"], summary["delta_max"]),
+        epsilon_aggregate=_epsilon_aggregate(summary),
+        earlier=_earlier(summary),
+        retired=_retired(summary),
         epsilon_rho=tables.format_epsilon(summary["epsilon_rho_max"], summary["delta_max"]),
         clients=tables.client_table(summary["clients"], _accountant(summary)),
         charged=_charged(run),
@@ -95,6 +98,29 @@ def why_not_private(run: RunFolder) -> list[str]:
     if not run.summary["private"] and not reasons:
         reasons.append("the run is marked as not private")
     return reasons
+
+
+def _epsilon_aggregate(summary: Mapping[str, Any]) -> str | None:
+    """The `aggregate` view's largest epsilon; None where the view does not hold."""
+    if summary["aggregate_objections"] or "epsilon_aggregate_max" not in summary:
+        return None
+    return tables.format_epsilon(summary["epsilon_aggregate_max"], summary["delta_max"])
+
+
+def _earlier(summary: Mapping[str, Any]) -> str | None:
+    """What earlier runs on the same data have to do with the figures; None without any."""
+    most = max((client["earlier_runs"] for client in summary["clients"]), default=0)
+    if not most:
+        return None
+    alone = max((tables.parse_epsilon(c["epsilon_local_this_run"]) for c in summary["clients"]), default=0.0)
+    return (
+        f"up to {most} earlier run{'s' if most != 1 else ''}; this run alone cost at most {tables.format_bound(alone)}"
+    )
+
+
+def _retired(summary: Mapping[str, Any]) -> dict[str, int]:
+    """Clients that retired before the end, with the rounds that they took part in."""
+    return {str(c.get("name", c["client"])): c["rounds"] for c in summary["clients"] if c["retired"]}
 
 
 def _accountant(summary: Mapping[str, Any]) -> str:

@@ -41,8 +41,11 @@ SPENT_KEYS = (
     "client",
     "num_records",
     "rounds",
+    "earlier_runs",
     "epsilon_local",
+    "epsilon_local_this_run",
     "epsilon_rho",
+    "retired",
     "delta",
     "bytes_up",
     "bytes_down",
@@ -51,8 +54,9 @@ COUNTS = ("num_clients", "num_rounds", "bytes_up", "bytes_down", "seconds")
 ACCURACIES = ("accuracy", "accuracy_initial", "accuracy_non_private", "chance_accuracy")
 NULLABLE = (*ACCURACIES, "delta", "delta_max")
 FLAGS = ("private", "adapters_moved")
-SUMMARY_KEYS = (*ACCURACIES, *COUNTS, *FLAGS, "epsilon_local_max", "epsilon_rho_max", "delta_max")
-WORDS = {"noise_source": ("secure", "seeded"), "accountant": ("pld", "rdp")}
+LEDGER_KEYS = ("privacy_view", "budget_epsilon", "stopped_early", "aggregate_objections", "ledger_head")
+SUMMARY_KEYS = (*ACCURACIES, *COUNTS, *FLAGS, *LEDGER_KEYS, "epsilon_local_max", "epsilon_rho_max", "delta_max")
+WORDS = {"noise_source": ("secure", "seeded"), "accountant": ("pld", "rdp"), "unit": ("record", "client")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +170,10 @@ def _read_comparison(path: Path) -> dict[str, Any]:
 def _check_client(path: Path, name: str, client: object) -> None:
     if not isinstance(client, dict) or not client.keys() >= set(SPENT_KEYS):
         raise InputError(f"{path}: {name} is incomplete; an entry needs {', '.join(SPENT_KEYS)}")
-    _check_numbers(path, f"{name}.", client, ("num_records", "rounds", "delta", "bytes_up", "bytes_down"))
-    _check_epsilons(path, f"{name}.", client, ("epsilon_local", "epsilon_rho"))
+    _check_numbers(
+        path, f"{name}.", client, ("num_records", "rounds", "earlier_runs", "delta", "bytes_up", "bytes_down")
+    )
+    _check_epsilons(path, f"{name}.", client, ("epsilon_local", "epsilon_local_this_run", "epsilon_rho"))
 
 
 def _check_numbers(path: Path, prefix: str, values: Mapping[str, Any], keys: Sequence[str]) -> None:
