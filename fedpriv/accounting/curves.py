@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from absl import logging as absl_logging
 from dp_accounting import pld, rdp
+from dp_accounting.rdp import rdp_privacy_accountant
 
 from fedpriv.accounting.events import EpsilonDelta, Event, PureEpsilon, SubsampledGaussian, group
 
@@ -117,7 +118,7 @@ def delta_spent(events: Iterable[Event], epsilon: float, accountant: Accountant 
     if not composition or not all(map(_has_noise, composition)):
         return 1.0 - left if not composition else 1.0
     if accountant == "rdp" or _rdp_epsilon(composition, 1e-5) > PLD_LIMIT:
-        rest = float(rdp.compute_delta(_ORDERS, _total_curve(composition), epsilon)[0])
+        rest = float(rdp_privacy_accountant.compute_delta(_ORDERS, _total_curve(composition), epsilon)[0])
     else:
         rest = float(_total_loss(composition, _FINEST_INTERVAL).get_delta_for_epsilon(epsilon))
     return min(1.0, 1.0 - left + rest)

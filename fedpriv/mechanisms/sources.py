@@ -30,24 +30,26 @@ class RandomSource(Protocol):
         """`secure` or `seeded`, as the run's record shows it."""
 
     def normal(self, num: int) -> Tensor:
-        """`num` independent standard normal values, float32 [num]."""
+        """`num` independent standard normal values, float64 [num]."""
 
     def bernoulli(self, num: int, probability: float) -> Tensor:
         """`num` independent coins, bool [num], each true with at most the given probability."""
 
 
 def normal_from_words(words: Words) -> Tensor:
-    """Standard normal values by inverting the distribution function, float32, one for each 64-bit word.
+    """Standard normal values by inverting the distribution function, float64, one for each 64-bit word.
 
-    The top 52 bits pick the middle of one of 2^52 equal cells of (0, 1). The middle is exact in float64
-    and never 0 or 1, so every value is finite (at most 8.2 in size) and the two tails mirror each other.
+    A word picks one of 2^64 equal cells of (0, 1), and the value is that of the cell's middle. The lower half is
+    inverted and the upper one mirrored: near 0 a float64 resolves every cell, near 1 it could not. Every value is finite
+    (at most 9.2 in size), and the two tails mirror each other.
 
     Args:
         words: uniform 64-bit words.
     """
-    cells = (words >> np.uint64(12)).astype(np.float64)
-    values: Tensor = torch.special.ndtri(torch.from_numpy((cells + 0.5) * 2.0**-52))
-    return values.to(torch.float32)
+    upper = words >= np.uint64(2**63)
+    cells = np.where(upper, ~words, words).astype(np.float64)
+    values: Tensor = torch.special.ndtri(torch.from_numpy((cells + 0.5) * 2.0**-64))
+    return torch.where(torch.from_numpy(upper), -values, values)
 
 
 def bernoulli_from_words(words: Words, probability: float) -> Tensor:
@@ -93,7 +95,7 @@ class SecureSource:
             return np.frombuffer(self._stream.update(bytes(8 * num)), dtype="<u8")
 
     def normal(self, num: int) -> Tensor:
-        """`num` independent standard normal values, float32 [num]."""
+        """`num` independent standard normal values, float64 [num]."""
         return normal_from_words(self._words(num))
 
     def bernoulli(self, num: int, probability: float) -> Tensor:
@@ -119,7 +121,7 @@ class SeededSource:
         self._bits = np.random.Philox(key=np.frombuffer(digest[:16], dtype="<u8"))
 
     def normal(self, num: int) -> Tensor:
-        """`num` independent standard normal values, float32 [num]."""
+        """`num` independent standard normal values, float64 [num]."""
         return normal_from_words(self._bits.random_raw(num))
 
     def bernoulli(self, num: int, probability: float) -> Tensor:

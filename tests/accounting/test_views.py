@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -11,7 +12,15 @@ from hypothesis import strategies as st
 from fedpriv.accounting.accounts import Accounts
 from fedpriv.accounting.curves import spent
 from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.accounting.views import Release, default_delta, rho_bar
+from fedpriv.accounting.views import (
+    Release,
+    aggregate_noise_multiplier,
+    aggregate_objections,
+    aggregate_scale,
+    default_delta,
+    rho_bar,
+    smallest_rho_bars,
+)
 
 EVENT = SubsampledGaussian(noise_multiplier=1.88, sampling_probability=0.16, count=3)
 
@@ -78,3 +87,80 @@ def test_unknown_view_is_refused(view):
 def test_release_with_impossible_rho_bar_is_refused(bad):
     with pytest.raises(ValueError, match="rho_bar"):
         Release(event=EVENT, rho_bar=bad)
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=7))
+def test_smallest_rho_bar_is_the_smallest_over_all_who_may_survive(sizes):
+    clients = dict(enumerate(sizes))
+    found = smallest_rho_bars(clients)
+    for client in clients:
+        others = [other for other in clients if other != client]
+        every = [
+            rho_bar(size / sum(chosen) for size in chosen)
+            for num in range(len(clients))
+            for rest in itertools.combinations(others, num)
+            for chosen in [[clients[c] for c in (client, *rest)]]
+        ]
+        assert found[client] == pytest.approx(min(every), rel=1e-9)
+        assert found[client] <= min(every), "never above what may happen"
+
+
+def test_aggregate_noise_is_the_sums_over_the_clients_own_weight():
+    # Equal z, C, B and lr: z_eff rho_bar / rho_k, worked by hand for sizes 3, 4, 5 of 12.
+    weights, sizes = [3 / 12, 4 / 12, 5 / 12], {0: 3, 1: 4, 2: 5}
+    noise = aggregate_noise_multiplier(weights, [2.0] * 3, 1, factor=math.sqrt(2))
+    assert noise == pytest.approx(2 / math.sqrt(2) * math.sqrt(50) / 4)
+    assert aggregate_scale(sizes, 1) == pytest.approx(math.sqrt(50) / 4)
+    release = Release(event=EVENT, rho_bar=0.6, aggregate_scale=aggregate_scale(sizes, 1))
+    assert release.seen_by("aggregate").noise_multiplier == pytest.approx(1.88 * math.sqrt(50) / 4)
+
+
+def test_colluding_clients_take_their_noise_with_them():
+    sizes = {0: 3, 1: 4, 2: 5}
+    scales = [aggregate_scale(sizes, 0, colluding=num) for num in range(4)]
+    assert scales == pytest.approx([math.sqrt(50) / 3, 5 / 3, 1.0, 1.0])
+
+
+HOLDS = {"local_steps": 1, "optimizer": "sgd", "noise_on": "gradients", "linear": True, "uploads_hidden": True}
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"local_steps": 2}, "local_steps = 2"),
+        ({"optimizer": "adamw"}, "optimizer = adamw"),
+        ({"noise_on": "upload"}, "noise_on = upload"),
+        ({"linear": False}, "aggregation"),
+        ({"uploads_hidden": False}, "uploads_hidden"),
+    ],
+)
+def test_aggregate_is_refused_by_the_condition_that_fails(change, name):
+    assert aggregate_objections(**HOLDS) == ()
+    (objection,) = aggregate_objections(**HOLDS | change)
+    assert objection.startswith(name)
+
+
+def test_one_release_without_it_ends_the_aggregate_view_for_the_client():
+    accounts = Accounts({0: 100, 1: 100})
+    for client, scale in ((0, 2.0), (0, None), (1, 2.0)):
+        accounts.record(client, Release(event=EVENT, rho_bar=0.5, aggregate_scale=scale))
+    assert accounts.spent(0, "aggregate", "rdp") is None
+    assert accounts.spent(1, "aggregate", "rdp").epsilon < accounts.spent(1, "local", "rdp").epsilon
+    assert accounts.largest("aggregate", "rdp") is None
+    with pytest.raises(ValueError, match="aggregate"):
+        accounts.history(0, "aggregate")
+
+
+@pytest.mark.parametrize("bad", [0.5, math.inf, math.nan])
+def test_release_with_impossible_aggregate_scale_is_refused(bad):
+    with pytest.raises(ValueError, match="aggregate_scale"):
+        Release(event=EVENT, rho_bar=0.5, aggregate_scale=bad)
+
+
+def test_earlier_runs_count_unless_they_are_left_out():
+    earlier = {0: [Release(event=EVENT, rho_bar=0.5)]}
+    accounts = Accounts({0: 100}, earlier=earlier)
+    assert accounts.spent(0, "local", "rdp", this_run_only=True).epsilon == 0
+    accounts.record(0, Release(event=EVENT, rho_bar=0.5))
+    alone = accounts.spent(0, "local", "rdp", this_run_only=True).epsilon
+    assert accounts.spent(0, "local", "rdp").epsilon > alone > 0

@@ -97,3 +97,13 @@ def test_what_would_make_the_event_claim_too_much_is_refused(change):
     arguments = {"noise_multiplier": 1.0, "clip_norm": 1.0, "sampling_probability": 0.1, "source": SeededSource(0)}
     with pytest.raises(ValueError, match=next(iter(change))):
         noised_sum(SUM, **arguments | change)
+
+
+@pytest.mark.parametrize("value", [0.0, 1 / 3, -1e-7, 2.0**-30, 0.7])
+def test_every_sum_reaches_the_same_points(value):
+    scale = 1.3 * 2.5
+    step = 2.0 ** (math.floor(math.log2(scale)) - 18)
+    total = {"a": torch.full((20_000,), value)}
+    points = noised(z=1.3, clip_norm=2.5, total=total)[0]["a"].double() / step
+    assert torch.equal(points, points.round()), "nothing below the grid tells the sum"
+    assert len(points.unique()) > 15_000, "the grid is far finer than the noise"

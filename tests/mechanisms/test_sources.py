@@ -56,9 +56,11 @@ def test_extreme_words_give_finite_mirrored_values():
     words = np.array([0, 2**64 - 1, 2**63, 2**63 - 1], dtype=np.uint64)
     values = normal_from_words(words).tolist()
     assert values[0] == -values[1]
-    assert values[2] == -values[3] > 0
+    assert values[2] == -values[3] >= 0
     assert all(math.isfinite(value) for value in values)
-    assert 8.1 < values[1] < 8.3
+    assert 9.1 < values[1] < 9.2
+    tail = normal_from_words(np.arange(8, dtype=np.uint64)).tolist()
+    assert tail == sorted(set(tail)), "every cell of the tail has a value of its own"
 
 
 def test_values_invert_the_distribution_function():

@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 
-from fedpriv.accounting.clipping import CLIPPING_RULES, clipping_parts, sensitivity_factor
+from fedpriv.accounting.clipping import CLIPPING_RULES, UPLOAD_FACTOR, clipping_parts, sensitivity_factor
+from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.adapters import read
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training import local_update as module
@@ -119,3 +120,59 @@ def test_batch_rule_adds_noise_that_is_not_divided_by_the_batch_size(model, make
         adapter = local_update(model, task).adapter
         scales[rule] = torch.cat([(adapter[name] - start[name]).flatten() for name in start])
     torch.testing.assert_close(scales["batch"], BATCH * scales["joint"], atol=1e-6, rtol=1e-4)
+
+
+UPLOAD = dataclasses.replace(SPEC, noise_on="upload", local_steps=2, learning_rate=50.0)
+
+
+def sent(model, records, rows, monkeypatch, **changes):
+    """The update of a client with noise on the upload, for records whose per-sample gradients are as given."""
+    pieces = [batch_of(model, rows)] if rows else []
+    monkeypatch.setattr(module, "_per_sample_gradients", lambda *_: iter(pieces))
+    sampler = Everyone(num_registered=BATCH, expected_batch_size=BATCH, source=SeededSource(0))
+    start = read(model.peft_model)
+    task = UpdateTask(
+        adapter=start,
+        data=records,
+        spec=dataclasses.replace(UPLOAD, **changes),
+        round=1,
+        sampler=sampler,
+        noise=SeededSource(1),
+    )
+    update = local_update(model, task)
+    module.lora.write_parameters(model.parameters, start)
+    return {name: update.adapter[name].double() - start[name].double() for name in start}, update.event
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_replacing_a_clients_data_or_one_record_reaches_twice_s_and_never_passes_it(
+    model, make_records, monkeypatch, optimizer
+):
+    bound = UPLOAD_FACTOR * CLIP_NORM
+    one, _ = sent(model, make_records(2), [1.0, -1.1], monkeypatch, optimizer=optimizer)
+    other, _ = sent(model, make_records(2), [1.0, 0.9], monkeypatch, optimizer=optimizer)  # one record is replaced
+    assert 0.99 * bound <= gap(one, other) <= bound * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_pair_of_uploads_lies_further_apart(model, make_records, monkeypatch, seed):
+    rows = (10.0 ** torch.empty(6).uniform_(-6, 6, generator=torch.Generator().manual_seed(seed))).tolist()
+    one, _ = sent(model, make_records(3), rows[:3], monkeypatch)
+    other, _ = sent(model, make_records(3), [-row for row in rows[3:]], monkeypatch)
+    assert gap(one, other) <= UPLOAD_FACTOR * CLIP_NORM * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("rows", [[], [math.nan], [math.inf, 1.0], [3e38, 3e38]], ids=str)
+def test_an_update_that_is_empty_or_not_finite_stays_bounded(model, make_records, monkeypatch, rows):
+    update, _ = sent(model, make_records(len(rows)), rows, monkeypatch)
+    length = math.sqrt(sum(float(tensor.square().sum()) for tensor in update.values()))
+    assert length <= CLIP_NORM * (1 + 1e-5)
+
+
+def test_noise_on_the_upload_has_the_claimed_scale_and_event(model, make_records, monkeypatch):
+    update, event = sent(model, make_records(0), [], monkeypatch, noise_multiplier=3.0)
+    values = torch.cat([tensor.flatten() for tensor in update.values()])
+    assert float(values.std()) == pytest.approx(3.0 * CLIP_NORM, rel=5 / math.sqrt(2 * len(values)))
+    assert event == SubsampledGaussian(noise_multiplier=1.5, sampling_probability=1.0, unit="client")
+    spec = dataclasses.replace(UPLOAD, noise_multiplier=3.0)
+    assert event == planned_event(spec, 0.1, model.parameters)
