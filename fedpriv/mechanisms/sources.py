@@ -40,8 +40,8 @@ def normal_from_words(words: Words) -> Tensor:
     """Standard normal values by inverting the distribution function, float64, one for each 64-bit word.
 
     A word picks one of 2^64 equal cells of (0, 1), and the value is that of the cell's middle. The lower half is
-    inverted and the upper one mirrored: near 0 a float64 resolves every cell, near 1 it could not. Every value is finite
-    (at most 9.2 in size), and the two tails mirror each other.
+    inverted and the upper one mirrored: near 0 a float64 resolves every cell, near 1 it could not. Every value is
+    finite (at most 9.2 in size), and the two tails mirror each other.
 
     Args:
         words: uniform 64-bit words.
