@@ -10,7 +10,7 @@ from fedpriv.accounting.curves import Accountant, check_delta, spent
 from fedpriv.accounting.events import Event, SubsampledGaussian
 
 # Beyond this z a Gaussian hides everything that anyone could want hidden; the search must end somewhere.
-_MAX_NOISE = 1e6
+MAX_NOISE = 1e6
 _MAX_ROUNDS = 10**9
 
 
@@ -106,11 +106,11 @@ def _smallest(holds: Callable[[float], bool], *, start: float, tolerance: float)
     low = high = start
     while not holds(high):
         low, high = high, 1.5 * high
-        if high > _MAX_NOISE:
-            raise ValueError(f"no noise multiplier up to {_MAX_NOISE:g} meets the target; raise epsilon or delta")
+        if high > MAX_NOISE:
+            raise ValueError(f"no noise multiplier up to {MAX_NOISE:g} meets the target; raise epsilon or delta")
     while low == high or holds(low):
         low, high = low / 1.5, low
-        if low < 1 / _MAX_NOISE:
+        if low < 1 / MAX_NOISE:
             return high
     while high > low * (1 + tolerance):
         middle = math.sqrt(low * high)

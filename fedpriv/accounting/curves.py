@@ -21,19 +21,19 @@ from fedpriv.accounting.events import EpsilonDelta, Event, PureEpsilon, Subsampl
 
 Accountant = Literal["pld", "rdp"]
 
-_ORDERS = rdp.RdpAccountant().orders
+ORDERS = rdp.RdpAccountant().orders
 
 # Above this, pld takes minutes or gigabytes, and nobody needs the digits.
 PLD_LIMIT = 100.0
 
 # Outside this range of z floating point says nothing: below it a release counts as one without noise, above it as
 # one with the largest noise. Both only raise the cost.
-_MIN_NOISE, _MAX_NOISE = 1e-6, 1e6
+MIN_NOISE, MAX_NOISE = 1e-6, 1e6
 
-_FINEST_INTERVAL = 1e-4
+FINEST_INTERVAL = 1e-4
 
 # Renyi divergences below this are lost in rounding (dp-accounting even returns negative ones).
-_SMALLEST_DIVERGENCE = 1e-12
+SMALLEST_DIVERGENCE = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ def spent(events: Iterable[Event], delta: float, accountant: Accountant = "pld")
             events protect different units.
     """
     check_delta(delta)
-    _check_accountant(accountant)
+    check_accountant(accountant)
     composition, left = _without_deltas(_checked(events), delta)
     if not composition:
         return PrivacySpent(epsilon=0.0 if left > 0 else math.inf, delta=delta, accountant=accountant)
@@ -113,14 +113,14 @@ def delta_spent(events: Iterable[Event], epsilon: float, accountant: Accountant 
     """
     if not 0 <= epsilon < math.inf:
         raise ValueError(f"epsilon = {epsilon}: must be finite and >= 0")
-    _check_accountant(accountant)
+    check_accountant(accountant)
     composition, left = _without_deltas(_checked(events), 1.0)
     if not composition or not all(map(_has_noise, composition)):
         return 1.0 - left if not composition else 1.0
     if accountant == "rdp" or _rdp_epsilon(composition, 1e-5) > PLD_LIMIT:
-        rest = float(rdp_privacy_accountant.compute_delta(_ORDERS, _total_curve(composition), epsilon)[0])
+        rest = float(rdp_privacy_accountant.compute_delta(ORDERS, _total_curve(composition), epsilon)[0])
     else:
-        rest = float(_total_loss(composition, _FINEST_INTERVAL).get_delta_for_epsilon(epsilon))
+        rest = float(total_loss(composition, FINEST_INTERVAL).get_delta_for_epsilon(epsilon))
     return min(1.0, 1.0 - left + rest)
 
 
@@ -130,7 +130,8 @@ def check_delta(delta: float) -> None:
         raise ValueError(f"delta = {delta}: must lie in (0, 1), for instance 1e-5")
 
 
-def _check_accountant(accountant: str) -> None:
+def check_accountant(accountant: str) -> None:
+    """Refuse an accountant that is neither `pld` nor `rdp`."""
     if accountant not in ("pld", "rdp"):
         raise ValueError(f"accountant = {accountant!r}: must be pld or rdp")
 
@@ -158,18 +159,18 @@ def _without_deltas(
         if isinstance(event, SubsampledGaussian):
             if event.sampling_probability == 0:
                 continue
-            event = replace(event, noise_multiplier=min(event.noise_multiplier, _MAX_NOISE))
+            event = replace(event, noise_multiplier=min(event.noise_multiplier, MAX_NOISE))
         pure.append(event)
     return tuple(pure), delta
 
 
 def _has_noise(event: SubsampledGaussian | PureEpsilon) -> bool:
-    return isinstance(event, PureEpsilon) or event.noise_multiplier >= _MIN_NOISE
+    return isinstance(event, PureEpsilon) or event.noise_multiplier >= MIN_NOISE
 
 
 def _rdp_epsilon(events: tuple[SubsampledGaussian | PureEpsilon, ...], delta: float) -> float:
     """Renyi curves of single releases, times their counts, added up and converted once."""
-    by_rdp = float(rdp.compute_epsilon(_ORDERS, _total_curve(events), delta)[0])
+    by_rdp = float(rdp.compute_epsilon(ORDERS, _total_curve(events), delta)[0])
     if all(isinstance(event, PureEpsilon) for event in events):  # then their plain sum is a bound as well
         return min(by_rdp, math.fsum(e.count * e.epsilon for e in events if isinstance(e, PureEpsilon)))
     return by_rdp
@@ -183,7 +184,7 @@ def _total_curve(events: tuple[SubsampledGaussian | PureEpsilon, ...]) -> npt.ND
 @lru_cache(maxsize=65536)
 def _rdp_curve(event: SubsampledGaussian | PureEpsilon) -> npt.NDArray[np.float64]:
     """Renyi divergence of one release at dp-accounting's default orders."""
-    orders = np.asarray(_ORDERS)
+    orders = np.asarray(ORDERS)
     if isinstance(event, PureEpsilon):
         # Randomised response dominates every epsilon-DP mechanism: p^a (1-p)^(1-a) + (1-p)^a p^(1-a), p/(1-p) = e^eps.
         log_p = -np.log1p(np.exp(-event.epsilon))
@@ -195,40 +196,51 @@ def _rdp_curve(event: SubsampledGaussian | PureEpsilon) -> npt.NDArray[np.float6
         with quiet_absl():
             accountant.compose(_as_dp_event(event))
         # The Gaussian without sampling bounds the curve from above, so the floor never passes it.
-        floor = np.minimum(orders / (2 * event.noise_multiplier**2), _SMALLEST_DIVERGENCE)
+        floor = np.minimum(orders / (2 * event.noise_multiplier**2), SMALLEST_DIVERGENCE)
         curve = np.maximum(accountant.rdp, floor)
     return curve
 
 
-def _interval(events: tuple[SubsampledGaussian | PureEpsilon, ...], epsilon: float) -> float:
-    """How coarsely privacy losses may be discretised, at some 5e-4 of epsilon, found by measuring; 10 times faster.
+def _interval(events: tuple[SubsampledGaussian | PureEpsilon, ...], by_rdp: float) -> float:
+    """How coarsely privacy losses may be discretised for some 5e-4 of epsilon, found by measuring; 10 times faster.
 
     Every interval gives an upper bound, and its points are among those of the finest one, dp-accounting's default: the
-    answer is never below the library's.
+    answer is never below the library's. Small epsilons, small losses (q / z of one release) and pure ones, which are
+    rounded up to the grid, get the finest.
     """
-    wanted = math.sqrt(5e-5 * epsilon / sum(event.count for event in events)) / _FINEST_INTERVAL
-    return _FINEST_INTERVAL * max(multiple for multiple in (1, 2, 5, 10, 20) if multiple <= max(1.0, wanted))
+    gaussians = [event for event in events if isinstance(event, SubsampledGaussian)]
+    if len(gaussians) < len(events) or by_rdp < 1:
+        return FINEST_INTERVAL
+    smallest_loss = min(event.sampling_probability / max(event.noise_multiplier, 1.0) for event in gaussians)
+    wanted = min(math.sqrt(5e-5 * by_rdp / sum(event.count for event in gaussians)), smallest_loss / 4)
+    multiple = max(multiple for multiple in (1, 2, 5, 10, 20) if multiple <= max(1.0, wanted / FINEST_INTERVAL))
+    return FINEST_INTERVAL * multiple
 
 
 @lru_cache(maxsize=4096)
 def _pld_epsilon(events: tuple[SubsampledGaussian | PureEpsilon, ...], delta: float, interval: float) -> float:
     """By privacy loss distributions; equal histories, common across clients, are computed once."""
-    return float(_total_loss(events, interval).get_epsilon_for_delta(delta))
+    return float(total_loss(events, interval).get_epsilon_for_delta(delta))
 
 
-def _total_loss(events: tuple[SubsampledGaussian | PureEpsilon, ...], interval: float) -> Any:
-    """The privacy loss distribution of the whole composition, from above."""
+def total_loss(events: tuple[SubsampledGaussian | PureEpsilon, ...], interval: float) -> Any:
+    """The privacy loss distribution of the whole composition, from above.
+
+    It starts from the identity as dp-accounting's accountant does, which cuts 1e-15 off the tails: a bound without
+    that cut would be as valid, but below the library's.
+    """
     with quiet_absl():
-        return reduce(lambda total, loss: total.compose(loss), (_loss(event, interval) for event in events))
+        losses = (_loss(event, interval) for event in events)
+        return reduce(lambda total, loss: total.compose(loss), losses, pld.privacy_loss_distribution.identity(interval))
 
 
 def _loss(event: SubsampledGaussian | PureEpsilon, interval: float) -> Any:
-    """The privacy loss distribution of the event with its count."""
+    """The privacy loss distribution of the event with its count, step by step as dp-accounting's accountant has it."""
     if isinstance(event, SubsampledGaussian) and event.sampling_probability == 1:
         # n Gaussians are one with a sqrt(n)-th of the noise.
-        event = replace(event, noise_multiplier=event.noise_multiplier / math.sqrt(event.count), count=1)
-    single = _single_loss(replace(event, count=1), interval)
-    return single if event.count == 1 else single.self_compose(event.count)
+        noise_multiplier = event.noise_multiplier / math.sqrt(event.count)
+        return _single_loss(replace(event, noise_multiplier=noise_multiplier, count=1), interval)
+    return _single_loss(replace(event, count=1), interval).self_compose(event.count)
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,61 @@
+"""Two hundred settings in which our accountants agree with dp-accounting called directly."""
+
+from __future__ import annotations
+
+import logging
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting import pld, rdp
+
+from fedpriv.accounting.curves import PLD_LIMIT, spent
+from fedpriv.accounting.events import SubsampledGaussian
+
+NUM_SETTINGS = 200
+
+
+def directly(accountant, event):
+    """dp-accounting's own accountant of the event; a plain Gaussian where everyone takes part."""
+    single = dp_accounting.GaussianDpEvent(event.noise_multiplier)
+    sampled = dp_accounting.PoissonSampledDpEvent(event.sampling_probability, single)
+    composed = rdp.RdpAccountant() if accountant == "rdp" else pld.PLDAccountant()
+    return composed.compose(single if event.sampling_probability == 1 else sampled, event.count)
+
+
+def settings(*, seed, whole, z, counts):
+    """(event, delta) with rdp epsilon <= 100: log-uniform q from 1e-4, every fifth time the q called whole."""
+    generator, found = np.random.default_rng(seed), []
+    while len(found) < NUM_SETTINGS:
+        q = whole if len(found) % 5 == 0 else float(np.exp(generator.uniform(np.log(1e-4), np.log(0.5))))
+        event = SubsampledGaussian(
+            noise_multiplier=float(np.exp(generator.uniform(*np.log(z)))),
+            sampling_probability=q,
+            count=int(np.exp(generator.uniform(*np.log(counts)))),
+        )
+        delta = float(np.exp(generator.uniform(np.log(1e-9), np.log(1e-3))))
+        if spent([event], delta, "rdp").epsilon <= PLD_LIMIT:
+            found.append((event, delta))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """dp-accounting warns of each order that it gives up."""
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    yield
+    logging.getLogger("absl").setLevel(logging.NOTSET)
+
+
+def test_rdp_agrees_in_200_settings():
+    for event, delta in settings(seed=0, whole=1.0, z=(0.4, 20), counts=(1, 5000)):
+        ours, theirs = spent([event], delta, "rdp").epsilon, directly("rdp", event).get_epsilon(delta)
+        assert ours == pytest.approx(theirs, rel=1e-6), (event, delta)
+
+
+# The direct call for a plain Gaussian of little noise takes very long, so z is not small here.
+def test_pld_agrees_in_200_settings_and_is_never_below():
+    for event, delta in settings(seed=1, whole=1.0, z=(2.0, 20), counts=(1, 60)):
+        ours, theirs = spent([event], delta, "pld").epsilon, directly("pld", event).get_epsilon(delta)
+        assert ours == pytest.approx(theirs, rel=1e-3), (event, delta)
+        assert ours >= theirs, (event, delta)
