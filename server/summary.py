@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fedpriv.accounting.views import VIEWS, View
+from fedpriv.accounting.curves import PrivacySpent
+from fedpriv.accounting.views import VIEWS
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.config import RunConfig
 from fedpriv.training.workbench import Workbench
 from server.bookkeeping import objections_to_aggregate
 from server.history import ClientRow, RoundRow
 from server.strategy import DpLora
+
+Costs = Mapping[str, Mapping[int, PrivacySpent | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +35,10 @@ class Outcome:
 def summarize(config: RunConfig, bench: Workbench, outcome: Outcome, comparison: Outcome | None) -> dict[str, Any]:
     """The figures of a run; epsilons by pld, each from its client's whole history, earlier runs included."""
     accounts, rows = outcome.strategy.books.accounts, outcome.rows
-    clients = [_client(client, bench, outcome) for client in outcome.strategy.books.sizes]
-    upper_bound_only = any(
-        cost is not None and cost.upper_bound_only
-        for client in accounts.clients
-        for cost in (accounts.spent(client, view, "pld") for view in VIEWS)
-    )
+    costs = {f"epsilon_{view}": accounts.final(view) for view in VIEWS}
+    known = [cost for by_client in costs.values() for cost in by_client.values() if cost is not None]
+    costs["epsilon_local_this_run"] = accounts.final("local", this_run_only=True)
+    clients = [_client(client, costs, bench, outcome) for client in outcome.strategy.books.sizes]
     labels = bench.data.label_names
     still = unmoved(bench.initial, outcome.adapter)
     return {
@@ -44,11 +46,11 @@ def summarize(config: RunConfig, bench: Workbench, outcome: Outcome, comparison:
         "accuracy_initial": rows[0].test_accuracy,
         "accuracy_non_private": comparison.rows[-1].test_accuracy if comparison else None,
         "chance_accuracy": 1 / (len(labels) if labels else bench.base.model.config.vocab_size),
-        **{f"epsilon_{view}_max": accounts.largest(view, "pld") for view in VIEWS},
+        **{f"epsilon_{view}_max": _largest(costs[f"epsilon_{view}"].values()) for view in VIEWS},
         "delta_max": max(accounts.deltas.values()),
         "aggregate_objections": list(objections_to_aggregate(config)),
         "unit": next(iter(outcome.strategy.books.units)),
-        "accountant": "pld, but rdp where its epsilon exceeds 100" if upper_bound_only else "pld",
+        "accountant": "pld or rdp" if any(cost.upper_bound_only for cost in known) else "pld",
         "private": config.noise_multiplier > 0 and not config.simulate,
         "noise_source": config.noise_source,
         "budget_epsilon": list(config.budget_epsilon),
@@ -68,26 +70,26 @@ def summarize(config: RunConfig, bench: Workbench, outcome: Outcome, comparison:
     }
 
 
-def _client(client: int, bench: Workbench, outcome: Outcome) -> dict[str, Any]:
+def _client(client: int, costs: Costs, bench: Workbench, outcome: Outcome) -> dict[str, Any]:
     books = outcome.strategy.books
-
-    def epsilon(view: View, *, this_run_only: bool = False) -> float | None:
-        cost = books.accounts.spent(client, view, "pld", this_run_only=this_run_only)
-        return cost.epsilon if cost is not None else None
-
     return {
         "client": client,
         "name": bench.data.client_names[client],
         "num_records": books.sizes[client],
         "rounds": books.accounts.num_releases(client),
-        **{f"epsilon_{view}": epsilon(view) for view in VIEWS},
-        "epsilon_local_this_run": epsilon("local", this_run_only=True),
+        **{name: cost.epsilon if (cost := by_client[client]) else None for name, by_client in costs.items()},
         "delta": books.accounts.deltas[client],
         "earlier_runs": books.earlier_runs[client],
         "retired": books.retired.get(client),
         "bytes_up": sum(row.bytes_up for row in outcome.client_rows if row.client == client),
         "bytes_down": sum(row.bytes_down for row in outcome.client_rows if row.client == client),
     }
+
+
+def _largest(costs: Iterable[PrivacySpent | None]) -> float | None:
+    """The largest epsilon; None where the view does not hold for a client."""
+    epsilons = [cost.epsilon if cost else None for cost in costs]
+    return None if None in epsilons else max((e for e in epsilons if e is not None), default=0.0)
 
 
 def unmoved(before: Adapter, after: Adapter) -> list[str]:

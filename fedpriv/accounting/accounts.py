@@ -6,9 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from fedpriv.accounting.bulk import epsilons
 from fedpriv.accounting.curves import Accountant, PrivacySpent, check_delta, spent, stays_within
-from fedpriv.accounting.events import Event
+from fedpriv.accounting.events import Event, SubsampledGaussian, group
 from fedpriv.accounting.views import VIEWS, Release, View, default_delta
+
+# Up to so many different histories each gets its own pld, at some 0.3 s.
+_FEW_HISTORIES = 32
 
 
 class Accounts:
@@ -62,6 +66,18 @@ class Accounts:
             self._known[key] = spent(events, self.deltas[client], accountant)
         return self._known[key]
 
+    def final(self, view: View, *, this_run_only: bool = False) -> dict[int, PrivacySpent | None]:
+        """What the releases of every client cost, by pld: to report once, at the end. None as for `spent`.
+
+        Equal histories are computed once. Where more than 32 differ they get upper bounds, marked as such: those of
+        `bulk` for a history of equal releases, rdp for any other.
+        """
+        histories = {client: self._events(client, view, this_run_only) for client in self._own}
+        keys = {c: (frozenset(group(events)), self.deltas[c]) for c, events in histories.items() if events is not None}
+        many = len(set(keys.values())) > _FEW_HISTORIES
+        costs = _in_bulk(set(keys.values())) if many else {key: spent(*key) for key in set(keys.values())}
+        return {client: costs[keys[client]] if client in keys else None for client in self._own}
+
     def fits(self, client: int, release: Release, view: View, budget: float) -> bool:
         """Whether the client stays within its budget if it makes one more such release; see `stays_within`.
 
@@ -81,18 +97,6 @@ class Accounts:
             raise ValueError("view = aggregate: does not hold for an earlier release on the same records")
         return events
 
-    def largest(self, view: View, accountant: Accountant) -> float | None:
-        """The largest epsilon of all clients on the view, each at its own delta; None where the view does not hold."""
-        costs = [self.spent(client, view, accountant) for client in self._own]
-        if any(cost is None for cost in costs):
-            return None
-        return max((cost.epsilon for cost in costs if cost is not None), default=0.0)
-
-    @property
-    def clients(self) -> Iterable[int]:
-        """The registered clients."""
-        return self._own.keys()
-
     def _events(self, client: int, view: View, this_run_only: bool) -> list[Event] | None:
         histories = [self._own[client]] if this_run_only else [self._earlier[client], self._own[client]]
         events: list[Event] = []
@@ -102,6 +106,21 @@ class Accounts:
                 return None
             events.extend(seen)
         return events
+
+
+def _in_bulk(histories: Iterable[tuple[frozenset[Event], float]]) -> dict[tuple[frozenset[Event], float], PrivacySpent]:
+    """Upper bounds of what each (events, delta) costs."""
+    costs, single = {}, {}
+    for events, delta in histories:
+        gaussians = [event for event in events if isinstance(event, SubsampledGaussian)]
+        if len(gaussians) == len(events) == 1:
+            single[events, delta] = gaussians[0]
+        else:
+            costs[events, delta] = replace(spent(events, delta, "rdp"), upper_bound_only=True)
+    bounds = epsilons(list(single.values()), [delta for _, delta in single])
+    for key, epsilon in zip(single, bounds.upper.tolist(), strict=True):
+        costs[key] = PrivacySpent(epsilon=epsilon, delta=key[1], accountant="pld", upper_bound_only=True)
+    return costs
 
 
 class _History:

@@ -6,11 +6,9 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from fedpriv.accounting.curves import Accountant, check_delta, spent
+from fedpriv.accounting.curves import MAX_NOISE, Accountant, check_delta, spent
 from fedpriv.accounting.events import Event, SubsampledGaussian
 
-# Beyond this z a Gaussian hides everything that anyone could want hidden; the search must end somewhere.
-MAX_NOISE = 1e6
 _MAX_ROUNDS = 10**9
 
 

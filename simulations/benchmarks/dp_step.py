@@ -80,6 +80,7 @@ def dp_step(model: TrainingModel, records: Records, source: RandomSource) -> Cal
         clipping="joint",
         clip_norm=1.0,
         noise_multiplier=1.0,
+        noise_on="gradients",
     )
     sampler = FixedBatches(num_registered=100 * BATCH, expected_batch_size=BATCH, source=source)
     task = UpdateTask(adapter=read(model.peft_model), data=records, spec=spec, round=1, sampler=sampler, noise=source)

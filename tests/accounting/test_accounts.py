@@ -12,8 +12,8 @@ from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.views import Release
 
 
-def release(z=1.5, rho_bar=0.5):
-    return Release(event=SubsampledGaussian(noise_multiplier=z, sampling_probability=0.1, count=2), rho_bar=rho_bar)
+def release(z=1.5, rho_bar=0.5, q=0.1):
+    return Release(event=SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=2), rho_bar=rho_bar)
 
 
 def test_one_clients_release_costs_no_other_client():
@@ -62,21 +62,35 @@ def test_each_round_keeps_its_own_rho_bar():
     assert accounts.spent(0, "rho", "rdp") == spent(events, 1e-5, "rdp")
 
 
-def test_largest_compares_every_client_at_its_own_delta():
-    accounts = Accounts({0: 50, 1: 10**9})
-    for client in (0, 1):
-        accounts.record(client, release())
-    assert accounts.largest("local", "rdp") == accounts.spent(1, "local", "rdp").epsilon
-    assert accounts.largest("local", "rdp") > accounts.spent(0, "local", "rdp").epsilon
-
-
-def test_one_release_without_noise_makes_the_largest_infinite():
+def test_one_release_without_noise_costs_everything():
     accounts = Accounts({0: 50, 1: 50})
     accounts.record(1, release(z=0.0))
-    assert accounts.largest("local", "pld") == math.inf
+    assert [cost.epsilon for cost in accounts.final("local").values()] == [0, math.inf]
+
+
+def test_final_figures_are_each_clients_own_at_its_own_delta():
+    accounts = Accounts({0: 50, 1: 10**9, 2: 50}, earlier={1: [release()], 2: [release(3.0)]})
+    for client in accounts.deltas:
+        accounts.record(client, release())
+    for this_run_only in (False, True):
+        expected = {c: accounts.spent(c, "rho", "pld", this_run_only=this_run_only) for c in accounts.deltas}
+        assert accounts.final("rho", this_run_only=this_run_only) == expected
+    assert accounts.final("aggregate") == dict.fromkeys(accounts.deltas)
+
+
+def test_many_different_histories_get_upper_bounds():
+    accounts = Accounts({client: 200 + client for client in range(40)}, delta=1e-5)
+    for client in accounts.deltas:
+        for z in (2.0, 2.0, 3.0 if client < 3 else 2.0):
+            accounts.record(client, release(z, q=20 / (200 + client)))
+    costs = accounts.final("local")
+    assert all(cost.upper_bound_only for cost in costs.values())
+    for client in (0, 3, 39):
+        exact = accounts.spent(client, "local", "pld").epsilon
+        assert exact * (1 - 1e-3) <= costs[client].epsilon <= 1.5 * exact
 
 
 def test_nobody_spent_nothing():
-    assert Accounts({}).largest("local", "pld") == 0
+    assert Accounts({}).final("local") == {}
     with pytest.raises(KeyError):
         Accounts({}).spent(0, "local", "pld")

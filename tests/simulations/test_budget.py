@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from conftest import write_table
 
 from fedpriv.accounting.curves import spent
 from fedpriv.accounting.ledger import data_sets, reading, releases, verify_with_head
@@ -16,6 +15,7 @@ from fedpriv.config import parse
 from fedpriv.errors import InputError
 from server.coordinator import LogObserver
 from simulations.engines import in_process
+from tests.tiny import write_table
 
 SIZES = [8, 10, 12, 14, 17, 20, 24, 30, 40, 60, 90, 150]
 
