@@ -26,7 +26,8 @@ COVERS = (
     "global adapters, variants, the server's tests of them"
 )
 DOES_NOT_COVER = (
-    "a person with several records here, or with records at other clients (for k records multiply epsilon by k)",
+    "a person with several records here, or with records at other clients: for k of them epsilon is k times as large, "
+    "and delta k e^((k-1) epsilon) times",
     "releases that this ledger was not asked to charge",
     "label sets, column choices and preprocessing that were taken from the records",
     "metrics that the client chose to share",

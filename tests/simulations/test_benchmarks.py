@@ -1,0 +1,21 @@
+"""Every benchmark runs and ends with its claims, so that none breaks unseen between two measurements."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "simulations" / "benchmarks"
+SMALL = {"accounting_scale": ["--clients", "12"], "dp_step": ["--steps", "1"]}
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("[a-z]*.py")))
+def test_benchmark_runs_to_its_claim(name):
+    command = [sys.executable, "-m", f"simulations.benchmarks.{name}", *SMALL[name]]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER.parents[1], timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["claim"]
