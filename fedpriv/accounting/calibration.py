@@ -20,9 +20,8 @@ def noise_multiplier_for(
     steps: int,
     scale: float = 1.0,
     accountant: Accountant = "pld",
-    tolerance: float = 1e-4,
 ) -> float:
-    """The smallest noise multiplier z that keeps a schedule within (epsilon, delta), up to the tolerance.
+    """The smallest noise multiplier z that keeps a schedule within (epsilon, delta), to 1e-7 (rdp) or 1e-4 (pld).
 
     Guarantee: the schedule with the returned z costs at most epsilon by the given accountant.
 
@@ -34,7 +33,6 @@ def noise_multiplier_for(
         scale: what turns z into the effective noise multiplier: 1 / sensitivity factor, times rho_bar on the
             `rho` view; > 0.
         accountant: `pld` or `rdp`.
-        tolerance: relative, of the returned z.
 
     Raises:
         ValueError: a value is out of range, or no noise up to 1e6 suffices.
@@ -52,6 +50,7 @@ def noise_multiplier_for(
         return spent([event], delta, by).epsilon
 
     # rdp is fast and hardly ever below pld: it finds the neighbourhood, the asked-for accountant the value.
+    tolerance = 1e-7 if accountant == "rdp" else 1e-4
     found = _smallest(lambda z: cost(z, "rdp") <= epsilon, start=1.0, tolerance=tolerance)
     if accountant == "rdp":
         return found

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from dp_accounting import pld, rdp
 
+from fedpriv.accounting.calibration import noise_multiplier_for
 from fedpriv.accounting.curves import PLD_LIMIT, spent
 from fedpriv.accounting.events import SubsampledGaussian
 
@@ -59,3 +60,14 @@ def test_pld_agrees_in_200_settings_and_is_never_below():
         ours, theirs = spent([event], delta, "pld").epsilon, directly("pld", event).get_epsilon(delta)
         assert ours == pytest.approx(theirs, rel=1e-3), (event, delta)
         assert ours >= theirs, (event, delta)
+
+
+@pytest.mark.parametrize(("accountant", "num", "rel"), [("rdp", 20, 1e-6), ("pld", 6, 1e-3)])
+def test_calibrated_noise_meets_the_target_by_the_library(accountant, num, rel):
+    generator = np.random.default_rng(2)
+    for target in np.exp(generator.uniform(np.log(0.2), np.log(10), num)).tolist():
+        q, steps = float(np.exp(generator.uniform(np.log(1e-3), np.log(0.2)))), int(generator.integers(1, 300))
+        z = noise_multiplier_for(target, 1e-5, sampling_probability=q, steps=steps, accountant=accountant)
+        event = SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=steps)
+        direct = directly(accountant, event).get_epsilon(1e-5)
+        assert target * (1 - rel) <= direct <= target, (target, q, steps)
