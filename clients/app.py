@@ -10,7 +10,7 @@ from flwr.clientapp import ClientApp
 import fedpriv
 from clients import handler
 from fedpriv.config import parse
-from fedpriv.training.local_update import execute_one_by_one
+from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.training.workbench import workbench
 
 log = logging.getLogger("flwr")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +29,19 @@ class Records:
     def __len__(self) -> int:
         return len(self.features["input_ids"])
 
-    def lengths(self, indices: Sequence[int]) -> list[int]:
-        """Tokens of each record."""
-        return [len(self.features["input_ids"][index]) for index in indices]
+    def items(self, indices: Iterable[int] | None = None) -> list[Item]:
+        """The records with the given indices, or all of them."""
+        return [(self, index) for index in (range(len(self)) if indices is None else indices)]
+
+
+# One record of one holder: a batch may mix several holders' records.
+Item = tuple[Records, int]
+
+
+def num_tokens(item: Item) -> int:
+    """Tokens of a record."""
+    records, index = item
+    return len(records.features["input_ids"][index])
 
 
 def tokenize(data: TextData, tokenizer: Any, *, label_names: Sequence[str], max_length: int) -> Records:
@@ -54,24 +64,27 @@ def tokenize(data: TextData, tokenizer: Any, *, label_names: Sequence[str], max_
     )
 
 
-def collate(records: Records, indices: Sequence[int]) -> dict[str, Tensor]:
+def collate(items: Sequence[Item]) -> dict[str, Tensor]:
     """A batch of the given records, padded on the right to the longest of them.
+
+    Args:
+        items: at least one, all made by one tokenizer.
 
     Returns:
         input_ids, attention_mask and the tokenizer's other features, int64 [batch, tokens]; labels, int64
         [batch], where the records have them.
     """
-    lengths = torch.tensor(records.lengths(indices))
+    first, _ = items[0]
     batch = {
         name: torch.nn.utils.rnn.pad_sequence(
-            [vectors[index] for index in indices],
+            [records.features[name][index] for records, index in items],
             batch_first=True,
-            padding_value=records.pad_token_id if name == "input_ids" else 0,
+            padding_value=first.pad_token_id if name == "input_ids" else 0,
         )
-        for name, vectors in records.features.items()
+        for name in first.features
     }
-    width = batch["input_ids"].shape[1]
-    batch["attention_mask"] = (torch.arange(width) < lengths.unsqueeze(1)).to(torch.int64)
-    if len(records.labels):
-        batch["labels"] = records.labels[torch.as_tensor(indices, dtype=torch.int64)]
+    lengths = torch.tensor([num_tokens(item) for item in items])
+    batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths.unsqueeze(1)).to(torch.int64)
+    if len(first.labels):
+        batch["labels"] = torch.stack([records.labels[index] for records, index in items])
     return batch

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fedpriv.data.records import Records
+from fedpriv.data.records import Records, num_tokens
 from fedpriv.training.losses import losses_and_hits
 from fedpriv.training.model import TrainingModel
 
@@ -36,9 +36,9 @@ def evaluate(model: TrainingModel, records: Records) -> Evaluation:
     if not len(records):
         raise ValueError("evaluation needs at least one record")
     hits = losses = 0.0
-    order = sorted(range(len(records)), key=records.lengths(range(len(records))).__getitem__)
+    order = sorted(records.items(), key=num_tokens)
     for begin in range(0, len(order), _RECORDS_PER_PASS):
-        logits, batch = model.logits(records, order[begin : begin + _RECORDS_PER_PASS], cached=True)
+        logits, batch = model.logits(order[begin : begin + _RECORDS_PER_PASS], cached=True)
         loss, hit = losses_and_hits(logits, batch)
         losses += float(loss.double().sum())
         hits += float(hit.double().sum())

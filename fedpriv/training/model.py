@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fedpriv.adapters import lora
-from fedpriv.data.records import Records, collate
+from fedpriv.data.records import Item, collate, num_tokens
 from fedpriv.training.per_sample import TrainableLayer, trainable_layers
 from fedpriv.training.prefix_cache import PrefixCache, find_prefix, skipping_prefix
 
@@ -33,39 +34,44 @@ class TrainingModel:
 
     def __init__(self, peft_model: Any, *, memory_limit: int, prefix_cache: bool = True) -> None:
         self.peft_model = peft_model
+        self.device: torch.device = next(peft_model.parameters()).device
         self.layers: dict[str, TrainableLayer] = trainable_layers(peft_model)
         self.parameters: dict[str, nn.Parameter] = lora.trainable(peft_model)
         # Gradients come by module names, adapters by peft's names.
         by_id = {id(parameter): name for name, parameter in self.parameters.items()}
         self.adapter_names = {n: by_id[id(p)] for n, p in peft_model.named_parameters() if p.requires_grad}
         prefix = find_prefix(peft_model)
-        self.cache = PrefixCache(peft_model, prefix, memory_limit=memory_limit) if prefix and prefix_cache else None
+        self.cache = PrefixCache(self._forward, prefix, memory_limit=memory_limit) if prefix and prefix_cache else None
         self._frozen_layers = prefix.length if prefix else 0
         self._causal = peft_model.active_peft_config.task_type == "CAUSAL_LM"
-        self._memory_limit = memory_limit
+        self.memory_limit = memory_limit
 
-    def logits(self, records: Records, indices: Sequence[int], *, cached: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    def _forward(self, items: Sequence[Item]) -> None:
+        batch = collate(items)
+        self.peft_model(**{name: tensor.to(self.device) for name, tensor in batch.items() if name != "labels"})
+
+    def logits(self, items: Sequence[Item], *, cached: bool) -> tuple[Tensor, dict[str, Tensor]]:
         """The model's logits on the given records, and the batch."""
-        batch = collate(records, indices)
+        batch = {name: tensor.to(self.device) for name, tensor in collate(items).items()}
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         if self.cache is None or not cached:
             return self.peft_model(**inputs).logits, batch
-        with skipping_prefix(self.cache.prefix, self.cache.hidden(records, indices)):
+        with skipping_prefix(self.cache.prefix, self.cache.hidden(items).to(self.device)):
             return self.peft_model(**inputs).logits, batch
 
-    def physical_batches(self, records: Records, indices: Sequence[int]) -> Iterator[list[int]]:
-        """The indices, by length, cut so that one pass over a piece stays within the memory limit.
+    def physical_batches(self, items: Sequence[Item]) -> Iterator[list[int]]:
+        """The places of the records, by length, cut so that one pass over a piece stays within the memory limit.
 
         Sums of clipped gradients do not depend on the cut but for rounding.
         """
-        lengths = dict(zip(indices, records.lengths(indices), strict=True))
+        lengths = list(map(num_tokens, items))
         batch: list[int] = []
-        for index in sorted(indices, key=lengths.__getitem__):
-            needed = (len(batch) + 1) * self._bytes_per_record(lengths[index])
-            if batch and (len(batch) == _RECORDS_PER_PASS or needed > self._memory_limit):
+        for place in sorted(range(len(items)), key=lengths.__getitem__):
+            needed = (len(batch) + 1) * self._bytes_per_record(lengths[place])
+            if batch and (len(batch) == _RECORDS_PER_PASS or needed > self.memory_limit):
                 yield batch
                 batch = []
-            batch.append(index)
+            batch.append(place)
         if batch:
             yield batch
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 PerSample = dict[str, Tensor]
 
@@ -76,29 +76,86 @@ def _refuse_output_embeddings(model: nn.Module) -> None:
         raise ValueError("modules_to_save = lm_head: it is tied to the input embeddings; leave it frozen")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """The parameters of several clients, whose records share one pass of the frozen base.
+
+    Attributes:
+        parameters: {parameter name: [clients, *shape]}.
+        owners: int64 [batch], each record's client.
+    """
+
+    parameters: Mapping[str, Tensor]
+    owners: Tensor
+
+
+@dataclass
+class _Taps:
+    """{module name: (input, output)} of one forward pass; what gradient checkpointing runs later is left out."""
+
+    found: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    recording: bool = True
+
+    def record(self, name: str, inputs: Tensor, output: Tensor) -> None:
+        if not self.recording:
+            return
+        if name in self.found:
+            raise ValueError(f"{name}: called twice in one forward pass, so its gradients would mix")
+        self.found[name] = (inputs.detach(), output)
+
+
 @contextmanager
-def _tapped(layers: Mapping[str, TrainableLayer]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """Collect {module name: (input, output)} of one forward pass."""
-    taps: dict[str, tuple[Tensor, Tensor]] = {}
+def _tapped(layers: Mapping[str, TrainableLayer], stack: Stack | None) -> Iterator[_Taps]:
+    """Within this context the trainable layers are recorded, and each record meets its own client's parameters."""
+    taps = _Taps()
 
-    def hook_for(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
-        def hook(_module: nn.Module, args: Any, output: Tensor) -> None:
-            if name in taps:
-                raise ValueError(f"{name}: called twice in one forward pass, so its gradients would mix")
-            taps[name] = (args[0].detach(), output)
+    def forward_of(name: str, layer: TrainableLayer) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            output = (
+                layer.module.__class__.forward(layer.module, x) if stack is None else _stacked(name, layer, x, stack)
+            )
+            taps.record(name, x, output)
+            return output
 
-        return hook
+        return forward
 
-    handles = [layer.module.register_forward_hook(hook_for(name)) for name, layer in layers.items()]
+    for name, layer in layers.items():
+        layer.module.forward = forward_of(name, layer)  # type: ignore[method-assign, assignment]
     try:
         yield taps
     finally:
-        for handle in handles:
-            handle.remove()
+        for layer in layers.values():
+            del layer.module.forward
+
+
+def _stacked(name: str, layer: TrainableLayer, x: Tensor, stack: Stack) -> Tensor:
+    """The layer's output with each record's own parameters, in float32 whatever the base computes in."""
+    if len(x) != len(stack.owners):
+        raise ValueError(f"{name}: its input's first dimension is {len(x)}, not the batch's {len(stack.owners)}")
+    with torch.autocast(x.device.type, enabled=False):
+        weight, bias = (
+            stack.parameters[key] if key is not None else parameter.unsqueeze(0) if parameter is not None else None
+            for key, parameter in ((layer.weight, layer.module.weight), (layer.bias, layer.module.bias))
+        )
+        output = _linear(x.to(weight.dtype), weight, bias, stack.owners)
+    # The parameters carry no gradient of their own: it is the output's that is asked for.
+    return output if output.requires_grad else output.requires_grad_()
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, owners: Tensor) -> Tensor:
+    """x [batch, ..., in] by weight [clients or 1, out, in] and bias [clients or 1, out]."""
+    if len(weight) == 1 and (bias is None or len(bias) == 1):
+        return F.linear(x, weight[0], bias[0] if bias is not None else None)
+    flat = x.reshape(len(x), -1, x.shape[-1])
+    own = weight[owners] if len(weight) > 1 else weight.expand(len(x), -1, -1)
+    output = flat @ own.transpose(1, 2)
+    if bias is not None:
+        output = output + (bias[owners] if len(bias) > 1 else bias).unsqueeze(1)
+    return output.reshape(*x.shape[:-1], output.shape[-1])
 
 
 def per_sample_gradients(
-    layers: Mapping[str, TrainableLayer], losses: Callable[[], Tensor]
+    layers: Mapping[str, TrainableLayer], losses: Callable[[], Tensor], stack: Stack | None = None
 ) -> tuple[PerSample, Tensor]:
     """The gradient of every record's loss by every trainable parameter.
 
@@ -106,6 +163,7 @@ def per_sample_gradients(
         layers: from `trainable_layers`.
         losses: runs the forward pass and returns one loss for each record, float [batch], batch >= 1; no
             record's loss may depend on another record.
+        stack: each record's parameters; None takes the model's own.
 
     Returns:
         {parameter name: [batch, *parameter shape]}, and the losses, detached.
@@ -113,19 +171,19 @@ def per_sample_gradients(
     Raises:
         ValueError: a layer is called twice, or works on something else than [batch, ..., features].
     """
-    # The hooks are gone before the backward pass: gradient checkpointing runs forward again there.
-    with _tapped(layers) as taps:
+    with _tapped(layers, stack) as taps:
         values = losses()
-    num = len(values)
-    for name, (inputs, _) in taps.items():
-        if inputs.shape[0] != num:
-            raise ValueError(f"{name}: its input's first dimension is {inputs.shape[0]}, not the batch's {num}")
-    outputs = [output for _, output in taps.values()]
-    gradients = torch.autograd.grad(values.sum(), outputs, allow_unused=True)
+        taps.recording = False
+        num = len(values)
+        for name, (inputs, _) in taps.found.items():
+            if inputs.shape[0] != num:
+                raise ValueError(f"{name}: its input's first dimension is {inputs.shape[0]}, not the batch's {num}")
+        outputs = [output for _, output in taps.found.values()]
+        gradients = torch.autograd.grad(values.sum(), outputs, allow_unused=True)
     result: PerSample = {}
-    for (name, (inputs, output)), gradient in zip(taps.items(), gradients, strict=True):
+    for (name, (inputs, output)), gradient in zip(taps.found.items(), gradients, strict=True):
         g = torch.zeros_like(output) if gradient is None else gradient
-        result.update(_layer_gradients(layers[name], inputs, g))
+        result.update(_layer_gradients(layers[name], inputs.to(g.dtype), g))
     for layer in layers.values():  # a layer that the pass did not use has a zero gradient
         for key, parameter in ((layer.weight, layer.module.weight), (layer.bias, layer.module.bias)):
             if key is not None and key not in result:
@@ -138,7 +196,7 @@ def _layer_gradients(layer: TrainableLayer, x: Tensor, g: Tensor) -> PerSample:
     x, g = x.reshape(len(x), -1, x.shape[-1]), g.reshape(len(g), -1, g.shape[-1])
     result = {}
     if layer.weight is not None:
-        result[layer.weight] = torch.einsum("nto,nti->noi", g, x)
+        result[layer.weight] = torch.bmm(g.transpose(1, 2), x)
     if layer.bias is not None:
         result[layer.bias] = g.sum(dim=1)
     return result

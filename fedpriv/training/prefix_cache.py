@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedpriv.data.records import Records, collate
+from fedpriv.data.records import Item, Records, num_tokens
 
 _RECORDS_PER_PASS = 32
 
@@ -96,45 +96,43 @@ class PrefixCache:
     are computed all at once, in an order that depends on the records alone. They go when their records go.
 
     Args:
-        model: the peft model in eval mode.
+        forward: runs the model in eval mode on records.
         prefix: from `find_prefix`.
         memory_limit: bytes to hold in memory; what comes after goes to a file that only this user can read.
     """
 
-    def __init__(self, model: Any, prefix: Prefix, *, memory_limit: int) -> None:
+    def __init__(self, forward: Callable[[Sequence[Item]], object], prefix: Prefix, *, memory_limit: int) -> None:
         self.prefix = prefix
         self.bytes_in_memory = 0
-        self._model = model
+        self._forward = forward
         self._memory_limit = memory_limit
-        self._states: weakref.WeakKeyDictionary[Records, tuple[Any, list[int]]] = weakref.WeakKeyDictionary()
+        self._states: weakref.WeakKeyDictionary[Records, tuple[Tensor, list[int]]] = weakref.WeakKeyDictionary()
 
-    def hidden(self, records: Records, indices: Sequence[int]) -> Tensor:
+    def hidden(self, items: Sequence[Item]) -> Tensor:
         """The states of the given records, padded on the right by zeros, float32 [batch, tokens, hidden]."""
+        return torch.nn.utils.rnn.pad_sequence([self._row(records, index) for records, index in items], True)
+
+    def _row(self, records: Records, index: int) -> Tensor:
         if records not in self._states:
             self._states[records] = self._compute(records)
         states, starts = self._states[records]
-        rows = [torch.from_numpy(np.array(states[starts[i] : starts[i + 1]])) for i in indices]
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return states[starts[index] : starts[index + 1]]
 
     @torch.no_grad()
-    def _compute(self, records: Records) -> tuple[Any, list[int]]:
-        everything = range(len(records))
-        lengths = records.lengths(everything)
-        starts = [0, *np.cumsum(lengths).tolist()]
+    def _compute(self, records: Records) -> tuple[Tensor, list[int]]:
+        starts = [0, *np.cumsum([num_tokens(item) for item in records.items()]).tolist()]
         states: Any = None
-        order = sorted(everything, key=lengths.__getitem__)
+        order = sorted(records.items(), key=num_tokens)
         for begin in range(0, len(order), _RECORDS_PER_PASS):
-            indices = order[begin : begin + _RECORDS_PER_PASS]
+            items = order[begin : begin + _RECORDS_PER_PASS]
             with prefix_output(self.prefix) as caught:
-                batch = collate(records, indices)
-                batch.pop("labels", None)
-                self._model(**batch)
-            hidden = caught[0].float().numpy()
+                self._forward(items)
+            hidden = caught[0].float().cpu().numpy()
             if states is None:
                 states = self._allocate(records, (starts[-1], hidden.shape[-1]))
-            for row, index in enumerate(indices):
-                states[starts[index] : starts[index + 1]] = hidden[row, : lengths[index]]
-        return states, starts
+            for row, (_, index) in enumerate(items):
+                states[starts[index] : starts[index + 1]] = hidden[row, : starts[index + 1] - starts[index]]
+        return torch.from_numpy(states), starts
 
     def _allocate(self, records: Records, shape: tuple[int, int]) -> Any:
         size = 4 * shape[0] * shape[1]

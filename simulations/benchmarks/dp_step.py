@@ -24,10 +24,11 @@ import torch
 from fedpriv.adapters import LoraSettings, attach, load_base, read
 from fedpriv.data.records import Records
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
-from fedpriv.training.local_update import UpdateSpec, UpdateTask, local_update
+from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.losses import losses_and_hits
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.sampling import PoissonSampler
+from fedpriv.training.stacked import local_update
 
 BATCH, TOKENS, CLASSES = 8, 32, 8
 TARGETS = {"secure": 1.10, "seeded": 1.05}
@@ -60,7 +61,7 @@ def plain_step(model: TrainingModel, records: Records) -> Callable[[], None]:
     optimizer = torch.optim.SGD(list(model.parameters.values()), lr=0.1)
 
     def step() -> None:
-        logits, batch = model.logits(records, range(len(records)), cached=False)
+        logits, batch = model.logits(records.items(), cached=False)
         losses_and_hits(logits, batch)[0].mean().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -9,7 +9,7 @@ from flwr.app import Context, RecordDict
 from clients.app import app as client_app
 from clients.handler import TRUST_KEY
 from fedpriv.config import RunConfig, to_flower
-from fedpriv.training.local_update import execute_one_by_one
+from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.training.workbench import workbench
 from server.app import make_app
 from server.coordinator import Observer

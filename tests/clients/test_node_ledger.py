@@ -16,7 +16,8 @@ from fedpriv.accounting.curves import spent
 from fedpriv.accounting.ledger import Ledger, data_sets, entries, reading, releases, verify_with_head
 from fedpriv.config import parse, to_flower
 from fedpriv.training import workbench as workbench_module
-from fedpriv.training.local_update import UpdateSpec, execute_one_by_one
+from fedpriv.training.local_update import UpdateSpec
+from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.training.workbench import workbench
 from simulations.engines.flower_private import task_identity
 

@@ -14,7 +14,7 @@ import pytest
 from fedpriv.config import parse
 from fedpriv.data.checks import describe
 from fedpriv.data.federated import load
-from fedpriv.data.records import collate, tokenize
+from fedpriv.data.records import collate, num_tokens, tokenize
 from fedpriv.data.tables import load_table
 from fedpriv.errors import InputError
 
@@ -207,8 +207,8 @@ def test_records_are_cut_padded_on_the_right_and_labelled(file, tiny_bert):
     data = federation(file, client_column="site", text_pair_column="second")
     tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
     records = tokenize(data.clients[0], tokenizer, label_names=data.label_names, max_length=6)
-    assert max(records.lengths(range(len(records)))) <= 6
-    batch = collate(records, [0, 1, 2])
+    assert max(map(num_tokens, records.items())) <= 6
+    batch = collate(records.items([0, 1, 2]))
     assert set(batch) == {"input_ids", "token_type_ids", "attention_mask", "labels"}
     assert (batch["attention_mask"].diff(dim=1) <= 0).all()
     assert batch["labels"].tolist() == [data.label_names.index(label) for label in data.clients[0].labels[:3]]

@@ -25,7 +25,8 @@ from fedpriv.accounting.curves import spent
 from fedpriv.accounting.events import from_json
 from fedpriv.accounting.ledger import CHARGED, RELEASED, Ledger, data_sets, entries, reading, releases, verify_with_head
 from fedpriv.config import RunConfig, parse, to_flower
-from fedpriv.training.local_update import UpdateSpec, execute_one_by_one
+from fedpriv.training.local_update import UpdateSpec
+from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.training.workbench import workbench
 from server.coordinator import LogObserver
 from simulations.engines import in_process

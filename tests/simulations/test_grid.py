@@ -14,7 +14,8 @@ from clients.app import app as client_app
 from clients.handler import TRUST_KEY
 from fedpriv import protocol
 from fedpriv.config import parse, to_flower
-from fedpriv.training.local_update import UpdateSpec, execute_one_by_one
+from fedpriv.training.local_update import UpdateSpec
+from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.training.workbench import workbench
 from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid

@@ -11,9 +11,10 @@ from scipy import stats
 from fedpriv.adapters import LoraSettings, attach, load_base, read
 from fedpriv.data.records import Records
 from fedpriv.mechanisms.sources import SecureSource, SeededSource
-from fedpriv.training.local_update import UpdateSpec, UpdateTask, local_update
+from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.sampling import PoissonSampler
+from fedpriv.training.stacked import local_update
 
 # The smallest tensor, a bias of 3, gives 3 * 200 = 600 values; at this false-alarm rate the accepted range of the
 # variance is about +-29%, while scales of 2/3 and 3/2 change it by -56% and +125%.

@@ -1,4 +1,4 @@
-"""Clipping bounds what one record can do, whatever its gradient is, by every rule."""
+"""Clipping bounds what one record can do, whatever its gradient is, by every rule, and to its own client alone."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.training.clipping import clipped_parts, clipped_sum, finite_sum, part_norms
+from fedpriv.training.clipping import add_clipped, add_finite, clipped_rows, part_norms
 
-JOINT = (("a", "b"),)
-
-
-def norm(tensors: dict[str, torch.Tensor]) -> float:
-    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors.values()))
+NUM_VALUES = 170
+JOINT, TWO = (slice(0, NUM_VALUES),), (slice(0, 120), slice(120, NUM_VALUES))
 
 
-def random_gradients(num: int, seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "a": scale * torch.randn(num, 3, 40, generator=generator),
-        "b": scale * torch.randn(num, 50, generator=generator),
-    }
+def norm(values: torch.Tensor) -> float:
+    return float(values.double().norm())
+
+
+def random_rows(num: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    return scale * torch.randn(num, NUM_VALUES, generator=torch.Generator().manual_seed(seed))
+
+
+def clipped_sum(rows: torch.Tensor, clip_norm: float = 1.0, parts=JOINT) -> torch.Tensor:
+    """The clipped sum of rows that all belong to one client."""
+    totals = torch.zeros(1, NUM_VALUES)
+    add_clipped(totals, rows, torch.zeros(len(rows), dtype=torch.int64), clip_norm, parts)
+    return totals[0]
 
 
 @settings(deadline=None, max_examples=60)
@@ -34,71 +38,79 @@ def random_gradients(num: int, seed: int, scale: float = 1.0) -> dict[str, torch
     clip_norm=st.sampled_from([1e-3, 1.0, 7.5]),
 )
 def test_one_record_moves_the_sum_by_at_most_the_clip_norm(num, seed, scale, clip_norm):
-    gradients = random_gradients(num, seed, scale)
-    without_last = {name: g[:-1] for name, g in gradients.items()}
-    full, rest = clipped_sum(gradients, clip_norm, JOINT), clipped_sum(without_last, clip_norm, JOINT)
-    last = clipped_sum({name: g[-1:] for name, g in gradients.items()}, clip_norm, JOINT)
+    rows = random_rows(num, seed, scale)
+    full, rest, last = (clipped_sum(some, clip_norm) for some in (rows, rows[:-1], rows[-1:]))
     assert norm(last) <= clip_norm
-    difference = {name: full[name].double() - rest[name].double() for name in full}
-    assert norm(difference) <= clip_norm * (1 + 1e-5 * num)  # float32 sums round
+    assert norm(full.double() - rest.double()) <= clip_norm * (1 + 1e-5 * num)  # float32 sums round
+
+
+@pytest.mark.parametrize("values", [27_656, 10**6, 10**7])
+@pytest.mark.parametrize("kind", ["normal", "equal", "few large"])
+def test_norms_of_long_rows_are_accurate_enough_for_the_clip_norm_to_hold(values, kind):
+    generator = torch.Generator().manual_seed(0)
+    row = {
+        "normal": torch.randn(1, values, generator=generator),
+        "equal": torch.full((1, values), 0.3),
+        "few large": torch.rand(1, values, generator=generator) ** 8,
+    }[kind]
+    assert 1 - 2e-6 <= norm(clipped_rows(row, 0.7, (slice(0, values),))) / 0.7 <= 1
 
 
 def test_small_gradients_pass_unchanged_and_large_ones_keep_their_direction():
-    small = random_gradients(1, seed=0, scale=1e-3)
-    assert all(torch.equal(clipped_sum(small, 1.0, JOINT)[name], small[name][0]) for name in small)
-    large = random_gradients(1, seed=0, scale=10.0)
-    clipped = clipped_sum(large, 1.0, JOINT)
+    small, large = random_rows(1, seed=0, scale=1e-3), random_rows(1, seed=0, scale=10.0)
+    assert torch.equal(clipped_sum(small), small[0])
+    clipped = clipped_sum(large)
     assert norm(clipped) == pytest.approx(1.0, abs=1e-5)
-    length = float(part_norms(large, JOINT)[0, 0])
-    assert all(torch.allclose(clipped[name] * length, large[name][0], rtol=1e-4) for name in large)
+    torch.testing.assert_close(clipped * part_norms(large, JOINT)[0, 0], large[0], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
 def test_non_finite_record_counts_as_zero_and_spares_the_others(bad):
-    gradients = random_gradients(3, seed=1)
-    gradients["a"][1, 0, :3] = bad
-    others = {name: g[[0, 2]] for name, g in gradients.items()}
-    expected = clipped_sum(others, 1.0, JOINT)
-    assert all(torch.allclose(clipped_sum(gradients, 1.0, JOINT)[name], expected[name]) for name in expected)
+    rows = random_rows(3, seed=1)
+    rows[1, :3] = bad
+    torch.testing.assert_close(clipped_sum(rows), clipped_sum(rows[[0, 2]]))
+    assert not clipped_rows(rows, 1.0, JOINT)[1].any()
 
 
 def test_no_record_gives_zero():
-    assert norm(clipped_sum(random_gradients(0, seed=0), 1.0, JOINT)) == 0
+    assert norm(clipped_sum(random_rows(0, seed=0))) == 0
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, -1.0, math.inf, math.nan])
 def test_clip_norm_out_of_range_is_refused(clip_norm):
     with pytest.raises(ValueError, match="clip_norm"):
-        clipped_sum(random_gradients(1, seed=0), clip_norm, JOINT)
+        clipped_sum(random_rows(1, seed=0), clip_norm)
 
 
 def test_each_part_is_clipped_apart():
-    gradients = random_gradients(1, seed=0, scale=10.0)
-    gradients["b"] = gradients["b"] * 1e-3
-    result = clipped_sum(gradients, 1.0, (("a",), ("b",)))
-    assert norm({"a": result["a"]}) == pytest.approx(1.0, abs=1e-5)
-    assert torch.equal(result["b"], gradients["b"][0]), "a small part is not scaled by a large one"
+    rows = random_rows(1, seed=0, scale=10.0)
+    rows[:, TWO[1]] *= 1e-3
+    result = clipped_sum(rows, 1.0, TWO)
+    assert norm(result[TWO[0]]) == pytest.approx(1.0, abs=1e-5)
+    assert torch.equal(result[TWO[1]], rows[0, TWO[1]]), "a small part is not scaled by a large one"
 
 
 def test_a_non_finite_part_drops_the_whole_record():
-    gradients = random_gradients(2, seed=1)
-    gradients["a"][0, 0, 0] = math.nan
-    second = {name: g[1:] for name, g in gradients.items()}
-    parts = (("a",), ("b",))
-    clipped = clipped_sum(gradients, 1.0, parts)
-    assert all(torch.equal(clipped[name], clipped_sum(second, 1.0, parts)[name]) for name in clipped)
-    assert all(torch.equal(finite_sum(gradients, JOINT)[name], second[name][0]) for name in second)
-
-
-@pytest.mark.parametrize("parts", [(("a",),), (("a", "b"), ("b",)), (("a", "c"),)])
-def test_parts_must_hold_every_tensor_once(parts):
-    with pytest.raises(ValueError, match="every tensor once"):
-        clipped_sum(random_gradients(1, seed=0), 1.0, parts)
+    rows = random_rows(2, seed=1)
+    rows[0, 0] = math.nan
+    assert torch.equal(clipped_sum(rows, 1.0, TWO), clipped_sum(rows[1:], 1.0, TWO))
+    totals = torch.zeros(1, NUM_VALUES)
+    add_finite(totals, rows, torch.tensor([0, 0]))
+    assert torch.equal(totals[0], rows[1])
 
 
 def test_clipped_mean_of_two_batches_differs_by_at_most_two_c_a_part():
-    big, opposite = ({name: sign * g[0] for name, g in random_gradients(1, 0, 50.0).items()} for sign in (1, -1))
-    parts = (("a",), ("b",))
-    one, other = (clipped_parts(gradient, 1.0, parts) for gradient in (big, opposite))
-    gap = norm({name: one[name] - other[name] for name in one})
-    assert 0.99 * 2 * math.sqrt(2) <= gap <= 2 * math.sqrt(2)
+    big = random_rows(1, 0, 50.0)
+    one, other = (clipped_rows(sign * big, 1.0, TWO)[0] for sign in (1, -1))
+    assert 0.99 * 2 * math.sqrt(2) <= norm(one - other) <= 2 * math.sqrt(2)
+
+
+@pytest.mark.parametrize("parts", [JOINT, TWO])
+def test_records_count_for_their_own_client_alone(parts):
+    rows, owners = random_rows(7, seed=2, scale=3.0), torch.tensor([4, 0, 4, 2, 0, 4, 2])
+    totals = torch.ones(5, NUM_VALUES)
+    add_clipped(totals, rows, owners, 1.0, parts)
+    for client in range(5):
+        expected = 1 + clipped_sum(rows[owners == client], 1.0, parts)
+        torch.testing.assert_close(totals[client], expected, atol=1e-6, rtol=1e-5)
+    assert torch.equal(totals[[1, 3]], torch.ones(2, NUM_VALUES))

@@ -10,17 +10,11 @@ import torch
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.adapters import read
 from fedpriv.mechanisms.sources import SecureSource, SeededSource
-from fedpriv.training.local_update import (
-    ClientUpdate,
-    UpdateSpec,
-    UpdateTask,
-    execute_one_by_one,
-    local_update,
-    planned_event,
-)
+from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
 from fedpriv.training.losses import losses_and_hits
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.sampling import PoissonSampler
+from fedpriv.training.stacked import execute_one_by_one, local_update
 
 SPEC = UpdateSpec(
     num_rounds=5,
@@ -63,7 +57,7 @@ def by_hand(peft_model, task, model):
         total = {name: torch.zeros_like(p) for name, p in parameters.items()}
         for index in indices:
             peft_model.zero_grad()
-            logits, batch = model.logits(task.data, [index], cached=False)
+            logits, batch = model.logits(task.data.items([index]), cached=False)
             losses_and_hits(logits, batch)[0].sum().backward()
             length = torch.sqrt(sum(p.grad.square().sum() for p in parameters.values()))
             for name, parameter in parameters.items():
@@ -90,7 +84,7 @@ def test_memory_limit_does_not_change_the_result(encoder, make_records, optimize
     results = []
     for limit in (2**30, 1):  # all at once; one record a pass
         model = TrainingModel(encoder(layers="last-1"), memory_limit=limit)
-        assert len(list(model.physical_batches(records, range(10)))) == (1 if limit > 1 else 10)
+        assert len(list(model.physical_batches(records.items(range(10))))) == (1 if limit > 1 else 10)
         # With noise, since AdamW would blow rounding errors of vanishing gradients up to whole steps.
         task = make_task(model, records, optimizer=optimizer, noise_multiplier=0.5)
         results.append(local_update(model, task).adapter)

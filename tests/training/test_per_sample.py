@@ -55,14 +55,14 @@ def left_padded(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("num", [1, 7])
 def test_encoder_gradients_equal_the_loop(encoder, make_records, num):
     model = encoder()
-    assert_equal_to_loop(model, collate(make_records(num), range(num)))
+    assert_equal_to_loop(model, collate(make_records(num).items()))
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("num", [1, 6])
 def test_causal_gradients_equal_the_loop(causal, make_records, kind, padding, num):
-    batch = collate(make_records(num, classes=0), range(num))
+    batch = collate(make_records(num, classes=0).items())
     assert_equal_to_loop(causal(kind), left_padded(batch) if padding == "left" else batch)
 
 
@@ -72,7 +72,7 @@ def test_minilm_gradients_equal_the_loop(make_records, move_adapter, attention):
     base = load_base("all-MiniLM-L6-v2", task="SEQ_CLS", num_labels=3)
     base.model.set_attn_implementation(attention)
     model = move_adapter(attach(base, LoraSettings(rank=8, layers="last-2")))
-    assert_equal_to_loop(model, collate(make_records(5, vocabulary=2000), range(5)))
+    assert_equal_to_loop(model, collate(make_records(5, vocabulary=2000).items()))
 
 
 def test_every_linear_layer_may_be_trained(encoder, make_records):
@@ -81,7 +81,7 @@ def test_every_linear_layer_may_be_trained(encoder, make_records):
     assert any("intermediate" in name for name in layers)
     # The pooler's own dense layer is bypassed by mean pooling, so its adapter has a zero gradient by right.
     unused = [name for name in layers if "pooler" in name]
-    batch = collate(make_records(4), range(4))
+    batch = collate(make_records(4).items())
     gradients, _ = per_sample_gradients(layers, lambda: forward_losses(model, batch))
     for name in unused:
         assert not gradients[f"{name}.weight"].any()
@@ -89,7 +89,7 @@ def test_every_linear_layer_may_be_trained(encoder, make_records):
 
 def test_no_gradient_is_formed_for_the_frozen_base(encoder, make_records):
     model = encoder()
-    batch = collate(make_records(3), range(3))
+    batch = collate(make_records(3).items())
     per_sample_gradients(trainable_layers(model), lambda: forward_losses(model, batch))
     assert all(parameter.grad is None for parameter in model.parameters())
 

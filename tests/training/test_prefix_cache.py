@@ -18,7 +18,7 @@ from fedpriv.training.prefix_cache import find_prefix
 
 def gradients(model, records, indices, *, cached):
     def losses():
-        logits, batch = model.logits(records, indices, cached=cached)
+        logits, batch = model.logits(records.items(indices), cached=cached)
         return losses_and_hits(logits, batch)[0]
 
     return per_sample_gradients(model.layers, losses)[0]
@@ -47,13 +47,13 @@ def test_encoder_gradients_are_the_same_with_the_cache(encoder, make_records):
 def test_the_prefix_is_really_skipped(encoder, make_records):
     model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
     records = make_records(12)
-    model.logits(records, [0, 1], cached=True)
+    model.logits(records.items([0, 1]), cached=True)
     first_layer = model.cache.prefix.layers[0]
     calls = []
     handle = first_layer.register_forward_hook(lambda *_: calls.append(1))
-    model.logits(records, [0, 1], cached=True)
+    model.logits(records.items([0, 1]), cached=True)
     assert not calls
-    model.logits(records, [0, 1], cached=False)
+    model.logits(records.items([0, 1]), cached=False)
     assert calls
     handle.remove()
 
@@ -74,7 +74,7 @@ def test_beyond_the_memory_bound_states_go_to_a_file_and_stay_the_same(encoder, 
 def test_memory_is_given_back_with_the_records(encoder, make_records):
     model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
     records = make_records(12)
-    model.logits(records, [0], cached=True)
+    model.logits(records.items([0]), cached=True)
     tokens = sum(len(row) for row in records.features["input_ids"])
     assert model.cache.bytes_in_memory == 4 * tokens * 64
     del records
@@ -90,8 +90,8 @@ def test_no_prefix_where_the_first_layer_is_trained(encoder):
 def test_states_do_not_depend_on_the_batch_they_are_drawn_in(encoder, make_records):
     model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
     records = make_records(12)
-    alone = model.cache.hidden(records, [5])[0]
-    together = model.cache.hidden(records, [5, 0, 1, 2])[0]
+    alone = model.cache.hidden(records.items([5]))[0]
+    together = model.cache.hidden(records.items([5, 0, 1, 2]))[0]
     assert torch.equal(alone, together[: len(alone)])
 
 
@@ -99,7 +99,7 @@ def test_evaluation_is_the_mean_over_single_records(encoder, make_records):
     model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
     records = make_records(12)
     with torch.no_grad():
-        single = [losses_and_hits(*model.logits(records, [i], cached=False)) for i in range(12)]
+        single = [losses_and_hits(*model.logits(records.items([i]), cached=False)) for i in range(12)]
     result = evaluate(model, records)
     assert result.accuracy == pytest.approx(sum(float(hit) for _, hit in single) / 12)
     assert result.loss == pytest.approx(sum(float(loss) for loss, _ in single) / 12, rel=1e-5)

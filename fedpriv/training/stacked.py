@@ -1,0 +1,254 @@
+"""Local updates (DP-LoRA, Liu et al., Algorithm 1) of one client, or of many in one pass of the frozen base.
+
+The adapters of K clients are the rows of one matrix [K, values]. Each step runs the records that all of them drew
+through the base together, every record with its own client's adapter; gradients, clipping and sums are per record and
+client, noise comes from each client's own source, and the optimizer steps all rows at once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from fedpriv.accounting.clipping import UPLOAD_FACTOR, clipping_parts, sensitivity_factor
+from fedpriv.accounting.events import Event, group
+from fedpriv.data.records import Item
+from fedpriv.mechanisms.gaussian import noised_sum
+from fedpriv.training.clipping import add_clipped, add_finite, clipped_rows
+from fedpriv.training.layout import Layout
+from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
+from fedpriv.training.losses import losses_and_hits
+from fedpriv.training.model import TrainingModel
+from fedpriv.training.per_sample import Stack, per_sample_gradients
+
+# Floats held for each value of an adapter and client: start, parameter, gradient, two of AdamW, and what a step needs.
+_COPIES = 8
+
+
+def local_update(model: TrainingModel, task: UpdateTask) -> ClientUpdate:
+    """`stacked_updates` of one client."""
+    return stacked_updates(model, [task])[0]
+
+
+def stacked_updates(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[ClientUpdate]:
+    """Each client's adapter after its steps, and the event that pays for them.
+
+    With noise on the gradients, each step of a client is: Poisson sample, per-sample gradients of all trainable
+    tensors, clipping by the rule, sum, Gaussian noise, division by the expected batch size, optimizer step. An empty
+    sample counts as a zero gradient. With noise on the upload, the steps are plain and the whole update is clipped and
+    noised. A client's result depends on the others by rounding alone.
+
+    Guarantee: (epsilon, delta)-DP of every client's update by its event, for the event's unit.
+
+    Args:
+        model: whose frozen base and trainable layers are used; its own adapter stays as it is.
+        tasks: at least one, all with one specification.
+
+    Raises:
+        ValueError: the specifications differ, or a task does not fit the model.
+    """
+    clients = _Clients.of(model, tasks)
+    spec, on_upload = clients.spec, clients.spec.noise_on == "upload"
+    planned = [planned_event(spec, task.sampler.sampling_probability, model.parameters) for task in tasks]
+    parameters = nn.Parameter(clients.broadcast.clone())
+    optimizer = _optimizer(parameters, spec)
+    events: list[list[Event]] = [[] for _ in tasks]
+    for _ in range(spec.local_steps):
+        if on_upload:
+            parameters.grad = _plain_gradients(clients, parameters.detach())
+        else:
+            parameters.grad, of_step = _private_gradients(clients, parameters.detach())
+            for collected, event in zip(events, of_step, strict=True):
+                collected.append(event)
+        optimizer.step()
+    trained = parameters.detach()
+    if on_upload:
+        trained, of_upload = _noised_uploads(clients, trained)
+        events = [[event] for event in of_upload]
+    return [
+        ClientUpdate(
+            adapter=clients.layout.unflatten_one(row),
+            event=_charged(collected, plan),
+            num_records=task.sampler.num_registered,
+        )
+        for row, collected, plan, task in zip(trained.cpu(), events, planned, tasks, strict=True)
+    ]
+
+
+def execute_one_by_one(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[ClientUpdate | Exception]:
+    """Run the tasks in turn; a failing one is its exception, and the others go on."""
+    results: list[ClientUpdate | Exception] = []
+    for task in tasks:
+        try:
+            results.append(local_update(model, task))
+        except Exception as error:  # one client's failure must not end the round
+            results.append(error)
+    return results
+
+
+def execute_stacked(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[ClientUpdate | Exception]:
+    """Run the tasks side by side, as many at once as the model's memory limit takes; a failing one is its exception.
+
+    A stack with a failing client is run again one by one: nothing of it was released, and noise is drawn anew.
+    """
+    results: dict[int, ClientUpdate | Exception] = {}
+    by_spec: defaultdict[UpdateSpec, list[int]] = defaultdict(list)
+    for place, task in enumerate(tasks):
+        by_spec[task.spec].append(place)
+    num_values = sum(parameter.numel() for parameter in model.parameters.values())
+    at_once = max(1, model.memory_limit // (4 * _COPIES * num_values))
+    for places in by_spec.values():
+        for begin in range(0, len(places), at_once):
+            stack = places[begin : begin + at_once]
+            results.update(zip(stack, _one_stack(model, [tasks[place] for place in stack]), strict=True))
+    return [results[place] for place in range(len(tasks))]
+
+
+def _one_stack(model: TrainingModel, tasks: Sequence[UpdateTask]) -> Sequence[ClientUpdate | Exception]:
+    try:
+        return stacked_updates(model, tasks)
+    except Exception:  # which client's it is, only its own run tells
+        return execute_one_by_one(model, tasks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Clients:
+    """The clients of a stack.
+
+    Attributes:
+        model, tasks: as given.
+        spec: of all tasks.
+        layout: of an adapter.
+        broadcast: [clients, values], the adapters that they start from.
+    """
+
+    model: TrainingModel
+    tasks: Sequence[UpdateTask]
+    spec: UpdateSpec
+    layout: Layout
+    broadcast: Tensor
+
+    @staticmethod
+    def of(model: TrainingModel, tasks: Sequence[UpdateTask]) -> _Clients:
+        spec = tasks[0].spec
+        if any(task.spec != spec for task in tasks):
+            raise ValueError("tasks: those of one stack must have one specification")
+        shapes = {name: parameter.shape for name, parameter in model.parameters.items()}
+        layout = Layout.of(shapes, clipping_parts(spec.clipping, shapes))
+        broadcast = torch.stack([layout.flatten_one(task.adapter) for task in tasks]).to(model.device)
+        return _Clients(model=model, tasks=tasks, spec=spec, layout=layout, broadcast=broadcast)
+
+
+def _charged(events: Sequence[Event], planned: Event) -> Event:
+    """The events of an update as one, which must be what was planned and charged."""
+    (event,) = group(events)
+    if event != planned:
+        raise RuntimeError(f"the update cost {event}, but {planned} was planned and charged")
+    return event
+
+
+def _plain_gradients(clients: _Clients, parameters: Tensor) -> Tensor:
+    """The gradients of one step without clipping or noise; what they reveal, the noise on the upload hides."""
+    totals = torch.zeros_like(parameters)
+    for rows, owners in _gradient_rows(clients, parameters, _drawn(clients)):
+        add_finite(totals, rows, owners)
+    return totals / clients.spec.batch_size
+
+
+def _noised_uploads(clients: _Clients, trained: Tensor) -> tuple[Tensor, list[Event]]:
+    """The broadcast adapters plus the updates, clipped jointly to S and noised, and the events that pay for them.
+
+    Source: Liu et al., Eq. 8.
+    """
+    spec = clients.spec
+    updates = clipped_rows(trained - clients.broadcast, spec.clip_norm, (slice(0, clients.layout.size),))
+    noised, events = zip(
+        *(
+            noised_sum(
+                update,
+                noise_multiplier=spec.noise_multiplier,
+                clip_norm=spec.clip_norm,
+                sensitivity_factor=UPLOAD_FACTOR,
+                sampling_probability=1.0,
+                source=task.noise,
+            )
+            for update, task in zip(updates, clients.tasks, strict=True)
+        ),
+        strict=True,
+    )
+    return clients.broadcast + torch.stack(noised), [replace(event, unit="client") for event in events]
+
+
+def _private_gradients(clients: _Clients, parameters: Tensor) -> tuple[Tensor, list[Event]]:
+    """The noised gradients of one step, [clients, values], and the events that pay for them."""
+    spec, parts, batch_rule = clients.spec, clients.layout.parts, clients.spec.clipping == "batch"
+    drawn = _drawn(clients)
+    totals = torch.zeros_like(parameters)
+    for rows, owners in _gradient_rows(clients, parameters, drawn):
+        if batch_rule:
+            add_finite(totals, rows, owners)
+        else:
+            add_clipped(totals, rows, owners, spec.clip_norm, parts)
+    if batch_rule:
+        # Algorithm 1 to the letter: the realised batch's mean is clipped, and its noise is not divided by B.
+        sizes = torch.tensor([max(len(indices), 1) for indices in drawn], device=totals.device)
+        totals = clipped_rows(totals / sizes.unsqueeze(1), spec.clip_norm, parts)
+    noised, events = zip(
+        *(
+            noised_sum(
+                total,
+                noise_multiplier=spec.noise_multiplier,
+                clip_norm=spec.clip_norm,
+                sensitivity_factor=sensitivity_factor(spec.clipping, len(parts)),
+                sampling_probability=task.sampler.sampling_probability,
+                source=task.noise,
+            )
+            for total, task in zip(totals, clients.tasks, strict=True)
+        ),
+        strict=True,
+    )
+    return torch.stack(noised) / (1 if batch_rule else spec.batch_size), list(events)
+
+
+def _drawn(clients: _Clients) -> list[list[int]]:
+    """The indices of each client's Poisson sample."""
+    return [task.sampler.draw(len(task.data)) for task in clients.tasks]
+
+
+def _gradient_rows(
+    clients: _Clients, parameters: Tensor, drawn: Sequence[Sequence[int]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Per-sample gradients [records, values] of the drawn records with their owners, a physical batch at a time."""
+    model, layout = clients.model, clients.layout
+    by_name = layout.unflatten(parameters)
+    stacked = {module: by_name[name] for module, name in model.adapter_names.items()}
+    for cached in (True, False):
+        who = [k for k, task in enumerate(clients.tasks) if _pays_to_cache(task) == cached]
+        items: list[Item] = [(clients.tasks[k].data, index) for k in who for index in drawn[k]]
+        owners = torch.tensor([k for k in who for _ in drawn[k]], dtype=torch.int64, device=parameters.device)
+        for places in model.physical_batches(items):
+            piece = [items[place] for place in places]
+
+            def losses(piece: list[Item] = piece, cached: bool = cached) -> Tensor:
+                return losses_and_hits(*model.logits(piece, cached=cached))[0]
+
+            stack = Stack(parameters=stacked, owners=owners[places])
+            gradients, _ = per_sample_gradients(model.layers, losses, stack)
+            yield layout.flatten({model.adapter_names[name]: g for name, g in gradients.items()}), stack.owners
+
+
+def _pays_to_cache(task: UpdateTask) -> bool:
+    """Whether a record is drawn at least once in the run, on average: below that the prefix cache cannot pay."""
+    return task.spec.num_rounds * task.spec.local_steps * task.sampler.sampling_probability >= 1
+
+
+def _optimizer(parameters: nn.Parameter, spec: UpdateSpec) -> torch.optim.Optimizer:
+    if spec.optimizer == "sgd":
+        return torch.optim.SGD([parameters], lr=spec.learning_rate)
+    if spec.optimizer == "adamw":
+        return torch.optim.AdamW([parameters], lr=spec.learning_rate, weight_decay=spec.weight_decay)
+    raise ValueError(f"optimizer = {spec.optimizer!r}: must be sgd or adamw")
