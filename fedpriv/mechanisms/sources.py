@@ -11,7 +11,8 @@ import hashlib
 import math
 import os
 import threading
-from typing import NoReturn, Protocol
+from abc import ABC, abstractmethod
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -22,18 +23,23 @@ from torch import Tensor
 Words = npt.NDArray[np.uint64]
 
 
-class RandomSource(Protocol):
-    """What a mechanism or a sampler draws from."""
+class RandomSource(ABC):
+    """What a mechanism or a sampler draws from: a stream of uniform words."""
 
-    @property
-    def name(self) -> str:
-        """`secure` or `seeded`, as the run's record shows it."""
+    name: str
+    """`secure` or `seeded`, as the run's record shows it."""
+
+    @abstractmethod
+    def words(self, num: int) -> Words:
+        """The next `num` words, independent and uniform."""
 
     def normal(self, num: int) -> Tensor:
-        """`num` independent standard normal values, float64 [num]."""
+        """`num` independent standard normal values, float64 [num]; see `normal_from_words`."""
+        return normal_from_words(self.words(num))
 
     def bernoulli(self, num: int, probability: float) -> Tensor:
-        """`num` independent coins, bool [num], each true with at most the given probability."""
+        """`num` independent coins, bool [num]; see `bernoulli_from_words`."""
+        return bernoulli_from_words(self.words(num), probability)
 
 
 def normal_from_words(words: Words) -> Tensor:
@@ -71,7 +77,7 @@ def bernoulli_from_words(words: Words, probability: float) -> Tensor:
     return torch.from_numpy(words < np.uint64(math.floor(math.ldexp(probability, 64))))
 
 
-class SecureSource:
+class SecureSource(RandomSource):
     """A stream of AES-256 in counter mode, keyed by the operating system.
 
     Key and counter belong to one process: a forked child takes a new key before its first draw, and the
@@ -88,25 +94,18 @@ class SecureSource:
         self._pid, self._lock = os.getpid(), threading.Lock()
         self._stream = Cipher(algorithms.AES256(os.urandom(32)), modes.CTR(bytes(16))).encryptor()
 
-    def _words(self, num: int) -> Words:
+    def words(self, num: int) -> Words:
+        """The next `num` words of the stream; no other draw, in whatever thread or process, gets any of them."""
         if self._pid != os.getpid():
             self._rekey()
         with self._lock:
             return np.frombuffer(self._stream.update(bytes(8 * num)), dtype="<u8")
 
-    def normal(self, num: int) -> Tensor:
-        """`num` independent standard normal values, float64 [num]."""
-        return normal_from_words(self._words(num))
-
-    def bernoulli(self, num: int, probability: float) -> Tensor:
-        """`num` independent coins, bool [num]; see `bernoulli_from_words`."""
-        return bernoulli_from_words(self._words(num), probability)
-
     def __reduce__(self) -> NoReturn:
         raise TypeError("a SecureSource belongs to its process: it cannot be pickled or copied")
 
 
-class SeededSource:
+class SeededSource(RandomSource):
     """A reproducible stream for runs marked `simulate`. It protects nobody.
 
     Args:
@@ -120,10 +119,6 @@ class SeededSource:
         digest = hashlib.sha256(repr(labels).encode()).digest()
         self._bits = np.random.Philox(key=np.frombuffer(digest[:16], dtype="<u8"))
 
-    def normal(self, num: int) -> Tensor:
-        """`num` independent standard normal values, float64 [num]."""
-        return normal_from_words(self._bits.random_raw(num))
-
-    def bernoulli(self, num: int, probability: float) -> Tensor:
-        """`num` independent coins, bool [num]; see `bernoulli_from_words`."""
-        return bernoulli_from_words(self._bits.random_raw(num), probability)
+    def words(self, num: int) -> Words:
+        """The next `num` words of the stream."""
+        return np.asarray(self._bits.random_raw(num))

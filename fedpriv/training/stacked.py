@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fedpriv.accounting.clipping import UPLOAD_FACTOR, clipping_parts, sensitivity_factor
 from fedpriv.accounting.events import Event, group
 from fedpriv.data.records import Item
-from fedpriv.mechanisms.gaussian import noised_sum
+from fedpriv.mechanisms.gaussian import noised_sums
 from fedpriv.training.clipping import add_clipped, add_finite, clipped_rows
 from fedpriv.training.layout import Layout
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
@@ -159,31 +159,25 @@ def _plain_gradients(clients: _Clients, parameters: Tensor) -> Tensor:
     return totals / clients.spec.batch_size
 
 
-def _noised_uploads(clients: _Clients, trained: Tensor) -> tuple[Tensor, list[Event]]:
+def _noised_uploads(clients: _Clients, trained: Tensor) -> tuple[Tensor, Sequence[Event]]:
     """The broadcast adapters plus the updates, clipped jointly to S and noised, and the events that pay for them.
 
     Source: Liu et al., Eq. 8.
     """
     spec = clients.spec
     updates = clipped_rows(trained - clients.broadcast, spec.clip_norm, (slice(0, clients.layout.size),))
-    noised, events = zip(
-        *(
-            noised_sum(
-                update,
-                noise_multiplier=spec.noise_multiplier,
-                clip_norm=spec.clip_norm,
-                sensitivity_factor=UPLOAD_FACTOR,
-                sampling_probability=1.0,
-                source=task.noise,
-            )
-            for update, task in zip(updates, clients.tasks, strict=True)
-        ),
-        strict=True,
+    noised, events = noised_sums(
+        updates,
+        noise_multiplier=spec.noise_multiplier,
+        clip_norm=spec.clip_norm,
+        sensitivity_factor=UPLOAD_FACTOR,
+        sampling_probabilities=[1.0] * len(updates),
+        sources=[task.noise for task in clients.tasks],
     )
-    return clients.broadcast + torch.stack(noised), [replace(event, unit="client") for event in events]
+    return clients.broadcast + noised, [replace(event, unit="client") for event in events]
 
 
-def _private_gradients(clients: _Clients, parameters: Tensor) -> tuple[Tensor, list[Event]]:
+def _private_gradients(clients: _Clients, parameters: Tensor) -> tuple[Tensor, Sequence[Event]]:
     """The noised gradients of one step, [clients, values], and the events that pay for them."""
     spec, parts, batch_rule = clients.spec, clients.layout.parts, clients.spec.clipping == "batch"
     drawn = _drawn(clients)
@@ -197,21 +191,15 @@ def _private_gradients(clients: _Clients, parameters: Tensor) -> tuple[Tensor, l
         # Algorithm 1 to the letter: the realised batch's mean is clipped, and its noise is not divided by B.
         sizes = torch.tensor([max(len(indices), 1) for indices in drawn], device=totals.device)
         totals = clipped_rows(totals / sizes.unsqueeze(1), spec.clip_norm, parts)
-    noised, events = zip(
-        *(
-            noised_sum(
-                total,
-                noise_multiplier=spec.noise_multiplier,
-                clip_norm=spec.clip_norm,
-                sensitivity_factor=sensitivity_factor(spec.clipping, len(parts)),
-                sampling_probability=task.sampler.sampling_probability,
-                source=task.noise,
-            )
-            for total, task in zip(totals, clients.tasks, strict=True)
-        ),
-        strict=True,
+    noised, events = noised_sums(
+        totals,
+        noise_multiplier=spec.noise_multiplier,
+        clip_norm=spec.clip_norm,
+        sensitivity_factor=sensitivity_factor(spec.clipping, len(parts)),
+        sampling_probabilities=[task.sampler.sampling_probability for task in clients.tasks],
+        sources=[task.noise for task in clients.tasks],
     )
-    return torch.stack(noised) / (1 if batch_rule else spec.batch_size), list(events)
+    return noised.div_(1 if batch_rule else spec.batch_size), events
 
 
 def _drawn(clients: _Clients) -> list[list[int]]:

@@ -9,12 +9,21 @@ import torch
 from scipy import stats
 
 from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.mechanisms.gaussian import noised_sum
+from fedpriv.mechanisms import gaussian
+from fedpriv.mechanisms.gaussian import noised_sums
 from fedpriv.mechanisms.sources import SecureSource, SeededSource
 
 FALSE_ALARM = 1e-6
 SUM = torch.zeros(6000)
 PARTS = {"first": slice(0, 2000), "middle": slice(2000, 5000), "last": slice(5000, 6000)}
+
+
+def noised_sum(total, *, sampling_probability, source, **arguments):
+    """The mechanism for one client."""
+    sums, (event,) = noised_sums(
+        total.unsqueeze(0), sampling_probabilities=[sampling_probability], sources=[source], **arguments
+    )
+    return sums[0], event
 
 
 def noised(z=1.5, clip_norm=4.0, total=SUM, seed=0):
@@ -103,3 +112,31 @@ def test_every_sum_reaches_the_same_points(value):
     points = noised(z=1.3, clip_norm=2.5, total=total)[0].double() / step
     assert torch.equal(points, points.round()), "nothing below the grid tells the sum"
     assert len(points.unique()) > 15_000, "the grid is far finer than the noise"
+
+
+@pytest.mark.parametrize("at_once", [1, 2**20])
+def test_each_client_gets_the_noise_of_its_own_source_and_an_event_of_its_own(monkeypatch, at_once):
+    monkeypatch.setattr(gaussian, "_VALUES_AT_ONCE", at_once)
+    totals = torch.arange(12.0).view(3, 4)
+    sums, events = noised_sums(
+        totals,
+        noise_multiplier=1.5,
+        clip_norm=4.0,
+        sampling_probabilities=[0.1, 0.2, 0.3],
+        sources=[SeededSource(seed) for seed in range(3)],
+    )
+    for client in range(3):
+        alone, _ = noised(total=totals[client], seed=client)
+        assert torch.equal(sums[client], alone)
+    assert [event.sampling_probability for event in events] == [0.1, 0.2, 0.3]
+
+
+def test_a_client_without_a_source_is_refused():
+    with pytest.raises(ValueError, match="2 sums, 1 sampling probabilities and 1 sources"):
+        noised_sums(
+            torch.zeros(2, 3),
+            noise_multiplier=1.0,
+            clip_norm=1.0,
+            sampling_probabilities=[0.1],
+            sources=[SeededSource(0)],
+        )

@@ -102,13 +102,13 @@ def test_a_forked_child_draws_other_values():
     source.normal(1)
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
-        os.write(writer, source._words(4).tobytes())
+        os.write(writer, source.words(4).tobytes())
         os._exit(0)
     os.waitpid(child, 0)
     in_child = np.frombuffer(os.read(reader, 32), dtype="<u8")
     os.close(reader)
     os.close(writer)
-    assert not set(in_child.tolist()) & set(source._words(4).tolist())
+    assert not set(in_child.tolist()) & set(source.words(4).tolist())
 
 
 @pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
@@ -180,7 +180,7 @@ def test_threads_that_share_a_source_draw_different_values():
     def draw():
         try:
             for _ in range(300):
-                drawn.extend(source._words(512).tolist())
+                drawn.extend(source.words(512).tolist())
         except RuntimeError as error:
             failures.append(error)
 
