@@ -119,7 +119,10 @@ class RunConfig:
     comparison: Annotated[bool | None, BeforeValidator(_none_if_empty)] = None
     prefix_cache: bool = True
     memory_limit_mb: Count = 1024
-    engine: Literal["in-process", "flower"] = "in-process"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    engine: Literal["stacked", "in-process", "ray", "flower"] = "stacked"
+    ray_address: str = ""
+    ray_workers: Annotated[int, Field(ge=0)] = 0
     ledger: str = ""
     out: str = ""
 

@@ -22,7 +22,6 @@ from fedpriv.errors import InputError, LedgerError, TooFewClientsError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
 
-ENGINES = ("in-process",)
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 
@@ -37,7 +36,7 @@ def run(
     override: Annotated[
         list[str] | None, typer.Option("-c", metavar="KEY=VALUE", help="Override one key; repeatable.")
     ] = None,
-    engine: Annotated[str | None, typer.Option(help="How clients are run: in-process.")] = None,
+    engine: Annotated[str | None, typer.Option(help="How clients are run: stacked, in-process or ray.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results; by default a new one in results/.")] = None,
 ) -> None:
     """Run one federation and write its folder: tables, adapters, summary and report.
@@ -54,10 +53,10 @@ def run(
     try:
         resolved = _resolve(config, override or [], engine, out)
         from simulations.display import TerminalObserver
-        from simulations.engines import in_process
+        from simulations.engines import federation
 
         _quiet()
-        in_process.run(resolved, TerminalObserver(console))
+        federation.run(resolved, TerminalObserver(console))
     except InputError as error:
         Console(stderr=True).print(f"[bold red]error[/] {error}", soft_wrap=True, highlight=False)
         raise typer.Exit(2) from None
@@ -82,8 +81,8 @@ def _resolve(path: Path | None, overrides: list[str], engine: str | None, out: P
         values["ledger"] = str(Path(str(values["ledger"])).expanduser().absolute())
     folder = values.get("out") or RESULTS / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
     resolved = configuration.parse(values | {"out": str(Path(folder).expanduser().absolute())})
-    if resolved.engine not in ENGINES:
-        raise InputError(f"engine = {resolved.engine!r}: must be {', '.join(ENGINES)}; flower is for `flwr run .`")
+    if resolved.engine == "flower":
+        raise InputError("engine = 'flower': is for `flwr run .`; here it must be stacked, in-process or ray")
     return resolved
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 # Before any test imports transformers or flwr.
@@ -11,8 +12,11 @@ os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
+from peft import PeftModel
 
-from tests.tiny import make_tiny_bert, write_table
+from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base
+from fedpriv.data.records import Records
+from tests.tiny import make_tiny_bert, move, random_records, tiny_causal, write_table
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +47,42 @@ def small_run(tiny_bert: Path, table: Path) -> dict[str, object]:
         "simulate": True,
         "comparison": False,
     }
+
+
+@pytest.fixture
+def encoder(tiny_bert: Path) -> Callable[..., PeftModel]:
+    """Builds the tiny BERT classifier with an adapter that is not at its start."""
+
+    def build(**settings: object) -> PeftModel:
+        base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3)
+        return move(attach(base, LoraSettings(rank=4, **settings)))
+
+    return build
+
+
+@pytest.fixture
+def causal() -> Callable[..., PeftModel]:
+    """Builds a tiny causal model with an adapter that is not at its start."""
+
+    def build(kind: str, **settings: object) -> PeftModel:
+        return move(attach(tiny_causal(kind), LoraSettings(rank=4, task="CAUSAL_LM", **settings)))
+
+    return build
+
+
+@pytest.fixture
+def tiny_causal_base() -> Callable[[str], BaseModel]:
+    """Builds a tiny causal model without an adapter."""
+    return tiny_causal
+
+
+@pytest.fixture
+def make_records() -> Callable[..., Records]:
+    """Builds random records."""
+    return random_records
+
+
+@pytest.fixture
+def move_adapter() -> Callable[..., PeftModel]:
+    """Moves an adapter away from its start."""
+    return move

@@ -1,4 +1,4 @@
-"""A tiny real model and a small table, made on the spot."""
+"""Tiny real models of every kind, and records for them, made on the spot."""
 
 from __future__ import annotations
 
@@ -6,7 +6,20 @@ import csv
 from pathlib import Path
 
 import torch
-from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
+from peft import PeftModel
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertTokenizerFast,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from fedpriv.adapters import BaseModel, trainable
+from fedpriv.adapters.base_models import freeze
+from fedpriv.data.records import Records
 
 WORDS = ["the", "a", "patient", "has", "pain", "in", "chest", "knee", "skin", "head", "today", "rash", "cough"]
 LABELS = ("cardiology", "dermatology", "neurology")
@@ -44,3 +57,50 @@ def write_table(path: Path, num_records: int = 240, *, seed: int = 0) -> Path:
             words = [WORDS[i] for i in torch.randint(len(WORDS), (3 + row % 9,), generator=generator)]
             writer.writerow([" ".join([*words, label]), label, f"site-{row % 7 % 3}"])
     return path
+
+
+VOCABULARY = 60
+
+
+def tiny_causal(kind: str) -> BaseModel:
+    """A random Llama or GPT-2 of two layers."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if kind == "llama":
+            model = LlamaForCausalLM(
+                LlamaConfig(
+                    vocab_size=VOCABULARY,
+                    hidden_size=32,
+                    num_hidden_layers=3,
+                    num_attention_heads=4,
+                    num_key_value_heads=2,
+                    intermediate_size=48,
+                    max_position_embeddings=64,
+                    pad_token_id=0,
+                )
+            )
+        else:
+            model = GPT2LMHeadModel(
+                GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=3, n_head=4, n_positions=64, pad_token_id=0)
+            )
+    return freeze(kind, model, tokenizer=None, task="CAUSAL_LM")
+
+
+def move(model: PeftModel, *, seed: int = 1) -> PeftModel:
+    """The model with every adapter tensor away from its initial value: at B = 0 the gradient of A vanishes."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in trainable(model).values():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def random_records(
+    num: int, *, classes: int = 3, seed: int = 0, vocabulary: int = 15, shortest: int = 2, longest: int = 12
+) -> Records:
+    """Records of random tokens and, with classes, random labels."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(shortest, longest + 1, (num,), generator=generator).tolist()
+    tokens = tuple(torch.randint(5, vocabulary, (length,), generator=generator) for length in lengths)
+    labels = torch.randint(classes, (num,), generator=generator) if classes else torch.tensor([], dtype=torch.int64)
+    return Records({"input_ids": tokens}, labels, pad_token_id=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,18 +89,24 @@ class TrainingModel:
         self._footprint = _Footprint.of(peft_model, self.parameters.values(), prefix.length if prefix else 0)
         self.memory_limit = memory_limit
 
+    def _precision(self) -> AbstractContextManager[object]:
+        """bfloat16 for the frozen base on a GPU; the trainable layers compute in float32 by themselves."""
+        return torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
+
     def _forward(self, items: Sequence[Item]) -> None:
         batch = collate(items)
-        self.peft_model(**{name: tensor.to(self.device) for name, tensor in batch.items() if name != "labels"})
+        with self._precision():
+            self.peft_model(**{name: tensor.to(self.device) for name, tensor in batch.items() if name != "labels"})
 
     def logits(self, items: Sequence[Item], *, cached: bool) -> tuple[Tensor, dict[str, Tensor]]:
         """The model's logits on the given records, and the batch."""
         batch = {name: tensor.to(self.device) for name, tensor in collate(items).items()}
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-        if self.cache is None or not cached:
-            return self.peft_model(**inputs).logits, batch
-        with skipping_prefix(self.cache.prefix, self.cache.hidden(items).to(self.device)):
-            return self.peft_model(**inputs).logits, batch
+        with self._precision():
+            if self.cache is None or not cached:
+                return self.peft_model(**inputs).logits.float(), batch
+            with skipping_prefix(self.cache.prefix, self.cache.hidden(items).to(self.device)):
+                return self.peft_model(**inputs).logits.float(), batch
 
     def physical_batches(self, items: Sequence[Item]) -> Iterator[list[int]]:
         """The places of the records, by length, cut so that one pass over a piece stays within the memory limit.

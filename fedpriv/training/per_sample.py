@@ -60,6 +60,10 @@ def trainable_layers(model: nn.Module) -> dict[str, TrainableLayer]:
                 f"{names[id(parameter)]}: a trainable parameter of a {type(module).__name__}, which has no "
                 "per-sample gradient here; train LoRA on linear layers and a linear head only"
             )
+        if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+            raise ValueError(
+                f"{name}: has hooks or a forward pass of its own, which its per-sample gradient would miss"
+            )
         layers[name] = TrainableLayer(
             module=module,
             weight=names[id(module.weight)] if module.weight.requires_grad else None,

@@ -30,7 +30,7 @@ class PoissonSampler:
             )
         self.num_registered = num_registered
         self.expected_batch_size = expected_batch_size
-        self._source = source
+        self.source = source
 
     @property
     def sampling_probability(self) -> float:
@@ -39,5 +39,5 @@ class PoissonSampler:
 
     def draw(self, num_records: int) -> list[int]:
         """Indices of the included ones among `num_records` records; often another number than B, at times none."""
-        included = self._source.bernoulli(num_records, self.sampling_probability)
+        included = self.source.bernoulli(num_records, self.sampling_probability)
         return included.nonzero().squeeze(1).tolist()

@@ -99,13 +99,18 @@ def execute_stacked(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[C
     by_spec: defaultdict[UpdateSpec, list[int]] = defaultdict(list)
     for place, task in enumerate(tasks):
         by_spec[task.spec].append(place)
-    num_values = sum(parameter.numel() for parameter in model.parameters.values())
-    at_once = max(1, model.memory_limit // (4 * _COPIES * num_values))
+    at_once = clients_at_once(model)
     for places in by_spec.values():
         for begin in range(0, len(places), at_once):
             stack = places[begin : begin + at_once]
             results.update(zip(stack, _one_stack(model, [tasks[place] for place in stack]), strict=True))
     return [results[place] for place in range(len(tasks))]
+
+
+def clients_at_once(model: TrainingModel) -> int:
+    """How many clients' adapters, with what a step makes of them, the model's memory limit holds; at least 1."""
+    num_values = sum(parameter.numel() for parameter in model.parameters.values())
+    return max(1, model.memory_limit // (4 * _COPIES * num_values))
 
 
 def _one_stack(model: TrainingModel, tasks: Sequence[UpdateTask]) -> Sequence[ClientUpdate | Exception]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import torch
+
 from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base, read
 from fedpriv.config import RunConfig
 from fedpriv.data import federated
@@ -11,6 +13,42 @@ from fedpriv.data.records import Records, tokenize
 from fedpriv.data.text import FederatedData, TextData
 from fedpriv.errors import InputError
 from fedpriv.training.model import TrainingModel
+
+
+def load_model(config: RunConfig, *, num_labels: int) -> tuple[BaseModel, TrainingModel]:
+    """The frozen base with its tokenizer, and the same base with an adapter, on the configured device.
+
+    Raises:
+        InputError: the model, an adapter setting or the device cannot be used.
+    """
+    base = load_base(config.model, task=config.task, num_labels=num_labels, seed=config.seed)
+    # Models without learned positions state no limit, and tokenizers without one a number beyond all texts.
+    positions = getattr(base.model.config, "max_position_embeddings", None)
+    longest = min(positions or config.max_length, base.tokenizer.model_max_length)
+    if config.max_length > longest:
+        raise InputError(f"max_length = {config.max_length}: model {config.model!r} takes at most {longest}")
+    settings = LoraSettings(
+        rank=config.rank,
+        alpha=config.alpha,
+        target_modules=config.target_modules,
+        layers=config.layers,
+        task=config.task,
+    )
+    model = TrainingModel(
+        attach(base, settings, seed=config.seed).to(_device(config.device)),
+        memory_limit=config.memory_limit_mb * 2**20,
+        prefix_cache=config.prefix_cache,
+    )
+    return base, model
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"device = {name!r}: {torch.cuda.device_count()} GPUs are here; use cpu or auto")
+    return device
 
 
 class Workbench:
@@ -25,26 +63,7 @@ class Workbench:
 
     def __init__(self, config: RunConfig) -> None:
         self.data: FederatedData = federated.load(config)
-        self.base: BaseModel = load_base(
-            config.model, task=config.task, num_labels=len(self.data.label_names), seed=config.seed
-        )
-        settings = LoraSettings(
-            rank=config.rank,
-            alpha=config.alpha,
-            target_modules=config.target_modules,
-            layers=config.layers,
-            task=config.task,
-        )
-        # Models without learned positions state no limit, and tokenizers without one a number beyond all texts.
-        positions = getattr(self.base.model.config, "max_position_embeddings", None)
-        longest = min(positions or config.max_length, self.base.tokenizer.model_max_length)
-        if config.max_length > longest:
-            raise InputError(f"max_length = {config.max_length}: model {config.model!r} takes at most {longest}")
-        self.model = TrainingModel(
-            attach(self.base, settings, seed=config.seed),
-            memory_limit=config.memory_limit_mb * 2**20,
-            prefix_cache=config.prefix_cache,
-        )
+        self.base, self.model = load_model(config, num_labels=len(self.data.label_names))
         self.initial = read(self.model.peft_model)
         self._max_length = config.max_length
         self._clients: dict[int, Records] = {}

@@ -29,7 +29,7 @@ from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.training.workbench import workbench
 from server.coordinator import LogObserver
-from simulations.engines import in_process
+from simulations.engines import federation
 from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid
 
@@ -55,9 +55,9 @@ def whole_run(config: RunConfig, folder: Path, attempt: int, wire: int) -> None:
                     sent(wire, reply.metadata.src_node_id - 2, release["round"], reply)
             return replies
 
-    in_process.LocalGrid = TappedGrid
+    federation.LocalGrid = TappedGrid
     values = {**vars(config), "out": str(folder / f"run-{attempt}"), "ledger": str(folder / "ledger.sqlite")}
-    in_process.run(parse(values), LogObserver())
+    federation.run(parse(values), LogObserver())
 
 
 def one_node(config: RunConfig, folder: Path, attempt: int, wire: int) -> None:

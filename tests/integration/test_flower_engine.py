@@ -20,7 +20,7 @@ import pytest
 import fedpriv
 from fedpriv.config import parse, to_flower
 from server.coordinator import LogObserver
-from simulations.engines import in_process
+from simulations.engines import federation
 
 pytestmark = pytest.mark.flower
 pytest.importorskip("ray", reason="Flower's own simulation engine needs the extra ray")
@@ -86,7 +86,7 @@ def test_flower_runs_the_same_apps_to_the_same_numbers(flower_environment, small
     files = {kind: set(re.findall(rf"{kind} use\S* (\S+__init__\.py)", output)) for kind in ("server", "clients")}
     assert files["server"] == files["clients"] == {fedpriv.__file__}, output
 
-    in_process.run(parse({**small_run, "out": str(tmp_path / "in-process")}), LogObserver())
+    federation.run(parse({**small_run, "out": str(tmp_path / "in-process")}), LogObserver())
     flower, local = (
         pd.read_csv(tmp_path / name / "rounds.csv").drop(columns="seconds") for name in ("flower", "in-process")
     )

@@ -14,7 +14,7 @@ from fedpriv.accounting.ledger import data_sets, reading, releases, verify_with_
 from fedpriv.config import parse
 from fedpriv.errors import InputError
 from server.coordinator import LogObserver
-from simulations.engines import in_process
+from simulations.engines import federation
 from tests.tiny import write_table
 
 SIZES = [8, 10, 12, 14, 17, 20, 24, 30, 40, 60, 90, 150]
@@ -32,7 +32,7 @@ class Notes(LogObserver):
 
 def run(values: dict[str, object], out: Path, **changes: object) -> tuple[Path, list[str]]:
     observer = Notes()
-    in_process.run(parse({**values, **changes, "out": str(out)}), observer)
+    federation.run(parse({**values, **changes, "out": str(out)}), observer)
     return out, observer.notes
 
 

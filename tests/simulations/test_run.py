@@ -30,11 +30,11 @@ from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import workbench
 from server.coordinator import LogObserver
 from server.summary import unmoved
-from simulations.engines import in_process
+from simulations.engines import federation
 
 
 def run(values: dict[str, object], out: Path, **changes: object) -> Path:
-    in_process.run(parse({**values, **changes, "out": str(out)}), LogObserver())
+    federation.run(parse({**values, **changes, "out": str(out)}), LogObserver())
     return out
 
 

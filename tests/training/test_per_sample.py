@@ -165,3 +165,10 @@ def test_two_active_adapters_are_refused(tiny_causal_base):
 def test_layer_norm_is_refused_by_name():
     with pytest.raises(ValueError, match=r"1\.weight: a trainable parameter of a LayerNorm"):
         trainable_layers(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
+
+
+def test_a_layer_with_hooks_of_others_is_refused_by_name():
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="0: has hooks"):
+        trainable_layers(model)

@@ -1,7 +1,9 @@
-"""The in-process engine: server and all clients in this process, clients trained one at a time."""
+"""A whole federation on this machine: server and nodes in this process, clients trained by the chosen engine."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from flwr.app import Context, RecordDict
@@ -9,7 +11,8 @@ from flwr.app import Context, RecordDict
 from clients.app import app as client_app
 from clients.handler import TRUST_KEY
 from fedpriv.config import RunConfig, to_flower
-from fedpriv.training.stacked import execute_one_by_one
+from fedpriv.training.local_update import Execute
+from fedpriv.training.stacked import clients_at_once, execute_one_by_one, execute_stacked
 from fedpriv.training.workbench import workbench
 from server.app import make_app
 from server.coordinator import Observer
@@ -29,9 +32,27 @@ def run(config: RunConfig, observer: Observer) -> None:
     """
     bench = workbench(config)
     contexts = [_context(config, client, len(bench.data.clients)) for client in range(len(bench.data.clients))]
-    execute = partial(execute_one_by_one, bench.model)
-    with task_identity(RUN_ID):
+    with task_identity(RUN_ID), _executor(config, observer) as execute:
         make_app(observer)(LocalGrid(contexts, execute, client_app), _server_context(config))
+
+
+@contextmanager
+def _executor(config: RunConfig, observer: Observer) -> Iterator[Execute]:
+    """What trains a round's clients; engines differ in nothing else."""
+    if config.engine == "ray":
+        from simulations.engines.ray_actors import RayExecutor  # the extra `ray` is not always installed
+
+        with RayExecutor(config) as execute:
+            yield execute
+        return
+    model = workbench(config).model
+    if config.engine == "stacked" and clients_at_once(model) == 1:
+        observer.notice(
+            f"engine = stacked: memory_limit_mb = {config.memory_limit_mb} holds one client at a time; the run goes on "
+            "in-process"
+        )
+    one_by_one = config.engine == "in-process" or clients_at_once(model) == 1
+    yield partial(execute_one_by_one if one_by_one else execute_stacked, model)
 
 
 def _context(config: RunConfig, client: int, num_clients: int) -> Context:

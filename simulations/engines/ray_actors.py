@@ -1,0 +1,195 @@
+"""The Ray engine: one actor for each GPU or core, each training its share of a round's clients stacked."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+import torch
+
+from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.config import RunConfig
+from fedpriv.data.records import Records
+from fedpriv.errors import InputError
+from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
+from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
+from fedpriv.training.sampling import PoissonSampler
+from fedpriv.training.stacked import execute_stacked
+from fedpriv.training.workbench import load_model, workbench
+
+try:
+    import ray
+    from ray.exceptions import RayActorError
+except ModuleNotFoundError:
+    raise InputError("engine = 'ray': needs the extra `ray`: pip install -e '.[federation,ray]'") from None
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Sources of an actor's own: a secure stream never leaves the process that keyed it.
+_secure = SecureSource()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parcel:
+    """An UpdateTask as it travels: records and adapters are in the object store, a secure source stays behind."""
+
+    adapter: Any
+    records: Any
+    spec: UpdateSpec
+    round: int
+    num_registered: int
+    expected_batch_size: int
+    inclusion: SeededSource | None
+    noise: SeededSource | None
+
+
+class RayExecutor:
+    """Trains a round's clients on Ray actors; a context manager that starts and ends them.
+
+    Actors are made when a round first needs them, so that a round of few clients holds no more cores or GPUs than
+    clients. An actor that dies is replaced, and its share is tried once more; after that its clients count as failed.
+    The clients were charged before, and stay so.
+
+    Args:
+        config: of the run; `ray_address` and `ray_workers` say where and how many.
+
+    Raises:
+        InputError: no cluster answers at the address, or it has no core and no GPU to offer.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._actors: list[Any] = []
+        self._records: WeakKeyDictionary[Records, Any] = WeakKeyDictionary()
+        self._num_labels = len(workbench(config).data.label_names)
+
+    def __enter__(self) -> Self:
+        _connect(self._config.ray_address)
+        resources = ray.cluster_resources()
+        self._gpus = int(resources.get("GPU", 0)) if self._config.device != "cpu" else 0
+        slots = self._gpus or int(resources.get("CPU", 0))
+        self._at_most = min(self._config.ray_workers or slots, slots)
+        if not self._at_most:
+            raise InputError(f"ray_address = {self._config.ray_address!r}: its cluster offers neither core nor GPU")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+        ray.shutdown()
+
+    def __call__(self, tasks: Sequence[UpdateTask]) -> list[ClientUpdate | Exception]:
+        """Train the tasks, an equal share on each actor."""
+        num_shares = min(self._at_most, len(tasks))
+        while len(self._actors) < num_shares:
+            self._actors.append(self._start_actor())
+        adapters = _Adapters()
+        parcels = [self._parcel(task, adapters) for task in tasks]
+        shares = [parcels[k::num_shares] for k in range(num_shares)]
+        sent = [self._actors[k].train.remote(share) for k, share in enumerate(shares)]
+        results: list[ClientUpdate | Exception] = [RuntimeError("not trained")] * len(tasks)
+        for k, share in enumerate(shares):
+            results[k::num_shares] = self._collect(k, sent[k], share)
+        return results
+
+    def _collect(self, k: int, sent: Any, share: list[_Parcel]) -> list[ClientUpdate | Exception]:
+        for attempt in ("first", "second"):
+            try:
+                found: list[ClientUpdate | Exception] = ray.get(sent)
+                return found
+            except RayActorError as error:
+                logging.getLogger("flwr").warning("a Ray actor died in its %s attempt: %s", attempt, error)
+                self._actors[k] = self._start_actor()
+                if attempt == "second":
+                    return [error] * len(share)
+                sent = self._actors[k].train.remote(share)
+        raise AssertionError("unreachable")
+
+    def _start_actor(self) -> Any:
+        options = {"num_gpus": 1, "num_cpus": 0} if self._gpus else {"num_cpus": 1}
+        return ray.remote(**options)(_Worker).remote(self._config, self._num_labels)
+
+    def _parcel(self, task: UpdateTask, adapters: _Adapters) -> _Parcel:
+        if task.data not in self._records:
+            self._records[task.data] = ray.put(task.data)
+        return _Parcel(
+            adapter=adapters.stored(task.adapter),
+            records=self._records[task.data],
+            spec=task.spec,
+            round=task.round,
+            num_registered=task.sampler.num_registered,
+            expected_batch_size=task.sampler.expected_batch_size,
+            inclusion=_seeded(task.sampler.source),
+            noise=_seeded(task.noise),
+        )
+
+
+class _Adapters:
+    """The adapters of a round in the object store: equal ones, as all clients of a round get, once."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[Adapter, Any]] = []
+
+    def stored(self, adapter: Adapter) -> Any:
+        for known, reference in self._known:
+            if all(torch.equal(known[name], tensor) for name, tensor in adapter.items()):
+                return reference
+        self._known.append((adapter, ray.put(adapter)))
+        return self._known[-1][1]
+
+
+class _Worker:
+    """An actor: the frozen base and the records of the clients that it was sent."""
+
+    def __init__(self, config: RunConfig, num_labels: int) -> None:
+        if not torch.cuda.is_available():
+            torch.set_num_threads(1)
+        _, self._model = load_model(config, num_labels=num_labels)
+        self._records: dict[Any, Records] = {}
+
+    def train(self, parcels: list[_Parcel]) -> list[ClientUpdate | Exception]:
+        """The updates of a share of a round."""
+        adapters = {parcel.adapter: ray.get(parcel.adapter) for parcel in parcels}
+        return execute_stacked(self._model, [self._task(parcel, adapters) for parcel in parcels])
+
+    def _task(self, parcel: _Parcel, adapters: dict[Any, Adapter]) -> UpdateTask:
+        if parcel.records not in self._records:
+            self._records[parcel.records] = ray.get(parcel.records)
+        return UpdateTask(
+            adapter=adapters[parcel.adapter],
+            data=self._records[parcel.records],
+            spec=parcel.spec,
+            round=parcel.round,
+            sampler=PoissonSampler(
+                num_registered=parcel.num_registered,
+                expected_batch_size=parcel.expected_batch_size,
+                source=parcel.inclusion or _secure,
+            ),
+            noise=parcel.noise or _secure,
+        )
+
+
+def _seeded(source: RandomSource) -> SeededSource | None:
+    return source if isinstance(source, SeededSource) else None
+
+
+def _connect(address: str) -> None:
+    """Start Ray on this machine, or join the cluster at the address with this project's code."""
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        if not address:
+            ray.init(runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}}, **quiet)
+            return
+        code = {"working_dir": str(ROOT), "excludes": [".venv", ".git", "results"]}
+        ray.init(address=address, runtime_env=code, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise InputError(f"ray_address = {address!r}: no Ray cluster to join ({str(error).splitlines()[0]})") from None

@@ -1,0 +1,194 @@
+"""Engines differ in speed alone: stacked, and on Ray, every client gets what it gets when trained alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+
+import pandas as pd
+import pytest
+import torch
+
+from fedpriv.accounting.clipping import CLIPPING_RULES
+from fedpriv.adapters import read
+from fedpriv.config import parse
+from fedpriv.mechanisms.sources import SecureSource, SeededSource
+from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
+from fedpriv.training.model import TrainingModel
+from fedpriv.training.sampling import PoissonSampler
+from fedpriv.training.stacked import clients_at_once, execute_one_by_one, execute_stacked
+from server.coordinator import LogObserver
+from simulations.engines import federation
+
+# Clients of very different sizes: one draws nothing at all, one every record.
+SIZES = (40, 3, 0, 90, 12)
+SPEC = UpdateSpec(
+    num_rounds=5,
+    local_steps=3,
+    batch_size=6,
+    optimizer="sgd",
+    learning_rate=0.5,
+    weight_decay=0.0,
+    clipping="joint",
+    clip_norm=0.7,
+    noise_multiplier=0.8,
+    noise_on="gradients",
+)
+
+
+def make_tasks(model, records, **changes) -> list[UpdateTask]:
+    """One task for each size, each from its own adapter and with its own streams."""
+    start = read(model.peft_model)
+    return [
+        UpdateTask(
+            adapter={name: tensor + 0.01 * client for name, tensor in start.items()},
+            data=data,
+            spec=dataclasses.replace(SPEC, **changes),
+            round=1,
+            sampler=PoissonSampler(
+                num_registered=max(len(data), 6), expected_batch_size=6, source=SeededSource(client, "inclusion")
+            ),
+            noise=SeededSource(client, "noise"),
+        )
+        for client, data in enumerate(records)
+    ]
+
+
+def assert_equal(model, records, **changes) -> None:
+    alone = execute_one_by_one(model, make_tasks(model, records, **changes))
+    tasks = make_tasks(model, records, **changes)
+    for one, other, task in zip(alone, execute_stacked(model, tasks), tasks, strict=True):
+        assert isinstance(one, ClientUpdate)
+        assert (one.event, one.num_records) == (other.event, other.num_records)
+        assert one.adapter.keys() == other.adapter.keys() == task.adapter.keys()
+        for name, tensor in one.adapter.items():
+            assert not torch.equal(tensor, task.adapter[name]), f"{name} did not move, the test would be blind"
+            torch.testing.assert_close(other.adapter[name], tensor, atol=2e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("clipping", CLIPPING_RULES)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_stacked_equals_alone_by_every_rule_and_optimizer(encoder, make_records, clipping, optimizer):
+    model = TrainingModel(encoder(), memory_limit=2**30)
+    records = [make_records(size, seed=size) for size in SIZES]
+    assert_equal(model, records, clipping=clipping, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_stacked_equals_alone_with_noise_on_the_upload(encoder, make_records, optimizer):
+    model = TrainingModel(encoder(), memory_limit=2**30)
+    assert_equal(model, [make_records(size, seed=size) for size in SIZES], optimizer=optimizer, noise_on="upload")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("clipping", CLIPPING_RULES)
+def test_stacked_equals_alone_on_causal_models(causal, make_records, kind, clipping):
+    model = TrainingModel(causal(kind), memory_limit=2**30)
+    assert_equal(model, [make_records(size, classes=0, seed=size) for size in SIZES], clipping=clipping)
+
+
+def test_stacked_equals_alone_with_the_prefix_cache(encoder, make_records):
+    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
+    assert model.cache is not None
+    assert_equal(model, [make_records(size, seed=size) for size in SIZES])
+
+
+def test_stacked_equals_alone_however_small_the_memory(encoder, make_records):
+    model = TrainingModel(encoder(), memory_limit=2**18)
+    assert 1 < clients_at_once(model) < len(SIZES)
+    assert_equal(model, [make_records(size, seed=size) for size in SIZES])
+
+
+def test_a_failing_client_is_its_exception_and_its_stack_goes_on(encoder, make_records):
+    model = TrainingModel(encoder(), memory_limit=2**30)
+    tasks = make_tasks(model, [make_records(size, seed=size) for size in SIZES])
+    broken = {name: tensor[:1] for name, tensor in tasks[1].adapter.items()}
+    results = execute_stacked(model, [tasks[0], dataclasses.replace(tasks[1], adapter=broken), *tasks[2:]])
+    assert [type(result) for result in results].count(ClientUpdate) == len(SIZES) - 1
+    assert isinstance(results[1], ValueError)
+
+
+def test_tasks_of_different_specifications_keep_their_own(encoder, make_records):
+    model = TrainingModel(encoder(), memory_limit=2**30)
+    tasks = make_tasks(model, [make_records(size, seed=size) for size in SIZES])
+    tasks[3] = dataclasses.replace(tasks[3], spec=dataclasses.replace(SPEC, local_steps=1))
+    assert [update.event.count for update in execute_stacked(model, tasks)] == [3, 3, 3, 1, 3]
+
+
+def test_secure_noise_differs_between_clients_and_runs(encoder, make_records):
+    model = TrainingModel(encoder(), memory_limit=2**30)
+    source, nobody = SecureSource(), make_records(0)
+    tasks = [dataclasses.replace(t, noise=source) for t in make_tasks(model, [nobody] * 3)]
+    moves = [
+        torch.cat([(update.adapter[name] - task.adapter[name]).flatten() for name in task.adapter])
+        for _ in range(2)
+        for update, task in zip(execute_stacked(model, tasks), tasks, strict=True)
+    ]
+    correlation = torch.corrcoef(torch.stack(moves)) - torch.eye(6)
+    assert correlation.abs().max() < 6 / len(moves[0]) ** 0.5
+
+
+@pytest.fixture
+def ray_executor(small_run):
+    ray_actors = pytest.importorskip("simulations.engines.ray_actors", reason="needs the extra ray")
+    with ray_actors.RayExecutor(parse({**small_run, "engine": "ray"})) as executor:
+        yield executor
+
+
+def test_a_dead_actor_costs_one_retry_and_then_its_clients(ray_executor, small_run, monkeypatch, caplog):
+    import ray
+
+    from fedpriv.training.workbench import workbench
+
+    bench = workbench(parse({**small_run, "engine": "ray"}))
+    records = [bench.client(client) for client in range(3)]
+    expected = execute_one_by_one(bench.model, make_tasks(bench.model, records))
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        for harm in (None, "one actor dies"):
+            if harm:
+                ray.kill(ray_executor._actors[0])
+            for one, other in zip(expected, ray_executor(make_tasks(bench.model, records)), strict=True):
+                for name in one.adapter:
+                    torch.testing.assert_close(other.adapter[name], one.adapter[name], atol=2e-5, rtol=1e-4)
+        assert "first attempt" in caplog.text
+
+        def stillborn():
+            actor = start()
+            ray.kill(actor)
+            return actor
+
+        start = ray_executor._start_actor
+        monkeypatch.setattr(ray_executor, "_start_actor", stillborn)
+        ray.kill(ray_executor._actors[0])
+        results = ray_executor(make_tasks(bench.model, records))
+        assert "second attempt" in caplog.text
+    num_actors = len(ray_executor._actors)
+    assert [isinstance(result, Exception) for result in results] == [k % num_actors == 0 for k in range(3)]
+
+
+def test_whole_runs_give_the_same_figures_on_every_engine(small_run, tmp_path):
+    pytest.importorskip("ray", reason="needs the extra ray")
+    losses, epsilons = {}, {}
+    for engine in ("in-process", "stacked", "ray"):
+        out = tmp_path / engine
+        federation.run(parse({**small_run, "engine": engine, "out": str(out)}), LogObserver())
+        losses[engine] = pd.read_csv(out / "rounds.csv")["test_loss"].tolist()
+        summary = json.loads((out / "summary.json").read_text())
+        assert summary["engine"] == engine
+        epsilons[engine] = summary["epsilon_local_max"]
+    assert losses["stacked"] == pytest.approx(losses["in-process"], abs=1e-5)
+    assert losses["ray"] == pytest.approx(losses["in-process"], abs=1e-5)
+    assert len(set(epsilons.values())) == 1
+
+
+def test_a_memory_limit_for_one_client_is_said_and_goes_on_in_process(small_run, tmp_path, caplog):
+    class Notes(LogObserver):
+        said = ""
+
+        def notice(self, text: str) -> None:
+            Notes.said += text
+
+    values = {**small_run, "rank": 512, "memory_limit_mb": 1, "rounds": 1, "out": str(tmp_path)}
+    federation.run(parse(values), Notes())
+    assert "memory_limit_mb = 1 holds one client at a time" in Notes.said
