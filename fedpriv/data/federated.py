@@ -36,12 +36,20 @@ def _embedded(config: RunConfig) -> FederatedData:
     if config.task != "SEQ_CLS":
         raise InputError(f"task = {config.task}: the embedded corpus is for SEQ_CLS; name a data file")
     names = tuple(dict.fromkeys(message.hospital for message in train))
+    holders = [[m for m in train if m.hospital == name] for name in names]
+    if config.partition not in ("auto", "natural"):
+        # Shared out anew among any number of clients, by place, so that a holder's messages stay whole.
+        table = datasets.Dataset.from_dict(
+            {"place": list(range(len(train))), config.label_column: [message.department for message in train]}
+        )
+        parts, labels = partition(table, config)
+        holders, names = [[train[place] for place in part["place"]] for part in parts], tuple(labels)
 
     def text_of(messages: list[hospital.Message]) -> TextData:
         return TextData(tuple(m.text for m in messages), tuple(m.department for m in messages))
 
     return FederatedData(
-        clients=tuple(text_of([m for m in train if m.hospital == name]) for name in names),
+        clients=tuple(map(text_of, holders)),
         client_names=names,
         test=text_of(test),
         label_names=hospital.DEPARTMENTS,

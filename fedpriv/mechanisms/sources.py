@@ -52,10 +52,13 @@ def normal_from_words(words: Words) -> Tensor:
     Args:
         words: uniform 64-bit words.
     """
-    upper = words >= np.uint64(2**63)
-    cells = np.where(upper, ~words, words).astype(np.float64)
-    values: Tensor = torch.special.ndtri(torch.from_numpy((cells + 0.5) * 2.0**-64))
-    return torch.where(torch.from_numpy(upper), -values, values)
+    # By torch, whose operations use all cores. A word's top bit, as the sign of an int64, says which half it is in, and
+    # in the upper half its complement is the mirrored cell.
+    signed = torch.from_numpy(words.view(np.int64))
+    upper = signed < 0
+    cells = torch.where(upper, ~signed, signed).double()
+    values: Tensor = torch.special.ndtri(cells.add_(0.5).mul_(2.0**-64))
+    return torch.where(upper, -values, values)
 
 
 def bernoulli_from_words(words: Words, probability: float) -> Tensor:

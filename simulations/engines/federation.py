@@ -30,10 +30,8 @@ def run(config: RunConfig, observer: Observer) -> None:
     Raises:
         InputError: something in the configuration or the data cannot be used.
     """
-    bench = workbench(config)
-    contexts = [_context(config, client, len(bench.data.clients)) for client in range(len(bench.data.clients))]
     with task_identity(RUN_ID), _executor(config, observer) as execute:
-        make_app(observer)(LocalGrid(contexts, execute, client_app), _server_context(config))
+        make_app(observer)(LocalGrid(contexts(config), execute, client_app), server_context(config))
 
 
 @contextmanager
@@ -55,11 +53,21 @@ def _executor(config: RunConfig, observer: Observer) -> Iterator[Execute]:
     yield partial(execute_one_by_one if one_by_one else execute_stacked, model)
 
 
-def _context(config: RunConfig, client: int, num_clients: int) -> Context:
-    """A node of the simulation. Who simulates owns all data, so the nodes trust the run's configuration."""
-    node_config = {"partition-id": client, "num-partitions": num_clients, TRUST_KEY: True}
-    return Context(RUN_ID, _FIRST_NODE_ID + client, node_config, RecordDict(), to_flower(config))
+def contexts(config: RunConfig) -> list[Context]:
+    """The nodes of the simulation. Who simulates owns all data, so they trust the run's configuration."""
+    run_config, num_clients = to_flower(config), len(workbench(config).data.clients)
+    return [
+        Context(
+            RUN_ID,
+            _FIRST_NODE_ID + client,
+            {"partition-id": client, "num-partitions": num_clients, TRUST_KEY: True},
+            RecordDict(),
+            run_config,
+        )
+        for client in range(num_clients)
+    ]
 
 
-def _server_context(config: RunConfig) -> Context:
+def server_context(config: RunConfig) -> Context:
+    """The server's node."""
     return Context(RUN_ID, 1, {}, RecordDict(), to_flower(config))

@@ -21,12 +21,12 @@ class LocalGrid(Grid):
 
     Args:
         contexts: one for each node, kept for the whole run as Flower keeps them.
-        execute: trains a batch of tasks.
-        evaluate: answers a message that asks for no training.
+        execute: trains a batch of tasks; None leaves training to the app, a message at a time.
+        evaluate: the ClientApp, which answers every other message.
     """
 
     def __init__(
-        self, contexts: Sequence[Context], execute: Execute, evaluate: Callable[[Message, Context], Message]
+        self, contexts: Sequence[Context], execute: Execute | None, evaluate: Callable[[Message, Context], Message]
     ) -> None:
         self._contexts = {context.node_id: context for context in contexts}
         self._execute = execute
@@ -83,13 +83,13 @@ class LocalGrid(Grid):
         for position, message in enumerate(messages):
             context = self._contexts[message.metadata.dst_node_id]
             try:
-                if message.metadata.message_type == TRAIN:
+                if self._execute is not None and message.metadata.message_type == TRAIN:
                     tasks[position] = prepare(message, context)
                 else:
                     replies[position] = self._evaluate(message, context)
             except Exception as error:  # one node's failure must not end the round
                 replies[position] = reply(message, context, error)
-        updates = self._execute(list(tasks.values())) if tasks else []
+        updates = self._execute(list(tasks.values())) if self._execute is not None and tasks else []
         for position, update in zip(tasks, updates, strict=True):
             context = self._contexts[messages[position].metadata.dst_node_id]
             replies[position] = reply(messages[position], context, update)

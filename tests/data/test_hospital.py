@@ -14,7 +14,8 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 from fedpriv.adapters.pooling import masked_mean
-from fedpriv.data import hospital
+from fedpriv.config import RunConfig
+from fedpriv.data import federated, hospital
 from fedpriv.data.hospital import DEPARTMENTS, HOSPITAL_SIZES, Message, generate
 from fedpriv.data.hospital_phrases import NEIGHBOURS, SPECIALISTS, THEMES
 
@@ -138,3 +139,16 @@ def test_linear_probe_on_the_frozen_encoder_neither_fails_nor_saturates(corpus):
     train, test = corpus[0][::8] + corpus[0][1::8] + corpus[0][2::8], corpus[1][::2]
     probe = linear_model.LogisticRegression(max_iter=1000).fit(embed(train, folder), [m.department for m in train])
     assert 0.75 < probe.score(embed(test, folder), [m.department for m in test]) < 0.95
+
+
+def test_the_corpus_can_be_shared_out_anew_and_loses_no_message():
+    hospitals = federated.load(RunConfig())
+    shared = federated.load(RunConfig(partition="iid", num_clients=50, batch_size=8))
+    assert len(shared.clients) == 50
+    assert {len(client) for client in shared.clients} == {80}
+    both = [
+        sorted(pair for c in d.clients for pair in zip(c.texts, c.labels, strict=True)) for d in (hospitals, shared)
+    ]
+    assert both[0] == both[1]
+    skewed = federated.load(RunConfig(partition="dirichlet", num_clients=5, dirichlet_alpha=0.3, batch_size=1))
+    assert len({len(client) for client in skewed.clients}) > 1

@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "simulations" / "benchmarks"
-SMALL = {"accounting_scale": ["--clients", "12"], "dp_step": ["--steps", "1"]}
+SMALL = {
+    "accounting_scale": ["--clients", "12"],
+    "dp_step": ["--steps", "4"],
+    "engine_cost": ["--clients", "2", "--rounds", "1"],
+}
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("[a-z]*.py")))
