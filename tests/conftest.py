@@ -16,13 +16,14 @@ from peft import PeftModel
 
 from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base
 from fedpriv.data.records import Records
-from tests.tiny import make_tiny_bert, move, random_records, tiny_causal, write_table
+from simulations.tiny_bert import make_tiny_bert
+from tests.tiny import LABELS, WORDS, move, random_records, tiny_causal, write_table
 
 
 @pytest.fixture(scope="session")
 def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the tiny BERT."""
-    return make_tiny_bert(tmp_path_factory.mktemp("models") / "tiny-bert")
+    return make_tiny_bert(tmp_path_factory.mktemp("models") / "tiny-bert", [*WORDS, *LABELS])
 
 
 @pytest.fixture(scope="session")

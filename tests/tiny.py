@@ -8,9 +8,6 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    BertTokenizerFast,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -23,27 +20,6 @@ from fedpriv.data.records import Records
 
 WORDS = ["the", "a", "patient", "has", "pain", "in", "chest", "knee", "skin", "head", "today", "rash", "cough"]
 LABELS = ("cardiology", "dermatology", "neurology")
-
-
-def make_tiny_bert(folder: Path) -> Path:
-    """A random BERT of 2 layers and width 64 with a word tokenizer, saved as transformers does."""
-    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *LABELS]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "vocab.txt").write_text("\n".join(vocabulary))
-    tokenizer = BertTokenizerFast(vocab_file=str(folder / "vocab.txt"))
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        config = BertConfig(
-            vocab_size=len(vocabulary),
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=128,
-            max_position_embeddings=64,
-        )
-        BertForSequenceClassification(config).bert.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def write_table(path: Path, num_records: int = 240, *, seed: int = 0) -> Path:
