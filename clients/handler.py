@@ -6,13 +6,14 @@ import logging
 import os
 import secrets
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 
 from fedpriv import guard, protocol
 from fedpriv.accounting.ledger import Key
-from fedpriv.config import EMBEDDED, RunConfig, parse
+from fedpriv.config import EMBEDDED, RunConfig, Scalar, parse
 from fedpriv.errors import LedgerError
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
@@ -143,8 +144,14 @@ def _upload(message: Message, content: bytes) -> Message:
     return Message(RecordDict({protocol.ADAPTER: ArrayRecord(adapter), protocol.RELEASE: release}), reply_to=message)
 
 
+@lru_cache(maxsize=4)
+def _parsed(items: tuple[tuple[str, Scalar], ...]) -> RunConfig:
+    """A node sees one configuration in every message of a run; checking it takes longer than an empty round."""
+    return parse(dict(items))
+
+
 def _configuration(context: Context) -> RunConfig:
-    config = parse(context.run_config)
+    config = _parsed(tuple(context.run_config.items()))
     if config.data != EMBEDDED and not _trusts_run_config(context):
         raise guard.RefusedError(
             f"data = {config.data!r}: this node takes no data from a run's configuration; in a simulation set "

@@ -217,5 +217,6 @@ def _save_variants(bench: Workbench, outcome: Outcome, folder: RunFolder) -> Non
     """The last upload of every client, and the final global adapter, in peft's format."""
     variants = {f"client-{client}": adapter for client, adapter in sorted(outcome.strategy.uploads.items())}
     for name, adapter in {**variants, "global": outcome.adapter}.items():
-        lora.write_parameters(bench.model.parameters, adapter)
-        lora.save(bench.model.peft_model, bench.base, folder.variant(name), labels=bench.data.label_names)
+        lora.save(
+            bench.model.peft_model, bench.base, folder.variant(name), adapter=adapter, labels=bench.data.label_names
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,22 +50,61 @@ def run(
 
         python -m simulations run simulations/configs/medquad.toml --out /tmp/medquad
     """
-    console = Console()
-    try:
+    with _failures_in_one_line("interrupted; the folder keeps the finished rounds"):
         resolved = _resolve(config, override or [], engine, out)
         from simulations.display import TerminalObserver
         from simulations.engines import federation
 
         _quiet()
-        federation.run(resolved, TerminalObserver(console))
+        federation.run(resolved, TerminalObserver(Console()))
+
+
+@app.command()
+def sweep(
+    config: Annotated[Path, typer.Argument(help="TOML file: run keys, and a [grid] or [[runs]] of what varies.")],
+    engine: Annotated[str | None, typer.Option(help="How clients are run: stacked or in-process.")] = None,
+    max_parallel: Annotated[
+        int | None, typer.Option(help="Runs at a time; by default one a core. 1 needs no Ray.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder; by default results/sweeps/NAME. Finished runs stay.")
+    ] = None,
+) -> None:
+    """Run many federations, one for each point of a grid, and write sweep.csv, a pivot and plots.
+
+    Started again, it runs only what is not finished.
+
+    Examples:
+
+        python -m simulations sweep simulations/configs/sweeps/epsilon.toml
+
+        python -m simulations sweep my-sweep.toml --max-parallel 1 --out /tmp/my-sweep
+    """
+    from simulations.sweeps import command
+
+    console, finished = Console(), False
+    with _failures_in_one_line("interrupted; finished runs stay, start again to go on"):
+        _quiet()
+        folder = (out or RESULTS / "sweeps" / config.stem).expanduser().absolute()
+        finished = command.sweep(config, folder, engine=engine, max_parallel=max_parallel, console=console)
+    if not finished:
+        raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _failures_in_one_line(interrupted: str) -> Iterator[None]:
+    """End with the exit code that belongs to what went wrong, and one line on stderr."""
+    console = Console(stderr=True)
+    try:
+        yield
     except InputError as error:
-        Console(stderr=True).print(f"[bold red]error[/] {error}", soft_wrap=True, highlight=False)
+        console.print(f"[bold red]error[/] {error}", soft_wrap=True, highlight=False)
         raise typer.Exit(2) from None
     except (LedgerError, TooFewClientsError) as error:
-        Console(stderr=True).print(f"[bold red]failed[/] {error}", soft_wrap=True, highlight=False)
+        console.print(f"[bold red]failed[/] {error}", soft_wrap=True, highlight=False)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        Console(stderr=True).print("interrupted; the folder keeps the finished rounds")
+        console.print(interrupted)
         raise typer.Exit(130) from None
 
 

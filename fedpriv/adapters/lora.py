@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -132,10 +134,31 @@ def write_parameters(parameters: Mapping[str, nn.Parameter], adapter: Mapping[st
             parameter.copy_(adapter[name])
 
 
-def save(model: PeftModel, base: BaseModel, directory: Path, *, labels: tuple[str, ...] = ()) -> None:
-    """Write the adapter as peft does, and beside it `fedpriv.json`: pooling, base and label names."""
-    with quiet_transformers():
-        model.save_pretrained(directory, safe_serialization=True)
+def save(
+    model: PeftModel,
+    base: BaseModel,
+    directory: Path,
+    *,
+    adapter: Mapping[str, Tensor] | None = None,
+    labels: tuple[str, ...] = (),
+) -> None:
+    """Write an adapter in peft's format, and beside it `fedpriv.json`: pooling, base and label names.
+
+    The files are those of peft's `save_pretrained` but for the model card, which takes it longer than all the rest.
+
+    Args:
+        model: whose kind of adapter it is.
+        base: of the model.
+        directory: made if there is none.
+        adapter: the tensors by peft's names; None takes the model's own.
+        labels: the classes in order.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.contiguous() for name, tensor in (adapter or read(model)).items()}
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = copy.copy(model.active_peft_config)
+    config.inference_mode = True
+    config.save_pretrained(directory)
     convention = {"version": 1, "base_model": base.name, "pooling": base.pooling, "labels": list(labels)}
     (directory / CONVENTION_FILE).write_text(json.dumps(convention, indent=2) + "\n")
 

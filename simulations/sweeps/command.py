@@ -1,0 +1,59 @@
+"""A sweep from its file to its tables and plots."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rich.console import Console
+
+from fedpriv.errors import InputError
+from simulations.sweeps import plots, table
+from simulations.sweeps.display import SweepDisplay, pivot_table
+from simulations.sweeps.plan import Sweep, read
+from simulations.sweeps.runner import attempts, run_all
+from simulations.sweeps.spending import total
+
+
+def sweep(path: Path, out: Path, *, engine: str | None, max_parallel: int | None, console: Console) -> bool:
+    """Run the file's sweep, write its tables, and return whether all runs are finished.
+
+    Interrupted, it writes the tables of what is finished before it stops.
+
+    Raises:
+        InputError: the file, an option or the machine cannot be used; before anything is run.
+    """
+    planned = read(path, {"engine": engine} if engine else None)
+    at_once = max_parallel if max_parallel is not None else min(os.cpu_count() or 1, len(planned.runs))
+    if at_once < 1:
+        raise InputError(f"max_parallel = {at_once}: must be >= 1")
+    if at_once > 1 and any(run.config.engine == "ray" for run in planned.runs):
+        raise InputError("engine = ray: takes all cores for each run; use --max-parallel 1, or another engine")
+    out.mkdir(parents=True, exist_ok=True)
+    errors: dict[str, str] = {}
+    try:
+        with SweepDisplay(console, planned, out) as display:
+            errors = run_all(planned, out, at_once=at_once, on_change=display.update)
+    finally:
+        finished = _write(planned, out, errors, console)
+    return finished == len(planned.runs)
+
+
+def _write(planned: Sweep, out: Path, errors: dict[str, str], console: Console) -> int:
+    """Tables and plots, and how many runs are finished."""
+    spent = total(attempts(planned, out))
+    frame = table.tidy(planned, out, errors, spent)
+    pivoted = table.pivot(frame, planned)
+    table.write(frame, pivoted, out)
+    drawn = plots.write(frame, planned, out)
+    if pivoted is not None:
+        console.print(pivot_table(pivoted))
+    for key, error in errors.items():
+        console.print(f"[bold red]failed[/] {key}: {error}", soft_wrap=True, highlight=False)
+    console.print(
+        f"all {spent.num_runs} runs together: epsilon {spent.epsilon:.4g} at delta {spent.delta:.3g}, local view; "
+        "this, not a run's own epsilon, covers choosing the best of them",
+        soft_wrap=True,
+    )
+    console.print(f"results  {out}/sweep.csv", *(f"\nplot     {path}" for path in drawn), soft_wrap=True, sep="")
+    return int((frame["status"] == "done").sum())

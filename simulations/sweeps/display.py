@@ -1,0 +1,121 @@
+"""What a sweep shows in the terminal: a live table of its runs, and a closing pivot."""
+
+from __future__ import annotations
+
+import csv
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import pandas as pd
+from rich import box
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.table import Table
+
+from fedpriv.reports.tables import format_bound
+from simulations.sweeps.plan import PlannedRun, Sweep
+
+_STYLES = {"waiting": "dim", "running": "bold", "done": "green", "failed": "bold red"}
+
+
+class SweepDisplay:
+    """Follows a sweep; a context manager. Without a terminal it prints a line for each run that ends.
+
+    Args:
+        console: where to.
+        sweep: the plan.
+        out: the sweep's folder, whose runs' tables tell how far they are.
+    """
+
+    def __init__(self, console: Console, sweep: Sweep, out: Path) -> None:
+        self._console, self._sweep, self._out = console, sweep, out
+        self._states: dict[str, str] = {}
+        self._started = time.monotonic()
+        self._live = Live(console=console, auto_refresh=False, get_renderable=self._table)
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._console.is_terminal:
+            self._live.refresh()
+            self._live.stop()
+
+    def update(self, states: Mapping[str, str]) -> None:
+        """Show the runs' states."""
+        before, self._states = self._states, dict(states)
+        if self._console.is_terminal:
+            self._live.refresh()
+            return
+        for place, run in enumerate(self._sweep.runs, start=1):
+            state = states[run.key]
+            if state in ("done", "failed") and before.get(run.key) != state:
+                found = "was finished before" if not before else state
+                self._console.print(f"run {place}/{len(self._sweep.runs)} {_name(run)}: {found}", soft_wrap=True)
+
+    def _table(self) -> RenderableType:
+        counts = [f"{sum(s == state for s in self._states.values())} {state}" for state in _STYLES]
+        elapsed = time.strftime("%H:%M:%S", time.gmtime(time.monotonic() - self._started))
+        table = Table(title=f"{self._sweep.title}: {', '.join(counts)}, {elapsed}", box=box.SIMPLE_HEAD, pad_edge=False)
+        for header in ("run", "state", "round", "accuracy", "ε local"):
+            table.add_column(header, justify="left" if header in ("run", "state") else "right", no_wrap=True)
+        for run in self._visible():
+            state = self._states.get(run.key, "waiting")
+            round_, accuracy, epsilon = _progress(self._out / run.key)
+            table.add_row(
+                _name(run), f"[{_STYLES[state]}]{state}[/]", f"{round_}/{run.config.rounds}", accuracy, epsilon
+            )
+        return table
+
+    def _visible(self) -> list[PlannedRun]:
+        """As many runs as the terminal has lines for, the running ones first."""
+        room = max(3, self._console.height - 5)
+        order = {"running": 0, "failed": 1, "waiting": 2, "done": 3}
+        if len(self._sweep.runs) <= room:
+            return list(self._sweep.runs)
+        return sorted(self._sweep.runs, key=lambda run: order[self._states.get(run.key, "waiting")])[:room]
+
+
+def pivot_table(pivoted: pd.DataFrame) -> Table:
+    """The pivot's means with their spread over seeds."""
+    table = Table(title="accuracy, mean ± standard deviation over seeds", box=box.SIMPLE_HEAD, pad_edge=False)
+    two_keys = isinstance(pivoted.columns, pd.MultiIndex)
+    columns = list(dict.fromkeys(pivoted.columns.get_level_values(1))) if two_keys else [None]
+    table.add_column(str(pivoted.index.name))
+    for column in columns:
+        table.add_column(f"{pivoted.columns.names[1]} = {column}" if two_keys else "accuracy", justify="right")
+    for index, row in pivoted.iterrows():
+        cells = [[row[(part, c)] if two_keys else row[part] for part in ("mean", "std", "count")] for c in columns]
+        table.add_row(str(index), *(_cell(*cell) for cell in cells))
+    return table
+
+
+def _cell(mean: float, std: float, count: float) -> str:
+    if math.isnan(mean):
+        return ""
+    return f"{mean:.4f}" if count == 1 else f"{mean:.4f} ± {std:.4f} ({count:g})"
+
+
+def _name(run: PlannedRun) -> str:
+    return ", ".join(f"{key}={value}" for key, value in run.varied.items() if value is not None) or "base"
+
+
+def _progress(folder: Path) -> tuple[int, str, str]:
+    """The last round that a run has written, its accuracy and epsilon."""
+    path = folder / "rounds.csv"
+    if not path.is_file():
+        return 0, "", ""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    if not rows or rows[-1].get("epsilon_local_max") in (None, ""):
+        return 0, "", ""
+    last = rows[-1]
+    return int(last["round"]), f"{float(last['test_accuracy']):.4f}", format_bound(float(last["epsilon_local_max"]))

@@ -1,0 +1,109 @@
+"""What a sweep runs: a TOML file of ordinary run keys, a `[grid]` and a list of `[[runs]]`, as one run each."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from fedpriv import config as configuration
+from fedpriv.config import RunConfig
+from fedpriv.data import federated
+from fedpriv.errors import InputError
+
+# In a sweep's file `batch_size = "auto"` is B = min(64, N_k / 4) of the smallest client, so that K compares like with
+# like; any number of clients has records enough for 1.
+AUTO = "auto"
+_LARGEST_AUTO = 64
+
+# What every run of a sweep has of its own.
+_OWN = ("out", "ledger")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """One run of a sweep.
+
+    Attributes:
+        key: digest of the configuration as asked, which names the run's folder.
+        varied: {configuration key: value} of what differs between runs.
+        config: of the run, without a folder; its batch size is 1 where it is `auto`.
+        auto_batch: whether the batch size follows the smallest client.
+    """
+
+    key: str
+    varied: dict[str, Any]
+    config: RunConfig
+    auto_batch: bool
+
+    def placed(self, folder: Path) -> RunConfig:
+        """The configuration to run, with its folder and batch size.
+
+        Raises:
+            InputError: the data cannot be loaded.
+        """
+        config = replace(self.config, out=str(folder.absolute()))
+        if not self.auto_batch:
+            return config
+        smallest = min(map(len, federated.load(config).clients))
+        return replace(config, batch_size=max(1, min(_LARGEST_AUTO, smallest // 4)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """All runs of a sweep.
+
+    Attributes:
+        title: for plots.
+        keys: what varies, in the file's order.
+        runs: each once, in the order of the grid, the last key fastest.
+    """
+
+    title: str
+    keys: tuple[str, ...]
+    runs: tuple[PlannedRun, ...]
+
+
+def read(path: Path, overrides: Mapping[str, Any] | None = None) -> Sweep:
+    """The sweep that a file describes; `overrides` change its base.
+
+    Raises:
+        InputError: one line that names the key, the value and what would be right.
+    """
+    values = configuration.read(path)
+    title = values.pop("title", path.stem)
+    grid, listed = values.pop("grid", {}), values.pop("runs", [{}])
+    _check(path, grid, listed)
+    keys = tuple(dict.fromkeys([*(key for run in listed for key in run), *grid]))
+    runs: dict[str, PlannedRun] = {}
+    for run in listed:
+        for point in product(*grid.values()):
+            varied = {**run, **dict(zip(grid, point, strict=True))}
+            planned = _planned({**values, **varied, **(overrides or {})}, {key: varied.get(key) for key in keys})
+            runs.setdefault(planned.key, planned)
+    return Sweep(title=str(title), keys=keys, runs=tuple(runs.values()))
+
+
+def _check(path: Path, grid: Any, listed: Any) -> None:
+    if not isinstance(grid, dict):
+        raise InputError(f"{path}: grid = {grid!r}: must be a table of lists, for instance rank = [4, 8]")
+    for key, options in grid.items():
+        if not isinstance(options, list) or not options:
+            raise InputError(f"{path}: grid.{key} = {options!r}: must be a list of at least one value")
+    if not isinstance(listed, list) or not listed or not all(isinstance(run, dict) for run in listed):
+        raise InputError(f"{path}: runs = {listed!r}: must be tables, each under [[runs]]")
+
+
+def _planned(values: dict[str, Any], varied: dict[str, Any]) -> PlannedRun:
+    for key in _OWN:
+        if values.get(key):
+            raise InputError(f"{key} = {values[key]!r}: every run of a sweep has its own; leave it out")
+    auto = values.get("batch_size") == AUTO
+    config = configuration.parse({**values, "batch_size": 1} if auto else values)
+    asked = json.dumps([asdict(config), auto], sort_keys=True)
+    key = hashlib.sha256(asked.encode()).hexdigest()[:16]
+    return PlannedRun(key=key, varied=varied, config=config, auto_batch=auto)

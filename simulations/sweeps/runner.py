@@ -1,0 +1,166 @@
+"""Runs what a sweep lacks, in this process or in parallel on Ray; a failing run is recorded and the others go on."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedpriv.config import RunConfig
+from fedpriv.errors import InputError, LedgerError, TooFewClientsError
+from fedpriv.protocol import Registration
+from server.history import RoundRow
+from simulations.engines import federation
+from simulations.sweeps.plan import PlannedRun, Sweep
+
+ROOT = Path(__file__).resolve().parents[2]
+UNFINISHED = "unfinished"
+
+_POLL_SECONDS = 0.5
+
+# Told of every change: {run's key: `waiting`, `running`, `done` or `failed`}.
+OnChange = Callable[[Mapping[str, str]], None]
+
+
+def is_finished(run: PlannedRun, out: Path) -> bool:
+    """Whether the run's folder is complete: the summary is written last."""
+    return (out / run.key / "summary.json").is_file()
+
+
+def attempts(sweep: Sweep, out: Path) -> list[Path]:
+    """The folders of all runs and of earlier attempts at them, which may have released something as well."""
+    own = [out / run.key for run in sweep.runs if (out / run.key).is_dir()]
+    return own + sorted(path for path in (out / UNFINISHED).glob("*") if path.is_dir())
+
+
+def run_all(sweep: Sweep, out: Path, *, at_once: int, on_change: OnChange) -> dict[str, str]:
+    """Run all that are not finished, and return {run's key: why it failed}.
+
+    Args:
+        sweep: the plan.
+        out: the sweep's folder; a run's is in it, named by its key.
+        at_once: how many runs go on at a time; 1 stays in this process, more need Ray.
+        on_change: shows progress.
+
+    Raises:
+        InputError: Ray is needed and not installed.
+    """
+    states = {run.key: "done" if is_finished(run, out) else "waiting" for run in sweep.runs}
+    on_change(states)
+    missing = [run for run in sweep.runs if states[run.key] == "waiting"]
+    for run in missing:
+        _set_aside(out / run.key, out / UNFINISHED)
+    if not missing:
+        return {}
+    run_them = _in_this_process if at_once == 1 else _on_ray
+    return run_them(missing, out, at_once, states, on_change)
+
+
+def run_one(run: PlannedRun, folder: Path) -> str | None:
+    """Why the run failed, in one line; None once it is finished. The traceback is in FOLDER.txt."""
+    try:
+        federation.run(run.placed(folder), _Silent())
+    except Exception as error:  # one run must not end the sweep
+        folder.with_suffix(".txt").write_text(traceback.format_exc())
+        if isinstance(error, (InputError, LedgerError, TooFewClientsError)):
+            return str(error)
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return None
+
+
+class _Silent:
+    """An observer that tells nobody: the sweep's display reads what each run writes."""
+
+    def started(self, config: RunConfig, registrations: Sequence[Registration]) -> None:
+        """A series begins."""
+
+    def notice(self, text: str) -> None:
+        """Into the log."""
+        logging.getLogger("flwr").info("%s", text)
+
+    def round_done(self, row: RoundRow) -> None:
+        """A round is over."""
+
+    def finished(self, folder: Path, summary: dict[str, Any]) -> None:
+        """Everything is written."""
+
+
+def _set_aside(folder: Path, unfinished: Path) -> None:
+    """Keep what an unfinished attempt released: its ledger counts in the sweep's sum."""
+    if not folder.is_dir():
+        return
+    unfinished.mkdir(exist_ok=True)
+    number = 1
+    while (target := unfinished / f"{folder.name}-{number}").exists():
+        number += 1
+    folder.rename(target)
+
+
+def _in_this_process(
+    runs: Sequence[PlannedRun], out: Path, at_once: int, states: dict[str, str], on_change: OnChange
+) -> dict[str, str]:
+    errors = {}
+    for run in runs:
+        states[run.key] = "running"
+        on_change(states)
+        error = run_one(run, out / run.key)
+        if error is not None:
+            errors[run.key] = error
+        states[run.key] = "failed" if error else "done"
+        on_change(states)
+    return errors
+
+
+def _on_ray(
+    runs: Sequence[PlannedRun], out: Path, at_once: int, states: dict[str, str], on_change: OnChange
+) -> dict[str, str]:
+    ray = _start_ray(at_once)
+    remote = ray.remote(num_cpus=1, max_retries=0)(_on_one_core)
+    waiting, active, errors = list(runs), {}, {}
+    try:
+        while waiting or active:
+            while waiting and len(active) < at_once:
+                run = waiting.pop(0)
+                active[remote.remote(run, out / run.key)] = run
+                states[run.key] = "running"
+            on_change(states)
+            done, _ = ray.wait(list(active), timeout=_POLL_SECONDS)
+            for reference in done:
+                run = active.pop(reference)
+                try:
+                    error = ray.get(reference)
+                except ray.exceptions.RayError as failure:
+                    error = f"its worker died: {str(failure).splitlines()[0]}"
+                if error is not None:
+                    errors[run.key] = error
+                states[run.key] = "failed" if error else "done"
+        on_change(states)
+    finally:
+        ray.shutdown()
+    return errors
+
+
+def _start_ray(at_once: int) -> Any:
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise InputError(
+            f"max_parallel = {at_once}: needs the extra `ray`: pip install -e '.[federation,ray]'; or use 1"
+        ) from None
+    ray.init(
+        num_cpus=at_once,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}},
+    )
+    return ray
+
+
+def _on_one_core(run: PlannedRun, folder: Path) -> str | None:
+    torch.set_num_threads(1)
+    return run_one(run, folder)

@@ -1,0 +1,80 @@
+"""What all runs of a sweep cost together: the honest bound for whoever picks the best of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedpriv import config as configuration
+from fedpriv.accounting import ledger
+from fedpriv.accounting.curves import spent
+from fedpriv.accounting.events import Event, group
+from fedpriv.config import EMBEDDED, RunConfig
+
+_DATA_KEYS = (
+    *("data", "test_data", "test_fraction", "text_column", "text_pair_column", "label_column", "client_column"),
+    *("labels", "partition", "num_clients", "client_sizes", "dirichlet_alpha", "task"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Total:
+    """The sum of a sweep's ledgers, on the `local` view.
+
+    Attributes:
+        epsilon: no record of any client has spent more, over all runs; 0 without any.
+        delta: that goes with it.
+        num_runs: how many runs it holds, unfinished ones included.
+    """
+
+    epsilon: float
+    delta: float
+    num_runs: int
+
+
+def total(folders: Sequence[Path]) -> Total:
+    """The sum of the ledgers in the runs' folders.
+
+    Runs whose records lie with the same clients are composed client by client and converted once, at the largest delta
+    of each client. Where runs share records out differently, a record's client in one is any client in another: the
+    groups' largest epsilons and deltas add up (basic composition).
+
+    Raises:
+        LedgerError: a ledger is damaged.
+    """
+    groups: defaultdict[tuple[object, ...], dict[str, tuple[list[Event], float]]] = defaultdict(dict)
+    num_runs = 0
+    for folder in folders:
+        path = folder / "ledger.sqlite"
+        if not path.is_file():
+            continue  # it ended before its first charge
+        num_runs += 1
+        clients = groups[_holders(configuration.parse(configuration.read(folder / "config.toml")))]
+        with ledger.reading(path) as db:
+            for data_set in ledger.data_sets(db):
+                events, delta = clients.get(data_set.client, ([], 0.0))
+                events += [release.seen_by("local") for release in ledger.releases(db, data_set.id)]
+                clients[data_set.client] = (events, max(delta, data_set.delta))
+    costs = [_largest(list(clients.values())) for clients in groups.values()]
+    return Total(
+        epsilon=sum(epsilon for epsilon, _ in costs), delta=sum(delta for _, delta in costs), num_runs=num_runs
+    )
+
+
+def _largest(clients: Sequence[tuple[list[Event], float]]) -> tuple[float, float]:
+    """The largest epsilon of clients with their events, and the largest delta; equal histories are computed once."""
+    histories = {(frozenset(group(events)), delta) for events, delta in clients}
+    return (
+        max((spent(events, delta).epsilon for events, delta in histories), default=0.0),
+        max((delta for _, delta in histories), default=0.0),
+    )
+
+
+def _holders(config: RunConfig) -> tuple[object, ...]:
+    """What fixes which client holds which record."""
+    by_nature = config.partition_rule == "natural" or (config.data == EMBEDDED and config.partition == "auto")
+    # The seed shuffles records among clients. Where they belong to one by nature it only splits off the test set.
+    seed = None if by_nature else config.seed
+    return (*(getattr(config, key) for key in _DATA_KEYS), seed)

@@ -1,0 +1,69 @@
+"""A sweep as tables: one tidy row a run, and a pivot of the mean accuracy over seeds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from fedpriv import config as configuration
+from simulations.sweeps.plan import Sweep
+from simulations.sweeps.spending import Total
+
+_FIGURES = (
+    *("accuracy", "accuracy_initial", "accuracy_non_private", "chance_accuracy"),
+    *("epsilon_local_max", "epsilon_rho_max", "delta_max", "noise_source", "private", "num_clients", "num_rounds"),
+    *("bytes_up", "bytes_down", "seconds"),
+)
+
+
+def tidy(sweep: Sweep, out: Path, errors: Mapping[str, str], spent: Total) -> pd.DataFrame:
+    """One row a run: what varied, how it ended, its figures, and what the whole sweep spent.
+
+    Args:
+        sweep: the plan.
+        out: the sweep's folder.
+        errors: {run's key: why it failed}.
+        spent: by all runs together; the same in every row.
+    """
+    rows = []
+    for run in sweep.runs:
+        folder = out / run.key
+        row: dict[str, Any] = dict(run.varied)
+        if (folder / "summary.json").is_file():
+            summary = json.loads((folder / "summary.json").read_text())
+            resolved = configuration.read(folder / "config.toml")
+            row |= {"status": "done", **{name: summary[name] for name in _FIGURES}}
+            row |= {"noise_multiplier": resolved["noise_multiplier"], "batch_size": resolved["batch_size"]}
+        else:
+            row["status"] = "failed" if run.key in errors else "not run"
+        row |= {"epsilon_sum": spent.epsilon, "delta_sum": spent.delta, "num_runs_in_sum": spent.num_runs}
+        row |= {"folder": run.key, "error": errors.get(run.key, "")}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def pivot(frame: pd.DataFrame, sweep: Sweep) -> pd.DataFrame | None:
+    """Mean accuracy, its standard deviation over seeds and the number of runs, by the first two varied keys.
+
+    None where nothing but the seed varies, or no run is done.
+    """
+    keys = [key for key in sweep.keys if key != "seed"][:2]
+    done = frame[frame["status"] == "done"]
+    if not keys or done.empty:
+        return None
+    cells = done.groupby(keys, dropna=False)["accuracy"].agg(["mean", "std", "count"])
+    return cells.unstack(keys[1]) if len(keys) == 2 else cells
+
+
+def write(frame: pd.DataFrame, pivoted: pd.DataFrame | None, out: Path) -> None:
+    """sweep.csv, sweep.parquet and pivot.csv."""
+    frame.to_csv(out / "sweep.csv", index=False)
+    # A key may hold numbers in one run and lists or nothing in another; Parquet wants one type a column.
+    mixed = {name: str for name in frame.columns if frame[name].map(type).nunique() > 1 and frame[name].dtype == object}
+    frame.astype(mixed).to_parquet(out / "sweep.parquet", index=False)
+    if pivoted is not None:
+        pivoted.to_csv(out / "pivot.csv")

@@ -1,0 +1,211 @@
+"""Sweeps: what they run, that nothing finished is repeated, and what all runs cost together."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import dp_accounting
+import pandas as pd
+import pytest
+import tomli_w
+from dp_accounting import pld
+from rich.console import Console
+
+from fedpriv.accounting.ledger import data_sets, reading, releases
+from fedpriv.config import parse
+from fedpriv.errors import InputError
+from simulations.sweeps import plots, table
+from simulations.sweeps.command import sweep
+from simulations.sweeps.plan import read
+from simulations.sweeps.runner import attempts
+from simulations.sweeps.spending import Total, total
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def base(small_run) -> dict[str, object]:
+    return {**small_run, "rounds": 1, "local_steps": 1}
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a sweep's file."""
+
+    def write(**values: object) -> Path:
+        path = tmp_path / "study.toml"
+        path.write_text(tomli_w.dumps(values))
+        return path
+
+    return write
+
+
+def run(path: Path, out: Path, **options: object) -> bool:
+    options = {"engine": None, "max_parallel": 1, **options}
+    return sweep(path, out, console=Console(quiet=True), **options)
+
+
+def test_a_grid_is_the_product_of_its_lists_and_of_every_run(write):
+    plan = read(
+        write(
+            rounds=3,
+            runs=[{"optimizer": "sgd"}, {"optimizer": "adamw", "learning_rate": 0.01}],
+            grid={"rank": [2, 4], "seed": [0, 1, 2]},
+        )
+    )
+    assert plan.keys == ("optimizer", "learning_rate", "rank", "seed")
+    assert len({run.key for run in plan.runs}) == len(plan.runs) == 12
+    assert [(r.config.optimizer, r.config.rank, r.config.seed) for r in plan.runs[:4]] == [
+        ("sgd", 2, 0),
+        ("sgd", 2, 1),
+        ("sgd", 2, 2),
+        ("sgd", 4, 0),
+    ]
+    assert all(run.config.rounds == 3 for run in plan.runs)
+    assert plan.runs[0].varied["learning_rate"] is None
+
+
+def test_a_point_that_occurs_twice_is_run_once(write):
+    assert len(read(write(grid={"seed": [0, 1, 0]})).runs) == 2
+
+
+def test_auto_batch_is_a_quarter_of_the_smallest_client_and_at_most_64(write, tmp_path):
+    plan = read(write(partition="iid", batch_size="auto", grid={"num_clients": [5, 20, 100]}))
+    assert [run.placed(tmp_path).batch_size for run in plan.runs] == [64, 50, 10]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"grid": {"rang": [2]}}, "rang: unknown configuration key; did you mean rank?"),
+        ({"grid": {"rank": [2, -1]}}, "rank = -1"),
+        ({"grid": {"rank": []}}, "grid.rank"),
+        ({"grid": {"rank": 4}}, "grid.rank = 4"),
+        ({"runs": []}, "runs = "),
+        ({"ledger": "a.sqlite"}, "ledger = 'a.sqlite': every run of a sweep has its own"),
+        ({"runs": [{"out": "x"}]}, "out = 'x'"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_runs(write, values, message):
+    with pytest.raises(InputError, match=message.replace("?", r"\?").replace(".", r"\.")):
+        read(write(**values))
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "simulations" / "configs" / "sweeps").glob("*.toml")), ids=lambda p: p.stem
+)
+def test_every_study_that_is_shipped_expands(path):
+    plan = read(path)
+    assert len(plan.runs) >= 3
+    assert all(run.config.privacy_view == "local" for run in plan.runs)
+    assert path.with_name(f"{path.stem}-full.toml").exists() or path.stem.endswith("-full")
+
+
+def test_finished_runs_stay_and_failures_are_recorded_and_not_fatal(write, base, tmp_path):
+    out = tmp_path / "out"
+    path = write(**base, grid={"batch_size": [8, 4000], "seed": [0, 1]})
+    assert not run(path, out)
+    frame = pd.read_csv(out / "sweep.csv")
+    assert frame["status"].tolist() == ["done", "done", "failed", "failed"]
+    assert "batch_size = 4000" in frame["error"][2]
+    assert "Traceback" in (out / f"{frame['folder'][2]}.txt").read_text()
+    assert pd.read_parquet(out / "sweep.parquet")["accuracy"][0] == frame["accuracy"][0]
+    before = {p: p.stat().st_mtime_ns for p in out.glob("*/summary.json")}
+    assert not run(path, out)
+    assert {p: p.stat().st_mtime_ns for p in out.glob("*/summary.json")} == before
+
+
+def test_runs_on_ray_give_what_they_give_in_this_process(write, base, tmp_path):
+    pytest.importorskip("ray", reason="needs the extra ray")
+    path = write(**base, grid={"rank": [2, 4], "seed": [0, 1]})
+    assert run(path, tmp_path / "alone")
+    assert run(path, tmp_path / "parallel", max_parallel=2)
+    alone, parallel = (pd.read_csv(tmp_path / name / "sweep.csv") for name in ("alone", "parallel"))
+    columns = ["rank", "seed", "status", "accuracy", "epsilon_local_max", "epsilon_sum", "num_runs_in_sum", "folder"]
+    pd.testing.assert_frame_equal(alone[columns], parallel[columns])
+    pivoted = pd.read_csv(tmp_path / "alone" / "pivot.csv")
+    assert pivoted["rank"].tolist() == [2, 4]
+    assert pivoted["mean"][0] == pytest.approx(alone["accuracy"][:2].mean())
+    assert (tmp_path / "alone" / "accuracy-against-rank.png").stat().st_size > 5000
+
+
+def test_the_sum_composes_a_clients_releases_over_all_runs_and_attempts(write, base, tmp_path):
+    out = tmp_path / "out"
+    path = write(**base, grid={"noise_multiplier": [1.0, 2.0]})
+    assert run(path, out)
+    plan = read(path)
+    lost = out / "unfinished" / "some-1"
+    lost.mkdir(parents=True)
+    shutil.copy(out / plan.runs[0].key / "ledger.sqlite", lost)
+    shutil.copy(out / plan.runs[0].key / "config.toml", lost)
+    found, expected = total(attempts(plan, out)), []
+    assert found.num_runs == 3
+    with reading(out / plan.runs[0].key / "ledger.sqlite") as db:
+        for data_set in data_sets(db):
+            (release,) = releases(db, data_set.id)
+            accountant = pld.PLDAccountant()
+            for z, count in ((1.0, 2), (2.0, 1)):
+                gaussian = dp_accounting.GaussianDpEvent(z)
+                event = dp_accounting.PoissonSampledDpEvent(release.event.sampling_probability, gaussian)
+                accountant.compose(event, count)
+            expected.append(accountant.get_epsilon(data_set.delta))
+    assert found.epsilon == pytest.approx(max(expected), rel=1e-3)
+    assert found.epsilon > max(
+        json.loads((out / r.key / "summary.json").read_text())["epsilon_local_max"] for r in plan.runs
+    )
+
+
+def test_groups_that_share_records_out_differently_add_up(write, base, tmp_path):
+    base = {**base, "client_column": "", "partition": "iid"}
+    path, out = write(**base, grid={"num_clients": [2, 4]}), tmp_path / "out"
+    assert run(path, out)
+    apart = [total([out / planned.key]) for planned in read(path).runs]
+    both = total([out / planned.key for planned in read(path).runs])
+    assert both == Total(
+        epsilon=sum(each.epsilon for each in apart), delta=sum(each.delta for each in apart), num_runs=2
+    )
+
+
+def test_plots_and_tables_manage_without_a_finished_run(write, tmp_path):
+    plan = read(write(grid={"rank": [2, 4]}))
+    frame = table.tidy(plan, tmp_path, {plan.runs[0].key: "no reason"}, Total(epsilon=0.0, delta=0.0, num_runs=0))
+    assert frame["status"].tolist() == ["failed", "not run"]
+    assert table.pivot(frame, plan) is None
+    assert plots.write(frame, plan, tmp_path) == []
+
+
+def test_a_sweep_that_is_killed_half_way_repeats_nothing_that_was_finished(write, base, tmp_path):
+    path, out = write(**base, grid={"seed": list(range(12))}), tmp_path / "out"
+    command = [sys.executable, "-m", "simulations", "sweep", str(path), "--out", str(out), "--max-parallel", "1"]
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(list(out.glob("*/summary.json"))) < 5:
+        assert process.poll() is None, "the sweep ended by itself, nothing would be tested"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    before = {p: json.loads(p.read_text())["run_id"] for p in out.glob("*/summary.json")}
+    assert 5 <= len(before) < 12
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("was finished before") == len(before)
+    after = {p: json.loads(p.read_text())["run_id"] for p in out.glob("*/summary.json")}
+    assert len(after) == 12
+    assert before.items() <= after.items()
+    frame = pd.read_csv(out / "sweep.csv")
+    assert (frame["status"] == "done").all()
+    assert frame["num_runs_in_sum"][0] in (12, 13)  # the attempt that was killed counts if it had charged
+
+
+def test_ray_within_ray_is_refused(write, base, tmp_path):
+    with pytest.raises(InputError, match="engine = ray"):
+        run(write(**base, grid={"seed": [0, 1]}), tmp_path / "out", engine="ray", max_parallel=2)
+    assert parse({"engine": "ray"}).engine == "ray"
