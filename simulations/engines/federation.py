@@ -18,6 +18,7 @@ from server.app import make_app
 from server.coordinator import Observer
 from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid
+from simulations.engines.ray_actors import RayExecutor
 
 RUN_ID = 1
 # Flower's server is node 1.
@@ -38,8 +39,6 @@ def run(config: RunConfig, observer: Observer) -> None:
 def _executor(config: RunConfig, observer: Observer) -> Iterator[Execute]:
     """What trains a round's clients; engines differ in nothing else."""
     if config.engine == "ray":
-        from simulations.engines.ray_actors import RayExecutor  # the extra `ray` is not always installed
-
         with RayExecutor(config) as execute:
             yield execute
         return

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -22,14 +20,7 @@ from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
 from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import execute_stacked
 from fedpriv.training.workbench import load_model, workbench
-
-try:
-    import ray
-    from ray.exceptions import RayActorError
-except ModuleNotFoundError:
-    raise InputError("engine = 'ray': needs the extra `ray`: pip install -e '.[federation,ray]'") from None
-
-ROOT = Path(__file__).resolve().parents[2]
+from simulations.engines import ray_session
 
 # Sources of an actor's own: a secure stream never leaves the process that keyed it.
 _secure = SecureSource()
@@ -60,7 +51,7 @@ class RayExecutor:
         config: of the run; `ray_address` and `ray_workers` say where and how many.
 
     Raises:
-        InputError: no cluster answers at the address, or it has no core and no GPU to offer.
+        InputError: Ray is not installed, no cluster answers at the address, or it has no core and no GPU to offer.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -70,8 +61,8 @@ class RayExecutor:
         self._num_labels = len(workbench(config).data.label_names)
 
     def __enter__(self) -> Self:
-        _connect(self._config.ray_address)
-        resources = ray.cluster_resources()
+        self._ray = ray_session.connect(self._config.ray_address)
+        resources = self._ray.cluster_resources()
         self._gpus = int(resources.get("GPU", 0)) if self._config.device != "cpu" else 0
         slots = self._gpus or int(resources.get("CPU", 0))
         self._at_most = min(self._config.ray_workers or slots, slots)
@@ -83,15 +74,15 @@ class RayExecutor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for actor in self._actors:
-            ray.kill(actor)
-        ray.shutdown()
+            self._ray.kill(actor)
+        self._ray.shutdown()
 
     def __call__(self, tasks: Sequence[UpdateTask]) -> list[ClientUpdate | Exception]:
         """Train the tasks, an equal share on each actor."""
         num_shares = min(self._at_most, len(tasks))
         while len(self._actors) < num_shares:
             self._actors.append(self._start_actor())
-        adapters = _Adapters()
+        adapters = _Adapters(self._ray.put)
         parcels = [self._parcel(task, adapters) for task in tasks]
         shares = [parcels[k::num_shares] for k in range(num_shares)]
         sent = [self._actors[k].train.remote(share) for k, share in enumerate(shares)]
@@ -103,9 +94,9 @@ class RayExecutor:
     def _collect(self, k: int, sent: Any, share: list[_Parcel]) -> list[ClientUpdate | Exception]:
         for attempt in ("first", "second"):
             try:
-                found: list[ClientUpdate | Exception] = ray.get(sent)
+                found: list[ClientUpdate | Exception] = self._ray.get(sent)
                 return found
-            except RayActorError as error:
+            except self._ray.exceptions.RayActorError as error:
                 logging.getLogger("flwr").warning("a Ray actor died in its %s attempt: %s", attempt, error)
                 self._actors[k] = self._start_actor()
                 if attempt == "second":
@@ -115,11 +106,11 @@ class RayExecutor:
 
     def _start_actor(self) -> Any:
         options = {"num_gpus": 1, "num_cpus": 0} if self._gpus else {"num_cpus": 1}
-        return ray.remote(**options)(_Worker).remote(self._config, self._num_labels)
+        return self._ray.remote(**options)(_Worker).remote(self._config, self._num_labels)
 
     def _parcel(self, task: UpdateTask, adapters: _Adapters) -> _Parcel:
         if task.data not in self._records:
-            self._records[task.data] = ray.put(task.data)
+            self._records[task.data] = self._ray.put(task.data)
         return _Parcel(
             adapter=adapters.stored(task.adapter),
             records=self._records[task.data],
@@ -135,14 +126,15 @@ class RayExecutor:
 class _Adapters:
     """The adapters of a round in the object store: equal ones, as all clients of a round get, once."""
 
-    def __init__(self) -> None:
+    def __init__(self, put: Callable[[Adapter], Any]) -> None:
+        self._put = put
         self._known: list[tuple[Adapter, Any]] = []
 
     def stored(self, adapter: Adapter) -> Any:
         for known, reference in self._known:
             if all(torch.equal(known[name], tensor) for name, tensor in adapter.items()):
                 return reference
-        self._known.append((adapter, ray.put(adapter)))
+        self._known.append((adapter, self._put(adapter)))
         return self._known[-1][1]
 
 
@@ -152,17 +144,20 @@ class _Worker:
     def __init__(self, config: RunConfig, num_labels: int) -> None:
         if not torch.cuda.is_available():
             torch.set_num_threads(1)
+        import ray  # an actor has it
+
+        self._get = ray.get
         _, self._model = load_model(config, num_labels=num_labels)
         self._records: dict[Any, Records] = {}
 
     def train(self, parcels: list[_Parcel]) -> list[ClientUpdate | Exception]:
         """The updates of a share of a round."""
-        adapters = {parcel.adapter: ray.get(parcel.adapter) for parcel in parcels}
+        adapters = {parcel.adapter: self._get(parcel.adapter) for parcel in parcels}
         return execute_stacked(self._model, [self._task(parcel, adapters) for parcel in parcels])
 
     def _task(self, parcel: _Parcel, adapters: dict[Any, Adapter]) -> UpdateTask:
         if parcel.records not in self._records:
-            self._records[parcel.records] = ray.get(parcel.records)
+            self._records[parcel.records] = self._get(parcel.records)
         return UpdateTask(
             adapter=adapters[parcel.adapter],
             data=self._records[parcel.records],
@@ -179,17 +174,3 @@ class _Worker:
 
 def _seeded(source: RandomSource) -> SeededSource | None:
     return source if isinstance(source, SeededSource) else None
-
-
-def _connect(address: str) -> None:
-    """Start Ray on this machine, or join the cluster at the address with this project's code."""
-    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    try:
-        if not address:
-            ray.init(runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}}, **quiet)
-            return
-        code = {"working_dir": str(ROOT), "excludes": [".venv", ".git", "results"]}
-        ray.init(address=address, runtime_env=code, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise InputError(f"ray_address = {address!r}: no Ray cluster to join ({str(error).splitlines()[0]})") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import csv
+import json
 import math
 import time
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from fedpriv.reports.tables import format_bound
+from fedpriv.reports import tables
 from simulations.sweeps.plan import PlannedRun, Sweep
 
 _STYLES = {"waiting": "dim", "running": "bold", "done": "green", "failed": "bold red"}
@@ -77,7 +77,7 @@ class SweepDisplay:
 
     def _visible(self) -> list[PlannedRun]:
         """As many runs as the terminal has lines for, the running ones first."""
-        room = max(3, self._console.height - 5)
+        room = max(3, self._console.height - 7)
         order = {"running": 0, "failed": 1, "waiting": 2, "done": 3}
         if len(self._sweep.runs) <= room:
             return list(self._sweep.runs)
@@ -109,13 +109,16 @@ def _name(run: PlannedRun) -> str:
 
 
 def _progress(folder: Path) -> tuple[int, str, str]:
-    """The last round that a run has written, its accuracy and epsilon."""
-    path = folder / "rounds.csv"
-    if not path.is_file():
+    """The last round that a run has written, its accuracy and epsilon; a finished run's epsilon is its final one."""
+    if (folder / "summary.json").is_file():
+        summary = json.loads((folder / "summary.json").read_text())
+        epsilon = tables.parse_epsilon(summary["epsilon_local_max"])
+        return summary["num_rounds"], f"{summary['accuracy']:.4f}", tables.format_bound(epsilon)
+    try:
+        rounds = pd.read_csv(folder / "rounds.csv")
+    except (FileNotFoundError, pd.errors.ParserError):  # not begun, or a row is being written
         return 0, "", ""
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    if not rows or rows[-1].get("epsilon_local_max") in (None, ""):
+    if rounds.empty:
         return 0, "", ""
-    last = rows[-1]
-    return int(last["round"]), f"{float(last['test_accuracy']):.4f}", format_bound(float(last["epsilon_local_max"]))
+    last = rounds.iloc[-1]
+    return int(last["round"]), f"{last['test_accuracy']:.4f}", tables.format_bound(float(last["epsilon_local_max"]))

@@ -14,10 +14,9 @@ from fedpriv.config import RunConfig
 from fedpriv.errors import InputError, LedgerError, TooFewClientsError
 from fedpriv.protocol import Registration
 from server.history import RoundRow
-from simulations.engines import federation
+from simulations.engines import federation, ray_session
 from simulations.sweeps.plan import PlannedRun, Sweep
 
-ROOT = Path(__file__).resolve().parents[2]
 UNFINISHED = "unfinished"
 
 _POLL_SECONDS = 0.5
@@ -118,7 +117,7 @@ def _in_this_process(
 def _on_ray(
     runs: Sequence[PlannedRun], out: Path, at_once: int, states: dict[str, str], on_change: OnChange
 ) -> dict[str, str]:
-    ray = _start_ray(at_once)
+    ray = ray_session.connect(num_cpus=at_once)
     remote = ray.remote(num_cpus=1, max_retries=0)(_on_one_core)
     waiting, active, errors = list(runs), {}, {}
     try:
@@ -142,23 +141,6 @@ def _on_ray(
     finally:
         ray.shutdown()
     return errors
-
-
-def _start_ray(at_once: int) -> Any:
-    try:
-        import ray
-    except ModuleNotFoundError:
-        raise InputError(
-            f"max_parallel = {at_once}: needs the extra `ray`: pip install -e '.[federation,ray]'; or use 1"
-        ) from None
-    ray.init(
-        num_cpus=at_once,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}},
-    )
-    return ray
 
 
 def _on_one_core(run: PlannedRun, folder: Path) -> str | None:

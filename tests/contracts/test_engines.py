@@ -5,6 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -13,13 +20,16 @@ import torch
 from fedpriv.accounting.clipping import CLIPPING_RULES
 from fedpriv.adapters import read
 from fedpriv.config import parse
+from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SecureSource, SeededSource
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import clients_at_once, execute_one_by_one, execute_stacked
+from fedpriv.training.workbench import workbench
 from server.coordinator import LogObserver
 from simulations.engines import federation
+from simulations.engines.ray_actors import RayExecutor
 
 # Clients of very different sizes: one draws nothing at all, one every record.
 SIZES = (40, 3, 0, 90, 12)
@@ -131,15 +141,62 @@ def test_secure_noise_differs_between_clients_and_runs(encoder, make_records):
 
 @pytest.fixture
 def ray_executor(small_run):
-    ray_actors = pytest.importorskip("simulations.engines.ray_actors", reason="needs the extra ray")
-    with ray_actors.RayExecutor(parse({**small_run, "engine": "ray"})) as executor:
+    pytest.importorskip("ray", reason="needs the extra ray")
+    with RayExecutor(parse({**small_run, "engine": "ray"})) as executor:
         yield executor
+
+
+@pytest.fixture
+def cluster():
+    """The address of a Ray cluster that somebody else started."""
+    pytest.importorskip("ray", reason="needs the extra ray")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ray = Path(sys.executable).with_name("ray")
+    options = ["--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1", "--num-cpus=2"]
+    command = [str(ray), "start", *options, "--include-dashboard=false"]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    yield f"127.0.0.1:{port}"
+    os.killpg(process.pid, signal.SIGTERM)
+    process.wait(timeout=60)
+
+
+def test_an_existing_cluster_is_joined_by_its_address(cluster, small_run):
+    import ray
+
+    config = parse({**small_run, "engine": "ray", "ray_address": cluster, "ray_workers": 1})
+    bench = workbench(config)
+    records = [bench.client(client) for client in range(3)]
+    expected = execute_one_by_one(bench.model, make_tasks(bench.model, records))
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            with RayExecutor(config) as executor:
+                found = executor(make_tasks(bench.model, records))
+                assert ray.get_runtime_context().gcs_address.endswith(cluster.rpartition(":")[2])
+                assert len(executor._actors) == 1
+            break
+        except InputError:
+            assert time.monotonic() < deadline, "the cluster did not come up"
+            time.sleep(1)
+    for one, other in zip(expected, found, strict=True):
+        for name in one.adapter:
+            torch.testing.assert_close(other.adapter[name], one.adapter[name], atol=2e-5, rtol=1e-4)
+
+
+def test_an_address_without_a_cluster_is_refused_in_one_line(small_run):
+    pytest.importorskip("ray", reason="needs the extra ray")
+    config = parse({**small_run, "engine": "ray", "ray_address": "127.0.0.1:1"})
+    with (
+        pytest.raises(InputError, match=r"ray_address = '127\.0\.0\.1:1': no Ray cluster to join"),
+        RayExecutor(config),
+    ):
+        pass
 
 
 def test_a_dead_actor_costs_one_retry_and_then_its_clients(ray_executor, small_run, monkeypatch, caplog):
     import ray
-
-    from fedpriv.training.workbench import workbench
 
     bench = workbench(parse({**small_run, "engine": "ray"}))
     records = [bench.client(client) for client in range(3)]
