@@ -12,7 +12,7 @@ from pathlib import Path
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 
 from fedpriv import guard, protocol
-from fedpriv.accounting.ledger import Key
+from fedpriv.accounting.entries import Key
 from fedpriv.config import EMBEDDED, RunConfig, Scalar, parse
 from fedpriv.errors import LedgerError
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource

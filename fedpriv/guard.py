@@ -10,8 +10,9 @@ from pathlib import Path
 
 from fedpriv.accounting.clipping import CLIPPING_RULES, NOISE_PLACES
 from fedpriv.accounting.curves import check_delta, spent, stays_within
+from fedpriv.accounting.entries import CHARGED, RELEASED, Charge, DataSet, Key
 from fedpriv.accounting.events import Event, SubsampledGaussian
-from fedpriv.accounting.ledger import CHARGED, RELEASED, Charge, DataSet, Key, Ledger
+from fedpriv.accounting.ledger import Ledger
 from fedpriv.accounting.views import Release, default_delta
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.errors import InputError

@@ -10,8 +10,9 @@ from functools import cached_property
 from fedpriv.accounting.accounts import Accounts
 from fedpriv.accounting.calibration import rounds_within
 from fedpriv.accounting.curves import Accountant
+from fedpriv.accounting.entries import Charge, DataSet, Key
 from fedpriv.accounting.events import Event, Unit
-from fedpriv.accounting.ledger import Charge, DataSet, Key, Ledger
+from fedpriv.accounting.ledger import Ledger
 from fedpriv.accounting.views import Release, View, aggregate_objections, aggregate_scale, rho_bar, smallest_rho_bars
 from fedpriv.aggregation.weighted import weights_by_size
 from fedpriv.config import RunConfig

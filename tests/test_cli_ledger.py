@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from fedpriv.accounting.curves import spent
+from fedpriv.accounting.entries import Charge, Key
 from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.accounting.ledger import Charge, Key, Ledger
+from fedpriv.accounting.ledger import Ledger
 from fedpriv.accounting.views import Release
 
 FEDPRIV = Path(sys.executable).with_name("fedpriv")

@@ -50,6 +50,8 @@ BAD = {
     "prefix_cache": 7,
     "memory_limit_mb": 0,
     "engine": "teleport",
+    "device": "tpu",
+    "ray_workers": -1,
 }
 
 
@@ -222,7 +224,14 @@ def test_layers_can_be_named_by_one_number_in_an_override():
 
 # Keys that cannot be raised by one, extended by a letter or turned over.
 OTHER = {"task": "CAUSAL_LM", "layers": "all", "partition": "iid", "clipping": "split", "privacy_view": "rho"}
-OTHER |= {"engine": "flower", "comparison": True, "delta": 1e-7, "target_epsilon": 2.0, "test_fraction": 0.3}
+OTHER |= {
+    "engine": "flower",
+    "device": "cpu",
+    "comparison": True,
+    "delta": 1e-7,
+    "target_epsilon": 2.0,
+    "test_fraction": 0.3,
+}
 OTHER |= {
     "budget_epsilon": (4.0,),
     "noise_on": "upload",

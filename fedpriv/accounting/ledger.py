@@ -8,28 +8,26 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import secrets
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from fedpriv.accounting import events
-from fedpriv.accounting.events import Event
+from fedpriv.accounting import entries, events
+from fedpriv.accounting.entries import CHANGED, CHARGED, REGISTERED, RELEASED, Charge, DataSet, Entry, Key, RunRecord
 from fedpriv.accounting.views import Release
 from fedpriv.errors import LedgerError
 
 VERSION = 1
 
-REGISTERED, CHANGED, CHARGED, RELEASED = "registered", "changed", "charged", "released"
-
 _NO_ENTRY = "0" * 64
+_REAL = ("rho_bar", "aggregate_scale", "delta")
 
 _SCHEMA = f"""
 CREATE TABLE entries (
@@ -46,111 +44,6 @@ CREATE TRIGGER no_update BEFORE UPDATE ON entries BEGIN SELECT RAISE(ABORT, 'ent
 CREATE TRIGGER no_delete BEFORE DELETE ON entries BEGIN SELECT RAISE(ABORT, 'entries are append-only'); END;
 PRAGMA user_version = {VERSION};
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class Key:
-    """What one charge buys: the same key is the same release, anything else is another one.
-
-    Attributes:
-        run: id of the run.
-        client: who releases.
-        round: of the run.
-        request: SHA-256 of what was asked, adapter and specification, in hex.
-    """
-
-    run: str
-    client: str
-    round: int
-    request: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One line of the ledger; what its phase does not need is None.
-
-    Attributes:
-        number: 1, 2, 3, ...
-        time: UTC, ISO 8601.
-        phase: `registered` and `changed` of a data set, `charged` and `released` of an upload.
-        data_set: the random id that spending attaches to.
-        client: who holds the data.
-        run, round, request: the key of the upload.
-        event: what it costs, as JSON.
-        rho_bar: when charged the smallest that the round can have, when released the one it had.
-        aggregate_scale: likewise, where the `aggregate` view holds.
-        noise_source: `secure` or `seeded`.
-        reply: SHA-256 of what was uploaded, in hex.
-        num_records: N_k, when registered.
-        delta: when registered.
-        note: the holder's statement, or a keyed hash of the content.
-        digest: SHA-256 of the previous entry's digest and everything above, in hex.
-    """
-
-    number: int
-    time: str
-    phase: str
-    data_set: str
-    client: str
-    run: str | None = None
-    round: int | None = None
-    request: str | None = None
-    event: str | None = None
-    rho_bar: float | None = None
-    aggregate_scale: float | None = None
-    noise_source: str | None = None
-    reply: str | None = None
-    num_records: int | None = None
-    delta: float | None = None
-    note: str | None = None
-    digest: str = ""
-
-    def chained(self, previous: str) -> str:
-        """The digest that belongs to this entry after the previous one's."""
-        content = {name: value for name, value in asdict(self).items() if name != "digest"}
-        return hashlib.sha256(json.dumps([previous, content], sort_keys=True).encode()).hexdigest()
-
-
-_COLUMNS = tuple(field.name for field in fields(Entry))
-_REAL = ("rho_bar", "aggregate_scale", "delta")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataSet:
-    """A registered data set.
-
-    Attributes:
-        id: random.
-        client: who holds it.
-        num_records: N_k, a constant from its registration on, whatever the file holds later.
-        delta: in (0, 1).
-    """
-
-    id: str
-    client: str
-    num_records: int
-    delta: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunRecord:
-    """What one run did with a data set: its id, the rounds charged, the times of the first and the last, its noise."""
-
-    run: str
-    rounds: int
-    first: str
-    last: str
-    noise_source: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Charge:
-    """What is charged for one upload before it is computed."""
-
-    key: Key
-    data_set: str
-    release: Release
-    noise_source: str
 
 
 class Ledger:
@@ -250,7 +143,7 @@ class Ledger:
 
     def data_set(self, data_set: str | None = None) -> DataSet | None:
         """The data set with the given id, or the last one that was registered; None if there is none."""
-        return next((each for each in reversed(data_sets(self._db)) if data_set in (None, each.id)), None)
+        return entries.data_set(self._db, data_set)
 
     def log_content(self, data_set: DataSet, content: bytes) -> bool:
         """Log that the content of a data set changed since it was last logged; spending goes on.
@@ -343,11 +236,11 @@ class Ledger:
 
     def releases(self, data_set: str) -> list[Release]:
         """Everything charged on a data set, in all runs; equal releases are one with the summed count."""
-        return releases(self._db, data_set)
+        return entries.releases(self._db, data_set)
 
     def runs(self, data_set: str) -> list[RunRecord]:
         """The runs that were charged on a data set, in the order of their first charge."""
-        return runs(self._db, data_set)
+        return entries.runs(self._db, data_set)
 
     def copy(self, path: Path) -> None:
         """Write a copy of the ledger as it is now."""
@@ -370,8 +263,8 @@ class Ledger:
             entry = Entry(number=self._number + 1, time=time, **line)
             entry = replace(entry, digest=entry.chained(self._digest))
             self._db.execute(
-                f"INSERT INTO entries VALUES ({', '.join('?' * len(_COLUMNS))})",
-                [getattr(entry, name) for name in _COLUMNS],
+                f"INSERT INTO entries VALUES ({', '.join('?' * len(entries.COLUMNS))})",
+                [getattr(entry, name) for name in entries.COLUMNS],
             )
             self._number, self._digest = entry.number, entry.digest
 
@@ -443,7 +336,7 @@ def verify(db: sqlite3.Connection, path: Path) -> Entry | None:
         (sound,) = db.execute("PRAGMA quick_check(1)").fetchone()
         if sound != "ok":
             raise LedgerError(f"{path}: damaged: {' '.join(sound.split())}")
-        for number, entry in enumerate(entries(db), start=1):
+        for number, entry in enumerate(entries.entries(db), start=1):
             if entry.number != number:
                 raise LedgerError(f"{path}: broken chain: entry {number} is missing")
             if entry.digest != entry.chained(previous):
@@ -458,51 +351,6 @@ def verify_with_head(db: sqlite3.Connection, path: Path) -> Entry | None:
     head = _head_path(path)
     _check_head(head.read_text() if head.is_file() else "", db, path, last.number if last else 0)
     return last
-
-
-def entries(db: sqlite3.Connection) -> Iterator[Entry]:
-    """All entries in order."""
-    for row in db.execute(f"SELECT {', '.join(_COLUMNS)} FROM entries ORDER BY number"):
-        yield Entry(**dict(zip(_COLUMNS, row, strict=True)))
-
-
-def data_sets(db: sqlite3.Connection) -> list[DataSet]:
-    """All registered data sets, in the order of their registration."""
-    rows = db.execute(
-        "SELECT data_set, client, num_records, delta FROM entries WHERE phase = ? ORDER BY number", (REGISTERED,)
-    )
-    return [DataSet(id=row[0], client=row[1], num_records=row[2], delta=row[3]) for row in rows]
-
-
-def releases(db: sqlite3.Connection, data_set: str) -> list[Release]:
-    """As `Ledger.releases`. A charge without an upload counts as it was charged: it may have been released."""
-    rows = db.execute(
-        """
-        SELECT charged.event, coalesce(released.rho_bar, charged.rho_bar),
-            CASE WHEN released.number IS NULL THEN charged.aggregate_scale ELSE released.aggregate_scale END, count(*)
-        FROM entries AS charged LEFT JOIN entries AS released ON released.phase = 'released'
-            AND released.run = charged.run AND released.client = charged.client
-            AND released.round = charged.round AND released.request = charged.request
-        WHERE charged.phase = 'charged' AND charged.data_set = ? GROUP BY 1, 2, 3
-        """,
-        (data_set,),
-    )
-    found = []
-    for text, rho_bar, scale, num in rows:
-        event: Event = events.from_json(text)
-        event = replace(event, count=num * event.count)
-        found.append(Release(event=event, rho_bar=rho_bar, aggregate_scale=scale))
-    return found
-
-
-def runs(db: sqlite3.Connection, data_set: str) -> list[RunRecord]:
-    """As `Ledger.runs`."""
-    rows = db.execute(
-        "SELECT run, count(*), min(time), max(time), group_concat(DISTINCT noise_source) FROM entries "
-        "WHERE phase = 'charged' AND data_set = ? GROUP BY run ORDER BY min(number)",
-        (data_set,),
-    )
-    return [RunRecord(run=r[0], rounds=r[1], first=r[2], last=r[3], noise_source=r[4]) for r in rows]
 
 
 def _released(charge: Charge, reply: str | None) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fedpriv.accounting import events, ledger
+from fedpriv.accounting import entries, events, ledger
 from fedpriv.accounting.calibration import rounds_within
 from fedpriv.accounting.curves import spent
+from fedpriv.accounting.entries import DataSet
 from fedpriv.accounting.events import Event
-from fedpriv.accounting.ledger import DataSet
 from fedpriv.errors import InputError
 
 ADJACENCY = {
@@ -43,11 +43,11 @@ def spending(db: sqlite3.Connection, *, budget_epsilon: float | None = None) -> 
         db: the ledger, open for reading.
         budget_epsilon: adds how many more rounds like the last one it allows, on the `local` view.
     """
-    return [_spending(db, data_set, budget_epsilon) for data_set in ledger.data_sets(db)]
+    return [_spending(db, data_set, budget_epsilon) for data_set in entries.data_sets(db)]
 
 
 def _spending(db: sqlite3.Connection, data_set: DataSet, budget_epsilon: float | None) -> dict[str, Any]:
-    releases, runs = ledger.releases(db, data_set.id), ledger.runs(db, data_set.id)
+    releases, runs = entries.releases(db, data_set.id), entries.runs(db, data_set.id)
     units = {release.event.unit for release in releases}
     if len(units) > 1:
         raise InputError(f"data set {data_set.id}: has releases of several units, which have no common epsilon")
@@ -85,14 +85,14 @@ def statement(db: sqlite3.Connection, path: Path, client: str) -> list[dict[str,
         LedgerError: the chain is broken: nothing is stated on top of it.
     """
     last = ledger.verify_with_head(db, path)
-    sets = [data_set for data_set in ledger.data_sets(db) if data_set.client == client]
+    sets = [data_set for data_set in entries.data_sets(db) if data_set.client == client]
     if not sets or last is None:
-        known = ", ".join(dict.fromkeys(data_set.client for data_set in ledger.data_sets(db))) or "nobody"
+        known = ", ".join(dict.fromkeys(data_set.client for data_set in entries.data_sets(db))) or "nobody"
         raise InputError(f"--client {client}: {path} knows {known}")
     pages = []
     for data_set in sets:
         cost = _spending(db, data_set, None)
-        runs = [asdict(run) for run in ledger.runs(db, data_set.id)]
+        runs = [asdict(run) for run in entries.runs(db, data_set.id)]
         seeded = "seeded" in cost["noise_source"]
         pages.append(
             cost

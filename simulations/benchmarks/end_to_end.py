@@ -26,6 +26,8 @@ from typing import Any
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Flower would join whatever cluster Ray last noted on this machine, be it long dead.
+os.environ["RAY_ADDRESS"] = "local"
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp

@@ -21,6 +21,8 @@ import time
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Flower would join whatever cluster Ray last noted on this machine, be it long dead.
+os.environ["RAY_ADDRESS"] = "local"
 
 import numpy as np
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict

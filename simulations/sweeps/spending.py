@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedpriv import config as configuration
-from fedpriv.accounting import ledger
+from fedpriv.accounting import entries, ledger
 from fedpriv.accounting.curves import spent
 from fedpriv.accounting.events import Event, group
 from fedpriv.config import EMBEDDED, RunConfig
@@ -53,9 +53,9 @@ def total(folders: Sequence[Path]) -> Total:
         num_runs += 1
         clients = groups[_holders(configuration.parse(configuration.read(folder / "config.toml")))]
         with ledger.reading(path) as db:
-            for data_set in ledger.data_sets(db):
+            for data_set in entries.data_sets(db):
                 events, delta = clients.get(data_set.client, ([], 0.0))
-                events += [release.seen_by("local") for release in ledger.releases(db, data_set.id)]
+                events += [release.seen_by("local") for release in entries.releases(db, data_set.id)]
                 clients[data_set.client] = (events, max(delta, data_set.delta))
     costs = [_largest(list(clients.values())) for clients in groups.values()]
     return Total(

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from fedpriv.accounting.entries import Charge, Key
 from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.accounting.ledger import Charge, Key, Ledger, reading, verify_with_head
+from fedpriv.accounting.ledger import Ledger, reading, verify_with_head
 from fedpriv.accounting.views import Release
 from fedpriv.errors import LedgerError
 

@@ -13,7 +13,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from clients import handler
 from fedpriv import protocol
 from fedpriv.accounting.curves import spent
-from fedpriv.accounting.ledger import Ledger, data_sets, entries, reading, releases, verify_with_head
+from fedpriv.accounting.entries import data_sets, entries, releases
+from fedpriv.accounting.ledger import Ledger, reading, verify_with_head
 from fedpriv.config import parse, to_flower
 from fedpriv.training import workbench as workbench_module
 from fedpriv.training.local_update import UpdateSpec

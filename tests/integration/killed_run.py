@@ -22,8 +22,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from clients import handler
 from fedpriv import protocol
 from fedpriv.accounting.curves import spent
+from fedpriv.accounting.entries import CHARGED, RELEASED, data_sets, entries, releases
 from fedpriv.accounting.events import from_json
-from fedpriv.accounting.ledger import CHARGED, RELEASED, Ledger, data_sets, entries, reading, releases, verify_with_head
+from fedpriv.accounting.ledger import Ledger, reading, verify_with_head
 from fedpriv.config import RunConfig, parse, to_flower
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.stacked import execute_one_by_one

@@ -48,6 +48,8 @@ def flower_environment(tmp_path: Path) -> Iterator[dict[str, str]]:
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_TELEMETRY_ENABLED": "0",
         "FEDPRIV_TRUST_RUN_CONFIG": "1",
+        # Else Flower's engine joins whatever cluster Ray last noted on this machine, be it long dead.
+        "RAY_ADDRESS": "local",
     }
     yield environment
     for process in psutil.process_iter():

@@ -10,7 +10,8 @@ import pandas as pd
 import pytest
 
 from fedpriv.accounting.curves import spent
-from fedpriv.accounting.ledger import data_sets, reading, releases, verify_with_head
+from fedpriv.accounting.entries import data_sets, releases
+from fedpriv.accounting.ledger import reading, verify_with_head
 from fedpriv.config import parse
 from fedpriv.errors import InputError
 from server.coordinator import LogObserver

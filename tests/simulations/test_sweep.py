@@ -18,7 +18,8 @@ import tomli_w
 from dp_accounting import pld
 from rich.console import Console
 
-from fedpriv.accounting.ledger import data_sets, reading, releases
+from fedpriv.accounting.entries import data_sets, releases
+from fedpriv.accounting.ledger import reading
 from fedpriv.config import parse
 from fedpriv.errors import InputError
 from simulations.sweeps import plots, table

@@ -1,0 +1,173 @@
+"""What a ledger's lines say: their kinds, and questions to them over an open connection."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+
+from fedpriv.accounting import events
+from fedpriv.accounting.events import Event
+from fedpriv.accounting.views import Release
+
+REGISTERED, CHANGED, CHARGED, RELEASED = "registered", "changed", "charged", "released"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """What one charge buys: the same key is the same release, anything else is another one.
+
+    Attributes:
+        run: id of the run.
+        client: who releases.
+        round: of the run.
+        request: SHA-256 of what was asked, adapter and specification, in hex.
+    """
+
+    run: str
+    client: str
+    round: int
+    request: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One line of the ledger; what its phase does not need is None.
+
+    Attributes:
+        number: 1, 2, 3, ...
+        time: UTC, ISO 8601.
+        phase: `registered` and `changed` of a data set, `charged` and `released` of an upload.
+        data_set: the random id that spending attaches to.
+        client: who holds the data.
+        run, round, request: the key of the upload.
+        event: what it costs, as JSON.
+        rho_bar: when charged the smallest that the round can have, when released the one it had.
+        aggregate_scale: likewise, where the `aggregate` view holds.
+        noise_source: `secure` or `seeded`.
+        reply: SHA-256 of what was uploaded, in hex.
+        num_records: N_k, when registered.
+        delta: when registered.
+        note: the holder's statement, or a keyed hash of the content.
+        digest: SHA-256 of the previous entry's digest and everything above, in hex.
+    """
+
+    number: int
+    time: str
+    phase: str
+    data_set: str
+    client: str
+    run: str | None = None
+    round: int | None = None
+    request: str | None = None
+    event: str | None = None
+    rho_bar: float | None = None
+    aggregate_scale: float | None = None
+    noise_source: str | None = None
+    reply: str | None = None
+    num_records: int | None = None
+    delta: float | None = None
+    note: str | None = None
+    digest: str = ""
+
+    def chained(self, previous: str) -> str:
+        """The digest that belongs to this entry after the previous one's."""
+        content = {name: value for name, value in asdict(self).items() if name != "digest"}
+        return hashlib.sha256(json.dumps([previous, content], sort_keys=True).encode()).hexdigest()
+
+
+_REGISTRATIONS = f"SELECT data_set, client, num_records, delta FROM entries WHERE phase = '{REGISTERED}'"
+COLUMNS = tuple(field.name for field in fields(Entry))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSet:
+    """A registered data set.
+
+    Attributes:
+        id: random.
+        client: who holds it.
+        num_records: N_k, a constant from its registration on, whatever the file holds later.
+        delta: in (0, 1).
+    """
+
+    id: str
+    client: str
+    num_records: int
+    delta: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What one run did with a data set: its id, the rounds charged, the times of the first and the last, its noise."""
+
+    run: str
+    rounds: int
+    first: str
+    last: str
+    noise_source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Charge:
+    """What is charged for one upload before it is computed."""
+
+    key: Key
+    data_set: str
+    release: Release
+    noise_source: str
+
+
+def entries(db: sqlite3.Connection) -> Iterator[Entry]:
+    """All entries in order."""
+    for row in db.execute(f"SELECT {', '.join(COLUMNS)} FROM entries ORDER BY number"):
+        yield Entry(**dict(zip(COLUMNS, row, strict=True)))
+
+
+def data_sets(db: sqlite3.Connection) -> list[DataSet]:
+    """All registered data sets, in the order of their registration."""
+    return [_data_set(row) for row in db.execute(f"{_REGISTRATIONS} ORDER BY number")]
+
+
+def data_set(db: sqlite3.Connection, id_: str | None) -> DataSet | None:
+    """The data set with the given id, or the last one that was registered; None if there is none."""
+    chosen, values = ("", ()) if id_ is None else ("AND data_set = ?", (id_,))
+    row = db.execute(f"{_REGISTRATIONS} {chosen} ORDER BY number DESC LIMIT 1", values).fetchone()
+    return None if row is None else _data_set(row)
+
+
+def _data_set(row: tuple[str, str, int, float]) -> DataSet:
+    return DataSet(id=row[0], client=row[1], num_records=row[2], delta=row[3])
+
+
+def releases(db: sqlite3.Connection, data_set: str) -> list[Release]:
+    """As `Ledger.releases`. A charge without an upload counts as it was charged: it may have been released."""
+    rows = db.execute(
+        """
+        SELECT charged.event, coalesce(released.rho_bar, charged.rho_bar),
+            CASE WHEN released.number IS NULL THEN charged.aggregate_scale ELSE released.aggregate_scale END, count(*)
+        FROM entries AS charged LEFT JOIN entries AS released ON released.phase = 'released'
+            AND released.run = charged.run AND released.client = charged.client
+            AND released.round = charged.round AND released.request = charged.request
+        WHERE charged.phase = 'charged' AND charged.data_set = ? GROUP BY 1, 2, 3
+        """,
+        (data_set,),
+    )
+    found = []
+    for text, rho_bar, scale, num in rows:
+        event: Event = events.from_json(text)
+        event = replace(event, count=num * event.count)
+        found.append(Release(event=event, rho_bar=rho_bar, aggregate_scale=scale))
+    return found
+
+
+def runs(db: sqlite3.Connection, data_set: str) -> list[RunRecord]:
+    """As `Ledger.runs`."""
+    rows = db.execute(
+        "SELECT run, count(*), min(time), max(time), group_concat(DISTINCT noise_source) FROM entries "
+        "WHERE phase = 'charged' AND data_set = ? GROUP BY run ORDER BY min(number)",
+        (data_set,),
+    )
+    return [RunRecord(run=r[0], rounds=r[1], first=r[2], last=r[3], noise_source=r[4]) for r in rows]
