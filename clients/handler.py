@@ -13,9 +13,12 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordD
 
 from fedpriv import guard, protocol
 from fedpriv.accounting.entries import Key
+from fedpriv.adapters.arithmetic import Adapter, difference
+from fedpriv.aggregation import relevance
 from fedpriv.config import EMBEDDED, RunConfig, Scalar, parse
 from fedpriv.errors import LedgerError
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
+from fedpriv.protocol import Broadcast, Release
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
 from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.workbench import workbench
@@ -47,7 +50,7 @@ def prepare(message: Message, context: Context) -> UpdateTask:
     bench = workbench(config)
     client = _client(context, len(bench.data.clients))
     data, policy = bench.client(client), _policy(config, context, client)
-    key, spec, adapter = _request(message, client)
+    key, spec, broadcast = _request(message, client, bench.initial)
     data_set = guard.registered(policy, str(client), len(data))
     num_registered = data_set.num_records if data_set else len(data)
     guard.check(spec, policy, noise_source=config.noise_source, num_registered=num_registered)
@@ -59,7 +62,8 @@ def prepare(message: Message, context: Context) -> UpdateTask:
     event = planned_event(spec, sampler.sampling_probability, bench.initial)
     guard.charge(policy, key, event, data_set, noise_source=config.noise_source)
     return UpdateTask(
-        adapter=adapter,
+        adapter=broadcast.adapter,
+        merged=broadcast.merged,
         data=data,
         spec=spec,
         round=key.round,
@@ -117,31 +121,44 @@ def register(message: Message, context: Context) -> Message:
     return Message(RecordDict({protocol.REGISTRATION: content}), reply_to=message)
 
 
-def _request(message: Message, client: int) -> tuple[Key, UpdateSpec, dict]:
+def _request(message: Message, client: int, initial: Adapter) -> tuple[Key, UpdateSpec, Broadcast]:
     """What a train message asks for, and the key by which it is one release."""
     run, round_, spec = protocol.unpack_instruction(message.content.config_records[protocol.INSTRUCTION])
-    adapter = dict(message.content.array_records[protocol.ADAPTER].to_torch_state_dict())
-    key = Key(run=run, client=str(client), round=round_, request=guard.request_digest(adapter, spec))
-    return key, spec, adapter
+    arrays = {name: record.to_torch_state_dict() for name, record in message.content.array_records.items()}
+    broadcast = protocol.unpack_broadcast(arrays, spec, initial)
+    key = Key(run=run, client=str(client), round=round_, request=guard.request_digest(broadcast, spec))
+    return key, spec, broadcast
 
 
 def _settled(message: Message, context: Context, update: ClientUpdate) -> bytes:
-    """The upload as it may be sent: stored, where the node keeps a ledger."""
+    """The reply as it may be sent: stored, where the node keeps a ledger."""
     config = _configuration(context)
-    client = _client(context, len(workbench(config).data.clients))
-    content = protocol.pack_upload(update.adapter, update.event)
+    bench = workbench(config)
+    client = _client(context, len(bench.data.clients))
+    key, spec, broadcast = _request(message, client, bench.initial)
+    silent = _is_irrelevant(update.adapter, broadcast, spec, key.round)
+    rounding = _source(config, client, key.round, "rounding")
+    arrays = {} if silent else protocol.pack_upload(update.adapter, broadcast, spec, bench.initial, rounding)
+    release = Release(round=key.round, event=update.event, num_records=update.num_records, silent=silent)
+    content = protocol.pack_reply(release, arrays)
     policy = _policy(config, context, client)
-    if policy.ledger is None:
-        return content
-    key, _, _ = _request(message, client)
-    return guard.settle(policy, key, update.event, content)
+    return content if policy.ledger is None else guard.settle(policy, key, update.event, content)
+
+
+def _is_irrelevant(adapter: Adapter, broadcast: Broadcast, spec: UpdateSpec, round_: int) -> bool:
+    """Whether the update points elsewhere than the federation last went; before its first update nothing does."""
+    if not broadcast.signs or not spec.relevance_threshold:
+        return False
+    share = relevance.relevance(difference(adapter, broadcast.adapter), broadcast.signs)
+    return share < relevance.threshold(spec.relevance_threshold, round_)
 
 
 def _upload(message: Message, content: bytes) -> Message:
-    _, round_, _ = protocol.unpack_instruction(message.content.config_records[protocol.INSTRUCTION])
-    adapter, event = protocol.unpack_upload(content)
-    release = ConfigRecord(protocol.pack_release(round_, event))
-    return Message(RecordDict({protocol.ADAPTER: ArrayRecord(adapter), protocol.RELEASE: release}), reply_to=message)
+    release, arrays = protocol.unpack_reply(content)
+    records: dict[str, ArrayRecord | ConfigRecord] = {protocol.RELEASE: ConfigRecord(protocol.pack_release(release))}
+    if arrays:
+        records[protocol.ADAPTER] = ArrayRecord(arrays)
+    return Message(RecordDict(records), reply_to=message)
 
 
 @lru_cache(maxsize=4)

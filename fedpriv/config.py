@@ -94,7 +94,11 @@ class RunConfig:
     rounds: Count = 10
     clients_per_round: Annotated[int, Field(ge=0)] = 0
     min_clients: Count = 1
-    aggregation: Literal["dp-lora"] = "dp-lora"
+    aggregation: Literal["dp-lora", "fedavg", "t-fedavg", "cmfl", "ffa-lora", "fedex-lora", "flora"] = "dp-lora"
+    client_ranks: Sizes = ()
+    upload_codec: Literal["float32", "bfloat16", "int8", "ternary"] = "float32"
+    relevance_threshold: Annotated[float, Field(ge=0, le=1)] = 0.8
+    max_update_norm: Annotated[Positive | None, BeforeValidator(_none_if_empty)] = None
 
     # the local update and its privacy
     local_steps: Count = 3
@@ -134,6 +138,13 @@ class RunConfig:
             raise ValueError("partition = sizes: needs client_sizes, for instance [1200, 1000, 800]")
         if self.weight_decay > 0 and self.optimizer == "sgd":
             raise ValueError(f"weight_decay = {self.weight_decay}: only adamw applies it; use 0 with sgd")
+        if self.client_ranks and self.aggregation != "flora":
+            raise ValueError(
+                f"client_ranks = {list(self.client_ranks)}: aggregation = {self.aggregation} averages tensors of one "
+                "shape; clients of different rank need flora"
+            )
+        if self.aggregation == "t-fedavg" and self.upload_codec not in ("float32", "ternary"):
+            raise ValueError(f"upload_codec = {self.upload_codec}: t-fedavg sends ternary codes; leave it out")
         if self.noise_on == "upload" and self.clipping != "joint":
             raise ValueError(
                 f"clipping = {self.clipping}: with noise_on = upload the whole update is clipped; use joint"
@@ -150,6 +161,10 @@ class RunConfig:
         if not self.budget_epsilon:
             return None
         return self.budget_epsilon[client if len(self.budget_epsilon) > 1 else 0]
+
+    def rank_of(self, client: int) -> int:
+        """The rank of a client's adapter, by partition id."""
+        return self.client_ranks[client] if self.client_ranks else self.rank
 
     @property
     def compares(self) -> bool:

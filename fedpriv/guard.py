@@ -14,9 +14,10 @@ from fedpriv.accounting.entries import CHARGED, RELEASED, Charge, DataSet, Key
 from fedpriv.accounting.events import Event, SubsampledGaussian
 from fedpriv.accounting.ledger import Ledger
 from fedpriv.accounting.views import Release, default_delta
-from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters.codecs import CODECS
 from fedpriv.errors import InputError
-from fedpriv.training.local_update import OPTIMIZERS, UpdateSpec
+from fedpriv.protocol import Broadcast
+from fedpriv.training.local_update import OPTIMIZERS, QUANTIZATIONS, UpdateSpec
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +97,12 @@ def check(spec: UpdateSpec, policy: NodePolicy, *, noise_source: str, num_regist
         raise RefusedError("learning_rate = 0: must be > 0")
     if spec.optimizer not in OPTIMIZERS:
         raise RefusedError(f"optimizer = {spec.optimizer!r}: must be one of {', '.join(OPTIMIZERS)}")
+    if spec.codec not in CODECS:
+        raise RefusedError(f"codec = {spec.codec!r}: must be one of {', '.join(CODECS)}")
+    if spec.quantization not in QUANTIZATIONS:
+        raise RefusedError(f"quantization = {spec.quantization!r}: must be one of {', '.join(QUANTIZATIONS)}")
+    if not 0 <= spec.relevance_threshold <= 1:
+        raise RefusedError(f"relevance_threshold = {spec.relevance_threshold}: must lie in [0, 1]")
     if policy.ledger is None and not policy.allow_unrecorded:
         raise RefusedError("ledger: this node has none, and releases nothing that it cannot record")
     if policy.allow_not_private:
@@ -121,12 +128,13 @@ def check_run(*, public: bool, simulate: bool, comparison: bool, noise_multiplie
         raise InputError(f"comparison = true: it runs without noise, {remedy}")
 
 
-def request_digest(adapter: Adapter, spec: UpdateSpec) -> str:
+def request_digest(broadcast: Broadcast, spec: UpdateSpec) -> str:
     """SHA-256, in hex, of everything that an upload depends on beside data, noise and the key's other parts."""
     digest = hashlib.sha256(repr(sorted(asdict(spec).items())).encode())
-    for name, tensor in sorted(adapter.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().numpy().tobytes())
+    for part, tensors in broadcast.tensors().items():
+        for name, tensor in sorted(tensors.items()):
+            digest.update(f"{part} {name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 

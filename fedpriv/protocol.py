@@ -1,20 +1,28 @@
-"""What server and clients say to each other, as plain scalars; the adapters travel beside it as arrays."""
+"""What server and clients say to each other: plain scalars, and beside them tensors as named arrays."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import safetensors.torch
+from torch import Tensor
 
 from fedpriv.accounting import events
 from fedpriv.accounting.events import Event
+from fedpriv.adapters import codecs, merged
 from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters.merged import Merged
+from fedpriv.aggregation import relevance
+from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training.local_update import UpdateSpec
 
-# Names of the records in a message.
+# Names of the records in a message. Arrays down are adapter, merged and signs, arrays up are the adapter.
 ADAPTER = "adapter"
+MERGED = "merged"
+SIGNS = "signs"
 INSTRUCTION = "instruction"
 RELEASE = "release"
 REGISTRATION = "registration"
@@ -26,7 +34,46 @@ REFUSED = 100
 FAILED = 101
 RETIRED = 102
 
-VERSION = 1
+VERSION = 2
+
+Arrays = Mapping[str, Mapping[str, Tensor]]
+"""{record's name: {array's name: tensor}}"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Broadcast:
+    """What a client gets to know of the global model.
+
+    Attributes:
+        adapter: the tensors that it starts from.
+        merged: what aggregation has added to the frozen weights.
+        signs: of the last global update, where the client is to compare its own with it.
+    """
+
+    adapter: Adapter
+    merged: Merged = field(default_factory=dict)
+    signs: Adapter = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """{part: its tensors}."""
+        return {ADAPTER: self.adapter, MERGED: merged.to_tensors(self.merged), SIGNS: self.signs}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """What a client says of its upload.
+
+    Attributes:
+        round: of the run.
+        event: the privacy event that was charged for it.
+        num_records: N_k as registered; the server checks it, and weighs by its own.
+        silent: the client was charged, but holds its update back as irrelevant.
+    """
+
+    round: int
+    event: Event
+    num_records: int
+    silent: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,32 +112,100 @@ def unpack_instruction(fields: Mapping[str, Any]) -> tuple[str, int, UpdateSpec]
     return run, round_, UpdateSpec(**values)
 
 
-def pack_release(round_: int, event: Event) -> dict[str, Any]:
-    """What pays for an upload, as scalars."""
-    return {"version": VERSION, "round": round_, "event": events.to_json(event)}
+def pack_broadcast(broadcast: Broadcast, spec: UpdateSpec, initial: Adapter, source: RandomSource) -> Arrays:
+    """A broadcast as arrays; records that would be empty are left out.
+
+    Args:
+        broadcast: what to say.
+        spec: says how the adapter is written.
+        initial: the tensors at the start of the run, to which ternary codes refer.
+        source: of a codec's rounding.
+    """
+    arrays: dict[str, Mapping[str, Tensor]] = {
+        ADAPTER: codecs.encode(broadcast.adapter, initial, spec.broadcast_codec, source)
+        if spec.broadcast_codec != "float32"
+        else broadcast.adapter
+    }
+    if broadcast.merged:
+        arrays[MERGED] = merged.to_tensors(broadcast.merged)
+    if broadcast.signs:
+        arrays[SIGNS] = {SIGNS: relevance.pack_signs(broadcast.signs)}
+    return arrays
 
 
-def unpack_release(fields: Mapping[str, Any]) -> tuple[int, Event]:
-    """Round and event.
+def unpack_broadcast(arrays: Arrays, spec: UpdateSpec, initial: Adapter) -> Broadcast:
+    """What `pack_broadcast` wrote, as far as the codec keeps it.
 
     Raises:
-        ValueError: another version, or a missing or mistyped field.
+        ValueError: a record or array is missing, unknown or malformed.
+    """
+    if odd := sorted(arrays.keys() - {ADAPTER, MERGED, SIGNS}):
+        raise ValueError(f"broadcast: unknown records {', '.join(odd)}")
+    if ADAPTER not in arrays:
+        raise ValueError(f"broadcast: {ADAPTER} is missing")
+    adapter = dict(arrays[ADAPTER])
+    if spec.broadcast_codec != "float32":
+        adapter = codecs.decode(adapter, initial, spec.broadcast_codec)
+    signs = {}
+    if SIGNS in arrays:
+        if arrays[SIGNS].keys() != {SIGNS}:
+            raise ValueError(f"{SIGNS}: must hold one array of this name")
+        signs = relevance.unpack_signs(arrays[SIGNS][SIGNS], adapter)
+    return Broadcast(adapter=adapter, merged=merged.from_tensors(arrays.get(MERGED, {})), signs=signs)
+
+
+def pack_upload(
+    adapter: Adapter, broadcast: Broadcast, spec: UpdateSpec, initial: Adapter, source: RandomSource
+) -> dict[str, Tensor]:
+    """A trained adapter as the specification's codec writes it."""
+    return codecs.encode(adapter, _reference(broadcast, spec, initial), spec.codec, source)
+
+
+def unpack_upload(arrays: Mapping[str, Tensor], broadcast: Broadcast, spec: UpdateSpec, initial: Adapter) -> Adapter:
+    """The adapter that an upload carries.
+
+    Raises:
+        ValueError: an array that is missing, too many, or of another type or shape.
+    """
+    return codecs.decode(arrays, _reference(broadcast, spec, initial), spec.codec)
+
+
+def _reference(broadcast: Broadcast, spec: UpdateSpec, initial: Adapter) -> Adapter:
+    """What an upload's codec refers to: ternary training takes three values around the start of the run."""
+    return initial if spec.quantization == "ternary" else broadcast.adapter
+
+
+def pack_release(release: Release) -> dict[str, Any]:
+    """What a client says of its upload, as scalars."""
+    return {"version": VERSION, **asdict(release), "event": events.to_json(release.event)}
+
+
+def unpack_release(fields: Mapping[str, Any]) -> Release:
+    """What a client says of its upload.
+
+    Raises:
+        ValueError: another version, or a missing, unknown or mistyped field.
     """
     rest = _versioned(fields)
-    round_, event = _typed(rest, "round", int), events.from_json(_typed(rest, "event", str))
+    release = Release(
+        round=_typed(rest, "round", int),
+        event=events.from_json(_typed(rest, "event", str)),
+        num_records=_typed(rest, "num_records", int),
+        silent=_typed(rest, "silent", bool),
+    )
     _refuse_rest("release", rest)
-    return round_, event
+    return release
 
 
-def pack_upload(adapter: Adapter, event: Event) -> bytes:
-    """An upload as bytes, to be stored before it is sent: the event, a line end, the adapter as safetensors."""
-    return f"{events.to_json(event)}\n".encode() + safetensors.torch.save(adapter)
+def pack_reply(release: Release, arrays: Mapping[str, Tensor]) -> bytes:
+    """A reply as bytes, to be stored before it is sent: its scalars as JSON, a line end, the arrays as safetensors."""
+    return f"{json.dumps(pack_release(release), sort_keys=True)}\n".encode() + safetensors.torch.save(dict(arrays))
 
 
-def unpack_upload(content: bytes) -> tuple[Adapter, Event]:
-    """Adapter and event of a stored upload."""
-    event, _, adapter = content.partition(b"\n")
-    return safetensors.torch.load(adapter), events.from_json(event.decode())
+def unpack_reply(content: bytes) -> tuple[Release, dict[str, Tensor]]:
+    """What a stored reply says and carries."""
+    release, _, arrays = content.partition(b"\n")
+    return unpack_release(json.loads(release)), safetensors.torch.load(arrays)
 
 
 def pack_registration(registration: Registration) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from fedpriv.accounting.entries import Charge, DataSet, Key
 from fedpriv.accounting.events import Event, Unit
 from fedpriv.accounting.ledger import Ledger
 from fedpriv.accounting.views import Release, View, aggregate_objections, aggregate_scale, rho_bar, smallest_rho_bars
+from fedpriv.aggregation.rules import RULES
 from fedpriv.aggregation.weighted import weights_by_size
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
@@ -27,7 +28,7 @@ _COUNTED_BY_PLD = 32
 
 
 def check_budget_and_view(config: RunConfig, num_clients: int) -> None:
-    """Refuse budgets that are not one for each client, and the `aggregate` view where it does not hold.
+    """Refuse budgets or ranks that are not one for each client, and the `aggregate` view where it does not hold.
 
     Raises:
         InputError: names the key, or every condition that fails.
@@ -36,6 +37,11 @@ def check_budget_and_view(config: RunConfig, num_clients: int) -> None:
         raise InputError(
             f"budget_epsilon = {list(config.budget_epsilon)}: has {len(config.budget_epsilon)} entries for "
             f"{num_clients} clients; give one number for all, or one for each"
+        )
+    if len(config.client_ranks) not in (0, num_clients):
+        raise InputError(
+            f"client_ranks = {list(config.client_ranks)}: has {len(config.client_ranks)} entries for {num_clients} "
+            "clients; give one for each"
         )
     if config.privacy_view == "aggregate" and (objections := objections_to_aggregate(config)):
         raise InputError(f"privacy_view = aggregate: does not hold: {'; '.join(objections)}")
@@ -47,7 +53,7 @@ def objections_to_aggregate(config: RunConfig) -> tuple[str, ...]:
         local_steps=config.local_steps,
         optimizer=config.optimizer,
         noise_on=config.noise_on,
-        linear=config.aggregation == "dp-lora",
+        linear=RULES[config.aggregation].linear and config.upload_codec == "float32",
         uploads_hidden=config.uploads_hidden,
     )
 
@@ -190,16 +196,20 @@ class Books:
         """The clients that may still be asked."""
         return [client for client in sorted(self.sizes) if client not in self.retired]
 
-    def charge(self, round_: int, clients: Iterable[int], request: str) -> None:
+    def charge(self, round_: int, requests: Mapping[int, str]) -> None:
         """Charge all clients of a round, durably, before any of them is asked.
+
+        Args:
+            round_: from 1.
+            requests: {client: digest of what it is asked}.
 
         Raises:
             LedgerError: the charge cannot be written, so nobody may be asked.
         """
-        worst = self._worst({client: self.sizes[client] for client in clients})
+        worst = self._worst({client: self.sizes[client] for client in requests})
         self._charged = {
             client: Charge(
-                key=Key(run=self._run, client=str(client), round=round_, request=request),
+                key=Key(run=self._run, client=str(client), round=round_, request=requests[client]),
                 data_set=self._data_sets[client],
                 release=release,
                 noise_source=self._config.noise_source,

@@ -19,7 +19,7 @@ from fedpriv.accounting.calibration import noise_multiplier_for_all
 from fedpriv.accounting.ledger import Ledger
 from fedpriv.accounting.views import default_delta
 from fedpriv.adapters import lora
-from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
 from fedpriv.protocol import Registration
@@ -31,7 +31,7 @@ from server.bookkeeping import Books, check_budget_and_view
 from server.history import ClientRow, RoundRow
 from server.registration import register_nodes
 from server.run_folder import RunFolder
-from server.strategy import DpLora
+from server.strategy import RuleStrategy
 from server.summary import Outcome, summarize
 
 log = logging.getLogger("flwr")
@@ -185,8 +185,9 @@ class _Series:
         """All rounds, told to the folder and the observer."""
         bench, rows, client_rows = self._bench, [], []
 
-        def test(adapter: Adapter) -> Evaluation:
-            lora.write_parameters(bench.model.parameters, adapter)
+        def test(model: GlobalModel) -> Evaluation:
+            bench.model.merge(model.merged)
+            lora.write_parameters(bench.model.parameters, model.adapter)
             return evaluate(bench.model, bench.test)
 
         def on_round(row: RoundRow, clients: list[ClientRow]) -> None:
@@ -197,10 +198,16 @@ class _Series:
 
         started = time.monotonic()
         observer.started(self._config, self.registrations)
-        strategy = DpLora(
-            self._config, self._nodes, books=self.books, run=self.run_id, evaluate=test, on_round=on_round
+        strategy = RuleStrategy(
+            self._config,
+            self._nodes,
+            books=self.books,
+            run=self.run_id,
+            initial=bench.initial,
+            evaluate=test,
+            on_round=on_round,
         )
-        result = strategy.start(grid, ArrayRecord(bench.initial), num_rounds=self._config.rounds)
+        strategy.start(grid, ArrayRecord(bench.initial), num_rounds=self._config.rounds)
         if strategy.stopped:
             observer.notice(f"the run ended early: {strategy.stopped}")
         return Outcome(
@@ -208,15 +215,20 @@ class _Series:
             rows=rows,
             client_rows=client_rows,
             strategy=strategy,
-            adapter=dict(result.arrays.to_torch_state_dict()),
             seconds=time.monotonic() - started,
         )
 
 
 def _save_variants(bench: Workbench, outcome: Outcome, folder: RunFolder) -> None:
-    """The last upload of every client, and the final global adapter, in peft's format."""
-    variants = {f"client-{client}": adapter for client, adapter in sorted(outcome.strategy.uploads.items())}
-    for name, adapter in {**variants, "global": outcome.adapter}.items():
+    """The last upload of every client, and the final global model, in peft's format."""
+    strategy = outcome.strategy
+    variants = {f"client-{client}": upload for client, upload in sorted(strategy.uploads.items())}
+    for name, (adapter, merged) in {**variants, "global": (strategy.model.adapter, strategy.model.merged)}.items():
         lora.save(
-            bench.model.peft_model, bench.base, folder.variant(name), adapter=adapter, labels=bench.data.label_names
+            bench.model.peft_model,
+            bench.base,
+            folder.variant(name),
+            adapter=adapter,
+            merged=merged,
+            labels=bench.data.label_names,
         )

@@ -16,6 +16,7 @@ class RoundRow:
     round: int
     num_selected: int
     num_replies: int
+    num_silent: int
     num_failures: int
     num_retired: int
     test_accuracy: float
@@ -32,13 +33,16 @@ class RoundRow:
 class ClientRow:
     """A row of clients.csv: what one client did in one round, and what it has spent after it, by rdp.
 
-    `seconds` runs from sending the instruction to the reply's creation.
+    `status` is `ok`, `silent`, `malformed`, `refused`, `retired`, `failed` or `no reply`, and `detail` says what was
+    wrong. Bytes are those of the serialised messages. `seconds` runs from sending the instruction to the reply's
+    creation.
     """
 
     round: int
     client: int
     num_records: int
     status: str
+    detail: str
     sampling_probability: float
     noise_multiplier: float
     effective_noise_multiplier: float

@@ -1,12 +1,11 @@
-"""DP-LoRA as a Flower strategy with its own round loop: sample by partition id, average by registered sizes."""
+"""The aggregation rules as one Flower strategy with its own round loop: sample by partition id, weigh by N_k."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -17,44 +16,62 @@ from fedpriv import guard, protocol
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.views import VIEWS, rho_bar
 from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.aggregation.weighted import weighted_average, weights_by_size
+from fedpriv.adapters.merged import Merged
+from fedpriv.aggregation.exact import fresh_start
+from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.aggregation.rules import RULES
+from fedpriv.aggregation.weighted import weights_by_size
 from fedpriv.config import RunConfig
 from fedpriv.errors import TooFewClientsError
-from fedpriv.protocol import Registration
+from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.protocol import Broadcast, Registration
 from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.local_update import UpdateSpec
 from server.bookkeeping import Books
 from server.history import ClientRow, RoundRow
-from server.replies import MalformedError, adapter_of
+from server.replies import Asked, MalformedError, read_reply
+from server.wire import wire_bytes
 
 log = logging.getLogger("flwr")
 
 ROUND_SECONDS = 3600.0
 
+_SOUND = ("ok", "silent")
 _STATUS = {protocol.REFUSED: "refused", protocol.RETIRED: "retired"}
 
-Evaluate = Callable[[Adapter], Evaluation]
+Evaluate = Callable[[GlobalModel], Evaluation]
 OnRound = Callable[[RoundRow, list[ClientRow]], None]
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
+class _Letter:
+    """What all clients of one rank are told in a round."""
+
+    broadcast: Broadcast
+    content: RecordDict
+    num_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, eq=False)
 class _Round:
-    """What is known of the round under way."""
+    """What is known of the round under way, by partition id."""
 
     number: int
-    sent: dict[int, Message]  # by partition id
-    started: float
+    letters: dict[int, _Letter] = field(default_factory=dict)
+    sent: dict[int, Message] = field(default_factory=dict)
 
 
-class DpLora(Strategy):
-    """Weighted average of noised adapters, with an account for every client.
+class RuleStrategy(Strategy):
+    """An aggregation rule over the clients that their budgets allow, with an account for every client.
 
     Args:
         config: of the run.
         nodes: {partition id: (node id, registration)}.
         books: charges the clients and says whom the budget still allows.
         run: the run's random id.
-        evaluate: the server's own test of an adapter.
+        initial: the tensors that the run starts from.
+        evaluate: the server's own test of a global model.
         on_round: told of every finished round, round 0 being the untrained model.
     """
 
@@ -65,20 +82,22 @@ class DpLora(Strategy):
         *,
         books: Books,
         run: str,
+        initial: Adapter,
         evaluate: Evaluate,
         on_round: OnRound,
     ) -> None:
         self.spec = UpdateSpec.of(config)
         self.books = books
-        self.uploads: dict[int, Adapter] = {}
+        self.model = GlobalModel(initial=initial, adapter=initial)
+        self.uploads: dict[int, tuple[Adapter, Merged]] = {}
         self.stopped: str | None = None
         self._config = config
+        self._rule = RULES[config.aggregation]
         self._run = run
         self._node_ids = {client: node_id for client, (node_id, _) in nodes.items()}
         self._evaluate = evaluate
         self._on_round = on_round
-        self._adapter: Adapter = {}
-        self._round = _Round(0, {}, 0.0)
+        self._round = _Round(0)
         self._rows: list[ClientRow] = []
 
     def select(self, round_: int) -> list[int]:
@@ -97,28 +116,53 @@ class DpLora(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """One message to each selected client, the adapter and the instruction, once all of them are charged."""
-        instruction = ConfigRecord({**protocol.pack_instruction(self._run, server_round, self.spec), **config})
-        self._adapter = dict(arrays.to_torch_state_dict())
-        self._round = _Round(server_round, {}, time.monotonic())
+        """One message to each selected client, the model and the instruction, once all of them are charged."""
+        self.model = replace(self.model, adapter=dict(arrays.to_torch_state_dict()))
+        self._round = _Round(server_round)
         clients = self.select(server_round)
         # Whom the budget leaves out is replaced, as long as there are others.
         while self.books.within_budget(clients) != clients:
             clients = self.select(server_round)
         if len(clients) < self._config.min_clients:
             return []
-        self.books.charge(server_round, clients, guard.request_digest(self._adapter, self.spec))
+        instruction = ConfigRecord({**protocol.pack_instruction(self._run, server_round, self.spec), **config})
+        by_rank: dict[int, _Letter] = {}
         for client in clients:
-            content = RecordDict({protocol.ADAPTER: arrays, protocol.INSTRUCTION: instruction})
-            self._round.sent[client] = Message(content, self._node_ids[client], "train", group_id=str(server_round))
+            rank = self._config.rank_of(client)
+            by_rank[rank] = by_rank.get(rank) or self._letter(rank, instruction)
+            self._round.letters[client] = by_rank[rank]
+        self.books.charge(server_round, {client: self._round.letters[client].digest for client in clients})
+        for client, letter in self._round.letters.items():
+            message = Message(letter.content, self._node_ids[client], "train", group_id=str(server_round))
+            self._round.sent[client] = message
         return list(self._round.sent.values())
+
+    def _letter(self, rank: int, instruction: ConfigRecord) -> _Letter:
+        """What a client of this rank is told in the round under way."""
+        model, round_ = self.model, self._round.number
+        adapter = model.adapter
+        if self._rule.restarts:
+            adapter = fresh_start(model, rank=rank, seed=self._config.seed, round_=round_)
+        signs = {name: tensor.sign() for name, tensor in model.last_update.items()}
+        # The codec rounds what everybody may know; only that both sides read the same matters.
+        rounding = SeededSource(self._config.seed, round_, "broadcast")
+        whole = Broadcast(adapter=adapter, merged=model.merged, signs=signs)
+        arrays = protocol.pack_broadcast(whole, self.spec, model.initial, rounding)
+        broadcast = protocol.unpack_broadcast(arrays, self.spec, model.initial)
+        records = {name: ArrayRecord(dict(tensors)) for name, tensors in arrays.items()}
+        content = RecordDict({**records, protocol.INSTRUCTION: instruction})
+        return _Letter(broadcast, content, wire_bytes(content), guard.request_digest(broadcast, self.spec))
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The weighted average over the clients whose reply is sound; None where they are fewer than `min_clients`."""
+        """The rule's next model from the clients whose reply is sound; None where those are fewer than `min_clients`.
+
+        A client that stays silent counts as sound, and where all do, the model stays as it is.
+        """
         adapters: dict[int, Adapter] = {}
-        status = dict.fromkeys(self._round.sent, "no reply")
+        digests: dict[int, str] = {}
+        status = dict.fromkeys(self._round.sent, ("no reply", ""))
         arrived: dict[int, Message] = {}
         # Node ids, not message ids: a message has no id before Flower's link has given it one.
         by_node = {self._node_ids[client]: client for client in self._round.sent}
@@ -129,36 +173,54 @@ class DpLora(Strategy):
                 continue
             arrived[client] = reply
             if reply.has_error():
-                status[client] = _STATUS.get(reply.error.code, "failed")
-                log.warning("round %s, client %s: %s", server_round, client, reply.error.reason)
-                if status[client] == "retired":
-                    self.books.retire(client, reply.error.reason or "its node's budget is spent")
-                continue
-            try:
-                event = self.event(client)
-                adapters[client] = adapter_of(reply, like=self._adapter, round_=server_round, event=event)
-                status[client] = "ok"
-            except MalformedError as error:
-                status[client] = "malformed"
-                log.warning("round %s, client %s: %s", server_round, client, error)
+                kind, reason = _STATUS.get(reply.error.code, "failed"), reply.error.reason or ""
+                if kind == "retired":
+                    self.books.retire(client, reason or "its node's budget is spent")
+                status[client] = (kind, reason)
+            else:
+                try:
+                    adapter, digests[client] = read_reply(reply, self._asked(client))
+                    status[client] = ("silent", "") if adapter is None else ("ok", "")
+                    if adapter is not None:
+                        adapters[client] = adapter
+                except MalformedError as error:
+                    status[client] = ("malformed", str(error))
+            if status[client][1]:
+                log.warning("round %s, client %s: %s", server_round, client, status[client][1])
         # The mapping is ordered by partition id: sums do not depend on the order of arrival.
         adapters = dict(sorted(adapters.items()))
         weights = weights_by_size({client: self.books.sizes[client] for client in adapters}) if adapters else {}
-        self.books.settle({client: _digest(adapter, self.event(client)) for client, adapter in adapters.items()})
+        self.books.settle({client: digests[client] for client in adapters})
         self._rows = [self._row(client, status[client], weights, arrived) for client in self._round.sent]
-        if len(adapters) < self._config.min_clients:
+        if len(digests) < self._config.min_clients:
             return None, None
-        if not self._config.uploads_hidden:
-            self.uploads.update(adapters)
-        return ArrayRecord(weighted_average(list(adapters.values()), list(weights.values()))), None
+        if adapters:
+            if not self._config.uploads_hidden:
+                self.uploads.update({client: (adapter, self.model.merged) for client, adapter in adapters.items()})
+            self.model = self._rule.aggregate(self.model, list(adapters.values()), list(weights.values()))
+        return ArrayRecord(self.model.adapter), None
 
-    def _row(self, client: int, status: str, weights: Mapping[int, float], arrived: Mapping[int, Message]) -> ClientRow:
+    def _asked(self, client: int) -> Asked:
+        return Asked(
+            round=self._round.number,
+            event=self.event(client),
+            num_records=self.books.sizes[client],
+            spec=self.spec,
+            broadcast=self._round.letters[client].broadcast,
+            initial=self.model.initial,
+            max_norm=self._config.max_update_norm,
+        )
+
+    def _row(
+        self, client: int, status: tuple[str, str], weights: Mapping[int, float], arrived: Mapping[int, Message]
+    ) -> ClientRow:
         event, sent, reply = self.event(client), self._round.sent[client], arrived.get(client)
         return ClientRow(
             round=self._round.number,
             client=client,
             num_records=self.books.sizes[client],
-            status=status,
+            status=status[0],
+            detail=status[1],
             sampling_probability=getattr(event, "sampling_probability", 1.0),
             noise_multiplier=self.spec.noise_multiplier,
             effective_noise_multiplier=getattr(event, "noise_multiplier", 0.0),
@@ -167,8 +229,8 @@ class DpLora(Strategy):
             rho_bar=rho_bar(weights.values()) if weights else 0.0,
             **{f"epsilon_{view}": self.books.epsilon_so_far(client, view) for view in VIEWS},
             delta=self.books.accounts.deltas[client],
-            bytes_up=_count_bytes(reply) if reply is not None else 0,
-            bytes_down=_count_bytes(sent),
+            bytes_up=wire_bytes(reply.content) if reply is not None and reply.has_content() else 0,
+            bytes_down=self._round.letters[client].num_bytes,
             seconds=reply.metadata.created_at - sent.metadata.created_at if reply is not None else float("nan"),
         )
 
@@ -184,7 +246,7 @@ class DpLora(Strategy):
 
     def summary(self) -> None:
         """Log what the run is about to do."""
-        log.info("DP-LoRA: %s clients, %s", len(self.books.sizes), self.spec)
+        log.info("%s: %s clients, %s", self._config.aggregation, len(self.books.sizes), self.spec)
 
     def start(
         self,
@@ -208,7 +270,7 @@ class DpLora(Strategy):
         self.summary()
         result = Result()
         result.arrays = initial_arrays
-        self._report(0, initial_arrays, time.monotonic())
+        self._report(0, time.monotonic())
         for round_ in range(1, num_rounds + 1):
             started = time.monotonic()
             messages = list(self.configure_train(round_, result.arrays, train_config or ConfigRecord(), grid))
@@ -217,12 +279,12 @@ class DpLora(Strategy):
                 break
             arrays, _ = self.aggregate_train(round_, grid.send_and_receive(messages, timeout=timeout))
             result.arrays = arrays or result.arrays
-            self._report(round_, result.arrays, started)
+            self._report(round_, started)
             if arrays is None and len(self.books.active) < self._config.min_clients:
                 self._stop(round_)
                 break
             if arrays is None:
-                usable = sum(row.status == "ok" for row in self._rows)
+                usable = sum(row.status in _SOUND for row in self._rows)
                 raise TooFewClientsError(
                     f"round {round_}: {usable} usable replies, min_clients = {self._config.min_clients}"
                 )
@@ -235,15 +297,16 @@ class DpLora(Strategy):
         )
         log.info("the run ends early: %s", self.stopped)
 
-    def _report(self, round_: int, arrays: ArrayRecord, started: float) -> None:
-        test = self._evaluate(dict(arrays.to_torch_state_dict()))
+    def _report(self, round_: int, started: float) -> None:
+        test = self._evaluate(self.model)
         rows = self._rows
         self._on_round(
             RoundRow(
                 round=round_,
                 num_selected=len(rows),
                 num_replies=sum(row.status == "ok" for row in rows),
-                num_failures=sum(row.status != "ok" for row in rows),
+                num_silent=sum(row.status == "silent" for row in rows),
+                num_failures=sum(row.status not in _SOUND for row in rows),
                 test_accuracy=test.accuracy,
                 test_loss=test.loss,
                 num_retired=len(self.books.retired),
@@ -254,13 +317,3 @@ class DpLora(Strategy):
             ),
             rows,
         )
-
-
-def _digest(adapter: Adapter, event: Event) -> str:
-    """The digest that the client's own ledger has of its upload."""
-    return hashlib.sha256(protocol.pack_upload(adapter, event)).hexdigest()
-
-
-def _count_bytes(message: Message) -> int:
-    """Bytes of the message's records."""
-    return sum(record.count_bytes() for record in message.content.values()) if message.has_content() else 0

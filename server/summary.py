@@ -10,12 +10,13 @@ import torch
 
 from fedpriv.accounting.curves import PrivacySpent
 from fedpriv.accounting.views import VIEWS
-from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX
+from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.config import RunConfig
 from fedpriv.training.workbench import Workbench
 from server.bookkeeping import objections_to_aggregate
 from server.history import ClientRow, RoundRow
-from server.strategy import DpLora
+from server.strategy import RuleStrategy
 
 Costs = Mapping[str, Mapping[int, PrivacySpent | None]]
 
@@ -27,8 +28,7 @@ class Outcome:
     run_id: str
     rows: list[RoundRow]
     client_rows: list[ClientRow]
-    strategy: DpLora
-    adapter: Adapter
+    strategy: RuleStrategy
     seconds: float
 
 
@@ -40,7 +40,7 @@ def summarize(config: RunConfig, bench: Workbench, outcome: Outcome, comparison:
     costs["epsilon_local_this_run"] = accounts.final("local", this_run_only=True)
     clients = [_client(client, costs, bench, outcome) for client in outcome.strategy.books.sizes]
     labels = bench.data.label_names
-    still = unmoved(bench.initial, outcome.adapter)
+    still = unmoved(outcome.strategy.model)
     return {
         "accuracy": rows[-1].test_accuracy,
         "accuracy_initial": rows[0].test_accuracy,
@@ -58,6 +58,10 @@ def summarize(config: RunConfig, bench: Workbench, outcome: Outcome, comparison:
         "stopped_early": outcome.strategy.stopped,
         "adapters_moved": not still,
         "unmoved_tensors": still,
+        "aggregation": config.aggregation,
+        "upload_codec": outcome.strategy.spec.codec,
+        "num_silent": sum(row.num_silent for row in rows),
+        "num_refused": sum(row.status == "malformed" for row in outcome.client_rows),
         "num_clients": len(clients),
         "num_rounds": rows[-1].round,
         "bytes_up": sum(row.bytes_up for row in rows),
@@ -92,6 +96,11 @@ def _largest(costs: Iterable[PrivacySpent | None]) -> float | None:
     return None if None in epsilons else max((e for e in epsilons if e is not None), default=0.0)
 
 
-def unmoved(before: Adapter, after: Adapter) -> list[str]:
-    """The tensors that training left as they were."""
-    return [name for name in before if torch.equal(before[name], after[name])]
+def unmoved(model: GlobalModel) -> list[str]:
+    """The tensors that training left as they were, and whose layer's frozen weight gained nothing either."""
+    return [
+        name
+        for name, start in model.initial.items()
+        if torch.equal(start, model.adapter[name])
+        and name.removesuffix(A_SUFFIX).removesuffix(B_SUFFIX) not in model.merged
+    ]

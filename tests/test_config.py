@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fedpriv.aggregation.rules import RULES
 from fedpriv.config import KEYS, RunConfig, parse, parse_overrides, read, to_flower, to_toml
 from fedpriv.errors import InputError
 
@@ -51,6 +52,10 @@ BAD = {
     "memory_limit_mb": 0,
     "engine": "teleport",
     "device": "tpu",
+    "client_ranks": [0],
+    "upload_codec": "zip",
+    "relevance_threshold": 1.5,
+    "max_update_norm": 0.0,
     "ray_workers": -1,
 }
 
@@ -62,6 +67,17 @@ def test_bad_value_is_one_line_with_key_and_value(key):
     message = str(caught.value)
     assert message.startswith(f"{key} = {BAD[key]!r}: ")
     assert "\n" not in message
+
+
+def test_unknown_aggregation_rule_lists_the_known_ones():
+    with pytest.raises(InputError) as caught:
+        parse({"aggregation": "median"})
+    assert str(caught.value).startswith("aggregation = 'median': ")
+    assert all(repr(name) in str(caught.value) for name in RULES)
+
+
+def test_every_aggregation_rule_can_be_configured():
+    assert [parse({"aggregation": name}).aggregation for name in RULES] == list(RULES)
 
 
 def test_unknown_key_suggests_the_closest_one():
@@ -77,6 +93,9 @@ def test_unknown_key_suggests_the_closest_one():
         ({"partition": "natural"}, "client_column"),
         ({"partition": "sizes"}, "client_sizes"),
         ({"weight_decay": 0.1}, "weight_decay = 0.1: only adamw"),
+        ({"client_ranks": [2, 4]}, r"client_ranks = \[2, 4\]: .*need flora"),
+        ({"client_ranks": [2, 4], "aggregation": "fedex-lora"}, "aggregation = fedex-lora averages"),
+        ({"upload_codec": "int8", "aggregation": "t-fedavg"}, "t-fedavg sends ternary codes"),
     ],
 )
 def test_keys_that_do_not_fit_together_are_refused(values, message):
@@ -234,6 +253,10 @@ OTHER |= {
 }
 OTHER |= {
     "budget_epsilon": (4.0,),
+    "client_ranks": (4,),
+    "upload_codec": "int8",
+    "relevance_threshold": 0.7,
+    "max_update_norm": 2.0,
     "noise_on": "upload",
     "labels": ("a",),
     "target_modules": ("q",),
@@ -244,7 +267,7 @@ OTHER |= {
 
 @pytest.mark.parametrize("key", sorted(set(KEYS) - {"out", "ledger", "aggregation"}))
 def test_digest_depends_on_every_other_key_with_a_choice(key):
-    base = RunConfig(optimizer="adamw")
+    base = RunConfig(optimizer="adamw", aggregation="flora")
     old = getattr(base, key)
     new = OTHER.get(key, f"{old}x" if isinstance(old, str) else not old if isinstance(old, bool) else None)
     assert replace(base, **{key: old + 1 if new is None else new}).digest != base.digest

@@ -16,7 +16,10 @@ from fedpriv.training.local_update import UpdateSpec
 EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.25, count=3)
 MESSAGES = {
     "instruction": (protocol.pack_instruction("run", 3, UpdateSpec.of(RunConfig())), protocol.unpack_instruction),
-    "release": (protocol.pack_release(3, EVENT), protocol.unpack_release),
+    "release": (
+        protocol.pack_release(protocol.Release(round=3, event=EVENT, num_records=40)),
+        protocol.unpack_release,
+    ),
     "registration": (
         protocol.pack_registration(protocol.Registration(client=2, num_records=40, name="St. Anna", data_set="5eed")),
         protocol.unpack_registration,
@@ -25,10 +28,11 @@ MESSAGES = {
 FIELDS = [(kind, field) for kind, (packed, _) in MESSAGES.items() for field in packed]
 
 
-@given(st.integers(1, 10**6), st.floats(0, 1e6), st.floats(0, 1), st.integers(1, 10**9))
-def test_release_reads_back_exactly(round_, z, q, count):
+@given(st.integers(1, 10**6), st.floats(0, 1e6), st.floats(0, 1), st.integers(1, 10**9), st.booleans())
+def test_release_reads_back_exactly(round_, z, q, count, silent):
     event = SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=count)
-    assert protocol.unpack_release(protocol.pack_release(round_, event)) == (round_, event)
+    release = protocol.Release(round=round_, event=event, num_records=count, silent=silent)
+    assert protocol.unpack_release(protocol.pack_release(release)) == release
 
 
 @given(st.integers(0, 10**6), st.integers(1, 10**12), st.text())
@@ -55,6 +59,7 @@ def test_missing_field_is_refused_by_name(kind, field):
 @pytest.mark.parametrize(("kind", "field"), FIELDS)
 def test_mistyped_field_is_refused_by_name(kind, field, wrong):
     packed, unpack = MESSAGES[kind]
+    wrong = 1 if isinstance(packed[field], bool) and wrong is True else wrong
     with pytest.raises(ValueError, match=field):
         unpack({**packed, field: wrong})
 

@@ -1,4 +1,4 @@
-"""LoRA adapters: attach, read, write, save, load. On disk they are ordinary peft adapters."""
+"""What is trained beside the frozen base: attach, read, write, save, load. On disk these are ordinary peft adapters."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LNTuningConfig, LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -19,9 +19,12 @@ from transformers.pytorch_utils import Conv1D
 from fedpriv.adapters import pooling
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.base_models import BaseModel, load_base, quiet_transformers
+from fedpriv.adapters.merged import Merged, as_one_adapter, factors_of
 from fedpriv.errors import InputError
 
 CONVENTION_FILE = "fedpriv.json"
+
+Trains = Literal["lora", "lora-b", "weights"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,8 @@ class LoraSettings:
         target_modules: names of linear layers; empty for peft's default of the model type.
         layers: `all`, `last-N`, or indices such as `4,5`.
         task: `SEQ_CLS` or `CAUSAL_LM`; under the former the classification head is trained too.
+        trains: `lora` A and B; `lora-b` B alone, with A frozen where the seed put it; `weights` the layers' full weight
+            matrices and biases instead, and then rank and alpha mean nothing.
     """
 
     rank: int = 8
@@ -41,14 +46,27 @@ class LoraSettings:
     target_modules: tuple[str, ...] = ()
     layers: str = "all"
     task: str = "SEQ_CLS"
+    trains: Trains = "lora"
 
 
 def attach(base: BaseModel, settings: LoraSettings, *, seed: int = 0) -> PeftModel:
-    """The base with a new LoRA adapter: A random from the seed, B zero, so that the function is unchanged.
+    """The base with a new adapter: A random from the seed, B zero, or copies of weights; the function is unchanged.
 
     Raises:
-        InputError: a target module or a layer that the model does not have.
+        InputError: a target module or a layer that the model does not have, or no full weights that can be trained.
     """
+    config = _weights_config(base, settings) if settings.trains == "weights" else _lora_config(base, settings)
+    with quiet_transformers(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = get_peft_model(base.model, config).eval()
+    if settings.trains == "lora-b":
+        for name, parameter in model.named_parameters():
+            if ".lora_A." in name:
+                parameter.requires_grad_(False)
+    return model
+
+
+def _lora_config(base: BaseModel, settings: LoraSettings) -> LoraConfig:
     names = settings.target_modules or _default_targets(base)
     targets = [m for n, m in base.model.named_modules() if n.rsplit(".", 1)[-1] in names]
     if not targets:
@@ -58,7 +76,7 @@ def attach(base: BaseModel, settings: LoraSettings, *, seed: int = 0) -> PeftMod
             f"target_modules = {','.join(names)}: not in model {base.name!r}; its linear layers are "
             f"{', '.join(sorted(known))}"
         )
-    config = LoraConfig(
+    return LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=0.0,
@@ -69,9 +87,29 @@ def attach(base: BaseModel, settings: LoraSettings, *, seed: int = 0) -> PeftMod
         fan_in_fan_out=isinstance(targets[0], Conv1D),
         task_type=settings.task,
     )
-    with quiet_transformers(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return get_peft_model(base.model, config).eval()
+
+
+def _weights_config(base: BaseModel, settings: LoraSettings) -> LNTuningConfig:
+    """Full weights as an adapter: peft's LN tuning trains a copy of whatever layers it is told, of any kind."""
+    num_layers = base.model.config.num_hidden_layers
+    blocks = [(n, m) for n, m in base.model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
+    if not blocks:
+        raise InputError(f"model {base.name!r}: has no list of {num_layers} layers whose weights could be trained")
+    path, layers = blocks[0]
+    chosen = _layer_indices(settings.layers, num_layers)
+    names = [
+        f"{path}.{index}.{name}"
+        for index in (range(num_layers) if chosen is None else chosen)
+        for name, module in layers[index].named_modules()
+        if isinstance(module, nn.Linear)
+        and (not settings.target_modules or name.rsplit(".", 1)[-1] in settings.target_modules)
+    ]
+    if not names:
+        raise InputError(
+            f"model {base.name!r}: none of the chosen layers' target_modules is a linear layer, and other weights are "
+            "not trained in full here; use a rule that trains LoRA"
+        )
+    return LNTuningConfig(target_modules=names, modules_to_save=list(base.new_modules) or None, task_type=settings.task)
 
 
 def _default_targets(base: BaseModel) -> tuple[str, ...]:
@@ -99,7 +137,8 @@ def _layer_indices(layers: str, num_layers: int) -> list[int] | None:
 def trainable(model: PeftModel) -> dict[str, nn.Parameter]:
     """The adapter's parameters by the names under which peft stores them."""
     by_address = {p.data_ptr(): p for p in model.parameters() if p.requires_grad}
-    return {name: by_address[t.data_ptr()] for name, t in get_peft_model_state_dict(model).items()}
+    tensors = get_peft_model_state_dict(model)
+    return {name: by_address[t.data_ptr()] for name, t in tensors.items() if t.data_ptr() in by_address}
 
 
 def read(model: PeftModel) -> Adapter:
@@ -140,6 +179,7 @@ def save(
     directory: Path,
     *,
     adapter: Mapping[str, Tensor] | None = None,
+    merged: Merged | None = None,
     labels: tuple[str, ...] = (),
 ) -> None:
     """Write an adapter in peft's format, and beside it `fedpriv.json`: pooling, base and label names.
@@ -150,14 +190,21 @@ def save(
         model: whose kind of adapter it is.
         base: of the model.
         directory: made if there is none.
-        adapter: the tensors by peft's names; None takes the model's own.
+        adapter: the trained tensors by peft's names; None takes the model's own. What the model keeps frozen in its
+            adapter is added.
+        merged: what the frozen weights had gained; the saved adapter, of higher rank, holds it too.
         labels: the classes in order.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.contiguous() for name, tensor in (adapter or read(model)).items()}
-    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     config = copy.copy(model.active_peft_config)
     config.inference_mode = True
+    stored = {name: tensor.detach().cpu() for name, tensor in get_peft_model_state_dict(model).items()}
+    tensors = as_one_adapter({**stored, **(adapter or {})}, merged or {})
+    if isinstance(config, LoraConfig):
+        rank = next(right.shape[0] for _, right in factors_of(tensors).values())
+        config.lora_alpha, config.r = config.lora_alpha * rank / config.r, rank
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(directory)
     convention = {"version": 1, "base_model": base.name, "pooling": base.pooling, "labels": list(labels)}
     (directory / CONVENTION_FILE).write_text(json.dumps(convention, indent=2) + "\n")
@@ -182,7 +229,7 @@ def load(base: Any, directory: Path | str) -> PeftModel:
     if convention.get("version") != 1:
         raise InputError(f"{path}: version {convention.get('version')!r}; this fedpriv reads version 1")
     if isinstance(base, str):
-        task = LoraConfig.from_pretrained(directory).task_type
+        task = PeftConfig.from_pretrained(directory).task_type
         base = load_base(base, task=task, num_labels=len(convention["labels"]))
     if isinstance(base, BaseModel):
         model = base.model

@@ -1,13 +1,19 @@
-"""DP-LoRA's aggregation: the weighted average of the uploaded adapters (Liu et al., Eq. 8)."""
+"""The weighted average of the uploaded tensors, tensor by tensor (Liu et al., Eq. 8).
+
+On A and B it is DP-LoRA's rule, inexact, since the product of averages is not the average of products; on full weights
+it is FedAvg, and on B alone, with A frozen and shared, FFA-LoRA: both exact, for their product is linear in them.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.aggregation.global_model import GlobalModel
 
 
 def weights_by_size(num_records: Mapping[int, int]) -> dict[int, float]:
@@ -57,3 +63,8 @@ def weighted_average(adapters: Sequence[Adapter], weights: Sequence[float]) -> A
             total.add_(adapter[name].double(), alpha=weight)
         average[name] = total.float()
     return average
+
+
+def average(model: GlobalModel, uploads: Sequence[Adapter], weights: Sequence[float]) -> GlobalModel:
+    """The global model whose trained tensors are the weighted average of the uploads; see `weighted_average`."""
+    return replace(model, adapter=weighted_average(uploads, weights))

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from fedpriv.accounting.clipping import UPLOAD_FACTOR, clipping_parts, sensitivity_factor
 from fedpriv.accounting.events import Event, SubsampledGaussian
 from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters.merged import Merged
+from fedpriv.aggregation.rules import RULES
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Records
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training.sampling import PoissonSampler
 
 OPTIMIZERS = ("sgd", "adamw")
+# Values that a trained tensor takes while it is trained: any, or three around its start.
+QUANTIZATIONS = ("none", "ternary")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +37,9 @@ class UpdateSpec:
         noise_multiplier: z >= 0, noise over clip norm.
         noise_on: `gradients`, each step's noised sum; or `upload`, plain steps and noise on the clipped update, where
             `clip_norm` is S, in units of the parameters.
+        codec: how the upload is written.
+        quantization: `none`, or `ternary`, where broadcast and upload are ternary differences to the run's start.
+        relevance_threshold: v_0 in [0, 1]; with 0 every client uploads.
     """
 
     num_rounds: int
@@ -44,12 +52,27 @@ class UpdateSpec:
     clip_norm: float
     noise_multiplier: float
     noise_on: str
+    codec: str = "float32"
+    quantization: str = "none"
+    relevance_threshold: float = 0.0
 
     @staticmethod
     def of(config: RunConfig) -> UpdateSpec:
         """The part of a run's configuration that a client carries out."""
-        names = UpdateSpec.__dataclass_fields__.keys() - {"num_rounds"}
-        return UpdateSpec(num_rounds=config.rounds, **{name: getattr(config, name) for name in names})
+        rule = RULES[config.aggregation]
+        derived: dict[str, Any] = {
+            "num_rounds": config.rounds,
+            "codec": "ternary" if rule.ternary else config.upload_codec,
+            "quantization": "ternary" if rule.ternary else "none",
+            "relevance_threshold": config.relevance_threshold if rule.selective else 0.0,
+        }
+        names = UpdateSpec.__dataclass_fields__.keys() - derived.keys()
+        return UpdateSpec(**derived, **{name: getattr(config, name) for name in names})
+
+    @property
+    def broadcast_codec(self) -> str:
+        """How the server writes what a client starts from."""
+        return "ternary" if self.quantization == "ternary" else "float32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +86,7 @@ class UpdateTask:
         round: which round of the run this is, from 1.
         sampler: draws the batches, and knows its probability.
         noise: where the release noise comes from.
+        merged: what aggregation has added to the frozen weights.
     """
 
     adapter: Adapter
@@ -71,6 +95,7 @@ class UpdateTask:
     round: int
     sampler: PoissonSampler
     noise: RandomSource
+    merged: Merged = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fedpriv.adapters import lora
+from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX, Merged, factors_of, same
 from fedpriv.data.records import Item, collate, num_tokens
 from fedpriv.training.per_sample import TrainableLayer, trainable_layers
 from fedpriv.training.prefix_cache import PrefixCache, find_prefix, skipping_prefix
@@ -81,6 +83,9 @@ class TrainingModel:
         self.device: torch.device = next(peft_model.parameters()).device
         self.layers: dict[str, TrainableLayer] = trainable_layers(peft_model)
         self.parameters: dict[str, nn.Parameter] = lora.trainable(peft_model)
+        self.initial: Adapter = lora.read_parameters(self.parameters)
+        self._merged: Merged = {}
+        self._untouched: dict[str, Tensor] = {}
         # Gradients come by module names, adapters by peft's names.
         by_id = {id(parameter): name for name, parameter in self.parameters.items()}
         self.adapter_names = {n: by_id[id(p)] for n, p in peft_model.named_parameters() if p.requires_grad}
@@ -88,6 +93,50 @@ class TrainingModel:
         self.cache = PrefixCache(self._forward, prefix, memory_limit=memory_limit) if prefix and prefix_cache else None
         self._footprint = _Footprint.of(peft_model, self.parameters.values(), prefix.length if prefix else 0)
         self.memory_limit = memory_limit
+
+    def check(self, shapes: Mapping[str, torch.Size]) -> None:
+        """Refuse an adapter that is not the model's; the rank of all LoRA layers together may differ.
+
+        Raises:
+            ValueError: names what does not fit.
+        """
+        if shapes.keys() != self.parameters.keys():
+            odd = sorted(shapes.keys() ^ self.parameters.keys())
+            raise ValueError(f"adapter: tensors {', '.join(odd)} are on one side only")
+        ranks = {shape[0] for name, shape in shapes.items() if name.endswith(A_SUFFIX)}
+        rank = ranks.pop() if len(ranks) == 1 else None
+        for name, parameter in self.parameters.items():
+            expected = tuple(parameter.shape)
+            if rank is not None and name.endswith((A_SUFFIX, B_SUFFIX)):
+                expected = (rank, expected[1]) if name.endswith(A_SUFFIX) else (expected[0], rank)
+            if tuple(shapes[name]) != expected:
+                raise ValueError(f"adapter: {name} has shape {tuple(shapes[name])}, the model's is {expected}")
+
+    def merge(self, merged: Merged) -> None:
+        """Set the frozen weights to the pretrained ones plus what aggregation has added; the last call counts alone.
+
+        Raises:
+            ValueError: a layer that has no LoRA, or a matrix of another shape.
+        """
+        if same(merged, self._merged):
+            return
+        known = factors_of(self.initial)
+        for name, product in merged.items():
+            if name not in known:
+                raise ValueError(f"merged: {name} is no layer with LoRA")
+            right, wrong = (known[name][0].shape[0], known[name][1].shape[1]), product.shape
+            if wrong != right:
+                raise ValueError(f"merged: {name} is a matrix of shape {wrong}, not {right}")
+        with torch.no_grad():
+            for name in {*self._merged, *merged}:
+                layer = self.peft_model.get_submodule(name)
+                weight = layer.get_base_layer().weight
+                untouched = self._untouched.setdefault(name, weight.detach().clone())
+                weight.copy_(untouched)
+                if name in merged:
+                    added = layer.scaling["default"] * merged[name].matrix().to(weight.device)
+                    weight.add_(added.T if layer.fan_in_fan_out else added)
+        self._merged = dict(merged)
 
     def _precision(self) -> AbstractContextManager[object]:
         """bfloat16 for the frozen base on a GPU; the trainable layers compute in float32 by themselves."""

@@ -8,14 +8,15 @@ client, noise comes from each client's own source, and the optimizer steps all r
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedpriv.accounting.clipping import UPLOAD_FACTOR, clipping_parts, sensitivity_factor
 from fedpriv.accounting.events import Event, group
+from fedpriv.adapters.merged import same as same_merged
 from fedpriv.data.records import Item
 from fedpriv.mechanisms.gaussian import noised_sums
 from fedpriv.training.clipping import add_clipped, add_finite, clipped_rows
@@ -24,6 +25,7 @@ from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, 
 from fedpriv.training.losses import losses_and_hits
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import Stack, per_sample_gradients
+from fedpriv.training.weights import trained_weights
 
 # Floats held for each value of an adapter and client: start, parameter, gradient, two of AdamW, and what a step needs.
 _COPIES = 8
@@ -46,26 +48,26 @@ def stacked_updates(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[C
 
     Args:
         model: whose frozen base and trainable layers are used; its own adapter stays as it is.
-        tasks: at least one, all with one specification.
+        tasks: at least one, all with one specification, one shape of adapter and one merged base.
 
     Raises:
-        ValueError: the specifications differ, or a task does not fit the model.
+        ValueError: the specifications or shapes differ, or a task does not fit the model.
     """
     clients = _Clients.of(model, tasks)
+    model.merge(tasks[0].merged)
     spec, on_upload = clients.spec, clients.spec.noise_on == "upload"
     planned = [planned_event(spec, task.sampler.sampling_probability, model.parameters) for task in tasks]
-    parameters = nn.Parameter(clients.broadcast.clone())
-    optimizer = _optimizer(parameters, spec)
+    weights = trained_weights(spec, clients.broadcast, model.initial, clients.layout)
     events: list[list[Event]] = [[] for _ in tasks]
     for _ in range(spec.local_steps):
         if on_upload:
-            parameters.grad = _plain_gradients(clients, parameters.detach())
+            gradients = _plain_gradients(clients, weights.values())
         else:
-            parameters.grad, of_step = _private_gradients(clients, parameters.detach())
+            gradients, of_step = _private_gradients(clients, weights.values())
             for collected, event in zip(events, of_step, strict=True):
                 collected.append(event)
-        optimizer.step()
-    trained = parameters.detach()
+        weights.step(gradients)
+    trained = weights.values()
     if on_upload:
         trained, of_upload = _noised_uploads(clients, trained)
         events = [[event] for event in of_upload]
@@ -96,11 +98,11 @@ def execute_stacked(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[C
     A stack with a failing client is run again one by one: nothing of it was released, and noise is drawn anew.
     """
     results: dict[int, ClientUpdate | Exception] = {}
-    by_spec: defaultdict[UpdateSpec, list[int]] = defaultdict(list)
+    alike: defaultdict[Hashable, list[int]] = defaultdict(list)
     for place, task in enumerate(tasks):
-        by_spec[task.spec].append(place)
+        alike[task.spec, tuple(tensor.shape for tensor in task.adapter.values())].append(place)
     at_once = clients_at_once(model)
-    for places in by_spec.values():
+    for places in alike.values():
         for begin in range(0, len(places), at_once):
             stack = places[begin : begin + at_once]
             results.update(zip(stack, _one_stack(model, [tasks[place] for place in stack]), strict=True))
@@ -142,7 +144,10 @@ class _Clients:
         spec = tasks[0].spec
         if any(task.spec != spec for task in tasks):
             raise ValueError("tasks: those of one stack must have one specification")
-        shapes = {name: parameter.shape for name, parameter in model.parameters.items()}
+        if any(not same_merged(task.merged, tasks[0].merged) for task in tasks):
+            raise ValueError("tasks: those of one stack must have one merged base")
+        shapes = {name: tensor.shape for name, tensor in tasks[0].adapter.items()}
+        model.check(shapes)
         layout = Layout.of(shapes, clipping_parts(spec.clipping, shapes))
         broadcast = torch.stack([layout.flatten_one(task.adapter) for task in tasks]).to(model.device)
         return _Clients(model=model, tasks=tasks, spec=spec, layout=layout, broadcast=broadcast)
@@ -237,11 +242,3 @@ def _gradient_rows(
 def _pays_to_cache(task: UpdateTask) -> bool:
     """Whether a record is drawn at least once in the run, on average: below that the prefix cache cannot pay."""
     return task.spec.num_rounds * task.spec.local_steps * task.sampler.sampling_probability >= 1
-
-
-def _optimizer(parameters: nn.Parameter, spec: UpdateSpec) -> torch.optim.Optimizer:
-    if spec.optimizer == "sgd":
-        return torch.optim.SGD([parameters], lr=spec.learning_rate)
-    if spec.optimizer == "adamw":
-        return torch.optim.AdamW([parameters], lr=spec.learning_rate, weight_decay=spec.weight_decay)
-    raise ValueError(f"optimizer = {spec.optimizer!r}: must be sgd or adamw")

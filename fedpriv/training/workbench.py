@@ -6,7 +6,8 @@ from functools import lru_cache
 
 import torch
 
-from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base, read
+from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base
+from fedpriv.aggregation.rules import RULES
 from fedpriv.config import RunConfig
 from fedpriv.data import federated
 from fedpriv.data.records import Records, tokenize
@@ -33,6 +34,7 @@ def load_model(config: RunConfig, *, num_labels: int) -> tuple[BaseModel, Traini
         target_modules=config.target_modules,
         layers=config.layers,
         task=config.task,
+        trains=RULES[config.aggregation].trains,
     )
     model = TrainingModel(
         attach(base, settings, seed=config.seed).to(_device(config.device)),
@@ -58,13 +60,13 @@ class Workbench:
         data: who holds what.
         base: the frozen base with its tokenizer.
         model: the base with an adapter; whoever uses it sets the adapter first.
-        initial: the adapter that a run starts from, from the configuration's seed.
+        initial: the trained tensors that a run starts from, from the configuration's seed.
     """
 
     def __init__(self, config: RunConfig) -> None:
         self.data: FederatedData = federated.load(config)
         self.base, self.model = load_model(config, num_labels=len(self.data.label_names))
-        self.initial = read(self.model.peft_model)
+        self.initial = self.model.initial
         self._max_length = config.max_length
         self._clients: dict[int, Records] = {}
         self.test = self._tokenize(self.data.test)

@@ -11,7 +11,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from fedpriv.adapters import merged
 from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters.merged import Merged
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Records
 from fedpriv.errors import InputError
@@ -31,6 +33,7 @@ class _Parcel:
     """An UpdateTask as it travels: records and adapters are in the object store, a secure source stays behind."""
 
     adapter: Any
+    merged: Any
     records: Any
     spec: UpdateSpec
     round: int
@@ -113,6 +116,7 @@ class RayExecutor:
             self._records[task.data] = self._ray.put(task.data)
         return _Parcel(
             adapter=adapters.stored(task.adapter),
+            merged=adapters.stored(merged.to_tensors(task.merged)) if task.merged else None,
             records=self._records[task.data],
             spec=task.spec,
             round=task.round,
@@ -132,7 +136,8 @@ class _Adapters:
 
     def stored(self, adapter: Adapter) -> Any:
         for known, reference in self._known:
-            if all(torch.equal(known[name], tensor) for name, tensor in adapter.items()):
+            same_names = known.keys() == adapter.keys()
+            if same_names and all(torch.equal(known[name], tensor) for name, tensor in adapter.items()):
                 return reference
         self._known.append((adapter, self._put(adapter)))
         return self._known[-1][1]
@@ -153,13 +158,15 @@ class _Worker:
     def train(self, parcels: list[_Parcel]) -> list[ClientUpdate | Exception]:
         """The updates of a share of a round."""
         adapters = {parcel.adapter: self._get(parcel.adapter) for parcel in parcels}
-        return execute_stacked(self._model, [self._task(parcel, adapters) for parcel in parcels])
+        bases = {parcel.merged: merged.from_tensors(self._get(parcel.merged)) for parcel in parcels if parcel.merged}
+        return execute_stacked(self._model, [self._task(parcel, adapters, bases) for parcel in parcels])
 
-    def _task(self, parcel: _Parcel, adapters: dict[Any, Adapter]) -> UpdateTask:
+    def _task(self, parcel: _Parcel, adapters: dict[Any, Adapter], bases: dict[Any, Merged]) -> UpdateTask:
         if parcel.records not in self._records:
             self._records[parcel.records] = self._get(parcel.records)
         return UpdateTask(
             adapter=adapters[parcel.adapter],
+            merged=bases.get(parcel.merged, {}),
             data=self._records[parcel.records],
             spec=parcel.spec,
             round=parcel.round,

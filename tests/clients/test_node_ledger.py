@@ -72,9 +72,8 @@ def node(small_run, tmp_path) -> Node:
 
 def uploaded(reply: Message) -> bytes:
     assert not reply.has_error(), reply.error
-    adapter = dict(reply.content.array_records[protocol.ADAPTER].to_torch_state_dict())
-    _, event = protocol.unpack_release(reply.content.config_records[protocol.RELEASE])
-    return protocol.pack_upload(adapter, event)
+    arrays = dict(reply.content.array_records[protocol.ADAPTER].to_torch_state_dict())
+    return protocol.pack_reply(protocol.unpack_release(reply.content.config_records[protocol.RELEASE]), arrays)
 
 
 def test_a_message_replayed_ten_times_gets_ten_identical_replies_for_one_charge(node):

@@ -37,10 +37,9 @@ from simulations.engines.grid import LocalGrid
 
 def sent(wire: int, client: int, round_: int, reply: Message) -> None:
     """Tell the parent what left the node: from here on it counts as released."""
-    adapter = dict(reply.content.array_records[protocol.ADAPTER].to_torch_state_dict())
+    arrays = dict(reply.content.array_records[protocol.ADAPTER].to_torch_state_dict())
     release = reply.content.config_records[protocol.RELEASE]
-    _, event = protocol.unpack_release(release)
-    digest = hashlib.sha256(protocol.pack_upload(adapter, event)).hexdigest()
+    digest = hashlib.sha256(protocol.pack_reply(protocol.unpack_release(release), arrays)).hexdigest()
     os.write(wire, (json.dumps([client, round_, digest, release["event"]]) + "\n").encode())
 
 

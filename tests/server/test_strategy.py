@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -10,13 +11,14 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
 
 from fedpriv import protocol
+from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.config import parse
 from fedpriv.errors import TooFewClientsError
-from fedpriv.protocol import Registration
+from fedpriv.protocol import Registration, Release
 from fedpriv.training.evaluation import Evaluation
 from server.bookkeeping import Books
-from server.replies import MalformedError, adapter_of
-from server.strategy import DpLora
+from server.replies import MalformedError, read_reply
+from server.strategy import RuleStrategy
 from simulations.engines.flower_private import task_identity
 
 SIZES = {0: 600, 1: 300, 2: 100}
@@ -29,31 +31,34 @@ def _identity():
         yield
 
 
-def make_strategy(on_round=lambda *_: None, **changes) -> DpLora:
+def make_strategy(on_round=lambda *_: None, **changes) -> RuleStrategy:
     config = parse({"rounds": 2, "batch_size": 10, "noise_multiplier": 1.0, **changes})
     nodes = {
         client: (100 + client, Registration(client=client, num_records=n, name="", data_set=f"d{client}"))
         for client, n in SIZES.items()
     }
-    return DpLora(
+    return RuleStrategy(
         config,
         nodes,
         books=Books(config, "run", [each for _, each in nodes.values()], tensor_names=ADAPTER),
         run="run",
+        initial=ADAPTER,
         evaluate=lambda _: Evaluation(accuracy=0.5, loss=1.0),
         on_round=on_round,
     )
 
 
-def ask(strategy: DpLora, round_: int = 1) -> list[Message]:
+def ask(strategy: RuleStrategy, round_: int = 1) -> list[Message]:
     return list(strategy.configure_train(round_, ArrayRecord(ADAPTER), ConfigRecord(), None))
 
 
-def answer(strategy: DpLora, message: Message, value: float, *, adapter=None, round_: int = 1, event=None) -> Message:
+def answer(strategy: RuleStrategy, message: Message, value: float, *, adapter=None, **claims) -> Message:
     client = message.metadata.dst_node_id - 100
     adapter = adapter or ArrayRecord({name: torch.full_like(t, value) for name, t in ADAPTER.items()})
-    release = protocol.pack_release(round_, event or strategy.event(client))
-    content = {protocol.ADAPTER: adapter, protocol.RELEASE: ConfigRecord(release)}
+    honest = {"round": 1, "event": strategy.event(client), "num_records": SIZES[client]}
+    content = {protocol.RELEASE: ConfigRecord(protocol.pack_release(Release(**{**honest, **claims})))}
+    if not claims.get("silent"):
+        content[protocol.ADAPTER] = adapter
     return Message(RecordDict(content), reply_to=message)
 
 
@@ -151,30 +156,81 @@ def bad_arrays(case: str) -> ArrayRecord:
     return ArrayRecord(good)
 
 
-@pytest.mark.parametrize("case", ["nan", "infinity", "shape", "dtype", "missing", "extra", "lying header", "garbage"])
-def test_malformed_adapter_is_refused_and_the_round_goes_on(case):
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [
+        ("nan", "A: holds NaN"),
+        ("infinity", "B: holds NaN or infinity"),
+        ("shape", r"A: float32 \(3, 2\), not float32 \(2, 3\)"),
+        ("dtype", r"A: float64 \(2, 3\), not float32"),
+        ("missing", "missing tensors: B"),
+        ("extra", "extra tensors: C"),
+        ("lying header", r"A: float32 \(999,\), not"),
+        ("garbage", "malformed reply"),
+    ],
+)
+def test_malformed_adapter_is_refused_by_name_and_counted_and_the_round_goes_on(case, named):
     strategy = make_strategy()
     messages = ask(strategy)
     bad = answer(strategy, messages[1], 0.0, adapter=bad_arrays(case))
-    with pytest.raises(MalformedError):
-        adapter_of(bad, like=ADAPTER, round_=1, event=strategy.event(1))
+    with pytest.raises(MalformedError, match=named):
+        read_reply(bad, strategy._asked(1))
     arrays, _ = strategy.aggregate_train(1, [answer(strategy, messages[0], 3.0), bad])
     assert arrays.to_torch_state_dict()["B"].tolist() == pytest.approx([3.0] * 4)
+    row = strategy._rows[1]
+    assert (row.client, row.status) == (1, "malformed")
+    assert re.search(named, row.detail)
 
 
-@pytest.mark.parametrize("claim", ["round", "event", "nothing"])
-def test_reply_that_claims_something_else_is_refused(claim):
+@pytest.mark.parametrize(
+    ("claims", "named"),
+    [
+        ({"round": 2}, "reply of round 2 in round 1"),
+        ({"event": SubsampledGaussian(noise_multiplier=9.0, sampling_probability=0.1)}, "the instruction costs"),
+        ({"num_records": 10**6}, "reply claims 1000000 records, registered are 600"),
+        ({"silent": True}, "silent, though it was not asked"),
+    ],
+)
+def test_reply_that_claims_something_else_is_refused_by_name(claims, named):
     strategy = make_strategy()
-    message = ask(strategy)[0]
-    if claim == "nothing":
-        reply = Message(RecordDict({protocol.ADAPTER: ArrayRecord(ADAPTER)}), reply_to=message)
-    else:
-        reply = answer(
-            strategy,
-            message,
-            1.0,
-            round_=2 if claim == "round" else 1,
-            event=strategy.event(1) if claim == "event" else None,
-        )
-    with pytest.raises(MalformedError):
-        adapter_of(reply, like=ADAPTER, round_=1, event=strategy.event(0))
+    with pytest.raises(MalformedError, match=named):
+        read_reply(answer(strategy, ask(strategy)[0], 1.0, **claims), strategy._asked(0))
+
+
+def test_reply_without_a_release_is_refused():
+    strategy = make_strategy()
+    reply = Message(RecordDict({protocol.ADAPTER: ArrayRecord(ADAPTER)}), reply_to=ask(strategy)[0])
+    with pytest.raises(MalformedError, match="malformed reply"):
+        read_reply(reply, strategy._asked(0))
+
+
+def test_update_beyond_the_norm_bound_is_refused_and_one_at_the_bound_is_not():
+    bound = math.sqrt(10)  # ten values of size 1
+    strategy = make_strategy(max_update_norm=bound * 1.0001)
+    messages = ask(strategy)
+    replies = [answer(strategy, messages[0], 1.0), answer(strategy, messages[1], 1.01)]
+    strategy.aggregate_train(1, replies)
+    assert [row.status for row in strategy._rows] == ["ok", "malformed", "no reply"]
+    assert "its update has norm 3.194, max_update_norm is 3.16" in strategy._rows[1].detail
+
+
+def test_silent_clients_are_sound_and_weigh_nothing():
+    strategy = make_strategy(aggregation="cmfl", min_clients=3)
+    messages = ask(strategy)
+    strategy.aggregate_train(1, [answer(strategy, message, 1.0) for message in messages])
+    messages = list(strategy.configure_train(2, ArrayRecord(strategy.model.adapter), ConfigRecord(), None))
+    replies = [answer(strategy, messages[0], 5.0, round=2)]
+    replies += [answer(strategy, message, 0.0, round=2, silent=True) for message in messages[1:]]
+    arrays, _ = strategy.aggregate_train(2, replies)
+    assert arrays.to_torch_state_dict()["B"].tolist() == [5.0] * 4
+    assert [row.status for row in strategy._rows] == ["ok", "silent", "silent"]
+    assert [strategy.books.accounts.num_releases(client) for client in SIZES] == [2, 2, 2]
+    assert strategy._rows[1].bytes_up < strategy._rows[0].bytes_up
+
+
+def test_a_round_in_which_all_are_silent_leaves_the_model_as_it_is():
+    strategy = make_strategy(aggregation="cmfl")
+    strategy.aggregate_train(1, [answer(strategy, message, 1.0) for message in ask(strategy)])
+    messages = list(strategy.configure_train(2, ArrayRecord(strategy.model.adapter), ConfigRecord(), None))
+    arrays, _ = strategy.aggregate_train(2, [answer(strategy, m, 0.0, round=2, silent=True) for m in messages])
+    assert arrays.to_torch_state_dict()["A"].flatten().tolist() == [1.0] * 6

@@ -23,6 +23,7 @@ from transformers import (
 import fedpriv.adapters
 from fedpriv.accounting.curves import spent
 from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.config import parse
 from fedpriv.data.records import tokenize
 from fedpriv.training.evaluation import evaluate
@@ -154,8 +155,9 @@ def test_a_run_that_moved_nothing_says_so(small_run, tmp_path):
     still = run(small_run, tmp_path / "still", noise_multiplier=0.0, learning_rate=1e-30)
     assert summary(still)["adapters_moved"] is False
     assert summary(still)["unmoved_tensors"]
-    assert unmoved({"a": torch.ones(2)}, {"a": torch.ones(2)}) == ["a"]
-    assert unmoved({"a": torch.ones(2)}, {"a": torch.zeros(2)}) == []
+    start = {"a": torch.ones(2)}
+    assert unmoved(GlobalModel(initial=start, adapter={"a": torch.ones(2)})) == ["a"]
+    assert unmoved(GlobalModel(initial=start, adapter={"a": torch.zeros(2)})) == []
 
 
 def test_clients_are_sampled_by_partition_id_and_the_seed(small_run, tmp_path):

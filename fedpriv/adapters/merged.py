@@ -1,0 +1,155 @@
+"""What aggregation has added to frozen weights: a sum of products of low-rank factors for each LoRA layer.
+
+Rules that average the products B A rather than the factors put what no adapter of rank r can hold into the frozen
+weights. The sum stays a pair of factors for as long as these are smaller than the matrix itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedpriv.adapters.arithmetic import Adapter
+
+A_SUFFIX = ".lora_A.weight"
+B_SUFFIX = ".lora_B.weight"
+_LEFT = ".left"
+_RIGHT = ".right"
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """A matrix [out, in] as left @ right, or as itself.
+
+    Attributes:
+        left: float32 [out, rank], or the matrix where `right` is None.
+        right: float32 [rank, in], or None.
+    """
+
+    left: Tensor
+    right: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        return self.left.shape[0], (self.left if self.right is None else self.right).shape[1]
+
+    def matrix(self) -> Tensor:
+        """[out, in], float32, summed in float64."""
+        return self.left if self.right is None else (self.left.double() @ self.right.double()).float()
+
+    def plus(self, terms: Iterable[tuple[Tensor, Tensor]]) -> Product:
+        """The matrix plus the products of (left [out, r], right [r, in]), as factors where these are smaller."""
+        terms = list(terms)
+        if self.right is not None:
+            lefts, rights = [self.left, *(left for left, _ in terms)], [self.right, *(right for _, right in terms)]
+            left, right = torch.cat(lefts, dim=1), torch.cat(rights, dim=0)
+            if left.numel() + right.numel() < left.shape[0] * right.shape[1]:
+                return Product(left, right)
+        total = self.left.double() if self.right is None else self.left.double() @ self.right.double()
+        return Product(sum((left.double() @ right.double() for left, right in terms), start=total).float())
+
+    @property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """(left, right), where a plain matrix has the identity on its longer side."""
+        if self.right is not None:
+            return self.left, self.right
+        out_features, in_features = self.left.shape
+        if out_features <= in_features:
+            return torch.eye(out_features), self.left
+        return self.left, torch.eye(in_features)
+
+
+Merged = dict[str, Product]
+"""{layer name: what was added to its weight, in units of B A, so before LoRA's scaling}"""
+
+
+def factors_of(adapter: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """{layer name: (B, A)} of an adapter's LoRA layers."""
+    names = [name.removesuffix(A_SUFFIX) for name in adapter if name.endswith(A_SUFFIX)]
+    return {name: (adapter[name + B_SUFFIX], adapter[name + A_SUFFIX]) for name in names}
+
+
+def rest_of(adapter: Mapping[str, Tensor]) -> Adapter:
+    """What is no LoRA factor: a head."""
+    return {name: tensor for name, tensor in adapter.items() if not name.endswith((A_SUFFIX, B_SUFFIX))}
+
+
+def add(merged: Mapping[str, Product], terms: Mapping[str, Iterable[tuple[Tensor, Tensor]]]) -> Merged:
+    """The merged weights with more products added, {layer name: [(left, right), ...]}."""
+    result = dict(merged)
+    for name, products in terms.items():
+        (left, right), *others = products
+        result[name] = result[name].plus([(left, right), *others]) if name in result else _first(left, right, others)
+    return result
+
+
+def _first(left: Tensor, right: Tensor, others: Iterable[tuple[Tensor, Tensor]]) -> Product:
+    nothing = Product(left.new_zeros(left.shape[0], 0), right.new_zeros(0, right.shape[1]))
+    return nothing.plus([(left, right), *others])
+
+
+def same(one: Mapping[str, Product], other: Mapping[str, Product]) -> bool:
+    """Whether two say the same; cheap where they are one object."""
+    return one.keys() == other.keys() and all(_same_product(one[name], other[name]) for name in one)
+
+
+def _same_product(one: Product, other: Product) -> bool:
+    if one is other:
+        return True
+    if (one.right is None) != (other.right is None) or not torch.equal(one.left, other.left):
+        return False
+    return one.right is None or other.right is None or torch.equal(one.right, other.right)
+
+
+def to_tensors(merged: Mapping[str, Product]) -> dict[str, Tensor]:
+    """As named tensors, for the wire."""
+    tensors = {}
+    for name, product in merged.items():
+        tensors[name + _LEFT] = product.left
+        if product.right is not None:
+            tensors[name + _RIGHT] = product.right
+    return tensors
+
+
+def from_tensors(tensors: Mapping[str, Tensor]) -> Merged:
+    """What `to_tensors` wrote.
+
+    Raises:
+        ValueError: a name of another kind, a right factor without a left one, or factors that do not fit.
+    """
+    for name, tensor in tensors.items():
+        stem = name.removesuffix(_RIGHT)
+        if tensor.dtype != torch.float32 or tensor.dim() != 2:
+            raise ValueError(f"{name}: must be a float32 matrix")
+        if not name.endswith((_LEFT, _RIGHT)) or (name.endswith(_RIGHT) and stem + _LEFT not in tensors):
+            raise ValueError(f"{name}: is no part of a merged weight")
+        if name.endswith(_RIGHT) and tensors[stem + _LEFT].shape[1] != tensor.shape[0]:
+            raise ValueError(f"{name}: has {tensor.shape[0]} rows, its left factor {tensors[stem + _LEFT].shape[1]}")
+    stems = [name.removesuffix(_LEFT) for name in tensors if name.endswith(_LEFT)]
+    return {stem: Product(tensors[stem + _LEFT], tensors.get(stem + _RIGHT)) for stem in stems}
+
+
+def as_one_adapter(adapter: Mapping[str, Tensor], merged: Mapping[str, Product]) -> Adapter:
+    """One adapter of higher rank that does on the untouched base what `adapter` does on the merged one.
+
+    All LoRA layers get one rank, the smallest that holds the sum exactly, by rows and columns of zeros.
+    """
+    if not merged:
+        return dict(adapter)
+    nothing = {
+        name: Product(b.new_zeros(b.shape[0], 0), a.new_zeros(0, a.shape[1]))
+        for name, (b, a) in factors_of(adapter).items()
+    }
+    sums = add(nothing | dict(merged), {name: [pair] for name, pair in factors_of(adapter).items()})
+    pairs = {name: product.factors for name, product in sums.items()}
+    rank = max(left.shape[1] for left, _ in pairs.values())
+    result = rest_of(adapter)
+    for name, (left, right) in pairs.items():
+        more = rank - left.shape[1]
+        result[name + A_SUFFIX] = torch.nn.functional.pad(right, (0, 0, 0, more))
+        result[name + B_SUFFIX] = torch.nn.functional.pad(left, (0, more))
+    return result

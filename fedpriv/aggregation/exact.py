@@ -1,0 +1,91 @@
+"""Rules whose global model is the weighted average of the clients' products B A, which averaging A and B apart is not.
+
+What an adapter of rank r cannot hold of that average goes into the frozen weights, which all clients get to know.
+Under differential privacy the products contain the noise of both factors, and their cross term is averaged as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX, add, factors_of, rest_of
+from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.aggregation.weighted import weighted_average
+
+
+def fedex_lora(model: GlobalModel, uploads: Sequence[Adapter], weights: Sequence[float]) -> GlobalModel:
+    """A, B and head averaged, and the residual sum_k w_k B_k A_k - B A added to the frozen weights.
+
+    Args:
+        model: before the round.
+        uploads: of equal names and shapes.
+        weights: summing to one.
+
+    Raises:
+        ValueError: as `weighted_average`.
+
+    Source: Singhal et al. 2024 (FedEx-LoRA), Eqs. 8 to 11.
+    """
+    adapter = weighted_average(uploads, weights)
+    if len(uploads) == 1:
+        return replace(model, adapter=adapter)
+    products = [factors_of(upload) for upload in uploads]
+    terms = {
+        name: [
+            *((weight * own[name][0], own[name][1]) for own, weight in zip(products, weights, strict=True)),
+            (-left, right),
+        ]
+        for name, (left, right) in factors_of(adapter).items()
+    }
+    return replace(model, adapter=adapter, merged=add(model.merged, terms))
+
+
+def flora(model: GlobalModel, uploads: Sequence[Adapter], weights: Sequence[float]) -> GlobalModel:
+    """The products sum_k w_k B_k A_k, of whatever ranks, added to the frozen weights; heads averaged.
+
+    Clients begin each round with a fresh adapter whose product is zero, from `fresh_start`.
+
+    Args:
+        model: before the round.
+        uploads: of equal names; ranks may differ.
+        weights: summing to one.
+
+    Raises:
+        ValueError: as `weighted_average`.
+
+    Source: Wang et al. 2024 (FLoRA), Eqs. 5 and 6.
+    """
+    heads = weighted_average([rest_of(upload) for upload in uploads], weights)
+    products = [factors_of(upload) for upload in uploads]
+    terms = {
+        name: [(weight * own[name][0], own[name][1]) for own, weight in zip(products, weights, strict=True)]
+        for name in products[0]
+    }
+    return replace(model, adapter={**model.adapter, **heads}, merged=add(model.merged, terms))
+
+
+def fresh_start(model: GlobalModel, *, rank: int, seed: int, round_: int) -> Adapter:
+    """The adapter that a client of this rank begins a round with: A drawn anew as peft draws it, B zero, and the head.
+
+    Clients of different rank get the first rows of one draw.
+
+    Args:
+        model: before the round.
+        rank: r_k >= 1.
+        seed: of the run; nothing private depends on it.
+        round_: from 1.
+    """
+    adapter = rest_of(model.adapter)
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + round_)
+    for name, (left, right) in factors_of(model.initial).items():
+        # torch's kaiming_uniform_ with a = sqrt(5), which peft calls: uniform within 1 / sqrt(in).
+        bound = 1 / math.sqrt(right.shape[1])
+        rows = torch.rand(max(rank, right.shape[0]), right.shape[1], generator=generator)
+        adapter[name + A_SUFFIX] = (2 * rows[:rank] - 1) * bound
+        adapter[name + B_SUFFIX] = torch.zeros(left.shape[0], rank)
+    return {name: adapter[name] for name in model.adapter}

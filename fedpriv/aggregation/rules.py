@@ -1,0 +1,48 @@
+"""The aggregation rules by name: what each one trains, and how uploads become the next global model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters.lora import Trains
+from fedpriv.aggregation.exact import fedex_lora, flora
+from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.aggregation.relevance import cmfl
+from fedpriv.aggregation.ternary import t_fedavg
+from fedpriv.aggregation.weighted import average
+
+Aggregate = Callable[[GlobalModel, Sequence[Adapter], Sequence[float]], GlobalModel]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """An aggregation rule.
+
+    Attributes:
+        aggregate: the next global model from the sound uploads and their weights.
+        trains: `lora` A, B and a head; `lora-b` B and a head; `weights` full weight matrices and a head.
+        linear: whether the new model is the weighted sum of the uploads, as the `aggregate` view needs.
+        restarts: whether clients begin each round with a fresh adapter; then their ranks may differ.
+        ternary: whether tensors are ternary differences to the start, in training and on the wire both ways.
+        selective: whether a client may stay silent.
+    """
+
+    aggregate: Aggregate
+    trains: Trains = "lora"
+    linear: bool = False
+    restarts: bool = False
+    ternary: bool = False
+    selective: bool = False
+
+
+RULES = {
+    "dp-lora": Rule(aggregate=average, linear=True),
+    "fedavg": Rule(aggregate=average, trains="weights", linear=True),
+    "t-fedavg": Rule(aggregate=t_fedavg, trains="weights", ternary=True),
+    "cmfl": Rule(aggregate=cmfl, trains="weights", selective=True),
+    "ffa-lora": Rule(aggregate=average, trains="lora-b", linear=True),
+    "fedex-lora": Rule(aggregate=fedex_lora),
+    "flora": Rule(aggregate=flora, restarts=True),
+}

@@ -1,0 +1,226 @@
+"""What every aggregation rule owes: fixed points, no order of clients, the exact ones the average of products."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedpriv.adapters.arithmetic import difference
+from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX, as_one_adapter, factors_of
+from fedpriv.aggregation.exact import fresh_start
+from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.aggregation.relevance import pack_signs, relevance, threshold, unpack_signs
+from fedpriv.aggregation.rules import RULES
+from fedpriv.aggregation.ternary import ternary_codes
+
+LAYERS = {"m.query": (7, 5), "m.value": (6, 9)}  # name: (out, in)
+EXACT = ("fedex-lora", "flora")
+
+
+def lora(seed: int, rank: int = 2) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    adapter = {}
+    for name, (out_features, in_features) in LAYERS.items():
+        adapter[name + A_SUFFIX] = torch.randn(rank, in_features, generator=generator)
+        adapter[name + B_SUFFIX] = torch.randn(out_features, rank, generator=generator)
+    adapter["head.weight"] = torch.randn(3, 4, generator=generator)
+    return adapter
+
+
+def ternary(seed: int, start: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    moved = lora(seed)
+    result = {}
+    for name, tensor in start.items():
+        codes, scale = ternary_codes(moved[name].reshape(1, -1))
+        result[name] = tensor + (codes * scale).view(tensor.shape)
+    return result
+
+
+def uploads_of(rule: str, num: int) -> list[dict[str, torch.Tensor]]:
+    start = lora(0)
+    return [ternary(seed + 1, start) if RULES[rule].ternary else lora(seed + 1) for seed in range(num)]
+
+
+def start_of(rule: str) -> GlobalModel:
+    """B is zero at the start of a run, so that the function is the base model's."""
+    adapter = {name: torch.zeros_like(t) if name.endswith(B_SUFFIX) else t for name, t in lora(0).items()}
+    return GlobalModel(initial=lora(0) if RULES[rule].ternary else adapter, adapter=adapter)
+
+
+def function(model: GlobalModel) -> dict[str, torch.Tensor]:
+    """What the global model adds to each frozen weight, and the rest of its tensors."""
+    whole = as_one_adapter(model.adapter, model.merged)
+    products = {name: left.double() @ right.double() for name, (left, right) in factors_of(whole).items()}
+    return products | {"head.weight": whole["head.weight"].double()}
+
+
+def assert_same(one: GlobalModel, other: GlobalModel) -> None:
+    for name, value in function(one).items():
+        torch.testing.assert_close(function(other)[name], value, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_clients_that_all_say_the_same_are_believed(rule):
+    (upload,) = uploads_of(rule, 1)
+    one = RULES[rule].aggregate(start_of(rule), [upload], [1.0])
+    assert_same(RULES[rule].aggregate(start_of(rule), [upload] * 4, [0.4, 0.3, 0.2, 0.1]), one)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_one_client_is_the_global_model(rule):
+    (upload,) = uploads_of(rule, 1)
+    expected = GlobalModel(initial={}, adapter=upload)
+    assert_same(RULES[rule].aggregate(start_of(rule), [upload], [1.0]), expected)
+
+
+@pytest.mark.parametrize("rule", [name for name in RULES if not RULES[name].restarts])
+def test_clients_that_move_nothing_move_nothing(rule):
+    model = dataclasses.replace(start_of(rule), adapter=uploads_of(rule, 1)[0])
+    again = RULES[rule].aggregate(model, [model.adapter] * 3, [0.5, 0.25, 0.25])
+    assert_same(again, model)
+
+
+@pytest.mark.parametrize("rule", [name for name in RULES if RULES[name].restarts])
+def test_fresh_adapters_that_stay_as_they_were_move_nothing(rule):
+    model = RULES[rule].aggregate(start_of(rule), uploads_of(rule, 3), [0.5, 0.25, 0.25])
+    fresh = fresh_start(model, rank=2, seed=0, round_=2)
+    assert_same(RULES[rule].aggregate(model, [fresh] * 3, [0.5, 0.25, 0.25]), model)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_order_of_clients_does_not_matter(rule):
+    uploads, weights = uploads_of(rule, 3), [0.5, 0.3, 0.2]
+    models = [
+        RULES[rule].aggregate(start_of(rule), [uploads[k] for k in order], [weights[k] for k in order])
+        for order in itertools.permutations(range(3))
+    ]
+    for model in models[1:]:
+        assert_same(model, models[0])
+
+
+@pytest.mark.parametrize("weights", [[0.5, 0.4], [1.0, 1.0], [0.5, 0.5, 0.0]])
+@pytest.mark.parametrize("rule", RULES)
+def test_weights_that_do_not_sum_to_one_for_each_upload_are_refused(rule, weights):
+    with pytest.raises(ValueError, match="weights"):
+        RULES[rule].aggregate(start_of(rule), uploads_of(rule, 2), weights)
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("rule", EXACT)
+def test_exact_rules_give_the_average_of_the_products(rule, rounds):
+    model, weights = start_of(rule), [0.5, 0.3, 0.2]
+    for round_ in range(rounds):
+        base = {name: product.matrix().double() for name, product in model.merged.items()}
+        uploads = [lora(100 * round_ + k) for k in range(3)]
+        model = RULES[rule].aggregate(model, uploads, weights)
+        found = function(model)
+        for name in LAYERS:
+            products = [left.double() @ right.double() for left, right in (factors_of(u)[name] for u in uploads)]
+            expected = sum(w * p for w, p in zip(weights, products, strict=True)) + base.get(name, 0.0)
+            torch.testing.assert_close(found[name], expected, atol=2e-6, rtol=1e-5)
+
+
+def test_averaging_factors_is_not_the_average_of_products():
+    uploads, weights = uploads_of("dp-lora", 2), [0.5, 0.5]
+    exact, plain = (RULES[name].aggregate(start_of(name), uploads, weights) for name in ("flora", "dp-lora"))
+    assert any((function(exact)[name] - function(plain)[name]).abs().max() > 0.1 for name in LAYERS)
+
+
+def test_with_a_shared_frozen_factor_averaging_is_exact():
+    uploads, weights = uploads_of("ffa-lora", 3), [0.5, 0.3, 0.2]
+    shared = {name: tensor for name, tensor in lora(0).items() if name.endswith(A_SUFFIX)}
+    trained = [{name: t for name, t in upload.items() if name not in shared} for upload in uploads]
+    model = RULES["ffa-lora"].aggregate(GlobalModel(initial={}, adapter=trained[0]), trained, weights)
+    for name in LAYERS:
+        products = [upload[name + B_SUFFIX].double() @ shared[name + A_SUFFIX].double() for upload in trained]
+        expected = sum(w * p for w, p in zip(weights, products, strict=True))
+        found = model.adapter[name + B_SUFFIX].double() @ shared[name + A_SUFFIX].double()
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_stacking_takes_clients_of_different_rank():
+    uploads, weights = [lora(k, rank=k + 1) for k in range(3)], [0.5, 0.3, 0.2]
+    found = function(RULES["flora"].aggregate(start_of("flora"), uploads, weights))
+    for name in LAYERS:
+        products = [left.double() @ right.double() for left, right in (factors_of(u)[name] for u in uploads)]
+        expected = sum(w * p for w, p in zip(weights, products, strict=True))
+        torch.testing.assert_close(found[name], expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rule", [name for name in RULES if not RULES[name].restarts])
+def test_rules_that_average_tensors_refuse_mixed_ranks(rule):
+    with pytest.raises(ValueError, match="shapes"):
+        RULES[rule].aggregate(start_of(rule), [lora(0, rank=2), lora(1, rank=3)], [0.5, 0.5])
+
+
+def test_a_fresh_start_adds_nothing_and_keeps_the_head_and_differs_by_round():
+    model = RULES["flora"].aggregate(start_of("flora"), uploads_of("flora", 2), [0.5, 0.5])
+    starts = {
+        (rank, round_): fresh_start(model, rank=rank, seed=3, round_=round_) for rank in (1, 4) for round_ in (1, 2)
+    }
+    for (rank, _), start in starts.items():
+        assert all(not left.any() and right.shape[0] == rank for left, right in factors_of(start).values())
+        assert torch.equal(start["head.weight"], model.adapter["head.weight"])
+    name = "m.query" + A_SUFFIX
+    assert torch.equal(starts[4, 1][name][:1], starts[1, 1][name])
+    assert not torch.equal(starts[4, 1][name], starts[4, 2][name])
+    assert starts[4, 1][name].abs().max() <= 5**-0.5
+
+
+# T-FedAvg
+
+
+@given(st.integers(0, 2**31), st.integers(1, 40))
+@settings(deadline=None)
+def test_ternary_codes_of_ternary_values_are_these_values(seed, num):
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-1, 2, (1, num), generator=generator).double()
+    found, scale = ternary_codes(0.37 * codes)
+    torch.testing.assert_close(found * scale, 0.37 * codes)
+
+
+def test_t_fedavg_leaves_three_values_in_each_tensor():
+    model = RULES["t-fedavg"].aggregate(start_of("t-fedavg"), uploads_of("t-fedavg", 3), [0.5, 0.3, 0.2])
+    for name, moved in difference(model.adapter, model.initial).items():
+        sizes = moved.abs().unique()
+        assert len(sizes[sizes > 1e-6].double().round(decimals=5).unique()) == 1, name
+
+
+# CMFL
+
+
+def test_relevance_is_the_share_of_agreeing_signs():
+    update = {"a": torch.tensor([1.0, -2.0, 0.0, 3.0])}
+    signs = {"a": torch.tensor([1.0, 1.0, 0.0, 1.0])}
+    assert relevance(update, signs) == 0.75
+
+
+def test_threshold_falls_as_the_root_of_the_round():
+    assert [threshold(0.8, t) for t in (1, 4, 16)] == pytest.approx([0.8, 0.4, 0.2])
+
+
+@given(st.integers(0, 2**31))
+@settings(deadline=None)
+def test_signs_travel_exactly(seed):
+    generator = torch.Generator().manual_seed(seed)
+    update = {
+        "b": torch.randn(3, 4, generator=generator),
+        "a": torch.randint(-1, 2, (7,), generator=generator).float(),
+    }
+    packed = pack_signs(update)
+    assert packed.numel() == 4  # 19 signs, five to a byte
+    found = unpack_signs(packed, update)
+    assert all(torch.equal(found[name], update[name].sign()) for name in update)
+
+
+def test_update_of_the_round_is_what_clients_will_be_compared_with():
+    start = start_of("cmfl")
+    model = RULES["cmfl"].aggregate(start, uploads_of("cmfl", 2), [0.5, 0.5])
+    assert all(
+        torch.allclose(model.last_update[name], model.adapter[name] - start.adapter[name]) for name in start.adapter
+    )
