@@ -20,6 +20,7 @@ from fedpriv.accounting.curves import Accountant, check_delta, spent
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.selection import repeat_and_select
 from fedpriv.accounting.views import default_delta
+from fedpriv.cli_communication import communication
 from fedpriv.errors import InputError, LedgerError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -317,6 +318,9 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a finished ru
     from fedpriv.reports.page import write_report
 
     _show({"report": str(write_report(run_dir))}, as_json)
+
+
+app.command()(communication)
 
 
 def _sensitivity_factor(clipping: Clipping, num_tensors: int, head: bool) -> float:

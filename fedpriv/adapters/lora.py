@@ -67,7 +67,7 @@ def attach(base: BaseModel, settings: LoraSettings, *, seed: int = 0) -> PeftMod
 
 
 def _lora_config(base: BaseModel, settings: LoraSettings) -> LoraConfig:
-    names = settings.target_modules or _default_targets(base)
+    names = settings.target_modules or default_targets(base)
     targets = [m for n, m in base.model.named_modules() if n.rsplit(".", 1)[-1] in names]
     if not targets:
         linear = (nn.Linear, Conv1D)
@@ -112,12 +112,17 @@ def _weights_config(base: BaseModel, settings: LoraSettings) -> LNTuningConfig:
     return LNTuningConfig(target_modules=names, modules_to_save=list(base.new_modules) or None, task_type=settings.task)
 
 
-def _default_targets(base: BaseModel) -> tuple[str, ...]:
+def default_targets(base: BaseModel) -> tuple[str, ...]:
+    """The linear layers that peft adapts in a model of this type.
+
+    Raises:
+        InputError: peft names none, or by a pattern.
+    """
     model_type = base.model.config.model_type
     extra = {"distilbert": ["q_lin", "v_lin"]}
     names = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model_type) or extra.get(model_type)
-    if names is None:
-        raise InputError(f"target_modules: peft has no default for a {model_type} model; name the layers")
+    if names is None or isinstance(names, str):
+        raise InputError(f"target_modules: peft has no list of defaults for a {model_type} model; name the layers")
     return tuple(names)
 
 
