@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from fedpriv.adapters.arithmetic import Adapter
@@ -72,8 +73,6 @@ def flora(model: GlobalModel, uploads: Sequence[Adapter], weights: Sequence[floa
 def fresh_start(model: GlobalModel, *, rank: int, seed: int, round_: int) -> Adapter:
     """The adapter that a client of this rank begins a round with: A drawn anew as peft draws it, B zero, and the head.
 
-    Clients of different rank get the first rows of one draw.
-
     Args:
         model: before the round.
         rank: r_k >= 1.
@@ -81,11 +80,11 @@ def fresh_start(model: GlobalModel, *, rank: int, seed: int, round_: int) -> Ada
         round_: from 1.
     """
     adapter = rest_of(model.adapter)
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + round_)
+    generator = np.random.default_rng((seed, round_))
     for name, (left, right) in factors_of(model.initial).items():
         # torch's kaiming_uniform_ with a = sqrt(5), which peft calls: uniform within 1 / sqrt(in).
         bound = 1 / math.sqrt(right.shape[1])
-        rows = torch.rand(max(rank, right.shape[0]), right.shape[1], generator=generator)
-        adapter[name + A_SUFFIX] = (2 * rows[:rank] - 1) * bound
+        rows = generator.uniform(-bound, bound, size=(rank, right.shape[1]))
+        adapter[name + A_SUFFIX] = torch.from_numpy(rows).float()
         adapter[name + B_SUFFIX] = torch.zeros(left.shape[0], rank)
     return {name: adapter[name] for name in model.adapter}

@@ -52,6 +52,14 @@ def left_padded(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return turned
 
 
+@pytest.mark.parametrize("trains", ["lora-b", "weights"])
+def test_gradients_of_one_factor_and_of_full_weights_equal_the_loop(encoder, make_records, trains):
+    model = encoder(trains=trains)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert not any("lora_A" in name for name in trained)
+    assert_equal_to_loop(model, collate(make_records(7).items()))
+
+
 @pytest.mark.parametrize("num", [1, 7])
 def test_encoder_gradients_equal_the_loop(encoder, make_records, num):
     model = encoder()

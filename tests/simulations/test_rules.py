@@ -1,0 +1,162 @@
+"""Every aggregation rule in whole runs: what is saved is what was tested, what is sent is what was counted."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+import warnings
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from flwr.app import ArrayRecord
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+import fedpriv
+from clients import handler
+from fedpriv import protocol
+from fedpriv.adapters.arithmetic import num_parameters
+from fedpriv.aggregation.rules import RULES
+from fedpriv.config import parse
+from fedpriv.data.records import tokenize
+from fedpriv.errors import InputError
+from fedpriv.training.evaluation import evaluate
+from fedpriv.training.model import TrainingModel
+from fedpriv.training.workbench import workbench
+from server.coordinator import LogObserver
+from simulations.engines import federation
+
+
+def run(values, out: Path, **changes) -> Path:
+    federation.run(parse({**values, "out": str(out), **changes}), LogObserver())
+    return out
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def clients(folder: Path) -> pd.DataFrame:
+    return pd.read_csv(folder / "clients.csv")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_saved_global_model_gives_the_accuracy_that_the_server_saw(small_run, tmp_path, rule):
+    ranks = [2, 5, 3] if rule == "flora" else []
+    # Without noise and with much learning the models differ from the start by far more than rounding.
+    changes = {"aggregation": rule, "client_ranks": ranks, "noise_multiplier": 0.0, "rounds": 3, "batch_size": 16}
+    folder = run(small_run, tmp_path / rule, **changes)
+    assert summary(folder)["adapters_moved"], summary(folder)["unmoved_tensors"]
+    bench = workbench(parse(tomllib.loads((folder / "config.toml").read_text())))
+    test = tokenize(bench.data.test, bench.base.tokenizer, label_names=bench.data.label_names, max_length=64)
+    losses = pd.read_csv(folder / "rounds.csv").test_loss
+
+    loaded = fedpriv.adapters.load(str(small_run["model"]), folder / "variants" / "global")
+    loaded.requires_grad_(False)
+    for name, parameter in loaded.named_parameters():
+        parameter.requires_grad_(".modules_to_save." in name or "lora_" in name or "ln_tuning_layers" in name)
+    result = evaluate(TrainingModel(loaded, memory_limit=2**30, prefix_cache=False), test)
+    assert result.accuracy == summary(folder)["accuracy"]
+    assert result.loss == pytest.approx(losses.iloc[-1], rel=1e-5)
+    assert abs(losses.iloc[-1] - losses.iloc[-2]) > 1e-4 * losses.iloc[-1], "the test would be blind"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_variants_are_ordinary_peft_adapters(small_run, tmp_path, rule):
+    folder = run(small_run, tmp_path / rule, aggregation=rule, relevance_threshold=0.0)
+    for variant in sorted((folder / "variants").iterdir()):
+        base = AutoModelForSequenceClassification.from_pretrained(small_run["model"], num_labels=3)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*missing.*")
+            model = PeftModel.from_pretrained(base, variant)
+        stored = load_file(variant / "adapter_model.safetensors")
+        found = {name.replace(".default", ""): tensor for name, tensor in model.state_dict().items()}
+        for name, tensor in stored.items():
+            key = name if name in found else name.replace(".classifier.", ".classifier.modules_to_save.")
+            assert torch.equal(found[key], tensor), name
+    assert len(list((folder / "variants").iterdir())) == 4
+
+
+def test_a_frozen_shared_factor_is_never_sent_and_never_moves(small_run, tmp_path):
+    folder = run(small_run, tmp_path / "ffa", aggregation="ffa-lora")
+    bench = workbench(parse(tomllib.loads((folder / "config.toml").read_text())))
+    assert not [name for name in bench.initial if "lora_A" in name]
+    saved = {v.name: load_file(v / "adapter_model.safetensors") for v in (folder / "variants").iterdir()}
+    frozen = [name for name in saved["global"] if "lora_A" in name]
+    assert frozen
+    assert all(torch.equal(each[name], saved["global"][name]) for each in saved.values() for name in frozen)
+    full = clients(run(small_run, tmp_path / "dp", aggregation="dp-lora")).bytes_up.sum()
+    assert clients(folder).bytes_up.sum() < full
+
+
+def test_ternary_weights_send_a_fourteenth_both_ways(small_run, tmp_path):
+    values = {**small_run, "layers": "all"}
+    ternary, full = (clients(run(values, tmp_path / name, aggregation=name)) for name in ("t-fedavg", "fedavg"))
+    assert ternary.bytes_up.sum() <= full.bytes_up.sum() / 14
+    # In the first round fedavg's equal biases travel once; after it nothing is equal.
+    later = ternary["round"] > 1
+    assert ternary[later].bytes_down.sum() <= full[later].bytes_down.sum() / 14
+
+
+@pytest.mark.parametrize(("codec", "share"), [("bfloat16", 0.52), ("int8", 0.27), ("ternary", 0.075)])
+def test_codecs_send_the_share_that_they_promise(small_run, tmp_path, codec, share):
+    values = {**small_run, "rank": 64}
+    coded, plain = (clients(run(values, tmp_path / c, upload_codec=c)) for c in (codec, "float32"))
+    assert coded.bytes_up.sum() <= share * plain.bytes_up.sum()
+    assert (coded.status == "ok").all()
+
+
+def test_silent_clients_send_a_tiny_message_and_pay_all_the_same(small_run, tmp_path):
+    folder = run(small_run, tmp_path / "cmfl", aggregation="cmfl", relevance_threshold=1.0, rounds=3)
+    rows = clients(folder)
+    first, later = rows[rows["round"] == 1], rows[rows["round"] > 1]
+    assert (first.status == "ok").all()
+    assert (later.status == "silent").all()
+    assert later.bytes_up.max() < 1000 < first.bytes_up.min() / 50
+    assert summary(folder)["num_silent"] == 6
+    spent = rows.groupby("client").epsilon_local.apply(list)
+    assert all(one < two < three for one, two, three in spent)
+    assert {client["rounds"] for client in summary(folder)["clients"]} == {3}
+    (losses,) = {tuple(pd.read_csv(folder / "rounds.csv").test_loss[1:])}
+    assert len(set(losses)) == 1
+
+
+def test_mixed_ranks_are_refused_where_there_is_not_one_for_each_client(small_run, tmp_path):
+    with pytest.raises(InputError, match=r"client_ranks = \[2, 4\]: has 2 entries for 3 clients"):
+        run(small_run, tmp_path / "x", aggregation="flora", client_ranks=[2, 4])
+
+
+def test_a_client_that_sends_nonsense_is_named_in_the_table_and_the_run_goes_on(small_run, tmp_path, monkeypatch):
+    honest = handler._upload
+
+    def poisoned(message, content):
+        reply = honest(message, content)
+        if message.metadata.dst_node_id == 3:
+            arrays = dict(reply.content[protocol.ADAPTER].to_torch_state_dict())
+            next(iter(arrays.values())).fill_(float("nan"))
+            reply.content[protocol.ADAPTER] = ArrayRecord(arrays)
+        return reply
+
+    monkeypatch.setattr(handler, "_upload", poisoned)
+    folder = run(small_run, tmp_path / "poisoned")
+    rows = clients(folder)
+    assert set(rows[rows.status == "malformed"].client) == {1}
+    assert rows[rows.client == 1].detail.str.contains("holds NaN or infinity").all()
+    assert summary(folder)["num_refused"] == 2
+    assert not (folder / "variants" / "client-1").exists()
+    assert rows[rows.client == 1].epsilon_local.iloc[-1] > 0
+
+
+def test_full_weights_of_one_round_are_the_uploads_average(small_run, tmp_path):
+    folder = run(small_run, tmp_path / "fedavg", aggregation="fedavg", rounds=1)
+    bench = workbench(parse(tomllib.loads((folder / "config.toml").read_text())))
+    sizes = [len(client) for client in bench.data.clients]
+    parts = [load_file(folder / "variants" / f"client-{k}" / "adapter_model.safetensors") for k in range(3)]
+    merged = load_file(folder / "variants" / "global" / "adapter_model.safetensors")
+    assert num_parameters(merged) > 30_000
+    for name, tensor in merged.items():
+        expected = sum(size * part[name].double() for size, part in zip(sizes, parts, strict=True)) / sum(sizes)
+        torch.testing.assert_close(tensor.double(), expected, atol=1e-7, rtol=1e-6)
