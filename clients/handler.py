@@ -116,6 +116,7 @@ def register(message: Message, context: Context) -> Message:
         name=bench.data.client_names[client],
         # Without a ledger of its own a node remembers nothing: its spending attaches to this run alone.
         data_set=data_set.id if data_set else secrets.token_hex(16),
+        keeps_replies=data_set is not None,
     )
     content = ConfigRecord(protocol.pack_registration(registration))
     return Message(RecordDict({protocol.REGISTRATION: content}), reply_to=message)

@@ -21,6 +21,9 @@ EMBEDDED = "embedded"
 
 Scalar = str | int | float | bool
 
+# Keys that say only where things are written, or where a run goes on.
+PLACES = ("out", "ledger", "resume")
+
 
 def _split(value: object) -> object:
     """Flower's run configuration holds no lists: `a,b` stands for one there, or a JSON list where a comma is meant."""
@@ -129,6 +132,7 @@ class RunConfig:
     ray_workers: Annotated[int, Field(ge=0)] = 0
     ledger: str = ""
     out: str = ""
+    resume: str = ""
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
@@ -197,12 +201,13 @@ class RunConfig:
             comparison=False,
             ledger="",
             out="",
+            resume="",
         )
 
     @property
     def digest(self) -> str:
-        """SHA-256 of every key but `out` and `ledger`, which say only where things are written."""
-        values = {key: value for key, value in asdict(self).items() if key not in ("out", "ledger")}
+        """SHA-256 of every key but `out`, `ledger` and `resume`, which say only where things are."""
+        values = {key: value for key, value in asdict(self).items() if key not in PLACES}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 

@@ -85,12 +85,14 @@ class Registration:
         num_records: N_k, registered, >= 1.
         name: for display.
         data_set: the random id that spending attaches to.
+        keeps_replies: whether the node stores its replies, so that the same request gets the same bytes again.
     """
 
     client: int
     num_records: int
     name: str
     data_set: str
+    keeps_replies: bool = False
 
 
 def pack_instruction(run: str, round_: int, spec: UpdateSpec) -> dict[str, Any]:
@@ -225,6 +227,7 @@ def unpack_registration(fields: Mapping[str, Any]) -> Registration:
         num_records=_typed(rest, "num_records", int),
         name=_typed(rest, "name", str),
         data_set=_typed(rest, "data_set", str),
+        keeps_replies=_typed(rest, "keeps_replies", bool),
     )
     _refuse_rest("registration", rest)
     if registration.client < 0 or registration.num_records < 1 or not 1 <= len(registration.data_set) <= 100:

@@ -24,7 +24,7 @@ def make_app(observer: Observer) -> ServerApp:
     def main(grid: Grid, context: Context) -> None:
         log.info("server uses %s", fedpriv.__file__)
         config = parse(context.run_config)
-        for key, path in (("out", config.out or "."), ("ledger", config.ledger)):
+        for key, path in (("out", config.out or "."), ("ledger", config.ledger), ("resume", config.resume)):
             if path and not Path(path).is_absolute():
                 raise InputError(
                     f"{key} = {path!r}: must be an absolute path, since Flower works in a folder of its own"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from functools import cached_property
 from fedpriv.accounting.accounts import Accounts
 from fedpriv.accounting.calibration import rounds_within
 from fedpriv.accounting.curves import Accountant
-from fedpriv.accounting.entries import Charge, DataSet, Key
+from fedpriv.accounting.entries import RELEASED, Charge, DataSet, Key
 from fedpriv.accounting.events import Event, Unit
 from fedpriv.accounting.ledger import Ledger
 from fedpriv.accounting.views import Release, View, aggregate_objections, aggregate_scale, rho_bar, smallest_rho_bars
@@ -67,6 +68,9 @@ class Books:
         registrations: of the clients.
         tensor_names: of the adapter; the clipping rule's sensitivity depends on them.
         ledger: durable record, which knows earlier runs; None for a series that nothing pays for.
+        resumed_after: the last round that the run had finished when it was interrupted; None for a new run. What the
+            ledger holds of later rounds was charged: a node that gives the same bytes again is asked under that
+            charge, any other is charged anew.
 
     Raises:
         InputError: a registration, delta or unit does not fit what the ledger holds of the data set.
@@ -81,6 +85,7 @@ class Books:
         *,
         tensor_names: Iterable[str],
         ledger: Ledger | None = None,
+        resumed_after: int | None = None,
     ) -> None:
         self._config = config
         self._run = run
@@ -89,16 +94,35 @@ class Books:
         self._charged: dict[int, Charge] = {}
         self.retired: dict[int, str] = {}
         self.sizes = {registration.client: registration.num_records for registration in registrations}
-        self._earlier = {c: ledger.releases(d) if ledger else [] for c, d in self._data_sets.items()}
-        self.earlier_runs = {c: len(ledger.runs(d)) if ledger else 0 for c, d in self._data_sets.items()}
+        self._earlier = {c: ledger.releases(d, but_run=run) if ledger else [] for c, d in self._data_sets.items()}
+        self.earlier_runs = {
+            c: sum(known.run != run for known in ledger.runs(d)) if ledger else 0 for c, d in self._data_sets.items()
+        }
         self.accounts = Accounts(self.sizes, config.delta, self._earlier)
         self._aggregate_holds = not objections_to_aggregate(config)
         spec, names = UpdateSpec.of(config), tuple(tensor_names)
         self._events = {c: planned_event(spec, spec.batch_size / size, names) for c, size in self.sizes.items()}
         self._budgets = {client: config.budget_of(client) for client in self.sizes}
+        self._round = 0
+        self._held: dict[int, dict[Key, Release]] = {client: {} for client in self.sizes}
+        self._taken: set[Key] = set()
         if ledger is not None:
             for client in self.sizes:
                 self._register(ledger, client)
+            if resumed_after is not None:
+                repeats = {r.client for r in registrations if r.keeps_replies or config.noise_source == "seeded"}
+                self._take_up(ledger, resumed_after, repeats)
+        self._taken_up = {client: self.accounts.num_releases(client) for client in self.sizes}
+
+    def _take_up(self, ledger: Ledger, after: int, repeats: set[int]) -> None:
+        """Account for what the ledger holds of this run, but for charges that the next rounds will use again."""
+        for client, data_set in self._data_sets.items():
+            for key, release in ledger.releases_of(data_set, self._run):
+                self._taken.add(key)
+                if key.round > after and client in repeats:
+                    self._held[client][key] = release
+                else:
+                    self.accounts.record(client, release)
 
     def _register(self, ledger: Ledger, client: int) -> None:
         size, delta = self.sizes[client], self.accounts.deltas[client]
@@ -150,7 +174,8 @@ class Books:
         accountant: Accountant = "pld" if self._counts_by_pld else "rdp"
         worst = self._worst(self.sizes)
         return {
-            client: rounds_within(
+            client: self._taken_up[client]
+            + rounds_within(
                 budget,
                 self.accounts.deltas[client],
                 each_round=worst[client].seen_by(self._config.privacy_view),
@@ -206,18 +231,25 @@ class Books:
         Raises:
             LedgerError: the charge cannot be written, so nobody may be asked.
         """
-        worst = self._worst({client: self.sizes[client] for client in requests})
-        self._charged = {
-            client: Charge(
-                key=Key(run=self._run, client=str(client), round=round_, request=requests[client]),
+        self._round = round_
+        self._charged, new = {}, []
+        for client, release in self._worst({client: self.sizes[client] for client in requests}).items():
+            key = Key(run=self._run, client=str(client), round=round_, request=requests[client])
+            again = self._held[client].pop(key, None) is not None
+            while not again and key in self._taken:
+                # Asked before the server died, and what is computed now is another release.
+                key = replace(key, request=hashlib.sha256(f"{key.request} again".encode()).hexdigest())
+            charge = Charge(
+                key=key,
                 data_set=self._data_sets[client],
                 release=release,
                 noise_source=self._config.noise_source,
             )
-            for client, release in worst.items()
-        }
-        if self._ledger is not None:
-            self._ledger.charge(list(self._charged.values()))
+            self._charged[client] = charge
+            if not again:
+                new.append(charge)
+        if self._ledger is not None and new:
+            self._ledger.charge(new)
 
     def settle(self, replies: Mapping[int, str]) -> None:
         """Record what happened in the round that was charged.
@@ -235,10 +267,20 @@ class Books:
         for client, charge in self._charged.items():
             release = self._release(client, {c: self.sizes[c] for c in {*replies, client}})
             self.accounts.record(client, release)
-            done.append((replace(charge, release=release), replies.get(client)))
+            if self._ledger is not None and (
+                charge.key not in self._taken or self._ledger.phase(charge.key) != RELEASED
+            ):
+                done.append((replace(charge, release=release), replies.get(client)))
         if self._ledger is not None and done:
             self._ledger.release(done)
         self._charged = {}
+        self.count_held(self._round)
+
+    def count_held(self, up_to: int) -> None:
+        """Account for charges of rounds up to this one that were made before an interruption and not used again."""
+        for client, held in self._held.items():
+            for key in [key for key in held if key.round <= up_to]:
+                self.accounts.record(client, held.pop(key))
 
     def _worst(self, sizes: Mapping[int, int]) -> dict[int, Release]:
         """One round's releases, on the worst assumption about who survives it: for `aggregate`, nobody else."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+import shutil
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
+from fedpriv import config as configuration
 from fedpriv import guard
 from fedpriv.accounting.calibration import noise_multiplier_for_all
 from fedpriv.accounting.ledger import Ledger
@@ -27,7 +29,9 @@ from fedpriv.reports.page import write_report
 from fedpriv.training.evaluation import Evaluation, evaluate
 from fedpriv.training.local_update import UpdateSpec, planned_event
 from fedpriv.training.workbench import Workbench, workbench
+from server import checkpoint
 from server.bookkeeping import Books, check_budget_and_view
+from server.checkpoint import Checkpoint
 from server.history import ClientRow, RoundRow
 from server.registration import register_nodes
 from server.run_folder import RunFolder
@@ -93,14 +97,25 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
         comparison=config.compares,
         noise_multiplier=config.noise_multiplier,
     )
+    _check_as_before(config)
     bench = workbench(config)
     check_budget_and_view(config, len(bench.data.clients))
+    resumed = checkpoint.read_last(Path(config.resume), bench.initial) if config.resume else None
     nodes = register_nodes(grid, num_expected=len(bench.data.clients))
+    if resumed:
+        nodes = _as_before(nodes, resumed)
     config = calibrated(config, [registration.num_records for _, registration in nodes.values()], bench.initial)
-    folder = RunFolder(Path(config.out).absolute(), config)
-    with Ledger(Path(config.ledger) if config.ledger else folder.ledger) as ledger:
-        series = _Series(config, bench, nodes, ledger)
+    folder = _folder(config, resumed)
+    path = Path(config.ledger) if config.ledger else folder.ledger
+    if resumed and not path.exists():
+        raise InputError(f"ledger {path}: is not there; a run goes on with the ledger that it began with")
+    with Ledger(path) as ledger:
+        if resumed and not ledger.holds(*resumed.ledger):
+            raise InputError(f"ledger {path}: is not the one of the run, or lacks what the checkpoint has seen")
+        series = _Series(config, bench, nodes, ledger, resumed)
         announce_budgets(series.books, config, bench.data.client_names, observer)
+        if resumed:
+            observer.notice(f"the run goes on after round {resumed.round}")
         outcome = series.run(grid, folder, observer)
         if config.ledger:
             ledger.copy(folder.ledger)
@@ -108,7 +123,8 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     comparison = None
     if config.compares:
         plain = config.without_noise
-        inner = RunFolder(folder.path / "comparison", plain)
+        shutil.rmtree(folder.path / "comparison", ignore_errors=True)  # it costs nobody anything, so it starts anew
+        inner = RunFolder.created(folder.path / "comparison", plain)
         comparison = _Series(plain, bench, nodes, None).run(grid, inner, observer)
         inner.finish(summarize(plain, bench, comparison, None))
     _save_variants(bench, outcome, folder)
@@ -117,6 +133,57 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     write_report(folder.path)
     observer.finished(folder.path, summary)
     return folder.path
+
+
+def _folder(config: RunConfig, resumed: Checkpoint | None) -> RunFolder:
+    """A new folder, or that of the run that goes on.
+
+    Raises:
+        InputError: the folder holds a run, or this configuration is not what the checkpoint was written with.
+    """
+    if resumed is None:
+        return RunFolder.created(Path(config.out).absolute(), config)
+    if config.digest != resumed.digest:
+        raise InputError(f"resume = {config.resume!r}: its checkpoint was written with another configuration")
+    return RunFolder.reopened(checkpoint.run_folder_of(Path(config.resume)), round_=resumed.round)
+
+
+def _check_as_before(config: RunConfig) -> None:
+    """Refuse to resume a run with another configuration than it began with.
+
+    Raises:
+        InputError: names the keys that differ.
+    """
+    if not config.resume:
+        return
+    path = checkpoint.run_folder_of(Path(config.resume)) / "config.toml"
+    began = configuration.parse(configuration.read(path))
+    # Where noise follows a target, the folder's file has what was calibrated, and is calibrated again.
+    free = {*configuration.PLACES, *(["noise_multiplier"] if began.target_epsilon else [])}
+    differing = [key for key in configuration.KEYS if getattr(began, key) != getattr(config, key)]
+    if named := ", ".join(key for key in differing if key not in free):
+        raise InputError(f"resume = {config.resume!r}: the run began with another configuration; {named} differ")
+
+
+def _as_before(nodes: Nodes, resumed: Checkpoint) -> Nodes:
+    """The nodes with the registrations that the run began with.
+
+    Raises:
+        InputError: a node is missing or new, or registers something else.
+    """
+    before = {registration.client: registration for registration in resumed.registrations}
+    if odd := sorted(before.keys() ^ nodes.keys()):
+        raise InputError(f"partition-id {', '.join(map(str, odd))}: the run that is resumed began with other nodes")
+    for client, (_, now) in nodes.items():
+        then = before[client]
+        # A node without a ledger knows of no earlier data set, and names a new one every time.
+        names = ("num_records", "keeps_replies") + ("data_set",) * now.keeps_replies
+        for name in names:
+            if getattr(now, name) != getattr(then, name):
+                raise InputError(
+                    f"{name} = {getattr(now, name)}: client {client} began this run with {getattr(then, name)}"
+                )
+    return {client: (node_id, before[client]) for client, (node_id, _) in nodes.items()}
 
 
 def announce_budgets(books: Books, config: RunConfig, names: Sequence[str], observer: Observer) -> None:
@@ -175,15 +242,31 @@ def calibrated(config: RunConfig, sizes: Sequence[int], tensor_names: Iterable[s
 class _Series:
     """The rounds of the private run, or those of its comparison, which no ledger records."""
 
-    def __init__(self, config: RunConfig, bench: Workbench, nodes: Nodes, ledger: Ledger | None) -> None:
-        self.run_id = secrets.token_hex(16)
+    def __init__(
+        self,
+        config: RunConfig,
+        bench: Workbench,
+        nodes: Nodes,
+        ledger: Ledger | None,
+        resumed: Checkpoint | None = None,
+    ) -> None:
+        self.run_id = resumed.run if resumed else secrets.token_hex(16)
         self.registrations = [registration for _, registration in nodes.values()]
-        self.books = Books(config, self.run_id, self.registrations, tensor_names=bench.initial, ledger=ledger)
-        self._config, self._bench, self._nodes = config, bench, nodes
+        self.books = Books(
+            config,
+            self.run_id,
+            self.registrations,
+            tensor_names=bench.initial,
+            ledger=ledger,
+            resumed_after=resumed.round if resumed else None,
+        )
+        for client, reason in (resumed.retired if resumed else {}).items():
+            self.books.retire(client, reason)
+        self._config, self._bench, self._nodes, self._ledger, self._resumed = config, bench, nodes, ledger, resumed
 
     def run(self, grid: Grid, folder: RunFolder, observer: Observer) -> Outcome:
-        """All rounds, told to the folder and the observer."""
-        bench, rows, client_rows = self._bench, [], []
+        """All rounds, told to the folder and the observer, with a checkpoint after each where a ledger stands."""
+        bench = self._bench
 
         def test(model: GlobalModel) -> Evaluation:
             bench.model.merge(model.merged)
@@ -191,12 +274,12 @@ class _Series:
             return evaluate(bench.model, bench.test)
 
         def on_round(row: RoundRow, clients: list[ClientRow]) -> None:
-            rows.append(row)
-            client_rows.extend(clients)
             folder.add(row, clients)
+            if self._ledger is not None:
+                checkpoint.write(folder.path, self._checkpoint(row.round, strategy))
             observer.round_done(row)
 
-        started = time.monotonic()
+        started = time.monotonic() - sum(row.seconds for row in folder.rounds)
         observer.started(self._config, self.registrations)
         strategy = RuleStrategy(
             self._config,
@@ -204,18 +287,32 @@ class _Series:
             books=self.books,
             run=self.run_id,
             initial=bench.initial,
+            resumed=self._resumed,
             evaluate=test,
             on_round=on_round,
         )
-        strategy.start(grid, ArrayRecord(bench.initial), num_rounds=self._config.rounds)
+        strategy.start(grid, ArrayRecord(strategy.model.adapter), num_rounds=self._config.rounds)
+        self.books.count_held(self._config.rounds)
         if strategy.stopped:
             observer.notice(f"the run ended early: {strategy.stopped}")
         return Outcome(
             run_id=self.run_id,
-            rows=rows,
-            client_rows=client_rows,
+            rows=folder.rounds,
+            client_rows=folder.clients,
             strategy=strategy,
             seconds=time.monotonic() - started,
+        )
+
+    def _checkpoint(self, round_: int, strategy: RuleStrategy) -> Checkpoint:
+        return Checkpoint(
+            run=self.run_id,
+            round=round_,
+            digest=self._config.digest,
+            ledger=self._ledger.last if self._ledger else (0, ""),
+            registrations=tuple(self.registrations),
+            retired=self.books.retired,
+            model=strategy.model,
+            uploads=strategy.uploads,
         )
 
 

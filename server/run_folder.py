@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import platform
@@ -12,12 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import fedpriv
 from fedpriv.config import RunConfig, to_toml
 from fedpriv.errors import InputError
 from server.history import ClientRow, RoundRow
+
+Row = TypeVar("Row", RoundRow, ClientRow)
 
 _PACKAGES = ("flwr", "torch", "transformers", "peft", "dp-accounting", "numpy", "datasets", "cryptography")
 
@@ -26,26 +29,60 @@ class RunFolder:
     """Writes a run's files; tables grow by a row at a time, so that a stopped run keeps what it did.
 
     Args:
-        path: a folder that does not exist yet or is empty.
-        config: of the run.
-
-    Raises:
-        InputError: the folder already holds something.
+        path: the folder; `created` and `reopened` make it ready.
     """
 
-    def __init__(self, path: Path, config: RunConfig) -> None:
-        if path.exists() and any(path.iterdir()):
-            raise InputError(f"out = {str(path)!r}: already holds a run; name another folder")
-        path.mkdir(parents=True, exist_ok=True)
+    def __init__(self, path: Path) -> None:
         self.path = path
+        self.rounds: list[RoundRow] = []
+        self.clients: list[ClientRow] = []
+
+    @classmethod
+    def created(cls, path: Path, config: RunConfig) -> Self:
+        """A new run's folder.
+
+        Raises:
+            InputError: the folder already holds something.
+        """
+        if path.exists() and any(path.iterdir()):
+            raise InputError(f"out = {str(path)!r}: already holds a run; name another folder, or resume it")
+        path.mkdir(parents=True, exist_ok=True)
         (path / "config.toml").write_text(to_toml(config))
         write_json(path / "environment.json", environment())
-        for name, row in (("rounds.csv", RoundRow), ("clients.csv", ClientRow)):
-            with (path / name).open("w", newline="") as file:
-                csv.writer(file).writerow(field.name for field in fields(row))
+        folder = cls(path)
+        folder._write_tables()
+        return folder
+
+    @classmethod
+    def reopened(cls, path: Path, *, round_: int) -> Self:
+        """The folder of a run that goes on after this round; what its tables say of later ones is dropped.
+
+        Raises:
+            InputError: a table is missing or damaged.
+        """
+        folder = cls(path)
+        try:
+            folder.rounds = [row for row in _read(path / "rounds.csv", RoundRow) if row.round <= round_]
+            folder.clients = [row for row in _read(path / "clients.csv", ClientRow) if row.round <= round_]
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise InputError(f"resume = {str(path)!r}: its tables cannot be read ({error})") from None
+        if [row.round for row in folder.rounds] != list(range(round_ + 1)):
+            raise InputError(f"resume = {str(path)!r}: rounds.csv does not hold rounds 0 to {round_}")
+        folder._write_tables()
+        return folder
+
+    def _write_tables(self) -> None:
+        for name, kind, rows in (("rounds.csv", RoundRow, self.rounds), ("clients.csv", ClientRow, self.clients)):
+            temporary = self.path / f"{name}.tmp"
+            with temporary.open("w", newline="") as file:
+                csv.writer(file).writerow(field.name for field in fields(kind))
+            _append(temporary, rows)
+            temporary.replace(self.path / name)
 
     def add(self, round_: RoundRow, clients: Sequence[ClientRow]) -> None:
         """Append a finished round."""
+        self.rounds.append(round_)
+        self.clients.extend(clients)
         _append(self.path / "rounds.csv", [round_])
         _append(self.path / "clients.csv", clients)
 
@@ -68,6 +105,25 @@ class RunFolder:
 def _append(path: Path, rows: Sequence[RoundRow | ClientRow]) -> None:
     with path.open("a", newline="") as file:
         csv.writer(file).writerows(asdict(row).values() for row in rows)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read(path: Path, kind: type[Row]) -> list[Row]:
+    """The rows of a table, as they were written."""
+    types = {field.name: str(field.type) for field in fields(kind)}
+    with path.open(newline="") as file:
+        text = file.read()
+    whole = io.StringIO(text[: text.rfind("\n") + 1], newline="")  # a crash may have cut the last line
+    return [kind(**{n: _parsed(v, types[n]) for n, v in row.items()}) for row in csv.DictReader(whole)]
+
+
+def _parsed(text: str, kind: str) -> Any:
+    if kind == "str":
+        return text
+    if kind == "int":
+        return int(text)
+    return None if not text and kind == "float | None" else float(text)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

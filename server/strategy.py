@@ -28,6 +28,7 @@ from fedpriv.protocol import Broadcast, Registration
 from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.local_update import UpdateSpec
 from server.bookkeeping import Books
+from server.checkpoint import Checkpoint
 from server.history import ClientRow, RoundRow
 from server.replies import Asked, MalformedError, read_reply
 from server.wire import wire_bytes
@@ -71,6 +72,7 @@ class RuleStrategy(Strategy):
         books: charges the clients and says whom the budget still allows.
         run: the run's random id.
         initial: the tensors that the run starts from.
+        resumed: where an interrupted run goes on; None for a new one.
         evaluate: the server's own test of a global model.
         on_round: told of every finished round, round 0 being the untrained model.
     """
@@ -83,13 +85,15 @@ class RuleStrategy(Strategy):
         books: Books,
         run: str,
         initial: Adapter,
+        resumed: Checkpoint | None = None,
         evaluate: Evaluate,
         on_round: OnRound,
     ) -> None:
         self.spec = UpdateSpec.of(config)
         self.books = books
-        self.model = GlobalModel(initial=initial, adapter=initial)
-        self.uploads: dict[int, tuple[Adapter, Merged]] = {}
+        self.model = resumed.model if resumed else GlobalModel(initial=initial, adapter=initial)
+        self.uploads: dict[int, tuple[Adapter, Merged]] = dict(resumed.uploads) if resumed else {}
+        self._finished = resumed.round if resumed else None
         self.stopped: str | None = None
         self._config = config
         self._rule = RULES[config.aggregation]
@@ -173,7 +177,7 @@ class RuleStrategy(Strategy):
                 continue
             arrived[client] = reply
             if reply.has_error():
-                kind, reason = _STATUS.get(reply.error.code, "failed"), reply.error.reason or ""
+                kind, reason = _STATUS.get(reply.error.code, "failed"), " ".join((reply.error.reason or "").split())
                 if kind == "retired":
                     self.books.retire(client, reason or "its node's budget is spent")
                 status[client] = (kind, reason)
@@ -258,7 +262,7 @@ class RuleStrategy(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Run all rounds. Unlike Flower's loop it tests with its own set alone and reports every round.
+        """Run the rounds that are not finished. Unlike Flower's loop it tests with its own set alone and reports each.
 
         It ends early, with the reason in `stopped`, when fewer than `min_clients` are within their budgets.
 
@@ -270,8 +274,9 @@ class RuleStrategy(Strategy):
         self.summary()
         result = Result()
         result.arrays = initial_arrays
-        self._report(0, time.monotonic())
-        for round_ in range(1, num_rounds + 1):
+        if self._finished is None:
+            self._report(0, time.monotonic())
+        for round_ in range((self._finished or 0) + 1, num_rounds + 1):
             started = time.monotonic()
             messages = list(self.configure_train(round_, result.arrays, train_config or ConfigRecord(), grid))
             if not messages:

@@ -39,6 +39,9 @@ def run(
     ] = None,
     engine: Annotated[str | None, typer.Option(help="How clients are run: stacked, in-process or ray.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results; by default a new one in results/.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with an interrupted run: its folder, or one of its checkpoints.")
+    ] = None,
 ) -> None:
     """Run one federation and write its folder: tables, adapters, summary and report.
 
@@ -49,9 +52,16 @@ def run(
         python -m simulations run -c rounds=5 -c noise_multiplier=3.0
 
         python -m simulations run simulations/configs/medquad.toml --out /tmp/medquad
+
+        python -m simulations run --resume /tmp/medquad
     """
-    with _failures_in_one_line("interrupted; the folder keeps the finished rounds"):
-        resolved = _resolve(config, override or [], engine, out)
+    with _failures_in_one_line("interrupted; --resume goes on after the last finished round"):
+        if resume is None:
+            resolved = _resolve(config, override or [], engine, out)
+        elif config or override or engine or out:
+            raise InputError("--resume: a run goes on as it began; give nothing beside it")
+        else:
+            resolved = _resumed(resume.expanduser().absolute())
         from simulations.display import TerminalObserver
         from simulations.engines import federation
 
@@ -106,6 +116,14 @@ def _failures_in_one_line(interrupted: str) -> Iterator[None]:
     except KeyboardInterrupt:
         console.print(interrupted)
         raise typer.Exit(130) from None
+
+
+def _resumed(path: Path) -> RunConfig:
+    """The configuration that a run began with, told to go on."""
+    from server.checkpoint import run_folder_of
+
+    values = configuration.read(run_folder_of(path) / "config.toml")
+    return configuration.parse(values | {"resume": str(path)})
 
 
 def _resolve(path: Path | None, overrides: list[str], engine: str | None, out: Path | None) -> RunConfig:

@@ -142,25 +142,43 @@ def _data_set(row: tuple[str, str, int, float]) -> DataSet:
     return DataSet(id=row[0], client=row[1], num_records=row[2], delta=row[3])
 
 
-def releases(db: sqlite3.Connection, data_set: str) -> list[Release]:
-    """As `Ledger.releases`. A charge without an upload counts as it was charged: it may have been released."""
-    rows = db.execute(
-        """
-        SELECT charged.event, coalesce(released.rho_bar, charged.rho_bar),
-            CASE WHEN released.number IS NULL THEN charged.aggregate_scale ELSE released.aggregate_scale END, count(*)
-        FROM entries AS charged LEFT JOIN entries AS released ON released.phase = 'released'
-            AND released.run = charged.run AND released.client = charged.client
-            AND released.round = charged.round AND released.request = charged.request
-        WHERE charged.phase = 'charged' AND charged.data_set = ? GROUP BY 1, 2, 3
-        """,
-        (data_set,),
-    )
+# A charge without an upload counts as it was charged: it may have been released.
+_RELEASES = """
+    charged.event, coalesce(released.rho_bar, charged.rho_bar),
+        CASE WHEN released.number IS NULL THEN charged.aggregate_scale ELSE released.aggregate_scale END
+    FROM entries AS charged LEFT JOIN entries AS released ON released.phase = 'released'
+        AND released.run = charged.run AND released.client = charged.client
+        AND released.round = charged.round AND released.request = charged.request
+    WHERE charged.phase = 'charged' AND charged.data_set = ?
+"""
+
+
+def releases(db: sqlite3.Connection, data_set: str, *, but_run: str = "") -> list[Release]:
+    """As `Ledger.releases`."""
+    counted = _RELEASES.replace("FROM", ", count(*) FROM", 1)
+    rows = db.execute(f"SELECT {counted} AND charged.run != ? GROUP BY 1, 2, 3", (data_set, but_run))
     found = []
     for text, rho_bar, scale, num in rows:
         event: Event = events.from_json(text)
         event = replace(event, count=num * event.count)
         found.append(Release(event=event, rho_bar=rho_bar, aggregate_scale=scale))
     return found
+
+
+def releases_of(db: sqlite3.Connection, data_set: str, run: str) -> list[tuple[Key, Release]]:
+    """As `Ledger.releases_of`."""
+    rows = db.execute(
+        f"SELECT charged.client, charged.round, charged.request, {_RELEASES} AND charged.run = ? "
+        "ORDER BY charged.number",
+        (data_set, run),
+    )
+    return [
+        (
+            Key(run=run, client=client, round=round_, request=request),
+            Release(event=events.from_json(text), rho_bar=rho_bar, aggregate_scale=scale),
+        )
+        for client, round_, request, text, rho_bar, scale in rows
+    ]
 
 
 def runs(db: sqlite3.Connection, data_set: str) -> list[RunRecord]:

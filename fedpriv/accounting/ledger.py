@@ -114,6 +114,16 @@ class Ledger:
         """Digest of the last entry: who keeps it can tell later whether anything before it was changed."""
         return self._digest
 
+    @property
+    def last(self) -> tuple[int, str]:
+        """Number and digest of the last entry."""
+        return self._number, self._digest
+
+    def holds(self, number: int, digest: str) -> bool:
+        """Whether the entry with this number has this digest: then nothing up to it was changed or lost."""
+        row = self._db.execute("SELECT digest FROM entries WHERE number = ?", (number,)).fetchone()
+        return row is not None and row[0] == digest
+
     def register(
         self, client: str, num_records: int, delta: float, *, data_set: str | None = None, note: str | None = None
     ) -> DataSet:
@@ -234,9 +244,13 @@ class Ledger:
         ).fetchone()
         return None if row is None else bytes(row[0])
 
-    def releases(self, data_set: str) -> list[Release]:
-        """Everything charged on a data set, in all runs; equal releases are one with the summed count."""
-        return entries.releases(self._db, data_set)
+    def releases(self, data_set: str, *, but_run: str = "") -> list[Release]:
+        """Everything charged on a data set, in all runs but one; equal releases are one with the summed count."""
+        return entries.releases(self._db, data_set, but_run=but_run)
+
+    def releases_of(self, data_set: str, run: str) -> list[tuple[Key, Release]]:
+        """What one run was charged on a data set, each with its key, in order."""
+        return entries.releases_of(self._db, data_set, run)
 
     def runs(self, data_set: str) -> list[RunRecord]:
         """The runs that were charged on a data set, in the order of their first charge."""

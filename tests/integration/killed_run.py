@@ -37,16 +37,17 @@ from simulations.engines.grid import LocalGrid
 
 def sent(wire: int, client: int, round_: int, reply: Message) -> None:
     """Tell the parent what left the node: from here on it counts as released."""
-    arrays = dict(reply.content.array_records[protocol.ADAPTER].to_torch_state_dict())
+    records = reply.content.array_records
+    arrays = dict(records[protocol.ADAPTER].to_torch_state_dict()) if records else {}
     release = reply.content.config_records[protocol.RELEASE]
     digest = hashlib.sha256(protocol.pack_reply(protocol.unpack_release(release), arrays)).hexdigest()
     os.write(wire, (json.dumps([client, round_, digest, release["event"]]) + "\n").encode())
 
 
-def whole_run(config: RunConfig, folder: Path, attempt: int, wire: int) -> None:
-    """The in-process engine: server and nodes, each with its ledger; every attempt is another run on the same data."""
+def tapped(grid: type[LocalGrid], wire: int) -> type[LocalGrid]:
+    """The grid, telling the parent of every upload before the server gets it."""
 
-    class TappedGrid(LocalGrid):
+    class TappedGrid(grid):
         def _answer(self, messages):
             replies = super()._answer(messages)
             for reply in replies:
@@ -55,7 +56,12 @@ def whole_run(config: RunConfig, folder: Path, attempt: int, wire: int) -> None:
                     sent(wire, reply.metadata.src_node_id - 2, release["round"], reply)
             return replies
 
-    federation.LocalGrid = TappedGrid
+    return TappedGrid
+
+
+def whole_run(config: RunConfig, folder: Path, attempt: int, wire: int) -> None:
+    """The in-process engine: server and nodes, each with its ledger; every attempt is another run on the same data."""
+    federation.LocalGrid = tapped(LocalGrid, wire)
     values = {**vars(config), "out": str(folder / f"run-{attempt}"), "ledger": str(folder / "ledger.sqlite")}
     federation.run(parse(values), LogObserver())
 
@@ -83,8 +89,8 @@ def one_node(config: RunConfig, folder: Path, attempt: int, wire: int) -> None:
             (folder / "next").replace(seen)
 
 
-def killed_after(seconds: float, task: Callable[[int], None]) -> list[list]:
-    """What a child sent before it was killed after so many seconds."""
+def killed_after(seconds: float | None, task: Callable[[int], None]) -> list[list]:
+    """What a child sent before it was killed after so many seconds; None lets it end."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
@@ -95,11 +101,13 @@ def killed_after(seconds: float, task: Callable[[int], None]) -> list[list]:
             os.write(write, (json.dumps(["error", repr(error)]) + "\n").encode())
         os._exit(0)
     os.close(write)
-    time.sleep(seconds)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
     with os.fdopen(read) as file:
-        return [json.loads(line) for line in file.read().splitlines()]
+        if seconds is not None:
+            time.sleep(seconds)
+            os.kill(child, signal.SIGKILL)
+        lines = [json.loads(line) for line in file.read().splitlines()]
+    os.waitpid(child, 0)
+    return lines
 
 
 class Checker:

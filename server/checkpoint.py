@@ -1,0 +1,222 @@
+"""Checkpoints: what a run needs to go on after its server died, written after every round, all or nothing.
+
+A checkpoint holds nothing that was not uploaded or public: no record, no state of a secure stream, and not who was
+sampled. What was spent stands in the ledger alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+import fedpriv
+from fedpriv.adapters import merged
+from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters.merged import Merged
+from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.errors import InputError
+from fedpriv.protocol import Registration
+
+VERSION = 1
+FOLDER = "checkpoint"
+_KEPT = 2
+_STATE, _TENSORS = "state.json", "tensors.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Checkpoint:
+    """A run after one of its rounds.
+
+    Attributes:
+        run: the run's random id; requests, charges and stored replies are known by it.
+        round: the last finished one; 0 before the first.
+        digest: of the configuration, with the noise multiplier that was calibrated.
+        ledger: (number, digest) of the last entry of the ledger; (0, "") without one.
+        registrations: of all nodes, which stay as they are.
+        retired: {client: why}.
+        model: the global model.
+        uploads: {client: (its last upload, what had been merged when it was trained)}.
+    """
+
+    run: str
+    round: int
+    digest: str
+    ledger: tuple[int, str]
+    registrations: tuple[Registration, ...]
+    retired: Mapping[int, str]
+    model: GlobalModel = field(repr=False)
+    uploads: Mapping[int, tuple[Adapter, Merged]] = field(repr=False)
+
+
+def write(run_folder: Path, checkpoint: Checkpoint) -> None:
+    """Write the checkpoint beside the earlier ones, of which the last stays, and drop what is older.
+
+    It is complete on disk before its folder has its name.
+    """
+    parent = run_folder / FOLDER
+    final, making = parent / _name(checkpoint.round), parent / f"{_name(checkpoint.round)}.tmp"
+    shutil.rmtree(making, ignore_errors=True)
+    making.mkdir(parents=True)
+    bases = _Bases(checkpoint)
+    tensors = safetensors.torch.save({name: t.contiguous().clone() for name, t in _tensors(checkpoint, bases)})
+    state = {
+        "version": VERSION,
+        "run": checkpoint.run,
+        "round": checkpoint.round,
+        "digest": checkpoint.digest,
+        "ledger": list(checkpoint.ledger),
+        "registrations": [asdict(registration) for registration in checkpoint.registrations],
+        "retired": {str(client): reason for client, reason in checkpoint.retired.items()},
+        "uploads": {str(client): bases.index(base) for client, (_, base) in checkpoint.uploads.items()},
+        "packages": _packages(),
+        "tensors": hashlib.sha256(tensors).hexdigest(),
+    }
+    text = json.dumps(state, indent=2).encode()
+    for name, content in ((_TENSORS, tensors), (_STATE, text), (f"{_STATE}.sha256", _digest_line(text))):
+        with (making / name).open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    _sync(making)
+    shutil.rmtree(final, ignore_errors=True)
+    making.rename(final)
+    _sync(parent)
+    for older in sorted(parent.glob("round-[0-9]*"))[:-_KEPT]:
+        shutil.rmtree(older)
+
+
+def read_last(run_folder: Path, initial: Adapter) -> Checkpoint:
+    """The last checkpoint of a run.
+
+    Args:
+        run_folder: of the run, or one of its checkpoints, to go back to that.
+        initial: the tensors that the run started from.
+
+    Raises:
+        InputError: there is none, or it is damaged or of another version; one line that names it, and the one before.
+    """
+    if run_folder.parent.name == FOLDER:
+        return _read(run_folder, initial)
+    found = sorted(path for path in (run_folder / FOLDER).glob("round-[0-9]*") if not path.name.endswith(".tmp"))
+    if not found:
+        raise InputError(f"resume = {str(run_folder)!r}: holds no checkpoint; the run ended before its first round")
+    try:
+        return _read(found[-1], initial)
+    except InputError as error:
+        offer = f"; the one before is {found[-2]}, resume from that" if len(found) > 1 else ""
+        raise InputError(f"{error}{offer}") from None
+
+
+def run_folder_of(path: Path) -> Path:
+    """The run's folder, where a path names it or one of its checkpoints."""
+    return path.parent.parent if path.parent.name == FOLDER else path
+
+
+def _read(path: Path, initial: Adapter) -> Checkpoint:
+    try:
+        text, seal = (path / _STATE).read_bytes(), (path / f"{_STATE}.sha256").read_bytes()
+        content = (path / _TENSORS).read_bytes()
+    except OSError as error:
+        raise InputError(f"checkpoint {path}: damaged: {error.strerror or error}") from None
+    if seal != _digest_line(text):
+        raise InputError(f"checkpoint {path}: damaged: {_STATE} was changed after it was written")
+    state = json.loads(text)
+    if state.get("version") != VERSION:
+        raise InputError(f"checkpoint {path}: version {state.get('version')!r}; this fedpriv reads version {VERSION}")
+    for package, here in _packages().items():
+        if (wrote := state["packages"].get(package)) != here:
+            raise InputError(f"checkpoint {path}: was written with {package} {wrote}, here is {here}")
+    if hashlib.sha256(content).hexdigest() != state["tensors"]:
+        raise InputError(f"checkpoint {path}: damaged: {_TENSORS} was changed after it was written")
+    try:
+        return _from(state, safetensors.torch.load(content), initial)
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"checkpoint {path}: damaged: {error}") from None
+
+
+def _from(state: Mapping[str, Any], tensors: Mapping[str, Tensor], initial: Adapter) -> Checkpoint:
+    model = GlobalModel(
+        initial=initial,
+        # In the order of the start: sums over tensors are then the same to the bit.
+        adapter={name: tensors[f"adapter/{name}"] for name in initial},
+        merged=merged.from_tensors(_under("base 0", tensors)),
+        last_update=_under("last_update", tensors),
+    )
+    bases: dict[int, Merged] = {0: model.merged}
+    uploads = {}
+    for client, index in state["uploads"].items():
+        bases.setdefault(index, merged.from_tensors(_under(f"base {index}", tensors)))
+        uploads[int(client)] = (_under(f"upload of {client}", tensors), bases[index])
+    return Checkpoint(
+        run=state["run"],
+        round=state["round"],
+        digest=state["digest"],
+        ledger=(state["ledger"][0], state["ledger"][1]),
+        registrations=tuple(Registration(**registration) for registration in state["registrations"]),
+        retired={int(client): reason for client, reason in state["retired"].items()},
+        model=model,
+        uploads=uploads,
+    )
+
+
+class _Bases:
+    """The merged weights that a checkpoint speaks of, each once: the model's, and what uploads were trained on."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.all = [checkpoint.model.merged]
+        for _, base in checkpoint.uploads.values():
+            if all(base is not known for known in self.all):
+                self.all.append(base)
+
+    def index(self, base: Merged) -> int:
+        return next(place for place, known in enumerate(self.all) if known is base)
+
+
+def _tensors(checkpoint: Checkpoint, bases: _Bases) -> Iterator[tuple[str, Tensor]]:
+    groups: list[tuple[str, Mapping[str, Tensor]]] = [
+        ("adapter", checkpoint.model.adapter),
+        ("last_update", checkpoint.model.last_update),
+        *((f"base {index}", merged.to_tensors(base)) for index, base in enumerate(bases.all)),
+        *((f"upload of {client}", adapter) for client, (adapter, _) in checkpoint.uploads.items()),
+    ]
+    for group, tensors in groups:
+        for name, tensor in tensors.items():
+            yield f"{group}/{name}", tensor
+
+
+def _under(group: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    prefix = f"{group}/"
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _packages() -> dict[str, str]:
+    """What must be the same for a run to go on as it began."""
+    return {"fedpriv": fedpriv.__version__, "flwr": version("flwr"), "torch": torch.__version__}
+
+
+def _digest_line(content: bytes) -> bytes:
+    return f"{hashlib.sha256(content).hexdigest()}\n".encode()
+
+
+def _name(round_: int) -> str:
+    return f"round-{round_:06}"
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

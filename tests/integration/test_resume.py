@@ -1,0 +1,35 @@
+"""Killed at random instants and resumed, a run ends as if nobody had killed it, and every release is paid for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SECURE = {"simulate": False, "public_data": True, "comparison": False}
+# A rule that carries a merged base, one that carries the last update, and the plain one; seeded and not; with nodes
+# that keep ledgers of their own and without.
+KINDS = {
+    "seeded": {},
+    "seeded-flora": {"aggregation": "flora", "client_ranks": [2, 4, 3]},
+    "seeded-cmfl": {"aggregation": "cmfl", "relevance_threshold": 0.9, "learning_rate": 0.05},
+    "seeded-ledgers": {"ledger": "yes", "budget_epsilon": [40.0]},
+    "secure": SECURE,
+    "secure-ledgers": SECURE | {"ledger": "yes"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_that_are_killed_and_resumed(small_run, tmp_path, kind):
+    values = {**small_run, "rounds": 8, "local_steps": 1, **KINDS[kind]}
+    script = str(Path(__file__).with_name("resumed_run.py"))
+    command = [sys.executable, script, str(tmp_path), json.dumps({kind: values}), "9", "0"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1])[kind]["kills"] >= 9

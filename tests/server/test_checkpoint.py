@@ -1,0 +1,197 @@
+"""A checkpoint reads back whole or is refused by name, and a run goes on only as what it was."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fedpriv.accounting.ledger import Ledger
+from fedpriv.adapters.merged import Product
+from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.config import parse
+from fedpriv.errors import InputError
+from fedpriv.protocol import Registration
+from server import checkpoint
+from server.checkpoint import Checkpoint, read_last, write
+from server.coordinator import LogObserver
+from simulations import __main__ as command
+from simulations.engines import federation
+
+INITIAL = {"b": torch.zeros(2, 3), "a": torch.ones(4)}
+
+
+def make(round_: int = 3) -> Checkpoint:
+    base = {"layer": Product(torch.randn(3, 2), torch.randn(2, 5)), "other": Product(torch.randn(4, 4))}
+    return Checkpoint(
+        run="5eed",
+        round=round_,
+        digest="abc",
+        ledger=(7, "d1"),
+        registrations=(Registration(client=0, num_records=40, name="St. Anna", data_set="x", keeps_replies=True),),
+        retired={2: "budget"},
+        model=GlobalModel(
+            initial=INITIAL, adapter={n: t + 1 for n, t in INITIAL.items()}, merged=base, last_update=dict(INITIAL)
+        ),
+        uploads={0: ({n: t + 2 for n, t in INITIAL.items()}, base), 5: (dict(INITIAL), {})},
+    )
+
+
+def assert_equal_tensors(one, other):
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_reads_back_everything(tmp_path):
+    made = make()
+    write(tmp_path, made)
+    found = read_last(tmp_path, INITIAL)
+    for name in ("run", "round", "digest", "ledger", "registrations", "retired"):
+        assert getattr(found, name) == getattr(made, name), name
+    assert list(found.model.adapter) == list(INITIAL), "the order decides in which order floats are summed"
+    assert_equal_tensors(found.model.adapter, made.model.adapter)
+    assert_equal_tensors(found.model.last_update, made.model.last_update)
+    assert {name: p.right is None for name, p in found.model.merged.items()} == {"layer": False, "other": True}
+    for name, product in made.model.merged.items():
+        assert torch.equal(found.model.merged[name].matrix(), product.matrix())
+    assert found.uploads.keys() == {0, 5}
+    assert found.uploads[0][1] is found.model.merged
+    assert found.uploads[5][1] == {}
+    assert_equal_tensors(found.uploads[0][0], made.uploads[0][0])
+
+
+def test_the_last_two_stay(tmp_path):
+    for round_ in range(5):
+        write(tmp_path, make(round_))
+    assert [path.name for path in sorted((tmp_path / "checkpoint").iterdir())] == ["round-000003", "round-000004"]
+    assert read_last(tmp_path, INITIAL).round == 4
+    assert read_last(tmp_path / "checkpoint" / "round-000003", INITIAL).round == 3
+
+
+def test_what_a_crash_left_unfinished_does_not_count(tmp_path):
+    write(tmp_path, make(3))
+    shutil.copytree(tmp_path / "checkpoint" / "round-000003", tmp_path / "checkpoint" / "round-000004.tmp")
+    (tmp_path / "checkpoint" / "round-000004.tmp" / "state.json").unlink()
+    assert read_last(tmp_path, INITIAL).round == 3
+    write(tmp_path, make(4))
+    assert read_last(tmp_path, INITIAL).round == 4
+
+
+@pytest.mark.parametrize("file", ["state.json", "state.json.sha256", "tensors.safetensors"])
+@pytest.mark.parametrize("harm", ["gone", "cut", "flipped"])
+def test_damaged_checkpoint_is_refused_by_name_and_the_one_before_is_offered(tmp_path, file, harm):
+    write(tmp_path, make(3))
+    write(tmp_path, make(4))
+    path = tmp_path / "checkpoint" / "round-000004" / file
+    content = bytearray(path.read_bytes())
+    if harm == "gone":
+        path.unlink()
+    elif harm == "cut":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    with pytest.raises(InputError, match=r"round-000004: damaged.*the one before is .*round-000003, resume from that$"):
+        read_last(tmp_path, INITIAL)
+    assert read_last(tmp_path / "checkpoint" / "round-000003", INITIAL).round == 3
+
+
+def test_checkpoint_of_another_version_or_package_is_refused(tmp_path, monkeypatch):
+    write(tmp_path, make())
+    monkeypatch.setattr(checkpoint, "_packages", lambda: {"flwr": "9.9"})
+    with pytest.raises(InputError, match=r"was written with flwr \d\S*, here is 9\.9"):
+        read_last(tmp_path, INITIAL)
+    monkeypatch.setattr(checkpoint, "VERSION", 2)
+    with pytest.raises(InputError, match="version 1; this fedpriv reads version 2"):
+        read_last(tmp_path, INITIAL)
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(InputError, match="holds no checkpoint"):
+        read_last(tmp_path, INITIAL)
+
+
+class Interrupted(LogObserver):
+    """Ends the run after its second round, as Ctrl-C would."""
+
+    def round_done(self, row):
+        if row.round == 2:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def interrupted(small_run, tmp_path) -> tuple[dict, Path]:
+    values = {**small_run, "rounds": 4, "target_epsilon": 6.0, "noise_multiplier": 1.88, "out": str(tmp_path / "run")}
+    with pytest.raises(KeyboardInterrupt):
+        federation.run(parse(values), Interrupted())
+    return values, tmp_path / "run"
+
+
+def resume(values: dict, folder: Path, **changes) -> None:
+    federation.run(parse({**values, "resume": str(folder), **changes}), LogObserver())
+
+
+def test_an_interrupted_run_ends_as_an_uninterrupted_one(interrupted, tmp_path):
+    values, folder = interrupted
+    resume(values, folder)
+    federation.run(parse({**values, "out": str(tmp_path / "whole")}), LogObserver())
+    tables = [pd.read_csv(f / "rounds.csv").drop(columns="seconds") for f in (folder, tmp_path / "whole")]
+    pd.testing.assert_frame_equal(*tables, check_exact=True)
+    one, other = (json.loads((f / "summary.json").read_text()) for f in (folder, tmp_path / "whole"))
+    for name in ("accuracy", "epsilon_local_max", "epsilon_rho_max", "bytes_up", "bytes_down", "num_rounds"):
+        assert one[name] == other[name], name
+    assert [client["earlier_runs"] for client in one["clients"]] == [0, 0, 0]
+
+
+def test_a_finished_run_can_be_finished_again(interrupted):
+    values, folder = interrupted
+    resume(values, folder)
+    before = (folder / "rounds.csv").read_text()
+    (folder / "summary.json").unlink()
+    resume(values, folder)
+    assert (folder / "rounds.csv").read_text() == before
+    assert (folder / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"), [({"learning_rate": 0.1}, "learning_rate"), ({"clip_norm": 2.0, "seed": 5}, "clip_norm, seed")]
+)
+def test_another_configuration_is_refused_by_its_keys(interrupted, change, named):
+    values, folder = interrupted
+    before = (folder / "rounds.csv").read_text()
+    with pytest.raises(InputError, match=rf"began with another configuration; {named}.* differ"):
+        resume(values, folder, **change)
+    assert (folder / "rounds.csv").read_text() == before
+
+
+def test_a_run_does_not_go_on_without_its_ledger(interrupted):
+    values, folder = interrupted
+    for file in folder.glob("ledger.sqlite*"):
+        file.unlink()
+    with pytest.raises(InputError, match=r"ledger\.sqlite: is not there"):
+        resume(values, folder)
+    Ledger(folder / "ledger.sqlite").close()
+    with pytest.raises(InputError, match=r"ledger\.sqlite: is not the one of the run"):
+        resume(values, folder)
+
+
+def test_other_nodes_than_the_run_began_with_are_refused(interrupted, tmp_path):
+    values, folder = interrupted
+    with pytest.raises(InputError, match="keeps_replies = True: client 0 began this run with False"):
+        resume(values, folder, ledger=str(tmp_path / "other.sqlite"))
+
+
+def test_the_command_line_resumes_with_the_run_s_own_configuration(interrupted):
+    _, folder = interrupted
+    runner = CliRunner()
+    refused = runner.invoke(command.app, ["run", "--resume", str(folder), "-c", "rounds=9"])
+    assert refused.exit_code == 2
+    done = runner.invoke(command.app, ["run", "--resume", str(folder)])
+    assert done.exit_code == 0, done.output
+    assert "goes on after round 2" in " ".join(done.output.split())
+    assert json.loads((folder / "summary.json").read_text())["num_rounds"] == 4
