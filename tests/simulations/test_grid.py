@@ -90,9 +90,10 @@ def test_a_malformed_instruction_is_an_error_reply(grid, config):
 
 
 def test_a_reply_holds_the_adapter_and_its_event_and_nothing_else(grid, config):
+    """N_k is registered, and whether a client stays silent follows from its noised update."""
     (reply,) = grid.send_and_receive([train_message(config, 10)])
     assert set(reply.content) == {protocol.ADAPTER, protocol.RELEASE}
-    assert set(reply.content[protocol.RELEASE]) == {"version", "round", "event"}
+    assert set(reply.content[protocol.RELEASE]) == {"version", "round", "event", "num_records", "silent"}
     assert set(reply.content[protocol.ADAPTER]) == set(workbench(config).initial)
 
 
