@@ -18,6 +18,7 @@ from fedpriv.aggregation import relevance
 from fedpriv.config import EMBEDDED, RunConfig, Scalar, parse
 from fedpriv.errors import LedgerError
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
+from fedpriv.policy import Limits
 from fedpriv.protocol import Broadcast, Release
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
 from fedpriv.training.sampling import PoissonSampler
@@ -33,6 +34,7 @@ TRUST_VARIABLE = "FEDPRIV_TRUST_RUN_CONFIG"
 LEDGER_KEY = "ledger"
 BUDGET_KEY = "budget-epsilon"
 DELTA_KEY = "delta"
+POLICY_KEY = "policy"
 
 _secure = SecureSource()
 
@@ -60,6 +62,10 @@ def prepare(message: Message, context: Context) -> UpdateTask:
         source=_source(config, client, key.round, "inclusion"),
     )
     event = planned_event(spec, sampler.sampling_probability, bench.initial)
+    guard.check_limits(spec, event, key.round, policy.limits)
+    # What could not be trained would be charged for nothing.
+    bench.model.check({name: tensor.shape for name, tensor in broadcast.adapter.items()})
+    bench.model.check_merged(broadcast.merged)
     guard.charge(policy, key, event, data_set, noise_source=config.noise_source)
     return UpdateTask(
         adapter=broadcast.adapter,
@@ -185,14 +191,18 @@ def _trusts_run_config(context: Context) -> bool:
 def _policy(config: RunConfig, context: Context, client: int) -> guard.NodePolicy:
     """What the node allows: on the synthetic corpus anything, on a holder's data only what it agreed to.
 
-    Ledger, budget and delta are the holder's own; a node that trusts the run takes what the holder left open from it.
+    Ledger, budget, delta and policy file are the holder's own; a node that trusts the run takes what the holder left
+    open from it.
     """
     trusted = _trusts_run_config(context)
     node = context.node_config
     ledger = Path(str(node[LEDGER_KEY])) if LEDGER_KEY in node else None
+    open_ = config.data == EMBEDDED or trusted
+    limits = Limits.read(Path(str(node[POLICY_KEY]))) if POLICY_KEY in node else None if open_ else Limits()
     policy = guard.NodePolicy(
         allow_not_private=config.data == EMBEDDED or (trusted and (config.simulate or config.public_data)),
-        allow_unrecorded=config.data == EMBEDDED or trusted,
+        allow_unrecorded=open_,
+        limits=limits,
         ledger=ledger,
         budget_epsilon=float(node[BUDGET_KEY]) if BUDGET_KEY in node else None,
         delta=float(node[DELTA_KEY]) if DELTA_KEY in node else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from fedpriv.accounting.clipping import CLIPPING_RULES, NOISE_PLACES
@@ -16,6 +16,7 @@ from fedpriv.accounting.ledger import Ledger
 from fedpriv.accounting.views import Release, default_delta
 from fedpriv.adapters.codecs import CODECS
 from fedpriv.errors import InputError
+from fedpriv.policy import Limits
 from fedpriv.protocol import Broadcast
 from fedpriv.training.local_update import OPTIMIZERS, QUANTIZATIONS, UpdateSpec
 
@@ -53,6 +54,7 @@ class NodePolicy:
         allow_unrecorded: the holder agrees to releases that only the coordinator's ledger records.
         budget_epsilon: what all runs on the data may cost together, against the server; None sets no bound.
         delta: for the budget; None is 1/(10 N_k), at most 1e-5.
+        limits: what an instruction may ask for; None lets pass whatever makes sense.
 
     Raises:
         InputError, ValueError: a budget or delta that bounds nothing.
@@ -63,6 +65,7 @@ class NodePolicy:
     allow_unrecorded: bool = False
     budget_epsilon: float | None = None
     delta: float | None = None
+    limits: Limits | None = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
         if self.budget_epsilon is not None and not 0 < self.budget_epsilon < math.inf:
@@ -111,6 +114,40 @@ def check(spec: UpdateSpec, policy: NodePolicy, *, noise_source: str, num_regist
         raise RefusedError("noise_multiplier = 0: this node releases nothing without noise")
     if noise_source != "secure":
         raise RefusedError(f"noise source = {noise_source}: this node releases nothing with seeded noise")
+
+
+def check_limits(spec: UpdateSpec, event: Event, round_: int, limits: Limits | None) -> None:
+    """Refuse an instruction that is less private than the data holder agreed to.
+
+    Args:
+        spec: of the update.
+        event: what it would cost.
+        round_: of the run.
+        limits: of the node; None refuses nothing.
+
+    Raises:
+        RefusedError: one line with the name, the value and the limit.
+    """
+    if not 1 <= round_ <= spec.num_rounds:
+        raise RefusedError(f"round = {round_}: must lie in 1..{spec.num_rounds}, the run's rounds")
+    if limits is None:
+        return
+    noise, probability = 0.0, 1.0
+    if isinstance(event, SubsampledGaussian):
+        noise, probability = event.noise_multiplier, event.sampling_probability
+    if noise < limits.min_effective_noise_multiplier:
+        least = limits.min_effective_noise_multiplier
+        raise RefusedError(f"noise_multiplier: its effective value {noise:g} is below this node's {least:g}")
+    if event.unit == "record" and probability > limits.max_sampling_probability:
+        most = limits.max_sampling_probability
+        raise RefusedError(f"batch_size: its sampling probability {probability:g} is above this node's {most:g}")
+    for name, asked, most in (
+        ("local_steps", spec.local_steps, limits.max_local_steps),
+        ("num_rounds", spec.num_rounds, limits.max_rounds),
+        ("clip_norm", spec.clip_norm, limits.max_clip_norm),
+    ):
+        if asked > most:
+            raise RefusedError(f"{name} = {asked:g}: is above this node's {most:g}")
 
 
 def check_run(*, public: bool, simulate: bool, comparison: bool, noise_multiplier: float) -> None:

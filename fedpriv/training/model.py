@@ -112,14 +112,12 @@ class TrainingModel:
             if tuple(shapes[name]) != expected:
                 raise ValueError(f"adapter: {name} has shape {tuple(shapes[name])}, the model's is {expected}")
 
-    def merge(self, merged: Merged) -> None:
-        """Set the frozen weights to the pretrained ones plus what aggregation has added; the last call counts alone.
+    def check_merged(self, merged: Merged) -> None:
+        """Refuse additions to frozen weights that are not the model's.
 
         Raises:
             ValueError: a layer that has no LoRA, or a matrix of another shape.
         """
-        if same(merged, self._merged):
-            return
         known = factors_of(self.initial)
         for name, product in merged.items():
             if name not in known:
@@ -127,6 +125,16 @@ class TrainingModel:
             right, wrong = (known[name][0].shape[0], known[name][1].shape[1]), product.shape
             if wrong != right:
                 raise ValueError(f"merged: {name} is a matrix of shape {wrong}, not {right}")
+
+    def merge(self, merged: Merged) -> None:
+        """Set the frozen weights to the pretrained ones plus what aggregation has added; the last call counts alone.
+
+        Raises:
+            ValueError: as `check_merged`.
+        """
+        if same(merged, self._merged):
+            return
+        self.check_merged(merged)
         with torch.no_grad():
             for name in {*self._merged, *merged}:
                 layer = self.peft_model.get_submodule(name)

@@ -16,6 +16,7 @@ from fedpriv.accounting.curves import spent
 from fedpriv.accounting.entries import data_sets, entries, releases
 from fedpriv.accounting.ledger import Ledger, reading, verify_with_head
 from fedpriv.config import parse, to_flower
+from fedpriv.policy import Limits
 from fedpriv.training import workbench as workbench_module
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.stacked import execute_one_by_one
@@ -126,7 +127,7 @@ def test_the_node_retires_by_itself_and_never_passes_its_budget(small_run, tmp_p
     node = Node(small_run, tmp_path / "node.sqlite", **{handler.BUDGET_KEY: 2.0})
     codes = []
     for round_ in range(1, 30):
-        reply = node.ask(node.message(round_))
+        reply = node.ask(node.message(round_, num_rounds=30))
         codes.append(reply.error.code if reply.has_error() else 0)
         assert node.epsilon <= 2.0
     assert set(codes) == {0, protocol.RETIRED}
@@ -199,3 +200,49 @@ def test_an_upload_that_cannot_be_stored_is_not_sent(node):
     with Ledger(node.ledger):
         assert handler.reply(message, node.context, update).error.code == protocol.REFUSED
     assert uploaded(handler.reply(message, node.context, update))
+
+
+HOSTILE = {
+    "z = 0": {"noise_multiplier": 0.0},
+    "q = 1": {"batch_size": 52},
+    "100 times the local steps": {"local_steps": 200},
+    "a clip norm of 1e9": {"clip_norm": 1e9},
+    "a round beyond the run": {"num_rounds": 1, "round": 2},
+    "an unknown codec": {"codec": "pickle"},
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_coordinator_that_asks_for_less_privacy_is_refused_and_nothing_is_charged(small_run, tmp_path, case):
+    """By a policy file, which holds also where the node takes its data from the run's configuration."""
+    file = tmp_path / "policy.toml"
+    file.write_text("max_sampling_probability = 0.3\n")
+    node = Node(small_run, tmp_path / "node.sqlite", **{handler.POLICY_KEY: str(file)})
+    assert not node.ask(node.message(run="honest")).has_error()
+    reply = node.ask(node.message(**HOSTILE[case]))
+    assert reply.error.code == protocol.REFUSED
+    assert node.num_charged == 1
+
+
+def test_a_node_that_trusts_nobody_has_limits_without_a_policy_file(small_run, tmp_path):
+    node = Node(small_run, tmp_path / "node.sqlite")
+    assert handler._policy(node.config, node.context, 0).limits is None
+    node.context.node_config[handler.TRUST_KEY] = False
+    assert handler._policy(node.config, node.context, 0).limits == Limits()
+
+
+@pytest.mark.parametrize("harm", ["shape", "extra layer", "missing"])
+def test_an_adapter_that_does_not_fit_is_refused_before_anything_is_charged(node, harm):
+    message = node.message()
+    arrays = dict(message.content.array_records[protocol.ADAPTER].to_torch_state_dict())
+    name = next(iter(arrays))
+    if harm == "shape":
+        arrays[name] = arrays[name].T.contiguous()
+    elif harm == "missing":
+        del arrays[name]
+    else:
+        message.content[protocol.MERGED] = ArrayRecord({"no.such.layer.left": arrays[name]})
+    message.content[protocol.ADAPTER] = ArrayRecord(arrays)
+    assert node.ask(message).error.code == protocol.FAILED
+    assert node.num_charged == 0
+    assert not node.ask(node.message()).has_error()

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -76,7 +77,8 @@ def one_node(config: RunConfig, folder: Path, attempt: int, wire: int) -> None:
     seen = folder / "last-round"
     with task_identity(1):
         for round_ in range(int(seen.read_text()) if seen.exists() else 1, 10**6):
-            instruction = ConfigRecord(protocol.pack_instruction("run", round_, UpdateSpec.of(config)))
+            spec = replace(UpdateSpec.of(config), num_rounds=10**6)
+            instruction = ConfigRecord(protocol.pack_instruction("run", round_, spec))
             content = RecordDict({protocol.ADAPTER: ArrayRecord(bench.initial), protocol.INSTRUCTION: instruction})
             message = Message(content, 7, "train", group_id="1")
             try:

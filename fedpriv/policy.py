@@ -1,0 +1,46 @@
+"""A data holder's policy file: what its node lets a coordinator ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
+
+from fedpriv import config as configuration
+from fedpriv.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class Limits:
+    """What a data holder lets a coordinator ask for; its node's policy file may say otherwise, key by key.
+
+    Attributes:
+        min_effective_noise_multiplier: noise over the sensitivity that the clipping rule gives.
+        max_sampling_probability: q = B / N_k.
+        max_local_steps: noisy steps in a round.
+        max_rounds: of a run.
+        max_clip_norm: C, beyond which nothing is clipped in earnest.
+    """
+
+    min_effective_noise_multiplier: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.3
+    max_sampling_probability: Annotated[float, Field(gt=0, le=1)] = 0.5
+    max_local_steps: Annotated[int, Field(ge=1)] = 100
+    max_rounds: Annotated[int, Field(ge=1)] = 1000
+    max_clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 100.0
+
+    @staticmethod
+    def read(path: Path) -> Limits:
+        """The limits of a policy file: TOML with some of these keys, the others at their defaults.
+
+        Raises:
+            InputError: one line that names the file, and the key and value that are wrong.
+        """
+        values = configuration.read(path)
+        try:
+            return Limits(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = str(first["loc"][0])
+            raise InputError(f"{path}: {key} = {values.get(key)!r}: {first['msg'].lower()}") from None
