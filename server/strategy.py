@@ -175,6 +175,9 @@ class RuleStrategy(Strategy):
             if client is None:
                 log.warning("round %s: a reply of node %s counts for nobody", server_round, reply.metadata.src_node_id)
                 continue
+            if client in arrived:
+                log.warning("round %s, client %s: a second reply is ignored", server_round, client)
+                continue
             arrived[client] = reply
             if reply.has_error():
                 kind, reason = _STATUS.get(reply.error.code, "failed"), " ".join((reply.error.reason or "").split())

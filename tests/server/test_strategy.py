@@ -214,6 +214,15 @@ def test_update_beyond_the_norm_bound_is_refused_and_one_at_the_bound_is_not():
     assert "its update has norm 3.194, max_update_norm is 3.16" in strategy._rows[1].detail
 
 
+def test_only_the_first_reply_of_a_client_counts():
+    strategy = make_strategy()
+    messages = ask(strategy)
+    replies = [answer(strategy, messages[0], 1.0), answer(strategy, messages[0], math.nan)]
+    arrays, _ = strategy.aggregate_train(1, replies)
+    assert arrays.to_torch_state_dict()["B"].tolist() == [1.0] * 4
+    assert strategy._rows[0].status == "ok"
+
+
 def test_silent_clients_are_sound_and_weigh_nothing():
     strategy = make_strategy(aggregation="cmfl", min_clients=3)
     messages = ask(strategy)
