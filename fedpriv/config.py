@@ -97,6 +97,7 @@ class RunConfig:
     rounds: Count = 10
     clients_per_round: Annotated[int, Field(ge=0)] = 0
     min_clients: Count = 1
+    round_seconds: Positive = 3600.0
     aggregation: Literal["dp-lora", "fedavg", "t-fedavg", "cmfl", "ffa-lora", "fedex-lora", "flora"] = "dp-lora"
     client_ranks: Sizes = ()
     upload_codec: Literal["float32", "bfloat16", "int8", "ternary"] = "float32"

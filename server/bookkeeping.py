@@ -222,7 +222,7 @@ class Books:
         return [client for client in sorted(self.sizes) if client not in self.retired]
 
     def charge(self, round_: int, requests: Mapping[int, str]) -> None:
-        """Charge all clients of a round, durably, before any of them is asked.
+        """Charge clients of a round, durably, before any of them is asked; more may follow before it is settled.
 
         Args:
             round_: from 1.
@@ -232,7 +232,7 @@ class Books:
             LedgerError: the charge cannot be written, so nobody may be asked.
         """
         self._round = round_
-        self._charged, new = {}, []
+        new = []
         for client, release in self._worst({client: self.sizes[client] for client in requests}).items():
             key = Key(run=self._run, client=str(client), round=round_, request=requests[client])
             again = self._held[client].pop(key, None) is not None

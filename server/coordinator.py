@@ -291,7 +291,12 @@ class _Series:
             evaluate=test,
             on_round=on_round,
         )
-        strategy.start(grid, ArrayRecord(strategy.model.adapter), num_rounds=self._config.rounds)
+        strategy.start(
+            grid,
+            ArrayRecord(strategy.model.adapter),
+            num_rounds=self._config.rounds,
+            timeout=self._config.round_seconds,
+        )
         self.books.count_held(self._config.rounds)
         if strategy.stopped:
             observer.notice(f"the run ended early: {strategy.stopped}")

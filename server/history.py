@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class RoundRow:
     """A row of rounds.csv; round 0 is the untrained model.
 
-    Epsilons are cumulative, earlier runs on the same data sets included, by the rdp accountant; `aggregate` is None
-    where that view does not hold.
+    `num_late` counts replies to earlier rounds that arrived in this one. Epsilons are cumulative, earlier runs on the
+    same data sets included, by the rdp accountant; `aggregate` is None where that view does not hold.
     """
 
     round: int
@@ -18,6 +18,7 @@ class RoundRow:
     num_replies: int
     num_silent: int
     num_failures: int
+    num_late: int
     num_retired: int
     test_accuracy: float
     test_loss: float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -35,7 +35,7 @@ from server.wire import wire_bytes
 
 log = logging.getLogger("flwr")
 
-ROUND_SECONDS = 3600.0
+_POLL_SECONDS = 1.0
 
 _SOUND = ("ok", "silent")
 _STATUS = {protocol.REFUSED: "refused", protocol.RETIRED: "retired"}
@@ -56,11 +56,15 @@ class _Letter:
 
 @dataclass(frozen=True, eq=False)
 class _Round:
-    """What is known of the round under way, by partition id."""
+    """What is known of the round under way, by partition id: who was asked, who answered, and what was sound."""
 
     number: int
     letters: dict[int, _Letter] = field(default_factory=dict)
     sent: dict[int, Message] = field(default_factory=dict)
+    arrived: dict[int, Message] = field(default_factory=dict)
+    status: dict[int, tuple[str, str]] = field(default_factory=dict)
+    adapters: dict[int, tuple[Adapter, str]] = field(default_factory=dict)
+    silent: set[int] = field(default_factory=set)
 
 
 class RuleStrategy(Strategy):
@@ -103,14 +107,22 @@ class RuleStrategy(Strategy):
         self._on_round = on_round
         self._round = _Round(0)
         self._rows: list[ClientRow] = []
+        self._overdue: set[str] = set()
+        self._num_late = 0
 
-    def select(self, round_: int) -> list[int]:
-        """The partition ids of a round's clients; the seed, the round and who is within budget fix them, no output."""
-        clients = self.books.active
-        num = self._config.clients_per_round or len(clients)
+    def select(self, round_: int, but: Iterable[int] = ()) -> list[int]:
+        """The partition ids of a round's clients; seed, round, budgets and who was asked before fix them, no output.
+
+        Args:
+            round_: from 1.
+            but: clients that were asked in this round already.
+        """
+        asked = set(but)
+        clients = [client for client in self.books.active if client not in asked]
+        num = self._config.clients_per_round or len(self.books.active)
         if num >= len(clients):
             return clients
-        rng = np.random.default_rng((self._config.seed, round_))
+        rng = np.random.default_rng((self._config.seed, round_, len(asked)) if asked else (self._config.seed, round_))
         return sorted(rng.choice(clients, size=num, replace=False).tolist())
 
     def event(self, client: int) -> Event:
@@ -123,23 +135,29 @@ class RuleStrategy(Strategy):
         """One message to each selected client, the model and the instruction, once all of them are charged."""
         self.model = replace(self.model, adapter=dict(arrays.to_torch_state_dict()))
         self._round = _Round(server_round)
-        clients = self.select(server_round)
+        return self._ask(config)
+
+    def _ask(self, config: ConfigRecord) -> list[Message]:
+        """Messages to clients that were not asked in this round; none where too few are left to reach the minimum."""
+        round_ = self._round
+        clients = self.select(round_.number, but=round_.sent)
         # Whom the budget leaves out is replaced, as long as there are others.
         while self.books.within_budget(clients) != clients:
-            clients = self.select(server_round)
-        if len(clients) < self._config.min_clients:
+            clients = self.select(round_.number, but=round_.sent)
+        if not clients or len(round_.adapters) + len(round_.silent) + len(clients) < self._config.min_clients:
             return []
-        instruction = ConfigRecord({**protocol.pack_instruction(self._run, server_round, self.spec), **config})
+        instruction = ConfigRecord({**protocol.pack_instruction(self._run, round_.number, self.spec), **config})
         by_rank: dict[int, _Letter] = {}
         for client in clients:
             rank = self._config.rank_of(client)
             by_rank[rank] = by_rank.get(rank) or self._letter(rank, instruction)
-            self._round.letters[client] = by_rank[rank]
-        self.books.charge(server_round, {client: self._round.letters[client].digest for client in clients})
-        for client, letter in self._round.letters.items():
-            message = Message(letter.content, self._node_ids[client], "train", group_id=str(server_round))
-            self._round.sent[client] = message
-        return list(self._round.sent.values())
+            round_.letters[client] = by_rank[rank]
+        self.books.charge(round_.number, {client: round_.letters[client].digest for client in clients})
+        for client in clients:
+            content = round_.letters[client].content
+            round_.sent[client] = Message(content, self._node_ids[client], "train", group_id=str(round_.number))
+            round_.status[client] = ("no reply", "")
+        return [round_.sent[client] for client in clients]
 
     def _letter(self, rank: int, instruction: ConfigRecord) -> _Letter:
         """What a client of this rank is told in the round under way."""
@@ -164,48 +182,84 @@ class RuleStrategy(Strategy):
 
         A client that stays silent counts as sound, and where all do, the model stays as it is.
         """
-        adapters: dict[int, Adapter] = {}
-        digests: dict[int, str] = {}
-        status = dict.fromkeys(self._round.sent, ("no reply", ""))
-        arrived: dict[int, Message] = {}
-        # Node ids, not message ids: a message has no id before Flower's link has given it one.
-        by_node = {self._node_ids[client]: client for client in self._round.sent}
+        self._take(replies)
+        return self._close(), None
+
+    def _take(self, replies: Iterable[Message]) -> None:
+        """Judge the replies of the round under way."""
+        round_ = self._round
+        by_message = {message.metadata.message_id: client for client, message in round_.sent.items()}
+        by_node = {self._node_ids[client]: client for client in round_.sent}
         for reply in replies:
-            client = by_node.get(reply.metadata.src_node_id)
-            if client is None:
-                log.warning("round %s: a reply of node %s counts for nobody", server_round, reply.metadata.src_node_id)
+            node_id = reply.metadata.src_node_id
+            # A link that gives up on a node answers in its own name, and says which message for.
+            client = by_message.get(reply.metadata.reply_to_message_id) if reply.has_error() else None
+            client = by_node.get(node_id) if client is None else client
+            if client is None or client in round_.arrived:
+                log.warning("round %s: a reply of node %s counts for nobody", round_.number, node_id)
                 continue
-            if client in arrived:
-                log.warning("round %s, client %s: a second reply is ignored", server_round, client)
-                continue
-            arrived[client] = reply
+            round_.arrived[client] = reply
             if reply.has_error():
                 kind, reason = _STATUS.get(reply.error.code, "failed"), " ".join((reply.error.reason or "").split())
                 if kind == "retired":
                     self.books.retire(client, reason or "its node's budget is spent")
-                status[client] = (kind, reason)
+                round_.status[client] = (kind, reason)
             else:
                 try:
-                    adapter, digests[client] = read_reply(reply, self._asked(client))
-                    status[client] = ("silent", "") if adapter is None else ("ok", "")
-                    if adapter is not None:
-                        adapters[client] = adapter
+                    adapter, digest = read_reply(reply, self._asked(client))
+                    if adapter is None:
+                        round_.silent.add(client)
+                        round_.status[client] = ("silent", "")
+                    else:
+                        round_.adapters[client] = (adapter, digest)
+                        round_.status[client] = ("ok", "")
                 except MalformedError as error:
-                    status[client] = ("malformed", str(error))
-            if status[client][1]:
-                log.warning("round %s, client %s: %s", server_round, client, status[client][1])
-        # The mapping is ordered by partition id: sums do not depend on the order of arrival.
-        adapters = dict(sorted(adapters.items()))
+                    round_.status[client] = ("malformed", str(error))
+            if detail := round_.status[client][1]:
+                log.warning("round %s, client %s: %s", round_.number, client, detail)
+
+    def _close(self) -> ArrayRecord | None:
+        """Settle the round and make the next model, if enough clients are sound."""
+        round_ = self._round
+        # Ordered by partition id: sums do not depend on the order of arrival.
+        adapters = {client: round_.adapters[client][0] for client in sorted(round_.adapters)}
         weights = weights_by_size({client: self.books.sizes[client] for client in adapters}) if adapters else {}
-        self.books.settle({client: digests[client] for client in adapters})
-        self._rows = [self._row(client, status[client], weights, arrived) for client in self._round.sent]
-        if len(digests) < self._config.min_clients:
-            return None, None
+        self.books.settle({client: digest for client, (_, digest) in round_.adapters.items()})
+        self._rows = [self._row(client, round_.status[client], weights, round_.arrived) for client in round_.sent]
+        if not self._enough:
+            return None
         if adapters:
             if not self._config.uploads_hidden:
                 self.uploads.update({client: (adapter, self.model.merged) for client, adapter in adapters.items()})
             self.model = self._rule.aggregate(self.model, list(adapters.values()), list(weights.values()))
-        return ArrayRecord(self.model.adapter), None
+        return ArrayRecord(self.model.adapter)
+
+    @property
+    def _enough(self) -> bool:
+        return len(self._round.adapters) + len(self._round.silent) >= self._config.min_clients
+
+    def _exchange(self, grid: Grid, messages: Sequence[Message], seconds: float) -> Iterator[Message]:
+        """The replies to the messages, as they come, until all are there or the time is up.
+
+        What comes later is still fetched, in later rounds, and counted.
+        """
+        deadline = time.monotonic() + seconds
+        grid.push_messages(messages)
+        waiting = {message.metadata.message_id for message in messages}
+        while waiting:
+            for reply in grid.pull_messages(waiting | self._overdue):
+                answered = reply.metadata.reply_to_message_id
+                if answered in self._overdue:
+                    self._overdue.discard(answered)
+                    self._num_late += 1
+                    log.warning("a reply of node %s to an earlier round is discarded", reply.metadata.src_node_id)
+                    continue
+                waiting.discard(answered)
+                yield reply
+            if not waiting or time.monotonic() >= deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+        self._overdue |= waiting
 
     def _asked(self, client: int) -> Asked:
         return Asked(
@@ -260,7 +314,7 @@ class RuleStrategy(Strategy):
         grid: Grid,
         initial_arrays: ArrayRecord,
         num_rounds: int = 3,
-        timeout: float = ROUND_SECONDS,
+        timeout: float = 3600,
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
@@ -281,11 +335,15 @@ class RuleStrategy(Strategy):
             self._report(0, time.monotonic())
         for round_ in range((self._finished or 0) + 1, num_rounds + 1):
             started = time.monotonic()
-            messages = list(self.configure_train(round_, result.arrays, train_config or ConfigRecord(), grid))
+            ask_config = train_config or ConfigRecord()
+            messages = list(self.configure_train(round_, result.arrays, ask_config, grid))
             if not messages:
                 self._stop(round_)
                 break
-            arrays, _ = self.aggregate_train(round_, grid.send_and_receive(messages, timeout=timeout))
+            while messages:
+                self._take(self._exchange(grid, messages, timeout))
+                messages = [] if self._enough else self._ask(ask_config)
+            arrays = self._close()
             result.arrays = arrays or result.arrays
             self._report(round_, started)
             if arrays is None and len(self.books.active) < self._config.min_clients:
@@ -294,7 +352,8 @@ class RuleStrategy(Strategy):
             if arrays is None:
                 usable = sum(row.status in _SOUND for row in self._rows)
                 raise TooFewClientsError(
-                    f"round {round_}: {usable} usable replies, min_clients = {self._config.min_clients}"
+                    f"round {round_}: {usable} usable replies, min_clients = {self._config.min_clients}; resume the "
+                    "run once more clients answer"
                 )
         return result
 
@@ -307,6 +366,7 @@ class RuleStrategy(Strategy):
 
     def _report(self, round_: int, started: float) -> None:
         test = self._evaluate(self.model)
+        late, self._num_late = self._num_late, 0
         rows = self._rows
         self._on_round(
             RoundRow(
@@ -315,6 +375,7 @@ class RuleStrategy(Strategy):
                 num_replies=sum(row.status == "ok" for row in rows),
                 num_silent=sum(row.status == "silent" for row in rows),
                 num_failures=sum(row.status not in _SOUND for row in rows),
+                num_late=late,
                 test_accuracy=test.accuracy,
                 test_loss=test.loss,
                 num_retired=len(self.books.retired),

@@ -29,6 +29,7 @@ BAD = {
     "rounds": 0,
     "clients_per_round": -1,
     "min_clients": 0,
+    "round_seconds": 0.0,
     "aggregation": "median",
     "local_steps": 0,
     "batch_size": 0,

@@ -60,10 +60,11 @@ class LocalGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Deliver the messages and keep the replies for `pull_messages`."""
+        messages = list(messages)
+        for message in messages:
+            set_message_id(message, uuid.uuid4().hex)
         # Strategies put one RecordDict into every message; a node may change its own copy.
         delivered = [copy.deepcopy(message) for message in messages]
-        for message in delivered:
-            set_message_id(message, uuid.uuid4().hex)
         ids = [message.metadata.message_id for message in delivered]
         self._replies.update(zip(ids, self._answer(delivered), strict=True))
         return ids

@@ -49,6 +49,7 @@ def _rounds(num_clients: int, num_rounds: int, final: float) -> list[dict[str, A
             "num_replies": num_clients - (t == 3) if t else 0,
             "num_silent": 0,
             "num_failures": int(t == 3),
+            "num_late": 0,
             "test_accuracy": 0.131 + (final - 0.131) * (1 - math.exp(-0.6 * t)),
             "test_loss": 2.08 * math.exp(-0.4 * t) + (1.2 - final) * (1 - math.exp(-t)),
             "epsilon_local_max": 0.9 * math.sqrt(t),

@@ -19,7 +19,7 @@ from fedpriv.training.evaluation import Evaluation
 from server.bookkeeping import Books
 from server.replies import MalformedError, read_reply
 from server.strategy import RuleStrategy
-from simulations.engines.flower_private import task_identity
+from simulations.engines.flower_private import set_message_id, task_identity
 
 SIZES = {0: 600, 1: 300, 2: 100}
 ADAPTER = {"A": torch.zeros(2, 3), "B": torch.zeros(4)}
@@ -97,22 +97,93 @@ def test_rho_view_uses_the_participants_of_the_round():
         assert event.noise_multiplier == pytest.approx(expected * strategy.event(client).noise_multiplier)
 
 
-class SilentGrid:
-    """Nobody answers."""
+class SlowGrid:
+    """A link on which replies come when they come; `answers` says what a message gets, and after how many pulls."""
 
-    def send_and_receive(self, messages, *, timeout=None):
+    def __init__(self, answers=lambda message: None) -> None:
+        self._answers = answers
+        self._on_the_way: list[list] = []
+        self.asked: list[int] = []
+
+    def push_messages(self, messages):
+        for message in messages:
+            set_message_id(message, f"m{len(self.asked)}")
+            self.asked.append(message.metadata.dst_node_id - 100)
+            if (answer := self._answers(message)) is not None:
+                self._on_the_way.append(list(answer))
         return []
+
+    def pull_messages(self, message_ids):
+        for waiting in self._on_the_way:
+            waiting[1] -= 1
+        here = [
+            reply
+            for reply, pulls in self._on_the_way
+            if pulls <= 0 and reply.metadata.reply_to_message_id in message_ids
+        ]
+        self._on_the_way = [waiting for waiting in self._on_the_way if waiting[0] not in here]
+        return here
 
 
 def test_too_few_replies_end_the_run_after_the_round_is_reported_and_charged():
     seen = []
     strategy = make_strategy(min_clients=2, on_round=lambda row, clients: seen.append((row, clients)))
     with pytest.raises(TooFewClientsError, match="round 1: 0 usable replies, min_clients = 2"):
-        strategy.start(SilentGrid(), ArrayRecord(ADAPTER), num_rounds=2)
+        strategy.start(SlowGrid(), ArrayRecord(ADAPTER), num_rounds=2, timeout=0)
     row, clients = seen[-1]
     assert (row.round, row.num_replies, row.num_failures) == (1, 0, 3)
     assert {client.status for client in clients} == {"no reply"}
     assert all(client.epsilon_local > 0 for client in clients)
+
+
+def test_a_round_ends_at_its_deadline_and_what_comes_later_is_counted_and_discarded(monkeypatch):
+    monkeypatch.setattr("server.strategy._POLL_SECONDS", 0.0)
+    seen = []
+    strategy = make_strategy(on_round=lambda row, clients: seen.append((row, clients)))
+
+    def answers(message):
+        round_ = message.content.config_records[protocol.INSTRUCTION]["round"]
+        late = message.metadata.dst_node_id == 101 and round_ == 1
+        return answer(strategy, message, 9.0 if late else float(round_), round=round_), 2 if late else 0
+
+    strategy.start(SlowGrid(answers), ArrayRecord(ADAPTER), num_rounds=2, timeout=0)
+    assert [row.num_late for row, _ in seen] == [0, 0, 1]
+    assert [row.num_replies for row, _ in seen] == [0, 2, 3]
+    assert [client.status for client in seen[1][1]] == ["ok", "no reply", "ok"]
+    assert strategy.model.adapter["B"].tolist() == [2.0] * 4
+    assert strategy.books.accounts.num_releases(1) == 2
+
+
+def test_an_error_that_the_link_sends_in_its_own_name_counts_for_the_client_it_is_about():
+    strategy = make_strategy()
+    messages = ask(strategy)
+    for message in messages:
+        set_message_id(message, f"m{message.metadata.dst_node_id}")
+    error = Message(Error(3, "the node went away\nTraceback: x"), reply_to=messages[1])
+    error.metadata.__dict__["_src_node_id"] = 1
+    strategy.aggregate_train(1, [answer(strategy, messages[0], 1.0), error])
+    assert [row.status for row in strategy._rows] == ["ok", "failed", "no reply"]
+    assert strategy._rows[1].detail == "the node went away Traceback: x"
+
+
+def test_a_round_with_too_few_asks_others_and_charges_all(monkeypatch):
+    seen = []
+    strategy = make_strategy(
+        min_clients=1, clients_per_round=1, on_round=lambda row, clients: seen.append((row, clients))
+    )
+    first = strategy.select(1)
+
+    def answers(message):
+        client = message.metadata.dst_node_id - 100
+        return None if [client] == first else (answer(strategy, message, 3.0), 0)
+
+    grid = SlowGrid(answers)
+    strategy.start(grid, ArrayRecord(ADAPTER), num_rounds=1, timeout=0)
+    assert grid.asked[0] == first[0]
+    assert len(grid.asked) == len(set(grid.asked)) == 2
+    assert [client.status for client in seen[1][1]] == ["no reply", "ok"]
+    assert [strategy.books.accounts.num_releases(client) for client in grid.asked] == [1, 1]
+    assert strategy.model.adapter["B"].tolist() == [3.0] * 4
 
 
 def test_fewer_than_the_minimum_are_not_averaged():
