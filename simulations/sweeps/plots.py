@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from fedpriv.reports.tables import format_bytes
 from simulations.sweeps.plan import Sweep
+from simulations.sweeps.table import PRIVACY_KEYS, settings
 
 _INK, _GRID = "#1d2126", "#d5d9de"
 _COLOURS = ("#00589c", "#b84300", "#007557", "#a03d80", "#8a6000", "#2379ad", "#5a5a5a", "#6f6a00")
-_MARKERS = "os^DvPXp"
-
-# Each of these is a target that the finished run's epsilon stands for.
-_PRIVACY_KEYS = ("target_epsilon", "noise_multiplier", "budget_epsilon")
+_MARKERS = "os^DvPX"  # not as many as colours, so that no pair of both comes twice soon
 
 
 def write(frame: pd.DataFrame, sweep: Sweep, out: Path) -> list[Path]:
@@ -27,7 +26,7 @@ def write(frame: pd.DataFrame, sweep: Sweep, out: Path) -> list[Path]:
     if done.empty:
         return []
     figures: dict[str, Figure] = {}
-    if any(key in sweep.keys for key in _PRIVACY_KEYS):
+    if any(key in sweep.keys for key in PRIVACY_KEYS):
         figures["accuracy-against-epsilon"] = accuracy_against(
             done, sweep, "epsilon_local_max", f"local epsilon at delta {_range(done['delta_max'])}"
         )
@@ -50,11 +49,14 @@ def accuracy_against(done: pd.DataFrame, sweep: Sweep, x: str, label: str, *, lo
     Runs that differ in their seed alone are one point, at their mean x.
     """
     figure, axes = _axes(sweep.title, label)
-    keys = [key for key in sweep.keys if key != "seed"]
-    others = [key for key in keys if key != x and not (x == "epsilon_local_max" and key in _PRIVACY_KEYS)]
+    done, keys = settings(done, sweep)
+    private = (*PRIVACY_KEYS, "privacy")
+    others = [key for key in keys if key != x and not (x == "epsilon_local_max" and key in private)]
+    places = _places(done[x].astype(float))
     for place, (name, line) in enumerate(_lines(done, others)):
-        points = line.groupby(keys or [x], dropna=False).agg(
-            x=(x, "mean"), mean=("accuracy", "mean"), spread=("accuracy", "std")
+        points = line.assign(place=line[x].astype(float).fillna(math.inf).map(lambda v: places.get(v, v)))
+        points = points.groupby(keys or [x], dropna=False).agg(
+            x=("place", "mean"), mean=("accuracy", "mean"), spread=("accuracy", "std")
         )
         points = points.sort_values("x")
         axes.errorbar(
@@ -74,27 +76,49 @@ def accuracy_against(done: pd.DataFrame, sweep: Sweep, x: str, label: str, *, lo
         values = sorted(done[x].unique())
         axes.set_xticks(values, [f"{value:g}" for value in values])
         axes.minorticks_off()
-    axes.legend(frameon=False, fontsize=8)
+    elif math.inf in places:
+        finite = sorted({round(value, 1) for value in done[x].astype(float).dropna() if math.isfinite(value)})
+        axes.set_xticks([*finite, places[math.inf]], [*(f"{value:g}" for value in finite), "no noise"])
+    _legend(axes)
     return figure
+
+
+def _places(values: pd.Series) -> dict[float, float]:
+    """Where an infinite value stands: to the right of the others."""
+    finite = values[values.notna() & (values != math.inf)]
+    return {} if len(finite) == len(values) else {math.inf: 1.25 * float(finite.max()) if len(finite) else 1.0}
 
 
 def bytes_against_accuracy(done: pd.DataFrame, sweep: Sweep) -> Figure:
-    """Accuracy of every run over what all its clients sent."""
-    figure, axes = _axes(sweep.title, "bytes sent by all clients")
-    for place, (name, line) in enumerate(_lines(done, [key for key in sweep.keys if key != "seed"])):
-        axes.plot(
-            line["bytes_up"],
-            line["accuracy"],
+    """Mean accuracy with the seeds' standard deviation over what all clients sent and received, by setting."""
+    figure, axes = _axes(sweep.title, "bytes sent and received by all clients")
+    done, keys = settings(done.assign(bytes=done["bytes_up"] + done["bytes_down"]), sweep)
+    for place, (name, line) in enumerate(_lines(done, keys)):
+        axes.errorbar(
+            [line["bytes"].mean()],
+            [line["accuracy"].mean()],
+            yerr=[line["accuracy"].std() if len(line) > 1 else 0.0],
             linestyle="",
             color=_COLOURS[place % len(_COLOURS)],
             marker=_MARKERS[place % len(_MARKERS)],
+            markersize=5,
+            capsize=3,
             label=name or "with DP",
         )
-    axes.set_xscale("log")
-    axes.minorticks_off()
+    if done["bytes"].max() > 5 * done["bytes"].min():
+        axes.set_xscale("log")
     axes.xaxis.set_major_formatter(_formatter(format_bytes))
-    axes.legend(frameon=False, fontsize=8)
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    _legend(axes)
     return figure
+
+
+def _legend(axes: Axes) -> None:
+    """Within the axes where it is short, else to their right, where it hides nothing."""
+    if len(axes.get_legend_handles_labels()[0]) > 5:
+        axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    else:
+        axes.legend(frameon=False, fontsize=8)
 
 
 def _lines(done: pd.DataFrame, keys: list[str]) -> list[tuple[str, pd.DataFrame]]:
@@ -102,20 +126,33 @@ def _lines(done: pd.DataFrame, keys: list[str]) -> list[tuple[str, pd.DataFrame]
     if not keys:
         return [("", done)]
     return [
-        (", ".join(f"{key} = {value}" for key, value in zip(keys, values, strict=True)), line)
+        (", ".join(_named(key, value) for key, value in zip(keys, values, strict=True)), line)
         for values, line in done.groupby(keys, dropna=False)
     ]
 
 
+def _named(key: str, value: object) -> str:
+    """Rules and privacy speak for themselves, other values need their key."""
+    if key in ("aggregation", "privacy"):
+        return str(value)
+    return f"{key} = {value:g}" if isinstance(value, float) else f"{key} = {value}"
+
+
 def _draw_references(axes: Axes, done: pd.DataFrame) -> None:
-    """The mean accuracy without noise, where it was run, and chance."""
+    """The mean accuracy without noise, where it was run, and chance; what is far off is named and not drawn."""
+    low, high = float(done["accuracy"].min()), float(done["accuracy"].max())
     for column, label, style in (
         ("accuracy_non_private", "z = 0, clipping kept", "--"),
         ("chance_accuracy", "chance", ":"),
     ):
         values = done[column].dropna()
-        if len(values):
-            axes.axhline(float(values.astype(float).mean()), color=_INK, linestyle=style, linewidth=1, label=label)
+        if not len(values):
+            continue
+        value = float(values.astype(float).mean())
+        if value < low - 2 * max(high - low, 0.05):
+            axes.plot([], [], " ", label=f"{label}: {value:.1%}")
+        else:
+            axes.axhline(value, color=_INK, linestyle=style, linewidth=1, label=label)
 
 
 def _axes(title: str, label: str) -> tuple[Figure, Axes]:

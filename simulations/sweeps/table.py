@@ -13,6 +13,9 @@ from fedpriv import config as configuration
 from simulations.sweeps.plan import Sweep
 from simulations.sweeps.spending import Total
 
+# Each of these is a target that the finished run's epsilon stands for.
+PRIVACY_KEYS = ("target_epsilon", "noise_multiplier", "budget_epsilon")
+
 _FIGURES = (
     *("accuracy", "accuracy_initial", "accuracy_non_private", "chance_accuracy"),
     *("epsilon_local_max", "epsilon_rho_max", "delta_max", "noise_source", "private", "num_clients", "num_rounds"),
@@ -46,12 +49,34 @@ def tidy(sweep: Sweep, out: Path, errors: Mapping[str, str], spent: Total) -> pd
     return pd.DataFrame(rows)
 
 
+def settings(frame: pd.DataFrame, sweep: Sweep) -> tuple[pd.DataFrame, list[str]]:
+    """The table with the keys by which runs differ, seeds aside; several keys that say how private a run is are one.
+
+    That one is called `privacy` and says `epsilon 2`, `z 1.5` or `no noise`.
+    """
+    keys = [key for key in sweep.keys if key != "seed"]
+    private = [key for key in keys if key in PRIVACY_KEYS]
+    if len(private) < 2:
+        return frame, keys
+    keys = ["privacy" if key == private[0] else key for key in keys if key not in private[1:]]
+    return frame.assign(privacy=[_privacy(row) for _, row in frame.iterrows()]), keys
+
+
+def _privacy(row: Any) -> str:
+    if row["noise_multiplier"] == 0:
+        return "no noise"
+    if pd.notna(target := row.get("target_epsilon")) and target:
+        return f"epsilon {target:g}"
+    return f"z {row['noise_multiplier']:.3g}"
+
+
 def pivot(frame: pd.DataFrame, sweep: Sweep) -> pd.DataFrame | None:
-    """Mean accuracy, its standard deviation over seeds and the number of runs, by the first two varied keys.
+    """Mean accuracy, its standard deviation over seeds and the number of runs, by the first two settings.
 
     None where nothing but the seed varies, or no run is done.
     """
-    keys = [key for key in sweep.keys if key != "seed"][:2]
+    frame, keys = settings(frame, sweep)
+    keys = keys[:2]
     done = frame[frame["status"] == "done"]
     if not keys or done.empty:
         return None

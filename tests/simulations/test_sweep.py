@@ -212,3 +212,25 @@ def test_ray_within_ray_is_refused(write, base, tmp_path):
     with pytest.raises(InputError, match="engine = ray"):
         run(write(**base, grid={"seed": [0, 1]}), tmp_path / "out", engine="ray", max_parallel=2)
     assert parse({"engine": "ray"}).engine == "ray"
+
+
+def test_several_ways_to_say_how_private_a_run_is_are_one_column(write):
+    path = write(
+        runs=[{"target_epsilon": 2.0}, {"target_epsilon": 8.0}, {"noise_multiplier": 0.0}],
+        grid={"aggregation": ["dp-lora", "flora"], "seed": [0, 1]},
+    )
+    plan = read(path)
+    frame = pd.DataFrame([run.varied for run in plan.runs]).assign(
+        status="done",
+        accuracy=[0.5 + 0.01 * place for place in range(12)],
+        epsilon_local_max=lambda runs: runs["target_epsilon"],
+        chance_accuracy=0.1,
+        accuracy_non_private=None,
+        delta_max=1e-5,
+    )
+    found, keys = table.settings(frame, plan)
+    assert keys == ["privacy", "aggregation"]
+    assert found["privacy"].tolist() == ["epsilon 2"] * 4 + ["epsilon 8"] * 4 + ["no noise"] * 4
+    assert table.pivot(frame, plan).loc["epsilon 8", ("mean", "flora")] == pytest.approx(0.5 + 0.01 * 6.5)
+    figure = plots.accuracy_against(frame, plan, "epsilon_local_max", "epsilon")
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["2", "8", "no noise"]
