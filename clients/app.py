@@ -9,9 +9,8 @@ from flwr.clientapp import ClientApp
 
 import fedpriv
 from clients import handler
-from fedpriv.config import parse
+from clients.node import bench_of, configuration
 from fedpriv.training.stacked import execute_one_by_one
-from fedpriv.training.workbench import workbench
 
 log = logging.getLogger("flwr")
 
@@ -25,7 +24,7 @@ def train(message: Message, context: Context) -> Message:
         task = handler.prepare(message, context)
     except Exception as error:  # its text must not leave the node as Flower's traceback
         return handler.reply(message, context, error)
-    model = workbench(parse(context.run_config)).model
+    model = bench_of(configuration(context), context).model
     return handler.reply(message, context, execute_one_by_one(model, [task])[0])
 
 

@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 from dataclasses import replace
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 
+from clients.node import IDENTITY_KEY, NAME_KEY, bench_of, client_of, configuration, journal_of, place_of, policy_of
 from fedpriv import guard, protocol
 from fedpriv.accounting.entries import Key
 from fedpriv.adapters.arithmetic import Adapter, difference
 from fedpriv.aggregation import relevance
-from fedpriv.config import EMBEDDED, RunConfig, Scalar, parse
-from fedpriv.errors import LedgerError
+from fedpriv.config import RunConfig
+from fedpriv.deployment import keys
+from fedpriv.errors import InputError, LedgerError
+from fedpriv.journal import where
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
-from fedpriv.policy import Limits
 from fedpriv.protocol import Broadcast, Release
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
 from fedpriv.training.sampling import PoissonSampler
-from fedpriv.training.workbench import workbench
 
 log = logging.getLogger(__name__)
-
-# A node whose operator also starts the runs, as in a simulation, may take data and rules from the run's configuration.
-TRUST_KEY = "trust-run-config"
-TRUST_VARIABLE = "FEDPRIV_TRUST_RUN_CONFIG"
-
-# What a data holder states in its node configuration.
-LEDGER_KEY = "ledger"
-BUDGET_KEY = "budget-epsilon"
-DELTA_KEY = "delta"
-POLICY_KEY = "policy"
 
 _secure = SecureSource()
 
@@ -48,10 +38,10 @@ def prepare(message: Message, context: Context) -> UpdateTask:
         LedgerError: the node's ledger cannot be used.
         ValueError: the message is malformed.
     """
-    config = _configuration(context)
-    bench = workbench(config)
-    client = _client(context, len(bench.data.clients))
-    data, policy = bench.client(client), _policy(config, context, client)
+    config = configuration(context)
+    bench = bench_of(config, context)
+    client = client_of(context, bench.num_clients)
+    data, policy = bench.client(place_of(config, client)), policy_of(config, context, client)
     key, spec, broadcast = _request(message, client, bench.initial)
     data_set = guard.registered(policy, str(client), len(data))
     num_registered = data_set.num_records if data_set else len(data)
@@ -67,6 +57,7 @@ def prepare(message: Message, context: Context) -> UpdateTask:
     bench.model.check({name: tensor.shape for name, tensor in broadcast.adapter.items()})
     bench.model.check_merged(broadcast.merged)
     guard.charge(policy, key, event, data_set, noise_source=config.noise_source)
+    journal_of(context).write("charged", run=key.run, round=key.round, recorded=data_set is not None)
     return UpdateTask(
         adapter=broadcast.adapter,
         merged=broadcast.merged,
@@ -83,47 +74,72 @@ def reply(message: Message, context: Context, update: ClientUpdate | Exception) 
 
     An exception's text can hold a record, so it stays in this node's log.
     """
+    note = partial(journal_of(context).write, **_place(message))
     if isinstance(update, guard.AlreadyReleasedError):
+        note("sent_again")
         return _upload(message, update.content)
     if isinstance(update, ClientUpdate):
         try:
-            return _upload(message, _settled(message, context, update))
+            content = _settled(message, context, update)
+            note("released")
+            return _upload(message, content)
         except Exception as error:  # the upload must not leave, and neither must the error's text
             update = error
-    if isinstance(update, guard.RetiredError):
-        log.warning("retired: %s", update)
-        return Message(Error(protocol.RETIRED, f"retired: {update}"), reply_to=message)
-    if isinstance(update, guard.RefusedError):
-        log.warning("refused: %s", update)
-        return Message(Error(protocol.REFUSED, f"refused: {update}"), reply_to=message)
-    if isinstance(update, LedgerError):
-        log.error("refused: %s", update)
-        reason = "refused: this node's ledger cannot be used; its log says why"
-        return Message(Error(protocol.REFUSED, reason), reply_to=message)
-    log.error("training failed", exc_info=update)
-    return Message(Error(protocol.FAILED, "training failed; this node's log says why"), reply_to=message)
+    code, reason = _refusal(update)
+    note({protocol.RETIRED: "retired", protocol.REFUSED: "refused"}.get(code, "failed"), reason=reason)
+    return Message(Error(code, reason), reply_to=message)
+
+
+def _refusal(error: Exception) -> tuple[int, str]:
+    """The code and text of an error reply; what else is known of it goes to this node's log."""
+    if isinstance(error, guard.RetiredError):
+        log.warning("retired: %s", error)
+        return protocol.RETIRED, f"retired: {error}"
+    if isinstance(error, guard.RefusedError):
+        log.warning("refused: %s", error)
+        return protocol.REFUSED, f"refused: {error}"
+    if isinstance(error, LedgerError):
+        log.error("refused: %s", error)
+        return protocol.REFUSED, "refused: this node's ledger cannot be used; its log says why"
+    if isinstance(error, InputError):  # names a key, a column or a label of the node's own, so it stays here
+        log.error("failed: %s", error)
+    else:
+        log.error("failed: %s", where(error))
+    return protocol.FAILED, "failed; this node's log says why"
+
+
+def _place(message: Message) -> dict[str, str | int]:
+    """Run and round that a train message names, for the journal; as far as it is one."""
+    fields = message.content.config_records.get(protocol.INSTRUCTION, {}) if message.has_content() else {}
+    return {name: value for name in ("run", "round") if isinstance(value := fields.get(name), (str, int))}
 
 
 def register(message: Message, context: Context) -> Message:
     """The client's registration: partition id, registered number of records, name for display, data set id."""
-    config = _configuration(context)
-    bench = workbench(config)
+    config = configuration(context)
+    bench = bench_of(config, context)
     try:
-        client = _client(context, len(bench.data.clients))
+        client = client_of(context, bench.num_clients)
     except ValueError as error:
         return Message(Error(protocol.REFUSED, str(error)), reply_to=message)
-    records, policy = bench.data.clients[client], _policy(config, context, client)
+    place, policy, node = place_of(config, client), policy_of(config, context, client), context.node_config
+    records = bench.data.clients[place]
     data_set = guard.registered(policy, str(client), len(records))
     if data_set is not None:
         guard.log_content(policy, data_set, repr(records).encode(), len(records))
     registration = protocol.Registration(
         client=client,
         num_records=data_set.num_records if data_set else len(records),
-        name=bench.data.client_names[client],
+        name=str(node.get(NAME_KEY) or bench.data.client_names[place] or f"client-{client}"),
         # Without a ledger of its own a node remembers nothing: its spending attaches to this run alone.
         data_set=data_set.id if data_set else secrets.token_hex(16),
         keeps_replies=data_set is not None,
+        software=protocol.SOFTWARE,
     )
+    if IDENTITY_KEY in node:
+        statement = protocol.statement_of(registration)
+        registration = replace(registration, signature=keys.sign(Path(str(node[IDENTITY_KEY])), statement))
+    journal_of(context).write("registered", num_records=registration.num_records, data_set=registration.data_set)
     content = ConfigRecord(protocol.pack_registration(registration))
     return Message(RecordDict({protocol.REGISTRATION: content}), reply_to=message)
 
@@ -131,7 +147,10 @@ def register(message: Message, context: Context) -> Message:
 def _request(message: Message, client: int, initial: Adapter) -> tuple[Key, UpdateSpec, Broadcast]:
     """What a train message asks for, and the key by which it is one release."""
     run, round_, spec = protocol.unpack_instruction(message.content.config_records[protocol.INSTRUCTION])
-    arrays = {name: record.to_torch_state_dict() for name, record in message.content.array_records.items()}
+    records = message.content.array_records
+    for record in records.values():
+        protocol.check_arrays({name: array.data for name, array in record.items()})
+    arrays = {name: record.to_torch_state_dict() for name, record in records.items()}
     broadcast = protocol.unpack_broadcast(arrays, spec, initial)
     key = Key(run=run, client=str(client), round=round_, request=guard.request_digest(broadcast, spec))
     return key, spec, broadcast
@@ -139,16 +158,16 @@ def _request(message: Message, client: int, initial: Adapter) -> tuple[Key, Upda
 
 def _settled(message: Message, context: Context, update: ClientUpdate) -> bytes:
     """The reply as it may be sent: stored, where the node keeps a ledger."""
-    config = _configuration(context)
-    bench = workbench(config)
-    client = _client(context, len(bench.data.clients))
+    config = configuration(context)
+    bench = bench_of(config, context)
+    client = client_of(context, bench.num_clients)
     key, spec, broadcast = _request(message, client, bench.initial)
     silent = _is_irrelevant(update.adapter, broadcast, spec, key.round)
     rounding = _source(config, client, key.round, "rounding")
     arrays = {} if silent else protocol.pack_upload(update.adapter, broadcast, spec, bench.initial, rounding)
     release = Release(round=key.round, event=update.event, num_records=update.num_records, silent=silent)
     content = protocol.pack_reply(release, arrays)
-    policy = _policy(config, context, client)
+    policy = policy_of(config, context, client)
     return content if policy.ledger is None else guard.settle(policy, key, update.event, content)
 
 
@@ -166,65 +185,6 @@ def _upload(message: Message, content: bytes) -> Message:
     if arrays:
         records[protocol.ADAPTER] = ArrayRecord(arrays)
     return Message(RecordDict(records), reply_to=message)
-
-
-@lru_cache(maxsize=4)
-def _parsed(items: tuple[tuple[str, Scalar], ...]) -> RunConfig:
-    """A node sees one configuration in every message of a run; checking it takes longer than an empty round."""
-    return parse(dict(items))
-
-
-def _configuration(context: Context) -> RunConfig:
-    config = _parsed(tuple(context.run_config.items()))
-    if config.data != EMBEDDED and not _trusts_run_config(context):
-        raise guard.RefusedError(
-            f"data = {config.data!r}: this node takes no data from a run's configuration; in a simulation set "
-            f"{TRUST_VARIABLE}=1"
-        )
-    return config
-
-
-def _trusts_run_config(context: Context) -> bool:
-    return bool(context.node_config.get(TRUST_KEY)) or os.environ.get(TRUST_VARIABLE) == "1"
-
-
-def _policy(config: RunConfig, context: Context, client: int) -> guard.NodePolicy:
-    """What the node allows: on the synthetic corpus anything, on a holder's data only what it agreed to.
-
-    Ledger, budget, delta and policy file are the holder's own; a node that trusts the run takes what the holder left
-    open from it.
-    """
-    trusted = _trusts_run_config(context)
-    node = context.node_config
-    ledger = Path(str(node[LEDGER_KEY])) if LEDGER_KEY in node else None
-    open_ = config.data == EMBEDDED or trusted
-    limits = Limits.read(Path(str(node[POLICY_KEY]))) if POLICY_KEY in node else None if open_ else Limits()
-    policy = guard.NodePolicy(
-        allow_not_private=config.data == EMBEDDED or (trusted and (config.simulate or config.public_data)),
-        allow_unrecorded=open_,
-        limits=limits,
-        ledger=ledger,
-        budget_epsilon=float(node[BUDGET_KEY]) if BUDGET_KEY in node else None,
-        delta=float(node[DELTA_KEY]) if DELTA_KEY in node else None,
-    )
-    if not trusted:
-        return policy
-    if ledger is None and config.ledger:
-        policy = replace(policy, ledger=Path(f"{config.ledger}.nodes") / f"{client}.sqlite")
-    # A node sees its own uploads alone: it holds its budget on the `local` view, which is too strict for `aggregate`.
-    budget = config.budget_of(client) if config.privacy_view != "aggregate" else None
-    return replace(
-        policy,
-        budget_epsilon=policy.budget_epsilon if policy.budget_epsilon is not None else budget,
-        delta=policy.delta if policy.delta is not None else config.delta,
-    )
-
-
-def _client(context: Context, num_clients: int) -> int:
-    client = context.node_config.get("partition-id")
-    if not isinstance(client, int) or not 0 <= client < num_clients:
-        raise ValueError(f"partition-id = {client!r}: must lie in 0..{num_clients - 1}, the clients of this run")
-    return client
 
 
 def _source(config: RunConfig, client: int, round_: int, purpose: str) -> RandomSource:

@@ -18,11 +18,13 @@ from pydantic.dataclasses import dataclass
 from fedpriv.errors import InputError
 
 EMBEDDED = "embedded"
+# Every node trains on what its own configuration names, and the server knows of it what is registered.
+ON_NODES = "on-nodes"
 
 Scalar = str | int | float | bool
 
 # Keys that say only where things are written, or where a run goes on.
-PLACES = ("out", "ledger", "resume")
+PLACES = ("out", "ledger", "node_keys", "resume")
 
 
 def _split(value: object) -> object:
@@ -98,6 +100,8 @@ class RunConfig:
     clients_per_round: Annotated[int, Field(ge=0)] = 0
     min_clients: Count = 1
     round_seconds: Positive = 3600.0
+    registration_seconds: Positive = 300.0
+    node_keys: str = ""
     aggregation: Literal["dp-lora", "fedavg", "t-fedavg", "cmfl", "ffa-lora", "fedex-lora", "flora"] = "dp-lora"
     client_ranks: Sizes = ()
     upload_codec: Literal["float32", "bfloat16", "int8", "ternary"] = "float32"
@@ -137,6 +141,10 @@ class RunConfig:
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
+        if self.data == ON_NODES and not self.test_data:
+            raise ValueError("data = on-nodes: needs test_data, the server's own test set")
+        if self.data == ON_NODES and self.task == "SEQ_CLS" and len(self.labels) < 2:
+            raise ValueError("data = on-nodes: needs labels, the classes that all holders agreed on")
         if self.partition == "natural" and not self.client_column:
             raise ValueError("partition = natural: needs client_column, the column that says who holds a record")
         if self.partition == "sizes" and not self.client_sizes:
@@ -207,7 +215,7 @@ class RunConfig:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of every key but `out`, `ledger` and `resume`, which say only where things are."""
+        """SHA-256 of every key but those that say only where things are."""
         values = {key: value for key, value in asdict(self).items() if key not in PLACES}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from io import BytesIO
 from typing import Any
 
+import numpy as np
 import safetensors.torch
 from torch import Tensor
 
+import fedpriv
 from fedpriv.accounting import events
 from fedpriv.accounting.events import Event
 from fedpriv.adapters import codecs, merged
@@ -34,7 +38,10 @@ REFUSED = 100
 FAILED = 101
 RETIRED = 102
 
-VERSION = 2
+VERSION = 3
+
+# What a node runs; releases from unequal ones are not mixed in a run.
+SOFTWARE = f"fedpriv {fedpriv.__version__}"
 
 Arrays = Mapping[str, Mapping[str, Tensor]]
 """{record's name: {array's name: tensor}}"""
@@ -86,6 +93,8 @@ class Registration:
         name: for display.
         data_set: the random id that spending attaches to.
         keeps_replies: whether the node stores its replies, so that the same request gets the same bytes again.
+        software: what the node runs.
+        signature: of `statement_of` by the node's key, in base64; empty from a node without one.
     """
 
     client: int
@@ -93,6 +102,35 @@ class Registration:
     name: str
     data_set: str
     keeps_replies: bool = False
+    software: str = SOFTWARE
+    signature: str = ""
+
+
+def check_arrays(arrays: Mapping[str, bytes]) -> None:
+    """Refuse arrays that hold objects, or whose header asks for another amount of memory than their bytes fill.
+
+    Reading an array allocates what its header says, so this comes first.
+
+    Args:
+        arrays: {name: NumPy's file format}.
+
+    Raises:
+        ValueError: names the array.
+    """
+    for name, data in arrays.items():
+        stream = BytesIO(data)
+        read_header = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }.get(np.lib.format.read_magic(stream))
+        if read_header is None:
+            raise ValueError(f"{name}: unknown version of NumPy's format")
+        shape, _, dtype = read_header(stream)
+        if dtype.hasobject:
+            raise ValueError(f"{name}: holds objects")
+        claimed, there = math.prod(shape) * dtype.itemsize, len(data) - stream.tell()
+        if claimed != there:
+            raise ValueError(f"{name}: claims {claimed} bytes, {there} are there")
 
 
 def pack_instruction(run: str, round_: int, spec: UpdateSpec) -> dict[str, Any]:
@@ -215,6 +253,12 @@ def pack_registration(registration: Registration) -> dict[str, Any]:
     return {"version": VERSION, **asdict(registration)}
 
 
+def statement_of(registration: Registration) -> bytes:
+    """What a node signs: all that it registers."""
+    fields = pack_registration(replace(registration, signature=""))
+    return json.dumps(fields, sort_keys=True).encode()
+
+
 def unpack_registration(fields: Mapping[str, Any]) -> Registration:
     """A registration.
 
@@ -228,6 +272,8 @@ def unpack_registration(fields: Mapping[str, Any]) -> Registration:
         name=_typed(rest, "name", str),
         data_set=_typed(rest, "data_set", str),
         keeps_replies=_typed(rest, "keeps_replies", bool),
+        software=_typed(rest, "software", str),
+        signature=_typed(rest, "signature", str),
     )
     _refuse_rest("registration", rest)
     if registration.client < 0 or registration.num_records < 1 or not 1 <= len(registration.data_set) <= 100:

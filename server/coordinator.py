@@ -7,7 +7,7 @@ import math
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ from fedpriv.accounting.views import default_delta
 from fedpriv.adapters import lora
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.config import RunConfig
-from fedpriv.errors import InputError
+from fedpriv.errors import InputError, TooFewClientsError
 from fedpriv.protocol import Registration
 from fedpriv.reports.page import write_report
 from fedpriv.training.evaluation import Evaluation, evaluate
@@ -33,14 +33,12 @@ from server import checkpoint
 from server.bookkeeping import Books, check_budget_and_view
 from server.checkpoint import Checkpoint
 from server.history import ClientRow, RoundRow
-from server.registration import register_nodes
+from server.registration import Nodes, register_nodes
 from server.run_folder import RunFolder
 from server.strategy import RuleStrategy
 from server.summary import Outcome, summarize
 
 log = logging.getLogger("flwr")
-
-Nodes = dict[int, tuple[int, Registration]]
 
 
 class Observer(Protocol):
@@ -99,9 +97,14 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     )
     _check_as_before(config)
     bench = workbench(config)
-    check_budget_and_view(config, len(bench.data.clients))
+    check_budget_and_view(config, bench.num_clients)
     resumed = checkpoint.read_last(Path(config.resume), bench.initial) if config.resume else None
-    nodes = register_nodes(grid, num_expected=len(bench.data.clients))
+    nodes = register_nodes(
+        grid,
+        num_expected=bench.num_clients,
+        wait=config.registration_seconds,
+        node_keys=Path(config.node_keys) if config.node_keys else None,
+    )
     if resumed:
         nodes = _as_before(nodes, resumed)
     config = calibrated(config, [registration.num_records for _, registration in nodes.values()], bench.initial)
@@ -113,7 +116,8 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
         if resumed and not ledger.holds(*resumed.ledger):
             raise InputError(f"ledger {path}: is not the one of the run, or lacks what the checkpoint has seen")
         series = _Series(config, bench, nodes, ledger, resumed)
-        announce_budgets(series.books, config, bench.data.client_names, observer)
+        folder.keep(series.registrations)
+        announce_budgets(series.books, config, series.names, observer)
         if resumed:
             observer.notice(f"the run goes on after round {resumed.round}")
         outcome = series.run(grid, folder, observer)
@@ -186,7 +190,7 @@ def _as_before(nodes: Nodes, resumed: Checkpoint) -> Nodes:
     return {client: (node_id, before[client]) for client, (node_id, _) in nodes.items()}
 
 
-def announce_budgets(books: Books, config: RunConfig, names: Sequence[str], observer: Observer) -> None:
+def announce_budgets(books: Books, config: RunConfig, names: Mapping[int, str], observer: Observer) -> None:
     """Say, before the first round, whose budget ends before the run does, and after how many rounds.
 
     Raises:
@@ -252,6 +256,7 @@ class _Series:
     ) -> None:
         self.run_id = resumed.run if resumed else secrets.token_hex(16)
         self.registrations = [registration for _, registration in nodes.values()]
+        self.names = {registration.client: registration.name for registration in self.registrations}
         self.books = Books(
             config,
             self.run_id,
@@ -263,6 +268,7 @@ class _Series:
         for client, reason in (resumed.retired if resumed else {}).items():
             self.books.retire(client, reason)
         self._config, self._bench, self._nodes, self._ledger, self._resumed = config, bench, nodes, ledger, resumed
+        self._after = resumed.round if resumed else 0
 
     def run(self, grid: Grid, folder: RunFolder, observer: Observer) -> Outcome:
         """All rounds, told to the folder and the observer, with a checkpoint after each where a ledger stands."""
@@ -277,8 +283,11 @@ class _Series:
             folder.add(row, clients)
             if self._ledger is not None:
                 checkpoint.write(folder.path, self._checkpoint(row.round, strategy))
+                journal.write("checkpoint", run=self.run_id, round=row.round)
             observer.round_done(row)
 
+        journal = folder.journal
+        journal.write("rounds_begin", run=self.run_id, round=self._after, num_clients=len(self.registrations))
         started = time.monotonic() - sum(row.seconds for row in folder.rounds)
         observer.started(self._config, self.registrations)
         strategy = RuleStrategy(
@@ -291,12 +300,17 @@ class _Series:
             evaluate=test,
             on_round=on_round,
         )
-        strategy.start(
-            grid,
-            ArrayRecord(strategy.model.adapter),
-            num_rounds=self._config.rounds,
-            timeout=self._config.round_seconds,
-        )
+        try:
+            strategy.start(
+                grid,
+                ArrayRecord(strategy.model.adapter),
+                num_rounds=self._config.rounds,
+                timeout=self._config.round_seconds,
+            )
+        except TooFewClientsError as error:
+            journal.write("stopped", run=self.run_id, reason=str(error))
+            raise
+        journal.write("rounds_end", run=self.run_id, round=folder.rounds[-1].round, reason=strategy.stopped)
         self.books.count_held(self._config.rounds)
         if strategy.stopped:
             observer.notice(f"the run ended early: {strategy.stopped}")
@@ -305,6 +319,7 @@ class _Series:
             rows=folder.rounds,
             client_rows=folder.clients,
             strategy=strategy,
+            names=self.names,
             seconds=time.monotonic() - started,
         )
 

@@ -4,49 +4,97 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedpriv import protocol
+from fedpriv.deployment import keys
 from fedpriv.errors import InputError
 from fedpriv.protocol import Registration
 
 log = logging.getLogger("flwr")
 
-WAIT_SECONDS = 300.0
 _POLL_SECONDS = 0.5
 
+Nodes = dict[int, tuple[int, Registration]]
+"""{partition id: (node id, registration)}"""
 
-def register_nodes(grid: Grid, *, num_expected: int, wait: float = WAIT_SECONDS) -> dict[int, tuple[int, Registration]]:
-    """{partition id: (node id, registration)} of the nodes that have data, ordered by partition id.
 
-    Weights, sampling probabilities and delta come from these numbers from now on; no later reply changes them.
+def register_nodes(grid: Grid, *, num_expected: int, wait: float, node_keys: Path | None = None) -> Nodes:
+    """The nodes that take part, ordered by partition id.
+
+    Weights, sampling probabilities and delta come from these numbers from now on; no later reply changes them. Nodes
+    that connect while others are waited for are asked as well.
 
     Args:
         grid: Flower's connection to the nodes.
         num_expected: how many nodes to wait for.
-        wait: seconds to wait for them.
+        wait: seconds to wait for them; after that the run goes on with those that are there.
+        node_keys: folder with the public key of each node, as PARTITION-ID.pub; None asks for no signature.
 
     Raises:
-        InputError: nodes are missing after the wait, or two nodes claim one partition id.
+        InputError: no node registered, or two nodes claim one partition id.
     """
     deadline = time.monotonic() + wait
-    while len(node_ids := list(grid.get_node_ids())) < num_expected:
-        if time.monotonic() > deadline:
-            raise InputError(f"{len(node_ids)} nodes connected within {wait:.0f} s: the run needs {num_expected}")
+    nodes: Nodes = {}
+    asked: set[int] = set()
+    while True:
+        new = [node_id for node_id in grid.get_node_ids() if node_id not in asked]
+        if new:
+            asked.update(new)
+            _ask(grid, new, nodes, max(1.0, deadline - time.monotonic()), node_keys)
+        if len(nodes) >= num_expected or time.monotonic() > deadline:
+            break
         time.sleep(_POLL_SECONDS)
+    if not nodes:
+        raise InputError(
+            f"{len(asked)} nodes connected within {wait:.0f} s, none of which can take part; the log says why"
+        )
+    if len(nodes) < num_expected:
+        log.warning(
+            "%s of %s nodes registered within %.0f s; the run goes on with them", len(nodes), num_expected, wait
+        )
+    return dict(sorted(nodes.items()))
+
+
+def _ask(grid: Grid, node_ids: list[int], nodes: Nodes, wait: float, node_keys: Path | None) -> None:
+    """Add the nodes whose registration is sound."""
     messages = [Message(RecordDict(), node_id, protocol.REGISTER, group_id="0") for node_id in node_ids]
-    registered: dict[int, tuple[int, Registration]] = {}
+    of_message = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
     for reply in grid.send_and_receive(messages, timeout=wait):
-        node_id = reply.metadata.src_node_id
-        if reply.has_error():
-            log.warning("node %s does not take part: %s", node_id, reply.error.reason)
+        node_id = of_message.get(reply.metadata.reply_to_message_id, reply.metadata.src_node_id)
+        try:
+            registration = read_registration(reply, node_keys)
+        except ValueError as error:
+            log.warning("node %s does not take part: %s", node_id, error)
             continue
-        registration = protocol.unpack_registration(reply.content.config_records[protocol.REGISTRATION])
-        if registration.client in registered:
+        if registration.client in nodes:
             raise InputError(f"partition-id = {registration.client}: two nodes claim it; give each node its own")
-        registered[registration.client] = (node_id, registration)
-    if not registered:
-        raise InputError("no node registered: none has data for this run")
-    return dict(sorted(registered.items()))
+        nodes[registration.client] = (node_id, registration)
+
+
+def read_registration(reply: Message, node_keys: Path | None) -> Registration:
+    """What a node registers.
+
+    Raises:
+        ValueError: one line on why the node cannot take part.
+    """
+    if reply.has_error():
+        raise ValueError(" ".join((reply.error.reason or "").split()))
+    if protocol.REGISTRATION not in reply.content.config_records:
+        raise ValueError(f"{protocol.REGISTRATION}: missing")
+    registration = protocol.unpack_registration(reply.content.config_records[protocol.REGISTRATION])
+    if registration.software != protocol.SOFTWARE:
+        raise ValueError(f"software = {registration.software!r}: the server runs {protocol.SOFTWARE}")
+    if node_keys is not None:
+        _check_signature(registration, node_keys / f"{registration.client}.pub")
+    return registration
+
+
+def _check_signature(registration: Registration, file: Path) -> None:
+    if not file.is_file():
+        raise ValueError(f"partition-id = {registration.client}: no key {file.name} among node_keys")
+    if not keys.verify(file.read_text(), protocol.statement_of(registration), registration.signature):
+        raise ValueError(f"partition-id = {registration.client}: its registration is not signed with {file.name}")

@@ -62,6 +62,7 @@ def read_reply(reply: Message, asked: Asked) -> tuple[Adapter | None, str]:
             return None, _digest(release, {})
         if records.keys() != {protocol.ADAPTER}:
             raise MalformedError(f"records {', '.join(records) or 'none'}, not {protocol.ADAPTER}")
+        protocol.check_arrays({name: array.data for name, array in records[protocol.ADAPTER].items()})
         arrays = dict(records[protocol.ADAPTER].to_torch_state_dict())
         adapter = protocol.unpack_upload(arrays, asked.broadcast, asked.spec, asked.initial)
     except MalformedError:

@@ -18,6 +18,8 @@ from typing import Any, Self, TypeVar
 import fedpriv
 from fedpriv.config import RunConfig, to_toml
 from fedpriv.errors import InputError
+from fedpriv.journal import Journal
+from fedpriv.protocol import Registration
 from server.history import ClientRow, RoundRow
 
 Row = TypeVar("Row", RoundRow, ClientRow)
@@ -36,6 +38,7 @@ class RunFolder:
         self.path = path
         self.rounds: list[RoundRow] = []
         self.clients: list[ClientRow] = []
+        self.journal = Journal(path / "events.jsonl")
 
     @classmethod
     def created(cls, path: Path, config: RunConfig) -> Self:
@@ -79,12 +82,21 @@ class RunFolder:
             _append(temporary, rows)
             temporary.replace(self.path / name)
 
+    def keep(self, registrations: Sequence[Registration]) -> None:
+        """Write down what the nodes registered, with their signatures, so that anybody can check them later."""
+        write_json(self.path / "registrations.json", {str(r.client): asdict(r) for r in registrations})
+
     def add(self, round_: RoundRow, clients: Sequence[ClientRow]) -> None:
         """Append a finished round."""
         self.rounds.append(round_)
         self.clients.extend(clients)
         _append(self.path / "rounds.csv", [round_])
         _append(self.path / "clients.csv", clients)
+        for row in clients:
+            place = {"round": row.round, "client": row.client}
+            self.journal.write("reply", **place, status=row.status, detail=row.detail, bytes_up=row.bytes_up)
+        names = ("num_selected", "num_replies", "num_failures", "num_late", "test_accuracy", "epsilon_local_max")
+        self.journal.write("round_done", round=round_.round, **{name: getattr(round_, name) for name in names})
 
     @property
     def ledger(self) -> Path:

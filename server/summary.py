@@ -29,6 +29,7 @@ class Outcome:
     rows: list[RoundRow]
     client_rows: list[ClientRow]
     strategy: RuleStrategy
+    names: Mapping[int, str]
     seconds: float
 
 
@@ -38,7 +39,7 @@ def summarize(config: RunConfig, bench: Workbench, outcome: Outcome, comparison:
     costs = {f"epsilon_{view}": accounts.final(view) for view in VIEWS}
     known = [cost for by_client in costs.values() for cost in by_client.values() if cost is not None]
     costs["epsilon_local_this_run"] = accounts.final("local", this_run_only=True)
-    clients = [_client(client, costs, bench, outcome) for client in outcome.strategy.books.sizes]
+    clients = [_client(client, costs, outcome) for client in outcome.strategy.books.sizes]
     labels = bench.data.label_names
     still = unmoved(outcome.strategy.model)
     return {
@@ -74,11 +75,11 @@ def summarize(config: RunConfig, bench: Workbench, outcome: Outcome, comparison:
     }
 
 
-def _client(client: int, costs: Costs, bench: Workbench, outcome: Outcome) -> dict[str, Any]:
+def _client(client: int, costs: Costs, outcome: Outcome) -> dict[str, Any]:
     books = outcome.strategy.books
     return {
         "client": client,
-        "name": bench.data.client_names[client],
+        "name": outcome.names[client],
         "num_records": books.sizes[client],
         "rounds": books.accounts.num_releases(client),
         **{name: cost.epsilon if (cost := by_client[client]) else None for name, by_client in costs.items()},

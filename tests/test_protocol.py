@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from io import BytesIO
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,3 +86,22 @@ def test_whole_numbers_serve_as_floats_but_not_the_reverse():
     assert unpack({**packed, "clip_norm": 2})[2].clip_norm == 2.0
     with pytest.raises(ValueError, match=r"local_steps = 2\.0: must be of type int"):
         unpack({**packed, "local_steps": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b"(3,), }" + b" " * 12, b"(1000000000000,), }", "claims 4000000000000 bytes, 12 are there"),
+        (b"<f4", b"|O8", "holds objects"),
+        (b"\x93NUMPY\x01", b"\x93NUMPY\x09", "unknown version"),
+    ],
+)
+def test_an_array_is_judged_by_its_header_before_memory_is_taken(old, new, message):
+    stream = BytesIO()
+    np.save(stream, np.zeros(3, dtype=np.float32))
+    data = stream.getvalue()
+    protocol.check_arrays({"a": data})
+    harmed = data.replace(old, new)
+    assert harmed != data
+    with pytest.raises(ValueError, match=f"a: .*{message}"):
+        protocol.check_arrays({"a": harmed})

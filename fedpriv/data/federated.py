@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import datasets
 import numpy as np
 
-from fedpriv.config import EMBEDDED, RunConfig
+from fedpriv.config import EMBEDDED, ON_NODES, RunConfig
 from fedpriv.data import hospital
 from fedpriv.data.partition import partition
 from fedpriv.data.tables import labels_of, load_table, require_columns, to_text
-from fedpriv.data.text import FederatedData, TextData
+from fedpriv.data.text import FederatedData, Holding, TextData
 from fedpriv.errors import InputError
 
 
@@ -19,6 +21,9 @@ def load(config: RunConfig) -> FederatedData:
     Raises:
         InputError: a file, column or label that cannot be used, or an expected batch larger than a client.
     """
+    if config.data == ON_NODES:
+        test = _test_table(config, _columns(config))
+        return FederatedData((), (), test, _label_names((), test, config))
     data = _embedded(config) if config.data == EMBEDDED else _from_table(config)
     for client, part in enumerate(data.clients):
         if not len(part):
@@ -29,6 +34,21 @@ def load(config: RunConfig) -> FederatedData:
                 f"{len(part)} records; use at most {min(map(len, data.clients))}"
             )
     return data
+
+
+def load_holding(config: RunConfig, holding: Holding) -> FederatedData:
+    """A node's own records, without those whose label is not among the run's.
+
+    Raises:
+        InputError: a file or column that cannot be used.
+    """
+    config = replace(config, data=holding.data, client_column="", partition="auto")
+    for name in ("text_column", "text_pair_column", "label_column"):
+        config = replace(config, **{name: getattr(holding, name)})
+    table = load_table(holding.data)
+    require_columns(table, _columns(config), holding.data)
+    records = to_text(_usable(table, config, holding.data), config)
+    return FederatedData((records,), ("",), TextData((), ()), config.labels)
 
 
 def _embedded(config: RunConfig) -> FederatedData:
@@ -58,19 +78,16 @@ def _embedded(config: RunConfig) -> FederatedData:
 
 def _from_table(config: RunConfig) -> FederatedData:
     table = load_table(config.data)
-    columns = [("text_column", config.text_column), ("text_pair_column", config.text_pair_column)]
-    if config.task == "SEQ_CLS":
-        columns.append(("label_column", config.label_column))
+    columns = _columns(config)
     client_columns = [("client_column", config.client_column if config.partition_rule == "natural" else "")]
     require_columns(table, columns + client_columns, config.data)
     holders = _holders(table, config) if config.partition_rule == "natural" else set()
     table = _usable(table, config, config.data)
     if config.test_data:
-        train, test_table = table, load_table(config.test_data, key="test_data")
-        require_columns(test_table, columns, config.test_data)
-        test_table = _usable(test_table, config, config.test_data)
+        train, test = table, _test_table(config, columns)
     else:
         train, test_table = _split(table, config)
+        test = to_text(test_table, config)
     empty = sorted(map(str, holders - set(train[config.client_column]))) if holders else []
     if empty:
         raise InputError(
@@ -79,8 +96,19 @@ def _from_table(config: RunConfig) -> FederatedData:
         )
     parts, names = partition(train, config)
     clients = tuple(to_text(part, config) for part in parts)
-    test = to_text(test_table, config)
     return FederatedData(clients, tuple(names), test, _label_names(clients, test, config))
+
+
+def _columns(config: RunConfig) -> list[tuple[str, str]]:
+    """(key, name) of the columns that a table of records must have."""
+    columns = [("text_column", config.text_column), ("text_pair_column", config.text_pair_column)]
+    return [*columns, ("label_column", config.label_column)] if config.task == "SEQ_CLS" else columns
+
+
+def _test_table(config: RunConfig, columns: list[tuple[str, str]]) -> TextData:
+    table = load_table(config.test_data, key="test_data")
+    require_columns(table, columns, config.test_data)
+    return to_text(_usable(table, config, config.test_data), config)
 
 
 def _holders(table: datasets.Dataset, config: RunConfig) -> set[object]:

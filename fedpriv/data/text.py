@@ -23,14 +23,32 @@ class TextData:
         return len(self.texts)
 
 
-@dataclass(frozen=True)
-class FederatedData:
-    """What a federation trains and tests on.
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """Where a node has its records, by its own configuration; no run's configuration says otherwise.
 
     Attributes:
-        clients: the training records of each client, by partition id.
-        client_names: for display, by partition id.
-        test: the server's own test set.
+        data: a file, or a data set on the Hub.
+        text_column: of its table.
+        text_pair_column: of its table; empty for tasks on single texts.
+        label_column: of its table.
+    """
+
+    data: str
+    text_column: str = "text"
+    text_pair_column: str = ""
+    label_column: str = "label"
+
+
+@dataclass(frozen=True)
+class FederatedData:
+    """What a federation trains and tests on, as far as this process has it.
+
+    Attributes:
+        clients: the training records of each client, by partition id; on a node with records of its own these alone,
+            and none on its server.
+        client_names: for display, in the same order.
+        test: the server's own test set; empty on such a node.
         label_names: the classes in the order of their indices; empty for causal models.
     """
 

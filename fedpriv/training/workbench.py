@@ -8,10 +8,10 @@ import torch
 
 from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base
 from fedpriv.aggregation.rules import RULES
-from fedpriv.config import RunConfig
+from fedpriv.config import ON_NODES, RunConfig
 from fedpriv.data import federated
 from fedpriv.data.records import Records, tokenize
-from fedpriv.data.text import FederatedData, TextData
+from fedpriv.data.text import FederatedData, Holding, TextData
 from fedpriv.errors import InputError
 from fedpriv.training.model import TrainingModel
 
@@ -56,23 +56,29 @@ def _device(name: str) -> torch.device:
 class Workbench:
     """Data and model of a run. A process has one for all clients that it plays, and for the server's tests.
 
+    Args:
+        config: of the run.
+        holding: where this node has its records, where the run's data are on its nodes.
+
     Attributes:
         data: who holds what.
         base: the frozen base with its tokenizer.
         model: the base with an adapter; whoever uses it sets the adapter first.
         initial: the trained tensors that a run starts from, from the configuration's seed.
+        num_clients: how many clients the run has, wherever their data are.
     """
 
-    def __init__(self, config: RunConfig) -> None:
-        self.data: FederatedData = federated.load(config)
+    def __init__(self, config: RunConfig, holding: Holding | None = None) -> None:
+        self.data: FederatedData = federated.load_holding(config, holding) if holding else federated.load(config)
         self.base, self.model = load_model(config, num_labels=len(self.data.label_names))
         self.initial = self.model.initial
+        self.num_clients = len(self.data.clients) if config.data != ON_NODES else config.num_clients
         self._max_length = config.max_length
         self._clients: dict[int, Records] = {}
         self.test = self._tokenize(self.data.test)
 
     def client(self, client: int) -> Records:
-        """The client's tokenised records, by partition id."""
+        """The client's tokenised records, by its place in `data.clients`."""
         if client not in self._clients:
             self._clients[client] = self._tokenize(self.data.clients[client])
         return self._clients[client]
@@ -81,11 +87,11 @@ class Workbench:
         return tokenize(data, self.base.tokenizer, label_names=self.data.label_names, max_length=self._max_length)
 
 
-def workbench(config: RunConfig) -> Workbench:
+def workbench(config: RunConfig, holding: Holding | None = None) -> Workbench:
     """The workbench of this configuration; a run and its comparison share one, and so its caches."""
-    return _workbench(config.without_noise)
+    return _workbench(config.without_noise, holding)
 
 
 @lru_cache(maxsize=1)
-def _workbench(config: RunConfig) -> Workbench:
-    return Workbench(config)
+def _workbench(config: RunConfig, holding: Holding | None) -> Workbench:
+    return Workbench(config, holding)

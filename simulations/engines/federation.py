@@ -9,7 +9,7 @@ from functools import partial
 from flwr.app import Context, RecordDict
 
 from clients.app import app as client_app
-from clients.handler import TRUST_KEY
+from clients.node import TRUST_KEY
 from fedpriv.config import RunConfig, to_flower
 from fedpriv.training.local_update import Execute
 from fedpriv.training.stacked import clients_at_once, execute_one_by_one, execute_stacked

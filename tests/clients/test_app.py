@@ -9,7 +9,7 @@ import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from clients.app import app
-from clients.handler import TRUST_KEY, TRUST_VARIABLE
+from clients.node import TRUST_KEY, TRUST_VARIABLE
 from fedpriv import protocol
 from fedpriv.config import parse, to_flower
 from simulations.engines.flower_private import task_identity

@@ -11,6 +11,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from clients import handler
+from clients import node as node_keys
 from fedpriv import protocol
 from fedpriv.accounting.curves import spent
 from fedpriv.accounting.entries import data_sets, entries, releases
@@ -36,7 +37,7 @@ class Node:
     def __init__(self, values: dict[str, object], ledger: Path, **node_config: object) -> None:
         self.config = parse(values | {"simulate": False, "comparison": False})
         self.ledger = ledger
-        keys = {"partition-id": 0, handler.TRUST_KEY: True, handler.LEDGER_KEY: str(ledger), **node_config}
+        keys = {"partition-id": 0, node_keys.TRUST_KEY: True, node_keys.LEDGER_KEY: str(ledger), **node_config}
         self.context = Context(1, 7, keys, RecordDict(), to_flower(self.config))
         self.execute = partial(execute_one_by_one, workbench(self.config).model)
 
@@ -124,7 +125,7 @@ def test_a_reply_that_is_no_longer_kept_is_refused_not_recomputed(node):
 
 
 def test_the_node_retires_by_itself_and_never_passes_its_budget(small_run, tmp_path):
-    node = Node(small_run, tmp_path / "node.sqlite", **{handler.BUDGET_KEY: 2.0})
+    node = Node(small_run, tmp_path / "node.sqlite", **{node_keys.BUDGET_KEY: 2.0})
     codes = []
     for round_ in range(1, 30):
         reply = node.ask(node.message(round_, num_rounds=30))
@@ -139,7 +140,7 @@ def test_the_node_retires_by_itself_and_never_passes_its_budget(small_run, tmp_p
 
 @pytest.mark.parametrize("budget", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_budget_that_bounds_nothing_stops_the_node(small_run, tmp_path, budget):
-    node = Node(small_run, tmp_path / "node.sqlite", **{handler.BUDGET_KEY: budget})
+    node = Node(small_run, tmp_path / "node.sqlite", **{node_keys.BUDGET_KEY: budget})
     assert node.ask(node.message()).error.code == protocol.FAILED
     assert not node.ledger.exists()
 
@@ -167,11 +168,11 @@ def test_the_registered_number_of_records_stays_when_the_file_changes(small_run,
 
 def test_without_a_ledger_a_node_with_data_of_its_own_releases_nothing(small_run, tmp_path, monkeypatch):
     node = Node(small_run, tmp_path / "node.sqlite")
-    del node.context.node_config[handler.LEDGER_KEY]
-    policy = handler._policy(node.config, node.context, 0)
+    del node.context.node_config[node_keys.LEDGER_KEY]
+    policy = node_keys.policy_of(node.config, node.context, 0)
     assert policy.allow_unrecorded, "a node that trusts the run's configuration may leave the account to the server"
-    node.context.node_config[handler.TRUST_KEY] = False
-    assert not handler._policy(node.config, node.context, 0).allow_unrecorded
+    node.context.node_config[node_keys.TRUST_KEY] = False
+    assert not node_keys.policy_of(node.config, node.context, 0).allow_unrecorded
 
 
 @pytest.mark.parametrize("harm", ["locked", "damaged", "edited"])
@@ -217,7 +218,7 @@ def test_a_coordinator_that_asks_for_less_privacy_is_refused_and_nothing_is_char
     """By a policy file, which holds also where the node takes its data from the run's configuration."""
     file = tmp_path / "policy.toml"
     file.write_text("max_sampling_probability = 0.3\n")
-    node = Node(small_run, tmp_path / "node.sqlite", **{handler.POLICY_KEY: str(file)})
+    node = Node(small_run, tmp_path / "node.sqlite", **{node_keys.POLICY_KEY: str(file)})
     assert not node.ask(node.message(run="honest")).has_error()
     reply = node.ask(node.message(**HOSTILE[case]))
     assert reply.error.code == protocol.REFUSED
@@ -226,9 +227,9 @@ def test_a_coordinator_that_asks_for_less_privacy_is_refused_and_nothing_is_char
 
 def test_a_node_that_trusts_nobody_has_limits_without_a_policy_file(small_run, tmp_path):
     node = Node(small_run, tmp_path / "node.sqlite")
-    assert handler._policy(node.config, node.context, 0).limits is None
-    node.context.node_config[handler.TRUST_KEY] = False
-    assert handler._policy(node.config, node.context, 0).limits == Limits()
+    assert node_keys.policy_of(node.config, node.context, 0).limits is None
+    node.context.node_config[node_keys.TRUST_KEY] = False
+    assert node_keys.policy_of(node.config, node.context, 0).limits == Limits()
 
 
 @pytest.mark.parametrize("harm", ["shape", "extra layer", "missing"])

@@ -21,6 +21,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from clients import handler
+from clients import node as node_keys
 from fedpriv import protocol
 from fedpriv.accounting.curves import spent
 from fedpriv.accounting.entries import CHARGED, RELEASED, data_sets, entries, releases
@@ -71,8 +72,8 @@ def one_node(config: RunConfig, folder: Path, attempt: int, wire: int) -> None:
     """A node whose server goes on asking for the round that it has no reply for, under the same key."""
     bench, execute = workbench(config), partial(execute_one_by_one, workbench(config).model)
     (folder / "ledger.sqlite.nodes").mkdir(exist_ok=True)
-    node_config = {"partition-id": 0, handler.TRUST_KEY: True}
-    node_config[handler.LEDGER_KEY] = str(folder / "ledger.sqlite.nodes" / "0.sqlite")
+    node_config = {"partition-id": 0, node_keys.TRUST_KEY: True}
+    node_config[node_keys.LEDGER_KEY] = str(folder / "ledger.sqlite.nodes" / "0.sqlite")
     context = Context(1, 7, node_config, RecordDict(), to_flower(config))
     seen = folder / "last-round"
     with task_identity(1):

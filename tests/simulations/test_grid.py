@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.serverapp.strategy import FedAvg
 
 from clients.app import app as client_app
-from clients.handler import TRUST_KEY
+from clients.node import TRUST_KEY
 from fedpriv import protocol
 from fedpriv.config import parse, to_flower
 from fedpriv.training.local_update import UpdateSpec

@@ -1,0 +1,1 @@
+"""What coordinator and data holder need to run a federation on their own machines: keys, certificates, checks."""

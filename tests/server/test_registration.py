@@ -1,0 +1,118 @@
+"""Who may take part: the same software, a signature by the node's own key, one node for each partition id."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from flwr.app import ConfigRecord, Error, Message, RecordDict
+
+from fedpriv import protocol
+from fedpriv.deployment import keys
+from fedpriv.errors import InputError
+from fedpriv.protocol import Registration
+from server.registration import read_registration, register_nodes
+from simulations.engines.flower_private import task_identity
+
+
+@pytest.fixture(autouse=True)
+def _identity():
+    with task_identity(1):
+        yield
+
+
+@pytest.fixture
+def node_keys(tmp_path):
+    """A folder with the public keys of nodes 0 and 1; the private ones are beside it."""
+    folder = tmp_path / "nodes"
+    folder.mkdir()
+    for client in range(2):
+        keys.make_key_pair(tmp_path / f"key-{client}")
+        (folder / f"{client}.pub").write_text(keys.public_line(tmp_path / f"key-{client}") + "\n")
+    return folder
+
+
+def signed(registration: Registration, key) -> Registration:
+    return replace(registration, signature=keys.sign(key, protocol.statement_of(registration)))
+
+
+def reply_with(registration: Registration, message: Message | None = None) -> Message:
+    message = message or Message(RecordDict(), 7, protocol.REGISTER, group_id="0")
+    content = ConfigRecord(protocol.pack_registration(registration))
+    return Message(RecordDict({protocol.REGISTRATION: content}), reply_to=message)
+
+
+NODE = Registration(client=0, num_records=40, name="St. Anna", data_set="5eed", keeps_replies=True)
+
+
+def test_a_signed_registration_is_taken(node_keys, tmp_path):
+    registration = signed(NODE, tmp_path / "key-0")
+    assert read_registration(reply_with(registration), node_keys) == registration
+    assert read_registration(reply_with(NODE), None) == NODE
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_records": 41}, "not signed with 0.pub"),
+        ({"data_set": "other"}, "not signed with 0.pub"),
+        ({"client": 1}, "not signed with 1.pub"),
+        ({"client": 2}, "no key 2.pub among node_keys"),
+        ({"signature": ""}, "not signed with 0.pub"),
+        ({"software": "fedpriv 0.0.9"}, "the server runs fedpriv"),
+        ({"num_records": 0}, "num_records >= 1"),
+    ],
+)
+def test_what_is_not_what_the_node_signed_takes_no_part(node_keys, tmp_path, change, message):
+    registration = replace(signed(NODE, tmp_path / "key-0"), **change)
+    with pytest.raises(ValueError, match=message):
+        read_registration(reply_with(registration), node_keys)
+
+
+def test_another_nodes_key_signs_nothing_here(node_keys, tmp_path):
+    with pytest.raises(ValueError, match=r"not signed with 0\.pub"):
+        read_registration(reply_with(signed(NODE, tmp_path / "key-1")), node_keys)
+
+
+def test_an_error_or_an_empty_reply_takes_no_part():
+    message = Message(RecordDict(), 7, protocol.REGISTER, group_id="0")
+    with pytest.raises(ValueError, match="could not be verified"):
+        read_registration(Message(Error(8, "The FAB could not\nbe verified."), reply_to=message), None)
+    with pytest.raises(ValueError, match="registration: missing"):
+        read_registration(Message(RecordDict(), reply_to=message), None)
+
+
+class Nodes:
+    """Nodes that answer with what they are told to; more of them connect with every look."""
+
+    def __init__(self, answers: list[Registration | Error]) -> None:
+        self.answers = answers
+        self.looks = 0
+
+    def get_node_ids(self) -> list[int]:
+        self.looks += 1
+        return list(range(10, 10 + min(self.looks, len(self.answers))))
+
+    def send_and_receive(self, messages, *, timeout):
+        for message in messages:
+            answer = self.answers[message.metadata.dst_node_id - 10]
+            yield Message(answer, reply_to=message) if isinstance(answer, Error) else reply_with(answer, message)
+
+
+def test_late_nodes_are_asked_and_refused_ones_do_not_count():
+    nodes = Nodes([Error(100, "refused"), replace(NODE, client=1), NODE])
+    registered = register_nodes(nodes, num_expected=2, wait=30)
+    assert [(client, node_id) for client, (node_id, _) in registered.items()] == [(0, 12), (1, 11)]
+
+
+def test_after_the_wait_the_run_goes_on_with_those_that_are_there(caplog):
+    registered = register_nodes(Nodes([NODE]), num_expected=3, wait=1)
+    assert list(registered) == [0]
+    assert "1 of 3 nodes registered" in caplog.text
+    with pytest.raises(InputError, match="none of which can take part"):
+        register_nodes(Nodes([Error(100, "refused")]), num_expected=1, wait=1)
+
+
+def test_two_nodes_cannot_claim_one_partition_id():
+    with pytest.raises(InputError, match="two nodes claim it"):
+        register_nodes(Nodes([NODE, NODE]), num_expected=2, wait=5)

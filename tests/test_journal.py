@@ -1,0 +1,49 @@
+"""One JSON line an event, of plain values alone; an error's message is never among them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fedpriv.journal import Journal, where
+
+
+def test_each_event_is_a_line_with_its_time_and_what_all_share(tmp_path):
+    journal = Journal(tmp_path / "events.jsonl", run="r", client=2)
+    journal.write("charged", round=1)
+    journal.write("refused", round=2, reason="x" * 1000)
+    first, second = (json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines())
+    assert {key: first[key] for key in ("event", "run", "client", "round")} == {
+        "event": "charged",
+        "run": "r",
+        "client": 2,
+        "round": 1,
+    }
+    assert first["time"].endswith("+00:00")
+    assert len(second["reason"]) == 300
+
+
+def test_what_is_no_plain_value_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="texts: an event holds plain values, not list"):
+        Journal(tmp_path / "events.jsonl").write("released", texts=["a record"])
+    assert not (tmp_path / "events.jsonl").exists()
+
+
+def test_a_file_that_cannot_be_written_costs_the_event_alone(tmp_path, caplog):
+    Journal(tmp_path / "missing" / "events.jsonl").write("charged")
+    assert "could not be noted" in caplog.text
+    Journal(None).write("charged")
+
+
+def test_where_tells_the_lines_but_not_the_message():
+    def fails():
+        raise ValueError("Jane Doe has a rash")
+
+    try:
+        fails()
+    except ValueError as error:
+        text = where(error)
+    assert "ValueError at" in text
+    assert "in fails" in text
+    assert "Jane Doe has" not in text.replace('raise ValueError("Jane Doe has a rash")', "")
