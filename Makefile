@@ -6,7 +6,7 @@ BIN := $(CURDIR)/$(VENV)/bin
 # Flower starts its programs by name.
 export PATH := $(BIN):$(PATH)
 
-.PHONY: run test lint bench clean
+.PHONY: run test test-deployment lint bench clean
 .DELETE_ON_ERROR:
 
 $(VENV)/bin/python:
@@ -25,6 +25,10 @@ run: $(VENV)/installed-run
 
 test: lint
 	$(BIN)/python -m pytest
+
+# SuperLink and SuperNodes as processes of their own, with TLS and authentication; about a quarter of an hour.
+test-deployment: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m "deployment and not nightly" --durations=10
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -21,6 +21,7 @@ from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.selection import repeat_and_select
 from fedpriv.accounting.views import default_delta
 from fedpriv.cli_communication import communication
+from fedpriv.cli_status import status
 from fedpriv.errors import InputError, LedgerError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -321,6 +322,7 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a finished ru
 
 
 app.command()(communication)
+app.command()(status)
 
 
 def _sensitivity_factor(clipping: Clipping, num_tensors: int, head: bool) -> float:

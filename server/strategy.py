@@ -188,12 +188,10 @@ class RuleStrategy(Strategy):
     def _take(self, replies: Iterable[Message]) -> None:
         """Judge the replies of the round under way."""
         round_ = self._round
-        by_message = {message.metadata.message_id: client for client, message in round_.sent.items()}
         by_node = {self._node_ids[client]: client for client in round_.sent}
         for reply in replies:
             node_id = reply.metadata.src_node_id
-            # A link that gives up on a node answers in its own name, and says which message for.
-            client = by_message.get(reply.metadata.reply_to_message_id) if reply.has_error() else None
+            client = self._about(reply) if reply.has_error() else None
             client = by_node.get(node_id) if client is None else client
             if client is None or client in round_.arrived:
                 log.warning("round %s: a reply of node %s counts for nobody", round_.number, node_id)
@@ -217,6 +215,13 @@ class RuleStrategy(Strategy):
                     round_.status[client] = ("malformed", str(error))
             if detail := round_.status[client][1]:
                 log.warning("round %s, client %s: %s", round_.number, client, detail)
+
+    def _about(self, error: Message) -> int | None:
+        """Whose message an error answers: a link that gives up on a node answers in its own name."""
+        answered = error.metadata.reply_to_message_id
+        # Messages have ids from when they are pushed, so this cannot be looked up beforehand.
+        sent = self._round.sent.items()
+        return next((client for client, message in sent if message.metadata.message_id == answered), None)
 
     def _close(self) -> ArrayRecord | None:
         """Settle the round and make the next model, if enough clients are sound."""
@@ -253,6 +258,9 @@ class RuleStrategy(Strategy):
                     self._overdue.discard(answered)
                     self._num_late += 1
                     log.warning("a reply of node %s to an earlier round is discarded", reply.metadata.src_node_id)
+                    continue
+                if answered not in waiting:
+                    log.warning("a reply of node %s that was counted before is discarded", reply.metadata.src_node_id)
                     continue
                 waiting.discard(answered)
                 yield reply

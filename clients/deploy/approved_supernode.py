@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,37 +21,22 @@ from typing import Any
 from flwr.supernode import start_client_internal
 from flwr.supernode.cli import flower_supernode
 
+from clients.deploy import approvals
+
 log = logging.getLogger("flwr")
-
-_HASH = re.compile(r"[0-9a-f]{64}")
-
-
-def read_approved(path: Path) -> frozenset[str]:
-    """The approved hashes of a file: one in each line, `#` begins a comment.
-
-    Raises:
-        ValueError: a line is no SHA-256 in hex.
-        OSError: the file cannot be read.
-    """
-    lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
-    hashes = frozenset(line for line in lines if line)
-    for line in hashes:
-        if not _HASH.fullmatch(line):
-            raise ValueError(f"{path}: {line!r} is no SHA-256 in hex (64 digits)")
-    return hashes
 
 
 def is_approved(content: bytes, path: Path) -> bool:
     """Whether a bundle's bytes are among the approved; a file that cannot be read approves nothing."""
     digest = hashlib.sha256(content).hexdigest()
     try:
-        approved = digest in read_approved(path)
+        is_known = digest in approvals.approved(path)
     except (OSError, ValueError) as error:
         log.error("approved-fabs: %s", error)
         return False
-    if not approved:
+    if not is_known:
         log.error("refused: the bundle %s is not approved; read it, then add it to %s", digest, path)
-    return approved
+    return is_known
 
 
 def hold(path: Path) -> None:

@@ -6,7 +6,8 @@ import hashlib
 
 import pytest
 
-from clients.deploy.approved_supernode import is_approved, read_approved
+from clients.deploy.approvals import approved
+from clients.deploy.approved_supernode import is_approved
 
 CONTENT = b"a bundle"
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
@@ -15,7 +16,7 @@ DIGEST = hashlib.sha256(CONTENT).hexdigest()
 def test_only_the_very_bytes_are_approved(tmp_path):
     file = tmp_path / "approved-fabs"
     file.write_text(f"# read and approved by M. Curie\n{'0' * 64}\n{DIGEST}  # version 0.1.0\n")
-    assert read_approved(file) == {DIGEST, "0" * 64}
+    assert approved(file) == {DIGEST, "0" * 64}
     assert is_approved(CONTENT, file)
     assert not is_approved(CONTENT + b" ", file)
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,18 +20,13 @@ import fedpriv
 from fedpriv.config import parse, to_flower
 from server.coordinator import LogObserver
 from simulations.engines import federation
+from tests.processes import free_port
 
 pytestmark = pytest.mark.flower
 pytest.importorskip("ray", reason="Flower's own simulation engine needs the extra ray")
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @pytest.fixture

@@ -11,16 +11,34 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SECURE = {"simulate": False, "public_data": True, "comparison": False}
+IN_PROCESS = {"engine": "in-process"}
+SECURE = IN_PROCESS | {"simulate": False, "public_data": True, "comparison": False}
 # A rule that carries a merged base, one that carries the last update, and the plain one; seeded and not; with nodes
-# that keep ledgers of their own and without.
+# that keep ledgers of their own and without; clients trained one by one and together.
 KINDS = {
-    "seeded": {},
-    "seeded-flora": {"aggregation": "flora", "client_ranks": [2, 4, 3]},
-    "seeded-cmfl": {"aggregation": "cmfl", "relevance_threshold": 0.9, "learning_rate": 0.05},
-    "seeded-ledgers": {"ledger": "yes", "budget_epsilon": [40.0]},
+    "seeded": IN_PROCESS,
+    "seeded-flora": IN_PROCESS | {"aggregation": "flora", "client_ranks": [2, 4, 3]},
+    "seeded-cmfl": {
+        "engine": "stacked",
+        "aggregation": "cmfl",
+        "relevance_threshold": 0.9,
+        "learning_rate": 0.05,
+        "ledger": "yes",
+    },
+    "seeded-ledgers": IN_PROCESS | {"ledger": "yes", "budget_epsilon": [40.0]},
     "secure": SECURE,
     "secure-ledgers": SECURE | {"ledger": "yes"},
+}
+# Of the four seeded kinds together more than fifty.
+KILLS = {kind: 13 if kind.startswith("seeded") else 7 for kind in KINDS}
+ALWAYS = {
+    "charging",
+    "computing",
+    "aggregating",
+    "writing tables",
+    "writing the checkpoint",
+    "saving the results",
+    "the whole run",
 }
 
 
@@ -28,8 +46,11 @@ KINDS = {
 def test_runs_that_are_killed_and_resumed(small_run, tmp_path, kind):
     values = {**small_run, "rounds": 8, "local_steps": 1, **KINDS[kind]}
     script = str(Path(__file__).with_name("resumed_run.py"))
-    command = [sys.executable, script, str(tmp_path), json.dumps({kind: values}), "9", "0"]
+    command = [sys.executable, script, str(tmp_path), json.dumps({kind: values}), str(KILLS[kind]), "0"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1])[kind]["kills"] >= 9
+    result = json.loads(done.stdout.splitlines()[-1])[kind]
+    assert result["kills"] >= KILLS[kind]
+    assert {*result["phases"]} == ALWAYS | ({"storing the reply"} if values.get("ledger") else set())
+    assert min(result["phases"].values()) >= 1, result

@@ -18,17 +18,12 @@ import psutil
 import pytest
 
 from fedpriv.config import parse, to_flower
+from tests.processes import free_port
 
 pytestmark = pytest.mark.flower
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 class CountingProxy(threading.Thread):

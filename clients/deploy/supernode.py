@@ -1,0 +1,69 @@
+"""The SuperNode of a data holder: it runs in the foreground and shows its log."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+import tomli_w
+
+from clients.deploy.approvals import ROOT
+from clients.deploy.folder import Node
+from fedpriv.deployment.checks import check_key, check_port_free
+from fedpriv.deployment.files import replace
+from fedpriv.deployment.flower import EXIT_CODES, environment, logged_exit_code, run_in_foreground
+from fedpriv.errors import InputError
+
+# Flower's processes on this machine find each other here.
+_HOST = "127.0.0.1"
+
+
+def program(node: Node) -> list[str]:
+    """What is started, before the arguments of Flower's SuperNode: it runs approved bundles only."""
+    return [sys.executable, "-m", "clients.deploy.approved_supernode", str(node.approved)]
+
+
+def command(node: Node) -> list[str]:
+    """What starts the SuperNode. Its configuration goes by a file, in which a path may hold spaces and quotes."""
+    return [
+        *program(node),
+        *("--superlink", node.superlink, "--root-certificates", str(node.ca_certificate)),
+        *("--auth-supernode-private-key", str(node.key)),
+        *("--host", _HOST, "--port", str(node.port)),
+        *("--node-config", str(node.node_config_file)),
+    ]
+
+
+def start(node: Node, say: Callable[[str], None]) -> int:
+    """The exit code of the SuperNode, once a signal or an error has ended it.
+
+    Args:
+        node: whose SuperNode.
+        say: prints a line.
+
+    Raises:
+        InputError: its port is taken, or its key cannot be used.
+    """
+    for check in (check_key(node.key), check_port_free(_HOST, node.port)):
+        if not check.ok:
+            raise InputError(f"{check.name} = {check.detail}")
+    replace(node.node_config_file, tomli_w.dumps(node.node_config).encode())
+    say(f"SuperNode started for {node.superlink}, partition {node.partition_id}; its log follows")
+    reasons: list[int] = []
+
+    def on_line(line: str) -> None:
+        say(line)
+        if (code := logged_exit_code(line)) is not None:
+            reasons.append(code)
+
+    code = run_in_foreground(command(node), variables=_variables(node), folder=node.folder, on_line=on_line)
+    meaning = "".join(f": {EXIT_CODES[reason]}" for reason in reasons[-1:] if reason in EXIT_CODES)
+    say(f"SuperNode ended with exit code {code}{meaning}")
+    return code
+
+
+def _variables(node: Node) -> dict[str, str]:
+    """Flower's environment, in which this checkout's modules are found from any folder."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return environment(node.flower_home, PYTHONPATH=os.pathsep.join(paths))

@@ -1,0 +1,205 @@
+"""A federation's own certificate authority, and the certificate by which nodes know their SuperLink."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fedpriv.deployment.files import replace, write_new
+from fedpriv.errors import InputError
+
+CA_CERTIFICATE, CA_KEY = "ca.crt", "ca.key"
+SERVER_CERTIFICATE, SERVER_KEY = "server.crt", "server.key"
+
+# The clock of a node may be a little behind.
+_HEAD_START = timedelta(hours=1)
+
+# Flower's own processes reach their SuperLink by loopback when it listens on every address.
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+_DNS_NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*", re.I)
+
+
+def make_ca(folder: Path, days: int, *, not_before: datetime | None = None) -> None:
+    """Write a certificate authority, `ca.crt` and `ca.key`, into a folder; the key is readable by its owner alone.
+
+    Args:
+        folder: exists.
+        days: that it is valid, >= 1.
+        not_before: start of its validity; an hour ago unless said.
+
+    Raises:
+        InputError: days < 1, or there is one already.
+    """
+    start, end = _validity(days, not_before)
+    key = ec.generate_private_key(ec.SECP384R1())
+    name = _name("fedpriv federation CA")
+    certificate = (
+        _builder(name, name, key.public_key(), start, end)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_key_usage(signs_certificates=True), critical=True)
+        .sign(key, hashes.SHA384())
+    )
+    write_new(folder / CA_KEY, _pem(key), mode=0o600)
+    write_new(folder / CA_CERTIFICATE, certificate.public_bytes(Encoding.PEM))
+
+
+def make_server_certificate(
+    folder: Path, address_hosts: Sequence[str], days: int, *, not_before: datetime | None = None
+) -> None:
+    """Write `server.crt` and `server.key`, signed by the authority of the folder, over those that may be there.
+
+    The certificate holds for the hosts and for this machine's loopback addresses, and not beyond the authority's end.
+
+    Args:
+        folder: holds the authority.
+        address_hosts: DNS names and IP addresses under which nodes reach the server, at least one.
+        days: that it is valid, >= 1.
+        not_before: start of its validity; an hour ago unless said.
+
+    Raises:
+        InputError: a host is neither a DNS name nor an IP address, days < 1, or there is no authority.
+    """
+    if not address_hosts:
+        raise InputError("address: must name at least one host, as the nodes reach it")
+    names = [_alternative_name(host) for host in dict.fromkeys((*address_hosts, *_LOOPBACK))]
+    start, end = _validity(days, not_before)
+    authority, authority_key = _authority(folder)
+    key = ec.generate_private_key(ec.SECP384R1())
+    end = min(end, authority.not_valid_after_utc)
+    certificate = (
+        _builder(_name("fedpriv SuperLink"), authority.subject, key.public_key(), start, end)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_key_usage(signs_certificates=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()),
+            critical=False,
+        )
+        .sign(authority_key, hashes.SHA384())
+    )
+    replace(folder / SERVER_KEY, _pem(key), mode=0o600)
+    replace(folder / SERVER_CERTIFICATE, certificate.public_bytes(Encoding.PEM))
+
+
+def check_host(host: str) -> None:
+    """Refuse what is neither a DNS name nor an IP address.
+
+    Raises:
+        InputError: names the host.
+    """
+    _alternative_name(host)
+
+
+def valid_until(certificate: Path) -> datetime:
+    """When a certificate ends, in UTC.
+
+    Raises:
+        InputError: the file is missing or holds no certificate.
+    """
+    return _read(certificate).not_valid_after_utc
+
+
+def hosts_of(certificate: Path) -> list[str]:
+    """The DNS names and IP addresses that a certificate holds for.
+
+    Raises:
+        InputError: the file is missing or holds no certificate.
+    """
+    try:
+        names = _read(certificate).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    return [str(name.value) for name in names]
+
+
+def _read(path: Path) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"certificate = {path}: {error.strerror}; give a PEM file") from None
+    except ValueError:
+        raise InputError(f"certificate = {path}: must be a certificate in PEM format") from None
+
+
+def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    certificate = _read(folder / CA_CERTIFICATE)
+    try:
+        key = load_pem_private_key((folder / CA_KEY).read_bytes(), password=None)
+    except OSError as error:
+        raise InputError(f"key = {folder / CA_KEY}: {error.strerror}; it signs the server's certificate") from None
+    except (ValueError, TypeError):
+        raise InputError(f"key = {folder / CA_KEY}: must be a private key in PEM format without a passphrase") from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+        raise InputError(f"key = {folder / CA_KEY}: must be the private key of {CA_CERTIFICATE}")
+    return certificate, key
+
+
+def _validity(days: int, not_before: datetime | None) -> tuple[datetime, datetime]:
+    if not 1 <= days <= 36500:
+        raise InputError(f"days = {days}: must lie in 1..36500")
+    start = not_before or datetime.now(UTC) - _HEAD_START
+    return start, start + timedelta(days=days)
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, start: datetime, end: datetime
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(start)
+        .not_valid_after(end)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    )
+
+
+def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    """What RFC 5280 asks for, which Python 3.13 verifies strictly."""
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _alternative_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        # 300.1.1.1 and 10.0.0 are mistyped addresses, no names.
+        if _DNS_NAME.fullmatch(host) and not host.replace(".", "").isdigit():
+            return x509.DNSName(host)
+    raise InputError(f"address = {host!r}: must be a DNS name or an IP address, without port")
+
+
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())

@@ -1,0 +1,239 @@
+"""Checks of a machine before it takes part: each one line that says what is wrong and never shows a record."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from email.utils import parsedate_to_datetime
+from http.client import HTTPException, HTTPSConnection
+from importlib import metadata
+from pathlib import Path
+
+from fedpriv.accounting import entries, ledger
+from fedpriv.deployment import keys
+from fedpriv.errors import InputError, LedgerError
+from fedpriv.policy import Limits
+
+_TIMEOUT_SECONDS = 5.0
+
+# X509_V_ERR_... of OpenSSL: https://docs.openssl.org/master/man3/X509_STORE_CTX_get_error/
+_NOT_YET_VALID, _EXPIRED = 9, 10
+_OTHER_HOST = (62, 64)
+_OTHER_CA = (2, 7, 18, 19, 20, 21, 30)
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a check found.
+
+    Attributes:
+        name: of what was checked, one word.
+        ok: whether a federation can run with it.
+        detail: one line; where it is not ok, with what would be right.
+    """
+
+    name: str
+    ok: bool
+    detail: str
+
+
+def print_checks(checks: Iterable[Check]) -> bool:
+    """Whether all are ok, after printing one line each as it comes."""
+    all_ok = True
+    for check in checks:
+        print(f"{'ok  ' if check.ok else 'FAIL'}  {check.name:<12}  {check.detail}", flush=True)
+        all_ok = all_ok and check.ok
+    return all_ok
+
+
+def check_versions() -> Check:
+    """Whether Flower is installed in the one version that this fedpriv works with."""
+    pinned = pinned_flower()
+    try:
+        flower = metadata.version("flwr")
+    except metadata.PackageNotFoundError:
+        return Check("versions", False, f"flwr is not installed; install flwr=={pinned}")
+    others = ", ".join(f"{name} {metadata.version(name)}" for name in ("fedpriv", "torch", "transformers", "peft"))
+    if flower != pinned:
+        return Check("versions", False, f"flwr = {flower}: must be {pinned}; {others}")
+    return Check("versions", True, f"flwr {flower}, {others}")
+
+
+def pinned_flower() -> str:
+    """The version of Flower that fedpriv's own metadata asks for."""
+    wanted = next(line for line in metadata.requires("fedpriv") or () if line.startswith("flwr=="))
+    return wanted.partition(";")[0].removeprefix("flwr==").strip()
+
+
+def check_python() -> Check:
+    """Which Python runs this."""
+    return Check("python", sys.version_info >= (3, 11), f"{platform.python_version()} at {sys.executable}")
+
+
+def check_tls(host: str, port: int, ca: Path) -> Check:
+    """Whether a server with a certificate of this authority, valid for this host, answers there."""
+    where = f"{host}:{port}"
+    if (context := _context(ca)) is None:
+        return Check("tls", False, f"ca = {ca}: is missing or holds no certificate; use the coordinator's ca.crt")
+    try:
+        connection = socket.create_connection((host, port), timeout=_TIMEOUT_SECONDS)
+    except socket.gaierror:
+        return Check("tls", False, f"{where}: nothing answers, the name {host!r} is unknown")
+    except OSError as error:
+        return Check("tls", False, f"{where}: nothing listens ({error.strerror or 'no answer'})")
+    with connection:
+        try:
+            with context.wrap_socket(connection, server_hostname=host) as secured:
+                until = dict(secured.getpeercert() or {}).get("notAfter")
+        except ssl.SSLCertVerificationError as error:
+            return Check("tls", False, f"{where}: {_certificate_error(error, host)}")
+        except OSError:  # ssl.SSLError is one, and so is whatever else a server says that expected no TLS
+            return Check("tls", False, f"{where}: speaks no TLS; is this the SuperLink's port?")
+    return Check("tls", True, f"{where}: certificate valid until {until}")
+
+
+def check_clock(host: str, port: int, ca: Path, tolerance_seconds: float = 5) -> Check:
+    """Whether this machine's clock agrees with the server's, which dates its answers to the second."""
+    if (context := _context(ca)) is None:
+        return Check("clock", False, f"ca = {ca}: is missing or holds no certificate; use the coordinator's ca.crt")
+    connection = HTTPSConnection(host, port, timeout=_TIMEOUT_SECONDS, context=context)
+    try:
+        start = time.time()
+        connection.request("HEAD", "/")
+        date = connection.getresponse().headers["Date"]
+        local = (start + time.time()) / 2
+    except (OSError, HTTPException):
+        return Check("clock", False, f"{host}:{port}: gave no date; see the check of TLS")
+    finally:
+        connection.close()
+    try:
+        offset = local - parsedate_to_datetime(date).timestamp() - 0.5
+    except (TypeError, ValueError):
+        return Check("clock", False, f"{host}:{port}: gave no date; is this the SuperLink's port?")
+    detail = f"{abs(offset):.0f} s {'ahead of' if offset > 0 else 'behind'} {host}"
+    if abs(offset) > tolerance_seconds:
+        return Check("clock", False, f"{detail}: must be within {tolerance_seconds:g} s; set the clock by NTP")
+    return Check("clock", True, detail)
+
+
+def check_port_free(host: str, port: int) -> Check:
+    """Whether a server can listen there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        return Check(
+            "port",
+            False,
+            f"{host}:{port}: cannot listen there ({error.strerror}); stop what does, or choose another port",
+        )
+    return Check("port", True, f"{host}:{port} is free")
+
+
+def check_ledger(path: Path) -> Check:
+    """Whether the node can write its ledger and its chain holds; where there is none yet, whether one can be made."""
+    if not path.exists():
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+            return Check("ledger", False, f"{path}: cannot be made, {folder} is not writable")
+        return Check("ledger", True, f"{path}: none yet, can be made")
+    try:
+        with ledger.Ledger(path) as opened:
+            return Check("ledger", True, f"{path}: {opened.last[0]} entries, chain holds")
+    except LedgerError as error:
+        return Check("ledger", False, str(error))
+
+
+def check_registered(path: Path) -> Check:
+    """Whether a data set is registered in the node's ledger, with N_k and id."""
+    if not path.is_file():
+        return Check("registered", False, f"{path}: no data set yet; run `register`")
+    try:
+        with ledger.reading(path) as db:
+            data_set = entries.data_set(db, None)
+    except LedgerError as error:
+        return Check("registered", False, str(error))
+    if data_set is None:
+        return Check("registered", False, f"{path}: no data set yet; run `register`")
+    return Check("registered", True, f"N_k = {data_set.num_records}, data set {data_set.id}")
+
+
+def check_data(path: Path, text_column: str, label_column: str = "", text_pair_column: str = "") -> Check:
+    """Whether the data file can be read and has the columns; counts only, never a text."""
+    from fedpriv.data.checks import describe  # takes seconds to import, and a coordinator needs none of it
+
+    try:
+        found = describe(str(path), text=text_column, label=label_column, text_pair=text_pair_column)
+    except InputError as error:
+        return Check("data", False, str(error))
+    detail = f"{found['records']} records, {found['empty_texts']} empty, {found['duplicate_texts']} repeated"
+    if label_column:
+        detail += f", {found['records_without_label']} without label, {len(found['labels'])} labels"
+    return Check("data", True, detail)
+
+
+def check_key(path: Path) -> Check:
+    """Whether a node's private key can be used, and by its owner alone."""
+    try:
+        line = keys.public_line(path)
+    except InputError as error:
+        return Check("key", False, str(error))
+    if (private := check_private(path)).ok:
+        return Check("key", True, f"{path}: {line[:40]}...")
+    return private
+
+
+def check_private(path: Path) -> Check:
+    """Whether a secret is readable by its owner alone."""
+    try:
+        mode = path.stat().st_mode & 0o777
+    except OSError as error:
+        return Check("key", False, f"{path}: {error.strerror}")
+    if mode & 0o077:
+        return Check("key", False, f"{path}: mode {mode:o} lets others read it; chmod 600 {path}")
+    return Check("key", True, f"{path}: mode {mode:o}")
+
+
+def check_policy(path: Path) -> Check:
+    """Whether a node's policy file can be read, and what it allows."""
+    try:
+        limits = Limits.read(path)
+    except InputError as error:
+        return Check("policy", False, str(error))
+    return Check("policy", True, ", ".join(f"{name} = {value:g}" for name, value in asdict(limits).items()))
+
+
+def check_disk(path: Path, min_bytes: int) -> Check:
+    """Whether the file system of a path has room left."""
+    free = shutil.disk_usage(path).free
+    detail = f"{free / 2**30:.1f} GiB free at {path}"
+    if free < min_bytes:
+        return Check("disk", False, f"{detail}: must be at least {min_bytes / 2**30:.1f} GiB")
+    return Check("disk", True, detail)
+
+
+def _context(ca: Path) -> ssl.SSLContext | None:
+    """For a connection that trusts this authority and no other; None where its file cannot be used."""
+    try:
+        return ssl.create_default_context(cafile=str(ca))
+    except OSError:
+        return None
+
+
+def _certificate_error(error: ssl.SSLCertVerificationError, host: str) -> str:
+    if error.verify_code in _OTHER_HOST:
+        return f"certificate not valid for {host}; use an address that it names, or make one for this address"
+    if error.verify_code == _EXPIRED:
+        return "certificate expired; the coordinator must renew it"
+    if error.verify_code == _NOT_YET_VALID:
+        return "certificate not yet valid; check this machine's clock"
+    if error.verify_code in _OTHER_CA:
+        return "certificate signed by another CA; use the ca.crt of this coordinator"
+    return f"certificate refused ({error.verify_message})"

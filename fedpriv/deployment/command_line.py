@@ -1,0 +1,22 @@
+"""What the command lines of a deployment have in common: how they end."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from fedpriv.deployment.flower import FlowerError
+from fedpriv.errors import LedgerError
+
+
+def run_command_line(app: typer.Typer, name: str) -> None:
+    """Run a command line: a user's mistake is one line on stderr and exit code 2, what fails otherwise exit code 1."""
+    try:
+        app(prog_name=name)
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except (FlowerError, LedgerError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(1)

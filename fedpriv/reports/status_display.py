@@ -1,0 +1,153 @@
+"""The status of a run in the terminal: its figures, a row for each client, and the last events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from textwrap import wrap
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fedpriv.reports.status import ClientStatus, RunStatus, is_troubled
+from fedpriv.reports.tables import MISSING, format_bound, format_bytes, format_delta, format_percent, format_seconds
+
+# Of more clients only those are listed that somebody should look at.
+MAX_CLIENTS = 40
+_STYLES = {"finished": "bold green", "running": "bold cyan", "interrupted": "bold red"}
+_HEADERS = ("client", "records", "round", "ε local", "δ", "status", "rounds by status")
+_SHOWN_FIRST = ("time", "event", "run", "round", "client")
+
+
+def show(run: RunStatus, console: Console) -> None:
+    """Print the status."""
+    console.print(_figures(run))
+    if run.resume_command:  # apart from the table, so that it can be copied whole
+        console.print(f"\nresume with\n  {_printable(run.resume_command)}", soft_wrap=True, markup=False)
+    if run.clients:
+        console.print()
+        console.print(_client_table(run))
+        for line in _notes(run):
+            console.print(line)
+    if run.events or run.num_unreadable_events:
+        console.print()
+        for line in _event_lines(run):
+            console.print(line, no_wrap=True, overflow="ellipsis")
+
+
+def _figures(run: RunStatus) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, style="dim")
+    grid.add_column(overflow="fold")
+    planned = "" if run.num_rounds_planned is None else f" of {run.num_rounds_planned}"
+    lines: list[tuple[str, str | Text]] = [
+        ("run", _printable(run.run_dir)),
+        ("state", _state(run)),
+        ("written", _age(run)),
+    ]
+    if run.stopped_early:
+        lines.append(("ended early", _printable(run.stopped_early)))
+    checkpoint = "none" if run.checkpoint_round is None else f"after round {run.checkpoint_round}"
+    aggregate = "does not hold" if run.aggregate_view_holds is False else _bound(run.epsilon_aggregate_max)
+    lines += [
+        ("rounds", f"{run.num_rounds}{planned}, {format_seconds(run.seconds)}"),
+        ("checkpoint", checkpoint),
+        ("accuracy", format_percent(run.test_accuracy)),
+        ("largest ε", f"local {_bound(run.epsilon_local_max)}, rho {_bound(run.epsilon_rho_max)}"),
+        ("", f"aggregate {aggregate}; at δ = {format_delta(run.delta_max)}, by {run.accountant}"),
+        ("sent", f"{format_bytes(run.bytes_up)} up, {format_bytes(run.bytes_down)} down"),
+    ]
+    for name, content in lines:
+        grid.add_row(name, content if isinstance(content, Text) else Text(content))
+    return grid
+
+
+def _state(run: RunStatus) -> Text:
+    return Text.assemble((run.state, _STYLES[run.state]), f", engine {_printable(run.engine)}" if run.engine else "")
+
+
+def _age(run: RunStatus) -> str:
+    age = f"{format_seconds(run.seconds_since_change)} ago"
+    if run.state != "running":
+        return age
+    return f"{age}; after {format_seconds(run.round_seconds)} without a sign of life it counts as interrupted"
+
+
+def _bound(epsilon: float | None) -> str:
+    return MISSING if epsilon is None else format_bound(epsilon)
+
+
+def _client_table(run: RunStatus) -> Table:
+    """On a narrow terminal a name may be cut, a figure never."""
+    clients = _listed(run.clients)
+    rows = [_client_cells(client) for client in clients]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_edge=False)
+    for position, header in enumerate(_HEADERS):
+        width = max(len(line) for cell in (header, *(row[position] for row in rows)) for line in cell.split("\n"))
+        figure = header not in ("client", "status", _HEADERS[-1])
+        table.add_column(
+            header, justify="right" if figure else "left", no_wrap=True, min_width=width if position else None
+        )
+    for client, (*cells, status, counts) in zip(clients, rows, strict=True):
+        style = "red" if is_troubled(client) else ""
+        table.add_row(*map(Text, cells), Text(status, style=style), Text(counts))
+    return table
+
+
+def _client_cells(client: ClientStatus) -> tuple[str, ...]:
+    # A status and its number stay on one line.
+    counts = ", ".join(f"{name} {number}".replace(" ", "\0") for name, number in client.status_counts.items())
+    lines = [_printable(line.replace("\0", " ")) for line in wrap(counts, 24)]
+    return (
+        _printable(f"{client.client} {client.name}".rstrip()),
+        f"{client.num_records:,}",
+        MISSING if client.last_round is None else str(client.last_round),
+        _bound(client.epsilon_local),
+        format_delta(client.delta),
+        "retired" if client.retired is not None else _printable(client.status or "not asked"),
+        "\n".join(lines),
+    )
+
+
+def _listed(clients: tuple[ClientStatus, ...]) -> list[ClientStatus]:
+    """All clients, or of many those in trouble."""
+    if len(clients) <= MAX_CLIENTS:
+        return list(clients)
+    return [client for client in clients if is_troubled(client)][:MAX_CLIENTS]
+
+
+def _notes(run: RunStatus) -> Iterable[Text]:
+    """How many clients are not listed, and what was wrong with those in trouble."""
+    listed = _listed(run.clients)
+    troubled = [client for client in listed if is_troubled(client)]
+    if left := len(run.clients) - len(listed):
+        num_troubled = sum(map(is_troubled, run.clients))
+        also = f", {num_troubled - len(troubled)} of them in trouble" if num_troubled > len(troubled) else ""
+        yield Text(f"{left:,} more clients{also}; --json lists all", style="dim")
+    for client in troubled:
+        if reason := client.retired or client.detail:
+            yield Text.assemble((f"client {client.client}: ", "red"), _printable(reason))
+
+
+def _event_lines(run: RunStatus) -> Iterable[Text]:
+    unreadable = f", {run.num_unreadable_events:,} unreadable lines" if run.num_unreadable_events else ""
+    yield Text(f"last of {run.num_events:,} events (UTC){unreadable}", style="dim")
+    width = max((len(_printable(event["event"])) for event in run.events), default=0)
+    for event in run.events:
+        told = {name: value for name, value in event.items() if value not in (None, "")}
+        places = [f"{name} {told[name]}" for name in ("round", "client") if name in told]
+        others = [
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in told.items()
+            if name not in _SHOWN_FIRST
+        ]
+        moment = _printable(str(event["time"])[:19].replace("T", " "))
+        name, rest = _printable(event["event"]), _printable(", ".join([*places, *others]))
+        yield Text.assemble((moment, "dim"), f"  {name:<{width}}  {rest}")
+
+
+def _printable(text: Any) -> str:
+    """Names and reasons come from others: nothing in them may steer the terminal."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(text))

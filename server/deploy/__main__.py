@@ -1,0 +1,111 @@
+"""`python -m server.deploy ...`: a federation's coordinator, from certificates to runs."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedpriv.deployment import certificates
+from fedpriv.deployment.checks import print_checks
+from fedpriv.deployment.command_line import run_command_line
+from server.deploy import doctor as coordinator_doctor
+from server.deploy import folder as folders
+from server.deploy import registration, runs, superlink
+from server.deploy.folder import Coordinator
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The coordinator's folder.")]
+Days = Annotated[int, typer.Option(help="That the server certificate is valid.")]
+
+
+@app.callback()
+def deploy() -> None:
+    """A coordinator of a federation on machines of their own: TLS, registered nodes, runs.
+
+    Example: python -m server.deploy init ~/federation --address fl.example.org
+    """
+
+
+@app.command()
+def init(
+    folder: Folder,
+    address: Annotated[list[str], typer.Option(help="DNS name or IP address; repeat it, the nodes use the first.")],
+    port: Annotated[int, typer.Option(help="The one port that the nodes must reach.")] = folders.DEFAULT_PORT,
+    days: Days = 365,
+) -> None:
+    """Make a coordinator's folder: a certificate authority, a server certificate and Flower's connection file.
+
+    Example: python -m server.deploy init ~/federation --address fl.example.org --address 10.0.0.5
+    """
+    made = folders.make(folder, addresses=address, port=port, days=days)
+    typer.echo(f"made {made.folder}; keep {made.ca_key} to yourself")
+    typer.echo(f"send to every node: {made.ca_certificate} and the address {made.address}")
+    place = shlex.quote(str(folder))
+    typer.echo(f"next: python -m server.deploy start {place}")
+    typer.echo(f"then, for each node: python -m server.deploy register {place} PARTITION_ID PUBKEY_FILE")
+    typer.echo(f"then: python -m server.deploy run {place} -c rounds=10")
+
+
+@app.command()
+def start(folder: Folder) -> None:
+    """Run the SuperLink in the foreground until SIGINT or SIGTERM; say how many nodes are online.
+
+    Example: python -m server.deploy start ~/federation
+    """
+    raise typer.Exit(superlink.start(Coordinator.read(folder), typer.echo))
+
+
+@app.command()
+def register(
+    folder: Folder,
+    partition_id: Annotated[int, typer.Argument(help="Which client of a run the node is: 0, 1, ...")],
+    pubkey_file: Annotated[Path, typer.Argument(help="The node's .pub file.")],
+) -> None:
+    """Let a node in, while the SuperLink is running; again for the same node does no harm.
+
+    Example: python -m server.deploy register ~/federation 0 clinic.pub
+    """
+    is_new = registration.register(Coordinator.read(folder), partition_id, pubkey_file)
+    typer.echo(f"node {partition_id} {'is registered' if is_new else 'was registered before'}")
+
+
+@app.command()
+def run(
+    folder: Folder,
+    override: Annotated[list[str] | None, typer.Option("-c", help="key=value of the run's configuration.")] = None,
+) -> None:
+    """Start a run on the registered nodes and follow it to its end; Ctrl-C stops it. Exit code 0 if it completed.
+
+    Example: python -m server.deploy run ~/federation -c rounds=5 -c noise_multiplier=1.2
+    """
+    completed = runs.run(Coordinator.read(folder), override or [], typer.echo)
+    raise typer.Exit(0 if completed else 1)
+
+
+@app.command()
+def renew(folder: Folder, days: Days = 365) -> None:
+    """Make another server certificate by the same authority, so that the nodes need nothing new.
+
+    Example: python -m server.deploy renew ~/federation
+    """
+    coordinator = Coordinator.read(folder)
+    certificates.make_server_certificate(coordinator.folder, coordinator.addresses, days)
+    until = certificates.valid_until(coordinator.server_certificate)
+    typer.echo(f"certificate valid until {until:%Y-%m-%d}; start the SuperLink again, and it will be used")
+
+
+@app.command()
+def doctor(folder: Folder) -> None:
+    """Check this machine: versions, certificate, SuperLink, nodes, disk. Exit code 0 if all is well.
+
+    Example: python -m server.deploy doctor ~/federation
+    """
+    raise typer.Exit(0 if print_checks(coordinator_doctor.checks(Coordinator.read(folder))) else 1)
+
+
+if __name__ == "__main__":
+    run_command_line(app, "python -m server.deploy")

@@ -1,0 +1,78 @@
+"""Checks of a coordinator's machine."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from datetime import UTC, datetime
+
+from fedpriv.deployment import certificates
+from fedpriv.deployment.checks import (
+    Check,
+    check_clock,
+    check_disk,
+    check_port_free,
+    check_private,
+    check_python,
+    check_tls,
+    check_versions,
+)
+from fedpriv.deployment.flower import CONNECTION, FlowerError, num_online
+from fedpriv.errors import InputError
+from server.deploy.folder import Coordinator
+from server.deploy.superlink import expiry_warning
+
+_MIN_DISK_BYTES = 2**30
+
+
+def checks(coordinator: Coordinator) -> Iterator[Check]:
+    """What is in order on this machine and what not, whether or not the SuperLink is running."""
+    yield check_python()
+    yield check_versions()
+    yield _certificate(coordinator)
+    yield check_private(coordinator.ca_key)
+    yield check_private(coordinator.server_key)
+    yield _connection(coordinator)
+    free = check_port_free(coordinator.bind_host, coordinator.port)
+    if free.ok:
+        yield Check("superlink", True, f"is not running; {free.detail}")
+        yield Check("nodes", True, f"{len(coordinator.registered())} registered")
+    else:
+        yield check_tls(coordinator.host, coordinator.port, coordinator.ca_certificate)
+        yield check_clock(coordinator.host, coordinator.port, coordinator.ca_certificate)
+        yield _nodes(coordinator)
+    yield check_disk(coordinator.folder, _MIN_DISK_BYTES)
+
+
+def _certificate(coordinator: Coordinator) -> Check:
+    try:
+        until = certificates.valid_until(coordinator.server_certificate)
+        hosts = certificates.hosts_of(coordinator.server_certificate)
+    except InputError as error:
+        return Check("certificate", False, str(error))
+    if until < datetime.now(UTC):
+        return Check("certificate", False, f"expired on {until:%Y-%m-%d}; run `renew` and start the SuperLink again")
+    if missing := [address for address in coordinator.addresses if address not in hosts]:
+        return Check("certificate", False, f"does not hold for {missing[0]}; run `renew`")
+    if warning := expiry_warning(coordinator):
+        return Check("certificate", False, warning)
+    return Check("certificate", True, f"for {', '.join(coordinator.addresses)} until {until:%Y-%m-%d}")
+
+
+def _connection(coordinator: Coordinator) -> Check:
+    file = coordinator.connection_file
+    try:
+        found = tomllib.loads(file.read_text())["superlink"][CONNECTION]["address"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return Check("connection", False, f"{file}: must name the connection {CONNECTION}; make the folder with `init`")
+    if found != coordinator.address:
+        return Check("connection", False, f"{file}: address = {found!r}: must be {coordinator.address!r}")
+    return Check("connection", True, f"FLWR_HOME={coordinator.flower_home} flwr ... {CONNECTION}")
+
+
+def _nodes(coordinator: Coordinator) -> Check:
+    try:
+        online = num_online(coordinator.flower_home, folder=coordinator.folder)
+    except FlowerError as error:
+        return Check("nodes", False, str(error))
+    return Check("nodes", True, f"{online} online of {len(coordinator.registered())} registered")

@@ -1,0 +1,157 @@
+"""A coordinator's folder: its certificates, the nodes that it let in, Flower's state and the runs."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tomli_w
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from fedpriv.deployment import certificates
+from fedpriv.deployment.files import new_folder
+from fedpriv.deployment.flower import CONNECTION
+from fedpriv.deployment.settings import checked, join_address, read_settings
+
+DEFAULT_PORT = 9093
+
+# Another authority has to be carried to every node, another server certificate does not.
+_CA_DAYS = 3650
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class Coordinator:
+    """A coordinator's settings and where its files lie.
+
+    Attributes:
+        folder: absolute.
+        addresses: DNS names and IP addresses of the machine; the nodes use the first.
+        port: of the SuperLink.
+    """
+
+    folder: Path
+    addresses: Annotated[tuple[str, ...], Field(min_length=1)]
+    port: Annotated[int, Field(ge=1, le=65535)] = DEFAULT_PORT
+
+    @staticmethod
+    def read(folder: Path) -> Coordinator:
+        """The settings of a folder that `make` made.
+
+        Raises:
+            InputError: it holds none, or wrong ones.
+        """
+        return read_settings(Coordinator, folder / "coordinator.toml", folder=folder.absolute())
+
+    @property
+    def host(self) -> str:
+        """The address that the nodes use."""
+        return self.addresses[0]
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT as the nodes use it."""
+        return join_address(self.host, self.port)
+
+    @property
+    def bind_host(self) -> str:
+        """Where the SuperLink listens: on every address, or on loopback where the federation is on this machine."""
+        try:
+            address = ipaddress.ip_address("127.0.0.1" if self.host == "localhost" else self.host)
+        except ValueError:
+            return "0.0.0.0"
+        if address.is_loopback:
+            return str(address)
+        return "::" if address.version == 6 else "0.0.0.0"
+
+    @property
+    def local_host(self) -> str:
+        """The address by which this machine itself reaches the SuperLink, whatever routers stand before it."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.bind_host, self.bind_host)
+
+    @property
+    def ca_certificate(self) -> Path:
+        """What every node needs to know the SuperLink."""
+        return self.folder / certificates.CA_CERTIFICATE
+
+    @property
+    def ca_key(self) -> Path:
+        """The authority's private key."""
+        return self.folder / certificates.CA_KEY
+
+    @property
+    def server_certificate(self) -> Path:
+        """The SuperLink's certificate."""
+        return self.folder / certificates.SERVER_CERTIFICATE
+
+    @property
+    def server_key(self) -> Path:
+        """The SuperLink's private key."""
+        return self.folder / certificates.SERVER_KEY
+
+    @property
+    def flower_home(self) -> Path:
+        """Flower's own folder, with the connection to the SuperLink."""
+        return self.folder / "flower"
+
+    @property
+    def connection_file(self) -> Path:
+        """Names the SuperLink to `flwr`."""
+        return self.flower_home / "config.toml"
+
+    @property
+    def database(self) -> Path:
+        """The SuperLink's state, which outlives it."""
+        return self.folder / "state.db"
+
+    @property
+    def log(self) -> Path:
+        """The SuperLink's log."""
+        return self.folder / "superlink.log"
+
+    @property
+    def nodes(self) -> Path:
+        """The public keys of the registered nodes, PARTITION_ID.pub."""
+        return self.folder / "nodes"
+
+    @property
+    def runs(self) -> Path:
+        """The folders of the runs."""
+        return self.folder / "runs"
+
+    def registered(self) -> dict[int, Path]:
+        """The public key file of each registered node, by partition id."""
+        return {int(file.stem): file for file in self.nodes.glob("*.pub") if file.stem.isdigit()}
+
+
+def make(folder: Path, *, addresses: Sequence[str], port: int, days: int) -> Coordinator:
+    """A new coordinator's folder, with an authority, a server certificate and Flower's connection file.
+
+    Args:
+        folder: does not exist or is empty.
+        addresses: DNS names and IP addresses of this machine, the one that nodes use first.
+        port: for the SuperLink.
+        days: that the server certificate is valid.
+
+    Raises:
+        InputError: something is wrong; then nothing was written.
+    """
+    for address in addresses:
+        certificates.check_host(address)
+    settings = {"addresses": list(addresses), "port": port}
+    coordinator = checked(Coordinator, settings, folder=folder.absolute())
+    with new_folder(coordinator.folder) as made:
+        certificates.make_ca(made, max(days, _CA_DAYS))
+        certificates.make_server_certificate(made, coordinator.addresses, days)
+        for part in (coordinator.flower_home, coordinator.nodes, coordinator.runs):
+            (made / part.name).mkdir()
+        (made / "coordinator.toml").write_text(tomli_w.dumps(settings))
+        (made / "flower" / "config.toml").write_text(tomli_w.dumps(_connection(coordinator)))
+    return coordinator
+
+
+def _connection(coordinator: Coordinator) -> dict[str, object]:
+    superlink = {"address": coordinator.address, "root-certificates": str(coordinator.ca_certificate)}
+    return {"superlink": {"default": CONNECTION, CONNECTION: superlink}}

@@ -1,0 +1,53 @@
+"""Who may take part: the public keys of the nodes, by partition id."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedpriv.deployment import keys
+from fedpriv.deployment.files import write_new
+from fedpriv.deployment.flower import CONNECTION, FlowerError, flwr
+from fedpriv.errors import InputError
+from server.deploy.folder import Coordinator
+
+_IN_USE = "Public key already in use"
+
+
+def register(coordinator: Coordinator, partition_id: int, public_key: Path) -> bool:
+    """Whether the node was new: its key is registered at the SuperLink and kept as nodes/PARTITION_ID.pub.
+
+    Args:
+        coordinator: whose SuperLink is running.
+        partition_id: of the node, >= 0.
+        public_key: the node's .pub file.
+
+    Raises:
+        InputError: it is no public key, the id has another key, or the key another id.
+        FlowerError: the SuperLink cannot be reached or refused; then nothing was kept.
+    """
+    if partition_id < 0:
+        raise InputError(f"partition id = {partition_id}: must be >= 0")
+    line = keys.read_public_line(public_key)
+    known = {id_: keys.read_public_line(file) for id_, file in coordinator.registered().items()}
+    if known.get(partition_id, line) != line:
+        raise InputError(f"partition id = {partition_id}: is registered with another key; give the node another id")
+    if holders := [id_ for id_, other in known.items() if other == line and id_ != partition_id]:
+        raise InputError(f"public key = {public_key}: is registered for partition id {holders[0]}; use that")
+    _register_at_superlink(coordinator, public_key)
+    if partition_id in known:
+        return False
+    write_new(coordinator.nodes / f"{partition_id}.pub", f"{line}\n".encode())
+    return True
+
+
+def _register_at_superlink(coordinator: Coordinator, public_key: Path) -> None:
+    """Also where it was done before, as after a crash before the key was kept, or once state.db was lost."""
+    try:
+        flwr(
+            coordinator.flower_home,
+            ["supernode", "register", str(public_key.absolute()), CONNECTION],
+            folder=coordinator.folder,
+        )
+    except FlowerError as error:
+        if _IN_USE not in str(error):
+            raise

@@ -1,0 +1,115 @@
+"""The SuperLink of a federation: it runs in the foreground and tells how many nodes are online."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from logging.handlers import RotatingFileHandler
+
+from fedpriv.deployment import certificates
+from fedpriv.deployment.checks import check_port_free, check_tls
+from fedpriv.deployment.flower import (
+    EXIT_CODES,
+    FlowerError,
+    environment,
+    logged_exit_code,
+    num_online,
+    program_folder,
+    run_in_foreground,
+)
+from fedpriv.errors import InputError
+from server.deploy.folder import Coordinator
+
+WARN_BEFORE = timedelta(days=14)
+
+_POLL_SECONDS = 10.0
+_LOG_BYTES, _NUM_OLD_LOGS = 10 * 2**20, 3
+
+# One line for each poll of each node would drown the others.
+_POLL_LINE = re.compile(r'"(GET|POST|HEAD) \S+ HTTP/[\d.]+" 2\d\d')
+
+
+def command(coordinator: Coordinator) -> list[str]:
+    """What starts the SuperLink."""
+    return [
+        *(str(program_folder() / "flower-superlink"), "--host", coordinator.bind_host, "--port", str(coordinator.port)),
+        *("--ssl-ca-certfile", str(coordinator.ca_certificate)),
+        *("--ssl-certfile", str(coordinator.server_certificate), "--ssl-keyfile", str(coordinator.server_key)),
+        *("--enable-supernode-auth", "--disable-runtime-dependency-installation"),
+        *("--database", str(coordinator.database)),
+    ]
+
+
+def start(coordinator: Coordinator, say: Callable[[str], None]) -> int:
+    """The exit code of the SuperLink, once a signal or an error has ended it.
+
+    Args:
+        coordinator: whose SuperLink.
+        say: prints a line: that it answers, how many nodes are online whenever that changes, why it ended.
+
+    Raises:
+        FlowerError: its port is taken.
+        InputError: its certificate is missing or has expired.
+    """
+    if certificates.valid_until(coordinator.server_certificate) < datetime.now(UTC):
+        raise InputError(f"certificate = {coordinator.server_certificate}: has expired; run `renew`")
+    if not (port := check_port_free(coordinator.bind_host, coordinator.port)).ok:
+        raise FlowerError(f"port = {port.detail}")
+    if warning := expiry_warning(coordinator):
+        say(f"warning: {warning}")
+    say(f"starting the SuperLink; its log: {coordinator.log}")
+    ended = threading.Event()
+    threading.Thread(target=_watch, args=(coordinator, ended, say), daemon=True).start()
+    log = RotatingFileHandler(coordinator.log, maxBytes=_LOG_BYTES, backupCount=_NUM_OLD_LOGS)
+    reasons: list[int] = []
+
+    def on_line(line: str) -> None:
+        if not _POLL_LINE.search(line):
+            log.emit(logging.makeLogRecord({"msg": line}))
+        if (code := logged_exit_code(line)) is not None:
+            reasons.append(code)
+
+    code = run_in_foreground(
+        command(coordinator),
+        variables=environment(coordinator.flower_home),
+        folder=coordinator.folder,
+        on_line=on_line,
+    )
+    ended.set()
+    meaning = "".join(f": {EXIT_CODES[reason]}" for reason in reasons[-1:] if reason in EXIT_CODES)
+    say(f"SuperLink ended with exit code {code}{meaning}; its log: {coordinator.log}")
+    return code
+
+
+def expiry_warning(coordinator: Coordinator) -> str:
+    """That the server certificate soon expires, or nothing."""
+    until = certificates.valid_until(coordinator.server_certificate)
+    if until - datetime.now(UTC) > WARN_BEFORE:
+        return ""
+    return f"the certificate is valid until {until:%Y-%m-%d %H:%M} UTC only; run `renew` and start the SuperLink again"
+
+
+def _watch(coordinator: Coordinator, ended: threading.Event, say: Callable[[str], None]) -> None:
+    """Say when the SuperLink answers, and then how many nodes are online."""
+    while not check_tls(coordinator.local_host, coordinator.port, coordinator.ca_certificate).ok:
+        if ended.wait(0.5):
+            return
+    until = certificates.valid_until(coordinator.server_certificate)
+    say(f"SuperLink answers at https://{coordinator.address}, certificate valid until {until:%Y-%m-%d}")
+    said = ""
+    while not ended.is_set():
+        if (state := _online(coordinator)) != said and not ended.is_set():
+            say(state)
+            said = state
+        ended.wait(_POLL_SECONDS)
+
+
+def _online(coordinator: Coordinator) -> str:
+    try:
+        online = num_online(coordinator.flower_home, folder=coordinator.folder)
+    except FlowerError as error:
+        return f"nodes online: unknown ({error})"
+    return f"nodes online: {online} of {len(coordinator.registered())} registered"

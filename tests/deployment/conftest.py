@@ -1,0 +1,74 @@
+"""Federations of real processes: nodes that play the embedded corpus, and nodes with records of their own."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.deployment.sites import Federation
+from tests.tiny import LABELS
+
+
+@pytest.fixture(scope="module")
+def hospitals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+    """A SuperLink and three nodes of the synthetic corpus."""
+    federation = Federation(tmp_path_factory.mktemp("hospitals") / "federation")
+    yield federation
+    federation.stop()
+
+
+@pytest.fixture(scope="module")
+def holders(tmp_path_factory: pytest.TempPathFactory, table: Path) -> Iterator[Federation]:
+    """A SuperLink and three nodes with a file of records each."""
+    folder = tmp_path_factory.mktemp("holders")
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    holdings = {}
+    for client in range(3):
+        path = folder / f"records-{client}.csv"
+        own = [[row["text"], row["label"]] for row in rows if row["site"] == f"site-{client}"]
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows([["note", "ward"], *own])
+        columns = ["--text-column", "note", "--label-column", "ward"]
+        holdings[client] = ["--data", str(path), *columns, "--name", f"Clinic {client}"]
+    federation = Federation(folder / "federation", holdings=holdings)
+    yield federation
+    federation.stop()
+
+
+@pytest.fixture(scope="session")
+def corpus_run(tiny_bert: Path) -> dict[str, object]:
+    """A small run on the embedded corpus, shared out among three clients, that repeats to the bit."""
+    return {
+        "model": str(tiny_bert),
+        "layers": "last-1",
+        "rank": 4,
+        "partition": "iid",
+        "num_clients": 3,
+        "rounds": 2,
+        "local_steps": 1,
+        "simulate": True,
+        "comparison": False,
+    }
+
+
+@pytest.fixture(scope="session")
+def holders_run(tiny_bert: Path, table: Path) -> dict[str, object]:
+    """A small run on what the nodes have."""
+    return {
+        "model": str(tiny_bert),
+        "layers": "last-1",
+        "rank": 4,
+        "data": "on-nodes",
+        "test_data": str(table),
+        "labels": ",".join(LABELS),
+        "num_clients": 3,
+        "rounds": 2,
+        "local_steps": 2,
+        "batch_size": 4,
+        "noise_multiplier": 1.0,
+        "comparison": False,
+    }

@@ -1,0 +1,217 @@
+"""A coordinator and data holders on this machine, each with a folder and processes of its own, made by the kits."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import psutil
+
+from fedpriv.accounting.entries import Entry, entries
+from fedpriv.accounting.ledger import reading, verify_with_head
+from tests.processes import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVER, CLIENT = "server.deploy", "clients.deploy"
+
+
+def kit(module: str, *arguments: object, code: int = 0, seconds: float = 300, checkout: Path = ROOT) -> str:
+    """What a command of a kit prints; it must end with this exit code."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *map(str, arguments)],
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    text = done.stdout + done.stderr
+    assert done.returncode == code, f"{module} {arguments}: exit code {done.returncode}\n{text[-6000:]}"
+    return text
+
+
+def wait_until(true: Callable[[], object], what: str, seconds: float) -> None:
+    """Wait for something.
+
+    Raises:
+        TimeoutError: names it.
+    """
+    deadline = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {seconds:g} s")
+        time.sleep(0.2)
+
+
+class Service:
+    """A command of a kit that runs until it is ended, with its output in a file."""
+
+    def __init__(self, log: Path, module: str, *arguments: object, checkout: Path = ROOT) -> None:
+        self.log = log
+        with log.open("a") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, *map(str, arguments)],
+                cwd=checkout,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+
+    def text(self) -> str:
+        """What it printed so far."""
+        return self.log.read_text()
+
+    def wait_for(self, pattern: str, seconds: float = 60, *, times: int = 1) -> None:
+        """Wait until the pattern was printed so often."""
+        found = lambda: len(re.findall(pattern, self.text())) >= times  # noqa: E731
+        try:
+            wait_until(lambda: found() or self.process.poll() is not None, pattern, seconds)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}\n{self.text()[-3000:]}") from None
+        assert found(), f"ended with {self.process.returncode} before {pattern!r}\n{self.text()[-3000:]}"
+
+    def kill(self) -> None:
+        """End it and everything that it started, without a chance to say anything."""
+        try:
+            family = [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]
+        except psutil.NoSuchProcess:
+            family = []
+        for process in family:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(family, timeout=30)
+        self.process.wait(timeout=30)
+
+    def stop(self) -> int:
+        """End it as an operator would."""
+        self.process.terminate()
+        try:
+            return self.process.wait(timeout=60)
+        finally:
+            self.kill()
+
+
+class Federation:
+    """A coordinator and its nodes."""
+
+    def __init__(self, folder: Path, *, num_nodes: int = 3, holdings: Mapping[int, list[str]] | None = None) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.coordinator = folder / "coordinator"
+        self.services: dict[str, Service] = {}
+        folder.mkdir(parents=True)
+        kit(SERVER, "init", self.coordinator, "--address", "127.0.0.1", "--port", self.port)
+        self.start_superlink()
+        self.digest = ""
+        for client in range(num_nodes):
+            self.make_node(client, *(holdings or {}).get(client, []))
+            self.admit(client)
+        for client in range(num_nodes):
+            self.start_node(client)
+        self.wait_for_nodes(num_nodes)
+
+    @property
+    def ca(self) -> Path:
+        """What the nodes know the coordinator by."""
+        return self.coordinator / "ca.crt"
+
+    def node(self, client: int) -> Path:
+        """A node's folder."""
+        return self.folder / f"node-{client}"
+
+    def make_node(self, client: int, *more: str) -> None:
+        """A node's folder with this checkout's bundle approved and its records registered."""
+        address = f"127.0.0.1:{self.port}"
+        kit(
+            *(CLIENT, "init", self.node(client), "--superlink", address, "--ca", self.ca),
+            *("--partition-id", client, "--port", free_port(), *more),
+        )
+        if not self.digest:
+            self.digest = kit(CLIENT, "approve", self.node(client), "--this-checkout").split()[0]
+        else:
+            self.approve(client, self.digest)
+        if "--data" in more:  # how many records of the corpus a node has, its first run says
+            kit(CLIENT, "register", self.node(client))
+
+    def approve(self, client: int, digest: str) -> None:
+        """Let a bundle run on a node."""
+        kit(CLIENT, "approve", self.node(client), digest)
+
+    def admit(self, client: int) -> None:
+        """Register a node's key with the SuperLink."""
+        kit(SERVER, "register", self.coordinator, client, self.node(client) / "node.key.pub")
+
+    def start_superlink(self) -> None:
+        """Start the SuperLink and wait until it answers."""
+        service = Service(self.folder / "superlink.log", SERVER, "start", self.coordinator)
+        before = len(re.findall("SuperLink answers", service.text()))
+        self.services["superlink"] = service
+        service.wait_for("SuperLink answers", times=before + 1)
+
+    def start_node(self, client: int, checkout: Path = ROOT) -> None:
+        """Start a node."""
+        log = self.folder / f"node-{client}.log"
+        self.services[f"node-{client}"] = Service(log, CLIENT, "start", self.node(client), checkout=checkout)
+
+    def wait_for_nodes(self, number: int, seconds: float = 90) -> None:
+        """Wait until so many nodes are online."""
+        wait_until(lambda: self.online() == number, f"{number} nodes online", seconds)
+
+    def online(self) -> int:
+        """How many nodes the SuperLink sees."""
+        listed = json.loads(self.flwr("supernode", "list", "federation", "--format", "json"))
+        return sum(node["status"] == "online" for node in listed["nodes"])
+
+    def flwr(self, *arguments: str) -> str:
+        """What Flower's own command answers."""
+        variables = {**os.environ, "FLWR_HOME": str(self.coordinator / "flower"), "FLWR_DISABLE_UPDATE_CHECK": "1"}
+        command = [str(Path(sys.executable).parent / "flwr"), *arguments]
+        done = subprocess.run(
+            command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120, check=False
+        )
+        return done.stdout
+
+    def run(self, values: Mapping[str, object], *, code: int = 0, checkout: Path = ROOT, seconds: float = 400) -> str:
+        """Carry out a run to its end."""
+        return kit(*self._run_command(values), code=code, checkout=checkout, seconds=seconds)
+
+    def start_run(self, name: str, values: Mapping[str, object], checkout: Path = ROOT) -> Service:
+        """Start a run and go on."""
+        module, *arguments = self._run_command(values)
+        return Service(self.folder / f"{name}.log", module, *arguments, checkout=checkout)
+
+    def _run_command(self, values: Mapping[str, object]) -> list[str]:
+        pairs = [("-c", f"{key}={json.dumps(value)}") for key, value in values.items()]
+        return [SERVER, "run", str(self.coordinator), *(part for pair in pairs for part in pair)]
+
+    def charges(self, client: int) -> list[Entry]:
+        """What a node's ledger says that was charged; its chain must be whole."""
+        return [entry for entry in self.entries(client) if entry.phase == "charged"]
+
+    def entries(self, client: int) -> list[Entry]:
+        """A node's ledger; its chain must be whole."""
+        return read_ledger(self.node(client) / "ledger.sqlite")
+
+    def logs(self) -> str:
+        """The ends of all logs."""
+        return "\n".join(f"== {file.name}\n{file.read_text()[-2500:]}" for file in sorted(self.folder.glob("*.log")))
+
+    def stop(self) -> None:
+        """End everything."""
+        for service in reversed(self.services.values()):
+            service.kill()
+
+
+def read_ledger(path: Path) -> list[Entry]:
+    """A ledger's entries, once its chain is verified."""
+    with reading(path) as db:
+        verify_with_head(db, path)
+        return list(entries(db))

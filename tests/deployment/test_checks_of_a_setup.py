@@ -1,0 +1,173 @@
+"""Each check says plainly what is wrong with a real server, file or folder, and never shows a record."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from fedpriv.accounting.ledger import Ledger
+from fedpriv.deployment import certificates, checks, keys
+from fedpriv.deployment.checks import Check
+from tests.deployment.tls_server import serving
+from tests.processes import free_port
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    certificates.make_ca(tmp_path, 100)
+    certificates.make_server_certificate(tmp_path, [HOST], 30)
+    return tmp_path
+
+
+def test_sound_server_is_ok_until_its_certificate_ends(folder):
+    with serving(folder) as port:
+        found = checks.check_tls(HOST, port, folder / "ca.crt")
+    assert found.ok, found
+    assert "valid until" in found.detail
+
+
+def test_nothing_listens(folder):
+    found = checks.check_tls(HOST, free_port(), folder / "ca.crt")
+    assert (found.ok, "nothing listens" in found.detail) == (False, True), found
+
+
+def test_unknown_name(folder):
+    found = checks.check_tls("no-such-host.invalid", 9093, folder / "ca.crt")
+    assert (found.ok, "is unknown" in found.detail) == (False, True), found
+
+
+def test_certificate_for_another_host(folder):
+    # 127.0.0.2 is loopback as well, and no certificate holds for it unless it is named.
+    with serving(folder, host="127.0.0.2") as port:
+        found = checks.check_tls("127.0.0.2", port, folder / "ca.crt")
+    assert (found.ok, "not valid for 127.0.0.2" in found.detail) == (False, True), found
+
+
+def test_expired_certificate(folder):
+    certificates.make_server_certificate(folder, [HOST], 1, not_before=datetime.now(UTC) - timedelta(days=2))
+    with serving(folder) as port:
+        found = checks.check_tls(HOST, port, folder / "ca.crt")
+    assert (found.ok, "expired" in found.detail) == (False, True), found
+
+
+def test_certificate_of_the_future(folder):
+    certificates.make_server_certificate(folder, [HOST], 9, not_before=datetime.now(UTC) + timedelta(days=2))
+    with serving(folder) as port:
+        found = checks.check_tls(HOST, port, folder / "ca.crt")
+    assert (found.ok, "not yet valid" in found.detail) == (False, True), found
+
+
+def test_another_authority_of_the_same_name(folder, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    certificates.make_ca(other, 100)
+    with serving(folder) as port:
+        found = checks.check_tls(HOST, port, other / "ca.crt")
+    assert (found.ok, "signed by another CA" in found.detail) == (False, True), found
+
+
+def test_server_without_tls(folder):
+    with serving(None) as port:
+        found = checks.check_tls(HOST, port, folder / "ca.crt")
+    assert (found.ok, "speaks no TLS" in found.detail) == (False, True), found
+
+
+@pytest.mark.parametrize("content", [None, "nonsense"])
+def test_authority_that_cannot_be_read(tmp_path, content):
+    ca = tmp_path / "ca.crt"
+    if content:
+        ca.write_text(content)
+    for check in (checks.check_tls, checks.check_clock):
+        found = check(HOST, free_port(), ca)
+        assert (found.ok, str(ca) in found.detail) == (False, True), found
+
+
+@pytest.mark.parametrize(("seconds", "ok"), [(0, True), (60, False), (-60, False)])
+def test_clock_is_compared_with_the_servers(folder, seconds, ok):
+    with serving(folder, clock_offset=timedelta(seconds=seconds)) as port:
+        found = checks.check_clock(HOST, port, folder / "ca.crt")
+    assert found.ok is ok, found
+    if not ok:
+        assert ("behind" if seconds > 0 else "ahead of") in found.detail
+
+
+def test_clock_without_a_server(folder):
+    assert not checks.check_clock(HOST, free_port(), folder / "ca.crt").ok
+
+
+def test_port(folder):
+    with socket.create_server((HOST, 0)) as taken:
+        port = taken.getsockname()[1]
+        assert not checks.check_port_free(HOST, port).ok
+    assert checks.check_port_free(HOST, port).ok
+
+
+def test_ledger_none_yet_then_whole_then_damaged(tmp_path):
+    path = tmp_path / "new" / "ledger.sqlite"
+    assert checks.check_ledger(path).ok
+    assert not path.parent.exists(), "a check makes nothing"
+    assert not checks.check_registered(path).ok
+    with Ledger(path) as ledger:
+        assert not checks.check_registered(path).ok
+        data_set = ledger.register("0", 7, 1e-5)
+    assert "1 entries" in checks.check_ledger(path).detail
+    assert checks.check_registered(path) == Check("registered", True, f"N_k = 7, data set {data_set.id}")
+    path.write_bytes(b"no ledger at all" * 100)
+    assert not checks.check_ledger(path).ok
+    assert not checks.check_registered(path).ok
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_ledger_in_a_folder_without_permission(tmp_path):
+    tmp_path.chmod(0o500)
+    assert not checks.check_ledger(tmp_path / "ledger.sqlite").ok
+
+
+def test_data_are_counted_and_never_shown(tmp_path):
+    file = tmp_path / "records.csv"
+    file.write_text("text,label\nSECRET one,SICK\nSECRET two,\n,WELL\n")
+    found = checks.check_data(file, "text", "label")
+    assert found == Check("data", True, "3 records, 1 empty, 0 repeated, 1 without label, 2 labels")
+    missing = checks.check_data(file, "note", "label")
+    assert not missing.ok
+    assert "SECRET" not in missing.detail
+    assert not checks.check_data(tmp_path / "none.csv", "text").ok
+
+
+def test_key_must_be_its_owners_alone(tmp_path):
+    keys.make_key_pair(tmp_path / "node.key")
+    assert checks.check_key(tmp_path / "node.key").ok
+    (tmp_path / "node.key").chmod(0o640)
+    found = checks.check_key(tmp_path / "node.key")
+    assert (found.ok, "chmod 600" in found.detail) == (False, True), found
+    assert not checks.check_key(tmp_path / "node.key.pub").ok
+
+
+def test_policy(tmp_path):
+    policy = tmp_path / "policy.toml"
+    policy.write_text("max_rounds = 3\n")
+    assert "max_rounds = 3," in checks.check_policy(policy).detail
+    policy.write_text("max_rouns = 3\n")
+    assert not checks.check_policy(policy).ok
+
+
+def test_disk(tmp_path):
+    assert checks.check_disk(tmp_path, 1).ok
+    assert not checks.check_disk(tmp_path, 2**80).ok
+
+
+def test_versions_name_the_pinned_flower():
+    found = checks.check_versions()
+    assert found.ok, found
+    assert f"flwr {checks.pinned_flower()}" in found.detail
+    assert checks.check_python().ok
+
+
+def test_all_must_be_ok_and_each_gets_a_line(capsys):
+    assert checks.print_checks([Check("disk", True, "plenty")])
+    assert not checks.print_checks([Check("disk", True, "plenty"), Check("tls", False, "expired")])
+    assert [line[:4] for line in capsys.readouterr().out.splitlines()] == ["ok  ", "ok  ", "FAIL"]

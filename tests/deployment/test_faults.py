@@ -1,0 +1,106 @@
+"""A run outlives a killed node, a killed server and a federation without nodes."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from fedpriv.config import parse
+from server.coordinator import LogObserver
+from simulations.engines import federation
+from tests.deployment.sites import Federation, read_ledger, wait_until
+
+pytestmark = pytest.mark.deployment
+
+
+def num_rounds(out: Path) -> int:
+    """How many rounds a run's table holds, round 0 left out."""
+    table = out / "rounds.csv"
+    return max(0, len(table.read_text().splitlines()) - 2) if table.is_file() else 0
+
+
+def node_events(site: Federation, client: int) -> list[dict[str, object]]:
+    file = site.node(client) / "events.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def test_a_node_killed_in_a_round_costs_its_own_update_alone(holders, holders_run, tmp_path):
+    values = {**holders_run, "rounds": 4, "round_seconds": 90, "out": str(tmp_path / "out")}
+    before = len(holders.charges(2))
+    run = holders.start_run("killed-node", values)
+    wait_until(lambda: num_rounds(tmp_path / "out") >= 1, "round 1", 240)
+    wait_until(lambda: len(holders.charges(2)) > before + 1, "a charge in round 2", 120)
+    holders.services["node-2"].kill()
+    killed = time.monotonic()
+    wait_until(lambda: num_rounds(tmp_path / "out") >= 2, "round 2", 120)
+    assert time.monotonic() - killed < 90 + 20
+    holders.start_node(2)
+    assert run.process.wait(timeout=400) == 0, run.text()
+
+    rows = pd.read_csv(tmp_path / "out" / "clients.csv")
+    second = rows.query("round == 2").set_index("client")
+    assert list(second.status[:2]) == ["ok", "ok"]
+    assert second.status[2] in ("no reply", "failed")
+    assert list(rows.query("round == 4").status) == ["ok"] * 3, "the node trains again"
+    # One charge for each release that the node could have made, in its own ledger and in the server's.
+    rounds = [entry.round for entry in holders.charges(2)[before:]]
+    assert rounds == sorted(set(rounds))
+    assert set(rounds) >= {1, 2, 4}
+    ledger = read_ledger(tmp_path / "out" / "ledger.sqlite")
+    assert [e.round for e in ledger if e.phase == "charged" and e.client == "2"] == [1, 2, 3, 4]
+
+
+def test_without_nodes_a_run_stops_in_time_and_goes_on_when_they_return(holders, holders_run, tmp_path):
+    values = {**holders_run, "rounds": 3, "round_seconds": 25, "min_clients": 2, "out": str(tmp_path / "out")}
+    run = holders.start_run("no-nodes", values)
+    wait_until(lambda: num_rounds(tmp_path / "out") >= 1, "round 1", 240)
+    for client in range(3):
+        holders.services[f"node-{client}"].kill()
+    gone = time.monotonic()
+    assert run.process.wait(timeout=240) == 1
+    assert time.monotonic() - gone < 150
+    assert "resume the run once more clients answer" in run.text()
+    stopped = num_rounds(tmp_path / "out")
+    for client in range(3):
+        holders.start_node(client)
+    holders.wait_for_nodes(3)
+    holders.run({"resume": str(tmp_path / "out")})
+    assert num_rounds(tmp_path / "out") == 3
+    rows = pd.read_csv(tmp_path / "out" / "clients.csv")
+    assert list(rows.query("round == 3").status) == ["ok"] * 3
+    assert (rows["round"] <= stopped).any()
+    read_ledger(tmp_path / "out" / "ledger.sqlite")
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert {client["rounds"] for client in summary["clients"]} == {3}
+
+
+@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (3, 4, 5))])
+def test_a_server_killed_at_any_instant_is_resumed_to_the_same_numbers(hospitals, corpus_run, tmp_path, seed):
+    values = {**corpus_run, "rounds": 3, "seed": seed, "out": str(tmp_path / "deployed")}
+    run = hospitals.start_run(f"killed-server-{seed}", values)
+    wait_until(lambda: (tmp_path / "deployed" / "checkpoint").is_dir(), "a checkpoint", 240)
+    time.sleep(random.Random(seed).uniform(0, 25))
+    hospitals.services["superlink"].kill()
+    run.kill()
+    done = num_rounds(tmp_path / "deployed")
+    hospitals.start_superlink()
+    hospitals.wait_for_nodes(3, 180)
+    if (tmp_path / "deployed" / "summary.json").is_file():
+        pytest.fail("the run was over before the server was killed; kill it earlier")
+    hospitals.run({"resume": str(tmp_path / "deployed")})
+    assert done <= 3
+
+    federation.run(parse({**values, "out": str(tmp_path / "whole"), "engine": "in-process"}), LogObserver())
+    tables = [pd.read_csv(tmp_path / name / "rounds.csv").drop(columns="seconds") for name in ("deployed", "whole")]
+    pd.testing.assert_frame_equal(*tables, rtol=1e-5)
+    server = read_ledger(tmp_path / "deployed" / "ledger.sqlite")
+    for client in range(3):
+        run_id = next(entry.run for entry in server if entry.run)
+        own = [entry.round for entry in hospitals.charges(client) if entry.run == run_id]
+        assert own == [1, 2, 3], "the node releases each round once, and pays for it once"
+        assert [e.round for e in server if e.phase == "charged" and e.client == str(client)] == [1, 2, 3]

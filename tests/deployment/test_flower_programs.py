@@ -1,0 +1,91 @@
+"""A program in the foreground: its lines are seen, signals reach it, and its exit code comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedpriv.deployment import flower
+from fedpriv.deployment.flower import FlowerError
+from fedpriv.deployment.settings import join_address, split_address
+from fedpriv.errors import InputError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Runs a child that tells when it is ready, and relays how it ended.
+_OUTER = """
+import os, sys
+from pathlib import Path
+from fedpriv.deployment.flower import run_in_foreground
+say = lambda line: print(line, flush=True)
+sys.exit(run_in_foreground([sys.executable, "-c", sys.argv[1]], variables=os.environ, folder=Path("."), on_line=say))
+"""
+_ENDS_WELL = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+signal.signal(signal.SIGINT, lambda *_: sys.exit(7))
+print("ready", flush=True)
+time.sleep(60)
+"""
+_IS_KILLED = 'import time; print("ready", flush=True); time.sleep(60)'
+
+
+def test_lines_and_exit_code_come_back(tmp_path):
+    lines: list[str] = []
+    code = flower.run_in_foreground(
+        [sys.executable, "-c", "import os, sys; print(os.getcwd()); print('to stderr', file=sys.stderr); sys.exit(3)"],
+        variables=os.environ,
+        folder=tmp_path,
+        on_line=lines.append,
+    )
+    assert (code, sorted(lines)) == (3, sorted([str(tmp_path), "to stderr"]))
+
+
+@pytest.mark.parametrize(
+    ("child", "number", "code"),
+    [
+        (_ENDS_WELL, signal.SIGTERM, 0),
+        (_ENDS_WELL, signal.SIGINT, 7),
+        (_IS_KILLED, signal.SIGTERM, 0),
+    ],
+)
+def test_signal_reaches_the_child_and_its_exit_code_comes_back(child, number, code):
+    outer = subprocess.Popen([sys.executable, "-c", _OUTER, child], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert outer.stdout is not None
+    assert outer.stdout.readline() == "ready\n"
+    outer.send_signal(number)
+    assert outer.wait(timeout=20) == code
+
+
+def test_child_that_somebody_else_kills_has_failed(tmp_path):
+    kills_itself = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    command = [sys.executable, "-c", kills_itself]
+    assert flower.run_in_foreground(command, variables=os.environ, folder=tmp_path, on_line=print) == 137
+
+
+def test_flowers_own_exit_code_is_read_from_its_log():
+    assert flower.logged_exit_code("\x1b[91mERROR \x1b[0m:     Exit Code: 305") == 305
+    assert flower.logged_exit_code("INFO: Started server process [305]") is None
+
+
+def test_flwr_that_fails_is_one_line(tmp_path):
+    (tmp_path / "config.toml").write_text("[superlink]\n")
+    with pytest.raises(FlowerError, match="flwr ls: ") as caught:
+        flower.flwr(tmp_path, ["ls", "federation"], folder=tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("address", ["h.org:1", "10.0.0.1:65535", "[::1]:9093"])
+def test_address_survives_being_split(address):
+    assert join_address(*split_address(address)) == address
+
+
+@pytest.mark.parametrize("address", ["", "h.org", "h.org:", ":1", "h.org:0", "h.org:65536", "h.org:x", "::1:9093"])
+def test_what_is_no_address_is_named(address):
+    with pytest.raises(InputError, match="address = "):
+        split_address(address)

@@ -1,0 +1,32 @@
+"""A SuperLink and three SuperNodes with TLS and authentication give the numbers that the in-process engine gives."""
+
+from __future__ import annotations
+
+import json
+
+import pandas as pd
+import pytest
+
+from fedpriv.config import parse
+from server.coordinator import LogObserver
+from simulations.engines import federation
+
+pytestmark = pytest.mark.deployment
+
+
+def test_a_full_run_gives_the_numbers_of_the_in_process_engine(hospitals, corpus_run, tmp_path):
+    values = {**corpus_run, "model": "all-MiniLM-L6-v2", "layers": "last-2", "rank": 8, "local_steps": 3}
+    hospitals.run({**values, "out": str(tmp_path / "deployed")})
+    federation.run(parse({**values, "engine": "in-process", "out": str(tmp_path / "local")}), LogObserver())
+    deployed, local = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("deployed", "local"))
+    assert deployed["engine"] == "flower"
+    for key in ("accuracy", "accuracy_initial", "epsilon_local_max", "epsilon_rho_max", "bytes_up", "bytes_down"):
+        assert deployed[key] == pytest.approx(local[key], rel=1e-9), key
+    assert deployed["accuracy"] > deployed["accuracy_initial"]
+    for name in ("rounds.csv", "clients.csv"):
+        tables = [pd.read_csv(tmp_path / run / name).drop(columns="seconds") for run in ("deployed", "local")]
+        pd.testing.assert_frame_equal(*tables, rtol=1e-5)
+    for client in range(3):
+        charged = hospitals.charges(client)
+        assert [entry.round for entry in charged] == [1, 2]
+        assert {entry.noise_source for entry in charged} == {"seeded"}

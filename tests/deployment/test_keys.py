@@ -1,0 +1,103 @@
+"""A node's key pair: written once, readable by its owner, and a signature that holds for one message and key only."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+from fedpriv.deployment import keys
+from fedpriv.errors import InputError
+
+
+@pytest.fixture
+def key(tmp_path):
+    keys.make_key_pair(tmp_path / "node.key")
+    return tmp_path / "node.key"
+
+
+def test_pair_is_private_and_in_openssh_format(key):
+    assert key.stat().st_mode & 0o777 == 0o600
+    assert key.read_text().startswith("-----BEGIN OPENSSH PRIVATE KEY-----")
+    assert key.with_name("node.key.pub").read_text().strip() == keys.public_line(key)
+    assert sorted(file.name for file in key.parent.iterdir()) == ["node.key", "node.key.pub"]
+
+
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs OpenSSH")
+def test_openssh_reads_the_same_public_line_from_the_private_key(key):
+    found = subprocess.run(["ssh-keygen", "-y", "-f", key], capture_output=True, text=True, check=True).stdout
+    assert found.split()[:2] == keys.public_line(key).split()
+
+
+@pytest.mark.parametrize("taken", ["node.key", "node.key.pub"])
+def test_nothing_is_overwritten(tmp_path, taken):
+    (tmp_path / taken).write_text("mine")
+    with pytest.raises(InputError, match="exists"):
+        keys.make_key_pair(tmp_path / "node.key")
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [(taken, "mine")]
+
+
+def test_signature_holds_for_one_message_and_one_key(key, tmp_path):
+    keys.make_key_pair(tmp_path / "other.key")
+    line, signature = keys.public_line(key), keys.sign(key, b"message")
+    assert keys.verify(line, b"message", signature)
+    assert keys.verify(f"{line} a comment", b"message", signature)
+    assert not keys.verify(line, b"massage", signature)
+    assert not keys.verify(keys.public_line(tmp_path / "other.key"), b"message", signature)
+
+
+@pytest.mark.parametrize("signature", ["", "no base64!", "ü", "AAAA", "MGU="])
+def test_malformed_signature_is_none(key, signature):
+    assert not keys.verify(keys.public_line(key), b"message", signature)
+
+
+@pytest.mark.parametrize("line", ["", "ü", "ssh-rsa AAAA", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp384 AAAA", "a\nb"])
+def test_malformed_key_verifies_nothing(key, line):
+    assert not keys.verify(line, b"message", keys.sign(key, b"message"))
+
+
+def openssh(private) -> bytes:
+    return private.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        (b"nonsense", "must be an OpenSSH private key"),
+        (openssh(ed25519.Ed25519PrivateKey.generate()), "secp384r1"),
+        (openssh(ec.generate_private_key(ec.SECP256R1())), "secp384r1"),
+    ],
+)
+def test_unusable_private_key_is_named_in_one_line(tmp_path, content, message):
+    path = tmp_path / "some.key"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InputError, match=message) as caught:
+        keys.public_line(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_public_file_is_read_without_its_comment(key, tmp_path):
+    (tmp_path / "sent.pub").write_text(f"{keys.public_line(key)} somebody@clinic\n")
+    assert keys.read_public_line(tmp_path / "sent.pub") == keys.public_line(key)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"ssh-rsa AAAA", None])
+def test_file_without_a_public_key_is_refused(tmp_path, content):
+    path = tmp_path / "sent.pub"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InputError, match=r"sent\.pub"):
+        keys.read_public_line(path)
+
+
+def test_two_keys_in_one_file_are_refused(key, tmp_path):
+    line = keys.public_line(key)
+    (tmp_path / "two.pub").write_text(f"{line}\n{line}\n")
+    with pytest.raises(InputError, match="one line"):
+        keys.read_public_line(tmp_path / "two.pub")

@@ -1,0 +1,71 @@
+"""A coordinator that turns the noise down, repeats itself, or sends other code than was approved."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from clients.deploy.approvals import bundle_digest
+from tests.deployment.sites import ROOT
+
+pytestmark = pytest.mark.deployment
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what is bundled, to be changed."""
+    copy = tmp_path / "checkout"
+    copy.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    for name in ("clients", "server"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "fedpriv").symlink_to(ROOT / "fedpriv")  # for the command line, which runs here
+    return copy
+
+
+def test_a_bundle_that_nobody_approved_runs_nowhere(holders, holders_run, checkout, tmp_path):
+    handler = checkout / "clients" / "handler.py"
+    text = handler.read_text()
+    without_guard = text.replace(
+        "    guard.charge(policy, key, event, data_set, noise_source=config.noise_source)\n", ""
+    )
+    assert without_guard != text
+    handler.write_text(without_guard)
+    values = {**holders_run, "out": str(tmp_path / "out"), "registration_seconds": 45}
+    output = holders.run(values, code=1, checkout=checkout)
+    assert "none of which can take part" in output
+    assert "The FAB could not be verified" in output, output
+    for client in range(3):
+        assert "is not approved; read it, then add it to" in (holders.folder / f"node-{client}.log").read_text()
+        assert not holders.charges(client)
+        assert not list((holders.node(client) / "flower").rglob("handler.py"))  # nothing was installed
+
+
+def test_every_guard_refuses_a_coordinator_that_asks_for_too_much(holders, holders_run, checkout, tmp_path):
+    shutil.copy(Path(__file__).with_name("rogue_server.py"), checkout / "server" / "app.py")
+    digest = bundle_digest(checkout)
+    for client in range(3):
+        holders.approve(client, digest)
+    holders.run({**holders_run, "out": str(tmp_path / "out")}, checkout=checkout, seconds=600)
+    answers = json.loads((tmp_path / "out" / "answers.json").read_text())
+
+    assert set(answers["lies"]) == {"noise_multiplier", "batch_size", "local_steps", "clip_norm"}
+    for name, reasons in answers["lies"].items():
+        assert len(reasons) == 3
+        for reason in reasons:
+            assert reason.startswith(f"refused: {name}"), (name, reason)
+    assert [holders.charges(client) for client in (1, 2)] == [[], []]
+
+    # What came after the lies: an honest request, ten times.
+    assert len(answers["replays"]) == 10
+    assert len({answer["sha256"] for answer in answers["replays"]}) == 1
+    phases = [entry.phase for entry in holders.entries(0) if entry.run == "rogue"]
+    assert phases == ["charged", "released"]
+    (released,) = (entry for entry in holders.entries(0) if entry.phase == "released")
+    assert released.reply == answers["replays"][0]["sha256"]
+    events = [json.loads(line)["event"] for line in (holders.node(0) / "events.jsonl").read_text().splitlines()]
+    assert (events.count("refused"), events.count("released"), events.count("sent_again")) == (4, 1, 9)

@@ -1,0 +1,140 @@
+"""Every command of docs/deployment.md, run as it stands there but for address, ports and home folder."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fedpriv.data import hospital
+from tests.deployment.sites import ROOT, read_ledger, wait_until
+from tests.processes import free_port
+
+pytestmark = pytest.mark.deployment
+
+HOLDERS = (("anna", "St. Anna"), ("bruno", "St. Bruno"), ("clara", "St. Clara"))
+DEPARTMENTS = ("cardiology", "dermatology", "neurology")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Commands of the page: whether each holder runs them, and whether they run until they are ended."""
+
+    text: str
+    each: bool
+    stays: bool
+
+
+def blocks() -> list[Block]:
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    found = re.findall(r"^```sh( each)?( terminal)?\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    return [Block(text, bool(each), bool(stays)) for each, stays, text in found]
+
+
+class Shell:
+    """Runs commands with a home folder and an address of its own."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.ports = {9093 + place: free_port() for place in range(1 + len(HOLDERS))}
+        self.log = home / "terminals.log"
+        programs = Path(sys.executable).parent
+        self.variables = {**os.environ, "HOME": str(home), "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+        self.terminals: list[subprocess.Popen[str]] = []
+
+    def here(self, command: str) -> str:
+        command = command.replace("fl.example.org", "127.0.0.1").replace("~/", f"{self.home}/")
+        return re.sub(r"\b909[3-6]\b", lambda found: str(self.ports[int(found[0])]), command)
+
+    def run(self, text: str) -> None:
+        done = subprocess.run(
+            ["bash", "-e", "-c", self.here(text)],
+            cwd=ROOT,
+            env=self.variables,
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+        assert done.returncode == 0, (
+            f"{text}\n{done.stdout[-4000:]}{done.stderr[-2000:]}\n{self.log.read_text()[-4000:]}"
+        )
+
+    def open(self, text: str) -> None:
+        with self.log.open("a") as log:
+            command = ["bash", "-c", f"exec {self.here(text)}"]
+            process = subprocess.Popen(
+                command, cwd=ROOT, env={**self.variables, "PYTHONUNBUFFERED": "1"}, stdout=log, stderr=subprocess.STDOUT
+            )
+        self.terminals.append(process)
+
+    def close(self) -> None:
+        for terminal in reversed(self.terminals):
+            family = [*psutil.Process(terminal.pid).children(recursive=True)] if terminal.poll() is None else []
+            terminal.terminate()
+            terminal.wait(timeout=60)
+            for process in family:
+                if process.is_running():
+                    process.kill()
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    train, test = hospital.generate()
+    names = tuple(dict.fromkeys(message.hospital for message in train))
+    parts = {
+        f"{key}.csv": [m for m in train if m.hospital == name] for (key, _), name in zip(HOLDERS, names, strict=False)
+    }
+    for file, messages in {**parts, "test.csv": test}.items():
+        with (tmp_path / file).open("w", newline="") as out:
+            rows = [[m.text, m.department] for m in messages if m.department in DEPARTMENTS]
+            csv.writer(out).writerows([["note", "department"], *rows])
+    shell = Shell(tmp_path)
+    yield shell
+    shell.close()
+
+
+def for_holder(text: str, place: int) -> str:
+    """A holder's commands with another folder, name, number and port."""
+    (first, first_name), (key, name) = HOLDERS[0], HOLDERS[place]
+    text = (
+        text.replace(first_name, name)
+        .replace(f"~/{first}", f"~/{key}")
+        .replace("--port 9094", f"--port {9094 + place}")
+    )
+    return text.replace("--partition-id 0", f"--partition-id {place}").replace("federation 0 ", f"federation {place} ")
+
+
+def test_the_page_holds_as_it_stands(shell):
+    assert [block.stays for block in blocks()].count(True) == 2
+    for block in blocks():
+        for place in range(len(HOLDERS) if block.each else 1):
+            text = for_holder(block.text, place) if block.each else block.text
+            if block.stays:
+                shell.open(text)
+            else:
+                shell.run(text)
+        if block.stays:
+            ready = "nodes online: 3 of 3" if block.each else "SuperLink answers"
+            wait_until(lambda ready=ready: ready in shell.log.read_text(), ready, 120)
+    folder = shell.home / "federation" / "runs" / "first"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["adapters_moved"]  # three noisy rounds need not be better than none
+    assert 0 < summary["epsilon_local_max"] <= 2
+    assert [client["name"] for client in summary["clients"]] == [name for _, name in HOLDERS]
+    assert {
+        record["signature"] != "" for record in json.loads((folder / "registrations.json").read_text()).values()
+    } == {True}
+    for (key, _), client in zip(HOLDERS, summary["clients"], strict=True):
+        entries = read_ledger(shell.home / key / "ledger.sqlite")
+        assert [e.round for e in entries if e.phase == "released"] == [1, 2, 3]
+        assert {e.noise_source for e in entries if e.phase == "charged"} == {"secure"}
+        assert entries[0].num_records == client["num_records"]

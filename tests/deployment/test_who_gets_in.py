@@ -1,0 +1,117 @@
+"""Who is kept out: strangers, borrowed keys, other authorities, expired certificates, plain HTTP, other versions."""
+
+from __future__ import annotations
+
+import http.client
+import shutil
+import subprocess
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from fedpriv.deployment.certificates import make_ca, make_server_certificate
+from fedpriv.deployment.flower import environment
+from server.deploy import superlink
+from server.deploy.folder import Coordinator
+from tests.deployment.sites import CLIENT, ROOT, SERVER, Federation, Service, kit
+from tests.processes import free_port
+
+pytestmark = pytest.mark.deployment
+
+
+@pytest.fixture
+def stranger(hospitals: Federation, tmp_path: Path):
+    """Makes a node's folder that was never registered, and starts it."""
+    services = []
+
+    def start(name: str, **changes: object) -> Service:
+        folder = tmp_path / name
+        values = {
+            "superlink": f"127.0.0.1:{hospitals.port}",
+            "ca": hospitals.ca,
+            "partition-id": 7,
+            "port": free_port(),
+        }
+        options = [part for key, value in {**values, **changes}.items() for part in (f"--{key}", value)]
+        kit(CLIENT, "init", folder, *options)
+        services.append(Service(tmp_path / f"{name}.log", CLIENT, "start", folder))
+        return services[-1]
+
+    yield start
+    for service in services:
+        service.kill()
+
+
+def test_an_unregistered_node_is_refused(hospitals, stranger):
+    stranger("stranger").wait_for("ended with exit code", 90)
+    assert hospitals.online() == 3
+
+
+def test_another_authority_is_not_trusted(stranger, tmp_path):
+    (tmp_path / "other").mkdir()
+    make_ca(tmp_path / "other", 30)
+    service = stranger("other-ca", ca=tmp_path / "other" / "ca.crt")
+    service.wait_for("certificate verify failed|CERTIFICATE_VERIFY_FAILED|ended with exit code", 90)
+    report = kit(CLIENT, "doctor", tmp_path / "other-ca", code=1)
+    assert "signed by another CA" in report
+
+
+def test_one_key_serves_one_node(hospitals, stranger, tmp_path):
+    line = kit(SERVER, "register", hospitals.coordinator, 9, hospitals.node(0) / "node.key.pub", code=2)
+    assert "0" in line
+    twin = tmp_path / "twin"
+    shutil.copytree(hospitals.node(0), twin)
+    text = (twin / "node.toml").read_text()
+    old = next(line for line in text.splitlines() if line.startswith("port"))
+    (twin / "node.toml").write_text(text.replace(old, f"port = {free_port()}"))
+    service = Service(tmp_path / "twin.log", CLIENT, "start", twin)
+    try:
+        service.wait_for("ended with exit code", 90)
+    finally:
+        service.kill()
+    assert hospitals.online() == 3
+
+
+def test_plain_http_gets_no_answer(hospitals, tmp_path):
+    connection = http.client.HTTPConnection("127.0.0.1", hospitals.port, timeout=10)
+    connection.request("GET", "/")
+    with pytest.raises((http.client.HTTPException, OSError)):
+        connection.getresponse()
+
+
+def test_an_expired_certificate_is_refused(stranger, tmp_path):
+    folder = tmp_path / "coordinator"
+    port = free_port()
+    kit(SERVER, "init", folder, "--address", "127.0.0.1", "--port", port)
+    make_server_certificate(folder, ("127.0.0.1",), 1, not_before=datetime.now(UTC) - timedelta(days=3))
+    assert "expired" in kit(SERVER, "doctor", folder, code=1)
+    assert "expired" in kit(SERVER, "start", folder, code=2)
+    # A coordinator that starts it all the same gets no node.
+    link = stranger("expired", superlink=f"127.0.0.1:{port}", ca=folder / "ca.crt")
+    coordinator = Coordinator.read(folder)
+    process = subprocess.Popen(
+        superlink.command(coordinator), cwd=folder, env=environment(coordinator.flower_home), stderr=subprocess.DEVNULL
+    )
+    try:
+        link.wait_for("certificate has expired|ended with exit code", 90)
+        assert "expired" in kit(CLIENT, "doctor", tmp_path / "expired", code=1)
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+def test_a_node_with_another_version_takes_no_part(hospitals, corpus_run, tmp_path):
+    # The node's operator has installed another fedpriv: a copy of this one that says so.
+    other = tmp_path / "other"
+    other.mkdir()
+    for package in ("clients", "fedpriv"):
+        shutil.copytree(ROOT / package, other / package, ignore=shutil.ignore_patterns("__pycache__"))
+    init = other / "fedpriv" / "__init__.py"
+    init.write_text(init.read_text().replace('__version__ = "', '__version__ = "9.'))
+    hospitals.services["node-2"].stop()
+    hospitals.start_node(2, checkout=other)
+    hospitals.wait_for_nodes(3)
+    output = hospitals.run({**corpus_run, "rounds": 1, "registration_seconds": 40, "out": str(tmp_path / "out")})
+    assert "software = 'fedpriv 9." in output
+    assert "2 of 3 nodes registered" in output

@@ -1,0 +1,401 @@
+"""200 clients that answer at once, late, twice, with errors or never: every message is accounted for exactly once."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import gc
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import psutil
+import pytest
+from flwr.app import Array, ArrayRecord, Context, Error, Message
+
+from clients.app import app as client_app
+from clients.node import BUDGET_KEY, LEDGER_KEY
+from fedpriv import protocol
+from fedpriv.accounting.curves import spent
+from fedpriv.accounting.entries import CHARGED, RELEASED, Entry, entries
+from fedpriv.accounting.ledger import Ledger, reading
+from fedpriv.config import RunConfig, parse
+from fedpriv.training.evaluation import Evaluation
+from fedpriv.training.local_update import ClientUpdate, UpdateTask, planned_event
+from fedpriv.training.workbench import workbench
+from server import strategy as server_strategy
+from server.bookkeeping import Books
+from server.history import ClientRow, RoundRow
+from server.registration import register_nodes
+from server.run_folder import RunFolder
+from server.strategy import RuleStrategy
+from simulations.engines import federation
+from simulations.engines.flower_private import SERVER_NODE_ID, set_message_id, task_identity
+from simulations.engines.grid import TRAIN, LocalGrid
+from simulations.tiny_bert import make_tiny_bert
+from tests.server.test_strategy import ADAPTER, SlowGrid, answer, make_strategy
+from tests.tiny import LABELS, WORDS, write_table
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_CLIENTS, NUM_ROUNDS = 200, 8
+# The first ones keep ledgers of their own, and of these the first have a budget for so many rounds.
+NUM_LEDGERS, NUM_BUDGETS, ROUNDS_OF_BUDGET = 40, 5, 3
+# What becomes of a message, and how often; the status that its client then has.
+FATES = {"ok": 70, "twice": 9, "late": 9, "lost": 3, "failing": 5, "malformed": 4}
+STATUS = {"late": "no reply", "lost": "no reply", "failing": "failed", "malformed": "malformed"}
+
+Place = tuple[int, int]
+"""(round, client)"""
+
+
+class UnreliableGrid(LocalGrid):
+    """The in-process grid, with nodes that answer in threads, on a link that loses, delays and repeats.
+
+    Args:
+        contexts: one for each node.
+        update: trains one task of a client.
+        fate: what becomes of the message of a round to a client.
+        pool: the nodes.
+    """
+
+    def __init__(
+        self,
+        contexts: Sequence[Context],
+        update: Callable[[UpdateTask], ClientUpdate | Exception],
+        fate: Callable[[Place], str],
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        super().__init__(contexts, lambda tasks: list(map(update, tasks)), client_app)
+        self.sent: dict[str, Place] = {}
+        self._fate, self._pool, self._lock, self._rng = fate, pool, threading.Lock(), random.Random(0)
+        self._working, self._here, self._late = 0, [], []
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        if messages[0].metadata.message_type != TRAIN:
+            return super().push_messages(messages)
+        with self._lock:  # what was late comes now
+            self._here, self._late = self._here + self._late, []
+            self._working += len(messages)
+        for message in messages:
+            set_message_id(message, f"m{len(self.sent)}")
+            round_ = message.content.config_records[protocol.INSTRUCTION]["round"]
+            self.sent[message.metadata.message_id] = round_, message.metadata.dst_node_id - federation._FIRST_NODE_ID
+            self._pool.submit(self._deliver, message)
+        return [message.metadata.message_id for message in messages]
+
+    def _deliver(self, message: Message) -> None:
+        fate = self._fate(self.sent[message.metadata.message_id])
+        time.sleep(0.01 * self._rng.random())
+        (reply,) = self._answer([copy.deepcopy(message)])
+        if fate == "malformed":
+            _spoil(reply)
+        with self._lock:
+            if fate != "lost":
+                (self._late if fate == "late" else self._here).extend([reply] * (2 if fate == "twice" else 1))
+            self._working -= 1
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """What has come since, asked for or not, in random order."""
+        ids = set(message_ids)
+        if not ids & self.sent.keys():
+            return super().pull_messages(ids)
+        with self._lock:
+            here, self._here = self._here, []
+        self._rng.shuffle(here)
+        return here
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing more will come in this round."""
+        with self._lock:
+            return not (self._working or self._here)
+
+
+def _spoil(reply: Message) -> None:
+    arrays = reply.content.array_records[protocol.ADAPTER]
+    name, array = next(iter(arrays.items()))
+    arrays[name] = Array.from_numpy_ndarray(np.full(array.shape, np.nan, dtype=np.float32))
+
+
+class Clock:
+    """Time for the strategy: a round is over once its grid is silent, however slow this machine is."""
+
+    def __init__(self) -> None:
+        self.grid: UnreliableGrid | None = None
+        self._skipped = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._skipped
+
+    def sleep(self, _: float) -> None:
+        if self.grid is not None and self.grid.is_silent:
+            self._skipped += 10**6
+        time.sleep(0.002)
+
+
+def configuration(folder: Path) -> RunConfig:
+    """A federation of many small clients, with an adapter of more than 200 kB."""
+    values = {
+        "model": str(make_tiny_bert(folder / "tiny-bert", [*WORDS, *LABELS])),
+        "data": str(write_table(folder / "records.csv", 20 * NUM_CLIENTS)),
+        "num_clients": NUM_CLIENTS,
+        "partition": "iid",
+        "layers": "all",
+        "rank": 104,
+        "max_length": 16,
+        "rounds": NUM_ROUNDS,
+        "local_steps": 1,
+        "batch_size": 8,
+        "noise_multiplier": 1.0,
+        "simulate": True,
+        "comparison": False,
+    }
+    return parse(values)
+
+
+def contexts_of(config: RunConfig, folder: Path) -> list[Context]:
+    """The nodes; a budget allows `ROUNDS_OF_BUDGET` rounds of what one costs here."""
+    contexts = federation.contexts(config)
+    for context in contexts[:NUM_LEDGERS]:
+        context.node_config[LEDGER_KEY] = str(folder / "nodes" / f"{context.node_config['partition-id']}.sqlite")
+    return contexts
+
+
+def shift(client: int) -> float:
+    """How far a client moves every value of the adapter: a sum of them tells who is in it."""
+    return (client + 1) / 1000
+
+
+def fates_of(seed: int) -> dict[Place, str]:
+    """What becomes of every message; whoever has a budget answers, so that its end is seen."""
+    rng = random.Random(seed)
+    return {
+        (round_, client): "ok" if client < NUM_BUDGETS else rng.choices([*FATES], [*FATES.values()])[0]
+        for round_ in range(1, NUM_ROUNDS + 1)
+        for client in range(NUM_CLIENTS)
+    }
+
+
+def expected_status(fates: dict[Place, str], place: Place) -> str:
+    """The status in the row of a message."""
+    if place[1] < NUM_BUDGETS and place[0] > ROUNDS_OF_BUDGET:
+        return "retired"
+    return STATUS.get(fates[place], "ok")
+
+
+def run_rounds(folder: Path) -> dict[str, Any]:
+    """All rounds of the real strategy and books over the grid: what a process of its own leaves beside its files."""
+    config, fates, clock = configuration(folder), fates_of(1), Clock()
+    server_strategy.time = clock
+    bench = workbench(config)
+    client_of = {id(bench.client(client)): client for client in range(NUM_CLIENTS)}
+
+    def update(task: UpdateTask) -> ClientUpdate | Exception:
+        client = client_of[id(task.data)]
+        if fates[task.round, client] == "failing":
+            return RuntimeError("SECRET RECORD")
+        return ClientUpdate(
+            adapter={name: tensor + shift(client) for name, tensor in task.adapter.items()},
+            event=planned_event(task.spec, task.sampler.sampling_probability, task.adapter),
+            num_records=task.sampler.num_registered,
+        )
+
+    with (
+        task_identity(federation.RUN_ID),
+        ThreadPoolExecutor(8) as pool,
+        Ledger(folder / "ledger.sqlite") as ledger,
+    ):
+        contexts = contexts_of(config, folder)
+        grid = UnreliableGrid(contexts, update, fates.__getitem__, pool)
+        nodes = register_nodes(grid, num_expected=NUM_CLIENTS, wait=60)
+        registrations = [registration for _, registration in nodes.values()]
+        books = Books(config, "run", registrations, tensor_names=bench.initial, ledger=ledger)
+        for client in range(NUM_BUDGETS):
+            event, delta = books.event(client), books.accounts.deltas[client]
+            contexts[client].node_config[BUDGET_KEY] = 1.0001 * spent([event] * ROUNDS_OF_BUDGET, delta).epsilon
+        tables, resident = RunFolder.created(folder / "run", config), {}
+
+        def on_round(row: RoundRow, rows: list[ClientRow]) -> None:
+            tables.add(row, rows)
+            resident[row.round] = resident_bytes()
+
+        strategy = RuleStrategy(
+            config,
+            nodes,
+            books=books,
+            run="run",
+            initial=bench.initial,
+            evaluate=lambda _: Evaluation(accuracy=0.5, loss=1.0),
+            on_round=on_round,
+        )
+        clock.grid = grid
+        strategy.start(grid, ArrayRecord(bench.initial), num_rounds=NUM_ROUNDS, timeout=3600)
+    moved = [strategy.model.adapter[name] - tensor for name, tensor in bench.initial.items()]
+    return {
+        "sent": [*grid.sent.values()],
+        "resident": resident,
+        "moved": [(float(tensor.min()), float(tensor.max())) for tensor in moved],
+        "num_values": sum(tensor.numel() for tensor in moved),
+        "num_releases": sum(map(books.accounts.num_releases, range(NUM_CLIENTS))),
+    }
+
+
+def resident_bytes() -> int:
+    """The resident set, without what the allocator keeps back for later."""
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+    return psutil.Process().memory_info().rss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """What is left of the federation."""
+
+    folder: Path
+    fates: dict[Place, str]
+    sent: list[Place]
+    resident: dict[str, int]
+    moved: list[tuple[float, float]]
+    num_values: int
+    num_releases: int
+
+    def table(self, name: str) -> pd.DataFrame:
+        return pd.read_csv(self.folder / "run" / name, keep_default_na=False)
+
+    def expected_status(self, place: Place) -> str:
+        return expected_status(self.fates, place)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    folder = tmp_path_factory.mktemp("many")
+    code = "import json, pathlib, sys; from tests.server import test_many_clients as many; "
+    code += "print(json.dumps(many.run_rounds(pathlib.Path(sys.argv[1]))))"
+    result = subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    left = json.loads(result.stdout.splitlines()[-1])
+    return Done(folder=folder, fates=fates_of(1), **{**left, "sent": [tuple(place) for place in left["sent"]]})
+
+
+def written(path: Path, phase: str) -> list[Entry]:
+    """The entries of one kind of a ledger that opens, which checks its chain."""
+    with Ledger(path):
+        pass
+    with reading(path) as db:
+        return [entry for entry in entries(db) if entry.phase == phase]
+
+
+def test_every_message_is_one_row_with_the_status_of_what_became_of_it(done: Done) -> None:
+    rows = done.table("clients.csv")
+    assert Counter(zip(rows["round"], rows["client"], strict=True)) == Counter(done.sent)
+    found = {(row.round, row.client): row.status for row in rows.itertuples()}
+    assert found == {place: done.expected_status(place) for place in done.sent}
+    assert {*found.values()} == {"ok", "no reply", "failed", "malformed", "retired"}
+    assert not rows["detail"].str.contains("SECRET").any()
+
+
+def test_whoever_retired_was_asked_no_more(done: Done) -> None:
+    asked = Counter(client for _, client in done.sent)
+    assert [asked[client] for client in range(NUM_CLIENTS)] == [ROUNDS_OF_BUDGET + 1] * NUM_BUDGETS + [NUM_ROUNDS] * (
+        NUM_CLIENTS - NUM_BUDGETS
+    )
+
+
+def test_the_rounds_add_up(done: Done) -> None:
+    rows, rounds = done.table("clients.csv"), done.table("rounds.csv").set_index("round")
+    for round_ in range(1, NUM_ROUNDS + 1):
+        statuses, row = Counter(rows[rows["round"] == round_]["status"]), rounds.loc[round_]
+        assert (row.num_replies, row.num_failures) == (statuses["ok"], statuses.total() - statuses["ok"])
+        assert row.num_selected == statuses.total()
+        assert row.num_late == sum(done.fates.get((round_ - 1, client)) == "late" for client in range(NUM_CLIENTS))
+    assert rounds.num_late.sum() > 50
+
+
+def test_a_late_or_second_reply_is_in_no_sum(done: Done) -> None:
+    """Every client moves the adapter by a number of its own, so the model tells who moved it, and how often."""
+    rows = done.table("clients.csv")
+    sound = rows[rows["status"] == "ok"]
+    expected = 0.0
+    for _, group in sound.groupby("round"):
+        expected += np.average([shift(client) for client in group["client"]], weights=group["num_records"])
+    assert done.num_values * 4 > 200_000
+    assert np.ravel(done.moved) == pytest.approx(expected, abs=1e-4)
+
+
+def test_every_message_is_charged_once_before_it_is_sent_and_settled_once(done: Done) -> None:
+    charged = written(done.folder / "ledger.sqlite", CHARGED)
+    assert Counter((e.round, int(e.client)) for e in charged) == Counter(done.sent)
+    settled = written(done.folder / "ledger.sqlite", RELEASED)
+    assert Counter((e.round, int(e.client)) for e in settled) == Counter(done.sent)
+    for entry in settled:
+        place = (entry.round, int(entry.client))
+        assert (entry.reply is not None) == (done.expected_status(place) == "ok"), place
+    assert done.num_releases == len(done.sent)
+
+
+def test_every_node_has_charged_what_it_computed_and_stored_what_the_server_has(done: Done) -> None:
+    at_server = {(e.round, int(e.client)): e.reply for e in written(done.folder / "ledger.sqlite", RELEASED)}
+    for client in range(NUM_LEDGERS):
+        path = done.folder / "nodes" / f"{client}.sqlite"
+        asked = [place for place in done.sent if place[1] == client]
+        computed = [place for place in asked if done.expected_status(place) != "retired"]
+        assert [(e.round, int(e.client)) for e in written(path, CHARGED)] == computed
+        stored = {(e.round, int(e.client)): e.reply for e in written(path, RELEASED)}
+        assert stored.keys() == {place for place in computed if done.fates[place] != "failing"}
+        for place, digest in stored.items():
+            assert at_server[place] in (digest, None)
+
+
+def test_memory_does_not_grow_with_the_rounds(done: Done) -> None:
+    """A round's replies are 40 MB: keeping those of one more would show."""
+    assert done.resident[str(NUM_ROUNDS)] - done.resident["2"] < 30e6, done.resident
+
+
+def test_in_a_whole_round_an_error_in_the_links_own_name_counts_for_the_client_it_is_about() -> None:
+    seen = []
+    strategy = make_strategy(on_round=lambda row, clients: seen.append(clients))
+
+    def answers(message: Message) -> tuple[Message, int]:
+        if message.metadata.dst_node_id != 101:
+            return answer(strategy, message, 1.0), 0
+        error = Message(Error(3, "the node went away"), reply_to=message)
+        error.metadata.__dict__["_src_node_id"] = SERVER_NODE_ID
+        return error, 0
+
+    with task_identity(1):
+        strategy.start(SlowGrid(answers), ArrayRecord(ADAPTER), num_rounds=1, timeout=0)
+    assert [client.status for client in seen[1]] == ["ok", "failed", "ok"]
+
+
+def test_a_late_reply_that_comes_twice_costs_its_client_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_strategy, "_POLL_SECONDS", 0.0)
+    seen = []
+    strategy = make_strategy(on_round=lambda row, clients: seen.append(clients))
+
+    class Repeating(SlowGrid):
+        def pull_messages(self, message_ids: set[str]) -> list[Message]:
+            return sorted(super().pull_messages(message_ids) * 2, key=lambda reply: reply.metadata.reply_to_message_id)
+
+    def answers(message: Message) -> tuple[Message, int]:
+        round_ = message.content.config_records[protocol.INSTRUCTION]["round"]
+        late = message.metadata.dst_node_id == 101 and round_ == 1
+        return answer(strategy, message, 1.0, round=round_), 2 if late else 0
+
+    with task_identity(1):
+        strategy.start(Repeating(answers), ArrayRecord(ADAPTER), num_rounds=2, timeout=0)
+    assert [client.status for client in seen[1]] == ["ok", "no reply", "ok"]
+    assert [client.status for client in seen[2]] == ["ok", "ok", "ok"]
