@@ -39,40 +39,44 @@ def register_nodes(grid: Grid, *, num_expected: int, wait: float, node_keys: Pat
     """
     deadline = time.monotonic() + wait
     nodes: Nodes = {}
-    asked: set[int] = set()
+    waiting: dict[str, int] = {}
+    answered: set[int] = set()
     while True:
+        asked = {*answered, *waiting.values()}
         new = [node_id for node_id in grid.get_node_ids() if node_id not in asked]
-        if new:
-            asked.update(new)
-            _ask(grid, new, nodes, max(1.0, deadline - time.monotonic()), node_keys)
+        messages = [Message(RecordDict(), node_id, protocol.REGISTER, group_id="0") for node_id in new]
+        grid.push_messages(messages)
+        waiting |= {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
+        for reply in list(grid.pull_messages(list(waiting))) if waiting else ():
+            node_id = waiting.pop(reply.metadata.reply_to_message_id)
+            if reply.has_error() and reply.metadata.src_node_id != node_id:
+                # The link gave up on a node that was gone; if it comes back it is asked again.
+                log.warning("node %s: %s", node_id, _one_line(reply.error.reason))
+                continue
+            answered.add(node_id)
+            _take(reply, node_id, nodes, node_keys)
         if len(nodes) >= num_expected or time.monotonic() > deadline:
             break
         time.sleep(_POLL_SECONDS)
     if not nodes:
         raise InputError(
-            f"{len(asked)} nodes connected within {wait:.0f} s, none of which can take part; the log says why"
+            f"{len(answered)} nodes answered within {wait:.0f} s, none of which can take part; the log says why"
         )
     if len(nodes) < num_expected:
-        log.warning(
-            "%s of %s nodes registered within %.0f s; the run goes on with them", len(nodes), num_expected, wait
-        )
+        log.warning("%s of %s nodes registered in %.0f s; the run goes on with them", len(nodes), num_expected, wait)
     return dict(sorted(nodes.items()))
 
 
-def _ask(grid: Grid, node_ids: list[int], nodes: Nodes, wait: float, node_keys: Path | None) -> None:
-    """Add the nodes whose registration is sound."""
-    messages = [Message(RecordDict(), node_id, protocol.REGISTER, group_id="0") for node_id in node_ids]
-    of_message = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
-    for reply in grid.send_and_receive(messages, timeout=wait):
-        node_id = of_message.get(reply.metadata.reply_to_message_id, reply.metadata.src_node_id)
-        try:
-            registration = read_registration(reply, node_keys)
-        except ValueError as error:
-            log.warning("node %s does not take part: %s", node_id, error)
-            continue
-        if registration.client in nodes:
-            raise InputError(f"partition-id = {registration.client}: two nodes claim it; give each node its own")
-        nodes[registration.client] = (node_id, registration)
+def _take(reply: Message, node_id: int, nodes: Nodes, node_keys: Path | None) -> None:
+    """Add the node if its registration is sound."""
+    try:
+        registration = read_registration(reply, node_keys)
+    except ValueError as error:
+        log.warning("node %s does not take part: %s", node_id, error)
+        return
+    if registration.client in nodes:
+        raise InputError(f"partition-id = {registration.client}: two nodes claim it; give each node its own")
+    nodes[registration.client] = (node_id, registration)
 
 
 def read_registration(reply: Message, node_keys: Path | None) -> Registration:
@@ -82,7 +86,7 @@ def read_registration(reply: Message, node_keys: Path | None) -> Registration:
         ValueError: one line on why the node cannot take part.
     """
     if reply.has_error():
-        raise ValueError(" ".join((reply.error.reason or "").split()))
+        raise ValueError(_one_line(reply.error.reason))
     if protocol.REGISTRATION not in reply.content.config_records:
         raise ValueError(f"{protocol.REGISTRATION}: missing")
     registration = protocol.unpack_registration(reply.content.config_records[protocol.REGISTRATION])
@@ -98,3 +102,7 @@ def _check_signature(registration: Registration, file: Path) -> None:
         raise ValueError(f"partition-id = {registration.client}: no key {file.name} among node_keys")
     if not keys.verify(file.read_text(), protocol.statement_of(registration), registration.signature):
         raise ValueError(f"partition-id = {registration.client}: its registration is not signed with {file.name}")
+
+
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split())

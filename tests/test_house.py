@@ -98,6 +98,7 @@ def test_bundle_for_the_nodes_is_small_and_holds_no_library(tmp_path):
         names = [name for name in archive.namelist() if not name.startswith(".info/")]
     assert "clients/app.py" in names
     assert "server/app.py" in names
+    assert not [name for name in names if "/deploy/" in name], "a kit's change would need every node's approval"
     others = [name for name in names if not name.startswith(("clients/", "server/"))]
     assert set(others) <= {"pyproject.toml", "LICENSE", "README.md"}
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import tomli_w
 
@@ -17,6 +19,12 @@ from fedpriv.errors import InputError
 
 # Flower's processes on this machine find each other here.
 _HOST = "127.0.0.1"
+
+# What Flower logs where a node's key is not registered, or is in use: by another node, or by this one before it was
+# killed, until two of its heartbeats are missing.
+_NOT_ADMITTED = "Failed to activate SuperNode"
+_PAUSE = 10.0
+_PATIENCE_SECONDS = 120.0
 
 
 def program(node: Node) -> list[str]:
@@ -50,17 +58,40 @@ def start(node: Node, say: Callable[[str], None]) -> int:
             raise InputError(f"{check.name} = {check.detail}")
     replace(node.node_config_file, tomli_w.dumps(node.node_config).encode())
     say(f"SuperNode started for {node.superlink}, partition {node.partition_id}; its log follows")
+    started = time.monotonic()
+    while True:
+        ending = _run(node, say)
+        if not ending.not_admitted or time.monotonic() - started > _PATIENCE_SECONDS:
+            break
+        say(f"not admitted; if this node was killed, its SuperLink notices within a minute. Next try in {_PAUSE:g} s")
+        time.sleep(_PAUSE)
+    say(f"SuperNode ended with exit code {ending.code}{ending.meaning}")
+    return ending.code
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """How a SuperNode ended: its exit code, what that means, and whether the SuperLink did not let it in."""
+
+    code: int
+    meaning: str
+    not_admitted: bool
+
+
+def _run(node: Node, say: Callable[[str], None]) -> _Ending:
     reasons: list[int] = []
+    refusals: list[str] = []
 
     def on_line(line: str) -> None:
         say(line)
         if (code := logged_exit_code(line)) is not None:
             reasons.append(code)
+        if _NOT_ADMITTED in line:
+            refusals.append(line)
 
     code = run_in_foreground(command(node), variables=_variables(node), folder=node.folder, on_line=on_line)
     meaning = "".join(f": {EXIT_CODES[reason]}" for reason in reasons[-1:] if reason in EXIT_CODES)
-    say(f"SuperNode ended with exit code {code}{meaning}")
-    return code
+    return _Ending(code, meaning, bool(refusals) and code != 0)
 
 
 def _variables(node: Node) -> dict[str, str]:

@@ -83,20 +83,41 @@ def test_an_error_or_an_empty_reply_takes_no_part():
 
 
 class Nodes:
-    """Nodes that answer with what they are told to; more of them connect with every look."""
+    """Nodes that answer with what they are told to, link errors first; more of them connect with every look."""
 
-    def __init__(self, answers: list[Registration | Error]) -> None:
+    def __init__(self, answers: list[Registration | Error], gone: set[int] = frozenset()) -> None:
         self.answers = answers
+        self.gone = set(gone)
         self.looks = 0
+        self.replies: list[Message] = []
 
     def get_node_ids(self) -> list[int]:
         self.looks += 1
         return list(range(10, 10 + min(self.looks, len(self.answers))))
 
-    def send_and_receive(self, messages, *, timeout):
+    def push_messages(self, messages) -> None:
         for message in messages:
-            answer = self.answers[message.metadata.dst_node_id - 10]
-            yield Message(answer, reply_to=message) if isinstance(answer, Error) else reply_with(answer, message)
+            message.metadata.__dict__["_message_id"] = f"{self.looks}-{message.metadata.dst_node_id}"
+            place = message.metadata.dst_node_id - 10
+            if place in self.gone:
+                self.gone.discard(place)
+                reply = Message(Error(3, "the node\nis gone"), reply_to=message)
+                reply.metadata.__dict__["_src_node_id"] = 1
+            else:
+                answer = self.answers[place]
+                reply = Message(answer, reply_to=message) if isinstance(answer, Error) else reply_with(answer, message)
+            self.replies.append(reply)
+
+    def pull_messages(self, message_ids) -> list[Message]:
+        asked = [reply for reply in self.replies if reply.metadata.reply_to_message_id in message_ids]
+        self.replies = [reply for reply in self.replies if reply not in asked]
+        return asked
+
+
+def test_a_node_that_the_link_gave_up_on_is_asked_again_once_it_is_back(caplog):
+    registered = register_nodes(Nodes([NODE, replace(NODE, client=1)], gone={1}), num_expected=2, wait=30)
+    assert list(registered) == [0, 1]
+    assert "node 11: the node is gone" in caplog.text
 
 
 def test_late_nodes_are_asked_and_refused_ones_do_not_count():
