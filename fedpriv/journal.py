@@ -30,6 +30,10 @@ class Journal:
         self._path = path
         self._common = common
 
+    def of(self, **common: Value) -> Journal:
+        """The journal with further fields in every event."""
+        return Journal(self._path, **{**self._common, **common})
+
     def write(self, event: str, **fields: Value) -> None:
         """Append an event; a text is cut to 300 characters.
 

@@ -40,6 +40,9 @@ RETIRED = 102
 
 VERSION = 3
 
+# Characters of what a node says of itself.
+_LONGEST = 200
+
 # What a node runs; releases from unequal ones are not mixed in a run.
 SOFTWARE = f"fedpriv {fedpriv.__version__}"
 
@@ -276,7 +279,10 @@ def unpack_registration(fields: Mapping[str, Any]) -> Registration:
         signature=_typed(rest, "signature", str),
     )
     _refuse_rest("registration", rest)
-    if registration.client < 0 or registration.num_records < 1 or not 1 <= len(registration.data_set) <= 100:
+    for name in ("name", "data_set", "software", "signature"):
+        if len(getattr(registration, name)) > _LONGEST:
+            raise ValueError(f"{name}: has {len(getattr(registration, name))} characters; at most {_LONGEST}")
+    if registration.client < 0 or registration.num_records < 1 or not registration.data_set:
         raise ValueError(f"registration: {registration}: needs client >= 0, num_records >= 1 and a data set id")
     return registration
 

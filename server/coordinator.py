@@ -283,11 +283,11 @@ class _Series:
             folder.add(row, clients)
             if self._ledger is not None:
                 checkpoint.write(folder.path, self._checkpoint(row.round, strategy))
-                journal.write("checkpoint", run=self.run_id, round=row.round)
+                journal.write("checkpoint", round=row.round)
             observer.round_done(row)
 
-        journal = folder.journal
-        journal.write("rounds_begin", run=self.run_id, round=self._after, num_clients=len(self.registrations))
+        folder.journal = journal = folder.journal.of(run=self.run_id)
+        journal.write("rounds_begin", round=self._after, num_clients=len(self.registrations))
         started = time.monotonic() - sum(row.seconds for row in folder.rounds)
         observer.started(self._config, self.registrations)
         strategy = RuleStrategy(
@@ -308,9 +308,9 @@ class _Series:
                 timeout=self._config.round_seconds,
             )
         except TooFewClientsError as error:
-            journal.write("stopped", run=self.run_id, reason=str(error))
+            journal.write("stopped", reason=str(error))
             raise
-        journal.write("rounds_end", run=self.run_id, round=folder.rounds[-1].round, reason=strategy.stopped)
+        journal.write("rounds_end", round=folder.rounds[-1].round, reason=strategy.stopped)
         self.books.count_held(self._config.rounds)
         if strategy.stopped:
             observer.notice(f"the run ended early: {strategy.stopped}")

@@ -37,7 +37,7 @@ def test_release_reads_back_exactly(round_, z, q, count, silent):
     assert protocol.unpack_release(protocol.pack_release(release)) == release
 
 
-@given(st.integers(0, 10**6), st.integers(1, 10**12), st.text())
+@given(st.integers(0, 10**6), st.integers(1, 10**12), st.text(max_size=200))
 def test_registration_reads_back_exactly(client, num_records, name):
     registration = protocol.Registration(client=client, num_records=num_records, name=name, data_set="5eed")
     assert protocol.unpack_registration(protocol.pack_registration(registration)) == registration

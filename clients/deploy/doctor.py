@@ -38,10 +38,17 @@ def checks(node: Node) -> Iterator[Check]:
         yield Check("data", True, "the embedded synthetic corpus; nobody's records")
     else:
         yield check_data(node.data, node.text_column, node.label_column, node.text_pair_column)
+    yield _budget(node)
     yield check_ledger(node.ledger)
     yield check_registered(node.ledger)
     yield _approved(node)
     yield check_disk(node.folder, _MIN_DISK_BYTES)
+
+
+def _budget(node: Node) -> Check:
+    if node.budget_epsilon is None:
+        return Check("budget", True, "none: nothing bounds what all runs cost; set budget_epsilon in node.toml")
+    return Check("budget", True, f"epsilon {node.budget_epsilon:g} for all runs together")
 
 
 def _approved(node: Node) -> Check:

@@ -63,7 +63,9 @@ def start(node: Node, say: Callable[[str], None]) -> int:
         ending = _run(node, say)
         if not ending.not_admitted or time.monotonic() - started > _PATIENCE_SECONDS:
             break
-        say(f"not admitted; if this node was killed, its SuperLink notices within a minute. Next try in {_PAUSE:g} s")
+        say(
+            f"not admitted: its key is not registered, or in use (for a minute, a killed node's); again in {_PAUSE:g} s"
+        )
         time.sleep(_PAUSE)
     say(f"SuperNode ended with exit code {ending.code}{ending.meaning}")
     return ending.code
