@@ -1,0 +1,1 @@
+"""Deduplication of model variants by shared blocks, within bounds on utility and privacy."""

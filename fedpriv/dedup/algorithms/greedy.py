@@ -1,0 +1,30 @@
+"""Greedy-N: batches of a fixed size, each kept or rolled back on its own."""
+
+from __future__ import annotations
+
+from fedpriv.dedup.algorithms.trials import Accept, SearchResult, Trials, batches, check_whole, searched
+
+
+def greedy(num_blocks: int, accept: Accept, *, batch: int = 20) -> SearchResult:
+    """Every batch is tried once in saliency order; one that fails is rolled back, and the next one follows.
+
+    Takes ceil(num_blocks / batch) validations, whatever they say.
+
+    Args:
+        num_blocks: positions in saliency order, 0 the least salient; >= 0.
+        accept: whether the model with exactly these positions replaced passes validation; may raise `BudgetSpent`.
+        batch: N, blocks for each validation, >= 1.
+
+    Raises:
+        InputError: a number is out of range.
+
+    Source: Guan et al. 2025, section 5.1.2, Greedy-N.
+    """
+    check_whole("num_blocks", num_blocks, 0)
+    check_whole("batch", batch, 1)
+
+    def walk(trials: Trials) -> None:
+        for positions in batches(num_blocks, batch):
+            trials.extend(positions)
+
+    return searched(accept, walk)

@@ -1,0 +1,207 @@
+"""How the tensors of a model become blocks of equal size, and blocks tensors again, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedpriv.errors import InputError
+
+Tensors = dict[str, NDArray[Any]]
+"""{name: array} of one model"""
+
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+DTYPES = ("bool", *_INTEGERS, "float16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a tensor is without its values.
+
+    Attributes:
+        name: of the tensor.
+        shape: () for a single value; a dimension may be 0.
+        dtype: NumPy's name, one of `DTYPES`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the values."""
+        return self.size * np.dtype(self.dtype).itemsize
+
+    def __str__(self) -> str:
+        return f"{self.name!r} {self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Which tensors a model has, and which block holds which of their values.
+
+    Tensors of `dtype` with at least `block_size` values are flattened and cut one after the other in the order of
+    their names; the last block of each is padded with zeros. All others, the extras, are kept as they are.
+
+    Attributes:
+        block_size: values in a block, >= 1.
+        dtype: of the blocks, one of `DTYPES`.
+        tensors: in the order of their names.
+
+    Raises:
+        InputError: block_size or a dtype cannot be used.
+
+    Source: Guan et al., SIGMOD 2025, section 4.5.
+    """
+
+    block_size: int
+    dtype: str
+    tensors: tuple[TensorSpec, ...]
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise InputError(f"block_size = {self.block_size}: needs at least 1 value in a block")
+        for name, dtype in [("dtype", self.dtype), *((f"tensor {t.name!r}", t.dtype) for t in self.tensors)]:
+            if dtype not in DTYPES:
+                raise InputError(f"{name}: values of type {dtype} cannot be stored; use one of {', '.join(DTYPES)}")
+
+    @cached_property
+    def blocked(self) -> dict[str, range]:
+        """{tensor that is cut into blocks: the positions of its blocks}."""
+        positions, first = {}, 0
+        for tensor in self.tensors:
+            if tensor.dtype == self.dtype and tensor.size >= self.block_size:
+                positions[tensor.name] = range(first, first + -(-tensor.size // self.block_size))
+                first = positions[tensor.name].stop
+        return positions
+
+    @cached_property
+    def extras(self) -> tuple[TensorSpec, ...]:
+        """The tensors that are kept apart."""
+        return tuple(tensor for tensor in self.tensors if tensor.name not in self.blocked)
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks a model has."""
+        return sum(map(len, self.blocked.values()))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors, without padding."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @cached_property
+    def padded_bytes(self) -> int:
+        """Of all blocks and extras: the memory that a model takes."""
+        blocks = self.num_blocks * self.block_size * np.dtype(self.dtype).itemsize
+        return blocks + sum(extra.num_bytes for extra in self.extras)
+
+    def positions(self, name: str) -> range:
+        """Where the blocks of a tensor are.
+
+        Raises:
+            InputError: no tensor of this name is cut into blocks.
+        """
+        if name not in self.blocked:
+            raise InputError(f"tensor {name!r}: not cut into blocks; these are: {', '.join(self.blocked) or 'none'}")
+        return self.blocked[name]
+
+    def to_blocks(self, tensors: Mapping[str, NDArray[Any]]) -> tuple[NDArray[Any], Tensors]:
+        """The model as blocks, copied, and its extras, which are the arrays given.
+
+        Args:
+            tensors: of this layout, in any memory order.
+
+        Returns:
+            ([num_blocks, block_size] of `dtype`, {name: extra}).
+
+        Raises:
+            InputError: the tensors have another layout; names the first that differs.
+        """
+        if found := self.difference(layout_of(tensors, self.block_size, self.dtype)):
+            raise InputError(f"tensors: another architecture: {found}")
+        blocks = np.zeros((self.num_blocks, self.block_size), self.dtype)
+        extras = {tensor.name: tensors[tensor.name] for tensor in self.extras}
+        for name, view in self.from_blocks(blocks, extras).items():
+            if name in self.blocked:
+                view[...] = tensors[name]
+        return blocks, extras
+
+    def from_blocks(self, blocks: NDArray[Any], extras: Mapping[str, NDArray[Any]]) -> Tensors:
+        """The model's tensors, as views of its blocks and as the extras given.
+
+        Args:
+            blocks: [num_blocks, block_size] of `dtype`, contiguous.
+            extras: as this layout has them.
+
+        Raises:
+            InputError: blocks or extras are not of this layout.
+        """
+        if found := self.mismatch(blocks, extras):
+            raise InputError(found)
+        return {tensor.name: self._view(blocks, tensor) for tensor in self.tensors if tensor.name in self.blocked} | {
+            tensor.name: extras[tensor.name] for tensor in self.extras
+        }
+
+    def mismatch(self, blocks: NDArray[Any], extras: Mapping[str, NDArray[Any]]) -> str | None:
+        """Why blocks and extras are not of this layout, in a line; None if they are."""
+        shape = (self.num_blocks, self.block_size)
+        if blocks.shape != shape or blocks.dtype != self.dtype:
+            return f"blocks: {blocks.dtype} {list(blocks.shape)}, but the layout has {self.dtype} {list(shape)}"
+        found = _first_difference(self.extras, _specs(extras))
+        return f"extras: {found}" if found else None
+
+    def difference(self, other: Layout) -> str | None:
+        """The first thing in which another layout differs from this one, in words; None if the two are equal."""
+        if self.block_size != other.block_size:
+            return f"block_size = {other.block_size} instead of {self.block_size}"
+        if self.dtype != other.dtype:
+            return f"blocks of {other.dtype} instead of {self.dtype}"
+        return _first_difference(self.tensors, other.tensors)
+
+    def _view(self, blocks: NDArray[Any], tensor: TensorSpec) -> NDArray[Any]:
+        positions = self.blocked[tensor.name]
+        return blocks[positions.start : positions.stop].reshape(-1)[: tensor.size].reshape(tensor.shape)
+
+
+def layout_of(tensors: Mapping[str, NDArray[Any]], block_size: int, dtype: str = "float32") -> Layout:
+    """The layout of a model's tensors: equal for two models of one architecture.
+
+    Args:
+        tensors: {name: array}.
+        block_size: values in a block, >= 1.
+        dtype: of the tensors that are cut into blocks.
+
+    Raises:
+        InputError: as `Layout`.
+    """
+    return Layout(block_size=block_size, dtype=dtype, tensors=_specs(tensors))
+
+
+def _specs(tensors: Mapping[str, NDArray[Any]]) -> tuple[TensorSpec, ...]:
+    # A dtype's str, unlike its name, tells when the byte order is foreign.
+    return tuple(TensorSpec(name, tensors[name].shape, str(tensors[name].dtype)) for name in sorted(tensors))
+
+
+def _first_difference(expected: tuple[TensorSpec, ...], found: tuple[TensorSpec, ...]) -> str | None:
+    ours, theirs = ({tensor.name: tensor for tensor in tensors} for tensors in (expected, found))
+    for name in sorted(ours.keys() | theirs.keys()):
+        if name not in theirs:
+            return f"tensor {ours[name]} is missing"
+        if name not in ours:
+            return f"tensor {theirs[name]} is one too many"
+        if ours[name] != theirs[name]:
+            return f"tensor {theirs[name]} instead of {ours[name]}"
+    return None

@@ -1,0 +1,255 @@
+"""Distances between blocks of two models, and the nearest block of one model to each block of another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy.spatial.distance import cdist
+
+from fedpriv.errors import InputError
+
+Blocks = npt.NDArray[np.floating]
+Vector = npt.NDArray[np.float64]
+
+# Half a unit in the last place of float32, and its least normal number.
+_UNIT, _TINY = 2.0**-24, 2.0**-126
+
+# Values that one product in float32 adds up: few enough for tight bounds, enough to keep the product fast.
+_CHUNK = 2048
+
+
+def _l2(a: Vector, b: Vector) -> float:
+    return float(np.linalg.norm(a - b))
+
+
+def _l1(a: Vector, b: Vector) -> float:
+    return float(np.abs(a - b).sum())
+
+
+def _cosine(a: Vector, b: Vector) -> float:
+    """1 - cos(a, b) in [0, 2]; 0 for two zero blocks and 1 for one of them."""
+    norms = float(np.linalg.norm(a)), float(np.linalg.norm(b))
+    if 0 in norms:
+        return float(norms[0] != norms[1])
+    # Of unit vectors: without the cancellation of 1 - cos, and 0 for equal blocks.
+    return 0.5 * float(np.square(a / norms[0] - b / norms[1]).sum())
+
+
+METRICS: dict[str, Callable[[Vector, Vector], float]] = {"l2": _l2, "l1": _l1, "cosine": _cosine}
+
+
+def nearest(
+    target_blocks: Blocks, base_blocks: Blocks, metric: str = "l2", memory_bytes: int = 2**28
+) -> tuple[npt.NDArray[np.int64], Vector]:
+    """Each target block's nearest base block, int64 [n], and their distance, float64 [n].
+
+    The result is that of float64 throughout, ties to the smallest index: products in float32 only rule out what their
+    rounding errors cannot make the nearest, and what is left is compared in float64.
+
+    Args:
+        target_blocks: [n, d], finite, any floating type; may be a memory map.
+        base_blocks: [m, d], m >= 1, as the targets.
+        metric: `l2`, `l1` or `cosine`; `l1` has no product to use and takes some 30 times as long.
+        memory_bytes: for working arrays, beside the blocks themselves; at least `least_memory(d)`.
+
+    Raises:
+        InputError: an unknown metric, too little memory, or a value that is not finite.
+        ValueError: the shapes do not fit.
+    """
+    _metric(metric)
+    if target_blocks.ndim != 2 or base_blocks.ndim != 2 or target_blocks.shape[1] != base_blocks.shape[1]:
+        raise ValueError(f"blocks of shape {target_blocks.shape} and {base_blocks.shape}: must be [n, d] and [m, d]")
+    if len(base_blocks) == 0:
+        raise ValueError("base_blocks: must hold at least one block")
+    size = _tile_size(target_blocks.shape[1], memory_bytes)
+    targets, bases = _Side(target_blocks, _squares(target_blocks)), _Side(base_blocks, _squares(base_blocks))
+    best = _at_the_same_place(target_blocks, base_blocks, metric)
+    compare = _compare_sums if metric == "l1" else _compare_products
+    for rows in _tiles(len(target_blocks), size):
+        for columns in _tiles(len(base_blocks), size):
+            compare(targets.part(rows), bases.part(columns), columns.start, best.part(rows), metric)
+    return best.indices, best.distances
+
+
+def aligned(target_blocks: Blocks, base_blocks: Blocks, metric: str = "l2") -> Vector:
+    """The distance of each target block to the base block at the same place, float64 [n].
+
+    Args:
+        target_blocks: [n, d], any floating type; may be a memory map.
+        base_blocks: [n, d], as the targets.
+        metric: `l2`, `l1` or `cosine`.
+
+    Raises:
+        InputError: an unknown metric.
+        ValueError: the shapes differ.
+    """
+    exact = _metric(metric)
+    if target_blocks.shape != base_blocks.shape or target_blocks.ndim != 2:
+        raise ValueError(f"blocks of shape {target_blocks.shape} and {base_blocks.shape}: must be equal [n, d]")
+    pairs = zip(target_blocks, base_blocks, strict=True)
+    return np.array([exact(a.astype(np.float64), b.astype(np.float64)) for a, b in pairs], dtype=np.float64)
+
+
+def between_models(target_blocks: Blocks, base_blocks: Blocks, metric: str = "l2") -> float:
+    """The distance of two models of one architecture: the mean of `aligned`; what base models are chosen by.
+
+    Raises:
+        InputError: an unknown metric.
+        ValueError: the shapes differ, or there is no block.
+    """
+    if len(target_blocks) == 0:
+        raise ValueError("target_blocks: must hold at least one block")
+    return float(aligned(target_blocks, base_blocks, metric).mean())
+
+
+def least_memory(block_size: int) -> int:
+    """The least `memory_bytes` for blocks of that many values, bytes."""
+    return _bytes(1, block_size)
+
+
+def _metric(name: str) -> Callable[[Vector, Vector], float]:
+    if name not in METRICS:
+        raise InputError(f"distance = {name!r}: known are {', '.join(METRICS)}")
+    return METRICS[name]
+
+
+@dataclass(frozen=True, eq=False)
+class _Side:
+    """Blocks [n, d] and their squared norms, float64 [n]."""
+
+    blocks: Blocks
+    squares: Vector
+
+    def part(self, rows: slice) -> _Side:
+        return _Side(self.blocks[rows], self.squares[rows])
+
+
+@dataclass(frozen=True, eq=False)
+class _Best:
+    """The nearest base block so far of each target, and its distance; changed in place."""
+
+    indices: npt.NDArray[np.int64]
+    distances: Vector
+
+    def part(self, rows: slice) -> _Best:
+        return _Best(self.indices[rows], self.distances[rows])
+
+
+def _squares(blocks: Blocks) -> Vector:
+    """The squared norm of each block, float64 [n], refused where it is not finite."""
+    rows = (row.astype(np.float64) for row in blocks)
+    squares = np.array([np.dot(row, row) for row in rows], dtype=np.float64)
+    if not np.isfinite(squares).all():
+        raise InputError(f"block {int(np.argmin(np.isfinite(squares)))}: holds NaN, inf or too large a value")
+    return squares
+
+
+def _at_the_same_place(targets: Blocks, bases: Blocks, metric: str) -> _Best:
+    """Where the search begins: models of one origin mostly have their nearest blocks at the same places."""
+    best = _Best(np.zeros(len(targets), dtype=np.int64), np.full(len(targets), np.inf))
+    if metric != "l1":
+        num = min(len(targets), len(bases))
+        best.indices[:num], best.distances[:num] = np.arange(num), aligned(targets[:num], bases[:num], metric)
+    return best
+
+
+def _compare_sums(targets: _Side, bases: _Side, first: int, best: _Best, metric: str) -> None:
+    """Update the best of a tile's targets for l1, by float64 sums."""
+    values = np.zeros((len(targets.blocks), len(bases.blocks)))
+    for columns in _tiles(targets.blocks.shape[1], _CHUNK):
+        values += cdist(targets.blocks[:, columns], bases.blocks[:, columns], "cityblock")
+    indices = values.argmin(axis=1)
+    distances = np.take_along_axis(values, indices[:, None], axis=1)[:, 0]
+    better = distances < best.distances
+    best.indices[better] = first + indices[better]
+    best.distances[better] = distances[better]
+
+
+def _compare_products(targets: _Side, bases: _Side, first: int, best: _Best, metric: str) -> None:
+    """Update the best of a tile's targets, exactly, among the bases that its bounds leave."""
+    exact = METRICS[metric]
+    candidates = _near_at_the_head(targets, bases, best.distances) if metric == "l2" else None
+    if candidates is None:
+        candidates = _candidates(targets, bases, best.distances, metric)
+    known = best.indices - first  # their distances are exact already
+    places = np.flatnonzero((known >= 0) & (known < len(bases.blocks)) & np.isfinite(best.distances))
+    candidates[places, known[places]] = False
+    for place in np.flatnonzero(candidates.any(axis=1)):
+        target = targets.blocks[place].astype(np.float64)
+        for index in np.flatnonzero(candidates[place]):
+            distance = exact(target, bases.blocks[index].astype(np.float64))
+            if (distance, first + index) < (best.distances[place], best.indices[place]):
+                best.indices[place], best.distances[place] = first + index, distance
+
+
+def _near_at_the_head(targets: _Side, bases: _Side, distances: Vector) -> npt.NDArray[np.bool_] | None:
+    """The candidates where the first values alone leave few; else None. A part's l2 distance is never the larger."""
+    target_heads, base_heads = targets.blocks[:, :_CHUNK], bases.blocks[:, :_CHUNK]
+    target_head, base_head = _Side(target_heads, _squares(target_heads)), _Side(base_heads, _squares(base_heads))
+    near = _candidates(target_head, base_head, distances, "l2", head=True)
+    return near if np.count_nonzero(near) <= 2 * len(near) else None
+
+
+def _candidates(
+    targets: _Side, bases: _Side, distances: Vector, metric: str, head: bool = False
+) -> npt.NDArray[np.bool_]:
+    """Which bases may be as near as the best so far and as any other in the tile, [targets, bases].
+
+    A head's distances bound whole ones from below, so it is compared with the best so far only.
+    """
+    sums = targets.squares[:, None] + bases.squares
+    norms = np.sqrt(targets.squares)[:, None] * np.sqrt(bases.squares)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        values = _products(targets.blocks, bases.blocks)
+        block_size = targets.blocks.shape[1]
+        # Higham 2002, section 3.1: sums of _CHUNK float32 products, of factors rounded to float32; then what gets lost
+        # below the normal range, and the rounding of the float64 sums.
+        slack = norms * (_CHUNK + 4) * _UNIT * 1.01
+        slack += (_TINY * block_size) * (1 + sums) + (8 * block_size * 2.0**-53) * sums
+        if metric == "l2":
+            values *= -2
+            values += sums
+            slack *= 2
+        else:
+            values /= -norms
+            values += 1
+            slack /= norms
+        values[~np.isfinite(slack)] = np.nan
+        # Where float32 overflows or a norm is 0, nothing is known: every comparison below is false.
+        known = distances**2 if metric == "l2" else distances
+        limit = known if head else np.fmin(np.fmin.reduce(values + slack, axis=1), known)
+        values -= slack
+        return ~((values > limit[:, None]) & np.isfinite(values))
+
+
+def _products(a: Blocks, b: Blocks) -> npt.NDArray[np.float64]:
+    """a @ b.T: float32 products over `_CHUNK` values at a time, added up in float64; NaN where float32 overflows."""
+    total = np.zeros((len(a), len(b)))
+    for columns in _tiles(a.shape[1], _CHUNK):
+        total += a[:, columns].astype(np.float32, copy=False) @ b[:, columns].astype(np.float32, copy=False).T
+    total[np.isinf(total)] = np.nan
+    return total
+
+
+def _bytes(size: int, block_size: int) -> int:
+    """What a tile of size x size blocks takes: chunks of both sides, bounds on their distances, some whole blocks."""
+    return 16 * size * min(block_size, _CHUNK) + 48 * size * size + 48 * block_size + 2**16
+
+
+def _tile_size(block_size: int, memory_bytes: int) -> int:
+    """The most blocks on each side of a tile that the memory holds."""
+    least = _bytes(1, block_size)
+    if memory_bytes < least:
+        raise InputError(f"memory_bytes = {memory_bytes}: blocks of {block_size} values need at least {least}")
+    size = math.isqrt(memory_bytes // 48) + 1
+    while _bytes(size, block_size) > memory_bytes:
+        size -= 1
+    return size
+
+
+def _tiles(num: int, size: int) -> Iterator[slice]:
+    return (slice(begin, min(begin + size, num)) for begin in range(0, num, size))

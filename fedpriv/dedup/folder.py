@@ -1,0 +1,109 @@
+"""Where a store keeps what.
+
+index.json names all that counts, and is replaced as a whole, after everything else is on the disk
+blocks.GENERATION.npy: [rows, block_size], append-only; what no model uses any more stays until compaction
+catalogue.GENERATION.npy: for each of these rows the block's number and the SHA-256 of its values
+manifests/NAME.json: tensors, block numbers, privacy and provenance of a model
+extras/NAME.safetensors: its tensors that are not cut into blocks
+lock: held by the one process that writes
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fedpriv.dedup.catalogue import CATALOGUE
+from fedpriv.dedup.manifests import Index, Manifest
+from fedpriv.dedup.rows import RowFile
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The files of a store.
+
+    Attributes:
+        path: of the folder.
+    """
+
+    path: Path
+
+    @property
+    def index(self) -> Path:
+        """The file that says which others count."""
+        return self.path / "index.json"
+
+    @property
+    def lock(self) -> Path:
+        """The file that the writer locks."""
+        return self.path / "lock"
+
+    def manifest(self, name: str) -> Path:
+        """Of a model."""
+        return self.path / "manifests" / f"{name}.json"
+
+    def extras(self, name: str) -> Path:
+        """Of a model."""
+        return self.path / "extras" / f"{name}.safetensors"
+
+    def blocks(self, index: Index) -> RowFile:
+        """The rows of values."""
+        return RowFile(self.path / f"blocks.{index.generation}.npy", np.dtype(index.dtype), (index.block_size,))
+
+    def catalogue(self, index: Index) -> RowFile:
+        """Number and digest of each row."""
+        return RowFile(self.path / f"catalogue.{index.generation}.npy", CATALOGUE, ())
+
+    def row_files(self, index: Index) -> tuple[RowFile, ...]:
+        """Both of these; none before the first model, when no row has a size yet."""
+        return (self.blocks(index), self.catalogue(index)) if index.block_size else ()
+
+    def files(self, index: Index) -> list[Path]:
+        """Everything that counts, but for the index."""
+        models = [path for name in index.models for path in (self.manifest(name), self.extras(name))]
+        return [*(file.path for file in self.row_files(index)), *models]
+
+    def strays(self, index: Index) -> list[Path]:
+        """Files that do not count: what one that was killed left behind."""
+        found = {path for pattern in ("*", "*/*") for path in self.path.glob(pattern) if path.is_file()}
+        return sorted(found - {self.index, self.lock, *self.files(index)})
+
+    def looks_new(self) -> bool:
+        """Whether nothing is in it, or what one leaves that was killed before its first state."""
+        return all(path == self.lock or path.name.startswith(f".{self.index.name}.") for path in self.path.iterdir())
+
+    def read_manifest(self, name: str, sha256: str) -> Manifest:
+        """The manifest of a model.
+
+        Raises:
+            ValueError: one line that says what is wrong with it.
+        """
+        return Manifest.from_json(read(self.manifest(name), sha256))
+
+
+def read(path: Path, sha256: str) -> bytes:
+    """The content of a file.
+
+    Raises:
+        ValueError: it is missing, or has another SHA-256; one line that names folder and file.
+    """
+    name = f"{path.parent.name}/{path.name}"
+    if not path.is_file():
+        raise ValueError(f"{name} is missing")
+    content = path.read_bytes()
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise ValueError(f"{name} is damaged: its SHA-256 is another")
+    return content
+
+
+def sync(folder: Path) -> None:
+    """Put on the disk which files a folder has."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

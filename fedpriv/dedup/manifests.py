@@ -1,0 +1,115 @@
+"""What a store writes down: a manifest for each model, and the index that says which files count."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedpriv.dedup.blocks import Layout, TensorSpec
+
+VERSION = 1
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Manifest:
+    """A stored model without its values.
+
+    Attributes:
+        name: of the model.
+        layout: its tensors and their blocks.
+        blocks: [num_blocks] int64, read-only: the number of the stored block at each position. Numbers are given once
+            and for all: two positions with one number hold the same values, at any time and in any model.
+        extras: {name of an extra tensor: SHA-256 of its values}.
+        privacy: plain values, as they were given.
+        provenance: plain values, as they were given.
+    """
+
+    name: str
+    layout: Layout
+    blocks: NDArray[np.int64]
+    extras: Mapping[str, str]
+    privacy: Mapping[str, Any]
+    provenance: Mapping[str, Any]
+
+    def to_json(self) -> bytes:
+        """The manifest's file.
+
+        Raises:
+            TypeError: privacy or provenance hold more than plain values.
+        """
+        content = {**vars(self), "layout": asdict(self.layout), "blocks": self.blocks.tolist()}
+        return json.dumps(content).encode()
+
+    @classmethod
+    def from_json(cls, content: bytes) -> Manifest:
+        """The manifest in a file that `to_json` made."""
+        values = json.loads(content)
+        layout = values.pop("layout")
+        tensors = tuple(TensorSpec(t["name"], tuple(t["shape"]), t["dtype"]) for t in layout.pop("tensors"))
+        blocks = np.array(values.pop("blocks"), np.int64)
+        blocks.flags.writeable = False
+        return cls(**values, layout=Layout(**layout, tensors=tensors), blocks=blocks)
+
+
+@dataclass(frozen=True)
+class Files:
+    """SHA-256 of a model's two files."""
+
+    manifest: str
+    extras: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index:
+    """The state of a store: what it does not name does not count.
+
+    Attributes:
+        generation: of the files with blocks and catalogue; every compaction begins a new one.
+        block_size: values in a block; 0 before the first model.
+        dtype: of the blocks.
+        num_rows: rows that count in these two files.
+        next_block: the number that the next new block gets.
+        catalogue: SHA-256 of the catalogue's rows.
+        models: {name: its files}.
+    """
+
+    generation: int = 0
+    block_size: int = 0
+    dtype: str = "float32"
+    num_rows: int = 0
+    next_block: int = 0
+    catalogue: str = hashlib.sha256().hexdigest()
+    models: Mapping[str, Files] = field(default_factory=dict)
+
+    def to_json(self) -> bytes:
+        """The index file, which holds its own SHA-256."""
+        return _sealed({"version": VERSION, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, content: bytes) -> Index:
+        """The index in a file that `to_json` made.
+
+        Raises:
+            ValueError: one line that says what is wrong with it.
+        """
+        try:
+            values = json.loads(content)["index"]
+            version = values.pop("version")
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise ValueError("damaged: not the JSON of an index") from None
+        if content != _sealed({"version": version, **values}):
+            raise ValueError("damaged: its SHA-256 is another")
+        if version != VERSION:
+            raise ValueError(f"version {version}: this fedpriv reads version {VERSION}")
+        return cls(**{**values, "models": {name: Files(**files) for name, files in values["models"].items()}})
+
+
+def _sealed(index: dict[str, Any]) -> bytes:
+    text = json.dumps(index)
+    return f'{{"sha256": "{hashlib.sha256(text.encode()).hexdigest()}", "index": {text}}}\n'.encode()

@@ -1,0 +1,98 @@
+"""Files of equal rows that grow at the end, in NumPy's .npy format: np.load reads them, and they can be mapped."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """A file of rows.
+
+    Attributes:
+        path: of the file.
+        dtype: of a row's values.
+        row_shape: shape of one row; () where a row is one value.
+    """
+
+    path: Path
+    dtype: np.dtype[Any]
+    row_shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one row."""
+        return self.dtype.itemsize * int(np.prod(self.row_shape))
+
+    def header(self, num_rows: int) -> bytes:
+        """The file's first bytes; as many whatever the number of rows, as NumPy leaves room for it to grow."""
+        header = {
+            "descr": np.lib.format.dtype_to_descr(self.dtype),
+            "fortran_order": False,
+            "shape": (num_rows, *self.row_shape),
+        }
+        buffer = io.BytesIO()
+        np.lib.format.write_array_header_1_0(buffer, header)
+        return buffer.getvalue()
+
+    def size(self, num_rows: int) -> int:
+        """Bytes of a file with so many rows."""
+        return len(self.header(num_rows)) + num_rows * self.row_bytes
+
+    def write(self, first: int, chunks: Iterable[NDArray[Any]]) -> None:
+        """Write rows from the given one on, over all that follows it; on the disk when this returns.
+
+        The rows before it are not touched, and at any instant the header tells of them or of all that are there.
+        """
+        with self.path.open("r+b" if self.path.exists() else "w+b") as file:
+            file.write(self.header(first))
+            file.seek(self.size(first))
+            num_rows = first
+            for chunk in chunks:
+                num_rows += file.write(np.ascontiguousarray(chunk).data) // self.row_bytes
+            file.truncate()
+            file.seek(0)
+            file.write(self.header(num_rows))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def trim(self, num_rows: int) -> None:
+        """Cut off what one that was killed left behind so many rows; a file that lacks rows stays as it is."""
+        size = self.path.stat().st_size if self.path.exists() else -1
+        if size >= self.size(num_rows) and (size, self._found_header()) != (self.size(num_rows), self.header(num_rows)):
+            self.write(num_rows, [])
+
+    def map(self, num_rows: int) -> NDArray[Any]:
+        """The first rows, mapped from the file read-only; fewer where the file is too short."""
+        offset = len(self.header(0))
+        if num_rows and self.path.exists():
+            num_rows = min(num_rows, (self.path.stat().st_size - offset) // self.row_bytes)
+        if num_rows <= 0 or not self.path.exists():
+            return np.empty((0, *self.row_shape), self.dtype)
+        mapped = np.memmap(self.path, self.dtype, "r", offset, (num_rows, *self.row_shape))
+        return np.asarray(mapped)  # no subclass: slices of a memmap cost more
+
+    def damage(self, num_rows: int) -> str | None:
+        """What is wrong with the file if it should hold at least so many rows, without a look at these."""
+        if not self.path.exists():
+            return "is missing" if num_rows else None
+        size = self.path.stat().st_size
+        if size < self.size(num_rows):
+            return f"is truncated: {size} bytes instead of {self.size(num_rows)}"
+        # One that was killed while it appended has left more rows.
+        there = (size - self.size(0)) // self.row_bytes
+        if self._found_header() not in (self.header(num_rows), self.header(there)):
+            return "has a damaged header"
+        return None
+
+    def _found_header(self) -> bytes:
+        with self.path.open("rb") as file:
+            return file.read(self.size(0))

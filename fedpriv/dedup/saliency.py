@@ -1,0 +1,311 @@
+"""How much each weight of a model matters, from one pass over a data set, and how much each block of them does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.dedup.blocks import Layout
+from fedpriv.errors import InputError
+from fedpriv.mechanisms.gaussian import noised_sums
+from fedpriv.mechanisms.sources import RandomSource
+from fedpriv.training.clipping import add_clipped
+
+Batch = Mapping[str, Tensor]
+"""{input: [records, ...]}, such as `fedpriv.data.records.collate` makes."""
+
+Loss = Callable[[nn.Module, Batch], Tensor]
+"""One loss for each record of a batch, float [records]."""
+
+Saliency = dict[str, npt.NDArray[np.float32]]
+"""{tensor name: [*the tensor's shape], >= 0}; only the order of the values has a meaning."""
+
+Measure = Callable[[nn.Module, Iterable[Batch], Loss], Saliency]
+
+
+def magnitude(model: nn.Module) -> Saliency:
+    """|W| of every parameter; needs no data."""
+    return {name: _array(parameter.detach().abs()) for name, parameter in model.named_parameters()}
+
+
+def wanda(model: nn.Module, batches: Iterable[Batch], loss: Loss) -> Saliency:
+    """|W_ij| times the norm of input j for the weights of `nn.Linear`; every other parameter by magnitude.
+
+    The norm is the root mean square over all records and tokens, padding included, and not the sum's root: the order
+    within a layer is the same, and the other tensors' magnitudes stay comparable whatever the size of the data set.
+
+    Args:
+        model: run as it is in evaluation mode.
+        batches: one pass over a data set, at least one record.
+        loss: runs the model; the values are not used.
+
+    Raises:
+        InputError: there is no record, or an activation is not finite.
+
+    Source: Sun et al. 2024, equation 1.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    squares: dict[str, Tensor] = {}
+    rows: dict[str, int] = {}
+
+    def record(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        name = names[id(module.weight)]
+        flat = inputs[0].detach().reshape(-1, inputs[0].shape[-1]).double()
+        squares[name] = squares.get(name, 0) + flat.square().sum(dim=0)
+        rows[name] = rows.get(name, 0) + len(flat)
+
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    hooks = [module.register_forward_pre_hook(record) for module in linear]
+    try:
+        with _evaluation(model, ()), torch.no_grad():
+            num_records = sum(len(loss(model, batch)) for batch in batches)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    _check_records(num_records)
+    result = magnitude(model)
+    for name, total in squares.items():
+        result[name] = result[name] * _array((total / rows[name]).sqrt())
+    return _finite(result)
+
+
+def fisher(model: nn.Module, batches: Iterable[Batch], loss: Loss, names: Collection[str] | None = None) -> Saliency:
+    """The mean over records of each record's squared gradient: the empirical Fisher information's diagonal.
+
+    Args:
+        model: run as it is in evaluation mode, a record at a time.
+        batches: one pass over a data set, at least one record.
+        loss: one loss for each record.
+        names: the parameters to consider, frozen or not; None takes all.
+
+    Raises:
+        InputError: there is no record, an unknown name, or a gradient is not finite.
+
+    Source: Liu et al. 2021b.
+    """
+    with _evaluation(model, names) as parameters:
+        totals = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+        num_records = 0
+        for record in _records(batches):
+            for name, gradient in _gradients(loss(model, record).sum(), parameters).items():
+                totals[name] += gradient.square()
+            num_records += 1
+    _check_records(num_records)
+    return _finite({name: _array(total / num_records) for name, total in totals.items()})
+
+
+def gradient(model: nn.Module, batches: Iterable[Batch], loss: Loss, names: Collection[str] | None = None) -> Saliency:
+    """The absolute value of the gradient of the mean loss over all records; it does not depend on the batches.
+
+    Args:
+        model: run as it is in evaluation mode.
+        batches: one pass over a data set, at least one record.
+        loss: one loss for each record.
+        names: the parameters to consider, frozen or not; None takes all.
+
+    Raises:
+        InputError: there is no record, an unknown name, or a gradient is not finite.
+
+    Source: Guan et al. 2025, section 4.3.3, "gradient magnitude".
+    """
+    with _evaluation(model, names) as parameters:
+        totals = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+        num_records = 0
+        for batch in batches:
+            losses = loss(model, batch)
+            for name, value in _gradients(losses.sum(), parameters).items():
+                totals[name] += value
+            num_records += len(losses)
+    _check_records(num_records)
+    return _finite({name: _array(total.abs() / num_records) for name, total in totals.items()})
+
+
+def private_gradient(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    loss: Loss,
+    *,
+    clip_norm: float,
+    noise_multiplier: float,
+    source: RandomSource,
+    names: Collection[str] | None = None,
+) -> tuple[Saliency, SubsampledGaussian]:
+    """The gradient saliency of private records, and the event that pays for it.
+
+    Guarantee: each record passes alone, its gradient by all considered parameters together is clipped to C, and every
+    value of the sum gets N(0, (z C)^2). So adding or removing one record is one Gaussian mechanism with noise
+    multiplier z, which the event states; taking absolute values is post-processing. A record whose gradient is not
+    finite anywhere counts as zero. The sum is not divided by the number of records, which would tell it.
+
+    Args:
+        model: a function of other data than these records, or of these under its own charge; run in evaluation mode.
+        batches: all records, each once; none at all gives noise alone.
+        loss: one loss for each record.
+        clip_norm: C, finite, > 0, gradient units.
+        noise_multiplier: z >= 0; 0 adds nothing, and the event costs infinity.
+        source: where the noise comes from.
+        names: the parameters to consider, frozen or not; None takes all. Fewer leave more of the noise's room to them.
+
+    Returns:
+        {tensor name: absolute value of the noised sum of clipped gradients}, and the event.
+
+    Raises:
+        InputError: an unknown name.
+        ValueError: clip_norm or noise_multiplier is out of range.
+
+    Source: Guan et al. 2025, section 4.3.3; Abadi et al. 2016, Algorithm 1.
+    """
+    with _evaluation(model, names) as parameters:
+        sizes = [parameter.numel() for parameter in parameters.values()]
+        total = next(iter(parameters.values())).new_zeros((1, sum(sizes)), dtype=torch.float32)
+        everything, owner = (slice(0, sum(sizes)),), torch.zeros(1, dtype=torch.int64, device=total.device)
+        for record in _records(batches):
+            gradients = _gradients(loss(model, record).sum(), parameters).values()
+            row = torch.cat([value.flatten().float() for value in gradients]).unsqueeze(0)
+            add_clipped(total, row, owner, clip_norm, everything)
+        noised, (event,) = noised_sums(
+            total,
+            noise_multiplier=noise_multiplier,
+            clip_norm=clip_norm,
+            sampling_probabilities=[1.0],
+            sources=[source],
+        )
+        pieces = torch.split(noised[0].abs(), sizes)
+        values = zip(parameters.items(), pieces, strict=True)
+        return {name: _array(piece.view_as(parameter)) for (name, parameter), piece in values}, event
+
+
+MEASURES: dict[str, Measure] = {
+    "gradient": gradient,
+    "magnitude": lambda model, batches, loss: magnitude(model),
+    "wanda": wanda,
+    "fisher": fisher,
+}
+
+# Of the absolute values of one block, float64 [values], values >= 1. Means, so that a last block that is mostly
+# padding is compared by what it holds.
+AGGREGATIONS: dict[str, Callable[[npt.NDArray[np.float64]], float]] = {
+    "l2": lambda values: float(np.sqrt(np.mean(np.square(values)))),
+    "l1": lambda values: float(np.mean(values)),
+    "linf": lambda values: float(np.max(values)),
+    "q75": lambda values: float(np.quantile(values, 0.75)),
+}
+
+
+def measure(name: str) -> Measure:
+    """The saliency measure of that name.
+
+    Raises:
+        InputError: there is none, with those that are known.
+    """
+    if name not in MEASURES:
+        raise InputError(f"saliency = {name!r}: known are {', '.join(MEASURES)}")
+    return MEASURES[name]
+
+
+def block_saliency(
+    blocks: npt.NDArray[np.floating], num_values: npt.NDArray[np.integer], aggregation: str = "l2"
+) -> npt.NDArray[np.float64]:
+    """The saliency of each block, float64 [blocks], of the values that are no padding.
+
+    Args:
+        blocks: [blocks, block size], saliencies of weights cut as the weights are; padding is at the end of a row.
+        num_values: [blocks], how many values of each row are no padding, in [1, block size].
+        aggregation: `l2` root mean square, `l1` mean, `linf` largest, `q75` third quartile, of absolute values.
+
+    Raises:
+        InputError: an unknown aggregation.
+        ValueError: num_values does not fit the blocks.
+
+    Source: Guan et al. 2025, section 5.4.1 and Table 6.
+    """
+    if aggregation not in AGGREGATIONS:
+        raise InputError(f"aggregation = {aggregation!r}: known are {', '.join(AGGREGATIONS)}")
+    num_blocks, block_size = blocks.shape
+    if num_values.shape != (num_blocks,) or not ((num_values >= 1) & (num_values <= block_size)).all():
+        raise ValueError(f"num_values: must be {num_blocks} numbers in [1, {block_size}]")
+    aggregate = AGGREGATIONS[aggregation]
+    pairs = zip(blocks, num_values, strict=True)
+    return np.array([aggregate(np.abs(row[:num].astype(np.float64))) for row, num in pairs], dtype=np.float64)
+
+
+def by_block(saliency: Saliency, layout: Layout, aggregation: str = "l2") -> npt.NDArray[np.float64]:
+    """The saliency of each block of a model cut by a layout, float64 [layout.num_blocks].
+
+    Args:
+        saliency: of at least the tensors that the layout cuts into blocks.
+        layout: of the model.
+        aggregation: as for `block_saliency`.
+
+    Raises:
+        InputError: an unknown aggregation, or a tensor without a saliency of its shape.
+    """
+    result = np.zeros(layout.num_blocks)
+    shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
+    for name, positions in layout.blocked.items():
+        if name not in saliency or saliency[name].shape != shapes[name]:
+            raise InputError(f"tensor {name!r}: has no saliency of shape {list(shapes[name])}")
+        values = saliency[name].ravel()
+        num_values = np.full(len(positions), layout.block_size)
+        num_values[-1] -= len(positions) * layout.block_size - len(values)
+        blocks = np.pad(values, (0, layout.block_size - int(num_values[-1]))).reshape(len(positions), -1)
+        result[positions.start : positions.stop] = block_saliency(blocks, num_values, aggregation)
+    return result
+
+
+@contextmanager
+def _evaluation(model: nn.Module, names: Collection[str] | None) -> Iterator[dict[str, Tensor]]:
+    """The named parameters, of which alone gradients are asked, with the model in evaluation mode; then as before."""
+    parameters = dict(model.named_parameters())
+    unknown = set(names or ()) - set(parameters)
+    if unknown:
+        raise InputError(f"parameter {min(unknown)!r}: the model has none of that name")
+    modes = {module: module.training for module in model.modules()}
+    needed = {name: parameter.requires_grad for name, parameter in parameters.items()}
+    try:
+        model.eval()
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(names is None or name in names)
+        yield {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(needed[name])
+
+
+def _records(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Each record as a batch of its own, so that no gradient can depend on another record."""
+    for batch in batches:
+        for index in range(len(next(iter(batch.values())))):
+            yield {name: value[index : index + 1] for name, value in batch.items()}
+
+
+def _gradients(total: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The gradient of a scalar by each parameter; zero where it does not depend on one."""
+    values = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
+    pairs = zip(parameters.items(), values, strict=True)
+    return {name: torch.zeros_like(parameter) if value is None else value for (name, parameter), value in pairs}
+
+
+def _array(values: Tensor) -> npt.NDArray[np.float32]:
+    return values.detach().float().cpu().numpy()
+
+
+def _check_records(num_records: int) -> None:
+    if num_records == 0:
+        raise InputError("saliency: the data set holds no record")
+
+
+def _finite(saliency: Saliency) -> Saliency:
+    """The saliency, refused where it is not finite: an order of such values would mean nothing."""
+    for name, values in saliency.items():
+        if not np.isfinite(values).all():
+            raise InputError(f"saliency of {name}: not finite; the model's loss or activations overflow on this data")
+    return saliency

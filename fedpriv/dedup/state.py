@@ -1,0 +1,150 @@
+"""The state of a store on the disk: read as a whole, and replaced as a whole by the one process that writes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from numpy.typing import NDArray
+
+from fedpriv.dedup.folder import Folder, sync
+from fedpriv.dedup.manifests import Index
+from fedpriv.dedup.rows import RowFile
+from fedpriv.deployment.files import replace as replace_file
+from fedpriv.errors import InputError
+
+
+class StoreError(RuntimeError):
+    """A store that is damaged, in use or cannot be written; it stays as it was."""
+
+
+class State:
+    """What the index of a store says, and the rows that it names, mapped.
+
+    Args:
+        folder: of the store, made if there is none; empty, or a store.
+        read_only: take no lock and write nothing; the folder must be a store.
+
+    Attributes:
+        index: what counts.
+
+    Raises:
+        StoreError: another process writes it, or its index is damaged or of another version.
+        InputError: the folder is missing, or holds something else.
+    """
+
+    def __init__(self, folder: Folder, *, read_only: bool) -> None:
+        self.folder = folder
+        self.index = Index()
+        self._writer: int | None = None
+        _check_folder(folder, read_only=read_only)
+        try:
+            if not read_only:
+                self._open_to_write()
+            self._refresh()
+            if not read_only:
+                self.tidy()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let the next writer in."""
+        if self._writer is not None:
+            os.close(self._writer)
+            self._writer = None
+
+    @property
+    def blocks(self) -> NDArray[Any]:
+        """[rows, block_size], mapped read-only.
+
+        Raises:
+            StoreError: the file is too short.
+        """
+        return self._whole(self.found_blocks, self.folder.blocks(self.index))
+
+    @property
+    def catalogue(self) -> NDArray[Any]:
+        """[rows] Number and SHA-256 of each of them, mapped read-only.
+
+        Raises:
+            StoreError: the file is too short.
+        """
+        return self._whole(self._found_catalogue, self.folder.catalogue(self.index))
+
+    def check_writable(self) -> None:
+        """Refuse to go on without the lock."""
+        if self._writer is None:
+            raise StoreError(f"{self.folder.path}: not open for writing")
+
+    def commit(self, index: Index) -> None:
+        """From the old state to the new one, durably; all files that the new one names are on the disk already."""
+        sync(self.folder.path)
+        try:
+            replace_file(self.folder.index, index.to_json())
+            sync(self.folder.path)
+        finally:
+            self._refresh()
+
+    def tidy(self) -> None:
+        """Delete what does not count."""
+        with self.clear_errors():
+            for path in self.folder.strays(self.index):
+                path.unlink()
+            for file in self.folder.row_files(self.index):
+                file.trim(self.index.num_rows)
+
+    @contextmanager
+    def clear_errors(self) -> Iterator[None]:
+        """One line for what files and their system say."""
+        try:
+            yield
+        except ValueError as error:
+            raise StoreError(f"{self.folder.path}: {error}") from None
+        except OSError as error:
+            where = error.filename or self.folder.path
+            raise StoreError(f"{where}: cannot be used ({error.strerror}); the store stays as it was") from None
+
+    def _open_to_write(self) -> None:
+        with self.clear_errors():
+            self.folder.path.mkdir(parents=True, exist_ok=True)
+            self._writer = os.open(self.folder.lock, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(self._writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise StoreError(
+                    f"{self.folder.path}: another process writes it; a store has one writer at a time"
+                ) from None
+            if not self.folder.index.exists():
+                self.commit(self.index)
+
+    def _refresh(self) -> None:
+        """Take the state that is on the disk."""
+        with self.clear_errors():
+            try:
+                self.index = Index.from_json(self.folder.index.read_bytes())
+            except ValueError as error:
+                raise StoreError(f"{self.folder.index}: {error}") from None
+            self.found_blocks = self.folder.blocks(self.index).map(self.index.num_rows)
+            self._found_catalogue = self.folder.catalogue(self.index).map(self.index.num_rows)
+
+    def _whole(self, rows: NDArray[Any], file: RowFile) -> NDArray[Any]:
+        if len(rows) < self.index.num_rows:
+            raise StoreError(f"{file.path} {file.damage(self.index.num_rows)}; verify tells whom it concerns")
+        return rows
+
+
+def _check_folder(folder: Folder, *, read_only: bool) -> None:
+    """Refuse what is no store and must not become one."""
+    path = folder.path
+    if path.exists() and not path.is_dir():
+        raise InputError(f"store = {path}: a file; a store is a folder")
+    if folder.index.exists():
+        return
+    if read_only:
+        raise InputError(f"store = {path}: no store: there is no {folder.index}")
+    if path.exists() and not folder.looks_new():
+        raise InputError(f"store = {path}: no store, yet not empty: it lacks {folder.index.name}; give another folder")

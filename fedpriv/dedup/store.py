@@ -1,0 +1,330 @@
+"""A store of models that share blocks: a folder that is at any instant in its old or in its new state.
+
+`fedpriv.dedup.folder` tells what its files are. Source: Guan et al., SIGMOD 2025, sections 4.5 and 6.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import safetensors.numpy
+from numpy.typing import NDArray
+
+from fedpriv.dedup.blocks import Layout, Tensors
+from fedpriv.dedup.catalogue import CATALOGUE, Numbered, numbered, numbers_by_digest, rows_of
+from fedpriv.dedup.folder import Folder, read, sync
+from fedpriv.dedup.manifests import Files, Index, Manifest
+from fedpriv.dedup.state import State, StoreError
+from fedpriv.dedup.verification import damaged_rows, damaged_tensors, problems, sha256
+from fedpriv.deployment.files import replace as replace_file
+from fedpriv.errors import InputError
+
+__all__ = ["Store", "StoreError", "Variant"]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,99}")
+_CHUNK = 1024
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Variant:
+    """A model told by another one: that model's blocks, but for some positions.
+
+    Attributes:
+        base: name of a stored model of the same layout, which may be removed later.
+        positions: [k] int, each once.
+        blocks: what stands there instead: [k] int, numbers of stored blocks, or [k, block_size], values.
+    """
+
+    base: str
+    positions: NDArray[np.integer[Any]]
+    blocks: NDArray[Any]
+
+
+class Store:
+    """A store in a folder, open for one writer or for reading; a context manager.
+
+    Whoever only reads sees the store as it was when opened.
+
+    Args:
+        path: a folder, made if there is none; empty, or a store.
+        read_only: take no lock and write nothing; the folder must be a store.
+
+    Raises:
+        StoreError: another process writes it, or its index is damaged or of another version.
+        InputError: the folder is missing, or holds something else.
+    """
+
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        self.path = path
+        self._folder = Folder(path)
+        self._state = State(self._folder, read_only=read_only)
+        self._manifests: dict[Files, Manifest] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the next writer in."""
+        self._state.close()
+
+    @property
+    def names(self) -> list[str]:
+        """The stored models, sorted."""
+        return sorted(self._state.index.models)
+
+    @property
+    def blocks(self) -> NDArray[Any]:
+        """[rows, block_size] of the store's dtype, mapped read-only; `rows` tells which block is where."""
+        return self._state.blocks
+
+    @property
+    def reference_counts(self) -> NDArray[np.int64]:
+        """[rows] At how many positions of all models each row is used."""
+        used = [self.rows(self.manifest(name).blocks) for name in self._state.index.models]
+        return np.bincount(np.concatenate([np.empty(0, np.int64), *used]), minlength=self._state.index.num_rows)
+
+    def rows(self, blocks: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+        """[k] The rows of blocks with the given numbers [k].
+
+        Raises:
+            InputError: no such block is stored.
+        """
+        catalogue = self._state.catalogue
+        rows = rows_of(catalogue, blocks)
+        if (rows < 0).any():
+            raise InputError(f"block {blocks[rows < 0][0]}: not stored; {self.path} holds {len(catalogue)} blocks")
+        return rows
+
+    def manifest(self, name: str) -> Manifest:
+        """The manifest of a model: one and the same object for as long as the model is stored.
+
+        Raises:
+            InputError: no such model.
+            StoreError: its manifest is damaged.
+        """
+        files = self._files(name)
+        if files not in self._manifests:
+            with self._state.clear_errors():
+                self._manifests[files] = self._folder.read_manifest(name, files.manifest)
+        return self._manifests[files]
+
+    def extras(self, name: str) -> Tensors:
+        """The tensors of a model that are not cut into blocks.
+
+        Raises:
+            InputError: no such model.
+            StoreError: the file with them is damaged.
+        """
+        files = self._files(name)
+        with self._state.clear_errors():
+            return safetensors.numpy.load(read(self._folder.extras(name), files.extras))
+
+    def restore(self, name: str) -> Tensors:
+        """The model's tensors, bit for bit as they were added.
+
+        Raises:
+            InputError: no such model.
+            StoreError: a block or a file of it is damaged; names model and tensor.
+        """
+        manifest, extras = self.manifest(name), self.extras(name)
+        rows = self.rows(manifest.blocks)
+        here = rows < len(self._state.found_blocks)
+        blocks = np.zeros((len(rows), manifest.layout.block_size), manifest.layout.dtype)
+        blocks[here] = self._state.found_blocks[rows[here]]
+        if found := damaged_tensors(manifest, ~here | damaged_rows(blocks, self._state.catalogue[rows])):
+            raise StoreError(f"{self.path}: {found[0]}")
+        return manifest.layout.from_blocks(blocks, extras)
+
+    def add(
+        self,
+        name: str,
+        layout: Layout,
+        blocks: NDArray[Any] | Variant,
+        extras: Mapping[str, NDArray[Any]],
+        *,
+        privacy: Mapping[str, Any] | None = None,
+        provenance: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Store a model, durably when this returns; blocks whose like is stored are not stored again.
+
+        Args:
+            name: not yet in the store; letters, digits and . _ = + -, at most 100 of them.
+            layout: of the model; all models of a store have blocks of one size and dtype.
+            blocks: [num_blocks, block_size], values; or [num_blocks] int, numbers of stored blocks; or a variant.
+            extras: as the layout has them.
+            privacy: plain values, kept as they are.
+            provenance: plain values, kept as they are.
+
+        Raises:
+            InputError: one of these cannot be used.
+            StoreError: the store is damaged, or cannot be written.
+        """
+        self._check_new(name, layout)
+        given = self._numbered(layout, blocks)
+        if found := layout.mismatch(_no_blocks(layout, len(given.numbers)), extras):
+            raise InputError(f"model {name!r}: {found}")
+        manifest = Manifest(
+            name=name,
+            layout=layout,
+            blocks=given.numbers,
+            extras={tensor: sha256(values) for tensor, values in extras.items()},
+            privacy=dict(privacy or {}),
+            provenance=dict(provenance or {}),
+        )
+        try:
+            contents = manifest.to_json(), safetensors.numpy.save(dict(extras))
+        except (TypeError, ValueError) as error:
+            raise InputError(f"model {name!r}: privacy and provenance are plain JSON values ({error})") from None
+        index = replace(self._state.index, block_size=layout.block_size, dtype=layout.dtype)
+        with self._state.clear_errors():
+            self._append(index, given, name, contents)
+
+    def remove(self, name: str) -> None:
+        """Forget a model; blocks that others use stay, and the room of all others is freed by `compact`.
+
+        Raises:
+            InputError: no such model.
+            StoreError: the store cannot be written.
+        """
+        self._state.check_writable()
+        self._files(name)
+        models = {other: files for other, files in self._state.index.models.items() if other != name}
+        with self._state.clear_errors():
+            self._state.commit(replace(self._state.index, models=models))
+            self._state.tidy()
+
+    def compact(self) -> int:
+        """Free the room of blocks that no model uses; the numbers of the others stay.
+
+        Returns:
+            How many blocks were dropped.
+
+        Raises:
+            StoreError: the store is damaged, or cannot be written.
+        """
+        self._state.check_writable()
+        kept, blocks = np.flatnonzero(self.reference_counts), self.blocks
+        if dropped := self._state.index.num_rows - len(kept):
+            catalogue = self._state.catalogue[kept]
+            generation = self._state.index.generation + 1
+            index = replace(self._state.index, generation=generation, num_rows=len(kept), catalogue=sha256(catalogue))
+            chunks = (blocks[kept[first : first + _CHUNK]] for first in range(0, len(kept), _CHUNK))
+            with self._state.clear_errors():
+                self._folder.blocks(index).write(0, chunks)
+                self._folder.catalogue(index).write(0, [catalogue])
+                self._state.commit(index)
+                self._state.tidy()
+        return dropped
+
+    def verify(self) -> list[str]:
+        """What is damaged, a line for each model and tensor, or else file; [] for a sound store. Reads everything."""
+        return problems(self._folder, self._state.index)
+
+    @property
+    def bytes_stored(self) -> int:
+        """Of all files but the index."""
+        return sum(path.stat().st_size for path in self._folder.files(self._state.index) if path.exists())
+
+    @property
+    def bytes_logical(self) -> int:
+        """Of all tensors of all models, as they would be without sharing."""
+        return sum(self.manifest(name).layout.num_bytes for name in self._state.index.models)
+
+    @property
+    def compression_ratio(self) -> float:
+        """bytes_stored / bytes_logical, the smaller the better; 1 for an empty store."""
+        return self.bytes_stored / self.bytes_logical if self.bytes_logical else 1.0
+
+    def _append(self, index: Index, given: Numbered, name: str, contents: tuple[bytes, bytes]) -> None:
+        """Write a model's files and rows, and then the index that names them."""
+        for path, content in zip((self._folder.manifest(name), self._folder.extras(name)), contents, strict=True):
+            path.parent.mkdir(exist_ok=True)
+            replace_file(path, content)
+            sync(path.parent)
+        self._folder.blocks(index).write(index.num_rows, [given.new])
+        self._folder.catalogue(index).write(index.num_rows, [given.catalogue])
+        manifest, extras = (hashlib.sha256(content).hexdigest() for content in contents)
+        self._state.commit(
+            replace(
+                index,
+                num_rows=index.num_rows + len(given.new),
+                next_block=index.next_block + len(given.new),
+                catalogue=sha256(np.concatenate([self._state.catalogue, given.catalogue])),
+                models={**index.models, name: Files(manifest=manifest, extras=extras)},
+            )
+        )
+
+    def _numbered(self, layout: Layout, blocks: NDArray[Any] | Variant) -> Numbered:
+        """The blocks of a model with their numbers."""
+        if not isinstance(blocks, Variant):
+            return self._stored(layout, blocks)
+        base = self.manifest(blocks.base)
+        if found := base.layout.difference(layout):
+            raise InputError(f"base {blocks.base!r}: another architecture: {found}")
+        positions, replaced = blocks.positions, self._stored(layout, blocks.blocks)
+        places = set(positions.tolist()) & set(range(layout.num_blocks))
+        if not len(places) == len(positions) == len(replaced.numbers):
+            raise InputError(
+                f"positions: {len(positions)} for {len(replaced.numbers)} blocks; each block needs one of its own, "
+                f"from 0 to {layout.num_blocks - 1}"
+            )
+        numbers = base.blocks.copy()
+        numbers[positions] = replaced.numbers
+        return replace(replaced, numbers=numbers)
+
+    def _stored(self, layout: Layout, blocks: NDArray[Any]) -> Numbered:
+        """Blocks that are given by number [k] or by value [k, block_size], with their numbers."""
+        if blocks.ndim == 1 and np.issubdtype(blocks.dtype, np.integer):
+            self.rows(blocks)
+            return Numbered(blocks.astype(np.int64), np.empty((0, layout.block_size)), np.empty(0, CATALOGUE))
+        if blocks.dtype != layout.dtype or blocks.shape[1:] != (layout.block_size,):
+            raise InputError(
+                f"blocks: {blocks.dtype} {list(blocks.shape)}; give values, {layout.dtype} [blocks, "
+                f"{layout.block_size}], or the numbers of stored blocks"
+            )
+        found = numbered(blocks, numbers_by_digest(self._state.catalogue), self._state.index.next_block)
+        self._check_same(blocks, found.numbers)
+        return found
+
+    def _check_same(self, blocks: NDArray[Any], numbers: NDArray[np.int64]) -> None:
+        """Refuse to build on a stored block that is not what its SHA-256 says any more."""
+        (places,) = np.nonzero(numbers < self._state.index.next_block)
+        rows = self.rows(numbers[places])
+        for place, row in zip(places, rows, strict=True):
+            if self.blocks[row].tobytes() != blocks[place].tobytes():
+                raise StoreError(f"{self.path}: block {numbers[place]} is damaged; verify tells whose it is")
+
+    def _check_new(self, name: str, layout: Layout) -> None:
+        self._state.check_writable()
+        if not _NAME.fullmatch(name):
+            raise InputError(f"model = {name!r}: a name has letters, digits and . _ = + -, 1 to 100 of them")
+        if name in self._state.index.models:
+            raise InputError(f"model = {name!r}: stored already; remove it first, or take another name")
+        known = self._state.index.block_size, self._state.index.dtype
+        if known[0] and known != (layout.block_size, layout.dtype):
+            raise InputError(
+                f"model = {name!r}: blocks of {layout.block_size} {layout.dtype}, but {self.path} has blocks of "
+                f"{known[0]} {known[1]}; use these, or another store"
+            )
+
+    def _files(self, name: str) -> Files:
+        if name not in self._state.index.models:
+            raise InputError(f"model = {name!r}: not in {self.path}; it has {', '.join(self.names) or 'none'}")
+        return self._state.index.models[name]
+
+
+def _no_blocks(layout: Layout, num_blocks: int) -> NDArray[Any]:
+    """[num_blocks, block_size] without memory of their own."""
+    return np.broadcast_to(np.zeros((), layout.dtype), (num_blocks, layout.block_size))

@@ -1,0 +1,109 @@
+"""Whether a variant with replaced blocks is still accurate enough, on public or on private validation records.
+
+The drop is always measured against the original variant, never against the last one that passed: Algorithm 5 of Guan
+et al. 2025 goes on from the latter (line 18), so its drops add up beyond the bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fedpriv.accounting.events import PureEpsilon
+from fedpriv.dedup.algorithms import BudgetSpent
+from fedpriv.mechanisms.sources import RandomSource
+from fedpriv.mechanisms.svt import CutoffReached, SparseVector, noise_scales
+
+# One record changes a difference of two counts by 2 if it is replaced, by 1 if it is added or removed.
+SENSITIVITY = 2
+
+
+def allowed_drop(utility_bound: float, num_records: int) -> int:
+    """By how many correct answers a variant may fall: the largest count within the bound.
+
+    A millionth of a record is forgiven, so that 0.57 - 0.56 of 100 records is one of them.
+
+    Args:
+        utility_bound: in accuracy, in [0, 1].
+        num_records: registered size of the validation set, >= 1.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+    if not 0 <= utility_bound <= 1:
+        raise ValueError(f"utility_bound = {utility_bound}: must lie in [0, 1], in units of accuracy")
+    if num_records < 1:
+        raise ValueError(f"num_records = {num_records}: must be >= 1")
+    return math.floor(utility_bound * num_records + 1e-6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublicValidator:
+    """Validation on public records.
+
+    Attributes:
+        original_correct: how many of them the original variant answers correctly.
+        max_drop: see `allowed_drop`.
+    """
+
+    original_correct: int
+    max_drop: int
+
+    def accept(self, count_correct: int) -> bool:
+        """Whether a variant with so many correct answers is within the bound."""
+        return self.original_correct - count_correct <= self.max_drop
+
+
+class PrivateValidator:
+    """Validation on private records: one run of the Sparse Vector Technique, for one variant and one base.
+
+    Guarantee: all answers of the run together are epsilon-DP if a validation record is replaced, epsilon / 2 if one is
+    added or removed. Answers say pass or fail; counts stay inside. What a pass promises holds up to the noise. A
+    failure, a drop above the bound, is the positive answer that is counted; passes are free in any number. The
+    records are to be none of the training records, or `event` adds to what these cost.
+
+    The epsilon is charged before any noise is drawn: where charging raises, there is no validator and no answer.
+
+    Args:
+        original_correct: how many records the original variant answers correctly.
+        max_drop: see `allowed_drop`, with the registered number of records.
+        epsilon: of the run, finite and > 0.
+        charge: writes the event to the ledger, durably.
+        source: where noise comes from; seeded only in a run marked `simulate`.
+        cutoff: failures before the run ends, >= 1.
+
+    Raises:
+        ValueError: a value is out of range.
+
+    Source: Guan et al. 2025, Algorithm 5, with whole numbers and the drop against the original variant.
+    """
+
+    def __init__(
+        self,
+        *,
+        original_correct: int,
+        max_drop: int,
+        epsilon: float,
+        charge: Callable[[PureEpsilon], None],
+        source: RandomSource,
+        cutoff: int = 3,
+    ) -> None:
+        if max_drop < 0:
+            raise ValueError(f"max_drop = {max_drop}: must be >= 0 records")
+        self._original_correct, self._max_drop = original_correct, max_drop
+        noise_scales(epsilon, cutoff, SENSITIVITY)  # refuses what is out of range while nothing is charged
+        self.event, self.noise_source = PureEpsilon(epsilon=epsilon), source.name
+        charge(self.event)
+        self._answers = SparseVector(epsilon=epsilon, cutoff=cutoff, sensitivity=SENSITIVITY, source=source)
+
+    def accept(self, count_correct: int) -> bool:
+        """Whether a variant with so many correct answers passes, noise added.
+
+        Raises:
+            BudgetSpent: `cutoff` variants failed before.
+        """
+        try:
+            return not self._answers.reaches(self._original_correct - count_correct, self._max_drop + 1)
+        except CutoffReached:
+            raise BudgetSpent("every failure that this run's epsilon pays for was shown") from None

@@ -1,0 +1,159 @@
+"""Variants on disk: a folder with one safetensors file, and a `variant.json` on what it cost and what it came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+from numpy.typing import NDArray
+
+from fedpriv.accounting import events
+from fedpriv.accounting.curves import Accountant
+from fedpriv.accounting.events import Event
+from fedpriv.dedup.base_selection import Variant
+from fedpriv.dedup.composition import History, Upload, publication_cost
+from fedpriv.errors import InputError
+
+VERSION = 1
+
+FILE = "variant.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Described:
+    """What `variant.json` says of a variant.
+
+    Attributes:
+        name: unique among the variants that are deduplicated together.
+        architecture: only variants of one architecture share blocks.
+        utility: accuracy on the validation set, in [0, 1].
+        epsilon_bound: by how much epsilon may rise.
+        utility_bound: by how much utility may drop.
+        deltas: {data set: at which its epsilon is told}.
+        history: the uploads that it descends from, or the events of its training.
+        tags: of the task, by which variants are clustered.
+    """
+
+    name: str
+    architecture: str
+    utility: float
+    epsilon_bound: float
+    utility_bound: float
+    deltas: Mapping[str, float]
+    history: History
+    tags: frozenset[str] = field(default_factory=frozenset)
+
+    def as_variant(self, accountant: Accountant = "pld") -> Variant:
+        """What base selection needs to know of it."""
+        guarantee = publication_cost([self.history], self.deltas, accountant=accountant).guarantee
+        return Variant(
+            name=self.name,
+            architecture=self.architecture,
+            data_sets=self.history.data_sets,
+            epsilon=guarantee.epsilon,
+            delta=guarantee.delta,
+            utility=self.utility,
+            epsilon_bound=self.epsilon_bound,
+            utility_bound=self.utility_bound,
+            tags=self.tags,
+        )
+
+
+def write(folder: Path, described: Described, tensors: Mapping[str, NDArray[Any]]) -> None:
+    """Write a variant; the description comes last, so that a folder with one is whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    safetensors.numpy.save_file(dict(tensors), folder / "model.safetensors")
+    describe(folder, described)
+
+
+def describe(folder: Path, described: Described) -> None:
+    """Write the description of a variant whose tensors are there."""
+    temporary = folder / f"{FILE}.tmp"
+    temporary.write_text(json.dumps(_to_json(described), indent=1) + "\n")
+    temporary.replace(folder / FILE)
+
+
+def read(folder: Path) -> Described:
+    """The description of a variant.
+
+    Raises:
+        InputError: it is missing, or not what `describe` writes.
+    """
+    path = folder / FILE
+    try:
+        return _from_json(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; a variant is described there") from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{path}: not a variant's description ({type(error).__name__}: {error})") from None
+
+
+def read_tensors(folder: Path) -> dict[str, NDArray[Any]]:
+    """The tensors of a variant.
+
+    Raises:
+        InputError: the folder holds no safetensors file, or several, or a damaged one.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) != 1:
+        raise InputError(f"{folder}: holds {len(files)} safetensors files; a variant is one")
+    try:
+        return {name: np.asarray(tensor) for name, tensor in safetensors.numpy.load_file(files[0]).items()}
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise InputError(f"{files[0]}: cannot be read ({error})") from None
+
+
+def _to_json(described: Described) -> dict[str, Any]:
+    history = described.history
+    uploads = None
+    if history.ancestors is not None:
+        uploads = [
+            {"data_set": u.data_set, "run": u.run, "round": u.round, "request": u.request, "event": _text(u.event)}
+            for u in sorted(history.ancestors, key=lambda u: u.key)
+        ]
+    return {
+        "version": VERSION,
+        "name": described.name,
+        "architecture": described.architecture,
+        "tags": sorted(described.tags),
+        "utility": described.utility,
+        "epsilon_bound": described.epsilon_bound,
+        "utility_bound": described.utility_bound,
+        "deltas": dict(described.deltas),
+        "uploads": uploads,
+        "events": {id_: [_text(event) for event in found] for id_, found in history.events.items()},
+    }
+
+
+def _from_json(fields: Mapping[str, Any]) -> Described:
+    if fields["version"] != VERSION:
+        raise ValueError(f"version = {fields['version']!r}: this fedpriv reads version {VERSION}")
+    uploads = fields["uploads"]
+    history = History(
+        name=fields["name"],
+        ancestors=None if uploads is None else frozenset(_upload(upload) for upload in uploads),
+        events={id_: tuple(map(events.from_json, found)) for id_, found in fields["events"].items()},
+    )
+    return Described(
+        name=fields["name"],
+        architecture=fields["architecture"],
+        tags=frozenset(fields["tags"]),
+        utility=float(fields["utility"]),
+        epsilon_bound=float(fields["epsilon_bound"]),
+        utility_bound=float(fields["utility_bound"]),
+        deltas={id_: float(delta) for id_, delta in fields["deltas"].items()},
+        history=history,
+    )
+
+
+def _upload(fields: Mapping[str, Any]) -> Upload:
+    return Upload(**{**fields, "event": events.from_json(fields["event"])})
+
+
+def _text(event: Event) -> str:
+    return events.to_json(event)

@@ -1,0 +1,96 @@
+"""What the search for the nearest blocks of many models costs in time and memory.
+
+    python -m simulations.benchmarks.dedup_distance [--models 10] [--values 22000000] [--block-size 16384] [--seed 0]
+
+The models lie in one memory-mapped file. They descend from two starts, half of them from each, with a tenth of a
+start's size as noise: pairs with one start have one near block for each block, the others have none, and all of theirs
+are about as far. The search runs once for each pair, on one core in a process of its own. What counts is that process's
+peak of resident memory, the file's pages included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from fedpriv.dedup.distance import nearest
+
+TARGET_SECONDS, TARGET_BYTES = 60.0, 2 * 10**9
+
+
+def write_models(file: Path, num_models: int, num_values: int, block_size: int, seed: int) -> None:
+    """Write the models, float32 [models, blocks, block size]."""
+    num_blocks = -(-num_values // block_size)
+    models = np.lib.format.open_memmap(file, "w+", np.float32, (num_models, num_blocks, block_size))
+    starts = [np.random.default_rng([seed, start]) for start in range(2)]
+    for block in range(num_blocks):
+        values = [start.standard_normal(block_size, dtype=np.float32) for start in starts]
+        noise = np.random.default_rng([seed, 2, block])
+        for model in range(num_models):
+            models[model, block] = values[model % 2] + 0.1 * noise.standard_normal(block_size, dtype=np.float32)
+    models.flush()
+
+
+def search(file: Path) -> dict[str, float]:
+    """Search each pair once, the later model as the target.
+
+    Returns:
+        Seconds, peak resident bytes, and the share of blocks in pairs with one start that found their relative.
+    """
+    models = np.load(file, mmap_mode="r")
+    started, found, related = time.perf_counter(), 0, 0
+    for base, target in itertools.combinations(range(len(models)), 2):
+        indices, _ = nearest(models[target], models[base])
+        if (target - base) % 2 == 0:
+            found += int((indices == np.arange(len(indices))).sum())
+            related += len(indices)
+    seconds = time.perf_counter() - started
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"seconds": seconds, "bytes": peak, "found": found / max(related, 1)}
+
+
+def main() -> None:
+    """Print what was found and then the claim as a JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=int, default=10)
+    parser.add_argument("--values", type=int, default=22_000_000)
+    parser.add_argument("--block-size", type=int, default=16_384)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--search", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.search:
+        print(json.dumps(search(arguments.search)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "models.npy"
+        write_models(file, arguments.models, arguments.values, arguments.block_size, arguments.seed)
+        command = [sys.executable, "-m", "simulations.benchmarks.dedup_distance", "--search", str(file)]
+        one_core = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+        row = json.loads(subprocess.run(command, check=True, env=one_core, stdout=subprocess.PIPE, text=True).stdout)
+    print(f"{row['seconds']:.1f} s, {row['bytes'] / 1e9:.2f} GB at its peak, {row['found']:.1%} of relatives found")
+    print(
+        json.dumps(
+            {
+                "claim": f"nearest blocks in each pair of {arguments.models} models of {arguments.values} "
+                f"values at blocks of {arguments.block_size}, on one core, within {TARGET_BYTES / 1e9:g} GB",
+                "seconds": row["seconds"],
+                "bytes": row["bytes"],
+                "target": TARGET_SECONDS,
+                "met": row["seconds"] <= TARGET_SECONDS and row["bytes"] <= TARGET_BYTES,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

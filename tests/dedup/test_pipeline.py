@@ -1,0 +1,201 @@
+"""Variants of one small network, trained on digits with noise: what is stored is what was accepted and may be spent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.dedup import pipeline, saliency, variants
+from fedpriv.dedup.composition import History, Upload
+from fedpriv.dedup.pipeline import Settings, deduplicate
+from fedpriv.dedup.store import Store
+from fedpriv.dedup.validation import PrivateValidator, allowed_drop
+from fedpriv.dedup.variants import Described
+from fedpriv.errors import InputError
+from fedpriv.mechanisms.sources import SeededSource
+
+DIGITS = load_digits()
+TEST = slice(1200, 1797)
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10))
+
+
+class DigitsEvaluator:
+    """Accuracy on the last 597 digits."""
+
+    def __init__(self, is_public: bool = True) -> None:
+        self.is_public = is_public
+        self.images = torch.tensor(DIGITS.data[TEST] / 16, dtype=torch.float32)
+        self.labels = torch.tensor(DIGITS.target[TEST])
+        self.num_records = len(self.labels)
+        self.model = network()
+
+    def _load(self, tensors) -> None:
+        self.model.load_state_dict({name: torch.tensor(value) for name, value in tensors.items()})
+
+    @torch.no_grad()
+    def count_correct(self, tensors) -> int:
+        self._load(tensors)
+        return int((self.model(self.images).argmax(1) == self.labels).sum())
+
+    def saliency(self, tensors):
+        self._load(tensors)
+        loss = nn.CrossEntropyLoss(reduction="none")
+        batches = [{"images": self.images, "labels": self.labels}]
+        return saliency.gradient(
+            self.model, batches, lambda model, batch: loss(model(batch["images"]), batch["labels"])
+        )
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, dict[str, np.ndarray]]:
+    """A network after 20, 25, 30, 35 and 40 noisy steps of one training: later ones descend from earlier ones."""
+    torch.manual_seed(0)
+    model, found = network(), {}
+    images = torch.tensor(DIGITS.data[:1200] / 16, dtype=torch.float32)
+    labels = torch.tensor(DIGITS.target[:1200])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for step in range(1, 41):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images), labels).backward()
+        for parameter in model.parameters():
+            parameter.grad += 0.002 * torch.randn_like(parameter)
+        optimizer.step()
+        if step >= 20 and step % 5 == 0:
+            found[f"round-{step}"] = {name: value.numpy().copy() for name, value in model.state_dict().items()}
+    return found
+
+
+def uploads(until: int) -> frozenset[Upload]:
+    event = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.05)
+    return frozenset(Upload(data_set="clinic", run="r", round=n, event=event) for n in range(1, until + 1))
+
+
+@pytest.fixture
+def described(trained) -> list[Described]:
+    evaluator = DigitsEvaluator()
+    return [
+        Described(
+            name=name,
+            architecture="mlp",
+            utility=evaluator.count_correct(tensors) / evaluator.num_records,
+            epsilon_bound=0.5,
+            utility_bound=0.02,
+            deltas={"clinic": 1e-5},
+            history=History(name=name, ancestors=uploads(int(name.split("-")[1]))),
+        )
+        for name, tensors in trained.items()
+    ]
+
+
+SETTINGS = Settings(block_size=64, options={"min_batch": 2}, fairness="outcome")
+
+
+@pytest.mark.parametrize("algorithm", ["drd", "dred", "greedy", "dedup"])
+def test_every_variant_is_within_its_bounds_by_an_independent_look_at_the_store(
+    tmp_path, trained, described, algorithm
+):
+    settings = replace(
+        SETTINGS, algorithm=algorithm, options={} if algorithm in ("greedy", "dedup") else SETTINGS.options
+    )
+    with Store(tmp_path / "store") as store:
+        outcomes = deduplicate(described, trained.__getitem__, DigitsEvaluator(), store, settings)
+    evaluator = DigitsEvaluator()
+    with Store(tmp_path / "store", read_only=True) as store:
+        assert not store.verify()
+        assert set(store.names) == set(trained)
+        assert store.bytes_stored < store.bytes_logical
+        for variant, outcome in ((v, o) for v in described for o in outcomes if o.name == v.name):
+            restored = store.restore(variant.name)
+            correct = evaluator.count_correct(restored)
+            assert correct == outcome.correct_after
+            drop = allowed_drop(variant.utility_bound, evaluator.num_records)
+            assert outcome.correct_before - correct <= drop
+            assert outcome.epsilon_after <= outcome.epsilon_before + variant.epsilon_bound
+            assert outcome.epsilons["provenance"] <= outcome.epsilons["basic"]
+            if not outcome.bases:
+                assert all(np.array_equal(restored[name], trained[variant.name][name]) for name in restored)
+    assert any(outcome.num_replaced for outcome in outcomes)
+
+
+def test_provenance_lets_rounds_of_one_run_share_blocks_where_a_sum_would_not(described, trained, tmp_path):
+    with Store(tmp_path / "store") as store:
+        outcomes = deduplicate(described, trained.__getitem__, DigitsEvaluator(), store, SETTINGS)
+    used = [outcome for outcome in outcomes if outcome.bases]
+    assert used
+    for outcome in used:
+        # Both are functions of the same uploads: the later round's epsilon is the union's.
+        assert outcome.epsilon_after == pytest.approx(outcome.epsilons["provenance"])
+        assert outcome.epsilons["basic"] > outcome.epsilon_before + 0.5
+
+
+def test_on_private_records_no_number_is_shown_and_every_pair_is_charged(described, trained, tmp_path):
+    charged = []
+
+    def validate(name: str, correct: int, drop: int) -> PrivateValidator:
+        return PrivateValidator(
+            original_correct=correct,
+            max_drop=drop,
+            epsilon=1.0,
+            charge=lambda event: charged.append((name, event.epsilon)),
+            source=SeededSource(0, name),
+        )
+
+    evaluator = DigitsEvaluator(is_public=False)
+    with Store(tmp_path / "store") as store:
+        outcomes = deduplicate(described, trained.__getitem__, evaluator, store, SETTINGS, validate=validate)
+    targets = [outcome.name for outcome in outcomes if outcome.bases]
+    assert charged == [(name, 1.0) for name in targets]
+    assert {outcome.correct_before for outcome in outcomes} == {outcome.correct_after for outcome in outcomes} == {None}
+
+
+def test_bounds_that_nothing_can_meet_leave_everything_as_it_was(described, trained, tmp_path):
+    apart = [
+        replace(variant, epsilon_bound=0.0, history=replace(variant.history, ancestors=uploads(20 + place)))
+        for place, variant in enumerate(described)
+    ]
+    with Store(tmp_path / "store") as store:
+        outcomes = deduplicate(apart[:1], trained.__getitem__, DigitsEvaluator(), store, SETTINGS)
+    assert [outcome.bases for outcome in outcomes] == [()]
+
+
+def test_an_unknown_algorithm_leaves_the_store_untouched(described, trained, tmp_path):
+    with Store(tmp_path / "store") as store:
+        with pytest.raises(InputError, match="algorithm = 'magic': known are drd"):
+            deduplicate(described, trained.__getitem__, DigitsEvaluator(), store, replace(SETTINGS, algorithm="magic"))
+        assert not store.names
+
+
+def test_a_description_reads_back_and_a_damaged_one_is_refused_by_name(described, trained, tmp_path):
+    folder = tmp_path / "round-20"
+    variants.write(folder, described[0], trained["round-20"])
+    assert variants.read(folder) == described[0]
+    tensors = variants.read_tensors(folder)
+    assert all(np.array_equal(tensors[name], trained["round-20"][name]) for name in tensors)
+    text = (folder / "variant.json").read_text()
+    for harmed in ("", "{}", text.replace('"version": 1', '"version": 9'), text.replace("subsampled", "unknown")):
+        if harmed == text:
+            continue
+        (folder / "variant.json").write_text(harmed)
+        with pytest.raises(InputError, match=r"variant\.json: not a variant's description"):
+            variants.read(folder)
+    with pytest.raises(InputError, match="a variant is described there"):
+        variants.read(tmp_path)
+    (folder / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(InputError, match=r"model\.safetensors: cannot be read"):
+        variants.read_tensors(folder)
+
+
+def test_a_plan_looks_at_no_weights(described):
+    selection = pipeline.plan(described, SETTINGS)
+    assert set(selection.assignments) | set(selection.untouched) == {variant.name for variant in described}
+    assert partial(pipeline.plan, described)(SETTINGS) == selection

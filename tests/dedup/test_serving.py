@@ -1,0 +1,207 @@
+"""A registry serves what is stored, within its memory, and copies only what differs."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fedpriv.dedup.blocks import layout_of
+from fedpriv.dedup.serving import Registry, copy_rows
+from fedpriv.dedup.store import Store
+from fedpriv.errors import InputError
+
+SIZE = 64
+NUM_MODELS = 4
+
+
+def network(seed: int = 0) -> nn.Module:
+    """Two linear layers with an integer buffer, and a batch norm."""
+    torch.manual_seed(seed)
+    built = nn.Sequential(nn.Linear(32, 33), nn.BatchNorm1d(33), nn.Linear(33, 10))
+    return built.eval()
+
+
+def variant(number: int) -> dict[str, np.ndarray]:
+    """The base with two rows of a matrix and a bias of its own."""
+    tensors = {name: tensor.numpy().copy() for name, tensor in network().state_dict().items()}
+    tensors["0.weight"][2 * number : 2 * number + 2] = number
+    tensors["2.bias"][:] = number
+    return tensors
+
+
+@pytest.fixture
+def store(tmp_path):
+    with Store(tmp_path / "store") as opened:
+        for number in range(NUM_MODELS):
+            layout = layout_of(variant(number), SIZE)
+            opened.add(f"v{number}", layout, *layout.to_blocks(variant(number)))
+        yield opened
+
+
+@pytest.fixture
+def one_model(store) -> int:
+    """Bytes of one model in memory."""
+    return store.manifest("v0").layout.padded_bytes
+
+
+def is_variant(tensors: dict[str, torch.Tensor], number: int) -> bool:
+    expected = variant(number)
+    return tensors.keys() == expected.keys() and all(
+        np.array_equal(tensors[name].detach().numpy(), values) for name, values in expected.items()
+    )
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, NUM_MODELS])
+def test_any_order_of_requests_gives_the_models_asked_for_within_the_bound(store, one_model, capacity):
+    registry, built = Registry(store, capacity * one_model), network(1)
+    for number in np.random.default_rng(0).integers(NUM_MODELS, size=40):
+        registry.load_into(built, f"v{number}")
+        assert is_variant(built.state_dict(), number)
+        assert is_variant(registry.get(f"v{number}"), number)
+        assert len(registry.names) <= capacity
+
+
+def test_last_ones_asked_for_stay(store, one_model):
+    registry = Registry(store, 2 * one_model)
+    for name in ("v0", "v1", "v0", "v2"):
+        registry.get(name)
+    assert registry.names == ["v0", "v2"]
+    assert (registry.statistics.hits, registry.statistics.misses) == (1, 3)
+
+
+def test_only_what_differs_is_copied(store, one_model):
+    registry, built = Registry(store, one_model), network(1)
+    registry.load_into(built, "v1")
+    assert registry.statistics.bytes_copied == one_model
+    registry.load_into(built, "v1")
+    assert registry.statistics.bytes_copied == one_model
+    registry.load_into(built, "v2")
+    differing = np.count_nonzero(store.manifest("v1").blocks != store.manifest("v2").blocks)
+    assert differing == 2
+    assert registry.statistics.bytes_copied == one_model + differing * SIZE * 4 + variant(0)["2.bias"].nbytes
+
+
+def test_parameters_stay_the_same_objects(store, one_model):
+    registry, built = Registry(store, one_model), network(1)
+    before = list(built.parameters())
+    registry.load_into(built, "v1")
+    assert all(one is other for one, other in zip(before, built.parameters(), strict=True))
+
+
+def test_loaded_model_computes_what_the_original_does(store, one_model):
+    original, built, x = network(), network(1), torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    original.load_state_dict({name: torch.from_numpy(values) for name, values in variant(3).items()})
+    registry = Registry(store, one_model)
+    for name in ("v0", "v3"):
+        registry.load_into(built, name)
+    assert torch.equal(built(x), original(x))
+
+
+def test_weights_changed_in_place_are_loaded_anew(store, one_model):
+    registry, built = Registry(store, 2 * one_model), network(1)
+    registry.load_into(built, "v1")
+    with torch.no_grad():
+        built[0].weight.add_(1)
+    assert is_variant(registry.get("v1"), 1)
+    registry.load_into(built, "v1")
+    nn.init.zeros_(built[2].weight)
+    del built
+    gc.collect()
+    assert is_variant(registry.get("v1"), 1)
+    registry.get("v1")
+    assert registry.statistics.hits == 2
+
+
+def test_models_that_are_served_keep_their_memory(store, one_model):
+    registry, one, other = Registry(store, 2 * one_model), network(1), network(2)
+    registry.load_into(one, "v1")
+    for number in (2, 3, 0):
+        registry.load_into(other, f"v{number}")
+        assert is_variant(one.state_dict(), 1)
+    with pytest.raises(InputError, match="no room for model 'v3' beside the 2 models"):
+        registry.get("v3")
+    assert is_variant(other.state_dict(), 0)
+    del one
+    gc.collect()
+    assert is_variant(registry.get("v3"), 3)
+
+
+def test_models_of_two_architectures_share_one_memory(store, one_model):
+    small = {"w": np.ones(SIZE, "f4")}
+    layout = layout_of(small, SIZE)
+    store.add("small", layout, *layout.to_blocks(small))
+    registry = Registry(store, one_model)
+    for _ in range(2):
+        assert is_variant(registry.get("v1"), 1)
+        assert registry.get("small")["w"].tolist() == [1] * SIZE
+        assert registry.names == ["small"]
+
+
+def test_numbers_outlive_removal_and_compaction(store, one_model):
+    registry = Registry(store, one_model)
+    registry.get("v0")
+    store.remove("v0")
+    store.compact()
+    assert is_variant(registry.get("v3"), 3)
+    with pytest.raises(InputError, match="'v0': not in"):
+        registry.get("v0")
+    layout = layout_of(variant(7), SIZE)
+    store.remove("v3")
+    store.add("v3", layout, *layout.to_blocks(variant(7)))
+    assert is_variant(registry.get("v3"), 7)
+
+
+def test_tied_tensors_may_be_stored_once(tmp_path):
+    built = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    built[1].weight = built[0].weight
+    tensors = {"0.weight": np.full((8, 8), 3, "f4")}
+    with Store(tmp_path / "tied") as store:
+        layout = layout_of(tensors, 16)
+        store.add("m", layout, *layout.to_blocks(tensors))
+        Registry(store, 10**6).load_into(built, "m")
+    assert built[1].weight.eq(3).all()
+
+
+@pytest.mark.parametrize(
+    ("built", "said"),
+    [
+        (nn.Linear(32, 33), "tensor '0.bias'"),
+        (nn.Sequential(*network(), nn.Linear(10, 1)), "tensor '3.bias' float32 .* one too many"),
+        (network().double(), "tensor '0.bias' float64"),
+        (network().to("meta"), "on meta"),
+    ],
+)
+def test_model_of_another_architecture_is_refused_and_left_alone(store, built, said):
+    before = [tensor.data_ptr() if tensor.device.type == "cpu" else 0 for tensor in built.parameters()]
+    with pytest.raises(InputError, match=said):
+        Registry(store, 10**6).load_into(built, "v0")
+    assert before == [tensor.data_ptr() if tensor.device.type == "cpu" else 0 for tensor in built.parameters()]
+
+
+def test_bound_below_one_model_is_refused(store, one_model):
+    with pytest.raises(InputError, match=f"memory_bytes = {one_model - 1}: model 'v0' alone needs {one_model}"):
+        Registry(store, one_model - 1).get("v0")
+
+
+@settings(deadline=None)
+@given(
+    width=st.sampled_from([1, 100, 5000]),
+    positions=st.sets(st.integers(0, 19)).map(sorted),
+    seed=st.integers(0, 9),
+    contiguous=st.booleans(),
+)
+def test_rows_are_copied_as_a_loop_would(width, positions, seed, contiguous):
+    generator = np.random.default_rng(seed)
+    source = generator.standard_normal((30, width))
+    rows = np.arange(len(positions)) + 3 if contiguous else generator.integers(30, size=len(positions))
+    target, expected = np.zeros((20, width)), np.zeros((20, width))
+    copy_rows(target, np.array(positions, np.int64), source, rows)
+    for position, row in zip(positions, rows, strict=True):
+        expected[position] = source[row]
+    assert np.array_equal(target, expected)

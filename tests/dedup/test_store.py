@@ -1,0 +1,338 @@
+"""The store gives back what it got, shares equal blocks, names damage, and is untouched by any error."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedpriv.dedup.blocks import layout_of
+from fedpriv.dedup.store import Store, StoreError, Variant
+from fedpriv.errors import InputError
+from tests.dedup.test_blocks import MODELS, same_bits
+
+SIZE = 16
+
+
+def model(seed: int = 0) -> dict[str, np.ndarray]:
+    """Five blocks in two tensors, and two extras."""
+    generator = np.random.default_rng(seed)
+    weights = {"a": generator.standard_normal((8, 5)), "b": generator.standard_normal(2 * SIZE)}
+    tensors = {name: values.astype("f4") for name, values in weights.items()}
+    return {**tensors, "bias": np.full(3, seed, "f4"), "steps": np.array(seed)}
+
+
+def add(store: Store, name: str, tensors: dict[str, np.ndarray], block_size: int = SIZE, **more) -> None:
+    layout = layout_of(tensors, block_size)
+    store.add(name, layout, *layout.to_blocks(tensors), **more)
+
+
+def replaced(tensors: dict[str, np.ndarray], position: int, value: float) -> dict[str, np.ndarray]:
+    """The model with one whole block of `b` set to a value."""
+    copy = tensors["b"].copy()
+    copy[SIZE * position : SIZE * (position + 1)] = value
+    return {**tensors, "b": copy}
+
+
+def state(path: Path) -> dict[str, bytes]:
+    """All files of a folder but the lock."""
+    return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file() and p.name != "lock"}
+
+
+@pytest.fixture
+def store(tmp_path):
+    with Store(tmp_path / "store") as opened:
+        yield opened
+
+
+@settings(max_examples=40, deadline=None)
+@given(models=st.lists(MODELS, min_size=1, max_size=3), block_size=st.sampled_from([1, 3, 10_000]))
+def test_models_come_back_bit_for_bit_also_from_a_new_process(models, block_size):
+    with tempfile.TemporaryDirectory() as folder:
+        with Store(Path(folder)) as store:
+            for number, tensors in enumerate(models):
+                add(store, f"m{number}", tensors, block_size)
+        with Store(Path(folder), read_only=True) as store:
+            assert store.verify() == []
+            for number, tensors in enumerate(models):
+                assert same_bits(store.restore(f"m{number}"), tensors)
+
+
+def test_equal_blocks_are_stored_once_and_counted(store):
+    base = model()
+    add(store, "base", base)
+    add(store, "variant", replaced(base, 1, 7.0))
+    assert len(store.blocks) == 6
+    assert store.reference_counts.tolist() == [2, 2, 2, 2, 1, 1]
+    add(store, "zeros", {"w": np.zeros(4 * SIZE, "f4")})
+    assert store.reference_counts.tolist() == [2, 2, 2, 2, 1, 1, 4]
+
+
+def test_what_the_caller_says_of_a_model_is_kept(store):
+    add(store, "m", model(), privacy={"epsilon": 2.5, "deltas": [1e-5]}, provenance={"round": 3})
+    with Store(store.path, read_only=True) as again:
+        assert again.manifest("m").privacy == {"epsilon": 2.5, "deltas": [1e-5]}
+        assert again.manifest("m").provenance == {"round": 3}
+
+
+def test_variant_by_numbers_of_stored_blocks_and_by_values(store):
+    base, other = model(0), model(1)
+    layout = layout_of(base, SIZE)
+    _, extras = layout.to_blocks(base)
+    for name, tensors in (("base", base), ("other", other)):
+        add(store, name, tensors)
+    numbers = store.manifest("other").blocks
+    store.add("one", layout, Variant(base="base", positions=np.array([4]), blocks=numbers[[4]]), extras)
+    store.add("two", layout, Variant(base="base", positions=np.array([3]), blocks=np.full((1, SIZE), 9, "f4")), extras)
+    store.add("three", layout, store.manifest("one").blocks, extras)
+    expected = {**base, "b": np.concatenate([base["b"][:SIZE], other["b"][SIZE:]])}
+    assert same_bits(store.restore("one"), expected)
+    assert same_bits(store.restore("two"), replaced(base, 0, 9.0))
+    assert same_bits(store.restore("three"), expected)
+    assert len(store.blocks) == 11
+
+
+def test_base_may_go_while_its_variants_stay_and_compaction_frees_the_rest(store):
+    base = model()
+    variant = replaced(base, 0, 7.0)
+    add(store, "base", base)
+    add(store, "variant", variant)
+    numbers = store.manifest("variant").blocks
+    store.remove("base")
+    assert same_bits(store.restore("variant"), variant)
+    assert (len(store.blocks), store.compact(), len(store.blocks), store.compact()) == (6, 1, 5, 0)
+    assert same_bits(store.restore("variant"), variant)
+    assert store.manifest("variant").blocks.tolist() == numbers.tolist()
+    add(store, "base", base)
+    assert store.manifest("base").blocks.max() == 6, "a number is never given twice"
+    with Store(store.path, read_only=True) as again:
+        assert again.verify() == []
+        assert same_bits(again.restore("base"), base)
+
+
+def test_freed_blocks_are_used_again_before_compaction(store):
+    add(store, "m", model())
+    store.remove("m")
+    add(store, "again", model())
+    assert len(store.blocks) == 5
+
+
+def test_empty_store_and_store_that_became_empty(store):
+    assert (store.names, store.verify(), store.compression_ratio, store.compact()) == ([], [], 1.0, 0)
+    add(store, "m", model())
+    store.remove("m")
+    assert (store.compact(), store.verify(), len(store.blocks)) == (5, [], 0)
+    add(store, "m", model())
+    assert same_bits(store.restore("m"), model())
+
+
+def test_bytes_are_those_on_the_disk_and_those_without_sharing(store):
+    big = {"w": np.random.default_rng(0).standard_normal(100 * SIZE).astype("f4")}
+    for number in range(10):
+        add(store, f"m{number}", big)
+    assert store.bytes_logical == 10 * 6400
+    files = [path for path in store.path.rglob("*") if path.is_file() and path.name not in ("lock", "index.json")]
+    assert store.bytes_stored == sum(path.stat().st_size for path in files)
+    assert store.compression_ratio == store.bytes_stored / store.bytes_logical < 0.5
+
+
+def test_blocks_file_is_plain_numpy(store):
+    add(store, "m", model())
+    assert np.load(store.path / "blocks.0.npy", mmap_mode="r").tobytes() == store.blocks.tobytes()
+
+
+def mistakes(store: Store) -> dict[str, tuple]:
+    tensors = model(1)
+    layout = layout_of(tensors, SIZE)
+    blocks, extras = layout.to_blocks(tensors)
+    other = layout_of({"w": np.zeros(SIZE, "f4")}, SIZE)
+
+    def variant(base="base", positions=(0,), numbers=(0,)):
+        return Variant(base=base, positions=np.array(positions), blocks=np.array(numbers))
+
+    return {
+        "'base': stored already": (store.add, "base", layout, blocks, extras),
+        r"'\.\./x': a name has letters": (store.add, "../x", layout, blocks, extras),
+        "blocks of 8 float32, but": (add, store, "m", tensors, 8),
+        "blocks of 16 float16, but": (store.add, "m", layout_of(tensors, SIZE, "float16"), blocks, extras),
+        r"blocks: float32 \[4, 16\], but the layout has": (store.add, "m", layout, blocks[1:], extras),
+        "blocks: float64": (store.add, "m", layout, blocks.astype("f8"), extras),
+        "extras: tensor 'bias'": (store.add, "m", layout, blocks, {"steps": extras["steps"]}),
+        "plain JSON values": (lambda: store.add("m", layout, blocks, extras, privacy={"epsilon": object()}),),
+        "'nobody': not in": (store.add, "m", layout, variant(base="nobody"), extras),
+        "another architecture: tensor 'a'": (store.add, "m", other, variant(), {}),
+        "positions: 2 for 1 blocks": (store.add, "m", layout, variant(positions=(0, 0)), extras),
+        "from 0 to 4": (store.add, "m", layout, variant(positions=(5,)), extras),
+        "block 99: not stored": (store.add, "m", layout, variant(numbers=(99,)), extras),
+        "'gone': not in .* it has base": (store.remove, "gone"),
+        "'lost': not in": (store.restore, "lost"),
+    }
+
+
+def test_mistakes_are_named_in_a_line_and_change_nothing(store):
+    add(store, "base", model())
+    before = state(store.path)
+    for said, (call, *arguments) in mistakes(store).items():
+        with pytest.raises(InputError, match=said) as raised:
+            call(*arguments)
+        assert "\n" not in str(raised.value)
+    assert state(store.path) == before
+    assert store.verify() == []
+
+
+def test_full_disk_leaves_the_store_as_it_was(store, monkeypatch):
+    from fedpriv.dedup import rows
+
+    add(store, "base", model())
+    before = store.restore("base")
+
+    def full(_file):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rows.os, "fsync", full)
+        with pytest.raises(StoreError, match="No space left on device"):
+            add(store, "m", model(1))
+    assert store.names == ["base"]
+    add(store, "m", model(1))
+    assert (store.verify(), same_bits(store.restore("base"), before)) == ([], True)
+
+
+def test_one_writer_at_a_time_and_readers_beside_it(store):
+    add(store, "m", model())
+    code = "import sys; from pathlib import Path; from fedpriv.dedup.store import Store; Store(Path(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", code, store.path], capture_output=True, text=True)
+    assert "StoreError" in done.stderr
+    assert "one writer at a time" in done.stderr
+    with Store(store.path, read_only=True) as reader:
+        add(store, "later", model(1))
+        assert reader.names == ["m"]
+        assert same_bits(reader.restore("m"), model())
+        with pytest.raises(StoreError, match="not open for writing"):
+            reader.remove("m")
+
+
+def test_folder_that_is_no_store_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(InputError, match="no store, yet not empty"):
+        Store(tmp_path)
+    with pytest.raises(InputError, match="a folder"):
+        Store(tmp_path / "thesis.txt")
+    with pytest.raises(InputError, match="no store"):
+        Store(tmp_path / "nothing", read_only=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_unknown_version_is_refused(store):
+    store.close()
+    text = json.dumps({"version": 7, "anything": 1})
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (store.path / "index.json").write_text(f'{{"sha256": "{digest}", "index": {text}}}\n')
+    with pytest.raises(StoreError, match=r"index\.json: version 7: this fedpriv reads version 1"):
+        Store(store.path)
+
+
+@pytest.fixture
+def two(store):
+    """A closed store of a base and a variant that shares all but one of its blocks."""
+    add(store, "base", model())
+    add(store, "variant", replaced(model(), 1, 7.0))
+    store.close()
+    return store.path
+
+
+def found(path: Path) -> str:
+    """What opening and verifying say, as one text."""
+    try:
+        with Store(path, read_only=True) as store:
+            return "\n".join(store.verify())
+    except (StoreError, InputError) as error:
+        return str(error)
+
+
+def files(path: Path) -> list[Path]:
+    return sorted(p for p in path.rglob("*") if p.is_file() and p.name != "lock")
+
+
+def test_every_flipped_bit_is_found_and_put_back_it_is_sound(two):
+    generator = np.random.default_rng(0)
+    for file in files(two):
+        content = file.read_bytes()
+        for place in generator.choice(len(content), size=min(40, len(content)), replace=False):
+            flipped = bytearray(content)
+            flipped[place] ^= 1 << generator.integers(8)
+            file.write_bytes(flipped)
+            assert file.name.split(".")[0] in found(two) or "tensor" in found(two), f"{file} byte {place}"
+        file.write_bytes(content)
+        assert found(two) == ""
+
+
+def test_every_truncation_and_loss_is_found(two):
+    for file in files(two):
+        content = file.read_bytes()
+        for length in (0, 1, len(content) // 2, len(content) - 1):
+            file.write_bytes(content[:length])
+            assert found(two), f"{file} cut to {length} bytes"
+        file.unlink()
+        assert found(two), f"{file} lost"
+        file.write_bytes(content)
+
+
+def flip(file: Path, place: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "said"),
+    [
+        ("blocks.0.npy", -1, ["model 'variant', tensor 'b': 1 of its 2 blocks damaged, the first is block 5"]),
+        (
+            "blocks.0.npy",
+            128,
+            [f"model '{name}', tensor 'a': 1 of its 3 blocks damaged" for name in ("base", "variant")],
+        ),
+        ("extras/base.safetensors", -1, ["model 'base', tensor 'bias': extras/base.safetensors is damaged"]),
+        ("manifests/base.json", 5, ["model 'base': manifests/base.json is damaged"]),
+        ("catalogue.0.npy", -1, ["catalogue.0.npy is damaged"]),
+        ("index.json", 99, ["index.json: damaged"]),
+    ],
+)
+def test_damage_is_named_with_model_and_tensor(two, name, place, said):
+    flip(two / name, place)
+    for line in said:
+        assert line in found(two)
+
+
+def test_damaged_model_is_not_restored_and_the_other_one_is(two):
+    flip(two / "blocks.0.npy", -1)
+    with Store(two) as store:
+        with pytest.raises(StoreError, match="model 'variant', tensor 'b'"):
+            store.restore("variant")
+        assert same_bits(store.restore("base"), model())
+        with pytest.raises(StoreError, match="block 5 is damaged"):
+            add(store, "again", replaced(model(), 1, 7.0))
+        assert store.names == ["base", "variant"]
+
+
+def test_truncated_blocks_name_every_tensor_that_lost_some(two):
+    file = two / "blocks.0.npy"
+    file.write_bytes(file.read_bytes()[:-70])
+    assert "blocks.0.npy is truncated" in found(two)
+    for name in ("base", "variant"):
+        assert f"model '{name}', tensor 'b'" in found(two)
+    with Store(two) as store:
+        assert store.verify()
+        with pytest.raises(StoreError, match="tensor 'b'"):
+            store.restore("base")
+        with pytest.raises(StoreError, match="truncated"):
+            store.compact()
