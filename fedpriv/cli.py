@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import fedpriv
+from fedpriv import cli_dedup
 from fedpriv.accounting import ledger, statement
 from fedpriv.accounting.calibration import noise_multiplier_for
 from fedpriv.accounting.clipping import num_parts, sensitivity_factor
@@ -22,13 +23,14 @@ from fedpriv.accounting.selection import repeat_and_select
 from fedpriv.accounting.views import default_delta
 from fedpriv.cli_communication import communication
 from fedpriv.cli_status import status
-from fedpriv.errors import InputError, LedgerError
+from fedpriv.errors import InputError, LedgerError, StoreError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 data_app = typer.Typer(no_args_is_help=True, help="Look at data before anything is registered.")
 app.add_typer(data_app, name="data")
 ledger_app = typer.Typer(no_args_is_help=True, help="What every data set has spent, from its ledger.")
 app.add_typer(ledger_app, name="ledger")
+app.add_typer(cli_dedup.app, name="dedup")
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")]
 
@@ -353,6 +355,6 @@ def main() -> None:
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
-    except (LedgerError, OSError) as error:
+    except (LedgerError, StoreError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(1)

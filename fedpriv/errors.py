@@ -11,3 +11,7 @@ class TooFewClientsError(RuntimeError):
 
 class LedgerError(RuntimeError):
     """A ledger that cannot be used, so that nothing may be released; command lines print it and exit with 1."""
+
+
+class StoreError(RuntimeError):
+    """A store of variants that is damaged, in use or cannot be written; command lines print it and exit with 1."""

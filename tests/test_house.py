@@ -58,7 +58,7 @@ def imported_by(package: str) -> dict[str, set[str]]:
         ("fedpriv/accounting", ("torch", "fedpriv.training", "fedpriv.adapters", "fedpriv.mechanisms")),
         ("fedpriv/mechanisms", ("fedpriv.training", "fedpriv.adapters", "fedpriv.data")),
         ("fedpriv/adapters", ("fedpriv.training", "fedpriv.data", "fedpriv.accounting")),
-        ("fedpriv/dedup", ("fedpriv.training", "fedpriv.data", "fedpriv.reports", "fedpriv.guard")),
+        ("fedpriv/dedup", ("fedpriv.data", "fedpriv.reports", "fedpriv.guard", "fedpriv.training.workbench")),
         ("clients", ("server", "simulations")),
         ("server", ("clients", "simulations")),
     ],

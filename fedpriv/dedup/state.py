@@ -14,11 +14,7 @@ from fedpriv.dedup.folder import Folder, sync
 from fedpriv.dedup.manifests import Index
 from fedpriv.dedup.rows import RowFile
 from fedpriv.deployment.files import replace as replace_file
-from fedpriv.errors import InputError
-
-
-class StoreError(RuntimeError):
-    """A store that is damaged, in use or cannot be written; it stays as it was."""
+from fedpriv.errors import InputError, StoreError
 
 
 class State:

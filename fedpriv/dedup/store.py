@@ -21,10 +21,10 @@ from fedpriv.dedup.blocks import Layout, Tensors
 from fedpriv.dedup.catalogue import CATALOGUE, Numbered, numbered, numbers_by_digest, rows_of
 from fedpriv.dedup.folder import Folder, read, sync
 from fedpriv.dedup.manifests import Files, Index, Manifest
-from fedpriv.dedup.state import State, StoreError
+from fedpriv.dedup.state import State
 from fedpriv.dedup.verification import damaged_rows, damaged_tensors, problems, sha256
 from fedpriv.deployment.files import replace as replace_file
-from fedpriv.errors import InputError
+from fedpriv.errors import InputError, StoreError
 
 __all__ = ["Store", "StoreError", "Variant"]
 

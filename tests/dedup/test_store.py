@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.store import Store, StoreError, Variant
-from fedpriv.errors import InputError
+from fedpriv.dedup.store import Store, Variant
+from fedpriv.errors import InputError, StoreError
 from tests.dedup.test_blocks import MODELS, same_bits
 
 SIZE = 16

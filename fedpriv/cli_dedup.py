@@ -1,0 +1,187 @@
+"""`fedpriv dedup ...`: store the variants of a model by the blocks that they share."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedpriv.errors import InputError
+
+app = typer.Typer(no_args_is_help=True, help="Store the variants of a model by the blocks that they share.")
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")]
+Folder = Annotated[Path, typer.Argument(help="Folder with a folder for each variant, each with a variant.json.")]
+StorePath = Annotated[Path, typer.Argument(help="Folder of the store.")]
+Strategy = Annotated[str, typer.Option(help="single, multi or cross.")]
+Fairness = Annotated[str, typer.Option(help="bounds or outcome.")]
+
+
+@app.command()
+def plan(folder: Folder, strategy: Strategy = "single", fairness: Fairness = "bounds", as_json: AsJson = False) -> None:
+    """Which variant may take blocks of which, and what each would then cost; no weights are read.
+
+    Example: fedpriv dedup plan variants --strategy multi
+    """
+    from fedpriv.dedup import pipeline
+
+    settings = _settings(strategy=strategy, fairness=fairness)
+    found = pipeline.plan(_described(folder), settings)
+    targets = {
+        name: {"bases": list(a.bases), **asdict(a.guarantee), "epsilon_bound": a.limits.epsilon}
+        for name, a in found.assignments.items()
+    }
+    lines = [
+        f"{name}: blocks of {', '.join(t['bases'])}; epsilon {t['epsilon']:.4g} at delta {t['delta']:g}, "
+        f"at most {t['epsilon_bound']:.4g}"
+        for name, t in targets.items()
+    ]
+    lines += [f"{name}: stays as it is, {reason}" for name, reason in found.untouched.items()]
+    _print({"targets": targets, "untouched": dict(found.untouched)}, lines, as_json)
+
+
+@app.command()
+def run(
+    folder: Folder,
+    store: StorePath,
+    evaluator: Annotated[str, typer.Option(help="MODULE:FUNCTION that gives a fedpriv.dedup.pipeline.Evaluator.")],
+    algorithm: Annotated[str, typer.Option(help="drd, dred, greedy, mcts, dedup or mistique.")] = "drd",
+    block_size: Annotated[int, typer.Option(help="Values in a block.", min=1)] = 1024,
+    option: Annotated[list[str] | None, typer.Option("-o", help="key=value of the algorithm.")] = None,
+    strategy: Strategy = "single",
+    fairness: Fairness = "bounds",
+    as_json: AsJson = False,
+) -> None:
+    """Store all variants, with as many blocks of their bases as validation on public records accepts.
+
+    Example: fedpriv dedup run variants store --evaluator study:evaluator --algorithm dred -o min_batch=10
+    """
+    from fedpriv.config import parse_overrides
+    from fedpriv.dedup import pipeline, variants
+    from fedpriv.dedup.store import Store
+
+    settings = _settings(
+        strategy=strategy,
+        fairness=fairness,
+        algorithm=algorithm,
+        block_size=block_size,
+        options=parse_overrides(option or []),
+    )
+    described = _described(folder)
+    judge = _evaluator(evaluator)
+    if not judge.is_public:
+        raise InputError(f"evaluator = {evaluator!r}: its records are private; the command validates on public ones")
+    folders = {variants.read(path).name: path for path in _folders(folder)}
+    with Store(store) as opened:
+        outcomes = pipeline.deduplicate(
+            described, lambda name: variants.read_tensors(folders[name]), judge, opened, settings
+        )
+        summary = {
+            "compression_ratio": opened.compression_ratio,
+            "bytes_stored": opened.bytes_stored,
+            "bytes_logical": opened.bytes_logical,
+            "num_validations": sum(outcome.num_validations for outcome in outcomes),
+            "variants": [asdict(outcome) for outcome in outcomes],
+        }
+    lines = [
+        f"{o.name}: {o.num_replaced} of {o.num_blocks} blocks replaced in {o.num_validations} validations, "
+        f"correct {o.correct_before} to {o.correct_after} of {o.num_records}, "
+        f"epsilon {o.epsilon_before:.4g} to {o.epsilon_after:.4g}"
+        for o in outcomes
+    ]
+    lines.append(f"{summary['bytes_stored']} of {summary['bytes_logical']} bytes stored")
+    _print(summary, lines, as_json)
+
+
+@app.command()
+def restore(
+    store: StorePath,
+    name: Annotated[str, typer.Argument(help="Of the variant.")],
+    out: Annotated[Path, typer.Option(help="The safetensors file to write.")],
+) -> None:
+    """Write a stored variant as an ordinary safetensors file, bit for bit as it was validated.
+
+    Example: fedpriv dedup restore store round-20 --out round-20.safetensors
+    """
+    import safetensors.numpy
+
+    from fedpriv.dedup.store import Store
+
+    if out.exists():
+        raise InputError(f"out = {str(out)!r}: exists; name another file")
+    with Store(store, read_only=True) as opened:
+        tensors = opened.restore(name)
+    temporary = out.with_name(f"{out.name}.tmp")
+    safetensors.numpy.save_file(tensors, temporary)
+    temporary.replace(out)
+    typer.echo(f"{len(tensors)} tensors in {out}")
+
+
+@app.command()
+def verify(store: StorePath, as_json: AsJson = False) -> None:
+    """Whether every block, manifest and extra tensor of a store is as it was written. Exit code 1 if not.
+
+    Example: fedpriv dedup verify store
+    """
+    from fedpriv.dedup.store import Store
+
+    with Store(store, read_only=True) as opened:
+        damage, names = opened.verify(), opened.names
+    _print({"names": names, "damage": damage}, damage or [f"{len(names)} variants, all sound"], as_json)
+    raise typer.Exit(1 if damage else 0)
+
+
+def _settings(**values: Any) -> Any:
+    from typing import get_args
+
+    from fedpriv.dedup import base_selection
+    from fedpriv.dedup.algorithms import algorithm
+    from fedpriv.dedup.pipeline import Settings
+
+    for key, known in (("strategy", base_selection.Strategy), ("fairness", base_selection.Fairness)):
+        if values[key] not in get_args(known):
+            raise InputError(f"{key} = {values[key]!r}: must be one of {', '.join(get_args(known))}")
+    settings = Settings(**values)
+    known = [
+        n for n, p in inspect.signature(algorithm(settings.algorithm)).parameters.items() if p.kind is p.KEYWORD_ONLY
+    ]
+    if odd := sorted(set(settings.options) - set(known)):
+        raise InputError(f"option = {odd[0]!r}: {settings.algorithm} knows {', '.join(known)}")
+    return settings
+
+
+def _folders(folder: Path) -> list[Path]:
+    found = sorted(path.parent for path in folder.glob("*/variant.json"))
+    if not found:
+        raise InputError(f"folder = {str(folder)!r}: holds no variants; each is a folder with a variant.json")
+    return found
+
+
+def _described(folder: Path) -> list[Any]:
+    from fedpriv.dedup import variants
+
+    return [variants.read(path) for path in _folders(folder)]
+
+
+def _evaluator(name: str) -> Any:
+    """What MODULE:FUNCTION gives; modules of the working directory count."""
+    module, _, function = name.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(f"evaluator = {name!r}: must be MODULE:FUNCTION ({error})") from None
+
+
+def _print(values: dict[str, Any], lines: list[str], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(json.loads(json.dumps(values), parse_constant=lambda _: None)))
+    else:
+        typer.echo("\n".join(lines))
