@@ -26,7 +26,7 @@ run: $(VENV)/installed-run
 test: lint
 	$(BIN)/python -m pytest
 
-# SuperLink and SuperNodes as processes of their own, with TLS and authentication; about a quarter of an hour.
+# SuperLink and SuperNodes as processes of their own, with TLS and authentication; about half an hour on two cores.
 test-deployment: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m "deployment and not nightly" --durations=10
 
