@@ -148,11 +148,10 @@ def _settings(**values: Any) -> Any:
         if values[key] not in get_args(known):
             raise InputError(f"{key} = {values[key]!r}: must be one of {', '.join(get_args(known))}")
     settings = Settings(**values)
-    known = [
-        n for n, p in inspect.signature(algorithm(settings.algorithm)).parameters.items() if p.kind is p.KEYWORD_ONLY
-    ]
-    if odd := sorted(set(settings.options) - set(known)):
-        raise InputError(f"option = {odd[0]!r}: {settings.algorithm} knows {', '.join(known)}")
+    parameters = inspect.signature(algorithm(settings.algorithm)).parameters
+    options = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+    if odd := sorted(set(settings.options) - set(options)):
+        raise InputError(f"option = {odd[0]!r}: {settings.algorithm} knows {', '.join(options)}")
     return settings
 
 
