@@ -32,7 +32,7 @@ def plan(folder: Folder, strategy: Strategy = "single", fairness: Fairness = "bo
     from fedpriv.dedup import pipeline
 
     settings = _settings(strategy=strategy, fairness=fairness)
-    found = pipeline.plan(_described(folder), settings)
+    found = pipeline.plan(list(_described(folder).values()), settings)
     targets = {
         name: {"bases": list(a.bases), **asdict(a.guarantee), "epsilon_bound": a.limits.epsilon}
         for name, a in found.assignments.items()
@@ -77,10 +77,10 @@ def run(
     judge = _evaluator(evaluator)
     if not judge.is_public:
         raise InputError(f"evaluator = {evaluator!r}: its records are private; the command validates on public ones")
-    folders = {variants.read(path).name: path for path in _folders(folder)}
+    folders = {variant.name: path for path, variant in described.items()}
     with Store(store) as opened:
         outcomes = pipeline.deduplicate(
-            described, lambda name: variants.read_tensors(folders[name]), judge, opened, settings
+            list(described.values()), lambda name: variants.read_tensors(folders[name]), judge, opened, settings
         )
         summary = {
             "compression_ratio": opened.compression_ratio,
@@ -155,17 +155,14 @@ def _settings(**values: Any) -> Any:
     return settings
 
 
-def _folders(folder: Path) -> list[Path]:
+def _described(folder: Path) -> dict[Path, Any]:
+    """The variants' folders and what each says of itself."""
+    from fedpriv.dedup import variants
+
     found = sorted(path.parent for path in folder.glob("*/variant.json"))
     if not found:
         raise InputError(f"folder = {str(folder)!r}: holds no variants; each is a folder with a variant.json")
-    return found
-
-
-def _described(folder: Path) -> list[Any]:
-    from fedpriv.dedup import variants
-
-    return [variants.read(path) for path in _folders(folder)]
+    return {path: variants.read(path) for path in found}
 
 
 def _evaluator(name: str) -> Any:

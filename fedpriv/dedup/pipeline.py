@@ -90,7 +90,7 @@ class Outcome:
         num_replaced: that were replaced.
         num_validations: counted by the search.
         correct_before, correct_after: of `num_records` validation records; None where these are private.
-        epsilon_before, epsilon_after, delta: against a reader of this variant alone.
+        epsilon_before, epsilon_after, delta: against a reader of this variant alone, private validation left out.
         epsilons: {method: epsilon} of what it costs now, the largest over data sets.
     """
 
@@ -154,6 +154,10 @@ def deduplicate(
 ) -> list[Outcome]:
     """Store all variants, those that a base was found for with as many of its blocks as validation accepts.
 
+    Epsilons here are those of training alone. On private validation records each validator's event, and the saliency,
+    which is a release of its own and then has to be noised by the evaluator, are charged by who passes them in, and
+    are in none of the outcomes.
+
     Guarantee: what is stored of a target is, bit for bit, what its validator accepted, or the original; its epsilon
     stays within its limit. Every base is stored before whoever uses it.
 
@@ -187,7 +191,7 @@ def deduplicate(
             base = _blocks_of(store, assignment, layout)
             indices, _ = nearest(blocks, base, settings.metric)
             trial = _Trial(layout, blocks, extras, base[indices], np.argsort(saliency, kind="stable"), evaluator)
-            found = trial.searched(search, validator, settings.options)
+            found = trial.searched(search, validator, settings.options, correct)
         consulted = [known[each] for each in (name, *_originals(name, selection))]
         outcome = _outcome(consulted, assignment, found, correct, evaluator, settings.accountant)
         store.add(
@@ -224,8 +228,10 @@ class _Trial:
     order: NDArray[np.int64]
     evaluator: Evaluator
 
-    def searched(self, search: Callable[..., Any], validator: Validator, options: Mapping[str, Any]) -> _Found:
-        counts: dict[Positions, int] = {}
+    def searched(
+        self, search: Callable[..., Any], validator: Validator, options: Mapping[str, Any], correct: int
+    ) -> _Found:
+        counts: dict[Positions, int] = {frozenset(): correct}
 
         def accept(positions: Positions) -> bool:
             count = self.evaluator.count_correct(self.layout.from_blocks(self.replaced(positions), self.extras))
@@ -234,12 +240,7 @@ class _Trial:
 
         result = search(len(self.order), accept, **options)
         chosen = frozenset(result.replaced)
-        correct = (
-            counts[chosen]
-            if chosen
-            else self.evaluator.count_correct(self.layout.from_blocks(self.blocks, self.extras))
-        )
-        return _Found(self.replaced(chosen), len(chosen), result.num_validations, correct)
+        return _Found(self.replaced(chosen), len(chosen), result.num_validations, counts[chosen])
 
     def replaced(self, positions: Positions) -> NDArray[Any]:
         places = self.order[sorted(positions)]
