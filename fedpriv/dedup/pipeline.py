@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.accounting.curves import Accountant
+from fedpriv.accounting.events import Event
 from fedpriv.dedup.algorithms import Positions, algorithm
 from fedpriv.dedup.base_selection import Assignment, Fairness, Selection, Strategy, Variant, select_bases
 from fedpriv.dedup.blocks import Layout, layout_of
@@ -18,7 +19,7 @@ from fedpriv.dedup.composition import Guarantee, PublicationCost, publication_co
 from fedpriv.dedup.distance import nearest
 from fedpriv.dedup.saliency import Saliency, by_block
 from fedpriv.dedup.store import Store
-from fedpriv.dedup.validation import PublicValidator, allowed_drop
+from fedpriv.dedup.validation import PrivateRecords, PrivateValidation, PublicValidator, allowed_drop
 from fedpriv.dedup.variants import Described
 
 log = logging.getLogger(__name__)
@@ -31,17 +32,20 @@ class Evaluator(Protocol):
 
     Attributes:
         num_records: how many there are, as registered.
-        is_public: whether numbers may be shown; on private records only a validator's pass or fail is.
+        private: whose they are; None where they are public and numbers may be shown.
     """
 
     num_records: int
-    is_public: bool
+    private: PrivateRecords | None
 
     def count_correct(self, tensors: Tensors) -> int:
         """How many records the variant with these tensors answers correctly."""
 
     def saliency(self, tensors: Tensors) -> Saliency:
-        """How much each weight matters; of every tensor that is cut into blocks."""
+        """How much each weight matters, of every tensor that is cut into blocks.
+
+        On private records it is noised, and costs what `private` says.
+        """
 
 
 class Validator(Protocol):
@@ -49,10 +53,6 @@ class Validator(Protocol):
 
     def accept(self, count_correct: int) -> bool:
         """Whether a variant with so many correct answers passes."""
-
-
-Validate = Callable[[str, int, int], Validator]
-"""The validator of a target by its name, its original count of correct answers and by how many it may drop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,8 @@ class Outcome:
         num_replaced: that were replaced.
         num_validations: counted by the search.
         correct_before, correct_after: of `num_records` validation records; None where these are private.
-        epsilon_before, epsilon_after, delta: against a reader of this variant alone, private validation left out.
+        epsilon_before, epsilon_after, delta: against a reader of this variant alone; what private validation cost is
+            in the second.
         epsilons: {method: epsilon} of what it costs now, the largest over data sets.
     """
 
@@ -108,10 +109,21 @@ class Outcome:
     epsilons: Mapping[str, float]
 
 
-def plan(variants: Sequence[Described], settings: Settings) -> Selection:
+def plan(
+    variants: Sequence[Described],
+    settings: Settings,
+    validation: Mapping[str, Sequence[Event]] | None = None,
+    deltas: Mapping[str, float] | None = None,
+) -> Selection:
     """Which variant may take blocks of which, by what they cost together; no weights are looked at.
 
     A base costs a target what `publication_cost` says of both, by the tightest composition that holds.
+
+    Args:
+        variants: all that are stored together.
+        settings: see there.
+        validation: {data set: what validating one target releases of it}, where that is private.
+        deltas: {data set: delta} of these.
 
     Raises:
         ValueError: two variants of one name, or of one upload with two events.
@@ -119,7 +131,10 @@ def plan(variants: Sequence[Described], settings: Settings) -> Selection:
     known = {variant.name: variant for variant in variants}
 
     def cost(target: Variant, bases: Sequence[Variant]) -> Guarantee:
-        return cost_of([known[each.name] for each in (target, *bases)], settings.accountant).guarantee
+        # A base may be a target itself under `cross`, and then its own validation had a say in its blocks.
+        runs = 0 if not bases else 1 + len(bases) * (settings.strategy == "cross")
+        extra = {id_: tuple(events) * runs for id_, events in (validation or {}).items()}
+        return cost_of([known[each.name] for each in (target, *bases)], settings.accountant, extra, deltas).guarantee
 
     return select_bases(
         [variant.as_variant(settings.accountant) for variant in variants],
@@ -129,18 +144,25 @@ def plan(variants: Sequence[Described], settings: Settings) -> Selection:
     )
 
 
-def cost_of(consulted: Sequence[Described], accountant: Accountant = "pld") -> PublicationCost:
-    """What it costs to publish anything made of these variants."""
-    deltas: dict[str, float] = {}
-    for variant in consulted:
-        for id_, delta in variant.deltas.items():
-            deltas[id_] = min(delta, deltas.get(id_, delta))
-    return publication_cost([variant.history for variant in consulted], deltas, accountant=accountant)
+def cost_of(
+    consulted: Sequence[Described],
+    accountant: Accountant = "pld",
+    extra: Mapping[str, Sequence[Event]] | None = None,
+    deltas: Mapping[str, float] | None = None,
+) -> PublicationCost:
+    """What it costs to publish anything made of these variants, and of what was released besides.
 
-
-def publicly(name: str, original_correct: int, max_drop: int) -> Validator:
-    """Validation on public records, whatever the target."""
-    return PublicValidator(original_correct=original_correct, max_drop=max_drop)
+    Args:
+        consulted: the variants.
+        accountant: that composes events.
+        extra: {data set: events}, of private validation.
+        deltas: {data set: delta}, of the data sets of `extra` that no variant was trained on.
+    """
+    found: dict[str, float] = {}
+    for each in (*(variant.deltas for variant in consulted), deltas or {}):
+        for id_, delta in each.items():
+            found[id_] = min(delta, found.get(id_, delta))
+    return publication_cost([variant.history for variant in consulted], found, extra=extra, accountant=accountant)
 
 
 def deduplicate(
@@ -150,16 +172,13 @@ def deduplicate(
     store: Store,
     settings: Settings,
     *,
-    validate: Validate = publicly,
+    private: PrivateValidation | None = None,
 ) -> list[Outcome]:
     """Store all variants, those that a base was found for with as many of its blocks as validation accepts.
 
-    Epsilons here are those of training alone. On private validation records each validator's event, and the saliency,
-    which is a release of its own and then has to be noised by the evaluator, are charged by who passes them in, and
-    are in none of the outcomes.
-
-    Guarantee: what is stored of a target is, bit for bit, what its validator accepted, or the original; its epsilon
-    stays within its limit. Every base is stored before whoever uses it.
+    Guarantee: what is stored of a target is, bit for bit, what its validator accepted, or the original; its epsilon,
+    private validation included, stays within its limit. Every base is stored before whoever uses it. Private records
+    are charged for a target before they are first asked about it.
 
     Args:
         variants: to be stored; none of them in the store yet.
@@ -167,33 +186,41 @@ def deduplicate(
         evaluator: on the validation records.
         store: open for writing.
         settings: see there.
-        validate: makes the validator of each target.
+        private: how the evaluator's records are asked, if they are private.
 
     Raises:
         InputError: an unknown algorithm or option, a variant of another layout than its base, or a name that is taken.
         StoreError: the store cannot be written.
+        ValueError: `private` without private records, or private records without it.
     """
-    known = {variant.name: variant for variant in variants}
+    if (private is None) != (evaluator.private is None):
+        raise ValueError("private: must be given where the evaluator's records are private, and only there")
     search = algorithm(settings.algorithm)
-    selection = plan(variants, settings)
+    if private is None:
+        variants = [_measured(variant, read_tensors, evaluator) for variant in variants]
+    costs = _Costs.of(variants, settings, evaluator, private)
+    assignments = costs.selection.assignments
     outcomes = []
-    for name in [*(name for name in known if name not in selection.assignments), *selection.assignments]:
+    for name in [*(name for name in costs.known if name not in assignments), *assignments]:
         tensors = read_tensors(name)
         layout = layout_of(tensors, settings.block_size)
         blocks, extras = layout.to_blocks(tensors)
         correct = evaluator.count_correct(tensors)
         found = _Found(blocks, 0, 0, correct)
-        assignment = selection.assignments.get(name)
-        if assignment is not None:
-            drop = allowed_drop(max(0.0, known[name].utility - assignment.limits.utility), evaluator.num_records)
-            validator = validate(name, correct, drop)
-            saliency = by_block(evaluator.saliency(tensors), layout, settings.aggregation)
+        if assignment := assignments.get(name):
             base = _blocks_of(store, assignment, layout)
+            utility = costs.known[name].utility or 0.0
+            drop = allowed_drop(max(0.0, utility - assignment.limits.utility), evaluator.num_records)
+            validator: Validator = PublicValidator(original_correct=correct, max_drop=drop)
+            if private and evaluator.private:
+                validator = private.validator(name, correct, drop)
+                if evaluator.private.saliency:
+                    private.charge(name, evaluator.private.saliency)
+            saliency = by_block(evaluator.saliency(tensors), layout, settings.aggregation)
             indices, _ = nearest(blocks, base, settings.metric)
             trial = _Trial(layout, blocks, extras, base[indices], np.argsort(saliency, kind="stable"), evaluator)
             found = trial.searched(search, validator, settings.options, correct)
-        consulted = [known[each] for each in (name, *_originals(name, selection))]
-        outcome = _outcome(consulted, assignment, found, correct, evaluator, settings.accountant)
+        outcome = costs.outcome(name, found, correct, evaluator)
         store.add(
             name,
             layout,
@@ -205,6 +232,13 @@ def deduplicate(
         outcomes.append(outcome)
         log.info("%s: %s of %s blocks replaced", name, outcome.num_replaced, outcome.num_blocks)
     return outcomes
+
+
+def _measured(variant: Described, read_tensors: Callable[[str], Tensors], evaluator: Evaluator) -> Described:
+    """The variant with its utility, measured where nobody did."""
+    if variant.utility is not None:
+        return variant
+    return replace(variant, utility=evaluator.count_correct(read_tensors(variant.name)) / evaluator.num_records)
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,37 +294,66 @@ def _blocks_of(store: Store, assignment: Assignment, layout: Layout) -> NDArray[
     return np.concatenate(found)
 
 
-def _originals(name: str, selection: Selection) -> list[str]:
-    """The variants whose blocks may be in this one, over any number of steps."""
-    bases = selection.assignments[name].bases if name in selection.assignments else ()
-    return sorted({each for base in bases for each in (base, *_originals(base, selection))})
+@dataclass(frozen=True, eq=False)
+class _Costs:
+    """Who takes blocks of whom, and what that costs; `validation` is what one target costs private records."""
 
+    known: Mapping[str, Described]
+    selection: Selection
+    accountant: Accountant
+    validation: Mapping[str, Sequence[Event]]
+    deltas: Mapping[str, float]
 
-def _outcome(
-    consulted: Sequence[Described],
-    assignment: Assignment | None,
-    found: _Found,
-    correct: int,
-    evaluator: Evaluator,
-    accountant: Accountant,
-) -> Outcome:
-    # A target that replaced nothing consulted its bases all the same.
-    cost = cost_of(consulted, accountant)
-    methods = sorted({method for each in cost.by_data_set for method in each.epsilons})
-    return Outcome(
-        name=consulted[0].name,
-        bases=assignment.bases if assignment else (),
-        num_blocks=len(found.blocks),
-        num_replaced=found.num_replaced,
-        num_validations=found.num_validations,
-        correct_before=correct if evaluator.is_public else None,
-        correct_after=found.correct if evaluator.is_public else None,
-        num_records=evaluator.num_records,
-        epsilon_before=cost_of(consulted[:1], accountant).guarantee.epsilon,
-        epsilon_after=cost.guarantee.epsilon,
-        delta=cost.guarantee.delta,
-        epsilons={m: max(each.epsilons[m] for each in cost.by_data_set if m in each.epsilons) for m in methods},
-    )
+    @classmethod
+    def of(
+        cls,
+        variants: Sequence[Described],
+        settings: Settings,
+        evaluator: Evaluator,
+        private: PrivateValidation | None,
+    ) -> _Costs:
+        validation: dict[str, Sequence[Event]] = {}
+        deltas: dict[str, float] = {}
+        if private and (records := evaluator.private):
+            validation[records.data_set] = private.events(records)
+            deltas[records.data_set] = records.delta
+        return cls(
+            {variant.name: variant for variant in variants},
+            plan(variants, settings, validation, deltas),
+            settings.accountant,
+            validation,
+            deltas,
+        )
+
+    def originals(self, name: str) -> list[str]:
+        """The variants whose blocks may be in this one, over any number of steps."""
+        assignment = self.selection.assignments.get(name)
+        bases = assignment.bases if assignment else ()
+        return sorted({each for base in bases for each in (base, *self.originals(base))})
+
+    def outcome(self, name: str, found: _Found, correct: int, evaluator: Evaluator) -> Outcome:
+        # A target that replaced nothing consulted its bases and the validation records all the same.
+        names = (name, *self.originals(name))
+        runs = sum(each in self.selection.assignments for each in names)
+        extra = {id_: tuple(events) * runs for id_, events in self.validation.items() if runs}
+        cost = cost_of([self.known[each] for each in names], self.accountant, extra, self.deltas)
+        methods = sorted({method for each in cost.by_data_set for method in each.epsilons})
+        assignment = self.selection.assignments.get(name)
+        is_public = evaluator.private is None
+        return Outcome(
+            name=name,
+            bases=assignment.bases if assignment else (),
+            num_blocks=len(found.blocks),
+            num_replaced=found.num_replaced,
+            num_validations=found.num_validations,
+            correct_before=correct if is_public else None,
+            correct_after=found.correct if is_public else None,
+            num_records=evaluator.num_records,
+            epsilon_before=cost_of([self.known[name]], self.accountant).guarantee.epsilon,
+            epsilon_after=cost.guarantee.epsilon,
+            delta=cost.guarantee.delta,
+            epsilons={m: max(each.epsilons[m] for each in cost.by_data_set if m in each.epsilons) for m in methods},
+        )
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

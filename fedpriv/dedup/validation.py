@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fedpriv.accounting.events import PureEpsilon
+from fedpriv.accounting.events import Event, PureEpsilon
 from fedpriv.dedup.algorithms import BudgetSpent
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.mechanisms.svt import CutoffReached, SparseVector, noise_scales
@@ -53,6 +53,59 @@ class PublicValidator:
     def accept(self, count_correct: int) -> bool:
         """Whether a variant with so many correct answers is within the bound."""
         return self.original_correct - count_correct <= self.max_drop
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivateRecords:
+    """Whose records a validation looks at, where these are private.
+
+    Attributes:
+        data_set: id of the registered data set; one of the variants' own, if its records were trained on.
+        delta: at which its epsilon is told.
+        saliency: what one measurement of saliency on them costs; None for one that looks at no record.
+    """
+
+    data_set: str
+    delta: float
+    saliency: Event | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivateValidation:
+    """How private records are asked, once for every target.
+
+    Attributes:
+        epsilon: of one target's run of the Sparse Vector Technique, finite and > 0.
+        charge: writes what a target, by its name, costs the records, durably; nothing is asked before.
+        source: where noise comes from; seeded only in a run marked `simulate`.
+        cutoff: failures before a target's run ends, >= 1.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    epsilon: float
+    charge: Callable[[str, Event], None]
+    source: RandomSource
+    cutoff: int = 3
+
+    def __post_init__(self) -> None:
+        noise_scales(self.epsilon, self.cutoff, SENSITIVITY)
+
+    def events(self, records: PrivateRecords) -> tuple[Event, ...]:
+        """What one target costs the records: its answers, and the saliency that ordered its blocks."""
+        return PureEpsilon(epsilon=self.epsilon), *([records.saliency] if records.saliency else [])
+
+    def validator(self, name: str, original_correct: int, max_drop: int) -> PrivateValidator:
+        """The validator of a target, charged."""
+        return PrivateValidator(
+            original_correct=original_correct,
+            max_drop=max_drop,
+            epsilon=self.epsilon,
+            charge=lambda event: self.charge(name, event),
+            source=self.source,
+            cutoff=self.cutoff,
+        )
 
 
 class PrivateValidator:

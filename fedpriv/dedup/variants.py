@@ -31,7 +31,7 @@ class Described:
     Attributes:
         name: unique among the variants that are deduplicated together.
         architecture: only variants of one architecture share blocks.
-        utility: accuracy on the validation set, in [0, 1].
+        utility: accuracy on the validation set, in [0, 1]; None where it was not measured.
         epsilon_bound: by how much epsilon may rise.
         utility_bound: by how much utility may drop.
         deltas: {data set: at which its epsilon is told}.
@@ -41,7 +41,7 @@ class Described:
 
     name: str
     architecture: str
-    utility: float
+    utility: float | None
     epsilon_bound: float
     utility_bound: float
     deltas: Mapping[str, float]
@@ -49,7 +49,7 @@ class Described:
     tags: frozenset[str] = field(default_factory=frozenset)
 
     def as_variant(self, accountant: Accountant = "pld") -> Variant:
-        """What base selection needs to know of it."""
+        """What base selection needs to know of it; a utility that is unknown is above nobody's."""
         guarantee = publication_cost([self.history], self.deltas, accountant=accountant).guarantee
         return Variant(
             name=self.name,
@@ -57,7 +57,7 @@ class Described:
             data_sets=self.history.data_sets,
             epsilon=guarantee.epsilon,
             delta=guarantee.delta,
-            utility=self.utility,
+            utility=self.utility or 0.0,
             epsilon_bound=self.epsilon_bound,
             utility_bound=self.utility_bound,
             tags=self.tags,
@@ -143,7 +143,7 @@ def _from_json(fields: Mapping[str, Any]) -> Described:
         name=fields["name"],
         architecture=fields["architecture"],
         tags=frozenset(fields["tags"]),
-        utility=float(fields["utility"]),
+        utility=None if fields["utility"] is None else float(fields["utility"]),
         epsilon_bound=float(fields["epsilon_bound"]),
         utility_bound=float(fields["utility_bound"]),
         deltas={id_: float(delta) for id_, delta in fields["deltas"].items()},

@@ -11,12 +11,13 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.curves import spent as epsilon
+from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
 from fedpriv.dedup import pipeline, saliency, variants
 from fedpriv.dedup.composition import History, Upload
 from fedpriv.dedup.pipeline import Settings, deduplicate
 from fedpriv.dedup.store import Store
-from fedpriv.dedup.validation import PrivateValidator, allowed_drop
+from fedpriv.dedup.validation import PrivateRecords, PrivateValidation, allowed_drop
 from fedpriv.dedup.variants import Described
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
@@ -32,8 +33,8 @@ def network() -> nn.Sequential:
 class DigitsEvaluator:
     """Accuracy on the last 597 digits."""
 
-    def __init__(self, is_public: bool = True) -> None:
-        self.is_public = is_public
+    def __init__(self, private: PrivateRecords | None = None) -> None:
+        self.private = private
         self.images = torch.tensor(DIGITS.data[TEST] / 16, dtype=torch.float32)
         self.labels = torch.tensor(DIGITS.target[TEST])
         self.num_records = len(self.labels)
@@ -138,24 +139,98 @@ def test_provenance_lets_rounds_of_one_run_share_blocks_where_a_sum_would_not(de
         assert outcome.epsilons["basic"] > outcome.epsilon_before + 0.5
 
 
-def test_on_private_records_no_number_is_shown_and_every_pair_is_charged(described, trained, tmp_path):
-    charged = []
+class NoisedDigits(DigitsEvaluator):
+    """Its records are private: saliency is noised, and costs what it says."""
 
-    def validate(name: str, correct: int, drop: int) -> PrivateValidator:
-        return PrivateValidator(
-            original_correct=correct,
-            max_drop=drop,
-            epsilon=1.0,
-            charge=lambda event: charged.append((name, event.epsilon)),
-            source=SeededSource(0, name),
+    z = 20.0
+
+    def saliency(self, tensors):
+        self._load(tensors)
+        if self.private.saliency is None:
+            return saliency.magnitude(self.model)
+        loss = nn.CrossEntropyLoss(reduction="none")
+        found, event = saliency.private_gradient(
+            self.model,
+            [{"images": self.images, "labels": self.labels}],
+            lambda model, batch: loss(model(batch["images"]), batch["labels"]),
+            clip_norm=1.0,
+            noise_multiplier=self.z,
+            source=SeededSource(0, "saliency"),
         )
+        assert event == self.private.saliency
+        self.measured = getattr(self, "measured", 0) + 1
+        return found
 
-    evaluator = DigitsEvaluator(is_public=False)
+
+SALIENCY = SubsampledGaussian(noise_multiplier=NoisedDigits.z, sampling_probability=1.0)
+
+
+def privately(charged: list) -> PrivateValidation:
+    return PrivateValidation(
+        epsilon=0.25, charge=lambda name, event: charged.append((name, event)), source=SeededSource(0, "svt")
+    )
+
+
+@pytest.mark.parametrize("data_set", ["validation", "clinic"])
+def test_private_validation_is_charged_before_it_asks_and_is_in_the_epsilons(described, trained, tmp_path, data_set):
+    charged: list = []
+    evaluator = NoisedDigits(PrivateRecords(data_set=data_set, delta=1e-5, saliency=SALIENCY))
     with Store(tmp_path / "store") as store:
-        outcomes = deduplicate(described, trained.__getitem__, evaluator, store, SETTINGS, validate=validate)
-    targets = [outcome.name for outcome in outcomes if outcome.bases]
-    assert charged == [(name, 1.0) for name in targets]
+        outcomes = deduplicate(described, trained.__getitem__, evaluator, store, SETTINGS, private=privately(charged))
+    targets = [outcome for outcome in outcomes if outcome.bases]
+    assert evaluator.measured == len(targets) > 0
+    spent = [PureEpsilon(epsilon=0.25), SALIENCY]
+    assert charged == [(outcome.name, event) for outcome in targets for event in spent]
     assert {outcome.correct_before for outcome in outcomes} == {outcome.correct_after for outcome in outcomes} == {None}
+    for outcome in targets:
+        ancestors = max(int(name.split("-")[1]) for name in (outcome.name, *outcome.bases))
+        trained_on = [upload.event for upload in uploads(ancestors)]
+        if data_set == "clinic":
+            expected = epsilon([*trained_on, *spent], 1e-5).epsilon
+        else:
+            expected = max(epsilon(trained_on, 1e-5).epsilon, epsilon(spent, 1e-5).epsilon)
+        assert outcome.epsilon_after == pytest.approx(expected, rel=1e-6)
+
+
+def test_private_validation_that_the_bound_has_no_room_for_is_never_asked(described, trained, tmp_path):
+    charged: list = []
+    tight = [replace(variant, epsilon_bound=0.1) for variant in described]
+    evaluator = NoisedDigits(PrivateRecords(data_set="clinic", delta=1e-5, saliency=SALIENCY))
+    with Store(tmp_path / "store") as store:
+        outcomes = deduplicate(tight, trained.__getitem__, evaluator, store, SETTINGS, private=privately(charged))
+    assert not charged
+    assert all(outcome.epsilon_after == outcome.epsilon_before for outcome in outcomes)
+
+
+def test_under_cross_a_bases_own_validation_is_its_targets_too(described, trained, tmp_path):
+    charged: list = []
+    loose = [replace(variant, epsilon_bound=5.0) for variant in described]
+    evaluator = NoisedDigits(PrivateRecords(data_set="clinic", delta=1e-5))
+    settings = replace(SETTINGS, strategy="cross")
+    with Store(tmp_path / "store") as store:
+        outcomes = {
+            outcome.name: outcome
+            for outcome in deduplicate(
+                loose, trained.__getitem__, evaluator, store, settings, private=privately(charged)
+            )
+        }
+
+    def originals(name: str) -> set[str]:
+        return {name}.union(*(originals(base) for base in outcomes[name].bases))
+
+    chained = [name for name in outcomes if any(outcomes[base].bases for base in outcomes[name].bases)]
+    assert chained, "no base is a target, the test would be blind"
+    for name in chained:
+        runs = sum(bool(outcomes[each].bases) for each in originals(name))
+        last = max(int(each.split("-")[1]) for each in originals(name))
+        events = [*(upload.event for upload in uploads(last)), *[PureEpsilon(epsilon=0.25)] * runs]
+        assert outcomes[name].epsilon_after == pytest.approx(epsilon(events, 1e-5).epsilon, rel=1e-6)
+
+
+def test_private_records_are_not_asked_without_saying_how(described, trained, tmp_path):
+    evaluator = DigitsEvaluator(PrivateRecords(data_set="validation", delta=1e-5))
+    with Store(tmp_path / "store") as store, pytest.raises(ValueError, match="private: must be given"):
+        deduplicate(described, trained.__getitem__, evaluator, store, SETTINGS)
 
 
 def test_bounds_that_nothing_can_meet_leave_everything_as_it_was(described, trained, tmp_path):
