@@ -125,6 +125,15 @@ class RunConfig:
     colluding_clients: Annotated[int, Field(ge=0)] = 0
     delta: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, BeforeValidator(_none_if_empty)] = None
 
+    # the variants that a run leaves behind, and how the server stores them
+    variant_rounds: Sizes = ()
+    variant_clients: bool = True
+    dedup: Literal["", "drd", "dred", "greedy", "mcts", "dedup", "mistique"] = ""
+    dedup_block_size: Count = 256
+    dedup_records: Annotated[int, Field(ge=0)] = 0
+    dedup_epsilon_bound: NonNegative = 0.5
+    dedup_utility_bound: Annotated[float, Field(ge=0, le=1)] = 0.01
+
     # how it is run
     seed: Annotated[int, Field(ge=0)] = 0
     simulate: bool = False
@@ -149,6 +158,8 @@ class RunConfig:
             raise ValueError("partition = natural: needs client_column, the column that says who holds a record")
         if self.partition == "sizes" and not self.client_sizes:
             raise ValueError("partition = sizes: needs client_sizes, for instance [1200, 1000, 800]")
+        if max(self.variant_rounds, default=0) > self.rounds:
+            raise ValueError(f"variant_rounds = {list(self.variant_rounds)}: the run has {self.rounds} rounds")
         if self.weight_decay > 0 and self.optimizer == "sgd":
             raise ValueError(f"weight_decay = {self.weight_decay}: only adamw applies it; use 0 with sgd")
         if self.client_ranks and self.aggregation != "flora":
@@ -208,6 +219,8 @@ class RunConfig:
             budget_epsilon=(),
             privacy_view="local",
             comparison=False,
+            variant_rounds=(),
+            dedup="",
             ledger="",
             out="",
             resume="",

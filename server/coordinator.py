@@ -29,7 +29,7 @@ from fedpriv.reports.page import write_report
 from fedpriv.training.evaluation import Evaluation, evaluate
 from fedpriv.training.local_update import UpdateSpec, planned_event
 from fedpriv.training.workbench import Workbench, workbench
-from server import checkpoint
+from server import checkpoint, registry
 from server.bookkeeping import Books, check_budget_and_view
 from server.checkpoint import Checkpoint
 from server.history import ClientRow, RoundRow
@@ -121,6 +121,7 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
         if resumed:
             observer.notice(f"the run goes on after round {resumed.round}")
         outcome = series.run(grid, folder, observer)
+        uploads = registry.uploads_in(ledger, series.run_id, series.registrations)
         if config.ledger:
             ledger.copy(folder.ledger)
         head = ledger.head
@@ -131,9 +132,11 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
         inner = RunFolder.created(folder.path / "comparison", plain)
         comparison = _Series(plain, bench, nodes, None).run(grid, inner, observer)
         inner.finish(summarize(plain, bench, comparison, None))
-    _save_variants(bench, outcome, folder)
+    registry.keep(config, bench, folder, outcome, series.registrations, uploads)
     summary = summarize(config, bench, outcome, comparison) | {"ledger_head": head}
     folder.finish(summary)
+    if config.dedup:
+        registry.deduplicate(config, bench, folder)
     write_report(folder.path)
     observer.finished(folder.path, summary)
     return folder.path
@@ -281,6 +284,8 @@ class _Series:
 
         def on_round(row: RoundRow, clients: list[ClientRow]) -> None:
             folder.add(row, clients)
+            if row.round in self._config.variant_rounds:
+                registry.keep_round(bench, folder, row.round, strategy.model)
             if self._ledger is not None:
                 checkpoint.write(folder.path, self._checkpoint(row.round, strategy))
                 journal.write("checkpoint", round=row.round)
@@ -333,19 +338,4 @@ class _Series:
             retired=self.books.retired,
             model=strategy.model,
             uploads=strategy.uploads,
-        )
-
-
-def _save_variants(bench: Workbench, outcome: Outcome, folder: RunFolder) -> None:
-    """The last upload of every client, and the final global model, in peft's format."""
-    strategy = outcome.strategy
-    variants = {f"client-{client}": upload for client, upload in sorted(strategy.uploads.items())}
-    for name, (adapter, merged) in {**variants, "global": (strategy.model.adapter, strategy.model.merged)}.items():
-        lora.save(
-            bench.model.peft_model,
-            bench.base,
-            folder.variant(name),
-            adapter=adapter,
-            merged=merged,
-            labels=bench.data.label_names,
         )

@@ -63,6 +63,7 @@ def summarize(config: RunConfig, bench: Workbench, outcome: Outcome, comparison:
         "upload_codec": outcome.strategy.spec.codec,
         "num_silent": sum(row.num_silent for row in rows),
         "num_refused": sum(row.status == "malformed" for row in outcome.client_rows),
+        "base_model_bytes": _frozen_bytes(bench),
         "num_clients": len(clients),
         "num_rounds": rows[-1].round,
         "bytes_up": sum(row.bytes_up for row in rows),
@@ -89,6 +90,12 @@ def _client(client: int, costs: Costs, outcome: Outcome) -> dict[str, Any]:
         "bytes_up": sum(row.bytes_up for row in outcome.client_rows if row.client == client),
         "bytes_down": sum(row.bytes_down for row in outcome.client_rows if row.client == client),
     }
+
+
+def _frozen_bytes(bench: Workbench) -> int:
+    """What the frozen model takes that every variant is an adapter of."""
+    trained = {id(parameter) for parameter in bench.model.parameters.values()}
+    return sum(p.numel() * p.element_size() for p in bench.model.peft_model.parameters() if id(p) not in trained)
 
 
 def _largest(costs: Iterable[PrivacySpent | None]) -> float | None:

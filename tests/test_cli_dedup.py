@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
+from fedpriv.accounting.ledger import Ledger
 from fedpriv.dedup import variants
 from fedpriv.dedup.composition import History, Upload
 from fedpriv.dedup.variants import Described
@@ -23,6 +24,8 @@ STUDY = '''
 
 import numpy as np
 
+from fedpriv.dedup.validation import PrivateRecords
+
 RNG = np.random.default_rng(1)
 TRUTH = RNG.normal(size=8192).astype(np.float32)
 RECORDS = RNG.normal(size=(500, 8192)).astype(np.float32)
@@ -31,7 +34,7 @@ LABELS = RECORDS @ TRUTH > 0
 
 class Study:
     num_records = len(LABELS)
-    is_public = True
+    private = None
 
     def count_correct(self, tensors):
         return int(((RECORDS @ tensors["weight"] > 0) == LABELS).sum())
@@ -46,7 +49,7 @@ def evaluator():
 
 def private():
     study = Study()
-    study.is_public = False
+    study.private = PrivateRecords(data_set="validation", delta=1e-5)
     return study
 '''
 
@@ -105,6 +108,25 @@ def test_plan_run_restore_verify(study, tmp_path):
     assert "weight" in fedpriv(study, "dedup", "verify", store, code=1)
 
 
+def test_private_records_are_charged_to_their_ledger_and_no_number_is_shown(study, tmp_path):
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        ledger.register("clinic", 500, 1e-5, data_set="validation")
+    options = ["--evaluator", "study:private", "--block-size", "128", "--fairness", "outcome", "--json"]
+    options += ["--epsilon-bound", "5", "--validation-epsilon", "0.75", "--ledger", str(tmp_path / "ledger.sqlite")]
+    done = json.loads(fedpriv(study, "dedup", "run", "variants", str(tmp_path / "store"), *options))
+    targets = [outcome for outcome in done["variants"] if outcome["bases"]]
+    assert targets
+    assert {outcome["correct_before"] for outcome in done["variants"]} == {None}
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        (release,) = ledger.releases("validation")
+    assert release.event == PureEpsilon(epsilon=0.75, count=len(targets))
+    other = ["--ledger", str(tmp_path / "other.sqlite"), "--validation-epsilon", "1"]
+    Ledger(tmp_path / "other.sqlite").close()
+    output = fedpriv(study, "dedup", "run", "variants", "s", "--evaluator", "study:private", *other, code=2)
+    assert "no such data set of 500 records" in output
+    assert not (study / "s").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -117,6 +139,8 @@ def test_plan_run_restore_verify(study, tmp_path):
         ),
         (["run", "variants", "s", "--evaluator", "missing:evaluator"], "must be MODULE:FUNCTION"),
         (["run", "variants", "s", "--evaluator", "study:private"], "its records are private"),
+        (["run", "variants", "s"], "is not the variants of a run; give an --evaluator"),
+        (["run", "variants", "s", "--evaluator", "study:evaluator", "--validation-epsilon", "1"], "are public"),
         (["verify", "nowhere"], "nowhere"),
     ],
 )

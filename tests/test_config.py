@@ -15,6 +15,12 @@ from fedpriv.errors import InputError
 ROOT = Path(__file__).resolve().parents[1]
 
 BAD = {
+    "variant_rounds": ["zero"],
+    "variant_clients": "perhaps",
+    "dedup": "magic",
+    "dedup_block_size": 0,
+    "dedup_records": -1,
+    "dedup_utility_bound": 2.0,
     "task": "CLUSTER",
     "rank": 0,
     "alpha": 0.0,
@@ -259,6 +265,9 @@ OTHER |= {
     "relevance_threshold": 0.7,
     "max_update_norm": 2.0,
     "noise_on": "upload",
+    "variant_rounds": (1,),
+    "dedup": "dred",
+    "dedup_utility_bound": 0.02,
     "labels": ("a",),
     "target_modules": ("q",),
     "client_sizes": (3,),

@@ -29,6 +29,12 @@ class Records:
     def __len__(self) -> int:
         return len(self.features["input_ids"])
 
+    def part(self, indices: Sequence[int]) -> Records:
+        """The records with the given indices as a set of their own."""
+        features = {name: tuple(column[index] for index in indices) for name, column in self.features.items()}
+        labels = self.labels[torch.as_tensor(indices, dtype=torch.int64)] if len(self.labels) else self.labels
+        return Records(features, labels, self.pad_token_id)
+
     def items(self, indices: Iterable[int] | None = None) -> list[Item]:
         """The records with the given indices, or all of them."""
         return [(self, index) for index in (range(len(self)) if indices is None else indices)]

@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 
 from fedpriv.errors import InputError
+from fedpriv.reports.stored_variants import StoredVariants, read_stored
 from fedpriv.reports.tables import parse_epsilon
 
 ROUND_COLUMNS = (
@@ -69,6 +70,7 @@ class RunFolder:
     rounds: pd.DataFrame
     clients: pd.DataFrame
     summary: Mapping[str, Any]
+    stored: StoredVariants | None
     comparison_rounds: pd.DataFrame | None
     comparison_summary: Mapping[str, Any] | None
 
@@ -83,13 +85,15 @@ def read_run(run_dir: Path) -> RunFolder:
         raise InputError(f"{run_dir}: no such folder; give the folder that a finished run wrote")
     comparison = run_dir / "comparison"
     compared = comparison.is_dir()
+    summary = _read_summary(run_dir / "summary.json")
     return RunFolder(
         name=run_dir.resolve().name,
         config=_parse(run_dir / "config.toml", tomllib.loads),
         environment=_parse(run_dir / "environment.json", json.loads),
         rounds=_read_table(run_dir / "rounds.csv", ROUND_COLUMNS),
         clients=_read_table(run_dir / "clients.csv", CLIENT_COLUMNS),
-        summary=_read_summary(run_dir / "summary.json"),
+        summary=summary,
+        stored=read_stored(run_dir, summary.get("base_model_bytes")),
         comparison_rounds=_read_table(comparison / "rounds.csv", ("round", "test_accuracy", "test_loss"))
         if compared
         else None,

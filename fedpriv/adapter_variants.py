@@ -1,0 +1,102 @@
+"""A run's adapter variants as deduplication sees them: how good each is, and which of its values matter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from peft import get_peft_model_state_dict
+from torch import Tensor, nn
+
+from fedpriv import config as configuration
+from fedpriv.dedup import saliency
+from fedpriv.dedup.saliency import Saliency
+from fedpriv.training.evaluation import evaluate
+from fedpriv.training.losses import losses_and_hits
+from fedpriv.training.workbench import Workbench, workbench
+
+Tensors = Mapping[str, NDArray[Any]]
+
+_RECORDS_PER_PASS = 64
+
+
+class AdapterEvaluator:
+    """A `fedpriv.dedup.pipeline.Evaluator` for the adapters of a run, on the server's test set.
+
+    The run shows its accuracy on this set after every round, so the set is public here.
+
+    Args:
+        bench: of the run; between two calls its model has the adapter that it had, on the untouched base.
+        num_records: how many test records are used, chosen by the seed; 0 takes all.
+        seed: of the choice.
+
+    Attributes:
+        num_records: that are used.
+        private: None.
+        model: the run's model.
+    """
+
+    private = None
+
+    def __init__(self, bench: Workbench, *, num_records: int = 0, seed: int = 0) -> None:
+        chosen = np.random.default_rng(seed).permutation(len(bench.test))[: num_records or None]
+        self.model, self._test = bench.model, bench.test.part(np.sort(chosen).tolist())
+        self.num_records = len(self._test)
+        # Not the trained ones alone: where only B is trained, a variant holds A too.
+        by_address = {p.data_ptr(): (name, p) for name, p in self.model.peft_model.named_parameters()}
+        stored = get_peft_model_state_dict(self.model.peft_model)
+        self._parameters = {name: by_address[tensor.data_ptr()] for name, tensor in stored.items()}
+
+    @classmethod
+    def of_run(cls, folder: Path) -> AdapterEvaluator:
+        """The evaluator of the run in a folder.
+
+        Raises:
+            InputError: there is no run, or its data or model are gone.
+        """
+        config = configuration.parse(configuration.read(folder / "config.toml"))
+        return cls(workbench(config), num_records=config.dedup_records, seed=config.seed)
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The adapter's parameters by peft's names, frozen ones included."""
+        return {name: parameter for name, (_, parameter) in self._parameters.items()}
+
+    def count_correct(self, tensors: Tensors) -> int:
+        """How many test records the variant gets right; of a causal model the sum of their shares of right tokens."""
+        with self._wearing(tensors):
+            return round(evaluate(self.model, self._test).accuracy * self.num_records)
+
+    def saliency(self, tensors: Tensors) -> Saliency:
+        """The absolute gradient of the loss on the test set."""
+        names = {name: in_model for name, (in_model, _) in self._parameters.items()}
+        order, step = torch.arange(self.num_records), _RECORDS_PER_PASS
+        batches = [{"index": order[begin : begin + step]} for begin in range(0, self.num_records, step)]
+        with self._wearing(tensors):
+            found = saliency.gradient(self.model.peft_model, batches, self._losses, set(names.values()))
+        return {name: found[in_model] for name, in_model in names.items()}
+
+    def _losses(self, _model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        logits, records = self.model.logits(self._test.items(batch["index"].tolist()), cached=True)
+        return losses_and_hits(logits, records)[0]
+
+    @contextmanager
+    def _wearing(self, tensors: Tensors) -> Iterator[None]:
+        """The model with these tensors in its adapter, whose rank may be another; then as it was."""
+        self.model.merge({})
+        if self._parameters.keys() != tensors.keys():
+            odd = sorted(self._parameters.keys() ^ tensors.keys())
+            raise ValueError(f"adapter: tensors {', '.join(odd)} are on one side only")
+        before = {name: parameter.data for name, parameter in self.parameters.items()}
+        try:
+            for name, parameter in self.parameters.items():
+                parameter.data = torch.from_numpy(np.ascontiguousarray(tensors[name])).to(parameter)
+            yield
+        finally:
+            for name, parameter in self.parameters.items():
+                parameter.data = before[name]
