@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import Literal, TypeVar, get_args
 
 from fedpriv.accounting.curves import Accountant, check_delta, spent
 from fedpriv.accounting.entries import Key
-from fedpriv.accounting.events import EpsilonDelta, Event, PureEpsilon
+from fedpriv.accounting.events import EpsilonDelta, Event, PureEpsilon, group
 from fedpriv.accounting.views import Release, View
 
 Method = Literal["basic", "accountant", "provenance"]
@@ -97,8 +98,11 @@ class History:
 
     def events_on(self, data_sets: frozenset[str]) -> list[Event]:
         """Its events on any of the data sets."""
-        stated = [event for id_ in sorted(data_sets) for event in self.events.get(id_, ())]
-        return stated + _events_on(self.ancestors or frozenset(), data_sets)
+        return [event for id_ in sorted(data_sets) for event in self._by_data_set.get(id_, ())]
+
+    @cached_property
+    def _by_data_set(self) -> Mapping[str, Sequence[Event]]:
+        return self.events if self.ancestors is None else _by_data_set(self.ancestors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,20 +197,22 @@ def publication_cost(
     histories = list(_by_name(consulted).values())
     besides = extra or {}
     union, refusal = _union(histories)
+    of_union = _by_data_set(union)
     ids = frozenset(besides).union(*(history.data_sets for history in histories))
     costs = []
-    for group in united([*(frozenset({id_}) for id_ in sorted(ids)), *(overlap & ids for overlap in overlapping)]):
-        delta = _smallest_delta(group, deltas)
-        extras = [event for id_ in sorted(group) for event in besides.get(id_, ())]
-        parts = [part for part in [*(history.events_on(group) for history in histories), extras] if part]
+    for united_ids in united([*(frozenset({id_}) for id_ in sorted(ids)), *(overlap & ids for overlap in overlapping)]):
+        delta = _smallest_delta(united_ids, deltas)
+        extras = [event for id_ in sorted(united_ids) for event in besides.get(id_, ())]
+        parts = [part for part in [*(history.events_on(united_ids) for history in histories), extras] if part]
         epsilons: dict[Method, float] = {
             "basic": _basic_epsilon(parts, delta, accountant),
-            "accountant": spent([event for part in parts for event in part], delta, accountant).epsilon,
+            "accountant": _epsilon([event for part in parts for event in part], delta, accountant),
         }
         if refusal is None:
-            epsilons["provenance"] = spent([*_events_on(union, group), *extras], delta, accountant).epsilon
+            of_these = [event for id_ in sorted(united_ids) for event in of_union.get(id_, ())]
+            epsilons["provenance"] = _epsilon([*of_these, *extras], delta, accountant)
         used = min(epsilons, key=lambda method: epsilons[method])
-        costs.append(DataSetCost(data_sets=tuple(sorted(group)), delta=delta, epsilons=epsilons, used=used))
+        costs.append(DataSetCost(data_sets=tuple(sorted(united_ids)), delta=delta, epsilons=epsilons, used=used))
     return PublicationCost(
         by_data_set=tuple(sorted(costs, key=lambda cost: cost.data_sets)),
         refused={} if refusal is None else {"provenance": refusal},
@@ -263,8 +269,21 @@ def _union(histories: Sequence[History]) -> tuple[frozenset[Upload], str | None]
     return union, None
 
 
-def _events_on(uploads: frozenset[Upload], data_sets: frozenset[str]) -> list[Event]:
-    return [upload.event for upload in uploads if upload.data_set in data_sets]
+def _by_data_set(uploads: Iterable[Upload]) -> dict[str, list[Event]]:
+    events: dict[str, list[Event]] = {}
+    for upload in uploads:
+        events.setdefault(upload.data_set, []).append(upload.event)
+    return events
+
+
+def _epsilon(events: Iterable[Event], delta: float, accountant: Accountant) -> float:
+    """What the composition of events costs; a federation asks it of few different ones, but for every pair."""
+    return _epsilon_of(frozenset(group(events)), delta, accountant)
+
+
+@lru_cache(maxsize=4096)
+def _epsilon_of(events: frozenset[Event], delta: float, accountant: Accountant) -> float:
+    return spent(events, delta, accountant).epsilon
 
 
 def _basic_epsilon(parts: Sequence[Sequence[Event]], delta: float, accountant: Accountant) -> float:
@@ -275,7 +294,7 @@ def _basic_epsilon(parts: Sequence[Sequence[Event]], delta: float, accountant: A
     if left < -1e-9 * delta or (others and left <= 0):  # rounding in a sum of deltas is no excess
         return math.inf
     epsilons = [e.count * e.epsilon for part in stated for e in part if isinstance(e, (EpsilonDelta, PureEpsilon))]
-    return math.fsum(epsilons + [spent(part, left / len(others), accountant).epsilon for part in others])
+    return math.fsum(epsilons + [_epsilon(part, left / len(others), accountant) for part in others])
 
 
 def _smallest_delta(group: frozenset[str], deltas: Mapping[str, float]) -> float:
