@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fedpriv import config as configuration
 from fedpriv.dedup import saliency
+from fedpriv.dedup.named_view import named_view
 from fedpriv.dedup.saliency import Saliency
 from fedpriv.training.evaluation import evaluate
 from fedpriv.training.losses import losses_and_hits
@@ -23,6 +24,7 @@ from fedpriv.training.workbench import Workbench, workbench
 Tensors = Mapping[str, NDArray[Any]]
 
 _RECORDS_PER_PASS = 64
+_RECORDS_PER_QUERY = 8
 
 
 class AdapterEvaluator:
@@ -81,6 +83,10 @@ class AdapterEvaluator:
             found = saliency.gradient(self.model.peft_model, batches, self._losses, set(names.values()))
         return {name: found[in_model] for name, in_model in names.items()}
 
+    def batch_logits(self, num_records: int) -> Tensor:
+        """The model's logits on the first test records, with the adapter that it has."""
+        return self.model.logits(self._test.items()[:num_records], cached=False)[0]
+
     def _losses(self, _model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         logits, records = self.model.logits(self._test.items(batch["index"].tolist()), cached=True)
         return losses_and_hits(logits, records)[0]
@@ -100,3 +106,24 @@ class AdapterEvaluator:
         finally:
             for name, parameter in self.parameters.items():
                 parameter.data = before[name]
+
+
+class AdapterWorkload:
+    """A `fedpriv.dedup.bench.Workload`: a run's model classifies one batch of test records with the adapter it has.
+
+    Args:
+        evaluator: of the run.
+
+    Attributes:
+        model: the adapter's parameters by peft's names.
+    """
+
+    def __init__(self, evaluator: AdapterEvaluator) -> None:
+        evaluator.model.merge({})
+        self._evaluator = evaluator
+        self.model = named_view(evaluator.parameters)
+
+    @torch.inference_mode()
+    def infer(self) -> None:
+        """One batch, from the tokens on."""
+        self._evaluator.batch_logits(_RECORDS_PER_QUERY)

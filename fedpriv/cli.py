@@ -22,6 +22,7 @@ from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.selection import repeat_and_select
 from fedpriv.accounting.views import default_delta
 from fedpriv.cli_communication import communication
+from fedpriv.cli_dedup_bench import bench
 from fedpriv.cli_status import status
 from fedpriv.errors import InputError, LedgerError, StoreError
 
@@ -325,6 +326,7 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a finished ru
 
 app.command()(communication)
 app.command()(status)
+cli_dedup.app.command()(bench)
 
 
 def _sensitivity_factor(clipping: Clipping, num_tensors: int, head: bool) -> float:

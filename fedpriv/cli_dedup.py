@@ -107,7 +107,7 @@ def run(
     )
     described = _described(folder, epsilon_bound, utility_bound)
     folders = {variant.name: path for path, variant in described.items()}
-    judge = _evaluator(evaluator) if evaluator else _of_run(folder)
+    judge = given("evaluator", evaluator) if evaluator else _of_run(folder)
     with _asking(judge, validation_epsilon, cutoff, ledger) as private, Store(store) as opened:
         outcomes = pipeline.deduplicate(
             list(described.values()),
@@ -220,15 +220,15 @@ def _of_run(folder: Path) -> Any:
     return AdapterEvaluator.of_run(folder.absolute().parent)
 
 
-def _evaluator(name: str) -> Any:
-    """What MODULE:FUNCTION gives; modules of the working directory count."""
+def given(option: str, name: str) -> Any:
+    """What MODULE:FUNCTION, given for an option, returns; modules of the working directory count."""
     module, _, function = name.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         return getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"evaluator = {name!r}: must be MODULE:FUNCTION ({error})") from None
+        raise InputError(f"{option} = {name!r}: must be MODULE:FUNCTION ({error})") from None
 
 
 @contextmanager

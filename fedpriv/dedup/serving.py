@@ -91,7 +91,7 @@ class Registry:
             InputError: no such model, another architecture, or no memory left beside the models that are served.
             StoreError: the store is damaged.
         """
-        targets = _targets(model, self._store.manifest(name).layout)
+        targets = targets_in(model, self._store.manifest(name).layout)
         slot = self._slot(name, model)
         for tensor_name, target in targets.items():
             if target.data_ptr() != slot.tensors[tensor_name].data_ptr():
@@ -229,7 +229,7 @@ def copy_rows(
         target[position : position + length] = source[row : row + length]
 
 
-def _targets(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
+def targets_in(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
     """{tensor of the layout: the model's parameter or buffer}.
 
     Raises:

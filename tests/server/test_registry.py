@@ -164,6 +164,15 @@ def test_the_evaluators_saliency_is_the_gradient_of_the_mean_loss(small_run, tmp
     assert evaluator.saliency(tensors)[name][0] == pytest.approx(slope, rel=0.02)
 
 
+def test_the_bench_serves_a_runs_adapters_into_its_own_model(deduplicated):
+    command = [Path(sys.executable).parent / "fedpriv", "dedup", "bench", deduplicated / "store", "--queries", "10"]
+    options = ["--files", deduplicated / "variants", "--warm", "--json"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120, check=True)
+    found = json.loads(done.stdout)
+    assert found["num_queries"] == 10
+    assert min(found["warm"][arm]["infer_seconds"] for arm in ("plain", "store")) > 0
+
+
 def test_a_part_of_the_test_set_serves_for_validation(small_run, tmp_path):
     folder = run(small_run, tmp_path / "run", dedup="dred", dedup_records=20, variant_clients=False)
     with Store(folder / "store", read_only=True) as store:

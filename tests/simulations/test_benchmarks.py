@@ -13,7 +13,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "simulations" / "benchmarks"
 SMALL = {
     "accounting_scale": ["--clients", "12"],
     "dedup_distance": ["--models", "2", "--values", "200000"],
-    "dedup_loading": ["--variants", "3", "--queries", "4"],
+    "dedup_loading": ["--variants", "3", "--queries", "4", "--repeats", "1"],
     "dp_step": ["--steps", "4"],
     "end_to_end": ["--setting", "tiny", "--rounds", "1"],
     "engine_cost": ["--clients", "2", "--rounds", "1"],
