@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from fedpriv.accounting.curves import Accountant
 from fedpriv.accounting.events import Event
 from fedpriv.dedup.algorithms import Positions, algorithm
+from fedpriv.dedup.algorithms.mistique import minhash_similarity
 from fedpriv.dedup.base_selection import Assignment, Fairness, Selection, Strategy, Variant, select_bases
 from fedpriv.dedup.blocks import Layout, layout_of
 from fedpriv.dedup.composition import Guarantee, PublicationCost, publication_cost
@@ -23,6 +24,9 @@ from fedpriv.dedup.validation import PrivateRecords, PrivateValidation, PublicVa
 from fedpriv.dedup.variants import Described
 
 log = logging.getLogger(__name__)
+
+# Weights that round to the same multiple of so many of their standard deviations are the same to Mistique.
+MINHASH_STEP = 2.0
 
 Tensors = Mapping[str, NDArray[Any]]
 
@@ -219,7 +223,7 @@ def deduplicate(
             saliency = by_block(evaluator.saliency(tensors), layout, settings.aggregation)
             indices, _ = nearest(blocks, base, settings.metric)
             trial = _Trial(layout, blocks, extras, base[indices], np.argsort(saliency, kind="stable"), evaluator)
-            found = trial.searched(search, validator, settings.options, correct)
+            found = trial.searched(search, validator, trial.options(settings), correct)
         outcome = costs.outcome(name, found, correct, evaluator)
         store.add(
             name,
@@ -261,6 +265,14 @@ class _Trial:
     nearest: NDArray[Any]
     order: NDArray[np.int64]
     evaluator: Evaluator
+
+    def options(self, settings: Settings) -> Mapping[str, Any]:
+        """Those of the search, with what it has to know of the blocks."""
+        if settings.algorithm != "mistique" or "similarity" in settings.options:
+            return settings.options
+        step = MINHASH_STEP * float(self.blocks.std()) or 1.0
+        similarity = minhash_similarity(self.blocks[self.order], self.nearest[self.order], step=step)
+        return {**settings.options, "similarity": similarity}
 
     def searched(
         self, search: Callable[..., Any], validator: Validator, options: Mapping[str, Any], correct: int

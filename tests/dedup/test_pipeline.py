@@ -101,12 +101,12 @@ def described(trained) -> list[Described]:
 SETTINGS = Settings(block_size=64, options={"min_batch": 2}, fairness="outcome")
 
 
-@pytest.mark.parametrize("algorithm", ["drd", "dred", "greedy", "dedup"])
+@pytest.mark.parametrize("algorithm", ["drd", "dred", "greedy", "dedup", "mistique"])
 def test_every_variant_is_within_its_bounds_by_an_independent_look_at_the_store(
     tmp_path, trained, described, algorithm
 ):
     settings = replace(
-        SETTINGS, algorithm=algorithm, options={} if algorithm in ("greedy", "dedup") else SETTINGS.options
+        SETTINGS, algorithm=algorithm, options={} if algorithm in ("greedy", "dedup", "mistique") else SETTINGS.options
     )
     with Store(tmp_path / "store") as store:
         outcomes = deduplicate(described, trained.__getitem__, DigitsEvaluator(), store, settings)
