@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import fedpriv
-from fedpriv import cli_dedup
+from fedpriv import cli_dedup, cli_lmo
 from fedpriv.accounting import ledger, statement
 from fedpriv.accounting.calibration import noise_multiplier_for
 from fedpriv.accounting.clipping import num_parts, sensitivity_factor
@@ -32,6 +32,7 @@ app.add_typer(data_app, name="data")
 ledger_app = typer.Typer(no_args_is_help=True, help="What every data set has spent, from its ledger.")
 app.add_typer(ledger_app, name="ledger")
 app.add_typer(cli_dedup.app, name="dedup")
+app.add_typer(cli_lmo.app, name="lmo")
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")]
 

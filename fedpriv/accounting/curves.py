@@ -17,11 +17,29 @@ from absl import logging as absl_logging
 from dp_accounting import pld, rdp
 from dp_accounting.rdp import rdp_privacy_accountant
 
-from fedpriv.accounting.events import EpsilonDelta, Event, PureEpsilon, SubsampledGaussian, group
+from fedpriv.accounting.events import (
+    EpsilonDelta,
+    Event,
+    PureEpsilon,
+    SubsampledGaussian,
+    SubsampledLmo,
+    group,
+    is_guarantee,
+)
+from fedpriv.accounting.lmo_moments import columns
+from fedpriv.accounting.lmo_sampling import sampled_curve
 
 Accountant = Literal["pld", "rdp"]
 
 ORDERS = rdp.RdpAccountant().orders
+
+# The orders at which LMO noise on a sample has a curve, and their places among all.
+WHOLE_ORDERS = np.array([int(order) for order in ORDERS if float(order).is_integer()])
+_WHOLE_PLACES = np.flatnonzero([float(order).is_integer() for order in ORDERS])
+
+# Events without a delta of their own, and those among them that have a privacy loss distribution.
+_WithLoss = SubsampledGaussian | PureEpsilon
+_WithCurve = _WithLoss | SubsampledLmo
 
 # Above this, pld takes minutes or gigabytes, and nobody needs the digits.
 PLD_LIMIT = 100.0
@@ -44,20 +62,25 @@ class PrivacySpent:
         epsilon: >= 0, infinite when a release had no noise.
         delta: in (0, 1).
         accountant: the one that gave the number.
-        upper_bound_only: True where the asked-for accountant was too costly and rdp stands in for it.
+        upper_bound_only: True where the asked-for accountant was too costly, or does not know an event, and rdp
+            stands in for it.
+        is_guarantee: False where LMO noise was accounted as published: the epsilon then holds for one number only.
     """
 
     epsilon: float
     delta: float
     accountant: Accountant
     upper_bound_only: bool = False
+    is_guarantee: bool = True
 
 
-def spent(events: Iterable[Event], delta: float, accountant: Accountant = "pld") -> PrivacySpent:
+def spent(
+    events: Iterable[Event], delta: float, accountant: Accountant = "pld", *, as_published: bool = False
+) -> PrivacySpent:
     """What the composition of all events costs at the given delta.
 
     Events are composed first and converted once. With `pld`, a composition whose rdp epsilon exceeds 100 is
-    answered by rdp, marked as an upper bound.
+    answered by rdp, marked as an upper bound. So is one with LMO noise, of which only Renyi divergences are known.
 
     An (e, d)-DP release is dominated by one that reveals everything with probability d and is e-DP otherwise
     (Kairouz, Oh and Viswanath 2015): its d is taken off delta, and the rest composed as a pure e.
@@ -66,6 +89,8 @@ def spent(events: Iterable[Event], delta: float, accountant: Accountant = "pld")
         events: in any order, of one unit; none at all costs nothing.
         delta: in (0, 1).
         accountant: `pld` (tight) or `rdp` (fast, looser).
+        as_published: give the paper's figure for LMO noise accounted as published, marked as no guarantee; without
+            this it costs infinity, so that no budget is ever enforced by it.
 
     Raises:
         ValueError: delta is outside (0, 1), the accountant is unknown, an event is none of the vocabulary, or
@@ -74,14 +99,19 @@ def spent(events: Iterable[Event], delta: float, accountant: Accountant = "pld")
     check_delta(delta)
     check_accountant(accountant)
     composition, left = _without_deltas(_checked(events), delta)
+    proven = all(map(is_guarantee, composition))
     if not composition:
         return PrivacySpent(epsilon=0.0 if left > 0 else math.inf, delta=delta, accountant=accountant)
-    if left <= 0 or not all(map(_has_noise, composition)):
-        return PrivacySpent(epsilon=math.inf, delta=delta, accountant=accountant)
+    if left <= 0 or not all(map(_has_noise, composition)) or not (proven or as_published):
+        return PrivacySpent(epsilon=math.inf, delta=delta, accountant=accountant, is_guarantee=proven)
     by_rdp = _rdp_epsilon(composition, left)
-    if accountant == "rdp" or by_rdp > PLD_LIMIT:
-        return PrivacySpent(epsilon=by_rdp, delta=delta, accountant="rdp", upper_bound_only=accountant == "pld")
-    by_pld = _pld_epsilon(composition, left, _interval(composition, by_rdp))
+    with_loss = _all_with_loss(composition)
+    if accountant == "rdp" or by_rdp > PLD_LIMIT or with_loss is None:
+        stands_in = accountant == "pld"
+        return PrivacySpent(
+            epsilon=by_rdp, delta=delta, accountant="rdp", upper_bound_only=stands_in, is_guarantee=proven
+        )
+    by_pld = _pld_epsilon(with_loss, left, _interval(with_loss, by_rdp))
     return PrivacySpent(epsilon=by_pld, delta=delta, accountant="pld")
 
 
@@ -106,7 +136,8 @@ def delta_spent(events: Iterable[Event], epsilon: float, accountant: Accountant 
     Args:
         events: as for `spent`.
         epsilon: >= 0, finite.
-        accountant: `pld` or `rdp`; where the composition's rdp epsilon at delta 1e-5 exceeds 100, rdp answers.
+        accountant: `pld` or `rdp`; where the composition's rdp epsilon at delta 1e-5 exceeds 100 or LMO noise is in
+            it, rdp answers. LMO noise accounted as published costs delta 1.
 
     Raises:
         ValueError: as for `spent`, or epsilon is negative or not finite.
@@ -115,12 +146,13 @@ def delta_spent(events: Iterable[Event], epsilon: float, accountant: Accountant 
         raise ValueError(f"epsilon = {epsilon}: must be finite and >= 0")
     check_accountant(accountant)
     composition, left = _without_deltas(_checked(events), 1.0)
-    if not composition or not all(map(_has_noise, composition)):
+    if not composition or not all(_has_noise(event) and is_guarantee(event) for event in composition):
         return 1.0 - left if not composition else 1.0
-    if accountant == "rdp" or _rdp_epsilon(composition, 1e-5) > PLD_LIMIT:
+    with_loss = _all_with_loss(composition)
+    if accountant == "rdp" or with_loss is None or _rdp_epsilon(composition, 1e-5) > PLD_LIMIT:
         rest = float(rdp_privacy_accountant.compute_delta(ORDERS, _total_curve(composition), epsilon)[0])
     else:
-        rest = float(total_loss(composition, FINEST_INTERVAL).get_delta_for_epsilon(epsilon))
+        rest = float(total_loss(with_loss, FINEST_INTERVAL).get_delta_for_epsilon(epsilon))
     return min(1.0, 1.0 - left + rest)
 
 
@@ -140,35 +172,39 @@ def _checked(events: Iterable[Event]) -> tuple[Event, ...]:
     """The events, grouped, if they belong to the vocabulary and protect one unit."""
     events = tuple(events)
     for event in events:
-        if type(event) not in (SubsampledGaussian, PureEpsilon, EpsilonDelta):
+        if type(event) not in (SubsampledGaussian, PureEpsilon, EpsilonDelta, SubsampledLmo):
             raise ValueError(f"event {event!r}: unknown, so its cost is unknown")
     if len(units := {event.unit for event in events}) > 1:
         raise ValueError(f"units {', '.join(sorted(units))}: guarantees of different units have no common epsilon")
     return tuple(sorted(group(events), key=repr))
 
 
-def _without_deltas(
-    events: Iterable[Event], delta: float
-) -> tuple[tuple[SubsampledGaussian | PureEpsilon, ...], float]:
+def _without_deltas(events: Iterable[Event], delta: float) -> tuple[tuple[_WithCurve, ...], float]:
     """Events that cost no delta of their own, with noise in a computable range, and what is left of delta."""
-    pure: list[SubsampledGaussian | PureEpsilon] = []
+    pure: list[_WithCurve] = []
     for event in events:
         if isinstance(event, EpsilonDelta):
             delta -= event.count * event.delta
             event = PureEpsilon(epsilon=event.epsilon, count=event.count, unit=event.unit)
+        if isinstance(event, (SubsampledGaussian, SubsampledLmo)) and event.sampling_probability == 0:
+            continue
         if isinstance(event, SubsampledGaussian):
-            if event.sampling_probability == 0:
-                continue
             event = replace(event, noise_multiplier=min(event.noise_multiplier, MAX_NOISE))
         pure.append(event)
     return tuple(pure), delta
 
 
-def _has_noise(event: SubsampledGaussian | PureEpsilon) -> bool:
-    return isinstance(event, PureEpsilon) or event.noise_multiplier >= MIN_NOISE
+def _has_noise(event: _WithCurve) -> bool:
+    return not isinstance(event, SubsampledGaussian) or event.noise_multiplier >= MIN_NOISE
 
 
-def _rdp_epsilon(events: tuple[SubsampledGaussian | PureEpsilon, ...], delta: float) -> float:
+def _all_with_loss(events: tuple[_WithCurve, ...]) -> tuple[_WithLoss, ...] | None:
+    """The events if a privacy loss distribution of each is known, else None."""
+    found = tuple(event for event in events if not isinstance(event, SubsampledLmo))
+    return found if len(found) == len(events) else None
+
+
+def _rdp_epsilon(events: tuple[_WithCurve, ...], delta: float) -> float:
     """Renyi curves of single releases, times their counts, added up and converted once."""
     by_rdp = float(rdp.compute_epsilon(ORDERS, _total_curve(events), delta)[0])
     if all(isinstance(event, PureEpsilon) for event in events):  # then their plain sum is a bound as well
@@ -176,15 +212,17 @@ def _rdp_epsilon(events: tuple[SubsampledGaussian | PureEpsilon, ...], delta: fl
     return by_rdp
 
 
-def _total_curve(events: tuple[SubsampledGaussian | PureEpsilon, ...]) -> npt.NDArray[np.float64]:
+def _total_curve(events: tuple[_WithCurve, ...]) -> npt.NDArray[np.float64]:
     total: npt.NDArray[np.float64] = np.sum([e.count * _rdp_curve(replace(e, count=1)) for e in events], axis=0)
     return total
 
 
 @lru_cache(maxsize=65536)
-def _rdp_curve(event: SubsampledGaussian | PureEpsilon) -> npt.NDArray[np.float64]:
+def _rdp_curve(event: _WithCurve) -> npt.NDArray[np.float64]:
     """Renyi divergence of one release at dp-accounting's default orders."""
     orders = np.asarray(ORDERS)
+    if isinstance(event, SubsampledLmo):
+        return _lmo_curve(event)
     if isinstance(event, PureEpsilon):
         # Randomised response dominates every epsilon-DP mechanism: p^a (1-p)^(1-a) + (1-p)^a p^(1-a), p/(1-p) = e^eps.
         log_p = -np.log1p(np.exp(-event.epsilon))
@@ -201,7 +239,21 @@ def _rdp_curve(event: SubsampledGaussian | PureEpsilon) -> npt.NDArray[np.float6
     return curve
 
 
-def _interval(events: tuple[SubsampledGaussian | PureEpsilon, ...], by_rdp: float) -> float:
+def _lmo_curve(event: SubsampledLmo) -> npt.NDArray[np.float64]:
+    """Renyi divergence of one release of LMO noise, infinite at broken orders."""
+    curve = np.full(len(ORDERS), math.inf)
+    curve[_WHOLE_PLACES] = sampled_curve(
+        columns(event.parameters),
+        WHOLE_ORDERS,
+        accounting=event.accounting,
+        dimension=event.dimension,
+        sensitivity=event.sensitivity,
+        sampling_probability=event.sampling_probability,
+    )
+    return np.asarray(np.maximum(curve, SMALLEST_DIVERGENCE))
+
+
+def _interval(events: tuple[_WithLoss, ...], by_rdp: float) -> float:
     """How coarsely privacy losses may be discretised for some 5e-4 of epsilon, found by measuring; 10 times faster.
 
     Every interval gives an upper bound, and its points are among those of the finest one, dp-accounting's default: the
@@ -218,12 +270,12 @@ def _interval(events: tuple[SubsampledGaussian | PureEpsilon, ...], by_rdp: floa
 
 
 @lru_cache(maxsize=4096)
-def _pld_epsilon(events: tuple[SubsampledGaussian | PureEpsilon, ...], delta: float, interval: float) -> float:
+def _pld_epsilon(events: tuple[_WithLoss, ...], delta: float, interval: float) -> float:
     """By privacy loss distributions; equal histories, common across clients, are computed once."""
     return float(total_loss(events, interval).get_epsilon_for_delta(delta))
 
 
-def total_loss(events: tuple[SubsampledGaussian | PureEpsilon, ...], interval: float) -> Any:
+def total_loss(events: tuple[_WithLoss, ...], interval: float) -> Any:
     """The privacy loss distribution of the whole composition, from above.
 
     It starts from the identity as dp-accounting's accountant does, which cuts 1e-15 off the tails: a bound without
@@ -234,7 +286,7 @@ def total_loss(events: tuple[SubsampledGaussian | PureEpsilon, ...], interval: f
         return reduce(lambda total, loss: total.compose(loss), losses, pld.privacy_loss_distribution.identity(interval))
 
 
-def _loss(event: SubsampledGaussian | PureEpsilon, interval: float) -> Any:
+def _loss(event: _WithLoss, interval: float) -> Any:
     """The privacy loss distribution of the event with its count, step by step as dp-accounting's accountant has it."""
     if isinstance(event, SubsampledGaussian) and event.sampling_probability == 1:
         # n Gaussians are one with a sqrt(n)-th of the noise.
@@ -244,7 +296,7 @@ def _loss(event: SubsampledGaussian | PureEpsilon, interval: float) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _single_loss(event: SubsampledGaussian | PureEpsilon, interval: float) -> Any:
+def _single_loss(event: _WithLoss, interval: float) -> Any:
     """The privacy loss distribution of one release, as dp-accounting's own accountant makes it."""
     if isinstance(event, PureEpsilon):
         parameters = pld.common.DifferentialPrivacyParameters(event.epsilon, 0.0)

@@ -6,7 +6,10 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Any, Literal, get_args
+
+from fedpriv.accounting import lmo_parameters
+from fedpriv.accounting.lmo_parameters import LmoParameters
 
 VERSION = 1
 
@@ -41,11 +44,7 @@ class SubsampledGaussian:
         _check_non_negative("noise_multiplier", self.noise_multiplier)
         _check_probability("sampling_probability", self.sampling_probability)
         _check_count_and_unit(self.count, self.unit)
-        if self.unit == "client" and self.sampling_probability not in (0, 1):
-            raise ValueError(
-                f"sampling_probability = {self.sampling_probability}: the server knows which client sends, so a "
-                "release with unit = client has 1"
-            )
+        _check_sampled_unit(self.sampling_probability, self.unit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +94,65 @@ class EpsilonDelta:
         _check_count_and_unit(self.count, self.unit)
 
 
-Event = SubsampledGaussian | PureEpsilon | EpsilonDelta
+# How the cost of LMO noise is found. `published` is the paper's curve, which holds for one number and not for a vector:
+# no privacy guarantee, and no budget is ever enforced by it.
+LmoAccounting = Literal["published", "sound"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubsampledLmo:
+    """`count` compositions of LMO noise, drawn for every coordinate, on a Poisson sample of the records.
+
+    Attributes:
+        parameters: of the noise, in units of the clip norm.
+        sensitivity: L2 sensitivity over the clip norm, finite and > 0: the clipping rule's factor.
+        dimension: how many coordinates are noised, >= 1.
+        sampling_probability: q in [0, 1], as for a Gaussian.
+        accounting: `sound`, or `published`, which is no guarantee.
+        count: how many such releases, >= 1.
+        unit: what is protected.
+
+    Raises:
+        ValueError: a value is out of range or not finite, or a whole client is said to be sampled.
+    """
+
+    parameters: LmoParameters
+    sensitivity: float
+    dimension: int
+    sampling_probability: float
+    accounting: LmoAccounting = "sound"
+    count: int = 1
+    unit: Unit = "record"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.parameters, LmoParameters):
+            raise ValueError(f"parameters = {_short(self.parameters)}: must be LmoParameters")
+        _check_non_negative("sensitivity", self.sensitivity)
+        if self.sensitivity == 0:
+            raise ValueError("sensitivity = 0: must be > 0")
+        if isinstance(self.dimension, bool) or not isinstance(self.dimension, int) or not 1 <= self.dimension <= 2**53:
+            raise ValueError(f"dimension = {_short(self.dimension)}: must be a whole number >= 1")
+        _check_probability("sampling_probability", self.sampling_probability)
+        if self.accounting not in get_args(LmoAccounting):
+            known = ", ".join(get_args(LmoAccounting))
+            raise ValueError(f"accounting = {_short(self.accounting)}: must be one of {known}")
+        _check_count_and_unit(self.count, self.unit)
+        _check_sampled_unit(self.sampling_probability, self.unit)
+
+
+Event = SubsampledGaussian | PureEpsilon | EpsilonDelta | SubsampledLmo
 
 _KINDS: dict[str, type[Event]] = {
     "subsampled_gaussian": SubsampledGaussian,
     "pure_epsilon": PureEpsilon,
     "epsilon_delta": EpsilonDelta,
+    "subsampled_lmo": SubsampledLmo,
 }
+
+
+def is_guarantee(event: Event) -> bool:
+    """Whether the event's cost is a proven one; LMO noise accounted as published has none."""
+    return not isinstance(event, SubsampledLmo) or event.accounting == "sound"
 
 
 def group(events: Iterable[Event]) -> tuple[Event, ...]:
@@ -119,7 +170,10 @@ def group(events: Iterable[Event]) -> tuple[Event, ...]:
 def to_json(event: Event) -> str:
     """The event as one line of JSON with its kind and the format's version."""
     kind = next(name for name, cls in _KINDS.items() if type(event) is cls)
-    return json.dumps({"version": VERSION, "kind": kind, **asdict(event)}, sort_keys=True)
+    values: dict[str, Any] = asdict(event)
+    if isinstance(event, SubsampledLmo):
+        values["parameters"] = lmo_parameters.to_dict(event.parameters)
+    return json.dumps({"version": VERSION, "kind": kind, **values}, sort_keys=True)
 
 
 def from_json(text: str) -> Event:
@@ -138,6 +192,8 @@ def from_json(text: str) -> Event:
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"event kind = {kind!r}: known are {', '.join(_KINDS)}")
     try:
+        if kind == "subsampled_lmo" and "parameters" in fields:
+            fields["parameters"] = lmo_parameters.from_dict(fields["parameters"])
         return _KINDS[kind](**fields)
     except TypeError as error:
         raise ValueError(f"event {text[:200]!r}: {error}") from None
@@ -159,6 +215,14 @@ def _check_count_and_unit(count: int, unit: str) -> None:
         raise ValueError(f"count = {_short(count)}: must be a whole number >= 1")
     if unit not in _UNITS:
         raise ValueError(f"unit = {unit!r}: must be one of {', '.join(_UNITS)}")
+
+
+def _check_sampled_unit(sampling_probability: float, unit: str) -> None:
+    if unit == "client" and sampling_probability not in (0, 1):
+        raise ValueError(
+            f"sampling_probability = {sampling_probability}: the server knows which client sends, so a release with "
+            "unit = client has 1"
+        )
 
 
 def _short(value: object) -> str:

@@ -67,11 +67,11 @@ def noised_sums(
         sums = clipped_sums[begin : begin + at_once]
         words = np.concatenate([source.words(sums.shape[1]) for source in sources[begin : begin + at_once]])
         noise = normal_from_words(words).mul_(scale).view(sums.shape).to(sums.device)
-        noised[begin : begin + at_once] = _on_grid(noise.add_(sums), scale)
+        noised[begin : begin + at_once] = on_grid(noise.add_(sums), scale)
     return noised, events
 
 
-def _on_grid(values: Tensor, scale: float) -> Tensor:
+def on_grid(values: Tensor, scale: float) -> Tensor:
     """The values, in place, rounded to multiples of a power of two, some 2^-18 of the noise's standard deviation.
 
     Which floats a sum with noise can reach depends on the sum, and tells it (Mironov 2012). After rounding, a step of

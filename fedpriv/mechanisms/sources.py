@@ -61,6 +61,30 @@ def normal_from_words(words: Words) -> Tensor:
     return torch.where(upper, -values, values)
 
 
+def uniform_from_words(words: Words) -> npt.NDArray[np.float64]:
+    """Uniform values in (0, 1], float64, one for each 64-bit word: the middle of the word's cell of 2^-64.
+
+    Near 0 a float64 resolves every cell; near 1 it rounds, in the last 2^-54 to 1.
+
+    Args:
+        words: uniform 64-bit words.
+    """
+    return np.asarray((words.astype(np.float64) + 0.5) * 2.0**-64)
+
+
+def laplace_from_words(words: Words) -> npt.NDArray[np.float64]:
+    """Laplace values of scale 1 by inverting the distribution function, float64, one for each 64-bit word.
+
+    The top bit is the sign, the other 63 pick a cell of (0, 1] whose middle is inverted: sizes up to 44, at which a
+    cell's own width is the probability that is left, and resolved to 2^-53 near 0.
+
+    Args:
+        words: uniform 64-bit words.
+    """
+    sizes = -np.log(uniform_from_words(words << np.uint64(1)))
+    return np.asarray(np.where(words >> np.uint64(63), -sizes, sizes))
+
+
 def bernoulli_from_words(words: Words, probability: float) -> Tensor:
     """Coins, bool, one for each 64-bit word; true with floor(probability * 2^64) / 2^64.
 
