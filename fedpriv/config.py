@@ -119,6 +119,9 @@ class RunConfig:
     noise_multiplier: NonNegative = 1.88
     target_epsilon: Annotated[Positive | None, BeforeValidator(_none_if_empty)] = None
     noise_on: Literal["gradients", "upload"] = "gradients"
+    mechanism: Literal["gaussian", "lmo"] = "gaussian"
+    lmo_parameters: str = ""
+    lmo_accounting: Literal["sound", "published"] = "sound"
     privacy_view: Literal["local", "rho", "aggregate"] = "local"
     budget_epsilon: Budgets = ()
     uploads_hidden: bool = False
@@ -169,11 +172,33 @@ class RunConfig:
             )
         if self.aggregation == "t-fedavg" and self.upload_codec not in ("float32", "ternary"):
             raise ValueError(f"upload_codec = {self.upload_codec}: t-fedavg sends ternary codes; leave it out")
+        if self.mechanism == "lmo":
+            self._check_lmo()
+        elif self.lmo_parameters or self.lmo_accounting != "sound":
+            raise ValueError("lmo_parameters, lmo_accounting: are for mechanism = lmo")
         if self.noise_on == "upload" and self.clipping != "joint":
             raise ValueError(
                 f"clipping = {self.clipping}: with noise_on = upload the whole update is clipped; use joint"
             )
         return self
+
+    def _check_lmo(self) -> None:
+        if not self.lmo_parameters:
+            raise ValueError("mechanism = lmo: needs lmo_parameters, a file or JSON; fedpriv lmo search finds some")
+        if self.noise_multiplier == 0:
+            raise ValueError("noise_multiplier = 0: multiplies the LMO noise, so it must be > 0")
+        if self.client_ranks:
+            raise ValueError("client_ranks: LMO noise costs each number of values another epsilon; use gaussian")
+        if self.lmo_accounting == "published" and (self.target_epsilon or self.budget_epsilon):
+            raise ValueError(
+                "lmo_accounting = published: is no privacy guarantee, so no target or budget of epsilon holds by it; "
+                "use sound"
+            )
+
+    @property
+    def epsilon_is_guarantee(self) -> bool:
+        """Whether the run's epsilon is a guarantee by its kind of accounting; LMO noise as published has none."""
+        return self.mechanism != "lmo" or self.lmo_accounting == "sound"
 
     @property
     def data_are_public(self) -> bool:
@@ -215,6 +240,9 @@ class RunConfig:
         return replace(
             self,
             noise_multiplier=0.0,
+            mechanism="gaussian",
+            lmo_parameters="",
+            lmo_accounting="sound",
             target_epsilon=None,
             budget_epsilon=(),
             privacy_view="local",

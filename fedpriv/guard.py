@@ -7,12 +7,14 @@ import logging
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import get_args
 
 from fedpriv.accounting.clipping import CLIPPING_RULES, NOISE_PLACES
 from fedpriv.accounting.curves import check_delta, spent, stays_within
 from fedpriv.accounting.entries import CHARGED, RELEASED, Charge, DataSet, Key
-from fedpriv.accounting.events import Event, SubsampledGaussian
+from fedpriv.accounting.events import Event, LmoAccounting, SubsampledGaussian
 from fedpriv.accounting.ledger import Ledger
+from fedpriv.accounting.noise_level import effective_noise_multiplier
 from fedpriv.accounting.views import Release, default_delta
 from fedpriv.adapters.codecs import CODECS
 from fedpriv.errors import InputError
@@ -88,6 +90,7 @@ def check(spec: UpdateSpec, policy: NodePolicy, *, noise_source: str, num_regist
         raise RefusedError(f"clip_norm = {spec.clip_norm}: must be finite and > 0")
     if not (math.isfinite(spec.noise_multiplier) and spec.noise_multiplier >= 0):
         raise RefusedError(f"noise_multiplier = {spec.noise_multiplier}: must be finite and >= 0")
+    _check_lmo(spec)
     if spec.local_steps < 1:
         raise RefusedError(f"local_steps = {spec.local_steps}: must be >= 1")
     if not 1 <= spec.batch_size <= num_registered:
@@ -112,8 +115,21 @@ def check(spec: UpdateSpec, policy: NodePolicy, *, noise_source: str, num_regist
         return
     if spec.noise_multiplier == 0:
         raise RefusedError("noise_multiplier = 0: this node releases nothing without noise")
+    if spec.lmo_parameters and spec.lmo_accounting != "sound":
+        raise RefusedError(f"lmo_accounting = {spec.lmo_accounting!r}: is no privacy guarantee; this node needs sound")
     if noise_source != "secure":
         raise RefusedError(f"noise source = {noise_source}: this node releases nothing with seeded noise")
+
+
+def _check_lmo(spec: UpdateSpec) -> None:
+    if spec.lmo_accounting not in get_args(LmoAccounting):
+        known = ", ".join(get_args(LmoAccounting))
+        raise RefusedError(f"lmo_accounting = {spec.lmo_accounting[:60]!r}: must be one of {known}")
+    if spec.lmo_parameters:
+        try:
+            spec.lmo  # noqa: B018
+        except InputError as error:
+            raise RefusedError(f"lmo_parameters: {error}") from None
 
 
 def check_limits(spec: UpdateSpec, event: Event, round_: int, limits: Limits | None) -> None:
@@ -132,9 +148,7 @@ def check_limits(spec: UpdateSpec, event: Event, round_: int, limits: Limits | N
         raise RefusedError(f"round = {round_}: must lie in 1..{spec.num_rounds}, the run's rounds")
     if limits is None:
         return
-    noise, probability = 0.0, 1.0
-    if isinstance(event, SubsampledGaussian):
-        noise, probability = event.noise_multiplier, event.sampling_probability
+    noise, probability = effective_noise_multiplier(event), getattr(event, "sampling_probability", 1.0)
     if noise < limits.min_effective_noise_multiplier:
         least = limits.min_effective_noise_multiplier
         raise RefusedError(f"noise_multiplier: its effective value {noise:g} is below this node's {least:g}")

@@ -6,7 +6,9 @@ import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+
+from torch import Tensor
 
 from fedpriv.accounting.accounts import Accounts
 from fedpriv.accounting.calibration import rounds_within
@@ -14,6 +16,7 @@ from fedpriv.accounting.curves import Accountant
 from fedpriv.accounting.entries import RELEASED, Charge, DataSet, Key
 from fedpriv.accounting.events import Event, Unit
 from fedpriv.accounting.ledger import Ledger
+from fedpriv.accounting.noise_level import effective_noise_multiplier
 from fedpriv.accounting.views import Release, View, aggregate_objections, aggregate_scale, rho_bar, smallest_rho_bars
 from fedpriv.aggregation.rules import RULES
 from fedpriv.aggregation.weighted import weights_by_size
@@ -56,6 +59,7 @@ def objections_to_aggregate(config: RunConfig) -> tuple[str, ...]:
         noise_on=config.noise_on,
         linear=RULES[config.aggregation].linear and config.upload_codec == "float32",
         uploads_hidden=config.uploads_hidden,
+        mechanism=config.mechanism,
     )
 
 
@@ -66,7 +70,7 @@ class Books:
         config: of the run.
         run: its random id.
         registrations: of the clients.
-        tensor_names: of the adapter; the clipping rule's sensitivity depends on them.
+        initial: the adapter; what noise costs depends on its tensors.
         ledger: durable record, which knows earlier runs; None for a series that nothing pays for.
         resumed_after: the last round that the run had finished when it was interrupted; None for a new run. What the
             ledger holds of later rounds was charged: a node that gives the same bytes again is asked under that
@@ -83,7 +87,7 @@ class Books:
         run: str,
         registrations: Sequence[Registration],
         *,
-        tensor_names: Iterable[str],
+        initial: Mapping[str, Tensor],
         ledger: Ledger | None = None,
         resumed_after: int | None = None,
     ) -> None:
@@ -100,8 +104,8 @@ class Books:
         }
         self.accounts = Accounts(self.sizes, config.delta, self._earlier)
         self._aggregate_holds = not objections_to_aggregate(config)
-        spec, names = UpdateSpec.of(config), tuple(tensor_names)
-        self._events = {c: planned_event(spec, spec.batch_size / size, names) for c, size in self.sizes.items()}
+        spec = UpdateSpec.of(config)
+        self._events = {c: planned_event(spec, spec.batch_size / size, initial) for c, size in self.sizes.items()}
         self._budgets = {client: config.budget_of(client) for client in self.sizes}
         self._round = 0
         self._held: dict[int, dict[Key, Release]] = {client: {} for client in self.sizes}
@@ -141,6 +145,10 @@ class Books:
     def event(self, client: int) -> Event:
         """What one round costs the client on the `local` view."""
         return self._events[client]
+
+    def effective_noise_multiplier(self, client: int) -> float:
+        """Of one of the client's releases; see `noise_level`."""
+        return _noise_level(self._events[client])
 
     @property
     def units(self) -> set[Unit]:
@@ -300,6 +308,10 @@ class Books:
             rho_bar=rho_bar(weights_by_size(sizes).values()),
             aggregate_scale=scale,
         )
+
+
+# Equal events, common across clients, are looked at once; LMO noise takes a while.
+_noise_level = lru_cache(maxsize=1024)(effective_noise_multiplier)
 
 
 def _check_registered(known: DataSet, client: int, size: int, delta: float) -> None:

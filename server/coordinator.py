@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,9 +15,7 @@ from flwr.serverapp import Grid
 
 from fedpriv import config as configuration
 from fedpriv import guard
-from fedpriv.accounting.calibration import noise_multiplier_for_all
 from fedpriv.accounting.ledger import Ledger
-from fedpriv.accounting.views import default_delta
 from fedpriv.adapters import lora
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.config import RunConfig
@@ -27,12 +23,12 @@ from fedpriv.errors import InputError, TooFewClientsError
 from fedpriv.protocol import Registration
 from fedpriv.reports.page import write_report
 from fedpriv.training.evaluation import Evaluation, evaluate
-from fedpriv.training.local_update import UpdateSpec, planned_event
 from fedpriv.training.workbench import Workbench, workbench
 from server import checkpoint, registry
 from server.bookkeeping import Books, check_budget_and_view
 from server.checkpoint import Checkpoint
 from server.history import ClientRow, RoundRow
+from server.noise import calibrated, with_lmo_parameters
 from server.registration import Nodes, register_nodes
 from server.run_folder import RunFolder
 from server.strategy import RuleStrategy
@@ -95,6 +91,7 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
         comparison=config.compares,
         noise_multiplier=config.noise_multiplier,
     )
+    config = with_lmo_parameters(config)
     _check_as_before(config)
     bench = workbench(config)
     check_budget_and_view(config, bench.num_clients)
@@ -117,6 +114,11 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
             raise InputError(f"ledger {path}: is not the one of the run, or lacks what the checkpoint has seen")
         series = _Series(config, bench, nodes, ledger, resumed)
         folder.keep(series.registrations)
+        if not config.epsilon_is_guarantee:
+            observer.notice(
+                "lmo_accounting = published: the paper's figure holds for one number and not for a gradient; this run "
+                "has NO privacy guarantee"
+            )
         announce_budgets(series.books, config, series.names, observer)
         if resumed:
             observer.notice(f"the run goes on after round {resumed.round}")
@@ -215,37 +217,6 @@ def announce_budgets(books: Books, config: RunConfig, names: Mapping[int, str], 
         )
 
 
-def calibrated(config: RunConfig, sizes: Sequence[int], tensor_names: Iterable[str]) -> RunConfig:
-    """The configuration with the noise multiplier that its `target_epsilon` needs, if it has one.
-
-    A client is assumed to take part in every round. On the `rho` view the worst case over who may drop out counts:
-    rho_bar of n participants is never below 1 / sqrt(n).
-
-    Raises:
-        InputError: no noise meets the target.
-    """
-    if config.target_epsilon is None:
-        return config
-    selected = min(config.clients_per_round or len(sizes), len(sizes))
-    view = 1 / math.sqrt(selected) if config.privacy_view == "rho" else 1.0
-    spec = replace(UpdateSpec.of(config), noise_multiplier=1.0)
-    names = tuple(tensor_names)
-    events = [planned_event(spec, min(1.0, config.batch_size / size), names) for size in sizes]
-    try:
-        noise_multiplier = noise_multiplier_for_all(
-            config.target_epsilon,
-            [
-                (event.sampling_probability, config.delta or default_delta(size))
-                for event, size in zip(events, sizes, strict=True)
-            ],
-            steps=config.rounds * events[0].count,
-            scale=view * events[0].noise_multiplier,
-        )
-    except ValueError as error:
-        raise InputError(f"target_epsilon = {config.target_epsilon}: {error}") from None
-    return replace(config, noise_multiplier=noise_multiplier)
-
-
 class _Series:
     """The rounds of the private run, or those of its comparison, which no ledger records."""
 
@@ -264,7 +235,7 @@ class _Series:
             config,
             self.run_id,
             self.registrations,
-            tensor_names=bench.initial,
+            initial=bench.initial,
             ledger=ledger,
             resumed_after=resumed.round if resumed else None,
         )

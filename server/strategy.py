@@ -292,7 +292,7 @@ class RuleStrategy(Strategy):
             detail=status[1],
             sampling_probability=getattr(event, "sampling_probability", 1.0),
             noise_multiplier=self.spec.noise_multiplier,
-            effective_noise_multiplier=getattr(event, "noise_multiplier", 0.0),
+            effective_noise_multiplier=self.books.effective_noise_multiplier(client),
             steps=event.count,
             weight=weights.get(client, 0.0),
             rho_bar=rho_bar(weights.values()) if weights else 0.0,

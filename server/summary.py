@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fedpriv.accounting.curves import PrivacySpent
+from fedpriv.accounting.curves import PrivacySpent, spent
 from fedpriv.accounting.views import VIEWS
 from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX
 from fedpriv.aggregation.global_model import GlobalModel
@@ -52,7 +52,9 @@ def summarize(config: RunConfig, bench: Workbench, outcome: Outcome, comparison:
         "aggregate_objections": list(objections_to_aggregate(config)),
         "unit": next(iter(outcome.strategy.books.units)),
         "accountant": "pld or rdp" if any(cost.upper_bound_only for cost in known) else "pld",
-        "private": config.noise_multiplier > 0 and not config.simulate,
+        "private": config.noise_multiplier > 0 and not config.simulate and config.epsilon_is_guarantee,
+        "mechanism": config.mechanism,
+        "epsilon_as_published_max": None if config.epsilon_is_guarantee else _as_published(outcome),
         "noise_source": config.noise_source,
         "budget_epsilon": list(config.budget_epsilon),
         "privacy_view": config.privacy_view,
@@ -96,6 +98,15 @@ def _frozen_bytes(bench: Workbench) -> int:
     """What the frozen model takes that every variant is an adapter of."""
     trained = {id(parameter) for parameter in bench.model.parameters.values()}
     return sum(p.numel() * p.element_size() for p in bench.model.peft_model.parameters() if id(p) not in trained)
+
+
+def _as_published(outcome: Outcome) -> float:
+    """The largest figure that the LMO paper's accounting gives a client; no guarantee."""
+    accounts = outcome.strategy.books.accounts
+    return max(
+        spent(accounts.history(client, "local"), delta, "rdp", as_published=True).epsilon
+        for client, delta in accounts.deltas.items()
+    )
 
 
 def _largest(costs: Iterable[PrivacySpent | None]) -> float | None:

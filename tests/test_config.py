@@ -15,6 +15,8 @@ from fedpriv.errors import InputError
 ROOT = Path(__file__).resolve().parents[1]
 
 BAD = {
+    "mechanism": "laplace",
+    "lmo_accounting": "wishful",
     "variant_rounds": ["zero"],
     "variant_clients": "perhaps",
     "dedup": "magic",
@@ -278,6 +280,15 @@ OTHER |= {
 @pytest.mark.parametrize("key", sorted(set(KEYS) - {*PLACES, "aggregation"}))
 def test_digest_depends_on_every_other_key_with_a_choice(key):
     base = RunConfig(optimizer="adamw", aggregation="flora")
+    if key in ("mechanism", "lmo_parameters", "lmo_accounting"):
+        base = replace(base, mechanism="lmo", lmo_parameters="{}")
+        changes = {
+            "mechanism": {"mechanism": "gaussian", "lmo_parameters": ""},
+            "lmo_parameters": {"lmo_parameters": "{ }"},
+            "lmo_accounting": {"lmo_accounting": "published"},
+        }
+        assert replace(base, **changes[key]).digest != base.digest
+        return
     old = getattr(base, key)
     new = OTHER.get(key, f"{old}x" if isinstance(old, str) else not old if isinstance(old, bool) else None)
     assert replace(base, **{key: old + 1 if new is None else new}).digest != base.digest

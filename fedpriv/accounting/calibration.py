@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from fedpriv.accounting.curves import MAX_NOISE, Accountant, check_delta, spent
-from fedpriv.accounting.events import Event, SubsampledGaussian
+from fedpriv.accounting.events import Event, SubsampledGaussian, SubsampledLmo
 
 _MAX_ROUNDS = 10**9
+_LMO_TOLERANCE = 1e-4
 
 
 def noise_multiplier_for(
@@ -95,6 +96,34 @@ def noise_multiplier_for_all(
                 scale=scale,
                 accountant=accountant,
             )
+    return found
+
+
+def lmo_multiplier_for_all(epsilon: float, clients: Iterable[tuple[SubsampledLmo, float]]) -> float:
+    """The smallest multiplier of LMO noise that keeps every client within epsilon at its own delta, by rdp.
+
+    Args:
+        epsilon: target for each client, finite, > 0.
+        clients: (all releases of a client, with noise multiplied by 1, and its delta) of each, at least one.
+
+    Raises:
+        ValueError: epsilon is out of range, there is no client, or no noise suffices.
+    """
+    if not (math.isfinite(epsilon) and epsilon > 0):
+        raise ValueError(f"epsilon = {epsilon}: must be finite and > 0")
+    # Who is sampled most needs the most noise; the others are checked, and rarely need more for their delta.
+    ordered = sorted(set(clients), key=lambda client: (-client[0].sampling_probability, client[1]))
+    if not ordered:
+        raise ValueError("clients: calibration needs at least one")
+    found = 0.0
+    for event, delta in ordered:
+
+        def holds(z: float, event: SubsampledLmo = event, delta: float = delta) -> bool:
+            noised = replace(event, parameters=event.parameters.scaled(1 / z))
+            return spent([noised], delta, "rdp").epsilon <= epsilon
+
+        if found == 0 or not holds(found):
+            found = _smallest(holds, start=found or 1.0, tolerance=_LMO_TOLERANCE)
     return found
 
 

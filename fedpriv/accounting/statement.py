@@ -68,6 +68,7 @@ def _spending(db: sqlite3.Connection, data_set: DataSet, budget_epsilon: float |
         "epsilon_rho": costs["rho"].epsilon if known else None,
         "upper_bound_only": any(cost.upper_bound_only for cost in costs.values()),
         "unit": next(iter(units), "record"),
+        "is_guarantee": all(cost.is_guarantee for cost in costs.values()),
         "noise_source": ",".join(sorted({source for run in runs for source in run.noise_source.split(",")})),
     }
     if budget_epsilon is not None and (last := _last_event(db, data_set)) is not None:
@@ -97,7 +98,7 @@ def statement(db: sqlite3.Connection, path: Path, client: str) -> list[dict[str,
         pages.append(
             cost
             | {
-                "private": not seeded,
+                "private": not seeded and cost["is_guarantee"],
                 "adjacency": ADJACENCY[cost["unit"]],
                 "covers": COVERS,
                 "does_not_cover": list(DOES_NOT_COVER),
@@ -129,7 +130,9 @@ def render(page: Mapping[str, Any]) -> str:
         lines.append(
             f"By DP-LoRA's Theorem 1 (rho view)    epsilon {_up(page['epsilon_rho'])} at delta {page['delta']:g}{bound}"
         )
-    if not page["private"]:
+    if not page["is_guarantee"]:
+        lines += ["", "NOT A PRIVACY GUARANTEE: LMO noise was accounted as published, which bounds no gradient."]
+    if "seeded" in page["noise_source"]:
         lines += ["", "NOT PRIVATE: some noise came from a seeded generator. Whoever knows the seed can take it off."]
     lines += ["", f"Noise source      {page['noise_source'] or 'nothing was released'}", "", "Covered"]
     lines += [*_wrapped([page["covers"]]), "", "Not covered", *_wrapped(page["does_not_cover"])]

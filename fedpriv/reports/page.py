@@ -90,10 +90,15 @@ def render(run: RunFolder) -> str:
 
 def why_not_private(run: RunFolder) -> list[str]:
     """The reasons why a run protects nobody; empty for a private run."""
-    reasons = []
+    reasons, delta = [], run.summary["delta_max"]
     if run.summary["noise_source"] != "secure":
         reasons.append("its noise came from a seeded generator: whoever knows the seed can take the noise off")
-    if tables.format_bound(run.summary["epsilon_local_max"]) == tables.INFINITY:
+    if (as_published := run.summary.get("epsilon_as_published_max")) is not None:
+        reasons.append(
+            f"its LMO noise was accounted as published, which gives {tables.format_epsilon(as_published, delta)} for "
+            "one number and nothing for a gradient: no privacy guarantee"
+        )
+    elif tables.format_bound(run.summary["epsilon_local_max"]) == tables.INFINITY:
         reasons.append("no noise bounds what an upload reveals: ε is infinite")
     if not run.summary["private"] and not reasons:
         reasons.append("the run is marked as not private")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
+from torch import Tensor
+
+from fedpriv.accounting import lmo_parameters
 from fedpriv.accounting.clipping import UPLOAD_FACTOR, clipping_parts, sensitivity_factor
-from fedpriv.accounting.events import Event, SubsampledGaussian
+from fedpriv.accounting.events import Event, LmoAccounting, SubsampledGaussian, SubsampledLmo, Unit
+from fedpriv.accounting.lmo_parameters import LmoParameters
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import Merged
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Records
+from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training.sampling import PoissonSampler
 
@@ -34,12 +39,14 @@ class UpdateSpec:
         weight_decay: >= 0, for `adamw`.
         clipping: the clipping rule.
         clip_norm: C > 0, gradient units.
-        noise_multiplier: z >= 0, noise over clip norm.
+        noise_multiplier: z >= 0, noise over clip norm; what LMO noise is multiplied by.
         noise_on: `gradients`, each step's noised sum; or `upload`, plain steps and noise on the clipped update, where
             `clip_norm` is S, in units of the parameters.
         codec: how the upload is written.
         quantization: `none`, or `ternary`, where broadcast and upload are ternary differences to the run's start.
         relevance_threshold: v_0 in [0, 1]; with 0 every client uploads.
+        lmo_parameters: of LMO noise, as JSON; empty for Gaussian noise.
+        lmo_accounting: how LMO noise is accounted, `sound` or `published`.
     """
 
     num_rounds: int
@@ -55,6 +62,8 @@ class UpdateSpec:
     codec: str = "float32"
     quantization: str = "none"
     relevance_threshold: float = 0.0
+    lmo_parameters: str = ""
+    lmo_accounting: str = "sound"
 
     @staticmethod
     def of(config: RunConfig) -> UpdateSpec:
@@ -68,6 +77,17 @@ class UpdateSpec:
         }
         names = UpdateSpec.__dataclass_fields__.keys() - derived.keys()
         return UpdateSpec(**derived, **{name: getattr(config, name) for name in names})
+
+    @property
+    def lmo(self) -> LmoParameters:
+        """The LMO noise, multiplied by `noise_multiplier`, in units of the clip norm.
+
+        Raises:
+            InputError: there is none, or it is multiplied by 0.
+        """
+        if self.noise_multiplier == 0:
+            raise InputError("noise_multiplier = 0: with it there is no LMO noise")
+        return lmo_parameters.from_json(self.lmo_parameters).scaled(1 / self.noise_multiplier)
 
     @property
     def broadcast_codec(self) -> str:
@@ -116,24 +136,40 @@ class ClientUpdate:
 Execute = Callable[[Sequence[UpdateTask]], list[ClientUpdate | Exception]]
 
 
-def planned_event(spec: UpdateSpec, sampling_probability: float, tensor_names: Iterable[str]) -> Event:
+def planned_event(spec: UpdateSpec, sampling_probability: float, adapter: Mapping[str, Tensor]) -> Event:
     """The event that a local update by this specification returns, for charging it before anything is computed.
 
     Args:
         spec: of the update.
         sampling_probability: q in [0, 1].
-        tensor_names: of all trainable tensors, as the adapter holds them.
+        adapter: all trainable tensors; LMO noise costs more for more values.
 
     Raises:
-        ValueError: the clipping rule is unknown.
+        ValueError: the clipping rule, or the noise, is unknown.
     """
     if spec.noise_on == "upload":
-        return SubsampledGaussian(
-            noise_multiplier=spec.noise_multiplier / UPLOAD_FACTOR, sampling_probability=1.0, unit="client"
-        )
-    parts = clipping_parts(spec.clipping, tensor_names)
-    return SubsampledGaussian(
-        noise_multiplier=spec.noise_multiplier / sensitivity_factor(spec.clipping, len(parts)),
+        return _event(spec, UPLOAD_FACTOR, 1.0, adapter, unit="client")
+    factor = sensitivity_factor(spec.clipping, len(clipping_parts(spec.clipping, adapter)))
+    return _event(spec, factor, sampling_probability, adapter, count=spec.local_steps)
+
+
+def _event(
+    spec: UpdateSpec,
+    factor: float,
+    sampling_probability: float,
+    adapter: Mapping[str, Tensor],
+    count: int = 1,
+    unit: Unit = "record",
+) -> Event:
+    if not spec.lmo_parameters:
+        z = spec.noise_multiplier / factor
+        return SubsampledGaussian(noise_multiplier=z, sampling_probability=sampling_probability, count=count, unit=unit)
+    return SubsampledLmo(
+        parameters=spec.lmo,
+        sensitivity=factor,
+        dimension=sum(tensor.numel() for tensor in adapter.values()),
         sampling_probability=sampling_probability,
-        count=spec.local_steps,
+        accounting=cast(LmoAccounting, spec.lmo_accounting),  # the event refuses any other
+        count=count,
+        unit=unit,
     )

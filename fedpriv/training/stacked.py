@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from fedpriv.accounting.clipping import UPLOAD_FACTOR, clipping_parts, sensitivity_factor
-from fedpriv.accounting.events import Event, group
+from fedpriv.accounting.events import Event, LmoAccounting, group
 from fedpriv.adapters.merged import same as same_merged
 from fedpriv.data.records import Item
-from fedpriv.mechanisms.gaussian import noised_sums
+from fedpriv.mechanisms import gaussian, lmo
 from fedpriv.training.clipping import add_clipped, add_finite, clipped_rows
 from fedpriv.training.layout import Layout
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
@@ -40,7 +41,7 @@ def stacked_updates(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[C
     """Each client's adapter after its steps, and the event that pays for them.
 
     With noise on the gradients, each step of a client is: Poisson sample, per-sample gradients of all trainable
-    tensors, clipping by the rule, sum, Gaussian noise, division by the expected batch size, optimizer step. An empty
+    tensors, clipping by the rule, sum, noise, division by the expected batch size, optimizer step. An empty
     sample counts as a zero gradient. With noise on the upload, the steps are plain and the whole update is clipped and
     noised. A client's result depends on the others by rounding alone.
 
@@ -176,14 +177,7 @@ def _noised_uploads(clients: _Clients, trained: Tensor) -> tuple[Tensor, Sequenc
     """
     spec = clients.spec
     updates = clipped_rows(trained - clients.broadcast, spec.clip_norm, (slice(0, clients.layout.size),))
-    noised, events = noised_sums(
-        updates,
-        noise_multiplier=spec.noise_multiplier,
-        clip_norm=spec.clip_norm,
-        sensitivity_factor=UPLOAD_FACTOR,
-        sampling_probabilities=[1.0] * len(updates),
-        sources=[task.noise for task in clients.tasks],
-    )
+    noised, events = _noised(clients, updates, UPLOAD_FACTOR, [1.0] * len(updates))
     return clients.broadcast + noised, [replace(event, unit="client") for event in events]
 
 
@@ -201,15 +195,34 @@ def _private_gradients(clients: _Clients, parameters: Tensor) -> tuple[Tensor, S
         # Algorithm 1 to the letter: the realised batch's mean is clipped, and its noise is not divided by B.
         sizes = torch.tensor([max(len(indices), 1) for indices in drawn], device=totals.device)
         totals = clipped_rows(totals / sizes.unsqueeze(1), spec.clip_norm, parts)
-    noised, events = noised_sums(
-        totals,
+    factor = sensitivity_factor(spec.clipping, len(parts))
+    noised, events = _noised(clients, totals, factor, [task.sampler.sampling_probability for task in clients.tasks])
+    return noised.div_(1 if batch_rule else spec.batch_size), events
+
+
+def _noised(
+    clients: _Clients, sums: Tensor, factor: float, sampling_probabilities: Sequence[float]
+) -> tuple[Tensor, Sequence[Event]]:
+    """The sums with the specification's noise, and the events that pay for it."""
+    spec, sources = clients.spec, [task.noise for task in clients.tasks]
+    if spec.lmo_parameters:
+        return lmo.noised_sums(
+            sums,
+            parameters=spec.lmo,
+            clip_norm=spec.clip_norm,
+            sensitivity_factor=factor,
+            sampling_probabilities=sampling_probabilities,
+            sources=sources,
+            accounting=cast(LmoAccounting, spec.lmo_accounting),  # the event refuses any other
+        )
+    return gaussian.noised_sums(
+        sums,
         noise_multiplier=spec.noise_multiplier,
         clip_norm=spec.clip_norm,
-        sensitivity_factor=sensitivity_factor(spec.clipping, len(parts)),
-        sampling_probabilities=[task.sampler.sampling_probability for task in clients.tasks],
-        sources=[task.noise for task in clients.tasks],
+        sensitivity_factor=factor,
+        sampling_probabilities=sampling_probabilities,
+        sources=sources,
     )
-    return noised.div_(1 if batch_rule else spec.batch_size), events
 
 
 def _drawn(clients: _Clients) -> list[list[int]]:

@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 import torch
 
-from fedpriv.accounting.clipping import CLIPPING_RULES
+from fedpriv.accounting.clipping import CLIPPING_RULES, NOISE_PLACES
 from fedpriv.adapters import read
 from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX, Product, factors_of
 from fedpriv.aggregation.rules import RULES
@@ -91,6 +91,18 @@ def test_stacked_equals_alone_by_every_rule_and_optimizer(encoder, make_records,
 def test_stacked_equals_alone_with_noise_on_the_upload(encoder, make_records, optimizer):
     model = TrainingModel(encoder(), memory_limit=2**30)
     assert_equal(model, [make_records(size, seed=size) for size in SIZES], optimizer=optimizer, noise_on="upload")
+
+
+@pytest.mark.parametrize("clipping", CLIPPING_RULES)
+@pytest.mark.parametrize("noise_on", NOISE_PLACES)
+def test_stacked_equals_alone_with_lmo_noise(encoder, make_records, clipping, noise_on):
+    model = TrainingModel(encoder(), memory_limit=2**30)
+    parts = (
+        '{"combination": "mixture", "gamma": {"weight": 0.5, "shape": 2.0, "scale": 0.3}, '
+        '"uniform": {"weight": 0.5, "low": 1.0, "high": 3.0}}'
+    )
+    records = [make_records(size, seed=size) for size in SIZES]
+    assert_equal(model, records, clipping=clipping, noise_on=noise_on, lmo_parameters=parts)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -222,7 +222,7 @@ def run_rounds(folder: Path) -> dict[str, Any]:
         grid = UnreliableGrid(contexts, update, fates.__getitem__, pool)
         nodes = register_nodes(grid, num_expected=NUM_CLIENTS, wait=60)
         registrations = [registration for _, registration in nodes.values()]
-        books = Books(config, "run", registrations, tensor_names=bench.initial, ledger=ledger)
+        books = Books(config, "run", registrations, initial=bench.initial, ledger=ledger)
         for client in range(NUM_BUDGETS):
             event, delta = books.event(client), books.accounts.deltas[client]
             contexts[client].node_config[BUDGET_KEY] = 1.0001 * spent([event] * ROUNDS_OF_BUDGET, delta).epsilon

@@ -40,7 +40,7 @@ def make_strategy(on_round=lambda *_: None, **changes) -> RuleStrategy:
     return RuleStrategy(
         config,
         nodes,
-        books=Books(config, "run", [each for _, each in nodes.values()], tensor_names=ADAPTER),
+        books=Books(config, "run", [each for _, each in nodes.values()], initial=ADAPTER),
         run="run",
         initial=ADAPTER,
         evaluate=lambda _: Evaluation(accuracy=0.5, loss=1.0),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
 from scipy import stats
 
+from fedpriv.accounting import lmo_parameters
 from fedpriv.adapters import LoraSettings, attach, load_base, read
 from fedpriv.data.records import Records
+from fedpriv.mechanisms import lmo_density
 from fedpriv.mechanisms.sources import SecureSource, SeededSource
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
@@ -67,6 +70,19 @@ def test_every_uploaded_tensor_has_noise_of_the_claimed_scale(model, make_source
         assert accepts(values, SCALE), name
         assert not accepts(values, SCALE * 2 / 3), name
         assert not accepts(values, SCALE * 3 / 2), name
+
+
+def test_every_uploaded_tensor_has_lmo_noise_of_the_claimed_scale(model):
+    parts = '{"combination": "mixture", "uniform": {"weight": 1.0, "low": 0.1, "high": 0.5}}'
+    distribution = partial(lmo_density.cdf, lmo_parameters.from_json(parts))
+    by_tensor = uploads(model, SeededSource, dataclasses.replace(SPEC, lmo_parameters=parts))
+    assert len(by_tensor) == 10
+    for name, values in by_tensor.items():
+        sizes = values.double().numpy() / SCALE
+        assert stats.kstest(sizes, distribution).pvalue > FALSE_ALARM, name
+        if len(sizes) > 2000:  # the bias's few values have no power at this false-alarm rate
+            assert stats.kstest(sizes * 2 / 3, distribution).pvalue < FALSE_ALARM, name
+            assert stats.kstest(sizes * 3 / 2, distribution).pvalue < FALSE_ALARM, name
 
 
 def test_noise_of_several_steps_adds_up(model):

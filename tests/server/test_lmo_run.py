@@ -1,0 +1,152 @@
+"""LMO noise in whole runs: what is charged is what was noised, targets are met, `published` is marked everywhere."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from fedpriv import guard
+from fedpriv.accounting import ledger as ledgers
+from fedpriv.accounting import statement
+from fedpriv.accounting.curves import spent
+from fedpriv.accounting.events import SubsampledLmo
+from fedpriv.accounting.ledger import Ledger
+from fedpriv.accounting.lmo_parameters import from_json
+from fedpriv.config import parse
+from fedpriv.errors import InputError
+from fedpriv.policy import Limits
+from fedpriv.training.local_update import UpdateSpec, planned_event
+from fedpriv.training.workbench import workbench
+from server.coordinator import LogObserver
+from server.noise import calibrated
+from simulations.engines import federation
+
+UNIFORM = '{"combination": "mixture", "uniform": {"weight": 1.0, "low": 0.1, "high": 0.5}}'
+LMO = {"mechanism": "lmo", "lmo_parameters": UNIFORM, "noise_multiplier": 1.0}
+
+
+def run(values, out: Path, **changes) -> tuple[Path, dict]:
+    federation.run(parse({**values, **LMO, "out": str(out), **changes}), LogObserver())
+    return out, json.loads((out / "summary.json").read_text())
+
+
+def test_the_ledger_holds_lmo_noise_for_all_values_of_the_adapter_and_its_epsilon_is_the_sound_one(small_run, tmp_path):
+    folder, summary = run(small_run, tmp_path / "run", noise_multiplier=2.0, clipping="split")
+    values = workbench(parse(small_run)).initial
+    rows = pd.read_csv(folder / "clients.csv")
+    with Ledger(folder / "ledger.sqlite") as ledger:
+        for client in json.loads((folder / "registrations.json").read_text()).values():
+            events = [release.event for release in ledger.releases(client["data_set"])]
+            assert {type(event) for event in events} == {SubsampledLmo}
+            for event in events:
+                assert event.parameters == from_json(UNIFORM).scaled(0.5)
+                assert event.dimension == sum(tensor.numel() for tensor in values.values())
+                assert event.sensitivity == pytest.approx(3**0.5), "split, with a head"
+                assert event.sampling_probability == 8 / client["num_records"]
+            told = next(each for each in summary["clients"] if each["client"] == client["client"])
+            assert told["epsilon_local"] == pytest.approx(spent(events, told["delta"]).epsilon)
+            assert told["epsilon_rho"] > told["epsilon_local"] > 0
+    assert not summary["private"], "it is a simulation"
+    assert summary["epsilon_aggregate_max"] is None
+    # Between the Gaussian of the same Fisher information and that of the same variance.
+    assert 2 / 3**0.5 < rows.effective_noise_multiplier.iloc[0] < 2 * 40**0.5 / 3**0.5
+
+
+@pytest.mark.parametrize("view", ["local", "rho"])
+def test_a_target_epsilon_is_met_and_no_noise_is_wasted(small_run, view):
+    config = parse({**small_run, **LMO, "target_epsilon": 3.0, "privacy_view": view})
+    initial, sizes = workbench(parse(small_run)).initial, [84, 56, 52]
+    found = calibrated(config, sizes, initial)
+    costs = []
+    for size in sizes:
+        event = planned_event(UpdateSpec.of(found), 8 / size, initial)
+        scale = 3**0.5 if view == "rho" else 1.0
+        schedule = replace(event, count=config.rounds * event.count, sensitivity=event.sensitivity * scale)
+        costs.append(spent([schedule], 1e-5).epsilon)
+    assert 2.9 < max(costs) <= 3.0
+
+
+def test_published_accounting_is_marked_as_no_guarantee_in_summary_report_log_and_ledger(small_run, tmp_path, caplog):
+    folder, summary = run(
+        {**small_run, "simulate": False, "public_data": True}, tmp_path / "run", lmo_accounting="published"
+    )
+    assert summary["private"] is False
+    assert summary["epsilon_local_max"] is None, "infinite"
+    assert 0 < summary["epsilon_as_published_max"] < float("inf")
+    assert "NO privacy guarantee" in caplog.text
+    page = (folder / "report.html").read_text()
+    assert "Not private" in page
+    assert "accounted as published" in page
+    with ledgers.reading(folder / "ledger.sqlite") as db:
+        (first, *_) = statement.statement(db, folder / "ledger.sqlite", "0")
+    assert not first["private"]
+    assert "NOT A PRIVACY GUARANTEE" in statement.render(first)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lmo_parameters": ""}, "needs lmo_parameters"),
+        ({"mechanism": "gaussian"}, "are for mechanism = lmo"),
+        ({"noise_multiplier": 0.0}, "noise_multiplier = 0"),
+        ({"aggregation": "flora", "client_ranks": [2, 4, 8]}, "client_ranks"),
+        ({"lmo_accounting": "published", "target_epsilon": 3.0}, "is no privacy guarantee"),
+        ({"lmo_accounting": "published", "budget_epsilon": 3.0}, "is no privacy guarantee"),
+    ],
+)
+def test_what_does_not_fit_lmo_noise_is_refused_by_name(small_run, changes, message):
+    with pytest.raises(InputError, match=message):
+        parse({**small_run, **LMO, **changes})
+
+
+def test_a_file_without_parameters_is_refused_and_nothing_is_written(small_run, tmp_path):
+    (tmp_path / "weights.json").write_text(
+        '{"combination": "mixture", "uniform": {"weight": 0.5, "low": 0.1, "high": 0.5}}'
+    )
+    for path, message in (("none.json", "cannot be read"), ("weights.json", "must sum to 1")):
+        with pytest.raises(InputError, match=message):
+            run(small_run, tmp_path / "run", lmo_parameters=str(tmp_path / path))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_budget_retires_who_would_pass_it(small_run, tmp_path):
+    _, once = run(small_run, tmp_path / "once", rounds=1)
+    budget = 1.05 * once["epsilon_local_max"]
+    _, summary = run(small_run, tmp_path / "run", budget_epsilon=budget, rounds=4)
+    assert any(client["retired"] for client in summary["clients"])
+    assert summary["epsilon_local_max"] <= budget
+
+
+SPEC = UpdateSpec.of(parse({"data": "x.csv", **LMO}))
+OWN = guard.NodePolicy(allow_unrecorded=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lmo_accounting": "published"}, "is no privacy guarantee"),
+        ({"lmo_accounting": "wishful"}, "must be one of"),
+        ({"lmo_parameters": "{}"}, "lmo_parameters: "),
+        ({"lmo_parameters": UNIFORM.replace("1.0", "0.9")}, "must sum to 1"),
+    ],
+)
+def test_a_node_refuses_noise_that_protects_nothing(changes, message):
+    guard.check(SPEC, OWN, noise_source="secure", num_registered=100)
+    with pytest.raises(guard.RefusedError, match=message):
+        guard.check(replace(SPEC, **changes), OWN, noise_source="secure", num_registered=100)
+
+
+def test_a_node_limits_lmo_noise_by_its_gaussian_equal(small_run):
+    initial = workbench(parse(small_run)).initial
+    for multiplier, passes in ((1.0, True), (0.05, False)):
+        event = planned_event(replace(SPEC, noise_multiplier=multiplier), 0.1, initial)
+        limits = Limits(min_effective_noise_multiplier=1.0)
+        if passes:
+            guard.check_limits(SPEC, event, 1, limits)
+        else:
+            with pytest.raises(guard.RefusedError, match="its effective value"):
+                guard.check_limits(SPEC, event, 1, limits)
