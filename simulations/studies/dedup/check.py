@@ -1,0 +1,178 @@
+"""A second look at every store of the study, by other means than those that made it.
+
+Each variant is put together from the store's rows by its manifest, its accuracy is counted by a plain loop, and its
+epsilon is computed from the JSON of the variants' descriptions by dp-accounting itself. All of it is held against the
+bounds in the descriptions beside the store.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import dp_accounting
+import numpy as np
+import safetensors.numpy
+import torch
+from dp_accounting import pld
+from numpy.typing import NDArray
+
+from fedpriv.dedup.store import Store
+from fedpriv.errors import InputError
+from simulations.studies.dedup.digits import Split, Task, digits
+from simulations.studies.dedup.lines import lines
+from simulations.studies.dedup.networks import network
+from simulations.studies.dedup.scenarios import SCENARIOS, Scenario
+
+# Of what pld's grid may add to an epsilon, in our accountant or in dp-accounting's.
+TOLERANCE = 2e-3
+
+Descriptions = Mapping[str, Mapping[str, Any]]
+
+
+def check_all(out: Path) -> bool:
+    """Print a line for each cell and write a summary to `check.json`; whether every cell is within its bounds.
+
+    Raises:
+        InputError: there are no results.
+    """
+    if not (done := lines(out / "runs.jsonl")):
+        raise InputError(f"out = {str(out)!r}: holds no results; train and run come first")
+    summary = {"stores": 0, "violations": 0, "private_targets": 0, "private_beyond": 0}
+    for line in done:
+        found = list(violations(out, line))
+        # A private validation promises its bound up to its noise only.
+        beyond = [each for each in found if each.startswith("utility")] if line["cell"]["cutoff"] else []
+        wrong = [each for each in found if each not in beyond]
+        summary["stores"] += 1
+        summary["violations"] += len(wrong)
+        summary["private_targets"] += len(_targets(line)) if line["cell"]["cutoff"] else 0
+        summary["private_beyond"] += len(beyond)
+        print(f"{line['key']}: {'; '.join(wrong) or 'within its bounds'}{_noted(beyond)}", flush=True)
+    print(json.dumps(summary))
+    (out / "check.json").write_text(json.dumps(summary) + "\n")
+    return not summary["violations"]
+
+
+def violations(out: Path, line: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the store of a cell, in words."""
+    scenario, folder = SCENARIOS[line["cell"]["scenario"]], out / "cells" / line["key"]
+    described = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("variants/*/variant.json")}
+    charged = scenario.validation_epsilon if line["cell"]["cutoff"] else 0.0
+    with Store(folder / "store", read_only=True) as store:
+        if damage := store.verify():
+            yield from damage
+            return
+        if set(store.names) != {model.name for model in scenario.all_models}:
+            yield f"names: {', '.join(store.names)}"
+        for model in scenario.all_models:
+            yield from _of_variant(store, out / "variants" / scenario.name, model.name, described, scenario, charged)
+
+
+def _of_variant(
+    store: Store, originals: Path, name: str, described: Descriptions, scenario: Scenario, charged: float
+) -> Iterator[str]:
+    original = safetensors.numpy.load_file(originals / name / "model.safetensors")
+    restored = by_hand(store, name)
+    if any(restored[key].tobytes() != value.tobytes() for key, value in store.restore(name).items()):
+        yield f"restore {name}: not what its rows hold"
+    bases = consulted(store, name)
+    if not bases and any(restored[key].tobytes() != value.tobytes() for key, value in original.items()):
+        yield f"blocks {name}: without a base, but changed"
+    yield from _of_others(store, name, bases, originals, restored)
+    own, after = epsilon([described[name]]), epsilon([described[each] for each in (name, *bases)])
+    if bases:
+        after = max(after, charged * (1 + len([base for base in bases if consulted(store, base)])))
+    if after > own + described[name]["epsilon_bound"] + TOLERANCE * after:
+        yield f"epsilon {name}: {after:.4f}, from {own:.4f}, bound {described[name]['epsilon_bound']:g}"
+    if after > store.manifest(name).privacy["epsilon"] + TOLERANCE * after:
+        yield f"epsilon {name}: {after:.4f}, but its manifest says {store.manifest(name).privacy['epsilon']:.4f}"
+    before, now = (num_correct(each, scenario.models[0].architecture, scenario.task) for each in (original, restored))
+    num_records = len(digits("validation", scenario.task))
+    if bases and before - now > described[name]["utility_bound"] * num_records + 1e-6:
+        yield f"utility {name}: {before} to {now} of {num_records}, bound {described[name]['utility_bound']:g}"
+
+
+def _of_others(
+    store: Store, name: str, bases: Sequence[str], originals: Path, restored: Mapping[str, NDArray[Any]]
+) -> Iterator[str]:
+    """What a variant holds that neither it nor any of its bases held at first."""
+    size, extras = store.manifest(name).layout.block_size, store.extras(name)
+    found = {each: safetensors.numpy.load_file(originals / each / "model.safetensors") for each in (name, *bases)}
+    known = {row for tensors in found.values() for row in _rows(tensors, set(extras), size)}
+    if num := sum(row not in known for row in _rows(restored, set(extras), size)):
+        yield f"blocks {name}: {num} neither its own nor of a base"
+    if odd := [key for key, value in extras.items() if value.tobytes() != found[name][key].tobytes()]:
+        yield f"extras {name}: {', '.join(odd)} changed"
+
+
+def _rows(tensors: Mapping[str, NDArray[Any]], extras: Set[str], size: int) -> Iterator[bytes]:
+    for name, values in tensors.items():
+        if name not in extras:
+            padded = np.pad(values.ravel(), (0, -values.size % size))
+            yield from (row.tobytes() for row in padded.reshape(-1, size))
+
+
+def by_hand(store: Store, name: str) -> dict[str, NDArray[Any]]:
+    """A model's tensors from the store's rows, by the shapes in its manifest."""
+    manifest = store.manifest(name)
+    tensors, begin, size = dict(store.extras(name)), 0, manifest.layout.block_size
+    for spec in manifest.layout.tensors:
+        if spec.name not in tensors:
+            num_values = math.prod(spec.shape)
+            num_blocks = math.ceil(num_values / size)
+            rows = store.rows(manifest.blocks[begin : begin + num_blocks])
+            tensors[spec.name] = np.array(store.blocks[rows]).ravel()[:num_values].reshape(spec.shape)
+            begin += num_blocks
+    return tensors
+
+
+def consulted(store: Store, name: str) -> list[str]:
+    """The variants that a variant's blocks were taken from or compared with, over any number of steps."""
+    bases = store.manifest(name).provenance["bases"]
+    return sorted({each for base in bases for each in (base, *consulted(store, base))})
+
+
+def num_correct(tensors: Mapping[str, NDArray[Any]], architecture: Any, task: Task, split: Split = "validation") -> int:
+    """How many records a model answers correctly, one record after another."""
+    model = network(architecture)
+    model.load_state_dict({name: torch.tensor(value) for name, value in tensors.items()})
+    records, found = digits(split, task), 0
+    with torch.no_grad():
+        for image, label in zip(records.images.split(50), records.labels.split(50), strict=True):
+            found += sum(int(logits.argmax()) == int(right) for logits, right in zip(model(image), label, strict=True))
+    return found
+
+
+def epsilon(described: Sequence[Mapping[str, Any]]) -> float:
+    """What the union of the uploads of these variants costs the records of any one data set."""
+    uploads = {(u["data_set"], u["run"], u["round"], u["request"]): u for each in described for u in each["uploads"]}
+    deltas = {id_: delta for each in described for id_, delta in each["deltas"].items()}
+    costs = []
+    for data_set, delta in deltas.items():
+        events = [json.loads(upload["event"]) for upload in uploads.values() if upload["data_set"] == data_set]
+        counts = Counter((event["noise_multiplier"], event["sampling_probability"]) for event in events)
+        costs.append(_composed(tuple(sorted(counts.items())), delta))
+    return max(costs)
+
+
+@cache
+def _composed(counts: tuple[tuple[tuple[float, float], int], ...], delta: float) -> float:
+    accountant = pld.PLDAccountant(value_discretization_interval=1e-3)  # differs from 1e-4 by less than 1e-4
+    for (noise_multiplier, probability), count in counts:
+        gaussian = dp_accounting.GaussianDpEvent(noise_multiplier)
+        accountant.compose(dp_accounting.PoissonSampledDpEvent(probability, gaussian), count)
+    return float(accountant.get_epsilon(delta))
+
+
+def _targets(line: Mapping[str, Any]) -> list[str]:
+    return [outcome["name"] for outcome in line["outcomes"] if outcome["bases"]]
+
+
+def _noted(missed: Sequence[str]) -> str:
+    return f" ({'; '.join(missed)}: the noise of private validation)" if missed else ""

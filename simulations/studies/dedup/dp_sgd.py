@@ -1,0 +1,123 @@
+"""DP-SGD on all weights of a small network, and the events that pay for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+
+from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.mechanisms.gaussian import noised_sums
+from fedpriv.mechanisms.sources import RandomSource
+from fedpriv.training.clipping import add_clipped
+from fedpriv.training.sampling import PoissonSampler
+from simulations.studies.dedup.digits import Digits
+
+# Rows of per-sample gradients held at once.
+_ROWS = 128
+
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How a network is trained under differential privacy.
+
+    Attributes:
+        steps: noisy steps, >= 1.
+        expected_batch_size: B of Poisson sampling.
+        learning_rate: of the optimizer on the noised sum over B.
+        optimizer: `sgd` or `adam`; post-processing.
+        clip_norm: C, gradient units.
+    """
+
+    steps: int
+    expected_batch_size: int
+    learning_rate: float
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    clip_norm: float = 1.0
+
+
+def per_sample_rows(model: nn.Module, parameters: Mapping[str, Tensor], records: Digits) -> Tensor:
+    """The gradient of each record's loss by all weights, [records, values], in the order of the parameters."""
+
+    def loss(values: Mapping[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
+        logits = functional_call(model, dict(values), (image.unsqueeze(0),))
+        return F.cross_entropy(logits, label.unsqueeze(0))
+
+    found = vmap(grad(loss), in_dims=(None, 0, 0))(dict(parameters), records.images, records.labels)
+    return torch.cat([found[name].flatten(1) for name in parameters], dim=1)
+
+
+def train_privately(
+    model: nn.Module,
+    records: Digits,
+    schedule: Schedule,
+    *,
+    noise_multiplier: float,
+    source: RandomSource,
+) -> list[SubsampledGaussian]:
+    """Train all weights in place, and return one event for each step.
+
+    Guarantee: each step is one Gaussian mechanism on a Poisson sample, with the rate and the noise that its event
+    states; everything else is post-processing. With a seeded source it protects nobody.
+
+    Args:
+        model: without any layer that mixes records.
+        records: registered number and data, at least one.
+        schedule: see there.
+        noise_multiplier: z >= 0.
+        source: of sampling and noise.
+
+    Source: Abadi et al. 2016, Algorithm 1.
+    """
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+    flat = torch.cat([value.flatten() for value in parameters.values()])
+    sampler = PoissonSampler(
+        num_registered=len(records), expected_batch_size=schedule.expected_batch_size, source=source
+    )
+    optimizer = OPTIMIZERS[schedule.optimizer]([flat], lr=schedule.learning_rate)
+    average, events = torch.zeros_like(flat), []
+    for step in range(schedule.steps):
+        chosen = sampler.draw(len(records))
+        total = torch.zeros(1, len(flat))
+        for begin in range(0, len(chosen), _ROWS):
+            few = chosen[begin : begin + _ROWS]
+            rows = per_sample_rows(model, parameters, Digits(records.images[few], records.labels[few]))
+            owners = torch.zeros(len(few), dtype=torch.int64)
+            add_clipped(total, rows, owners, schedule.clip_norm, (slice(0, len(flat)),))
+        noised, (event,) = noised_sums(
+            total,
+            noise_multiplier=noise_multiplier,
+            clip_norm=schedule.clip_norm,
+            sampling_probabilities=[sampler.sampling_probability],
+            sources=[source],
+        )
+        events.append(event)
+        flat.grad = noised[0] / schedule.expected_batch_size
+        optimizer.step()
+        parameters = _pieces(flat, parameters)
+        if step >= schedule.steps // 2:
+            average += flat / (schedule.steps - schedule.steps // 2)
+    model.load_state_dict(_pieces(average, parameters))
+    return events
+
+
+def _pieces(flat: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The values under the parameters' names and in their shapes."""
+    pieces = flat.split([value.numel() for value in parameters.values()])
+    return {name: piece.view_as(parameters[name]) for name, piece in zip(parameters, pieces, strict=True)}
+
+
+def train_publicly(model: nn.Module, records: Digits, *, steps: int, learning_rate: float = 1e-3) -> None:
+    """Train all weights in place on public records, all of them in every step, by Adam."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(model(records.images), records.labels).backward()
+        optimizer.step()
