@@ -130,6 +130,8 @@ def run(
 
 
 def _line(outcome: Any) -> str:
+    if outcome.untouched:
+        return f"{outcome.name}: stays as it is, {outcome.untouched}; epsilon {outcome.epsilon_before:.4g}"
     of = f"of {outcome.num_records}"
     correct = f"correct {outcome.correct_before} to {outcome.correct_after} {of}, " if outcome.correct_before else ""
     return (

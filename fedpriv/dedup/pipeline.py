@@ -22,6 +22,7 @@ from fedpriv.dedup.saliency import Saliency, by_block
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.validation import PrivateRecords, PrivateValidation, PublicValidator, allowed_drop
 from fedpriv.dedup.variants import Described
+from fedpriv.errors import InputError
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class Outcome:
     Attributes:
         name: of the variant.
         bases: whose blocks it may hold; none where it stays as it was.
+        untouched: why it stays as it was; None where it has bases.
         num_blocks: that it is cut into.
         num_replaced: that were replaced.
         num_validations: counted by the search.
@@ -101,6 +103,7 @@ class Outcome:
 
     name: str
     bases: tuple[str, ...]
+    untouched: str | None
     num_blocks: int
     num_replaced: int
     num_validations: int
@@ -204,6 +207,7 @@ def deduplicate(
         variants = [_measured(variant, read_tensors, evaluator) for variant in variants]
     costs = _Costs.of(variants, settings, evaluator, private)
     assignments = costs.selection.assignments
+    _check(assignments, costs.known, read_tensors, store, settings)
     outcomes = []
     for name in [*(name for name in costs.known if name not in assignments), *assignments]:
         tensors = read_tensors(name)
@@ -212,7 +216,7 @@ def deduplicate(
         correct = evaluator.count_correct(tensors)
         found = _Found(blocks, 0, 0, correct)
         if assignment := assignments.get(name):
-            base = _blocks_of(store, assignment, layout)
+            base = _blocks_of(store, assignment)
             utility = costs.known[name].utility or 0.0
             drop = allowed_drop(max(0.0, utility - assignment.limits.utility), evaluator.num_records)
             validator: Validator = PublicValidator(original_correct=correct, max_drop=drop)
@@ -236,6 +240,23 @@ def deduplicate(
         outcomes.append(outcome)
         log.info("%s: %s of %s blocks replaced", name, outcome.num_replaced, outcome.num_blocks)
     return outcomes
+
+
+def _check(
+    assignments: Mapping[str, Assignment],
+    known: Mapping[str, Described],
+    read_tensors: Callable[[str], Tensors],
+    store: Store,
+    settings: Settings,
+) -> None:
+    """Refuse what could not be stored, while nothing is."""
+    if taken := sorted(set(known) & set(store.names)):
+        raise InputError(f"name = {taken[0]!r}: the store has a model of that name; remove it, or use another store")
+    layouts = {name: layout_of(read_tensors(name), settings.block_size) for name in known}
+    for name, assignment in assignments.items():
+        for base in assignment.bases:
+            if difference := layouts[base].difference(layouts[name]):
+                raise InputError(f"{name}: is of another architecture than its base {base}: {difference}")
 
 
 def _measured(variant: Described, read_tensors: Callable[[str], Tensors], evaluator: Evaluator) -> Described:
@@ -295,15 +316,10 @@ class _Trial:
         return blocks
 
 
-def _blocks_of(store: Store, assignment: Assignment, layout: Layout) -> NDArray[Any]:
+def _blocks_of(store: Store, assignment: Assignment) -> NDArray[Any]:
     """All blocks of the bases, [n, block_size]."""
-    found = []
-    for name in assignment.bases:
-        manifest = store.manifest(name)
-        if difference := manifest.layout.difference(layout):
-            raise ValueError(f"base {name} of {assignment.target}: {difference}")
-        found.append(np.asarray(store.blocks[store.rows(manifest.blocks)]))
-    return np.concatenate(found)
+    manifests = [store.manifest(name) for name in assignment.bases]
+    return np.concatenate([np.asarray(store.blocks[store.rows(manifest.blocks)]) for manifest in manifests])
 
 
 @dataclass(frozen=True, eq=False)
@@ -355,6 +371,7 @@ class _Costs:
         return Outcome(
             name=name,
             bases=assignment.bases if assignment else (),
+            untouched=self.selection.untouched.get(name),
             num_blocks=len(found.blocks),
             num_replaced=found.num_replaced,
             num_validations=found.num_validations,

@@ -241,6 +241,7 @@ def test_bounds_that_nothing_can_meet_leave_everything_as_it_was(described, trai
     with Store(tmp_path / "store") as store:
         outcomes = deduplicate(apart[:1], trained.__getitem__, DigitsEvaluator(), store, SETTINGS)
     assert [outcome.bases for outcome in outcomes] == [()]
+    assert [outcome.untouched for outcome in outcomes] == ["no base meets its epsilon bound"]
 
 
 def test_an_unknown_algorithm_leaves_the_store_untouched(described, trained, tmp_path):
@@ -248,6 +249,18 @@ def test_an_unknown_algorithm_leaves_the_store_untouched(described, trained, tmp
         with pytest.raises(InputError, match="algorithm = 'magic': known are drd"):
             deduplicate(described, trained.__getitem__, DigitsEvaluator(), store, replace(SETTINGS, algorithm="magic"))
         assert not store.names
+
+
+def test_what_cannot_be_stored_is_refused_while_the_store_is_untouched(described, trained, tmp_path):
+    other = {**trained, "round-40": {name: value[:-1] for name, value in trained["round-40"].items()}}
+    with Store(tmp_path / "store") as store:
+        with pytest.raises(InputError, match="round-40: is of another architecture than its base round-20: "):
+            deduplicate(described, other.__getitem__, DigitsEvaluator(), store, SETTINGS)
+        assert not store.names
+        deduplicate(described[:1], trained.__getitem__, DigitsEvaluator(), store, SETTINGS)
+        with pytest.raises(InputError, match="name = 'round-20': the store has a model of that name"):
+            deduplicate(described, trained.__getitem__, DigitsEvaluator(), store, SETTINGS)
+        assert store.names == ["round-20"]
 
 
 def test_a_description_reads_back_and_a_damaged_one_is_refused_by_name(described, trained, tmp_path):
