@@ -47,11 +47,12 @@ def plan(
 
     Example: fedpriv dedup plan variants --strategy multi
     """
-    from fedpriv.dedup import pipeline
+
+    from fedpriv.dedup import planning
 
     settings = _settings(strategy=strategy, fairness=fairness)
     described = _described(folder, epsilon_bound, utility_bound)
-    found = pipeline.plan(list(described.values()), settings)
+    found = planning.plan(list(described.values()), settings)
     targets = {
         name: {"bases": list(a.bases), **asdict(a.guarantee), "epsilon_bound": a.limits.epsilon}
         for name, a in found.assignments.items()
@@ -184,7 +185,7 @@ def _settings(**values: Any) -> Any:
 
     from fedpriv.dedup import base_selection
     from fedpriv.dedup.algorithms import algorithm
-    from fedpriv.dedup.pipeline import Settings
+    from fedpriv.dedup.planning import Settings
 
     for key, known in (("strategy", base_selection.Strategy), ("fairness", base_selection.Fairness)):
         if values[key] not in get_args(known):

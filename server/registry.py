@@ -21,7 +21,7 @@ from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.config import RunConfig
 from fedpriv.dedup import pipeline, variants
 from fedpriv.dedup.composition import History, Upload, client_ancestors, global_ancestors, uploads_of
-from fedpriv.dedup.pipeline import Settings
+from fedpriv.dedup.planning import Settings
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.variants import Described
 from fedpriv.protocol import Registration

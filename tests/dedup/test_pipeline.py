@@ -13,9 +13,10 @@ from torch import nn
 
 from fedpriv.accounting.curves import spent as epsilon
 from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
-from fedpriv.dedup import pipeline, saliency, variants
+from fedpriv.dedup import planning, saliency, variants
 from fedpriv.dedup.composition import History, Upload
-from fedpriv.dedup.pipeline import Settings, deduplicate
+from fedpriv.dedup.pipeline import deduplicate
+from fedpriv.dedup.planning import Settings
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.validation import PrivateRecords, PrivateValidation, allowed_drop
 from fedpriv.dedup.variants import Described
@@ -284,6 +285,6 @@ def test_a_description_reads_back_and_a_damaged_one_is_refused_by_name(described
 
 
 def test_a_plan_looks_at_no_weights(described):
-    selection = pipeline.plan(described, SETTINGS)
+    selection = planning.plan(described, SETTINGS)
     assert set(selection.assignments) | set(selection.untouched) == {variant.name for variant in described}
-    assert partial(pipeline.plan, described)(SETTINGS) == selection
+    assert partial(planning.plan, described)(SETTINGS) == selection

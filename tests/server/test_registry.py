@@ -21,7 +21,7 @@ from fedpriv.adapters import load
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import parse
 from fedpriv.dedup import variants
-from fedpriv.dedup.pipeline import cost_of
+from fedpriv.dedup.planning import cost_of
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
 from fedpriv.reports.page import write_report

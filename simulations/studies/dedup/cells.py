@@ -39,7 +39,7 @@ class Cell:
         row: what it differs in, within the table.
         algorithm: a key of `ALGORITHMS`.
         block_size: values in a block.
-        saliency, aggregation, metric, strategy: see `fedpriv.dedup.pipeline.Settings`.
+        saliency, aggregation, metric, strategy: see `fedpriv.dedup.planning.Settings`.
         epsilon_bound, utility_bound: of every variant; None takes the scenario's.
         ordered: whether the order of utilities is kept too, which cuts the utility bounds.
         cutoff: of private validation; None validates on public records.
