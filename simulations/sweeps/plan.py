@@ -83,7 +83,7 @@ def read(path: Path, overrides: Mapping[str, Any] | None = None) -> Sweep:
     for run in listed:
         for point in product(*grid.values()):
             varied = {**run, **dict(zip(grid, point, strict=True))}
-            planned = _planned({**values, **varied, **(overrides or {})}, {key: varied.get(key) for key in keys})
+            planned = _planned({**values, **varied, **(overrides or {})}, varied, keys)
             runs.setdefault(planned.key, planned)
     return Sweep(title=str(title), keys=keys, runs=tuple(runs.values()))
 
@@ -98,7 +98,7 @@ def _check(path: Path, grid: Any, listed: Any) -> None:
         raise InputError(f"{path}: runs = {listed!r}: must be tables, each under [[runs]]")
 
 
-def _planned(values: dict[str, Any], varied: dict[str, Any]) -> PlannedRun:
+def _planned(values: dict[str, Any], varied: dict[str, Any], keys: tuple[str, ...]) -> PlannedRun:
     for key in _OWN:
         if values.get(key):
             raise InputError(f"{key} = {values[key]!r}: every run of a sweep has its own; leave it out")
@@ -106,4 +106,6 @@ def _planned(values: dict[str, Any], varied: dict[str, Any]) -> PlannedRun:
     config = configuration.parse({**values, "batch_size": 1} if auto else values)
     asked = json.dumps([asdict(config), auto], sort_keys=True)
     key = hashlib.sha256(asked.encode()).hexdigest()[:16]
-    return PlannedRun(key=key, varied=varied, config=config, auto_batch=auto)
+    # What only other runs name is the base's, or the default.
+    told = {name: varied.get(name, getattr(config, name)) for name in keys}
+    return PlannedRun(key=key, varied=told, config=config, auto_batch=auto)

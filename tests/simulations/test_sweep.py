@@ -70,7 +70,7 @@ def test_a_grid_is_the_product_of_its_lists_and_of_every_run(write):
         ("sgd", 4, 0),
     ]
     assert all(run.config.rounds == 3 for run in plan.runs)
-    assert plan.runs[0].varied["learning_rate"] is None
+    assert plan.runs[0].varied["learning_rate"] == 0.5, "what only other runs name is the default"
 
 
 def test_a_point_that_occurs_twice_is_run_once(write):
@@ -106,8 +106,8 @@ def test_every_study_that_is_shipped_expands(path):
     plan = read(path)
     assert len(plan.runs) >= 3
     assert all(run.config.privacy_view == "local" for run in plan.runs)
-    # The paper's studies have a small and a full form; that of the aggregation rules is this project's own.
-    alone = path.stem.startswith("aggregation") or path.stem.endswith("-full")
+    # The DP-LoRA paper has small and full forms of its studies; those of the rules and of LMO noise are our own.
+    alone = path.stem.startswith(("aggregation", "lmo")) or path.stem.endswith("-full")
     assert alone or path.with_name(f"{path.stem}-full.toml").exists()
 
 
