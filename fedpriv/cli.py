@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import fedpriv
-from fedpriv import cli_dedup, cli_lmo
+from fedpriv import cli_audit, cli_dedup, cli_integral, cli_lmo
 from fedpriv.accounting import ledger, statement
 from fedpriv.accounting.calibration import noise_multiplier_for
 from fedpriv.accounting.clipping import num_parts, sensitivity_factor
@@ -33,6 +33,8 @@ ledger_app = typer.Typer(no_args_is_help=True, help="What every data set has spe
 app.add_typer(ledger_app, name="ledger")
 app.add_typer(cli_dedup.app, name="dedup")
 app.add_typer(cli_lmo.app, name="lmo")
+app.add_typer(cli_integral.app, name="integral")
+app.add_typer(cli_audit.app, name="audit")
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")]
 

@@ -1,0 +1,1 @@
+"""Audits: lower bounds of epsilon from what an attacker finds, to hold against the upper bounds of the accounting."""

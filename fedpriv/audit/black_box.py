@@ -1,0 +1,165 @@
+"""Audit of a whole run by its final model: text canaries in every client's data, scored by how far their loss fell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+
+from fedpriv.adapters import lora
+from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.audit.bounds import Array, OneRunAudit, one_run_audit
+from fedpriv.audit.canaries import Flags, inclusions, inserted, mislabelled_canaries, random_token_canaries
+from fedpriv.audit.membership import calibrated_scores
+from fedpriv.data.records import Records, num_tokens
+from fedpriv.errors import InputError
+from fedpriv.mechanisms.sources import RandomSource
+from fedpriv.training.losses import losses_and_hits
+from fedpriv.training.model import TrainingModel
+
+Kind = Literal["tokens", "mislabelled"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+_RECORDS_PER_PASS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanaryPlan:
+    """The canaries of a client.
+
+    Attributes:
+        kind: `tokens`, records of random tokens with random labels; or `mislabelled`, the client's own last records,
+            taken out of its data and given a wrong label each.
+        num: of canaries, >= 2; half of them will be in.
+        num_tokens: length of a canary of random tokens, >= 3.
+
+    Raises:
+        InputError: a value is out of range.
+    """
+
+    kind: Kind = "tokens"
+    num: int = 100
+    num_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise InputError(f"kind = {self.kind!r}: must be one of {', '.join(KINDS)}")
+        if self.num < 2 or self.num_tokens < 3:
+            raise InputError(f"num = {self.num}, num_tokens = {self.num_tokens}: must be >= 2 and >= 3")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AuditedClient:
+    """A client whose data hold canaries.
+
+    Attributes:
+        records: what it trains on: its own records and the canaries that are in.
+        canaries: all of them.
+        included: bool [canaries]; stays with the auditor.
+        num_registered: N_k, own records and all canaries, in or out: the same whatever the coins show. Sampling
+            probability, delta and weights derive from it.
+    """
+
+    records: Records
+    canaries: Records
+    included: Flags
+    num_registered: int
+
+
+def audited_client(
+    records: Records,
+    plan: CanaryPlan,
+    *,
+    num_labels: int,
+    vocabulary: int,
+    canary_source: RandomSource,
+    coins: RandomSource,
+) -> AuditedClient:
+    """The client with canaries in its data.
+
+    Args:
+        records: the client's own.
+        plan: of the canaries.
+        num_labels: classes, 0 for causal models.
+        vocabulary: of the tokenizer.
+        canary_source: of tokens and labels; the attacker knows them.
+        coins: of the inclusions; nobody but the auditor may know them.
+
+    Raises:
+        InputError: there are too few records, or the plan does not fit them.
+    """
+    own = records
+    if plan.kind == "tokens":
+        canaries = random_token_canaries(
+            records,
+            plan.num,
+            num_labels=num_labels,
+            vocabulary=vocabulary,
+            num_tokens=plan.num_tokens,
+            source=canary_source,
+        )
+    else:
+        if len(records) <= plan.num:
+            raise InputError(f"num = {plan.num}: the client has only {len(records)} records to mislabel")
+        places = range(len(records))
+        own = records.part(places[: -plan.num])
+        canaries = mislabelled_canaries(records.part(places[-plan.num :]), num_labels=num_labels, source=canary_source)
+    included = inclusions(plan.num, coins)
+    return AuditedClient(
+        records=inserted(own, canaries, included),
+        canaries=canaries,
+        included=included,
+        num_registered=len(own) + plan.num,
+    )
+
+
+def audit_run(
+    model: TrainingModel,
+    initial: Adapter,
+    final: Adapter,
+    clients: Sequence[AuditedClient],
+    *,
+    num_guesses: int,
+    delta: float,
+    confidence: float = 0.95,
+) -> OneRunAudit:
+    """The lower bound of every client's epsilon from a run's initial and final global adapter alone.
+
+    A canary's score is by how much its loss fell. The guarantee of each client covers its own canaries, and all of them
+    together are covered by the largest epsilon at the largest delta.
+
+    Args:
+        model: of the run; its adapter is changed.
+        initial, final: adapters before the first and after the last round.
+        clients: with canaries.
+        num_guesses: fixed before the run.
+        delta: the largest of the clients.
+        confidence: of the bound.
+    """
+    before, after = (
+        np.concatenate([record_losses(model, adapter, client.canaries) for client in clients])
+        for adapter in (initial, final)
+    )
+    return one_run_audit(
+        calibrated_scores(after, before),
+        np.concatenate([client.included for client in clients]),
+        num_guesses=num_guesses,
+        delta=delta,
+        confidence=confidence,
+    )
+
+
+@torch.no_grad()
+def record_losses(model: TrainingModel, adapter: Adapter, records: Records) -> Array:
+    """[records] Loss of each record under the model with the adapter, which it keeps."""
+    lora.write_parameters(model.parameters, adapter)
+    losses = np.empty(len(records))
+    order = sorted(range(len(records)), key=lambda index: num_tokens((records, index)))
+    for begin in range(0, len(order), _RECORDS_PER_PASS):
+        places = order[begin : begin + _RECORDS_PER_PASS]
+        logits, batch = model.logits(records.items(places), cached=True)
+        losses[places] = losses_and_hits(logits, batch)[0].double().cpu().numpy()
+    return losses

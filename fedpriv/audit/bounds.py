@@ -1,0 +1,262 @@
+"""Lower bounds of epsilon from an attacker's guesses: in one run with many canaries, and over many runs.
+
+One run (Steinke, Nasr and Jagielski 2023): m canaries are in the data with probability 1/2 each, independently, and the
+attacker guesses for some of them whether they are. Under (epsilon, 0)-DP the number of right guesses is at most that of
+randomised response, Binomial(guesses, e^epsilon / (1 + e^epsilon)); delta adds 2 m delta times the largest mean
+probability of the counts just below. How many guesses are made must not depend on the inclusions: it is fixed before
+they are seen, or each number that is tried gets its share of the error probability.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy import special, stats
+
+from fedpriv.errors import InputError
+
+Array = npt.NDArray[np.float64]
+
+_BISECTIONS = 60
+_LARGEST_EPSILON = 64.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneRunAudit:
+    """What an audit of one run found.
+
+    Attributes:
+        epsilon_lower: with probability `confidence` the run is not (epsilon, delta)-DP for any smaller epsilon.
+        delta: in [0, 1).
+        confidence: in (0, 1).
+        num_canaries: m.
+        num_guesses: of which the bound came.
+        num_correct: how many of these were right.
+        num_tried: numbers of guesses that shared the error probability; 1 where it was fixed beforehand.
+    """
+
+    epsilon_lower: float
+    delta: float
+    confidence: float
+    num_canaries: int
+    num_guesses: int
+    num_correct: int
+    num_tried: int
+
+
+def one_run_audit(
+    scores: npt.ArrayLike,
+    included: npt.ArrayLike,
+    *,
+    num_guesses: int | Sequence[int] | None = None,
+    delta: float = 0.0,
+    confidence: float = 0.95,
+) -> OneRunAudit:
+    """The lower bound of epsilon from the scores of canaries in one run.
+
+    The canaries with the highest scores are guessed to be in, those with the lowest to be out, as many of both.
+
+    Args:
+        scores: [canaries], finite; a higher score means more likely included.
+        included: bool [canaries], drawn with probability 1/2 each.
+        num_guesses: even, in 2..canaries, fixed before the inclusions were seen; several share the error probability
+            1 - confidence; None takes the ladder of `ladder`.
+        delta: in [0, 1).
+        confidence: in (0, 1).
+
+    Raises:
+        InputError: a value is out of range, a score is not finite, or all canaries are in, or none.
+
+    Source: Steinke, Nasr and Jagielski 2023, Algorithm 1 and Corollary 5.4.
+    """
+    values, inside = checked_scores(scores, included)
+    _check_levels(delta, confidence)
+    sizes = ladder(len(values)) if num_guesses is None else np.atleast_1d(np.asarray(num_guesses, dtype=np.int64))
+    if bad := [int(size) for size in sizes if not 2 <= size <= len(values) or size % 2]:
+        raise InputError(f"num_guesses = {bad[0]}: must be even and lie in 2..{len(values)}, the canaries")
+    correct = num_correct(values, inside, sizes)
+    found = one_run_epsilon(
+        num_canaries=len(values),
+        num_guesses=sizes,
+        num_correct=correct,
+        delta=delta,
+        confidence=1 - (1 - confidence) / len(sizes),
+    )
+    best = int(np.argmax(found))
+    return OneRunAudit(
+        epsilon_lower=float(found[best]),
+        delta=delta,
+        confidence=confidence,
+        num_canaries=len(values),
+        num_guesses=int(sizes[best]),
+        num_correct=int(correct[best]),
+        num_tried=len(sizes),
+    )
+
+
+def ladder(num_canaries: int) -> npt.NDArray[np.int64]:
+    """Even numbers of guesses to try, from 10 up by factors of about 1.6, then all canaries; some 14 for 5,000."""
+    sizes = 10 * 1.6 ** np.arange(64)
+    even = 2 * np.round(sizes[sizes < num_canaries] / 2)
+    return np.unique(np.append(even, num_canaries - num_canaries % 2)).astype(np.int64)
+
+
+def num_correct(scores: Array, included: npt.NDArray[np.bool_], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """For each even number of guesses, how many are right. Ties are broken by the canaries' order."""
+    ordered = included[np.argsort(scores, kind="stable")]
+    out_below = np.append(0, np.cumsum(~ordered))
+    in_above = np.append(0, np.cumsum(ordered[::-1]))
+    return np.asarray(out_below[sizes // 2] + in_above[sizes // 2])
+
+
+def one_run_p_value(
+    epsilon: npt.ArrayLike,
+    delta: float,
+    *,
+    num_canaries: int,
+    num_guesses: npt.ArrayLike,
+    num_correct: npt.ArrayLike,
+) -> Array:
+    """Bound of the probability of that many right guesses or more under (epsilon, delta)-DP, in [0, 1].
+
+    The published sum over i is a maximum of means: alpha = max_i P[v - i <= X < v] / i for X binomial. A binomial's
+    probabilities rise to one mode and fall, so that these means rise with i up to one place and fall after it, and a
+    bisection finds it: pmf(v - i) is at least the mean of those above it before that place, and below it after.
+
+    Args:
+        epsilon: >= 0; arrays of one shape, or scalars, for this and the next two.
+        delta: in [0, 1).
+        num_canaries: m, the guessed ones and the others.
+        num_guesses: r <= m.
+        num_correct: v <= r.
+
+    Source: Steinke, Nasr and Jagielski 2023, Corollary 5.4 and Appendix D.
+    """
+    epsilon, r, v = np.broadcast_arrays(*(np.asarray(x, dtype=float) for x in (epsilon, num_guesses, num_correct)))
+    accuracy = special.expit(epsilon)
+    tail = _at_least(v, r, accuracy)
+    if delta == 0:
+        return np.asarray(tail)
+
+    def mean(i: Array) -> Array:
+        return np.asarray((_at_least(v - i, r, accuracy) - tail) / np.maximum(i, 1))
+
+    low, high = np.minimum(1.0, v), v.copy()
+    for _ in range(max(1, math.ceil(math.log2(float(v.max(initial=1)) + 1)))):
+        middle = np.ceil((low + high) / 2)
+        rises = stats.binom.pmf(v - middle, r, accuracy) >= mean(middle - 1)
+        low, high = np.where(rises, middle, low), np.where(rises, high, np.maximum(middle - 1, low))
+    return np.asarray(np.minimum(1.0, tail + 2 * num_canaries * delta * mean(low)))
+
+
+def one_run_epsilon(
+    *,
+    num_canaries: int,
+    num_guesses: npt.ArrayLike,
+    num_correct: npt.ArrayLike,
+    delta: float,
+    confidence: float,
+) -> Array:
+    """The largest epsilon up to which every one is rejected at the level 1 - confidence; 0 where none is.
+
+    Every number of guesses is taken for the only one: who looks at several divides the level.
+
+    Args:
+        num_canaries, num_guesses, num_correct, delta: as for `one_run_p_value`.
+        confidence: in (0, 1).
+    """
+    r, v = np.broadcast_arrays(np.asarray(num_guesses, dtype=float), np.asarray(num_correct, dtype=float))
+    low, high = np.zeros(r.shape), np.full(r.shape, _LARGEST_EPSILON)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        p = one_run_p_value(middle, delta, num_canaries=num_canaries, num_guesses=r, num_correct=v)
+        rejected = p < 1 - confidence
+        low, high = np.where(rejected, middle, low), np.where(rejected, high, middle)
+    return low
+
+
+def many_runs_epsilon(
+    *,
+    num_false_positives: int,
+    num_without: int,
+    num_false_negatives: int,
+    num_with: int,
+    delta: float,
+    confidence: float = 0.95,
+) -> float:
+    """The lower bound of epsilon from the two error rates of one test over independent runs, >= 0.
+
+    (epsilon, delta)-DP bounds every test: FPR + e^epsilon FNR >= 1 - delta, and the other way round. Each rate is
+    replaced by its one-sided Clopper-Pearson upper bound at half the error probability. The threshold must have been
+    fixed on other runs.
+
+    Args:
+        num_false_positives: of `num_without` runs without the canary, how many were taken for runs with it.
+        num_without: >= 1.
+        num_false_negatives: of `num_with` runs with the canary, how many were taken for runs without it.
+        num_with: >= 1.
+        delta: in [0, 1).
+        confidence: in (0, 1).
+
+    Raises:
+        InputError: a count or a level is out of range.
+
+    Source: Jagielski, Ullman and Oprea 2020; Nasr et al. 2021.
+    """
+    _check_levels(delta, confidence)
+    rates = []
+    for name, errors, runs in (
+        ("num_false_positives", num_false_positives, num_without),
+        ("num_false_negatives", num_false_negatives, num_with),
+    ):
+        if not (runs >= 1 and 0 <= errors <= runs):
+            raise InputError(f"{name} = {errors}: must lie in 0..{runs}, the runs")
+        rates.append(clopper_pearson(errors, runs, confidence)[1])
+    ratios = [(1 - delta - one) / other for one, other in (rates, rates[::-1])]
+    return max(0.0, *(math.log(ratio) for ratio in ratios if ratio > 0))
+
+
+def clopper_pearson(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
+    """The two-sided Clopper-Pearson interval of a probability; each end errs with at most (1 - confidence) / 2."""
+    half = (1 - confidence) / 2
+    low = stats.beta.ppf(half, successes, trials - successes + 1) if successes else 0.0
+    high = stats.beta.isf(half, successes + 1, trials - successes) if successes < trials else 1.0
+    return float(low), float(high)
+
+
+def checked_scores(scores: npt.ArrayLike, included: npt.ArrayLike) -> tuple[Array, npt.NDArray[np.bool_]]:
+    """Scores as float64 and inclusions as bool, both [canaries].
+
+    Raises:
+        InputError: they are of unequal length, a score is not finite, an inclusion is neither 0 nor 1, or there is
+            one class only.
+    """
+    values, flags = np.asarray(scores, dtype=float), np.asarray(included)
+    if values.ndim != 1 or flags.shape != values.shape:
+        raise InputError(f"scores: {values.size} scores and {flags.size} inclusions; must be one of each per canary")
+    if not np.isfinite(values).all():
+        place = int(np.flatnonzero(~np.isfinite(values))[0])
+        raise InputError(f"score = {values[place]} at place {place}: must be finite")
+    if not np.isin(flags, (0, 1)).all():
+        raise InputError(f"included = {flags[~np.isin(flags, (0, 1))][0]}: must be 0 or 1")
+    inside = flags.astype(bool)
+    if inside.all() or not inside.any():
+        raise InputError(f"included: all {len(inside)} are {int(inside.all())}; an audit needs canaries in and out")
+    return values, inside
+
+
+def _check_levels(delta: float, confidence: float) -> None:
+    if not 0 <= delta < 1:
+        raise InputError(f"delta = {delta}: must lie in [0, 1), for instance 1e-5")
+    if not 0 < confidence < 1:
+        raise InputError(f"confidence = {confidence}: must lie in (0, 1), for instance 0.95")
+
+
+def _at_least(k: Array, n: Array, p: Array) -> Array:
+    """P[Binomial(n, p) >= k]."""
+    inside = np.maximum(k, 1)
+    return np.where(k <= 0, 1.0, special.betainc(inside, n - inside + 1, p))

@@ -1,0 +1,216 @@
+"""The engine under audit: `training.stacked` as it is, on a model of which a record's gradient is whatever one likes.
+
+The model is linear: its logit is the inner product of the parameters with the record's direction, the other class has
+logit 0. The gradient of a record's loss then points along its direction, away from it for class 0, and a large `scale`
+makes clipping bind: the record's contribution is C times a unit vector, the most that the guarantee covers. Sampling,
+per-sample gradients, clipping, noise, step, upload and event are the product's own; only the forward pass is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedpriv.accounting.events import Event
+from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.data.records import Item, Records
+from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
+from fedpriv.training.local_update import UpdateSpec, UpdateTask, planned_event
+from fedpriv.training.model import TrainingModel
+from fedpriv.training.per_sample import TrainableLayer
+from fedpriv.training.sampling import PoissonSampler
+from fedpriv.training.stacked import stacked_updates
+
+_RECORDS_AT_ONCE = 1024
+A, B, HEAD = "canary.lora_A.weight", "canary.lora_B.weight", "canary.head.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What is audited.
+
+    Attributes:
+        spec: of a round's update; one step of SGD a round.
+        num_registered: N_k of every client.
+        rounds: how many.
+        sizes: {tensor name: its number of values}; names say which part a tensor belongs to.
+        seed: of a reproducible audit; None takes the cryptographic source.
+    """
+
+    spec: UpdateSpec
+    num_registered: int
+    rounds: int = 1
+    sizes: Mapping[str, int] = field(default_factory=lambda: {A: 512, B: 512})
+    seed: int | None = None
+
+    @property
+    def dimension(self) -> int:
+        """Values of a gradient."""
+        return sum(self.sizes.values())
+
+    @property
+    def event(self) -> Event:
+        """What the accounting charges one client for all rounds."""
+        shapes = {name: torch.empty(1, size) for name, size in self.sizes.items()}
+        planned = planned_event(self.spec, self.spec.batch_size / self.num_registered, shapes)
+        return replace(planned, count=self.rounds * planned.count)
+
+    def source(self, *labels: int | str) -> RandomSource:
+        """Independent for other labels."""
+        return SecureSource() if self.seed is None else SeededSource("audit", self.seed, *labels)
+
+
+def update_spec(
+    *, noise_multiplier: float, batch_size: int = 1, clip_norm: float = 1.0, rounds: int = 1, **changes: object
+) -> UpdateSpec:
+    """The specification of one step of SGD a round, with joint clipping and Gaussian noise unless changed."""
+    spec = UpdateSpec(
+        num_rounds=rounds,
+        local_steps=1,
+        batch_size=batch_size,
+        optimizer="sgd",
+        learning_rate=1.0,
+        weight_decay=0.0,
+        clipping="joint",
+        clip_norm=clip_norm,
+        noise_multiplier=noise_multiplier,
+        noise_on="gradients",
+    )
+    return replace(spec, **changes)  # type: ignore[arg-type]
+
+
+class LinearModel(TrainingModel):
+    """What `stacked_updates` asks of a model, for the one that the module describes.
+
+    Args:
+        rows: [records, values], each a record's input; its gradient is -+ half of it where the parameters are 0.
+        sizes: {tensor name: its number of values}, together the values of a row.
+    """
+
+    def __init__(self, rows: Tensor, sizes: Mapping[str, int]) -> None:  # no peft model stands behind it
+        self._blocks = dict(zip(sizes, torch.split(rows, list(sizes.values()), dim=1), strict=True))
+        self._linear = {name: nn.Linear(size, 1, bias=False) for name, size in sizes.items()}
+        for layer in self._linear.values():
+            nn.init.zeros_(layer.weight)
+        self.device = torch.device("cpu")
+        self.layers = {name: TrainableLayer(module=m, weight=name, bias=None) for name, m in self._linear.items()}
+        self.parameters = {name: cast(nn.Parameter, layer.weight) for name, layer in self._linear.items()}
+        self.initial = {name: layer.weight.detach().clone() for name, layer in self._linear.items()}
+        self.adapter_names = {name: name for name in sizes}
+
+    def check(self, shapes: Mapping[str, torch.Size]) -> None:
+        """Every tensor is a row, whatever its name makes of it for clipping."""
+
+    def merge(self, merged: object) -> None:
+        """There is no frozen base."""
+
+    def logits(self, items: Sequence[Item], *, cached: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """Two logits a record, and the records' classes."""
+        places = torch.cat([records.features["input_ids"][index] for records, index in items])
+        inner = [layer(self._blocks[name][places]) for name, layer in self._linear.items()]
+        logit = torch.stack(inner).sum(dim=0)
+        labels = torch.stack([records.labels[index] for records, index in items])
+        return torch.cat([logit, torch.zeros_like(logit)], dim=1), {"labels": labels}
+
+    def physical_batches(self, items: Sequence[Item]) -> Iterator[list[int]]:
+        """The records in their order, some at once."""
+        for begin in range(0, len(items), _RECORDS_AT_ONCE):
+            yield list(range(begin, min(begin + _RECORDS_AT_ONCE, len(items))))
+
+
+def records_of(places: Sequence[int], classes: Sequence[int] | None = None) -> Records:
+    """Records of a `LinearModel` by their rows; class 0 moves the upload along the row, class 1 against it."""
+    labels = torch.tensor(classes if classes is not None else [0] * len(places), dtype=torch.int64)
+    return Records({"input_ids": tuple(torch.tensor([place]) for place in places)}, labels, pad_token_id=0)
+
+
+def observed(setup: Setup, model: LinearModel, data: Sequence[Records], round_: int) -> Tensor:
+    """[clients, values] Sums of clipped gradients with noise, as who sees the uploads finds them, in units of C.
+
+    Every client starts at zero. The observer knows the step: upload - broadcast = lr / B * (sum + noise), without B
+    under `batch` and for noise on the upload, where the sum is the clipped update itself.
+    """
+    spec = setup.spec
+    broadcast: Adapter = {name: torch.zeros(1, size) for name, size in setup.sizes.items()}
+    tasks = [
+        UpdateTask(
+            adapter=broadcast,
+            data=records,
+            spec=spec,
+            round=round_,
+            sampler=PoissonSampler(
+                num_registered=setup.num_registered,
+                expected_batch_size=spec.batch_size,
+                source=setup.source("inclusion", client, round_),
+            ),
+            noise=setup.source("noise", client, round_),
+        )
+        for client, records in enumerate(data)
+    ]
+    updates = stacked_updates(cast(TrainingModel, model), tasks)
+    uploads = torch.stack([torch.cat([t.flatten() for t in update.adapter.values()]) for update in updates])
+    if spec.noise_on == "upload":
+        return uploads / spec.clip_norm
+    divisor = 1 if spec.clipping == "batch" else spec.batch_size
+    return uploads * divisor / (spec.learning_rate * spec.clip_norm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observations:
+    """What an attacker on one run has, canary by canary.
+
+    Attributes:
+        local: [rounds, canaries] inner product of each canary's direction with its client's upload, in units of C.
+        aggregate: [rounds, canaries] the same with the sum of all uploads of the round.
+        included: bool [canaries].
+    """
+
+    local: Tensor
+    aggregate: Tensor
+    included: np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+
+def observe(setup: Setup, directions: Tensor, included: np.ndarray, *, num_clients: int = 1) -> Observations:
+    """A run in which the canaries are dealt out to the clients in turn.
+
+    Args:
+        setup: of the run.
+        directions: unit vectors [canaries, values]; a canary's raw gradient is 100 C times its own.
+        included: bool [canaries].
+        num_clients: who share the canaries.
+    """
+    model = LinearModel(200.0 * setup.spec.clip_norm * directions, setup.sizes)
+    own = torch.arange(len(directions)) % num_clients
+    data = [records_of(np.flatnonzero(included & (own.numpy() == client)).tolist()) for client in range(num_clients)]
+    local, total = [], []
+    for round_ in range(setup.rounds):
+        sums = observed(setup, model, data, round_)
+        inner = torch.empty(len(directions))
+        for client in range(num_clients):
+            inner[own == client] = directions[own == client] @ sums[client]
+        local.append(inner)
+        total.append(directions @ sums.sum(dim=0))
+    return Observations(local=torch.stack(local), aggregate=torch.stack(total), included=included)
+
+
+def observe_clients(setup: Setup, bits: np.ndarray) -> Tensor:
+    """[clients] Inner products of client-level canaries, one a client, for noise on the upload.
+
+    A client's whole data are one record; with its bit unset they are replaced by the opposite one. That is the
+    strongest pair that the client-level guarantee covers: their clipped updates lie 2 S apart.
+
+    Args:
+        setup: with noise on the upload.
+        bits: bool [clients].
+    """
+    direction = torch.full((1, setup.dimension), setup.dimension**-0.5)
+    # A step of lr / B times half the row must pass S, so that the update is clipped.
+    reach = 100.0 * setup.spec.clip_norm * setup.spec.batch_size / setup.spec.learning_rate
+    model = LinearModel(2 * reach * direction, setup.sizes)
+    sums = observed(setup, model, [records_of([0], [0 if bit else 1]) for bit in bits], 0)
+    return sums @ direction[0]

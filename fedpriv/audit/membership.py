@@ -1,0 +1,205 @@
+"""Membership inference on records: scores from losses, and how well they tell members from others.
+
+A score is higher for a record more likely to be a member. On real data the result is itself computed from membership:
+it is a release that no epsilon of the run covers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy import stats
+
+from fedpriv.audit.bounds import Array, checked_scores, clopper_pearson
+from fedpriv.errors import InputError
+
+# Variances of so few shadow losses are pooled over records; from here on each record has its own (Carlini et al. 2022).
+_OWN_VARIANCE_FROM = 64
+_SMALLEST_STDDEV = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtFalsePositiveRate:
+    """An attack whose threshold lets at most so many non-members pass.
+
+    Attributes:
+        false_positive_rate: allowed share of non-members, in (0, 1).
+        true_positive_rate: share of members found.
+        low, high: Clopper-Pearson interval of it, the threshold taken as given.
+    """
+
+    false_positive_rate: float
+    true_positive_rate: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """How well scores tell members from others.
+
+    Attributes:
+        auc: probability that a member's score is above a non-member's, ties counted half.
+        auc_low, auc_high: DeLong interval of it.
+        confidence: of all intervals, in (0, 1).
+        num_members, num_others: records.
+        rates: at each asked-for false positive rate.
+    """
+
+    auc: float
+    auc_low: float
+    auc_high: float
+    confidence: float
+    num_members: int
+    num_others: int
+    rates: tuple[AtFalsePositiveRate, ...]
+
+
+def loss_scores(losses: npt.ArrayLike) -> Array:
+    """[records] The loss threshold attack: the lower a record's loss, the more likely it was trained on.
+
+    Source: Yeom et al. 2018.
+    """
+    return -_finite("loss", losses)
+
+
+def calibrated_scores(losses: npt.ArrayLike, reference: npt.ArrayLike) -> Array:
+    """[records] By how much the model's loss is below that of a model that saw none of the records.
+
+    Args:
+        losses: [records] of the model under attack.
+        reference: [records], or [models, records], whose mean counts.
+
+    Raises:
+        InputError: the lengths differ, or a loss is not finite.
+
+    Source: Watson et al. 2022.
+    """
+    target, other = _finite("loss", losses), _finite("reference_loss", reference)
+    mean = other.mean(axis=0) if other.ndim == 2 else other
+    if mean.shape != target.shape:
+        raise InputError(f"reference_loss: {mean.size} values for {target.size} losses; must be one for each record")
+    return np.asarray(mean - target)
+
+
+def lira_scores(losses: npt.ArrayLike, shadow_losses: npt.ArrayLike, shadow_members: npt.ArrayLike) -> Array:
+    """[records] The log likelihood ratio of the loss as a member over as another, from shadow models.
+
+    Losses are turned into the log odds of the right class, log(p / (1 - p)) with p = e^-loss, and taken as Gaussian for
+    each record, in and out. With fewer than 64 shadow models of either kind, variances are pooled over records.
+
+    Args:
+        losses: [records] of the model under attack.
+        shadow_losses: [models, records].
+        shadow_members: bool [models, records], which records each shadow model was trained on.
+
+    Raises:
+        InputError: shapes differ, or a record is in all shadow models or in none.
+
+    Source: Carlini et al. 2022, Algorithm 1.
+    """
+    target, shadows = _log_odds(losses), _log_odds(shadow_losses)
+    members = np.asarray(shadow_members).astype(bool)
+    if shadows.ndim != 2 or members.shape != shadows.shape or shadows.shape[1] != len(target):
+        raise InputError(
+            f"shadow_losses: shape {shadows.shape} with memberships {members.shape} for {target.size} losses; must be "
+            "[models, records] both"
+        )
+    num_in = members.sum(axis=0)
+    if bad := np.flatnonzero((num_in == 0) | (num_in == len(members))).tolist():
+        raise InputError(f"shadow_members: record {bad[0]} is in {num_in[bad[0]]} of {len(members)} shadow models")
+    means, stddevs = zip(*(_fitted(shadows, chosen) for chosen in (members, ~members)), strict=True)
+    inside, outside = (stats.norm.logpdf(target, mean, stddev) for mean, stddev in zip(means, stddevs, strict=True))
+    return np.asarray(inside - outside)
+
+
+def membership(
+    scores: npt.ArrayLike,
+    members: npt.ArrayLike,
+    *,
+    false_positive_rates: Sequence[float] = (0.001, 0.01),
+    confidence: float = 0.95,
+) -> Membership:
+    """How well the scores tell members from others.
+
+    Args:
+        scores: [records], finite.
+        members: bool [records].
+        false_positive_rates: in (0, 1). Where there are fewer others than its inverse, none of them may pass.
+        confidence: in (0, 1).
+
+    Raises:
+        InputError: a value is out of range, or there are no members or no others.
+    """
+    values, inside = checked_scores(scores, members)
+    if not 0 < confidence < 1:
+        raise InputError(f"confidence = {confidence}: must lie in (0, 1), for instance 0.95")
+    found, others = values[inside], values[~inside]
+    auc, stddev = _auc(found, others)
+    reach = float(stats.norm.ppf((1 + confidence) / 2)) * stddev
+    return Membership(
+        auc=auc,
+        auc_low=max(0.0, auc - reach),
+        auc_high=min(1.0, auc + reach),
+        confidence=confidence,
+        num_members=len(found),
+        num_others=len(others),
+        rates=tuple(_at(rate, found, others, confidence) for rate in false_positive_rates),
+    )
+
+
+def roc(scores: npt.ArrayLike, members: npt.ArrayLike) -> tuple[Array, Array]:
+    """False and true positive rates at every threshold, from (0, 0) to (1, 1), both [points]."""
+    values, inside = checked_scores(scores, members)
+    order = np.argsort(-values, kind="stable")
+    last = np.append(np.flatnonzero(np.diff(values[order])), len(values) - 1)  # equal scores pass together
+    passed = np.cumsum(inside[order])[last]
+    return (
+        np.append(0.0, (last + 1 - passed) / (~inside).sum()),
+        np.append(0.0, passed / inside.sum()),
+    )
+
+
+def _at(rate: float, found: Array, others: Array, confidence: float) -> AtFalsePositiveRate:
+    if not 0 < rate < 1:
+        raise InputError(f"false_positive_rate = {rate}: must lie in (0, 1)")
+    threshold = np.sort(others)[::-1][int(rate * len(others) * (1 + 1e-12))]
+    num = int((found > threshold).sum())
+    low, high = clopper_pearson(num, len(found), confidence)
+    return AtFalsePositiveRate(false_positive_rate=rate, true_positive_rate=num / len(found), low=low, high=high)
+
+
+def _auc(found: Array, others: Array) -> tuple[float, float]:
+    """The area under the curve and its standard deviation (DeLong, DeLong and Clarke-Pearson 1988)."""
+    ranks = stats.rankdata(np.concatenate([found, others]))
+    m, n = len(found), len(others)
+    above = (ranks[:m] - stats.rankdata(found)) / n  # for each member, the share of others below it
+    below = 1 - (ranks[m:] - stats.rankdata(others)) / m
+    variance = sum(float(part.var(ddof=1)) / len(part) for part in (above, below) if len(part) > 1)
+    return float(above.mean()), float(np.sqrt(variance))
+
+
+def _log_odds(losses: npt.ArrayLike) -> Array:
+    values = np.clip(_finite("loss", losses), 1e-9, None)
+    return np.asarray(-values - np.log(-np.expm1(-values)))
+
+
+def _fitted(shadows: Array, chosen: npt.NDArray[np.bool_]) -> tuple[Array, Array]:
+    """Mean and standard deviation of each record's values in the chosen models."""
+    counts = chosen.sum(axis=0)
+    mean = np.where(chosen, shadows, 0).sum(axis=0) / counts
+    squares = np.where(chosen, (shadows - mean) ** 2, 0).sum(axis=0)
+    own = np.sqrt(squares / np.maximum(counts - 1, 1))
+    pooled = np.sqrt(squares.sum() / max(1, int((counts - 1).sum())))
+    stddev = np.where(counts >= _OWN_VARIANCE_FROM, own, pooled)
+    return mean, np.maximum(stddev, _SMALLEST_STDDEV)
+
+
+def _finite(name: str, values: npt.ArrayLike) -> Array:
+    array = np.asarray(values, dtype=float)
+    if not np.isfinite(array).all():
+        raise InputError(f"{name} = {array[~np.isfinite(array)][0]}: must be finite")
+    return array

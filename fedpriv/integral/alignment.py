@@ -1,0 +1,160 @@
+"""Neurons of one network put into the order of another's: what a permutation of a hidden layer hides.
+
+A hidden layer's neurons may be permuted, with the next layer's columns, without changing what the network computes.
+Two networks are compared only after the one has been brought, layer by layer, into the order that fits the other best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor, nn
+
+from fedpriv.errors import InputError
+from fedpriv.integral.networks import from_vectors, is_perceptron
+
+# Passes over the layers; each lowers the distance, and none was seen to need more than a few.
+_MAX_PASSES = 20
+
+# Of the costs of all pairs of neurons, held at once.
+_VALUES_AT_ONCE = 2**24
+
+Permutations = list[Tensor]
+Layers = list[tuple[Tensor, Tensor]]
+
+
+def aligned(network: nn.Module, vectors: Tensor, reference: Tensor) -> Tensor:
+    """The networks, [networks, values], each with its hidden neurons in the order that fits the reference best.
+
+    Guarantee: each network computes what it did before. A permutation of the reference's own hidden neurons is undone
+    exactly, where no two neurons of a layer have equal incoming weights. For other networks the order is a local
+    optimum of the squared distance: the global one is a quadratic assignment, which is NP-hard.
+
+    The first pass goes from the input on and compares incoming weights, the next ones incoming and outgoing weights,
+    until nothing changes.
+
+    Args:
+        network: `nn.Sequential` of linear layers and elementwise activations.
+        vectors: [networks, values].
+        reference: [values].
+
+    Raises:
+        InputError: a network of another kind.
+
+    Source: Varshney and Torra 2023, section 2.2; Ainsworth et al. 2022 (Git Re-Basin), section 3.2, for the passes.
+    """
+    names = _linear_names(network)
+    target = _layers(network, names, reference.double().unsqueeze(0))
+    widest = max(weight.shape[1] for weight, _ in target)
+    result = []
+    for some in torch.split(vectors, max(1, _VALUES_AT_ONCE // widest**2)):
+        orders = _orders(_layers(network, names, some.double()), target)
+        result.append(_permuted(network, names, some, orders))
+    return torch.cat(result)
+
+
+def permuted(network: nn.Module, vector: Tensor, orders: Sequence[Tensor]) -> Tensor:
+    """The weights, [values], with the neurons of each hidden layer in the given order; the function is unchanged.
+
+    Args:
+        network: as for `aligned`.
+        vector: [values].
+        orders: for each hidden layer a permutation, int64 [width].
+
+    Raises:
+        InputError: a network of another kind, or another number of orders.
+    """
+    names = _linear_names(network)
+    if len(orders) != len(names) - 1:
+        raise InputError(f"orders: {len(orders)} of them for {len(names) - 1} hidden layers; give one for each")
+    return _permuted(network, names, vector.unsqueeze(0), [order.unsqueeze(0) for order in orders])[0]
+
+
+def _permuted(network: nn.Module, names: Sequence[str], vectors: Tensor, orders: Permutations) -> Tensor:
+    """Each network with its hidden neurons in its own orders, [networks, width] for each hidden layer."""
+    result = vectors.clone()
+    named = from_vectors(network, result)
+    for place, (name, (weight, bias)) in enumerate(zip(names, _layers(network, names, vectors), strict=True)):
+        columns = weight if place == 0 else _columns(weight, orders[place - 1])
+        # Views of the result: writing to them writes to it.
+        named[f"{name}.weight"].copy_(columns if place == len(orders) else _rows(columns, orders[place]))
+        if f"{name}.bias" in named:
+            named[f"{name}.bias"].copy_(bias if place == len(orders) else bias.gather(1, orders[place]))
+    return result
+
+
+def _orders(layers: Layers, target: Layers) -> Permutations:
+    """The order of each hidden layer, [networks, width], that brings each network nearest to the target."""
+    num = len(layers[0][0])
+    orders = [torch.arange(weight.shape[1]).repeat(num, 1) for weight, _ in layers[:-1]]
+    for attempt in range(_MAX_PASSES):
+        changed = False
+        for place, before in enumerate(orders):
+            costs = _incoming(layers, target, orders, place)
+            if attempt:
+                costs = costs + _outgoing(layers, target, orders, place)
+            found = torch.from_numpy(np.stack([linear_sum_assignment(cost)[1] for cost in costs.numpy()]))
+            # Among equally good orders the present one stays, so that the passes end.
+            better = _cost(costs, found) < _cost(costs, before)
+            orders[place] = torch.where(better.unsqueeze(1), found, before)
+            changed = changed or bool(better.any())
+        if attempt and not changed:
+            break
+    return orders
+
+
+def _cost(costs: Tensor, order: Tensor) -> Tensor:
+    """Of each network's order, [networks]; costs [networks, target's neurons, own neurons]."""
+    return costs.gather(2, order.unsqueeze(2)).sum(dim=(1, 2))
+
+
+def _incoming(layers: Layers, target: Layers, orders: Permutations, place: int) -> Tensor:
+    """|difference|^2 of incoming weights and bias, [networks, target's neurons, own neurons]."""
+    weight, bias = layers[place]
+    weight = weight if place == 0 else _columns(weight, orders[place - 1])
+    own = torch.cat([weight, bias.unsqueeze(2)], dim=2)
+    return _distances(torch.cat([target[place][0], target[place][1].unsqueeze(2)], dim=2), own).square()
+
+
+def _outgoing(layers: Layers, target: Layers, orders: Permutations, place: int) -> Tensor:
+    """|difference|^2 of outgoing weights, [networks, target's neurons, own neurons]."""
+    weight = layers[place + 1][0]
+    rows = weight if place + 1 == len(orders) else _rows(weight, orders[place + 1])
+    return _distances(target[place + 1][0].mT, rows.mT).square()
+
+
+def _rows(matrices: Tensor, order: Tensor) -> Tensor:
+    """Each matrix's rows in its own order; [networks, rows, columns]."""
+    return matrices.gather(1, order.unsqueeze(2).expand_as(matrices))
+
+
+def _columns(matrices: Tensor, order: Tensor) -> Tensor:
+    """Each matrix's columns in its own order; [networks, rows, columns]."""
+    return matrices.gather(2, order.unsqueeze(1).expand_as(matrices))
+
+
+def _distances(rows: Tensor, others: Tensor) -> Tensor:
+    """Of all pairs of rows, by differences: those by products would not be 0 for equal rows."""
+    rows = rows.expand(len(others), -1, -1)
+    found: Tensor = torch.cdist(rows.contiguous(), others.contiguous(), compute_mode="donot_use_mm_for_euclid_dist")
+    return found
+
+
+def _linear_names(network: nn.Module) -> list[str]:
+    """Names of the linear layers in their order."""
+    if not is_perceptron(network):
+        raise InputError("network: only a Sequential of linear layers and elementwise activations can be aligned")
+    return [name for name, module in network.named_children() if isinstance(module, nn.Linear)]
+
+
+def _layers(network: nn.Module, names: Sequence[str], vectors: Tensor) -> Layers:
+    """(weight [networks, out, in], bias [networks, out]) of each linear layer; zeros where it has no bias."""
+    named = from_vectors(network, vectors)
+    weights = [named[f"{name}.weight"] for name in names]
+    return [
+        (weight, named.get(f"{name}.bias", weight.new_zeros(weight.shape[:2])))
+        for name, weight in zip(names, weights, strict=True)
+    ]

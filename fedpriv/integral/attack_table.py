@@ -1,0 +1,130 @@
+"""The model comparison attack against every kind of target, one row for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import nn
+
+from fedpriv.accounting.calibration import noise_multiplier_for
+from fedpriv.accounting.views import default_delta
+from fedpriv.integral import attack_game
+from fedpriv.integral.attack_game import Game, Publish, Target, Train, play
+from fedpriv.integral.metrics import metrics
+from fedpriv.integral.private_training import PrivateSchedule
+from fedpriv.integral.procedure import Data
+from fedpriv.integral.selection import Linkage
+from fedpriv.integral.stacked_training import Schedule
+from fedpriv.integral.subsamples import Indices
+from fedpriv.mechanisms.sources import SeededSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Which targets are attacked.
+
+    Attributes:
+        epsilon: of the integrally private mean, units of weights.
+        clustering: of its models.
+        schedule: of the mean's models, and of a plain model beside it.
+        overfit_epochs: of the overfitted models.
+        dp_epsilons: of the DP-SGD models, on add/remove of one record, at delta 1 / (10 N), at most 1e-5.
+        dp_steps: noisy steps on all records.
+        dp_learning_rate: of these steps.
+    """
+
+    epsilon: float
+    clustering: Linkage = "first-member"
+    schedule: Schedule
+    overfit_epochs: int = 200
+    dp_epsilons: tuple[float, ...] = (0.1, 0.5, 1.0)
+    dp_steps: int = 20
+    dp_learning_rate: float = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """How the attack went against one kind of target.
+
+    Attributes:
+        name: what the target was.
+        success, low, high: as in `Success`; None where there was no target.
+        beats_chance: whether the interval lies above one half.
+        test_accuracy: of the targets, mean over trials.
+        num_generators: subsamples that a target was made of, mean over trials.
+        note: why there was no target; otherwise empty.
+    """
+
+    name: str
+    success: float | None = None
+    low: float | None = None
+    high: float | None = None
+    beats_chance: bool | None = None
+    test_accuracy: float | None = None
+    num_generators: float | None = None
+    note: str = ""
+
+
+def attack_table(network: nn.Module, data: Data, game: Game, plan: Plan, *, seed: int) -> Iterator[Row]:
+    """A row for each kind of target, all attacked on the same subsamples.
+
+    Args:
+        network: with the initial weights, which the intruder knows.
+        data: subsamples are dealt from its training part; the test part only measures the targets.
+        game: how the intruder proceeds.
+        plan: which targets.
+        seed: of everything, the noise included: for data that may be treated as public.
+    """
+    features, labels = data.train_features, data.train_labels
+    short, long = plan.schedule, replace(plan.schedule, epochs=plan.overfit_epochs)
+    by = {how: attack_game.trainer(network, features, labels, how, seed=seed) for how in (short, long)}
+    mean = attack_game.recommended_mean(plan.epsilon, plan.clustering)
+    yield attacked("plain, overfitted", network, data, game, by[long], attack_game.plain, seed)
+    yield attacked("mean of all owners, overfitted", network, data, game, by[long], attack_game.mean_of_all, seed)
+    yield attacked(f"recommended mean, overfitted, {plan.epsilon:g}", network, data, game, by[long], mean, seed)
+    yield attacked("plain, trained as the mean's models", network, data, game, by[short], attack_game.plain, seed)
+    yield attacked(f"recommended mean, {plan.epsilon:g}", network, data, game, by[short], mean, seed)
+    bare = attack_game.recommended_mean(plan.epsilon, plan.clustering, others_known=True)
+    yield attacked("the same, all other generators known", network, data, game, by[short], bare, seed)
+    how = PrivateSchedule(steps=plan.dp_steps, learning_rate=plan.dp_learning_rate, expected_batch_size=game.size)
+    train = attack_game.clipped_trainer(network, features, labels, how)
+    for epsilon in (None, *plan.dp_epsilons):
+        noise = 0.0 if epsilon is None else noise_multiplier(epsilon, how, game.size)
+        source = SeededSource("integral attack", seed, str(epsilon))
+        publish = attack_game.private(network, features, labels, how, noise_multiplier=noise, source=source)
+        name = "DP-SGD without its noise" if epsilon is None else f"DP-SGD, epsilon {epsilon:g}"
+        yield attacked(name, network, data, game, train, publish, seed)
+
+
+def noise_multiplier(epsilon: float, how: PrivateSchedule, num_records: int) -> float:
+    """What keeps a schedule on so many records within epsilon, at the default delta."""
+    probability = how.expected_batch_size / num_records
+    delta = default_delta(num_records)
+    return noise_multiplier_for(epsilon, delta, sampling_probability=probability, steps=how.steps)
+
+
+def attacked(name: str, network: nn.Module, data: Data, game: Game, train: Train, publish: Publish, seed: int) -> Row:
+    """The row of one kind of target; see `play` for the arguments."""
+    accuracies, counts = [], []
+
+    def observed(train: Train, owners: Indices, generator: np.random.Generator) -> Target:
+        target = publish(train, owners, generator)
+        accuracies.append(metrics(network, target.vector, data.test_features, data.test_labels).accuracy)
+        counts.append(target.num_generators)
+        return target
+
+    try:
+        found = play(network, data.train_labels.numpy(), game, train, observed, seed=seed)
+    except attack_game.NoRecommendationError as error:
+        return Row(name=name, note=str(error))
+    return Row(
+        name=name,
+        success=found.mean,
+        low=found.low,
+        high=found.high,
+        beats_chance=found.beats_chance,
+        test_accuracy=float(np.mean(accuracies)),
+        num_generators=float(np.mean(counts)),
+    )

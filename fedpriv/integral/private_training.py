@@ -1,0 +1,129 @@
+"""DP-SGD on all weights of a small network, what integrally private models are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+
+from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.integral.networks import from_vectors, to_vector
+from fedpriv.integral.subsamples import Indices
+from fedpriv.mechanisms.gaussian import noised_sums
+from fedpriv.mechanisms.sources import RandomSource
+from fedpriv.training.clipping import add_clipped
+from fedpriv.training.sampling import PoissonSampler
+
+# Values of per-sample gradients held at once.
+_VALUES_AT_ONCE = 2**23
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivateSchedule:
+    """How a network is trained under differential privacy.
+
+    Attributes:
+        steps: noisy steps, >= 1.
+        expected_batch_size: B of Poisson sampling.
+        learning_rate: of plain SGD on the noised sum over B.
+        clip_norm: C, gradient units.
+    """
+
+    steps: int = 50
+    expected_batch_size: int
+    learning_rate: float = 0.5
+    clip_norm: float = 1.0
+
+
+def train_privately(
+    network: nn.Module,
+    features: Tensor,
+    labels: Tensor,
+    schedule: PrivateSchedule,
+    *,
+    noise_multiplier: float,
+    source: RandomSource,
+) -> tuple[Tensor, list[SubsampledGaussian]]:
+    """The weights after training, [values], and one event for each step.
+
+    Guarantee: each step is one Gaussian mechanism on a Poisson sample, with the rate and the noise that its event
+    states, on adding or removing one record; everything else is post-processing. A seeded source protects nobody.
+
+    Args:
+        network: where training starts; without any layer that mixes records.
+        features: [records, ...]; their number is the registered one.
+        labels: int64 [records].
+        schedule: see there.
+        noise_multiplier: z >= 0.
+        source: of sampling and noise.
+
+    Source: Abadi et al. 2016, Algorithm 1.
+    """
+    vector = to_vector(network).to(features)
+    size = schedule.expected_batch_size
+    sampler = PoissonSampler(num_registered=len(labels), expected_batch_size=size, source=source)
+    events = []
+    for _ in range(schedule.steps):
+        chosen = torch.tensor(sampler.draw(len(labels)), dtype=torch.int64)
+        total = torch.zeros(1, len(vector))
+        for few in torch.split(chosen, max(1, _VALUES_AT_ONCE // len(vector))):
+            rows = _per_sample(network, vector.unsqueeze(0), features[few].unsqueeze(0), labels[few].unsqueeze(0))[0]
+            owners = torch.zeros(len(few), dtype=torch.int64)
+            add_clipped(total, rows, owners, schedule.clip_norm, (slice(0, len(vector)),))
+        noised, (event,) = noised_sums(
+            total,
+            noise_multiplier=noise_multiplier,
+            clip_norm=schedule.clip_norm,
+            sampling_probabilities=[sampler.sampling_probability],
+            sources=[source],
+        )
+        events.append(event)
+        vector = vector - schedule.learning_rate * noised[0] / size
+    return vector, events
+
+
+def train_clipped_stacked(
+    network: nn.Module, features: Tensor, labels: Tensor, records: Indices, schedule: PrivateSchedule
+) -> Tensor:
+    """The weights, [networks, values], to which `train_privately` would come without noise and sampling.
+
+    It is what an intruder compares a private model with: all records in every step, each gradient clipped.
+
+    Args:
+        network, features, labels, schedule: as for `train_privately`.
+        records: int64 [networks, size], rows of the data that each network is trained on.
+    """
+    rows = torch.from_numpy(records)
+    start = to_vector(network).to(features)
+    at_once = max(1, _VALUES_AT_ONCE // (len(start) * records.shape[1]))
+    return torch.cat(
+        [_clipped(network, start, features[few], labels[few], schedule) for few in torch.split(rows, at_once)]
+    )
+
+
+def _clipped(network: nn.Module, start: Tensor, features: Tensor, labels: Tensor, how: PrivateSchedule) -> Tensor:
+    """Clipped gradient descent of some networks; features [networks, size, ...], labels [networks, size]."""
+    vectors = start.repeat(len(labels), 1)
+    owners = torch.arange(len(labels)).repeat_interleave(labels.shape[1])
+    for _ in range(how.steps):
+        gradients = _per_sample(network, vectors, features, labels)
+        totals = torch.zeros_like(vectors)
+        add_clipped(totals, gradients.flatten(0, 1), owners, how.clip_norm, (slice(0, vectors.shape[1]),))
+        vectors = vectors - how.learning_rate * totals / labels.shape[1]
+    return vectors
+
+
+def _per_sample(network: nn.Module, vectors: Tensor, features: Tensor, labels: Tensor) -> Tensor:
+    """Each record's gradient by each network's weights, [networks, records, values]."""
+
+    def loss(weights: Mapping[str, Tensor], record: Tensor, label: Tensor) -> Tensor:
+        logits = functional_call(network, dict(weights), (record.unsqueeze(0),))
+        return F.cross_entropy(logits, label.unsqueeze(0))
+
+    of_records = vmap(grad(loss), in_dims=(None, 0, 0))
+    found = vmap(of_records)(from_vectors(network, vectors), features, labels)
+    return torch.cat([part.flatten(2) for part in found.values()], dim=2)

@@ -1,0 +1,124 @@
+"""Disjoint subsamples with the class distribution of the whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fedpriv.errors import InputError
+
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Subsamples:
+    """Disjoint subsamples of one size.
+
+    Attributes:
+        records: int64 [subsamples, size], rows of the data; no row occurs twice.
+        class_counts: int64 [subsamples, classes].
+        share_left_over: of the data, in no subsample; in [0, 1).
+    """
+
+    records: Indices
+    class_counts: Indices
+    share_left_over: float
+
+
+def largest_remainder(quotas: npt.NDArray[np.float64], total: int) -> Indices:
+    """Whole numbers, each the floor or the ceiling of its quota, that sum to `total`; ties go to the smaller index.
+
+    Args:
+        quotas: >= 0, summing to `total` up to rounding.
+        total: >= 0.
+    """
+    # A quota that is whole but for rounding is whole, so that no empty class gets a record.
+    quotas = np.where(np.abs(quotas - np.rint(quotas)) < 1e-9, np.rint(quotas), quotas)
+    floors = np.floor(quotas).astype(np.int64)
+    most = np.argsort(-(quotas - floors), kind="stable")[: total - int(floors.sum())]
+    floors[most] += 1
+    return floors
+
+
+def class_counts(class_sizes: Sequence[int], size: int) -> Indices:
+    """How many records of each class each subsample gets, int64 [subsamples, classes].
+
+    Guarantee: every row sums to `size`; every count is the floor or the ceiling of the subsample's share of the class,
+    size * class / all; no class is asked for more records than it has. Rounding each subsample alone would not ensure
+    the last: two subsamples of 5 from 3 and 7 records would take 2 of the first class each.
+
+    The records above the floors go to classes by largest remainder over all subsamples together, and are then dealt to
+    the subsamples in turn, class by class: a class has at most one of them for each subsample.
+
+    Args:
+        class_sizes: records of each class, >= 0.
+        size: N >= 1 of a subsample, at most all records.
+    """
+    sizes = np.asarray(class_sizes, dtype=np.int64)
+    everything = int(sizes.sum())
+    num_subsamples = everything // size
+    floors = size * sizes // everything
+    left = size - int(floors.sum())
+    fractions = (size * sizes % everything) / everything
+    extras = largest_remainder(num_subsamples * fractions, num_subsamples * left)
+    counts = np.tile(floors, (num_subsamples, 1))
+    classes = np.repeat(np.arange(len(sizes)), extras)
+    np.add.at(counts, (np.arange(len(classes)) % num_subsamples, classes), 1)
+    return counts
+
+
+def disjoint_subsamples(
+    labels: Indices, size: int, generator: np.random.Generator, *, names: Sequence[str] = ()
+) -> Subsamples:
+    """floor(|D| / N) disjoint subsamples of N records, each with the class distribution of the whole.
+
+    Args:
+        labels: int64 [records], classes from 0.
+        size: N >= 1.
+        generator: deals the records of each class.
+        names: of the classes, for errors.
+
+    Raises:
+        InputError: fewer than two subsamples, or a class that does not reach every one of them; with the numbers.
+
+    Source: Varshney and Torra 2023, section 3.
+    """
+    if size < 1:
+        raise InputError(f"subsample_size = {size}: must be >= 1")
+    num_subsamples = len(labels) // size
+    if num_subsamples < 2:
+        raise InputError(
+            f"subsample_size = {size}: {len(labels)} records give {num_subsamples} subsamples; two need a size of at "
+            f"most {len(labels) // 2}"
+        )
+    class_sizes = np.bincount(labels)
+    counts = class_counts(class_sizes.tolist(), size)
+    _check_every_class(class_sizes, counts, size, names)
+    dealt = []
+    for label, column in enumerate(counts.T):
+        ends = np.cumsum(column)
+        dealt.append(np.split(generator.permutation(np.flatnonzero(labels == label))[: ends[-1]], ends[:-1]))
+    rows = [generator.permutation(np.concatenate(parts)) for parts in zip(*dealt, strict=True)]
+    records = np.stack(rows).astype(np.int64)
+    return Subsamples(records=records, class_counts=counts, share_left_over=1 - records.size / len(labels))
+
+
+def _check_every_class(class_sizes: Indices, counts: Indices, size: int, names: Sequence[str]) -> None:
+    """Refuse a size at which some subsample gets no record of a class."""
+    missing = np.flatnonzero((counts.min(axis=0) == 0) & (class_sizes > 0))
+    if not len(missing):
+        return
+    label = int(missing[np.argmin(class_sizes[missing])])
+    name, everything = names[label] if names else label, int(class_sizes.sum())
+    enough = math.ceil(everything / int(class_sizes[label]))
+    advice = (
+        f"a size of at least {enough} has one in each" if enough <= everything // 2 else "merge or leave out this class"
+    )
+    raise InputError(
+        f"subsample_size = {size}: class {name!r} has {class_sizes[label]} of {everything} records, too few for one in "
+        f"each of {len(counts)} subsamples; {advice}"
+    )

@@ -1,0 +1,201 @@
+"""A table's columns as features, fitted on its training part alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import pandas as pd
+import torch
+from sklearn.compose import ColumnTransformer  # type: ignore[import-untyped]
+from sklearn.impute import SimpleImputer  # type: ignore[import-untyped]
+from sklearn.model_selection import train_test_split  # type: ignore[import-untyped]
+from sklearn.pipeline import make_pipeline  # type: ignore[import-untyped]
+from sklearn.preprocessing import MinMaxScaler, OneHotEncoder, StandardScaler  # type: ignore[import-untyped]
+from torch import Tensor
+
+from fedpriv.errors import InputError
+
+Scaling = Literal["standard", "min-max"]
+
+MAX_CLASSES = 100
+
+# Categories of one column beyond these, the rarest ones, share one feature.
+MAX_CATEGORIES = 50
+
+# A category column with more distinct values for each record is a name or an id.
+_ID_SHARE = 0.5
+
+_MISSING = "(missing)"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Table:
+    """Features and labels of a table, split into two parts.
+
+    Attributes:
+        train_features, test_features: float32 [records, features].
+        train_labels, test_labels: int64 [records].
+        classes: names of the labels, by their number.
+        feature_names: as the preprocessing calls them.
+        left_out: {column: why it is no feature}.
+        num_unlabelled: records without a label, which were left out.
+    """
+
+    train_features: Tensor
+    train_labels: Tensor
+    test_features: Tensor
+    test_labels: Tensor
+    classes: tuple[str, ...]
+    feature_names: tuple[str, ...]
+    left_out: Mapping[str, str]
+    num_unlabelled: int
+
+
+def prepare(
+    frame: pd.DataFrame,
+    target: str,
+    *,
+    test_fraction: float = 0.3,
+    seed: int = 0,
+    drop: Sequence[str] = (),
+    scaling: Scaling = "standard",
+) -> Table:
+    """The table split by class into a training and a test part, as features of which the training part alone decides.
+
+    A column is numeric where all of its training values are; others, and missing numbers, become the training median,
+    and the column is scaled. Everything else is a category: one feature for each, one for
+    missing ones, and none for a category that training never saw. Columns that say nothing are left out.
+
+    Args:
+        frame: a row for each record, of strings or numbers.
+        target: the column with the class.
+        test_fraction: in (0, 1).
+        seed: of the split.
+        drop: columns that are not to be features.
+        scaling: of numeric columns: `standard`, to mean 0 and variance 1, or `min-max`, to [0, 1].
+
+    Raises:
+        InputError: no such column, a target that is no class, too few records, or nothing left to learn from.
+    """
+    _check_columns(frame, target, drop)
+    if not 0 < test_fraction < 1:
+        raise InputError(f"test_fraction = {test_fraction}: must lie in (0, 1)")
+    if scaling not in get_args(Scaling):
+        raise InputError(f"scaling = {scaling!r}: must be one of {', '.join(get_args(Scaling))}")
+    frame = frame.astype(object).where(frame.notna(), None)
+    labelled = frame[frame[target].notna()]
+    classes = _classes(labelled, target)
+    numbers = {name: number for number, name in enumerate(classes)}
+    labels = labelled[target].map(str).map(numbers).to_numpy(dtype=np.int64)
+    train, test = _split(labels, classes, test_fraction, seed)
+    columns = [name for name in frame.columns if name != target and name not in drop]
+    before, after = labelled[columns].iloc[train], labelled[columns].iloc[test]
+    numeric, categorical, left_out = _kinds(before)
+    if not numeric and not categorical:
+        raise InputError(f"target = {target!r}: no other column holds anything to learn from; left out: {left_out}")
+    preprocessing = _preprocessing(numeric, categorical, scaling)
+    features = preprocessing.fit_transform(_typed(before, numeric, categorical))
+    return Table(
+        train_features=torch.from_numpy(np.asarray(features, dtype=np.float32)),
+        train_labels=torch.from_numpy(labels[train]),
+        test_features=torch.from_numpy(
+            np.asarray(preprocessing.transform(_typed(after, numeric, categorical)), dtype=np.float32)
+        ),
+        test_labels=torch.from_numpy(labels[test]),
+        classes=classes,
+        feature_names=tuple(map(str, preprocessing.get_feature_names_out())),
+        left_out=left_out,
+        num_unlabelled=len(frame) - len(labelled),
+    )
+
+
+def _check_columns(frame: pd.DataFrame, target: str, drop: Sequence[str]) -> None:
+    known = ", ".join(map(str, frame.columns))
+    for key, name in (("target", target), *(("drop", name) for name in drop)):
+        if name not in frame.columns:
+            raise InputError(f"{key} = {name!r}: no such column; there are {known}")
+    if target in drop:
+        raise InputError(f"drop = {target!r}: is the target")
+
+
+def _classes(labelled: pd.DataFrame, target: str) -> tuple[str, ...]:
+    names = sorted(set(labelled[target].map(str)))
+    if len(names) < 2:
+        raise InputError(f"target = {target!r}: {len(names)} classes; there must be at least 2")
+    if len(names) > MAX_CLASSES:
+        raise InputError(f"target = {target!r}: {len(names)} distinct values; at most {MAX_CLASSES} can be classes")
+    return tuple(names)
+
+
+def _split(
+    labels: np.ndarray, classes: Sequence[str], test_fraction: float, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of the training and of the test part, both with the class distribution of the whole."""
+    counts = np.bincount(labels)
+    if counts.min() < 2:
+        raise InputError(
+            f"class {classes[int(counts.argmin())]!r}: has {counts.min()} record; two are needed, one for the test"
+        )
+    rows, smaller = np.arange(len(labels)), min(test_fraction, 1 - test_fraction) * len(labels)
+    if smaller < len(classes):
+        raise InputError(
+            f"test_fraction = {test_fraction}: {len(labels)} records are too few to have all {len(classes)} classes on "
+            "both sides"
+        )
+    train, test = train_test_split(rows, test_size=test_fraction, random_state=seed, stratify=labels)
+    return np.sort(train), np.sort(test)
+
+
+def _kinds(train: pd.DataFrame) -> tuple[list[str], list[str], dict[str, str]]:
+    """Numeric columns, categorical ones, and those left out with the reason, by the training part.
+
+    A number that is infinite makes no category of its column; it counts as missing.
+    """
+    numeric, categorical, left_out = [], [], {}
+    for name in train.columns:
+        present = train[name].dropna()
+        numbers = _numbers(present)
+        num_distinct = present.map(str).nunique()
+        if not len(present):
+            left_out[name] = "empty"
+        elif pd.to_numeric(present, errors="coerce").notna().all():
+            if numbers.nunique() < 2:
+                left_out[name] = "constant"
+            else:
+                numeric.append(name)
+        elif num_distinct < 2 and len(present) == len(train):
+            left_out[name] = "constant"
+        elif num_distinct > max(_ID_SHARE * len(present), 2):
+            left_out[name] = f"{num_distinct} distinct values in {len(present)} records: an id or free text"
+        else:
+            categorical.append(name)
+    return numeric, categorical, left_out
+
+
+def _numbers(column: pd.Series) -> pd.Series:
+    """The column as floats; NaN for what is no finite number."""
+    found = pd.to_numeric(column, errors="coerce").astype(float)
+    return found.where(found.abs() < math.inf)
+
+
+def _typed(part: pd.DataFrame, numeric: Sequence[str], categorical: Sequence[str]) -> pd.DataFrame:
+    """The feature columns as floats or strings."""
+    columns = {name: _numbers(part[name]) for name in numeric}
+    columns |= {name: part[name].map(lambda value: _MISSING if value is None else str(value)) for name in categorical}
+    return pd.DataFrame(columns, index=part.index)
+
+
+def _preprocessing(numeric: Sequence[str], categorical: Sequence[str], scaling: Scaling) -> ColumnTransformer:
+    # Clipped, so that a test value beyond the training range stays in [0, 1].
+    scaler = StandardScaler() if scaling == "standard" else MinMaxScaler(clip=True)
+    numbers = make_pipeline(SimpleImputer(strategy="median"), scaler)
+    # Unseen categories are all zeros where none is rare, and count as rare otherwise.
+    names = OneHotEncoder(handle_unknown="infrequent_if_exist", max_categories=MAX_CATEGORIES, sparse_output=False)
+    return ColumnTransformer(
+        [("number", numbers, list(numeric)), ("category", names, list(categorical))],
+        verbose_feature_names_out=False,
+    )

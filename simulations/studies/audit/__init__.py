@@ -1,0 +1,1 @@
+"""The study behind results/audit.md."""

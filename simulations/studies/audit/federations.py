@@ -1,0 +1,70 @@
+"""Small federations of the stacked engine, trained side by side: the target of an attack and its shadow models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fedpriv.accounting.events import Event, group
+from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.aggregation.weighted import weighted_average, weights_by_size
+from fedpriv.data.records import Records
+from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
+from fedpriv.training.model import TrainingModel
+from fedpriv.training.sampling import PoissonSampler
+from fedpriv.training.stacked import execute_stacked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """A client of one federation: its records, and N_k, which need not be their number."""
+
+    records: Records
+    num_registered: int
+
+
+def train(
+    model: TrainingModel, federations: Sequence[Sequence[Holder]], spec: UpdateSpec, *, seed: int
+) -> tuple[list[Adapter], tuple[Event, ...]]:
+    """The final global adapter of each federation, and what a client of the first has been charged in all.
+
+    Args:
+        model: shared by all; every federation starts from its initial adapter.
+        federations: the clients of each.
+        spec: of every update.
+        seed: of inclusion and noise.
+    """
+    adapters: list[Adapter] = [model.initial] * len(federations)
+    charged: list[Event] = []
+    for round_ in range(1, spec.num_rounds + 1):
+        tasks = [
+            UpdateTask(
+                adapter=adapters[place],
+                data=holder.records,
+                spec=spec,
+                round=round_,
+                sampler=PoissonSampler(
+                    num_registered=holder.num_registered,
+                    expected_batch_size=spec.batch_size,
+                    source=SeededSource(seed, place, client, round_, "inclusion"),
+                ),
+                noise=SeededSource(seed, place, client, round_, "noise"),
+            )
+            for place, holders in enumerate(federations)
+            for client, holder in enumerate(holders)
+        ]
+        updates = iter(execute_stacked(model, tasks))
+        for place, holders in enumerate(federations):
+            uploads = [_upload(next(updates)) for _ in holders]
+            weights = weights_by_size({client: holder.num_registered for client, holder in enumerate(holders)})
+            adapters[place] = weighted_average([upload.adapter for upload in uploads], list(weights.values()))
+            if place == 0:
+                charged.append(uploads[0].event)
+    return adapters, group(charged)
+
+
+def _upload(update: ClientUpdate | Exception) -> ClientUpdate:
+    if isinstance(update, Exception):
+        raise update
+    return update
