@@ -15,7 +15,9 @@ from fedpriv import guard, protocol
 from fedpriv.accounting.entries import Key
 from fedpriv.adapters.arithmetic import Adapter, difference
 from fedpriv.aggregation import relevance
+from fedpriv.audit.run_canaries import audited
 from fedpriv.config import RunConfig
+from fedpriv.data.records import Records
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.journal import where
@@ -23,6 +25,7 @@ from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
 from fedpriv.protocol import Broadcast, Release
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
 from fedpriv.training.sampling import PoissonSampler
+from fedpriv.training.workbench import Workbench
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +44,12 @@ def prepare(message: Message, context: Context) -> UpdateTask:
     config = configuration(context)
     bench = bench_of(config, context)
     client = client_of(context, bench.num_clients)
-    data, policy = bench.client(place_of(config, client)), policy_of(config, context, client)
+    policy = policy_of(config, context, client)
+    place = place_of(config, client)
+    data, size = _records(config, bench, place), _size(config, bench, place)
     key, spec, broadcast = _request(message, client, bench.initial)
-    data_set = guard.registered(policy, str(client), len(data))
-    num_registered = data_set.num_records if data_set else len(data)
+    data_set = guard.registered(policy, str(client), size)
+    num_registered = data_set.num_records if data_set else size
     guard.check(spec, policy, noise_source=config.noise_source, num_registered=num_registered)
     sampler = PoissonSampler(
         num_registered=num_registered,
@@ -123,13 +128,13 @@ def register(message: Message, context: Context) -> Message:
     except ValueError as error:
         return Message(Error(protocol.REFUSED, str(error)), reply_to=message)
     place, policy, node = place_of(config, client), policy_of(config, context, client), context.node_config
-    records = bench.data.clients[place]
-    data_set = guard.registered(policy, str(client), len(records))
+    records, size = bench.data.clients[place], _size(config, bench, place)
+    data_set = guard.registered(policy, str(client), size)
     if data_set is not None:
-        guard.log_content(policy, data_set, repr(records).encode(), len(records))
+        guard.log_content(policy, data_set, repr(records).encode(), size)
     registration = protocol.Registration(
         client=client,
-        num_records=data_set.num_records if data_set else len(records),
+        num_records=data_set.num_records if data_set else size,
         name=str(node.get(NAME_KEY) or bench.data.client_names[place] or f"client-{client}"),
         # Without a ledger of its own a node remembers nothing: its spending attaches to this run alone.
         data_set=data_set.id if data_set else secrets.token_hex(16),
@@ -142,6 +147,18 @@ def register(message: Message, context: Context) -> Message:
     journal_of(context).write("registered", num_records=registration.num_records, data_set=registration.data_set)
     content = ConfigRecord(protocol.pack_registration(registration))
     return Message(RecordDict({protocol.REGISTRATION: content}), reply_to=message)
+
+
+def _records(config: RunConfig, bench: Workbench, place: int) -> Records:
+    """What the client trains on: with the canaries that are in, where the run is audited."""
+    client = audited(config, bench, place)
+    return client.records if client else bench.client(place)
+
+
+def _size(config: RunConfig, bench: Workbench, place: int) -> int:
+    """How many records the client registers: with all canaries, in or out, where the run is audited."""
+    client = audited(config, bench, place)
+    return client.num_registered if client else len(bench.data.clients[place])
 
 
 def _request(message: Message, client: int, initial: Adapter) -> tuple[Key, UpdateSpec, Broadcast]:

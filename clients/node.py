@@ -61,6 +61,8 @@ def configuration(context: Context) -> RunConfig:
             f"data = {config.data!r}: this node takes no data from a run's configuration; in a simulation set "
             f"{TRUST_VARIABLE}=1"
         )
+    if config.audit and config.data != EMBEDDED and not trusts_run_config(context):
+        raise RefusedError(f"audit = {config.audit!r}: this node puts no canaries among its records")
     return config
 
 

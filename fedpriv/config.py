@@ -136,6 +136,11 @@ class RunConfig:
     dedup_records: Annotated[int, Field(ge=0)] = 0
     dedup_epsilon_bound: NonNegative = 0.5
     dedup_utility_bound: Annotated[float, Field(ge=0, le=1)] = 0.01
+    integral_epsilon: Annotated[NonNegative | None, BeforeValidator(_none_if_empty)] = None
+
+    # canaries that test the run's epsilon
+    audit: Literal["", "tokens", "mislabelled"] = ""
+    audit_canaries: Annotated[int, Field(ge=2)] = 50
 
     # how it is run
     seed: Annotated[int, Field(ge=0)] = 0
@@ -161,6 +166,10 @@ class RunConfig:
             raise ValueError("partition = natural: needs client_column, the column that says who holds a record")
         if self.partition == "sizes" and not self.client_sizes:
             raise ValueError("partition = sizes: needs client_sizes, for instance [1200, 1000, 800]")
+        if self.audit:
+            self._check_audit()
+        if self.integral_epsilon is not None and self.uploads_hidden:
+            raise ValueError("integral_epsilon: compares single uploads, which uploads_hidden = true says nobody sees")
         if max(self.variant_rounds, default=0) > self.rounds:
             raise ValueError(f"variant_rounds = {list(self.variant_rounds)}: the run has {self.rounds} rounds")
         if self.weight_decay > 0 and self.optimizer == "sgd":
@@ -181,6 +190,16 @@ class RunConfig:
                 f"clipping = {self.clipping}: with noise_on = upload the whole update is clipped; use joint"
             )
         return self
+
+    def _check_audit(self) -> None:
+        if self.data == ON_NODES:
+            raise ValueError(
+                "audit: its canaries go into the clients' data, which are on their nodes; audit a simulation"
+            )
+        if self.aggregation in ("fedex-lora", "flora"):
+            raise ValueError(f"audit: the global model of aggregation = {self.aggregation} is more than one adapter")
+        if self.noise_on == "upload":
+            raise ValueError("audit: canaries are records; noise_on = upload protects whole clients")
 
     def _check_lmo(self) -> None:
         if not self.lmo_parameters:
@@ -249,6 +268,7 @@ class RunConfig:
             comparison=False,
             variant_rounds=(),
             dedup="",
+            integral_epsilon=None,
             ledger="",
             out="",
             resume="",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import shutil
 import time
@@ -18,6 +19,7 @@ from fedpriv import guard
 from fedpriv.accounting.ledger import Ledger
 from fedpriv.adapters import lora
 from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.audit.run_canaries import audit_of
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError, TooFewClientsError
 from fedpriv.protocol import Registration
@@ -135,7 +137,11 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
         comparison = _Series(plain, bench, nodes, None).run(grid, inner, observer)
         inner.finish(summarize(plain, bench, comparison, None))
     registry.keep(config, bench, folder, outcome, series.registrations, uploads)
-    summary = summarize(config, bench, outcome, comparison) | {"ledger_head": head}
+    integral = registry.keep_recurring(config, bench, folder, outcome, series.registrations, uploads)
+    summary = summarize(config, bench, outcome, comparison) | {"ledger_head": head, "integral": integral}
+    claimed = math.inf if summary["epsilon_local_max"] is None else summary["epsilon_local_max"]
+    final = outcome.strategy.model.adapter
+    summary["audit"] = audit_of(config, bench, final, delta=summary["delta_max"], claimed_epsilon=claimed)
     folder.finish(summary)
     if config.dedup:
         registry.deduplicate(config, bench, folder)

@@ -8,6 +8,7 @@ import logging
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,12 +27,14 @@ from fedpriv.dedup.store import Store
 from fedpriv.dedup.variants import Described
 from fedpriv.protocol import Registration
 from fedpriv.training.workbench import Workbench
+from server import recurrence
 from server.run_folder import RunFolder
 from server.summary import Outcome
 
 log = logging.getLogger("flwr")
 
 FINAL = "global"
+RECURRING = "integral-mean"
 
 
 def uploads_in(ledger: Ledger, run: str, registrations: Iterable[Registration]) -> list[Upload]:
@@ -85,6 +88,27 @@ def keep(
         _save(bench, path, adapter, merged)
         ancestors = client_ancestors(uploads, outcome.run_id, of[client], by_client[client].data_set)
         _describe(config, path, History(name=path.name, ancestors=ancestors), deltas, None)
+
+
+def keep_recurring(
+    config: RunConfig,
+    bench: Workbench,
+    folder: RunFolder,
+    outcome: Outcome,
+    registrations: Iterable[Registration],
+    uploads: Iterable[Upload],
+) -> dict[str, Any] | None:
+    """Keep the mean of the most recurrent variants of the last round as a variant; what the summary says of them."""
+    found = recurrence.recurring(config, outcome)
+    if found:
+        # All started from one model; what that had gained is in the mean as well.
+        client = int(found[0].clients[0].removeprefix("client-"))
+        path = folder.variant(RECURRING)
+        _save(bench, path, found[0].mean, outcome.strategy.uploads[client][1])
+        ancestors = global_ancestors(uploads, outcome.run_id, outcome.rows[-1].round)
+        deltas = {r.data_set: outcome.strategy.books.accounts.deltas[r.client] for r in registrations}
+        _describe(config, path, History(name=path.name, ancestors=ancestors), deltas, None)
+    return recurrence.as_summary(config, found, RECURRING)
 
 
 def deduplicate(config: RunConfig, bench: Workbench, folder: RunFolder) -> None:

@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 BAD = {
     "mechanism": "laplace",
     "lmo_accounting": "wishful",
+    "audit": "listen",
+    "audit_canaries": 1,
     "variant_rounds": ["zero"],
     "variant_clients": "perhaps",
     "dedup": "magic",
@@ -192,7 +194,8 @@ def test_a_comparison_follows_only_where_it_is_allowed(values, expected):
     assert parse(values).compares is expected
 
 
-FLOATS = [field.name for field in fields(RunConfig) if isinstance(field.default, float)] + ["delta", "target_epsilon"]
+FLOATS = [field.name for field in fields(RunConfig) if isinstance(field.default, float)]
+FLOATS += ["delta", "target_epsilon", "integral_epsilon"]
 TEXTS = [field.name for field in fields(RunConfig) if isinstance(field.default, str) and field.name != "layers"]
 
 
@@ -268,6 +271,8 @@ OTHER |= {
     "max_update_norm": 2.0,
     "noise_on": "upload",
     "variant_rounds": (1,),
+    "integral_epsilon": 0.1,
+    "audit": "tokens",
     "dedup": "dred",
     "dedup_utility_bound": 0.02,
     "labels": ("a",),
@@ -279,7 +284,7 @@ OTHER |= {
 
 @pytest.mark.parametrize("key", sorted(set(KEYS) - {*PLACES, "aggregation"}))
 def test_digest_depends_on_every_other_key_with_a_choice(key):
-    base = RunConfig(optimizer="adamw", aggregation="flora")
+    base = RunConfig(optimizer="adamw", aggregation="cmfl" if key == "audit" else "flora")
     if key in ("mechanism", "lmo_parameters", "lmo_accounting"):
         base = replace(base, mechanism="lmo", lmo_parameters="{}")
         changes = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,6 +81,8 @@ def render(run: RunFolder) -> str:
         earlier=_earlier(summary),
         retired=_retired(summary),
         epsilon_rho=tables.format_epsilon(summary["epsilon_rho_max"], summary["delta_max"]),
+        audit_bound=_audit_bound(summary),
+        recurring=tables.recurrence_table((summary.get("integral") or {}).get("clusters")),
         clients=tables.client_table(summary["clients"], _accountant(summary)),
         charged=_charged(run),
         failures=_failures(run),
@@ -121,6 +124,15 @@ def _earlier(summary: Mapping[str, Any]) -> str | None:
     return (
         f"up to {most} earlier run{'s' if most != 1 else ''}; this run alone cost at most {tables.format_bound(alone)}"
     )
+
+
+def _audit_bound(summary: Mapping[str, Any]) -> str | None:
+    """The audit's lower bound; None without an audit."""
+    audit = summary.get("audit")
+    if not audit:
+        return None
+    # A lower bound is rounded down, where every other figure here is rounded up.
+    return f"ε = {math.floor(100 * audit['epsilon_lower']) / 100:.2f} at δ = {tables.format_delta(audit['delta'])}"
 
 
 def _retired(summary: Mapping[str, Any]) -> dict[str, int]:

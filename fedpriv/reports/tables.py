@@ -130,6 +130,27 @@ def client_table(clients: Iterable[Mapping[str, Any]], accountant: str) -> Table
     return Table(caption=f"Per client, final figures ({accountant}), ε at the row's δ", headers=headers, rows=rows)
 
 
+def recurrence_table(clusters: Iterable[Mapping[str, Any]] | None) -> Table | None:
+    """Which clients' variants recur, a row per cluster; None where nobody compared them.
+
+    Args:
+        clusters: entries with clients, recurrence, k and largest_difference.
+    """
+    if clusters is None:
+        return None
+    rows = tuple(
+        (
+            ", ".join(cluster["clients"]),
+            str(cluster["recurrence"]),
+            str(cluster["k"]) if cluster["k"] >= 2 else f"{cluster['k']}, no claim",
+            format_number(cluster["largest_difference"]),
+        )
+        for cluster in clusters
+    )
+    headers = ("clients", "recurrence", "k of their mean", "largest difference")
+    return Table(caption="Clusters in which every two variants are near each other", headers=headers, rows=rows)
+
+
 def series_table(frame: pd.DataFrame, caption: str, format_value: Callable[[float], str]) -> Table:
     """A plot's numbers: a row per round, a column per line."""
     headers = (str(frame.index.name), *map(str, frame.columns))
