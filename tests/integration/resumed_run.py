@@ -33,7 +33,7 @@ from fedpriv.accounting.ledger import Ledger, reading
 from fedpriv.config import RunConfig, parse
 from fedpriv.reports.status import read_status
 from fedpriv.training.workbench import workbench
-from server import checkpoint, coordinator
+from server import checkpoint, registry
 from server.bookkeeping import Books
 from server.coordinator import LogObserver
 from server.run_folder import RunFolder
@@ -51,7 +51,7 @@ PHASES = {
     "aggregating": [(RuleStrategy, "_close")],
     "writing tables": [(RunFolder, "add"), (RunFolder, "_write_tables")],
     "writing the checkpoint": [(checkpoint, "write")],
-    "saving the results": [(coordinator, "_save_variants")],
+    "saving the results": [(registry, "keep")],
 }
 # A phase lasts a millisecond or more; where one is missed so often, something else is wrong.
 MOST_ATTEMPTS = 12
