@@ -81,6 +81,7 @@ def render(run: RunFolder) -> str:
         earlier=_earlier(summary),
         retired=_retired(summary),
         epsilon_rho=tables.format_epsilon(summary["epsilon_rho_max"], summary["delta_max"]),
+        audit=summary.get("audit"),
         audit_bound=_audit_bound(summary),
         recurring=tables.recurrence_table((summary.get("integral") or {}).get("clusters")),
         clients=tables.client_table(summary["clients"], _accountant(summary)),
