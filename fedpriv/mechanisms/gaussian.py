@@ -45,15 +45,7 @@ def noised_sums(
 
     Source: Abadi et al. 2016, Algorithm 1; Liu et al., Algorithm 1, line 15.
     """
-    if not 0 < clip_norm < math.inf:
-        raise ValueError(f"clip_norm = {clip_norm}: must be finite and > 0")
-    if not 1 <= sensitivity_factor < math.inf:
-        raise ValueError(f"sensitivity_factor = {sensitivity_factor}: must be finite and >= 1")
-    if not len(clipped_sums) == len(sampling_probabilities) == len(sources):
-        raise ValueError(
-            f"{len(clipped_sums)} sums, {len(sampling_probabilities)} sampling probabilities and {len(sources)} "
-            "sources: must be one of each for every client"
-        )
+    check_sums(clipped_sums, clip_norm, sensitivity_factor, sampling_probabilities, sources)
     events = [
         SubsampledGaussian(noise_multiplier=noise_multiplier / sensitivity_factor, sampling_probability=probability)
         for probability in sampling_probabilities
@@ -69,6 +61,29 @@ def noised_sums(
         noise = normal_from_words(words).mul_(scale).view(sums.shape).to(sums.device)
         noised[begin : begin + at_once] = on_grid(noise.add_(sums), scale)
     return noised, events
+
+
+def check_sums(
+    clipped_sums: Tensor,
+    clip_norm: float,
+    sensitivity_factor: float,
+    sampling_probabilities: Sequence[float],
+    sources: Sequence[RandomSource],
+) -> None:
+    """Refuse what no mechanism can add its noise to; arguments as for `noised_sums`.
+
+    Raises:
+        ValueError: a value is out of range, or there is not one probability and source for each client.
+    """
+    if not 0 < clip_norm < math.inf:
+        raise ValueError(f"clip_norm = {clip_norm}: must be finite and > 0")
+    if not 1 <= sensitivity_factor < math.inf:
+        raise ValueError(f"sensitivity_factor = {sensitivity_factor}: must be finite and >= 1")
+    if not len(clipped_sums) == len(sampling_probabilities) == len(sources):
+        raise ValueError(
+            f"{len(clipped_sums)} sums, {len(sampling_probabilities)} sampling probabilities and {len(sources)} "
+            "sources: must be one of each for every client"
+        )
 
 
 def on_grid(values: Tensor, scale: float) -> Tensor:

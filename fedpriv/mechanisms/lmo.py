@@ -14,7 +14,7 @@ from torch import Tensor
 from fedpriv.accounting.events import LmoAccounting, SubsampledLmo
 from fedpriv.accounting.lmo_moments import columns
 from fedpriv.accounting.lmo_parameters import ExponentialPart, GammaPart, LmoParameters, Part
-from fedpriv.mechanisms.gaussian import on_grid
+from fedpriv.mechanisms.gaussian import check_sums, on_grid
 from fedpriv.mechanisms.lmo_density import quantile
 from fedpriv.mechanisms.sources import RandomSource, laplace_from_words, uniform_from_words
 
@@ -56,15 +56,7 @@ def noised_sums(
 
     Source: Yang et al., Algorithm 1, line 7.
     """
-    if not 0 < clip_norm < math.inf:
-        raise ValueError(f"clip_norm = {clip_norm}: must be finite and > 0")
-    if not 1 <= sensitivity_factor < math.inf:
-        raise ValueError(f"sensitivity_factor = {sensitivity_factor}: must be finite and >= 1")
-    if not len(clipped_sums) == len(sampling_probabilities) == len(sources):
-        raise ValueError(
-            f"{len(clipped_sums)} sums, {len(sampling_probabilities)} sampling probabilities and {len(sources)} "
-            "sources: must be one of each for every client"
-        )
+    check_sums(clipped_sums, clip_norm, sensitivity_factor, sampling_probabilities, sources)
     events = [
         SubsampledLmo(
             parameters=parameters,
