@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.dedup.blocks import Layout
 from fedpriv.errors import InputError
-from fedpriv.mechanisms.gaussian import noised_sums
 from fedpriv.mechanisms.sources import RandomSource
-from fedpriv.training.clipping import add_clipped
+from fedpriv.training.noised_sum import noised_sum
 
 Batch = Mapping[str, Tensor]
 """{input: [records, ...]}, such as `fedpriv.data.records.collate` makes."""
@@ -163,20 +162,16 @@ def private_gradient(
     """
     with _evaluation(model, names) as parameters:
         sizes = [parameter.numel() for parameter in parameters.values()]
-        total = next(iter(parameters.values())).new_zeros((1, sum(sizes)), dtype=torch.float32)
-        everything, owner = (slice(0, sum(sizes)),), torch.zeros(1, dtype=torch.int64, device=total.device)
-        for record in _records(batches):
-            gradients = _gradients(loss(model, record).sum(), parameters).values()
-            row = torch.cat([value.flatten().float() for value in gradients]).unsqueeze(0)
-            add_clipped(total, row, owner, clip_norm, everything)
-        noised, (event,) = noised_sums(
-            total,
-            noise_multiplier=noise_multiplier,
+        gradients = (_gradients(loss(model, record).sum(), parameters).values() for record in _records(batches))
+        noised, event = noised_sum(
+            (torch.cat([value.flatten().float() for value in each]).unsqueeze(0) for each in gradients),
+            next(iter(parameters.values())).new_empty(sum(sizes)),
             clip_norm=clip_norm,
-            sampling_probabilities=[1.0],
-            sources=[source],
+            noise_multiplier=noise_multiplier,
+            sampling_probability=1.0,
+            source=source,
         )
-        pieces = torch.split(noised[0].abs(), sizes)
+        pieces = torch.split(noised.abs(), sizes)
         values = zip(parameters.items(), pieces, strict=True)
         return {name: _array(piece.view_as(parameter)) for (name, parameter), piece in values}, event
 

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.integral.networks import from_vectors, to_vector
 from fedpriv.integral.subsamples import Indices
-from fedpriv.mechanisms.gaussian import noised_sums
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training.clipping import add_clipped
+from fedpriv.training.noised_sum import noised_sum
 from fedpriv.training.sampling import PoissonSampler
 
 # Values of per-sample gradients held at once.
@@ -69,20 +69,20 @@ def train_privately(
     events = []
     for _ in range(schedule.steps):
         chosen = torch.tensor(sampler.draw(len(labels)), dtype=torch.int64)
-        total = torch.zeros(1, len(vector))
-        for few in torch.split(chosen, max(1, _VALUES_AT_ONCE // len(vector))):
-            rows = _per_sample(network, vector.unsqueeze(0), features[few].unsqueeze(0), labels[few].unsqueeze(0))[0]
-            owners = torch.zeros(len(few), dtype=torch.int64)
-            add_clipped(total, rows, owners, schedule.clip_norm, (slice(0, len(vector)),))
-        noised, (event,) = noised_sums(
-            total,
-            noise_multiplier=noise_multiplier,
+        pieces = torch.split(chosen, max(1, _VALUES_AT_ONCE // len(vector)))
+        noised, event = noised_sum(
+            (
+                _per_sample(network, vector.unsqueeze(0), features[few].unsqueeze(0), labels[few].unsqueeze(0))[0]
+                for few in pieces
+            ),
+            vector,
             clip_norm=schedule.clip_norm,
-            sampling_probabilities=[sampler.sampling_probability],
-            sources=[source],
+            noise_multiplier=noise_multiplier,
+            sampling_probability=sampler.sampling_probability,
+            source=source,
         )
         events.append(event)
-        vector = vector - schedule.learning_rate * noised[0] / size
+        vector = vector - schedule.learning_rate * noised / size
     return vector, events
 
 

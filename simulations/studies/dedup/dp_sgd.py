@@ -12,9 +12,8 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.mechanisms.gaussian import noised_sums
 from fedpriv.mechanisms.sources import RandomSource
-from fedpriv.training.clipping import add_clipped
+from fedpriv.training.noised_sum import noised_sum
 from fedpriv.training.sampling import PoissonSampler
 from simulations.studies.dedup.digits import Digits
 
@@ -85,21 +84,17 @@ def train_privately(
     average, events = torch.zeros_like(flat), []
     for step in range(schedule.steps):
         chosen = sampler.draw(len(records))
-        total = torch.zeros(1, len(flat))
-        for begin in range(0, len(chosen), _ROWS):
-            few = chosen[begin : begin + _ROWS]
-            rows = per_sample_rows(model, parameters, Digits(records.images[few], records.labels[few]))
-            owners = torch.zeros(len(few), dtype=torch.int64)
-            add_clipped(total, rows, owners, schedule.clip_norm, (slice(0, len(flat)),))
-        noised, (event,) = noised_sums(
-            total,
-            noise_multiplier=noise_multiplier,
+        pieces = [chosen[begin : begin + _ROWS] for begin in range(0, len(chosen), _ROWS)]
+        noised, event = noised_sum(
+            (per_sample_rows(model, parameters, Digits(records.images[few], records.labels[few])) for few in pieces),
+            flat,
             clip_norm=schedule.clip_norm,
-            sampling_probabilities=[sampler.sampling_probability],
-            sources=[source],
+            noise_multiplier=noise_multiplier,
+            sampling_probability=sampler.sampling_probability,
+            source=source,
         )
         events.append(event)
-        flat.grad = noised[0] / schedule.expected_batch_size
+        flat.grad = noised / schedule.expected_batch_size
         optimizer.step()
         parameters = _pieces(flat, parameters)
         if step >= schedule.steps // 2:
