@@ -11,21 +11,22 @@ from pathlib import Path
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 
 from clients.node import IDENTITY_KEY, NAME_KEY, bench_of, client_of, configuration, journal_of, place_of, policy_of
-from fedpriv import guard, protocol
-from fedpriv.accounting.entries import Key
+from fedpriv import protocol
 from fedpriv.adapters.arithmetic import Adapter, difference
-from fedpriv.aggregation import relevance
+from fedpriv.aggregation import cmfl as relevance
 from fedpriv.audit.run_canaries import audited
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Records
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.journal import where
+from fedpriv.ledger.entries import Key
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
 from fedpriv.protocol import Broadcast, Release
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
 from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.workbench import Workbench
+from fedpriv.vault import guard
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from flwr.app import Context
 
 from fedpriv.config import EMBEDDED, ON_NODES, RunConfig, Scalar, parse
 from fedpriv.data.text import Holding
-from fedpriv.guard import NodePolicy, RefusedError
 from fedpriv.journal import Journal
-from fedpriv.policy import Limits
 from fedpriv.training.workbench import Workbench, workbench
+from fedpriv.vault.guard import NodePolicy, RefusedError
+from fedpriv.vault.policy import Limits
 
 # A node whose operator also starts the runs, as in a simulation, may take data and rules from the run's configuration.
 TRUST_KEY = "trust-run-config"

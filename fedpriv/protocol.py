@@ -19,7 +19,7 @@ from fedpriv.accounting.events import Event
 from fedpriv.adapters import codecs, merged
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import Merged
-from fedpriv.aggregation import relevance
+from fedpriv.aggregation import cmfl as relevance
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training.local_update import UpdateSpec
 

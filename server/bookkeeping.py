@@ -10,18 +10,18 @@ from functools import cached_property, lru_cache
 
 from torch import Tensor
 
-from fedpriv.accounting.accounts import Accounts
+from fedpriv.accounting.accountants import Accountant
 from fedpriv.accounting.calibration import rounds_within
-from fedpriv.accounting.curves import Accountant
-from fedpriv.accounting.entries import RELEASED, Charge, DataSet, Key
 from fedpriv.accounting.events import Event, Unit
-from fedpriv.accounting.ledger import Ledger
 from fedpriv.accounting.noise_level import effective_noise_multiplier
 from fedpriv.accounting.views import Release, View, aggregate_objections, aggregate_scale, rho_bar, smallest_rho_bars
+from fedpriv.aggregation.fedavg import weights_by_size
 from fedpriv.aggregation.rules import RULES
-from fedpriv.aggregation.weighted import weights_by_size
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
+from fedpriv.ledger.accounts import Accounts
+from fedpriv.ledger.entries import RELEASED, Charge, DataSet, Key
+from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
 from fedpriv.training.local_update import UpdateSpec, planned_event
 

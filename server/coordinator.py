@@ -15,17 +15,17 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
 from fedpriv import config as configuration
-from fedpriv import guard
-from fedpriv.accounting.ledger import Ledger
 from fedpriv.adapters import lora
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.audit.run_canaries import audit_of
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError, TooFewClientsError
+from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
 from fedpriv.reports.page import write_report
 from fedpriv.training.evaluation import Evaluation, evaluate
 from fedpriv.training.workbench import Workbench, workbench
+from fedpriv.vault import guard
 from server import checkpoint, registry
 from server.bookkeeping import Books, check_budget_and_view
 from server.checkpoint import Checkpoint

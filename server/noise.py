@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fedpriv.accounting import lmo_parameters
 from fedpriv.accounting.calibration import lmo_multiplier_for_all, noise_multiplier_for_all
 from fedpriv.accounting.events import Event, SubsampledGaussian, SubsampledLmo
+from fedpriv.accounting.lmo import parameters as lmo_parameters
 from fedpriv.accounting.views import default_delta
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.config import RunConfig

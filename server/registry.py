@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.accounting.ledger import Ledger
 from fedpriv.adapter_variants import AdapterEvaluator
 from fedpriv.adapters import lora
 from fedpriv.adapters.arithmetic import Adapter
@@ -25,6 +24,7 @@ from fedpriv.dedup.composition import History, Upload, client_ancestors, global_
 from fedpriv.dedup.planning import Settings
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.variants import Described
+from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
 from fedpriv.training.workbench import Workbench
 from server import recurrence

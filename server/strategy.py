@@ -12,21 +12,22 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from fedpriv import guard, protocol
+from fedpriv import protocol
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.views import VIEWS, rho_bar
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import Merged
-from fedpriv.aggregation.exact import fresh_start
+from fedpriv.aggregation.fedavg import weights_by_size
+from fedpriv.aggregation.flora import fresh_start
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.aggregation.rules import RULES
-from fedpriv.aggregation.weighted import weights_by_size
 from fedpriv.config import RunConfig
 from fedpriv.errors import TooFewClientsError
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.protocol import Broadcast, Registration
 from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.local_update import UpdateSpec
+from fedpriv.vault import guard
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
 from server.history import ClientRow, RoundRow

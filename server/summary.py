@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fedpriv.accounting.curves import PrivacySpent, spent
+from fedpriv.accounting.accountants import PrivacySpent, spent
 from fedpriv.accounting.views import VIEWS
 from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX
 from fedpriv.aggregation.global_model import GlobalModel

@@ -17,7 +17,7 @@ from transformers import AutoConfig, BertConfig
 from typer.testing import CliRunner
 
 from fedpriv.adapters import LoraSettings, attach, trainable
-from fedpriv.cli_communication import communication
+from fedpriv.cli.communication import communication
 from fedpriv.communication import (
     PRESETS,
     ModelShape,
@@ -332,7 +332,7 @@ def test_the_command_needs_a_model_or_the_comparison():
 
 
 def test_the_command_line_starts_without_torch():
-    code = "import sys, fedpriv.cli_communication, fedpriv.communication; print('torch' in sys.modules)"
+    code = "import sys, fedpriv.cli.communication, fedpriv.communication; print('torch' in sys.modules)"
     root = Path(__file__).resolve().parents[1]
     result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"

@@ -58,7 +58,7 @@ def imported_by(package: str) -> dict[str, set[str]]:
         ("fedpriv/accounting", ("torch", "fedpriv.training", "fedpriv.adapters", "fedpriv.mechanisms")),
         ("fedpriv/mechanisms", ("fedpriv.training", "fedpriv.adapters", "fedpriv.data")),
         ("fedpriv/adapters", ("fedpriv.training", "fedpriv.data", "fedpriv.accounting")),
-        ("fedpriv/dedup", ("fedpriv.data", "fedpriv.reports", "fedpriv.guard", "fedpriv.training.workbench")),
+        ("fedpriv/dedup", ("fedpriv.data", "fedpriv.reports", "fedpriv.vault.guard", "fedpriv.training.workbench")),
         ("clients", ("server", "simulations")),
         ("server", ("clients", "simulations")),
     ],
@@ -74,7 +74,8 @@ def test_arrows_only_point_down(package, forbidden):
 def test_nothing_imports_the_command_line():
     for package in ("fedpriv", "clients", "server", "simulations"):
         for file, names in imported_by(package).items():
-            assert "fedpriv.cli" not in names, file
+            if not file.startswith("fedpriv/cli/"):
+                assert not [name for name in names if name.startswith("fedpriv.cli")], file
 
 
 def test_private_flower_names_live_in_one_file():

@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 from fedpriv.deployment import certificates, keys
 from fedpriv.deployment.files import new_folder
 from fedpriv.deployment.settings import checked, read_settings, split_address
-from fedpriv.policy import Limits
+from fedpriv.vault.policy import Limits
 
 DEFAULT_PORT = 9094
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from clients.deploy.folder import Node
-from fedpriv.accounting.entries import DataSet
 from fedpriv.errors import InputError
+from fedpriv.ledger.entries import DataSet
 
 
 def num_records(node: Node) -> int:
@@ -34,7 +34,7 @@ def register(node: Node) -> DataSet:
         InputError: the data cannot be read.
         LedgerError: the ledger cannot be used.
     """
-    from fedpriv import guard  # takes seconds to import
+    from fedpriv.vault import guard  # takes seconds to import
 
     policy = guard.NodePolicy(ledger=node.ledger, budget_epsilon=node.budget_epsilon, delta=node.delta)
     data_set = guard.registered(policy, str(node.partition_id), num_records(node))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from fedpriv.accounting.curves import MAX_NOISE, Accountant, check_delta, spent
+from fedpriv.accounting.accountants import MAX_NOISE, Accountant, check_delta, spent
 from fedpriv.accounting.events import Event, SubsampledGaussian, SubsampledLmo
 
 _MAX_ROUNDS = 10**9

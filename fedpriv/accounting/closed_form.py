@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fedpriv.accounting.curves import check_delta
+from fedpriv.accounting.accountants import check_delta
 from fedpriv.accounting.events import Event, SubsampledGaussian, group
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
-from fedpriv.accounting import lmo_parameters
-from fedpriv.accounting.lmo_parameters import LmoParameters
+from fedpriv.accounting.lmo import parameters as lmo_parameters
+from fedpriv.accounting.lmo.parameters import LmoParameters
 
 VERSION = 1
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from fedpriv.accounting.events import Event, SubsampledGaussian, SubsampledLmo
-from fedpriv.accounting.lmo import sound
-from fedpriv.accounting.lmo_moments import columns
+from fedpriv.accounting.lmo.moments import columns
+from fedpriv.accounting.lmo.renyi import sound
 
 # Of the Renyi divergence by which noise of another kind is compared with Gaussian noise.
 ORDER = 8

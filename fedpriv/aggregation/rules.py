@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.lora import Trains
-from fedpriv.aggregation.exact import fedex_lora, flora
+from fedpriv.aggregation.cmfl import cmfl
+from fedpriv.aggregation.fedavg import average
+from fedpriv.aggregation.fedex_lora import fedex_lora
+from fedpriv.aggregation.flora import flora
 from fedpriv.aggregation.global_model import GlobalModel
-from fedpriv.aggregation.relevance import cmfl
-from fedpriv.aggregation.ternary import t_fedavg
-from fedpriv.aggregation.weighted import average
+from fedpriv.aggregation.t_fedavg import t_fedavg
 
 Aggregate = Callable[[GlobalModel, Sequence[Adapter], Sequence[float]], GlobalModel]
 

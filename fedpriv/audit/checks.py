@@ -14,7 +14,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from fedpriv.accounting.clipping import clipping_parts, sensitivity_factor
+from fedpriv.accounting.sensitivity import clipping_parts, sensitivity_factor
 from fedpriv.audit.harness import LinearModel, Setup, observed, records_of
 
 # By which float32 and the grid of the noise may move a difference that is exactly at its bound, relative.

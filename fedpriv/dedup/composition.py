@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Literal, TypeVar, get_args
 
-from fedpriv.accounting.curves import Accountant, check_delta, spent
-from fedpriv.accounting.entries import Key
+from fedpriv.accounting.accountants import Accountant, check_delta, spent
 from fedpriv.accounting.events import EpsilonDelta, Event, PureEpsilon, group
 from fedpriv.accounting.views import Release, View
+from fedpriv.ledger.entries import Key
 
 Method = Literal["basic", "accountant", "provenance"]
 METHODS: tuple[Method, ...] = get_args(Method)

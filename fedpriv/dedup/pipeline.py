@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.accounting.curves import Accountant
+from fedpriv.accounting.accountants import Accountant
 from fedpriv.accounting.events import Event
 from fedpriv.dedup.algorithms import Positions, algorithm
 from fedpriv.dedup.algorithms.mistique import minhash_similarity

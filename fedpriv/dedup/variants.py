@@ -13,7 +13,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from fedpriv.accounting import events
-from fedpriv.accounting.curves import Accountant
+from fedpriv.accounting.accountants import Accountant
 from fedpriv.accounting.events import Event
 from fedpriv.dedup.base_selection import Variant
 from fedpriv.dedup.composition import History, Upload, publication_cost

@@ -16,10 +16,10 @@ from http.client import HTTPException, HTTPSConnection
 from importlib import metadata
 from pathlib import Path
 
-from fedpriv.accounting import entries, ledger
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError, LedgerError
-from fedpriv.policy import Limits
+from fedpriv.ledger import entries, ledger
+from fedpriv.vault.policy import Limits
 
 _TIMEOUT_SECONDS = 5.0
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fedpriv.accounting.events import LmoAccounting, SubsampledLmo
-from fedpriv.accounting.lmo_moments import columns
-from fedpriv.accounting.lmo_parameters import ExponentialPart, GammaPart, LmoParameters, Part
+from fedpriv.accounting.lmo.density import quantile
+from fedpriv.accounting.lmo.moments import columns
+from fedpriv.accounting.lmo.parameters import ExponentialPart, GammaPart, LmoParameters, Part
 from fedpriv.mechanisms.gaussian import check_sums, on_grid
-from fedpriv.mechanisms.lmo_density import quantile
 from fedpriv.mechanisms.sources import RandomSource, laplace_from_words, uniform_from_words
 
 Array = npt.NDArray[np.float64]

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from fedpriv.accounting import lmo_parameters
-from fedpriv.accounting.clipping import UPLOAD_FACTOR, clipping_parts, sensitivity_factor
 from fedpriv.accounting.events import Event, LmoAccounting, SubsampledGaussian, SubsampledLmo, Unit
-from fedpriv.accounting.lmo_parameters import LmoParameters
+from fedpriv.accounting.lmo import parameters as lmo_parameters
+from fedpriv.accounting.lmo.parameters import LmoParameters
+from fedpriv.accounting.sensitivity import UPLOAD_FACTOR, clipping_parts, sensitivity_factor
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import Merged
 from fedpriv.aggregation.rules import RULES

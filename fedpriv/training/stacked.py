@@ -15,8 +15,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fedpriv.accounting.clipping import UPLOAD_FACTOR, clipping_parts, sensitivity_factor
 from fedpriv.accounting.events import Event, LmoAccounting, group
+from fedpriv.accounting.sensitivity import UPLOAD_FACTOR, clipping_parts, sensitivity_factor
 from fedpriv.adapters.merged import same as same_merged
 from fedpriv.data.records import Item
 from fedpriv.mechanisms import gaussian, lmo

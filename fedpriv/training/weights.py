@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.aggregation.ternary import ternary_codes
+from fedpriv.aggregation.t_fedavg import ternary_codes
 from fedpriv.training.layout import Layout
 from fedpriv.training.local_update import UpdateSpec
 

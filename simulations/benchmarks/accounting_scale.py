@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedpriv.accounting.bulk import epsilons
-from fedpriv.accounting.curves import Accountant, spent
+from fedpriv.accounting.accountants import Accountant, spent
 from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.many_clients import epsilons
 from fedpriv.accounting.views import default_delta
 
 BATCH, NOISE_MULTIPLIER, WORKERS = 64, 1.0, 2

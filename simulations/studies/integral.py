@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedpriv.accounting.curves import spent
+from fedpriv.accounting.accountants import spent
 from fedpriv.accounting.views import default_delta
 from fedpriv.data.tables import load_table
 from fedpriv.integral.attack_game import Game, plain, recommended_mean, trainer

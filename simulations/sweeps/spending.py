@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedpriv import config as configuration
-from fedpriv.accounting import entries, ledger
-from fedpriv.accounting.curves import spent
+from fedpriv.accounting.accountants import spent
 from fedpriv.accounting.events import Event, group
 from fedpriv.config import EMBEDDED, RunConfig
+from fedpriv.ledger import entries, ledger
 
 _DATA_KEYS = (
     *("data", "test_data", "test_fraction", "text_column", "text_pair_column", "label_column", "client_column"),

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from dp_accounting import pld, rdp
 
+from fedpriv.accounting.accountants import PLD_LIMIT, spent
 from fedpriv.accounting.calibration import noise_multiplier_for
-from fedpriv.accounting.curves import PLD_LIMIT, spent
 from fedpriv.accounting.events import SubsampledGaussian
 
 NUM_SETTINGS = 200

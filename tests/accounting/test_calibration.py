@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from fedpriv.accounting.accountants import spent
 from fedpriv.accounting.calibration import noise_multiplier_for, noise_multiplier_for_all, rounds_within
-from fedpriv.accounting.curves import spent
 from fedpriv.accounting.events import SubsampledGaussian
 
 DELTA = 1e-5

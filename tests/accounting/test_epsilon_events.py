@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpriv.accounting.curves import delta_spent, spent, stays_within
+from fedpriv.accounting.accountants import delta_spent, spent, stays_within
 from fedpriv.accounting.events import EpsilonDelta, PureEpsilon, SubsampledGaussian, from_json, to_json
 
 GAUSSIAN = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1, count=20)

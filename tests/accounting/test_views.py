@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpriv.accounting.accounts import Accounts
-from fedpriv.accounting.curves import spent
+from fedpriv.accounting.accountants import spent
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.views import (
     Release,
@@ -21,6 +20,7 @@ from fedpriv.accounting.views import (
     rho_bar,
     smallest_rho_bars,
 )
+from fedpriv.ledger.accounts import Accounts
 
 EVENT = SubsampledGaussian(noise_multiplier=1.88, sampling_probability=0.16, count=3)
 

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedpriv.accounting import lmo_parameters
+from fedpriv.accounting.accountants import spent
 from fedpriv.accounting.calibration import noise_multiplier_for
-from fedpriv.accounting.curves import spent
-from fedpriv.accounting.lmo_parameters import LmoParameters, UniformPart
+from fedpriv.accounting.lmo import parameters as lmo_parameters
+from fedpriv.accounting.lmo.parameters import LmoParameters, UniformPart
 from fedpriv.audit import canaries, checks
 from fedpriv.audit.bounds import one_run_audit
 from fedpriv.audit.harness import HEAD, A, B, LinearModel, Setup, observe, observed, records_of, update_spec

@@ -13,15 +13,15 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from clients import handler
 from clients import node as node_keys
 from fedpriv import protocol
-from fedpriv.accounting.curves import spent
-from fedpriv.accounting.entries import data_sets, entries, releases
-from fedpriv.accounting.ledger import Ledger, reading, verify_with_head
+from fedpriv.accounting.accountants import spent
 from fedpriv.config import parse, to_flower
-from fedpriv.policy import Limits
+from fedpriv.ledger.entries import data_sets, entries, releases
+from fedpriv.ledger.ledger import Ledger, reading, verify_with_head
 from fedpriv.training import workbench as workbench_module
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.training.workbench import workbench
+from fedpriv.vault.policy import Limits
 from simulations.engines.flower_private import task_identity
 
 

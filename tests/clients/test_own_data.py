@@ -12,10 +12,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from clients import handler, node
 from clients.app import app
 from fedpriv import protocol
-from fedpriv.accounting.ledger import Ledger
 from fedpriv.config import ON_NODES, parse, to_flower
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError
+from fedpriv.ledger.ledger import Ledger
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.stacked import execute_one_by_one
 from simulations.engines.flower_private import task_identity

@@ -12,7 +12,7 @@ import pytest
 from dp_accounting import pld, rdp
 from scipy import optimize, stats
 
-from fedpriv.accounting.curves import spent
+from fedpriv.accounting.accountants import spent
 from fedpriv.accounting.events import SubsampledGaussian
 
 DELTA = 1e-5
@@ -164,7 +164,7 @@ def test_a_release_of_nobody_costs_nothing_even_without_noise(accountant):
 def test_a_fresh_process_stays_silent_and_without_log_handlers(accountant):
     code = f"""
 import logging
-from fedpriv.accounting.curves import spent
+from fedpriv.accounting.accountants import spent
 from fedpriv.accounting.events import SubsampledGaussian as Event
 for q, z in ((0.16, 0.891), (0.5, 0.3), (1e-8, 1.0)):
     spent([Event(noise_multiplier=z, sampling_probability=q, count=7)], 1e-5, {accountant!r})

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from fedpriv.adapters.arithmetic import difference
 from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX, as_one_adapter, factors_of
-from fedpriv.aggregation.exact import fresh_start
+from fedpriv.aggregation.cmfl import pack_signs, relevance, threshold, unpack_signs
+from fedpriv.aggregation.flora import fresh_start
 from fedpriv.aggregation.global_model import GlobalModel
-from fedpriv.aggregation.relevance import pack_signs, relevance, threshold, unpack_signs
 from fedpriv.aggregation.rules import RULES
-from fedpriv.aggregation.ternary import ternary_codes
+from fedpriv.aggregation.t_fedavg import ternary_codes
 
 LAYERS = {"m.query": (7, 5), "m.value": (6, 9)}  # name: (out, in)
 EXACT = ("fedex-lora", "flora")

@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 import torch
 
-from fedpriv.accounting.clipping import CLIPPING_RULES, NOISE_PLACES
+from fedpriv.accounting.sensitivity import CLIPPING_RULES, NOISE_PLACES
 from fedpriv.adapters import read
 from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX, Product, factors_of
 from fedpriv.aggregation.rules import RULES

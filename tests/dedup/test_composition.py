@@ -11,7 +11,6 @@ from dp_accounting import pld, rdp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.accounting.entries import Key
 from fedpriv.accounting.events import EpsilonDelta, PureEpsilon, SubsampledGaussian
 from fedpriv.accounting.views import Release
 from fedpriv.dedup.composition import (
@@ -26,6 +25,7 @@ from fedpriv.dedup.composition import (
     united,
     uploads_of,
 )
+from fedpriv.ledger.entries import Key
 
 DELTA = 1e-5
 CLIENTS, ROUNDS = ("a", "b"), (1, 2, 3)

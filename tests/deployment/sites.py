@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 
-from fedpriv.accounting.entries import Entry, entries
-from fedpriv.accounting.ledger import reading, verify_with_head
+from fedpriv.ledger.entries import Entry, entries
+from fedpriv.ledger.ledger import reading, verify_with_head
 from tests.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]

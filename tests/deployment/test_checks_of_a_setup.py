@@ -8,9 +8,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from fedpriv.accounting.ledger import Ledger
 from fedpriv.deployment import certificates, checks, keys
 from fedpriv.deployment.checks import Check
+from fedpriv.ledger.ledger import Ledger
 from tests.deployment.tls_server import serving
 from tests.processes import free_port
 

@@ -23,13 +23,13 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from clients import handler
 from clients import node as node_keys
 from fedpriv import protocol
-from fedpriv.accounting.curves import spent
-from fedpriv.accounting.entries import CHARGED, RELEASED, data_sets, entries, releases
+from fedpriv.accounting.accountants import spent
 from fedpriv.accounting.events import from_json
-from fedpriv.accounting.ledger import Ledger, reading, verify_with_head
 from fedpriv.accounting.views import Release, rho_bar
-from fedpriv.aggregation.weighted import weights_by_size
+from fedpriv.aggregation.fedavg import weights_by_size
 from fedpriv.config import RunConfig, parse, to_flower
+from fedpriv.ledger.entries import CHARGED, RELEASED, data_sets, entries, releases
+from fedpriv.ledger.ledger import Ledger, reading, verify_with_head
 from fedpriv.training.local_update import UpdateSpec, planned_event
 from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.training.workbench import workbench

@@ -27,12 +27,12 @@ import pandas as pd
 import torch
 from safetensors.torch import load_file
 
-from fedpriv import guard
-from fedpriv.accounting.entries import CHARGED, RELEASED, Entry, entries
-from fedpriv.accounting.ledger import Ledger, reading
 from fedpriv.config import RunConfig, parse
+from fedpriv.ledger.entries import CHARGED, RELEASED, Entry, entries
+from fedpriv.ledger.ledger import Ledger, reading
 from fedpriv.reports.status import read_status
 from fedpriv.training.workbench import workbench
+from fedpriv.vault import guard
 from server import checkpoint, registry
 from server.bookkeeping import Books
 from server.coordinator import LogObserver

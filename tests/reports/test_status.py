@@ -16,8 +16,8 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fedpriv import cli
 from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.cli import main as cli
 from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.protocol import Registration

@@ -11,8 +11,8 @@ from clients.node import configuration
 from fedpriv.audit.run_canaries import audited
 from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.guard import RefusedError
 from fedpriv.training.workbench import workbench
+from fedpriv.vault.guard import RefusedError
 from server.coordinator import LogObserver
 from simulations.engines import federation
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fedpriv.accounting.ledger import Ledger
 from fedpriv.adapters.merged import Product
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.config import parse
 from fedpriv.errors import InputError
+from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
 from server import checkpoint
 from server.checkpoint import Checkpoint, read_last, write

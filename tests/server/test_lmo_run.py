@@ -9,18 +9,18 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from fedpriv import guard
-from fedpriv.accounting import ledger as ledgers
-from fedpriv.accounting import statement
-from fedpriv.accounting.curves import spent
+from fedpriv.accounting.accountants import spent
 from fedpriv.accounting.events import SubsampledLmo
-from fedpriv.accounting.ledger import Ledger
-from fedpriv.accounting.lmo_parameters import from_json
+from fedpriv.accounting.lmo.parameters import from_json
 from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.policy import Limits
+from fedpriv.ledger import ledger as ledgers
+from fedpriv.ledger import statement
+from fedpriv.ledger.ledger import Ledger
 from fedpriv.training.local_update import UpdateSpec, planned_event
 from fedpriv.training.workbench import workbench
+from fedpriv.vault import guard
+from fedpriv.vault.policy import Limits
 from server.coordinator import LogObserver
 from server.noise import calibrated
 from simulations.engines import federation

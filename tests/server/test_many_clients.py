@@ -28,10 +28,10 @@ from flwr.app import Array, ArrayRecord, Context, Error, Message
 from clients.app import app as client_app
 from clients.node import BUDGET_KEY, LEDGER_KEY
 from fedpriv import protocol
-from fedpriv.accounting.curves import spent
-from fedpriv.accounting.entries import CHARGED, RELEASED, Entry, entries
-from fedpriv.accounting.ledger import Ledger, reading
+from fedpriv.accounting.accountants import spent
 from fedpriv.config import RunConfig, parse
+from fedpriv.ledger.entries import CHARGED, RELEASED, Entry, entries
+from fedpriv.ledger.ledger import Ledger, reading
 from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.local_update import ClientUpdate, UpdateTask, planned_event
 from fedpriv.training.workbench import workbench

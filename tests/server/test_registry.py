@@ -14,8 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fedpriv.accounting.curves import spent
-from fedpriv.accounting.ledger import Ledger
+from fedpriv.accounting.accountants import spent
 from fedpriv.adapter_variants import AdapterEvaluator
 from fedpriv.adapters import load
 from fedpriv.aggregation.rules import RULES
@@ -24,6 +23,7 @@ from fedpriv.dedup import variants
 from fedpriv.dedup.planning import cost_of
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
+from fedpriv.ledger.ledger import Ledger
 from fedpriv.reports.page import write_report
 from fedpriv.training.evaluation import evaluate
 from fedpriv.training.model import TrainingModel

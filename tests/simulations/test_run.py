@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import fedpriv.adapters
-from fedpriv.accounting.curves import spent
+from fedpriv.accounting.accountants import spent
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.config import parse

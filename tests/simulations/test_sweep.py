@@ -18,10 +18,10 @@ import tomli_w
 from dp_accounting import pld
 from rich.console import Console
 
-from fedpriv.accounting.entries import data_sets, releases
-from fedpriv.accounting.ledger import reading
 from fedpriv.config import parse
 from fedpriv.errors import InputError
+from fedpriv.ledger.entries import data_sets, releases
+from fedpriv.ledger.ledger import reading
 from simulations.sweeps import plots, table
 from simulations.sweeps.command import sweep
 from simulations.sweeps.plan import read

@@ -9,10 +9,10 @@ import pytest
 import torch
 from scipy import stats
 
-from fedpriv.accounting import lmo_parameters
+from fedpriv.accounting.lmo import density as lmo_density
+from fedpriv.accounting.lmo import parameters as lmo_parameters
 from fedpriv.adapters import LoraSettings, attach, load_base, read
 from fedpriv.data.records import Records
-from fedpriv.mechanisms import lmo_density
 from fedpriv.mechanisms.sources import SecureSource, SeededSource
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel

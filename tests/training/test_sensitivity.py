@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from fedpriv.accounting.clipping import CLIPPING_RULES, UPLOAD_FACTOR, clipping_parts, sensitivity_factor
 from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.sensitivity import CLIPPING_RULES, UPLOAD_FACTOR, clipping_parts, sensitivity_factor
 from fedpriv.adapters import lora, read
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training import stacked as module

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fedpriv.accounting.events import Event, group
 from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.aggregation.weighted import weighted_average, weights_by_size
+from fedpriv.aggregation.fedavg import weighted_average, weights_by_size
 from fedpriv.data.records import Records
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from fedpriv.accounting.curves import spent
+from fedpriv.accounting.accountants import spent
 from fedpriv.adapters import lora
 from fedpriv.audit.black_box import CanaryPlan, audit_run, audited_client
 from fedpriv.audit.harness import update_spec

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedpriv.accounting.curves import spent
+from fedpriv.accounting.accountants import spent
 from fedpriv.audit.black_box import record_losses
 from fedpriv.audit.harness import update_spec
 from fedpriv.audit.membership import calibrated_scores, lira_scores, loss_scores, membership

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedpriv.accounting.curves import spent
+from fedpriv.accounting.accountants import spent
 from fedpriv.accounting.views import Release, aggregate_scale
 from fedpriv.audit.bounds import Array, num_correct, one_run_audit
 from fedpriv.audit.canaries import inclusions

@@ -1,0 +1,188 @@
+"""`fedpriv audit ...`: what an attacker finds, to hold against the epsilon that is claimed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedpriv.errors import InputError
+
+app = typer.Typer(no_args_is_help=True, help="Lower bounds of epsilon and membership inference, from scores.")
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")]
+Confidence = Annotated[float, typer.Option(help="In (0, 1), of bounds and intervals.")]
+Delta = Annotated[float, typer.Option(help="Of the claim, in [0, 1).")]
+
+RELEASE = "Computed from who is a member: on real data publishing it is a release that no epsilon covers."
+
+
+@app.command("one-run")
+def one_run(
+    scores: Annotated[Path, typer.Option(help="CSV: score, included (0 or 1); a higher score means more likely in.")],
+    delta: Delta = 0.0,
+    confidence: Confidence = 0.95,
+    guesses: Annotated[
+        int, typer.Option(help="Fixed before the inclusions were seen, even; 0 tries some and pays for each.", min=0)
+    ] = 0,
+    claimed_epsilon: Annotated[float | None, typer.Option(help="Exit code 1 if the lower bound exceeds it.")] = None,
+    gaussian: Annotated[
+        bool, typer.Option("--gaussian", help="Also for the stronger claim of Gaussian DP; needs --guesses.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """The lower bound of epsilon from one run with canaries, each included with probability 1/2.
+
+    Example: fedpriv audit one-run --scores scores.csv --delta 1e-5 --guesses 200 --claimed-epsilon 4
+    """
+    from fedpriv.audit import bounds, f_dp, score_files
+
+    if gaussian and not (guesses and delta > 0):
+        raise InputError("gaussian: needs --guesses, fixed beforehand, and --delta > 0")
+    if claimed_epsilon is not None and not claimed_epsilon >= 0:
+        raise InputError(f"claimed_epsilon = {claimed_epsilon}: must be >= 0")
+    table = score_files.read(scores, ["score", "included"])
+    found = bounds.one_run_audit(
+        table["score"],
+        score_files.flags(table["included"], "included"),
+        num_guesses=guesses or None,
+        delta=delta,
+        confidence=confidence,
+    )
+    values: dict[str, Any] = asdict(found)
+    share = f"{found.num_correct} of {found.num_guesses} guesses right, {found.num_canaries} canaries"
+    tried = f", best of {found.num_tried} numbers of guesses, all paid for" if found.num_tried > 1 else ""
+    lines = [
+        f"epsilon >= {found.epsilon_lower:.4f} at delta {delta:g}, confidence {confidence:g} ({share}{tried})",
+    ]
+    if gaussian:
+        counts = {"num_canaries": found.num_canaries, "num_guesses": found.num_guesses}
+        mu = f_dp.gaussian_mu(**counts, num_correct=found.num_correct, confidence=confidence)
+        values |= {"gaussian_mu_lower": mu, "gaussian_epsilon_lower": f_dp.gaussian_epsilon(mu, delta)}
+        lines.append(
+            f"as Gaussian DP: mu >= {mu:.4f}, epsilon >= {values['gaussian_epsilon_lower']:.4f} (only for Gaussian "
+            "noise without sampling)"
+        )
+    refuted = claimed_epsilon is not None and found.epsilon_lower > claimed_epsilon
+    if claimed_epsilon is not None:
+        values |= {"claimed_epsilon": claimed_epsilon, "claim_refuted": refuted}
+        lines.append(f"the claim of epsilon {claimed_epsilon:g} is {'refuted' if refuted else 'not refuted'}")
+    _print(values, lines, as_json)
+    raise typer.Exit(int(refuted))
+
+
+@app.command()
+def membership(
+    scores: Annotated[
+        Path,
+        typer.Option(
+            help="CSV: member (0 or 1) and score; or loss, with reference_loss, or with shadow_loss_I and "
+            "shadow_member_I of shadow models I."
+        ),
+    ],
+    confidence: Confidence = 0.95,
+    roc_plot: Annotated[Path | None, typer.Option(help="PNG or SVG to write.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """How well losses tell members from others: AUC, and members found at 0.1 % and 1 % false alarms.
+
+    Every attack that the columns allow is made: loss threshold, calibrated by a reference model, LiRA.
+
+    Example: fedpriv audit membership --scores losses.csv --roc-plot roc.png
+    """
+    from fedpriv.audit import score_files
+
+    table = score_files.read(
+        scores, ["member"], ["score", "loss", "reference_loss", "shadow_loss_*", "shadow_member_*"]
+    )
+    members = score_files.flags(table["member"], "member")
+    _report(_attacks(table), members, confidence, roc_plot, as_json)
+
+
+@app.command()
+def model(
+    weights: Annotated[
+        Path, typer.Argument(help="A safetensors file: a mean of `integral select`, a restored variant.")
+    ],
+    losses: Annotated[
+        str, typer.Option(help="MODULE:FUNCTION that returns a function from tensors to (losses, members).")
+    ],
+    confidence: Confidence = 0.95,
+    roc_plot: Annotated[Path | None, typer.Option(help="PNG or SVG to write.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Membership inference on any published model by the loss threshold, black-box.
+
+    The function gets {name: tensor} and returns the loss of each record and whether it was trained on.
+
+    Example: fedpriv audit model mean-1.safetensors --losses study:judge
+    """
+    import numpy as np
+    import safetensors.torch
+
+    from fedpriv.audit.membership import loss_scores
+    from fedpriv.cli.dedup import given
+
+    judge = given("losses", losses)
+    try:
+        tensors = safetensors.torch.load_file(weights)
+    except FileNotFoundError:
+        raise InputError(f"weights = {str(weights)!r}: no such file") from None
+    except safetensors.SafetensorError as error:
+        raise InputError(f"weights = {str(weights)!r}: not a safetensors file ({error})") from None
+    of_records, members = judge(tensors)
+    _report({"loss": loss_scores(of_records)}, np.asarray(members), confidence, roc_plot, as_json)
+
+
+def _attacks(table: dict[str, Any]) -> dict[str, Any]:
+    """{attack: scores} for all that the columns allow."""
+    import numpy as np
+
+    from fedpriv.audit import membership as attacks
+    from fedpriv.audit import score_files
+
+    found = {"score": table["score"]} if "score" in table else {}
+    if "loss" in table:
+        found["loss"] = attacks.loss_scores(table["loss"])
+        if "reference_loss" in table:
+            found["calibrated"] = attacks.calibrated_scores(table["loss"], table["reference_loss"])
+        models = [name.removeprefix("shadow_loss_") for name in table if name.startswith("shadow_loss_")]
+        if odd := [one for one in models if f"shadow_member_{one}" not in table]:
+            raise InputError(f"column 'shadow_member_{odd[0]}': is missing beside shadow_loss_{odd[0]}")
+        if models:
+            names = [f"shadow_member_{one}" for one in models]
+            inside = np.stack([score_files.flags(table[name], name) for name in names])
+            outputs = np.stack([table[f"shadow_loss_{one}"] for one in models])
+            found["lira"] = attacks.lira_scores(table["loss"], outputs, inside)
+    if not found:
+        raise InputError("column 'loss': is missing; needs loss or score")
+    return found
+
+
+def _report(attacks: dict[str, Any], members: Any, confidence: float, plot: Path | None, as_json: bool) -> None:
+    from fedpriv.audit.membership import membership as judged
+
+    results = {name: judged(scores, members, confidence=confidence) for name, scores in attacks.items()}
+    first = next(iter(results.values()))
+    lines = [f"{first.num_members} members, {first.num_others} others, confidence {confidence:g}"]
+    for name, result in results.items():
+        rates = "; ".join(
+            f"{100 * rate.true_positive_rate:.2f} % [{100 * rate.low:.2f}, {100 * rate.high:.2f}] of members at "
+            f"{100 * rate.false_positive_rate:g} % false alarms"
+            for rate in result.rates
+        )
+        lines.append(f"{name}: AUC {result.auc:.4f} [{result.auc_low:.4f}, {result.auc_high:.4f}]; {rates}")
+    if plot:
+        from fedpriv.audit.plots import plot_roc
+
+        plot_roc(attacks, members, plot)
+        lines.append(f"written: {plot}")
+    lines.append(RELEASE)
+    _print({"attacks": {name: asdict(result) for name, result in results.items()}, "note": RELEASE}, lines, as_json)
+
+
+def _print(values: dict[str, Any], lines: list[str], as_json: bool) -> None:
+    typer.echo(json.dumps(values) if as_json else "\n".join(lines))

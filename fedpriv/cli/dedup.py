@@ -1,0 +1,283 @@
+"""`fedpriv dedup ...`: store the variants of a model by the blocks that they share."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import itertools
+import json
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedpriv.errors import InputError
+
+app = typer.Typer(no_args_is_help=True, help="Store the variants of a model by the blocks that they share.")
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")]
+Folder = Annotated[Path, typer.Argument(help="Folder with a folder for each variant, each with a variant.json.")]
+StorePath = Annotated[Path, typer.Argument(help="Folder of the store.")]
+Strategy = Annotated[str, typer.Option(help="single, multi or cross.")]
+Fairness = Annotated[str, typer.Option(help="bounds or outcome.")]
+EpsilonBound = Annotated[
+    float | None, typer.Option(help="By how much epsilon may rise; by default what each variant says.", min=0)
+]
+UtilityBound = Annotated[
+    float | None, typer.Option(help="By how much accuracy may drop; by default what each variant says.", min=0, max=1)
+]
+
+
+@app.command()
+def plan(
+    folder: Folder,
+    strategy: Strategy = "single",
+    fairness: Fairness = "bounds",
+    epsilon_bound: EpsilonBound = None,
+    utility_bound: UtilityBound = None,
+    as_json: AsJson = False,
+) -> None:
+    """Which variant may take blocks of which, and what each would then cost; no weights are read.
+
+    Example: fedpriv dedup plan variants --strategy multi
+    """
+
+    from fedpriv.dedup import planning
+
+    settings = _settings(strategy=strategy, fairness=fairness)
+    described = _described(folder, epsilon_bound, utility_bound)
+    found = planning.plan(list(described.values()), settings)
+    targets = {
+        name: {"bases": list(a.bases), **asdict(a.guarantee), "epsilon_bound": a.limits.epsilon}
+        for name, a in found.assignments.items()
+    }
+    lines = [
+        f"{name}: blocks of {', '.join(t['bases'])}; epsilon {t['epsilon']:.4g} at delta {t['delta']:g}, "
+        f"at most {t['epsilon_bound']:.4g}"
+        for name, t in targets.items()
+    ]
+    lines += [f"{name}: stays as it is, {reason}" for name, reason in found.untouched.items()]
+    _print({"targets": targets, "untouched": dict(found.untouched)}, lines, as_json)
+
+
+@app.command()
+def run(
+    folder: Folder,
+    store: StorePath,
+    evaluator: Annotated[
+        str, typer.Option(help="MODULE:FUNCTION that gives a fedpriv.dedup.pipeline.Evaluator; by default the run's.")
+    ] = "",
+    algorithm: Annotated[str, typer.Option(help="drd, dred, greedy, mcts, dedup or mistique.")] = "drd",
+    block_size: Annotated[int, typer.Option(help="Values in a block.", min=1)] = 1024,
+    option: Annotated[list[str] | None, typer.Option("-o", help="key=value of the algorithm.")] = None,
+    strategy: Strategy = "single",
+    fairness: Fairness = "bounds",
+    epsilon_bound: EpsilonBound = None,
+    utility_bound: UtilityBound = None,
+    validation_epsilon: Annotated[
+        float | None, typer.Option(help="On private records: what each variant's validation costs them.")
+    ] = None,
+    cutoff: Annotated[int, typer.Option(help="On private records: failures that end a validation.", min=1)] = 3,
+    ledger: Annotated[Path | None, typer.Option(help="On private records: where it is charged.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Store all variants, with as many blocks of their bases as validation accepts.
+
+    The variants of a run, RUN/variants, are validated on the run's own test set.
+
+    Example: fedpriv dedup run RUN/variants RUN/store --fairness outcome
+
+    Example: fedpriv dedup run variants store --evaluator study:evaluator --algorithm dred -o min_batch=10
+    """
+    from fedpriv.config import parse_overrides
+    from fedpriv.dedup import pipeline, variants
+    from fedpriv.dedup.store import Store
+
+    settings = _settings(
+        strategy=strategy,
+        fairness=fairness,
+        algorithm=algorithm,
+        block_size=block_size,
+        options=parse_overrides(option or []),
+    )
+    described = _described(folder, epsilon_bound, utility_bound)
+    folders = {variant.name: path for path, variant in described.items()}
+    judge = given("evaluator", evaluator) if evaluator else _of_run(folder)
+    with _asking(judge, validation_epsilon, cutoff, ledger) as private, Store(store) as opened:
+        outcomes = pipeline.deduplicate(
+            list(described.values()),
+            lambda name: variants.read_tensors(folders[name]),
+            judge,
+            opened,
+            settings,
+            private=private,
+        )
+        summary = {
+            "compression_ratio": opened.compression_ratio,
+            "bytes_stored": opened.bytes_stored,
+            "bytes_logical": opened.bytes_logical,
+            "num_validations": sum(outcome.num_validations for outcome in outcomes),
+            "variants": [asdict(outcome) for outcome in outcomes],
+        }
+    lines = [_line(outcome) for outcome in outcomes]
+    lines.append(f"{summary['bytes_stored']} of {summary['bytes_logical']} bytes stored")
+    _print(summary, lines, as_json)
+
+
+def _line(outcome: Any) -> str:
+    if outcome.untouched:
+        return f"{outcome.name}: stays as it is, {outcome.untouched}; epsilon {outcome.epsilon_before:.4g}"
+    of = f"of {outcome.num_records}"
+    correct = f"correct {outcome.correct_before} to {outcome.correct_after} {of}, " if outcome.correct_before else ""
+    return (
+        f"{outcome.name}: {outcome.num_replaced} of {outcome.num_blocks} blocks replaced in "
+        f"{outcome.num_validations} validations, {correct}"
+        f"epsilon {outcome.epsilon_before:.4g} to {outcome.epsilon_after:.4g}"
+    )
+
+
+@app.command()
+def restore(
+    store: StorePath,
+    name: Annotated[str, typer.Argument(help="Of the variant.")],
+    out: Annotated[Path, typer.Option(help="The safetensors file to write.")],
+) -> None:
+    """Write a stored variant as an ordinary safetensors file, bit for bit as it was validated.
+
+    Example: fedpriv dedup restore store round-20 --out round-20.safetensors
+    """
+    import safetensors.numpy
+
+    from fedpriv.dedup.store import Store
+
+    if out.exists():
+        raise InputError(f"out = {str(out)!r}: exists; name another file")
+    with Store(store, read_only=True) as opened:
+        tensors = opened.restore(name)
+    temporary = out.with_name(f"{out.name}.tmp")
+    safetensors.numpy.save_file(tensors, temporary)
+    temporary.replace(out)
+    typer.echo(f"{len(tensors)} tensors in {out}")
+
+
+@app.command()
+def verify(store: StorePath, as_json: AsJson = False) -> None:
+    """Whether every block, manifest and extra tensor of a store is as it was written. Exit code 1 if not.
+
+    Example: fedpriv dedup verify store
+    """
+    from fedpriv.dedup.store import Store
+
+    with Store(store, read_only=True) as opened:
+        damage, names = opened.verify(), opened.names
+    _print({"names": names, "damage": damage}, damage or [f"{len(names)} variants, all sound"], as_json)
+    raise typer.Exit(1 if damage else 0)
+
+
+def _settings(**values: Any) -> Any:
+    from typing import get_args
+
+    from fedpriv.dedup import base_selection
+    from fedpriv.dedup.algorithms import algorithm
+    from fedpriv.dedup.planning import Settings
+
+    for key, known in (("strategy", base_selection.Strategy), ("fairness", base_selection.Fairness)):
+        if values[key] not in get_args(known):
+            raise InputError(f"{key} = {values[key]!r}: must be one of {', '.join(get_args(known))}")
+    settings = Settings(**values)
+    parameters = inspect.signature(algorithm(settings.algorithm)).parameters
+    options = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+    if odd := sorted(set(settings.options) - set(options)):
+        raise InputError(f"option = {odd[0]!r}: {settings.algorithm} knows {', '.join(options)}")
+    return settings
+
+
+def _described(folder: Path, epsilon_bound: float | None, utility_bound: float | None) -> dict[Path, Any]:
+    """The variants' folders and what each says of itself, with other bounds where these are given."""
+    from fedpriv.dedup import variants
+
+    found = sorted(path.parent for path in folder.glob("*/variant.json"))
+    if not found:
+        raise InputError(f"folder = {str(folder)!r}: holds no variants; each is a folder with a variant.json")
+    given = {"epsilon_bound": epsilon_bound, "utility_bound": utility_bound}
+    bounds: dict[str, Any] = {name: bound for name, bound in given.items() if bound is not None}
+    described = {path: replace(variants.read(path), **bounds) for path in found}
+    names = [variant.name for variant in described.values()]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InputError(f"name = {twice[0]!r}: two variants in {folder} have it")
+    return described
+
+
+def _of_run(folder: Path) -> Any:
+    """The evaluator of the run whose variants the folder holds."""
+    if not (folder.absolute().parent / "config.toml").exists():
+        raise InputError(f"folder = {str(folder)!r}: is not the variants of a run; give an --evaluator for them")
+    from fedpriv.adapter_variants import AdapterEvaluator
+
+    return AdapterEvaluator.of_run(folder.absolute().parent)
+
+
+def given(option: str, name: str) -> Any:
+    """What MODULE:FUNCTION, given for an option, returns; modules of the working directory count."""
+    module, _, function = name.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(f"{option} = {name!r}: must be MODULE:FUNCTION ({error})") from None
+
+
+@contextmanager
+def _asking(judge: Any, epsilon: float | None, cutoff: int, path: Path | None) -> Iterator[Any]:
+    """How the evaluator's records are asked, if they are private; every target is charged to the ledger."""
+    from fedpriv.accounting.events import Event
+    from fedpriv.accounting.views import Release
+    from fedpriv.dedup.validation import PrivateValidation
+    from fedpriv.ledger.entries import Charge, Key
+    from fedpriv.ledger.ledger import Ledger
+    from fedpriv.mechanisms.sources import SecureSource
+
+    if judge.private is None:
+        if epsilon is not None or path is not None:
+            raise InputError("validation_epsilon, ledger: are for private records; the evaluator's are public")
+        yield None
+        return
+    if epsilon is None or path is None or not path.exists():
+        raise InputError(
+            "evaluator: its records are private; give --validation-epsilon, and the --ledger that they stand in"
+        )
+    source, run = SecureSource(), secrets.token_hex(16)
+    with Ledger(path) as ledger:
+        known = ledger.data_set(judge.private.data_set)
+        if known is None or known.num_records != judge.num_records:
+            raise InputError(
+                f"data_set = {judge.private.data_set!r}: {path} has no such data set of {judge.num_records} records"
+            )
+
+        numbers = itertools.count(1)
+
+        def charge(name: str, event: Event) -> None:
+            request = hashlib.sha256(name.encode()).hexdigest()
+            key = Key(run=run, client=known.client, round=next(numbers), request=request)
+            release = Release(event=event, rho_bar=1.0)
+            ledger.charge([Charge(key=key, data_set=known.id, release=release, noise_source=source.name)])
+
+        try:
+            private = PrivateValidation(epsilon=epsilon, charge=charge, source=source, cutoff=cutoff)
+        except ValueError as error:
+            raise InputError(str(error)) from None
+        yield private
+
+
+def _print(values: dict[str, Any], lines: list[str], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(json.loads(json.dumps(values), parse_constant=lambda _: None)))
+    else:
+        typer.echo("\n".join(lines))

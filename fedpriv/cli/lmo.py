@@ -1,0 +1,256 @@
+"""`fedpriv lmo ...`: LMO-DP noise, as published and as it really is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedpriv.errors import InputError
+
+app = typer.Typer(no_args_is_help=True, help="LMO-DP noise: what it costs, the search for it, and what it is worth.")
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")]
+Params = Annotated[Path, typer.Option(help="JSON file with the noise's parameters.", exists=True, dir_okay=False)]
+Delta = Annotated[float, typer.Option(help="In (0, 1); the paper's is 1e-10.")]
+Steps = Annotated[int, typer.Option(help="Noisy steps that share the budget.", min=1)]
+Sampling = Annotated[float, typer.Option(help="q = B / N_k, in (0, 1].")]
+Sensitivity = Annotated[float, typer.Option(help="L2, in units of the clip norm.")]
+Combination = Annotated[str, typer.Option(help="mixture or linear.")]
+Parts = Annotated[list[str] | None, typer.Option("--part", help="gamma, exponential, uniform; all by default.")]
+ObjectiveName = Annotated[str, typer.Option(help="variance, mean-absolute or usefulness.")]
+Ranges = Annotated[Path | None, typer.Option(help="JSON file {name: [low, high]}.", exists=True, dir_okay=False)]
+Seed = Annotated[int, typer.Option(help="Of the search.", min=0)]
+
+
+@app.command()
+def account(
+    params: Params,
+    order: Annotated[float, typer.Option(help="Renyi order alpha > 1.")],
+    dimension: Annotated[int, typer.Option(help="Coordinates that are noised.", min=1)] = 1,
+    sensitivity: Sensitivity = 1.0,
+    as_json: AsJson = False,
+) -> None:
+    """Renyi divergence of one release: as published, which holds for one number, and sound for a vector.
+
+    Example: fedpriv lmo account --params lmo.json --order 8 --dimension 76808
+    """
+    from fedpriv.accounting.lmo.density import fisher_information, variance
+    from fedpriv.accounting.lmo.moments import columns
+    from fedpriv.accounting.lmo.parameters import from_json
+    from fedpriv.accounting.lmo.renyi import check_domain, checked_orders, published, quadratic_limit, sound
+
+    parameters = from_json(params.read_text(encoding="utf-8", errors="replace"))
+    of = columns(parameters)
+    checked_orders(order)
+    if not sensitivity > 0:
+        raise InputError(f"sensitivity = {sensitivity}: must be > 0")
+    check_domain(of, order, sensitivity)
+    values = {
+        "order": order,
+        "dimension": dimension,
+        "sensitivity": sensitivity,
+        "published": float(published(of, order, sensitivity)[0]),
+        "sound": float(sound(of, order, dimension=dimension, sensitivity=sensitivity)[0]),
+        "sound_limit": float(sound(of, order, dimension=float("inf"), sensitivity=sensitivity)[0]),
+        "second_moment_limit": float(quadratic_limit(of, order, sensitivity)[0]),
+        "fisher_limit": order * sensitivity**2 * fisher_information(parameters) / 2,
+        "variance": float(variance(of)),
+        "published_is_guarantee": dimension == 1,
+    }
+    _print(values, as_json)
+
+
+@app.command("search")
+def search_noise(
+    epsilon: Annotated[float, typer.Option(help="What all steps may cost together.")],
+    delta: Delta = 1e-10,
+    steps: Steps = 1,
+    sampling_probability: Sampling = 1.0,
+    dimension: Annotated[int, typer.Option(help="Coordinates that are noised.", min=1)] = 1,
+    sensitivity: Sensitivity = 1.0,
+    accounting: Annotated[str, typer.Option(help="sound, or published: no guarantee for a vector.")] = "sound",
+    combination: Combination = "mixture",
+    part: Parts = None,
+    objective: ObjectiveName = "usefulness",
+    tolerance: Annotated[float, typer.Option(help="Noise size that usefulness allows, in clip norms.")] = 1.0,
+    ranges: Ranges = None,
+    seed: Seed = 0,
+    out: Annotated[Path | None, typer.Option(help="Also write the parameters to this file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The least LMO noise within a budget (the paper's Algorithm 3), and up to which dimension it holds.
+
+    Example: fedpriv lmo search --epsilon 2 --accounting published --combination linear --objective variance
+    """
+    from dataclasses import asdict
+
+    from fedpriv.accounting.lmo.parameters import to_dict
+    from fedpriv.lmo.budget import Budget
+    from fedpriv.lmo.comparison import sizes
+    from fedpriv.lmo.search import search
+
+    budget = Budget(
+        epsilon=epsilon,
+        delta=delta,
+        steps=steps,
+        sampling_probability=sampling_probability,
+        sensitivity=sensitivity,
+        dimension=dimension,
+        accounting=accounting,  # type: ignore[arg-type]  # checked by Budget
+    )
+    space = _space(combination, part, ranges)
+    found = search(space, budget, objective=objective, tolerance=tolerance, seed=seed)  # type: ignore[arg-type]
+    parameters = to_dict(found.parameters)
+    values = {
+        **asdict(budget),
+        "epsilon": found.epsilon,
+        "valid_dimension": found.valid_dimension,
+        "is_guarantee": found.valid_dimension >= dimension,
+        "objective": objective,
+        "value": found.value,
+        "num_candidates": found.num_candidates,
+        **sizes(found.parameters),
+        "parameters": parameters,
+    }
+    if out is not None:
+        out.write_text(json.dumps(parameters, indent=2) + "\n", encoding="utf-8")
+    _print(values, as_json)
+
+
+@app.command("compare")
+def compare_noises(
+    epsilon: Annotated[list[float] | None, typer.Option(help="0.3, 0.7, 2 and 3 by default.")] = None,
+    delta: Delta = 1e-10,
+    steps: Steps = 1,
+    sampling_probability: Sampling = 1.0,
+    dimension: Annotated[int, typer.Option(help="Beside one number, a vector of this many.", min=1)] = 76808,
+    sensitivity: Sensitivity = 1.0,
+    combination: Combination = "linear",
+    objective: ObjectiveName = "usefulness",
+    ablations: Annotated[bool, typer.Option("--ablations", help="Every choice of one, two and three parts.")] = False,
+    plots: Annotated[Path | None, typer.Option(help="Folder for plots.")] = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """LMO, Laplace and Gaussian noise of equal cost: the paper's Figures 6 and 7, and 10 to 15 with --ablations.
+
+    Example: fedpriv lmo compare --epsilon 0.3 --epsilon 3 --ablations --plots results
+    """
+    from fedpriv.lmo.budget import Budget
+    from fedpriv.lmo.comparison import EPSILONS, compare, reductions
+
+    epsilons = tuple(epsilon or EPSILONS)
+    budget = Budget(
+        epsilon=1.0, delta=delta, steps=steps, sampling_probability=sampling_probability, sensitivity=sensitivity
+    )
+    _space(combination, None, None)
+    records = compare(
+        budget,
+        epsilons=epsilons,
+        dimensions=sorted({1, dimension}),
+        combination=combination,  # type: ignore[arg-type]  # checked above
+        objective=objective,  # type: ignore[arg-type]  # checked by the search
+        ablations=ablations,
+        seed=seed,
+    )
+    written: list[str] = []
+    if plots is not None:
+        from fedpriv.lmo.plots import write_plots
+
+        written = [str(path) for path in write_plots(records, plots)]
+    summary: dict[str, Any] = {
+        "records": records,
+        # The paper's figures are for one release of one number.
+        "reductions": reductions(records, sensitivity) if steps == sampling_probability == 1 else [],
+        "plots": written,
+    }
+    columns = ["epsilon", "dimension", "noise", "parts", "variance", "entropy", "mean_absolute", "median_absolute"]
+    columns += ["mean_absolute_reduction", "median_absolute_reduction", "epsilon_at_dimension"]
+    if as_json:
+        _print_json(summary)
+        return
+    _print_table(records, columns)
+    if summary["reductions"]:
+        typer.echo("\nmean size on one number below Gaussian noise's, as a share of it:")
+        _print_table(summary["reductions"], list(summary["reductions"][0]))
+
+
+@app.command("coverage")
+def coverage_of_space(
+    quantisation: Annotated[list[float] | None, typer.Option(help="0.1, 0.01 and 0.001 by default.")] = None,
+    domain_size: Annotated[list[int] | None, typer.Option(help="Cells: 11, 51 and 101 by default.")] = None,
+    num_samples: Annotated[int, typer.Option(help="Simulated noises, and LMO noises.", min=1, max=4096)] = 256,
+    combination: Combination = "mixture",
+    part: Parts = None,
+    ranges: Ranges = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """How near LMO noise comes to arbitrary noise on a grid (the paper's Algorithm 2 and Figure 5).
+
+    Example: fedpriv lmo coverage --quantisation 0.01 --domain-size 51
+    """
+    from fedpriv.lmo.coverage import coverage
+
+    records = coverage(
+        _space(combination, part, ranges),
+        quantisations=tuple(quantisation or (0.1, 0.01, 0.001)),
+        domain_sizes=tuple(domain_size or (11, 51, 101)),
+        num_samples=num_samples,
+        seed=seed,
+    )
+    if as_json:
+        _print_json({"records": records})
+    else:
+        _print_table(records, list(records[0]))
+
+
+def _space(combination: str, parts: Sequence[str] | None, ranges: Path | None) -> Any:
+    """The search space of the options."""
+    from fedpriv.lmo.search import PARTS, RANGES, SearchSpace
+
+    given: Any = {}
+    if ranges is not None:
+        try:
+            given = json.loads(ranges.read_text(encoding="utf-8", errors="replace"))
+        except (ValueError, RecursionError):
+            raise InputError(f"ranges = {str(ranges)!r}: must be JSON, {{name: [low, high]}}") from None
+    if not isinstance(given, dict) or set(given) - set(RANGES):
+        raise InputError(f"ranges = {str(ranges)!r}: must be a JSON object with some of {', '.join(RANGES)}")
+    for name, bounds in given.items():
+        if not isinstance(bounds, list) or not all(type(bound) in (int, float) for bound in bounds):
+            raise InputError(f"{name} = {bounds!r}: must be [low, high]")
+    return SearchSpace(
+        combination=combination,  # type: ignore[arg-type]  # checked by SearchSpace
+        parts=tuple(dict.fromkeys(parts)) if parts else PARTS,  # type: ignore[arg-type]
+        **{name: tuple(bounds) for name, bounds in given.items()},
+    )
+
+
+def _print(values: dict[str, Any], as_json: bool) -> None:
+    """One JSON object, where infinity is null, or one aligned line for each entry."""
+    if as_json:
+        _print_json(values)
+        return
+    width = max(map(len, values))
+    for name, value in values.items():
+        typer.echo(f"{name:<{width}}  {json.dumps(value) if isinstance(value, dict) else value}")
+
+
+def _print_table(records: list[dict[str, Any]], columns: list[str]) -> None:
+    lines = [columns, *([_cell(record.get(column)) for column in columns] for record in records)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _print_json(values: dict[str, Any]) -> None:
+    typer.echo(json.dumps(json.loads(json.dumps(values), parse_constant=lambda _: None)))

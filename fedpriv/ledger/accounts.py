@@ -1,0 +1,148 @@
+"""Every client's account: what it released, in this run and before, and what that cost on each view."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from fedpriv.accounting.accountants import Accountant, PrivacySpent, check_delta, spent, stays_within
+from fedpriv.accounting.events import Event, SubsampledGaussian, group
+from fedpriv.accounting.many_clients import epsilons
+from fedpriv.accounting.views import VIEWS, Release, View, default_delta
+
+# Up to so many different histories each gets its own pld, at some 0.3 s.
+_FEW_HISTORIES = 32
+
+
+class Accounts:
+    """The releases of every client, which may only grow.
+
+    Args:
+        num_records: {client: registered N_k}.
+        delta: for every client, or None for each client's default, 1/(10 N_k) and at most 1e-5.
+        earlier: {client: releases of earlier runs on the same records}.
+    """
+
+    def __init__(
+        self,
+        num_records: Mapping[int, int],
+        delta: float | None = None,
+        earlier: Mapping[int, Iterable[Release]] | None = None,
+    ) -> None:
+        if delta is not None:
+            check_delta(delta)
+        self.deltas = {client: delta or default_delta(size) for client, size in num_records.items()}
+        self._earlier = {client: _History((earlier or {}).get(client, ())) for client in num_records}
+        self._own = {client: _History() for client in num_records}
+        # An epsilon is asked for more often than it changes.
+        self._known: dict[tuple[int, View, Accountant, bool], PrivacySpent] = {}
+
+    def record(self, client: int, release: Release) -> None:
+        """Charge the client for a release.
+
+        Raises:
+            KeyError: the client is not registered.
+        """
+        self._own[client].add(release)
+        self._known = {key: cost for key, cost in self._known.items() if key[0] != client}
+
+    def num_releases(self, client: int) -> int:
+        """How many releases of this run the client was charged for."""
+        return self._own[client].num_releases
+
+    def spent(
+        self, client: int, view: View, accountant: Accountant, *, this_run_only: bool = False
+    ) -> PrivacySpent | None:
+        """What the client's releases cost so far on the view, those of earlier runs included unless left out.
+
+        None on the `aggregate` view where it does not hold for one of them. Composed first, converted once.
+        """
+        key = (client, view, accountant, this_run_only)
+        if key not in self._known:
+            events = self._events(client, view, this_run_only)
+            if events is None:
+                return None
+            self._known[key] = spent(events, self.deltas[client], accountant)
+        return self._known[key]
+
+    def final(self, view: View, *, this_run_only: bool = False) -> dict[int, PrivacySpent | None]:
+        """What the releases of every client cost, by pld: to report once, at the end. None as for `spent`.
+
+        Equal histories are computed once. Where more than 32 differ they get upper bounds, marked as such: those of
+        `bulk` for a history of equal releases, rdp for any other.
+        """
+        histories = {client: self._events(client, view, this_run_only) for client in self._own}
+        keys = {c: (frozenset(group(events)), self.deltas[c]) for c, events in histories.items() if events is not None}
+        many = len(set(keys.values())) > _FEW_HISTORIES
+        costs = _in_bulk(set(keys.values())) if many else {key: spent(*key) for key in set(keys.values())}
+        return {client: costs[keys[client]] if client in keys else None for client in self._own}
+
+    def fits(self, client: int, release: Release, view: View, budget: float) -> bool:
+        """Whether the client stays within its budget if it makes one more such release; see `stays_within`.
+
+        Raises:
+            ValueError: the view does not hold for the client's releases.
+        """
+        return stays_within([*self.history(client, view), release.seen_by(view)], self.deltas[client], budget)
+
+    def history(self, client: int, view: View) -> list[Event]:
+        """All events of the client on the view, equal ones merged.
+
+        Raises:
+            ValueError: the view does not hold for one of them.
+        """
+        events = self._events(client, view, this_run_only=False)
+        if events is None:
+            raise ValueError("view = aggregate: does not hold for an earlier release on the same records")
+        return events
+
+    def _events(self, client: int, view: View, this_run_only: bool) -> list[Event] | None:
+        histories = [self._own[client]] if this_run_only else [self._earlier[client], self._own[client]]
+        events: list[Event] = []
+        for history in histories:
+            seen = history.events(view)
+            if seen is None:
+                return None
+            events.extend(seen)
+        return events
+
+
+def _in_bulk(histories: Iterable[tuple[frozenset[Event], float]]) -> dict[tuple[frozenset[Event], float], PrivacySpent]:
+    """Upper bounds of what each (events, delta) costs."""
+    costs, single = {}, {}
+    for events, delta in histories:
+        gaussians = [event for event in events if isinstance(event, SubsampledGaussian)]
+        if len(gaussians) == len(events) == 1:
+            single[events, delta] = gaussians[0]
+        else:
+            costs[events, delta] = replace(spent(events, delta, "rdp"), upper_bound_only=True)
+    bounds = epsilons(list(single.values()), [delta for _, delta in single])
+    for key, epsilon in zip(single, bounds.upper.tolist(), strict=True):
+        costs[key] = PrivacySpent(epsilon=epsilon, delta=key[1], accountant="pld", upper_bound_only=True)
+    return costs
+
+
+class _History:
+    """Releases as counted events for each view, so that a long history costs no more than a varied one."""
+
+    def __init__(self, releases: Iterable[Release] = ()) -> None:
+        self.num_releases = 0
+        self._counts: dict[View, Counter[Event] | None] = {view: Counter() for view in VIEWS}
+        for release in releases:
+            self.add(release)
+
+    def add(self, release: Release) -> None:
+        self.num_releases += 1
+        for view, counts in self._counts.items():
+            if counts is None:
+                continue
+            if view == "aggregate" and release.aggregate_scale is None:
+                self._counts[view] = None
+                continue
+            event = release.seen_by(view)
+            counts[replace(event, count=1)] += event.count
+
+    def events(self, view: View) -> list[Event] | None:
+        counts = self._counts[view]
+        return None if counts is None else [replace(event, count=count) for event, count in counts.items()]

@@ -1,0 +1,448 @@
+"""The ledger: what was released on every data set, durable, append-only and chained by hashes.
+
+A charge is on disk before anything is computed for it, and a reply before it is sent: a crash may over-count, never
+under-count. Spending attaches to a registered random data set id and accumulates over runs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from fedpriv.accounting import events
+from fedpriv.accounting.views import Release
+from fedpriv.errors import LedgerError
+from fedpriv.ledger import entries
+from fedpriv.ledger.entries import CHANGED, CHARGED, REGISTERED, RELEASED, Charge, DataSet, Entry, Key, RunRecord
+
+VERSION = 1
+
+_NO_ENTRY = "0" * 64
+_REAL = ("rho_bar", "aggregate_scale", "delta")
+
+_SCHEMA = f"""
+CREATE TABLE entries (
+    number INTEGER PRIMARY KEY, time TEXT NOT NULL, phase TEXT NOT NULL, data_set TEXT NOT NULL, client TEXT NOT NULL,
+    run TEXT, round INTEGER, request TEXT, event TEXT, rho_bar REAL, aggregate_scale REAL, noise_source TEXT,
+    reply TEXT, num_records INTEGER, delta REAL, note TEXT, digest TEXT NOT NULL
+);
+CREATE UNIQUE INDEX one_per_key ON entries (run, client, round, request, phase) WHERE request IS NOT NULL;
+CREATE INDEX by_data_set ON entries (data_set, phase);
+CREATE TABLE replies (run TEXT, client TEXT, round INTEGER, request TEXT, content BLOB NOT NULL,
+    PRIMARY KEY (run, client, round, request));
+CREATE TABLE secret (content_key BLOB NOT NULL);
+CREATE TRIGGER no_update BEFORE UPDATE ON entries BEGIN SELECT RAISE(ABORT, 'entries are append-only'); END;
+CREATE TRIGGER no_delete BEFORE DELETE ON entries BEGIN SELECT RAISE(ABORT, 'entries are append-only'); END;
+PRAGMA user_version = {VERSION};
+"""
+
+
+class Ledger:
+    """A ledger file, open for one writer; a context manager.
+
+    Opening checks the whole chain, so nothing is released on top of an entry that was edited or lost.
+
+    Args:
+        path: an SQLite file, made if there is none. Beside it stands PATH.head with the last entry's number and
+            digest, which shows when entries are missing at the end.
+
+    Raises:
+        LedgerError: another process writes it, it is read-only, damaged, edited, of another version, or the disk is
+            full. One line that names the file and, for a broken chain, the entry.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with _clear_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._head = os.open(_head_path(path), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            _lock(self._head, path)
+            with _clear_errors(path):
+                self._db = sqlite3.connect(path, isolation_level=None, timeout=10)
+            try:
+                self._prepare()
+            except BaseException:
+                self._db.close()
+                raise
+        except BaseException:
+            os.close(self._head)
+            raise
+
+    def _prepare(self) -> None:
+        with _clear_errors(self.path):
+            if self._db.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
+                raise LedgerError(f"{self.path}: its file system cannot hold a write-ahead log; use a local disk")
+            self._db.execute("PRAGMA synchronous = FULL")
+            if not self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                with self._transaction():
+                    for statement in _statements(_SCHEMA):
+                        self._db.execute(statement)
+                    self._db.execute("INSERT INTO secret VALUES (?)", (secrets.token_bytes(32),))
+            else:
+                # A first write shows at once whether any can follow.
+                with self._transaction():
+                    self._db.execute(f"PRAGMA user_version = {_version(self._db, self.path)}")
+        last = verify(self._db, self.path)
+        self._number, self._digest = (last.number, last.digest) if last else (0, _NO_ENTRY)
+        _check_head(os.pread(self._head, 200, 0).decode(), self._db, self.path, self._number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file and let the next writer in."""
+        self._db.close()
+        os.close(self._head)
+
+    @property
+    def head(self) -> str:
+        """Digest of the last entry: who keeps it can tell later whether anything before it was changed."""
+        return self._digest
+
+    @property
+    def last(self) -> tuple[int, str]:
+        """Number and digest of the last entry."""
+        return self._number, self._digest
+
+    def holds(self, number: int, digest: str) -> bool:
+        """Whether the entry with this number has this digest: then nothing up to it was changed or lost."""
+        row = self._db.execute("SELECT digest FROM entries WHERE number = ?", (number,)).fetchone()
+        return row is not None and row[0] == digest
+
+    def register(
+        self, client: str, num_records: int, delta: float, *, data_set: str | None = None, note: str | None = None
+    ) -> DataSet:
+        """Register a data set, which starts with nothing spent.
+
+        Args:
+            client: who holds it.
+            num_records: N_k >= 1, constant from now on.
+            delta: in (0, 1).
+            data_set: its id where another ledger gave one; None draws a random id.
+            note: where the client registered data before, why these hold none of the same records.
+        """
+        made = DataSet(id=data_set or secrets.token_hex(16), client=client, num_records=num_records, delta=delta)
+        self._append(
+            [
+                {
+                    "phase": REGISTERED,
+                    "data_set": made.id,
+                    "client": client,
+                    "num_records": num_records,
+                    "delta": delta,
+                    "note": note,
+                }
+            ]
+        )
+        return made
+
+    def data_set(self, data_set: str | None = None) -> DataSet | None:
+        """The data set with the given id, or the last one that was registered; None if there is none."""
+        return entries.data_set(self._db, data_set)
+
+    def log_content(self, data_set: DataSet, content: bytes) -> bool:
+        """Log that the content of a data set changed since it was last logged; spending goes on.
+
+        The hash is keyed by this ledger's secret, stays here and resets nothing.
+
+        Returns:
+            Whether it changed.
+        """
+        (key,) = self._db.execute("SELECT content_key FROM secret").fetchone()
+        digest = hashlib.blake2b(content, key=key, digest_size=32).hexdigest()
+        known = self._db.execute(
+            "SELECT note FROM entries WHERE phase = ? AND data_set = ? ORDER BY number DESC", (CHANGED, data_set.id)
+        ).fetchone()
+        if known and known[0] == digest:
+            return False
+        self._append([{"phase": CHANGED, "data_set": data_set.id, "client": data_set.client, "note": digest}])
+        return known is not None
+
+    def charge(self, charges: Sequence[Charge]) -> None:
+        """Charge uploads, all or none of them, durably when this returns.
+
+        Raises:
+            LedgerError: one was charged before, or the charges cannot be written.
+        """
+        self._append(
+            [
+                {
+                    "phase": CHARGED,
+                    "data_set": charge.data_set,
+                    **asdict(charge.key),
+                    "event": events.to_json(charge.release.event),
+                    "rho_bar": charge.release.rho_bar,
+                    "aggregate_scale": charge.release.aggregate_scale,
+                    "noise_source": charge.noise_source,
+                }
+                for charge in charges
+            ]
+        )
+
+    def release(self, released: Sequence[tuple[Charge, str | None]]) -> None:
+        """Record how charges ended: with the rho_bar that their round had, and the digest of each reply that came."""
+        self._append([_released(charge, reply) for charge, reply in released])
+
+    def store(self, key: Key, content: bytes) -> bytes:
+        """Record the upload of a charge with its content, and return what is to be sent: if one is stored, that one.
+
+        Replies of the run's earlier rounds are dropped: a server asks again only for the round that it is in.
+
+        Raises:
+            LedgerError: nothing was charged for it, or it cannot be written.
+        """
+        if (kept := self.stored(key)) is not None:
+            return kept
+        row = self._db.execute(
+            "SELECT data_set, event, rho_bar, aggregate_scale, noise_source FROM entries "
+            "WHERE run = ? AND client = ? AND round = ? AND request = ? AND phase = 'charged'",
+            _values(key),
+        ).fetchone()
+        if row is None:
+            raise LedgerError(
+                f"{self.path}: round {key.round} of client {key.client} was never charged; nothing is released"
+            )
+        release = Release(event=events.from_json(row[1]), rho_bar=row[2], aggregate_scale=row[3])
+        charge = Charge(key=key, data_set=row[0], release=release, noise_source=row[4])
+        with self._transaction():
+            self._insert([_released(charge, hashlib.sha256(content).hexdigest())])
+            self._db.execute(
+                "DELETE FROM replies WHERE run = ? AND client = ? AND round < ?", (key.run, key.client, key.round)
+            )
+            self._db.execute("INSERT INTO replies VALUES (?, ?, ?, ?, ?)", (*_values(key), content))
+        self._write_head()
+        return content
+
+    def phase(self, key: Key) -> str | None:
+        """How far the upload with this key has come: `charged`, `released`, or None."""
+        # In alphabetical order `released` comes after `charged`.
+        row = self._db.execute(
+            "SELECT max(phase) FROM entries WHERE run = ? AND client = ? AND round = ? AND request = ?", _values(key)
+        ).fetchone()
+        phase: str | None = row[0]
+        return phase
+
+    def stored(self, key: Key) -> bytes | None:
+        """The content of the upload with this key, if it is still kept."""
+        row = self._db.execute(
+            "SELECT content FROM replies WHERE run = ? AND client = ? AND round = ? AND request = ?", _values(key)
+        ).fetchone()
+        return None if row is None else bytes(row[0])
+
+    def releases(self, data_set: str, *, but_run: str = "") -> list[Release]:
+        """Everything charged on a data set, in all runs but one; equal releases are one with the summed count."""
+        return entries.releases(self._db, data_set, but_run=but_run)
+
+    def releases_of(self, data_set: str, run: str) -> list[tuple[Key, Release]]:
+        """What one run was charged on a data set, each with its key, in order."""
+        return entries.releases_of(self._db, data_set, run)
+
+    def runs(self, data_set: str) -> list[RunRecord]:
+        """The runs that were charged on a data set, in the order of their first charge."""
+        return entries.runs(self._db, data_set)
+
+    def copy(self, path: Path) -> None:
+        """Write a copy of the ledger as it is now."""
+        with _clear_errors(path), sqlite3.connect(path) as target:
+            self._db.backup(target)
+        target.close()
+
+    def _append(self, lines: Sequence[dict[str, Any]]) -> None:
+        with self._transaction():
+            self._insert(lines)
+        self._write_head()
+
+    def _insert(self, lines: Sequence[dict[str, Any]]) -> None:
+        time = datetime.now(UTC).isoformat(timespec="milliseconds")
+        for line in lines:
+            # SQLite gives back 1.0 for a 1 in these columns, which would be another digest.
+            line = {
+                name: float(value) if name in _REAL and value is not None else value for name, value in line.items()
+            }
+            entry = Entry(number=self._number + 1, time=time, **line)
+            entry = replace(entry, digest=entry.chained(self._digest))
+            self._db.execute(
+                f"INSERT INTO entries VALUES ({', '.join('?' * len(entries.COLUMNS))})",
+                [getattr(entry, name) for name in entries.COLUMNS],
+            )
+            self._number, self._digest = entry.number, entry.digest
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All or nothing, and on disk afterwards."""
+        before = getattr(self, "_number", 0), getattr(self, "_digest", _NO_ENTRY)
+        with _clear_errors(self.path):
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                self._number, self._digest = before
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+    def _write_head(self) -> None:
+        """Only after the commit: after a crash between the two the file is ahead of its head, never behind."""
+        with _clear_errors(self.path):
+            os.pwrite(self._head, f"{self._number:>20} {self._digest}\n".encode(), 0)
+            os.fsync(self._head)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[sqlite3.Connection]:
+    """The ledger for reading, also while another process writes it.
+
+    Raises:
+        LedgerError: there is no such file, or it is damaged or of another version.
+    """
+    if not path.is_file():
+        raise LedgerError(f"{path}: no such ledger")
+    with _clear_errors(path):
+        db = _connect_to_read(path)
+        try:
+            yield db
+        finally:
+            db.close()
+
+
+def _connect_to_read(path: Path) -> sqlite3.Connection:
+    """A connection that writes nothing but SQLite's own files beside the ledger, where those may be written."""
+    for options in ("mode=rw", "mode=ro&immutable=1"):
+        db = sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True, timeout=10)
+        try:
+            db.execute("PRAGMA query_only = ON")
+            _version(db, path)
+            return db
+        except sqlite3.OperationalError:
+            db.close()
+            if "immutable" in options:
+                raise
+        except BaseException:
+            db.close()
+            raise
+    raise AssertionError("unreachable")
+
+
+def verify(db: sqlite3.Connection, path: Path) -> Entry | None:
+    """The last entry of a ledger whose chain holds from the first on; None if it is empty.
+
+    Raises:
+        LedgerError: names the first entry that was edited, moved or lost.
+    """
+    previous, last = _NO_ENTRY, None
+    with _clear_errors(path):
+        (sound,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        if sound != "ok":
+            raise LedgerError(f"{path}: damaged: {' '.join(sound.split())}")
+        for number, entry in enumerate(entries.entries(db), start=1):
+            if entry.number != number:
+                raise LedgerError(f"{path}: broken chain: entry {number} is missing")
+            if entry.digest != entry.chained(previous):
+                raise LedgerError(f"{path}: broken chain: entry {number} was changed after it was written")
+            previous, last = entry.digest, entry
+    return last
+
+
+def verify_with_head(db: sqlite3.Connection, path: Path) -> Entry | None:
+    """As `verify`, and against PATH.head where that stands beside the ledger."""
+    last = verify(db, path)
+    head = _head_path(path)
+    _check_head(head.read_text() if head.is_file() else "", db, path, last.number if last else 0)
+    return last
+
+
+def _released(charge: Charge, reply: str | None) -> dict[str, Any]:
+    return {
+        "phase": RELEASED,
+        "data_set": charge.data_set,
+        **asdict(charge.key),
+        "rho_bar": charge.release.rho_bar,
+        "aggregate_scale": charge.release.aggregate_scale,
+        "reply": reply,
+    }
+
+
+def _values(key: Key) -> tuple[str, str, int, str]:
+    return key.run, key.client, key.round, key.request
+
+
+def _statements(script: str) -> Iterable[str]:
+    """The statements of a script one by one: sqlite3's own executescript would commit before it starts."""
+    statement = ""
+    for line in script.strip().splitlines(keepends=True):
+        statement += line
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""
+
+
+def _version(db: sqlite3.Connection, path: Path) -> int:
+    """The file's version, if this fedpriv can read it."""
+    version: int = db.execute("PRAGMA user_version").fetchone()[0]
+    if version != VERSION:
+        raise LedgerError(f"{path}: ledger version {version}: this fedpriv reads version {VERSION}")
+    return version
+
+
+def _head_path(path: Path) -> Path:
+    return path.with_name(path.name + ".head")
+
+
+def _lock(file: int, path: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise LedgerError(f"{path}: another process is writing it; a ledger has one writer at a time") from None
+
+
+def _check_head(text: str, db: sqlite3.Connection, path: Path, last: int) -> None:
+    """Refuse a ledger that lacks entries which its head has seen: a truncated log, or an old copy put back."""
+    if not text.strip("\0 \n"):
+        return
+    number, _, digest = text.strip("\0 \n").partition(" ")
+    if int(number) == 0:
+        return
+    row = db.execute("SELECT digest FROM entries WHERE number = ?", (int(number),)).fetchone()
+    if row is None or row[0] != digest:
+        raise LedgerError(
+            f"{path}: broken chain: ends at entry {last}, but {_head_path(path).name} has seen entry {number}"
+        )
+
+
+@contextmanager
+def _clear_errors(path: Path) -> Iterator[None]:
+    """One line for what SQLite and the file system say; whoever gets it has released nothing."""
+    try:
+        yield
+    except sqlite3.IntegrityError as error:
+        raise LedgerError(f"{path}: charged or released before ({error})") from None
+    except (sqlite3.Error, OSError) as error:
+        text = str(error).lower()
+        if "readonly" in text or "read-only" in text or "permission denied" in text or "unable to open" in text:
+            reason = "cannot be written (read-only?)"
+        elif "full" in text or "disk i/o" in text or "no space" in text or "too large" in text:
+            reason = "the disk is full or fails"
+        elif "locked" in text:
+            reason = "another process is writing it"
+        elif "malformed" in text or "not a database" in text or "no such table" in text or "no such column" in text:
+            reason = "damaged: truncated, or no ledger at all"
+        else:
+            reason = "cannot be used"
+        raise LedgerError(f"{path}: {reason} ({error}); nothing is released") from None

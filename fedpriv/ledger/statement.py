@@ -1,0 +1,175 @@
+"""What a ledger says to a person: what every data set has spent, and one page that a privacy officer can sign."""
+
+from __future__ import annotations
+
+import sqlite3
+import textwrap
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fedpriv.accounting import events
+from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.calibration import rounds_within
+from fedpriv.accounting.events import Event
+from fedpriv.errors import InputError
+from fedpriv.ledger import entries, ledger
+from fedpriv.ledger.entries import DataSet
+
+ADJACENCY = {
+    "record": "one record of the client added or removed",
+    "client": "the client's whole data, or one record of it, replaced",
+}
+
+COVERS = (
+    "every upload that was charged in this ledger, whether it arrived or not, and all that is computed from uploads: "
+    "global adapters, variants, the server's tests of them"
+)
+DOES_NOT_COVER = (
+    "a person with several records here, or with records at other clients: for k of them epsilon is k times as large, "
+    "and delta k e^((k-1) epsilon) times",
+    "releases that this ledger was not asked to charge",
+    "label sets, column choices and preprocessing that were taken from the records",
+    "metrics that the client chose to share",
+    "that the client takes part, and its number of records",
+    "timing, and what a watcher of the client's machine sees",
+)
+
+
+def spending(db: sqlite3.Connection, *, budget_epsilon: float | None = None) -> list[dict[str, Any]]:
+    """What each data set has spent, in the order of registration.
+
+    Args:
+        db: the ledger, open for reading.
+        budget_epsilon: adds how many more rounds like the last one it allows, on the `local` view.
+    """
+    return [_spending(db, data_set, budget_epsilon) for data_set in entries.data_sets(db)]
+
+
+def _spending(db: sqlite3.Connection, data_set: DataSet, budget_epsilon: float | None) -> dict[str, Any]:
+    releases, runs = entries.releases(db, data_set.id), entries.runs(db, data_set.id)
+    units = {release.event.unit for release in releases}
+    if len(units) > 1:
+        raise InputError(f"data set {data_set.id}: has releases of several units, which have no common epsilon")
+    local = [release.event for release in releases]
+    # A node's own ledger knows no other client, so it has the `local` view alone.
+    known = bool(releases) and any(release.rho_bar < 1 for release in releases)
+    costs = {"local": spent(local, data_set.delta)}
+    if known:
+        costs["rho"] = spent([release.seen_by("rho") for release in releases], data_set.delta)
+    result: dict[str, Any] = {
+        "client": data_set.client,
+        "data_set": data_set.id,
+        "num_records": data_set.num_records,
+        "delta": data_set.delta,
+        "runs": len(runs),
+        "rounds": sum(run.rounds for run in runs),
+        "epsilon_local": costs["local"].epsilon,
+        "epsilon_rho": costs["rho"].epsilon if known else None,
+        "upper_bound_only": any(cost.upper_bound_only for cost in costs.values()),
+        "unit": next(iter(units), "record"),
+        "is_guarantee": all(cost.is_guarantee for cost in costs.values()),
+        "noise_source": ",".join(sorted({source for run in runs for source in run.noise_source.split(",")})),
+    }
+    if budget_epsilon is not None and (last := _last_event(db, data_set)) is not None:
+        result["remaining_rounds"] = rounds_within(
+            budget_epsilon, data_set.delta, each_round=last, spent_before=local, at_most=100_000
+        )
+    return result
+
+
+def statement(db: sqlite3.Connection, path: Path, client: str) -> list[dict[str, Any]]:
+    """A privacy statement for each data set of a client, as what `render` shows and `--json` prints.
+
+    Raises:
+        InputError: the ledger knows no such client.
+        LedgerError: the chain is broken: nothing is stated on top of it.
+    """
+    last = ledger.verify_with_head(db, path)
+    sets = [data_set for data_set in entries.data_sets(db) if data_set.client == client]
+    if not sets or last is None:
+        known = ", ".join(dict.fromkeys(data_set.client for data_set in entries.data_sets(db))) or "nobody"
+        raise InputError(f"--client {client}: {path} knows {known}")
+    pages = []
+    for data_set in sets:
+        cost = _spending(db, data_set, None)
+        runs = [asdict(run) for run in entries.runs(db, data_set.id)]
+        seeded = "seeded" in cost["noise_source"]
+        pages.append(
+            cost
+            | {
+                "private": not seeded and cost["is_guarantee"],
+                "adjacency": ADJACENCY[cost["unit"]],
+                "covers": COVERS,
+                "does_not_cover": list(DOES_NOT_COVER),
+                "statements": _notes(db, data_set),
+                "run_list": runs,
+                "ledger": str(path),
+                "entries": last.number,
+                "head": last.digest,
+                "as_of": last.time,
+            }
+        )
+    return pages
+
+
+def render(page: Mapping[str, Any]) -> str:
+    """The statement as plain text, one page."""
+    bound = " (an upper bound)" if page["upper_bound_only"] else ""
+    lines = [
+        "PRIVACY STATEMENT",
+        "",
+        f"Client            {page['client']}",
+        f"Data set          {page['data_set']}, {page['num_records']} records when it was registered",
+        f"As of             {page['as_of']}",
+        f"Protected         {page['adjacency']}",
+        "",
+        f"Against the server (local view)      epsilon {_up(page['epsilon_local'])} at delta {page['delta']:g}{bound}",
+    ]
+    if page["epsilon_rho"] is not None:
+        lines.append(
+            f"By DP-LoRA's Theorem 1 (rho view)    epsilon {_up(page['epsilon_rho'])} at delta {page['delta']:g}{bound}"
+        )
+    if not page["is_guarantee"]:
+        lines += ["", "NOT A PRIVACY GUARANTEE: LMO noise was accounted as published, which bounds no gradient."]
+    if "seeded" in page["noise_source"]:
+        lines += ["", "NOT PRIVATE: some noise came from a seeded generator. Whoever knows the seed can take it off."]
+    lines += ["", f"Noise source      {page['noise_source'] or 'nothing was released'}", "", "Covered"]
+    lines += [*_wrapped([page["covers"]]), "", "Not covered", *_wrapped(page["does_not_cover"])]
+    if page["statements"]:
+        lines += ["", "Stated by the holder at registration", *_wrapped(page["statements"])]
+    lines += ["", f"Runs              {len(page['run_list'])}, {page['rounds']} rounds charged"]
+    lines += [
+        f"  {run['run'][:16]:<16}  {run['rounds']:>5} rounds  {run['first'][:19]} to {run['last'][:19]} UTC  "
+        f"noise {run['noise_source']}"
+        for run in page["run_list"]
+    ]
+    lines += ["", f"Ledger            {page['ledger']}", f"Entries           {page['entries']}, chain verified"]
+    return "\n".join([*lines, f"Head of the chain {page['head']}"])
+
+
+def _last_event(db: sqlite3.Connection, data_set: DataSet) -> Event | None:
+    row = db.execute(
+        "SELECT event FROM entries WHERE phase = 'charged' AND data_set = ? ORDER BY number DESC LIMIT 1",
+        (data_set.id,),
+    ).fetchone()
+    return None if row is None else events.from_json(row[0])
+
+
+def _notes(db: sqlite3.Connection, data_set: DataSet) -> list[str]:
+    rows = db.execute(
+        "SELECT note FROM entries WHERE phase = 'registered' AND data_set = ? AND note IS NOT NULL", (data_set.id,)
+    )
+    return [row[0] for row in rows]
+
+
+def _up(epsilon: float) -> str:
+    """To four places, rounded up: a statement must not promise less than was spent."""
+    return f"{epsilon:.4f}" if float(f"{epsilon:.4f}") >= epsilon else f"{epsilon + 5e-5:.4f}"
+
+
+def _wrapped(texts: list[str]) -> list[str]:
+    return [
+        line for text in texts for line in textwrap.wrap(text, 100, initial_indent="  - ", subsequent_indent="    ")
+    ]

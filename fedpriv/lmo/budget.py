@@ -1,0 +1,155 @@
+"""What LMO noise may cost, and its scale at that cost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import get_args
+
+import numpy as np
+import numpy.typing as npt
+from scipy import optimize
+
+from fedpriv.accounting.accountants import WHOLE_ORDERS, check_delta, spent
+from fedpriv.accounting.events import LmoAccounting, SubsampledLmo
+from fedpriv.accounting.lmo.moments import Array, Columns
+from fedpriv.accounting.lmo.parameters import LmoParameters, UniformPart
+from fedpriv.accounting.lmo.sampling import sampled_curve
+from fedpriv.errors import InputError
+
+# A scale that is not worth more digits: 1e-7 of the noise.
+_SCALE_TOLERANCE = 1e-7
+
+# How far the scale of parameters is sought from what they are, as factors.
+_FARTHEST = 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What all releases of a run may cost together, and what kind of releases they are.
+
+    Attributes:
+        epsilon: finite and > 0.
+        delta: in (0, 1).
+        steps: releases, >= 1; 1 is the paper's budget for each step.
+        sampling_probability: q in (0, 1].
+        sensitivity: L2, in units of the clip norm, > 0.
+        dimension: coordinates, >= 1.
+        accounting: `sound`, or `published`, whose figures hold for one number only.
+    """
+
+    epsilon: float
+    delta: float
+    steps: int = 1
+    sampling_probability: float = 1.0
+    sensitivity: float = 1.0
+    dimension: int = 1
+    accounting: LmoAccounting = "sound"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.epsilon < math.inf:
+            raise InputError(f"epsilon = {self.epsilon}: must be finite and > 0")
+        check_delta(self.delta)
+        if not 0 < self.sampling_probability <= 1:
+            raise InputError(f"sampling_probability = {self.sampling_probability}: must lie in (0, 1]")
+        if not 0 < self.sensitivity < math.inf:
+            raise InputError(f"sensitivity = {self.sensitivity}: must be finite and > 0")
+        if self.steps < 1 or self.dimension < 1:
+            raise InputError(f"steps = {self.steps}, dimension = {self.dimension}: must be whole numbers >= 1")
+        if self.accounting not in get_args(LmoAccounting):
+            known = ", ".join(get_args(LmoAccounting))
+            raise InputError(f"accounting = {self.accounting!r}: must be one of {known}")
+
+    @property
+    def valid_dimension(self) -> int:
+        """The largest dimension for which the cost is a bound."""
+        return self.dimension if self.accounting == "sound" else 1
+
+    def event(self, parameters: LmoParameters) -> SubsampledLmo:
+        """All releases with noise of these parameters."""
+        return SubsampledLmo(
+            parameters=parameters,
+            sensitivity=self.sensitivity,
+            dimension=self.dimension,
+            sampling_probability=self.sampling_probability,
+            accounting=self.accounting,
+            count=self.steps,
+        )
+
+
+def cost(parameters: LmoParameters, budget: Budget) -> float:
+    """Epsilon of all releases by the budget's own accounting; with `published` it is the paper's figure."""
+    return spent([budget.event(parameters)], budget.delta, "rdp", as_published=True).epsilon
+
+
+def costs(of: Columns, budget: Budget, orders: npt.NDArray[np.int64], points: int) -> Array:
+    """[...] epsilon of many candidates, never below `cost` by more than its short cuts for tiny epsilons.
+
+    Args:
+        of: parameters, arrays of shape [...].
+        budget: kind of the releases.
+        orders: whole, >= 2; fewer are faster and give a larger epsilon.
+        points: of the sound curve's grid, likewise.
+    """
+    curve = budget.steps * sampled_curve(
+        of,
+        orders,
+        accounting=budget.accounting,
+        dimension=budget.dimension,
+        sensitivity=budget.sensitivity,
+        sampling_probability=budget.sampling_probability,
+        points=points,
+    )
+    # dp_accounting.rdp.compute_epsilon: Canonne, Kamath and Steinke 2020, Proposition 12.
+    conversion = np.log1p(-1 / orders) - np.log(budget.delta * orders) / (orders - 1)
+    return np.asarray(np.maximum(curve + conversion, 0.0).min(axis=-1))
+
+
+def fitted(parameters: LmoParameters, budget: Budget, *, largest_factor: float = _FARTHEST) -> LmoParameters:
+    """The parameters of u times the largest factor at which the cost is within the budget: the least such noise.
+
+    Args:
+        parameters: what is scaled.
+        budget: what it may cost.
+        largest_factor: by how much at most.
+
+    Raises:
+        InputError: no noise of this kind within a factor of 1e6 meets the budget.
+    """
+
+    farthest = math.log(_FARTHEST)
+    most = min(math.log(largest_factor), farthest)
+
+    def excess(log_factor: float) -> float:
+        # Beyond its domain the cost is infinite, of which no root-finder makes anything.
+        return min(cost(parameters.scaled(math.exp(log_factor)), budget), 10 * budget.epsilon) - budget.epsilon
+
+    high = min(0.0, most)
+    while excess(high) <= 0:
+        if high == most:
+            return parameters.scaled(math.exp(most))
+        high = min(high + 1.0, most)
+    low = high - 1.0
+    while excess(low) > 0:
+        if low < -farthest:
+            raise InputError(
+                f"epsilon = {budget.epsilon:g} at delta = {budget.delta:g}: no scale of this noise meets it"
+            )
+        low -= 1.0
+    root = float(optimize.brentq(excess, low, min(high, low + 1.0), xtol=_SCALE_TOLERANCE))
+    while excess(root) > 0:
+        root -= _SCALE_TOLERANCE
+    return parameters.scaled(math.exp(root))
+
+
+def laplace(budget: Budget) -> LmoParameters:
+    """Plain Laplace noise, u a constant, of the least scale within the budget."""
+    return fitted(LmoParameters(combination="mixture", uniform=UniformPart(weight=1, low=1, high=1)), budget)
+
+
+def search_orders(budget: Budget) -> npt.NDArray[np.int64]:
+    """Whole orders among those of `cost` that are enough to rank candidates."""
+    few = np.array([*range(2, 17), *range(18, 33, 2), 36, 40, 48, 56, 63, 128, 256, 512, 1024])
+    chosen = few[np.isin(few, WHOLE_ORDERS)]
+    # Sampling needs every order below the largest.
+    return chosen if budget.sampling_probability == 1 else chosen[chosen <= 63]

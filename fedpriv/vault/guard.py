@@ -1,0 +1,268 @@
+"""What protects a data holder: its own rules, budget and ledger, whatever the coordinator says."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import get_args
+
+from fedpriv.accounting.accountants import check_delta, spent, stays_within
+from fedpriv.accounting.events import Event, LmoAccounting, SubsampledGaussian
+from fedpriv.accounting.noise_level import effective_noise_multiplier
+from fedpriv.accounting.sensitivity import CLIPPING_RULES, NOISE_PLACES
+from fedpriv.accounting.views import Release, default_delta
+from fedpriv.adapters.codecs import CODECS
+from fedpriv.errors import InputError
+from fedpriv.ledger.entries import CHARGED, RELEASED, Charge, DataSet, Key
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.protocol import Broadcast
+from fedpriv.training.local_update import OPTIMIZERS, QUANTIZATIONS, UpdateSpec
+from fedpriv.vault.policy import Limits
+
+log = logging.getLogger(__name__)
+
+
+class RefusedError(Exception):
+    """The guard refuses; nothing was computed. Its text holds public values only, so it may be sent."""
+
+
+class RetiredError(RefusedError):
+    """The guard refuses because the budget of the data is spent; it will refuse every later request as well."""
+
+
+class AlreadyReleasedError(Exception):
+    """The request was answered before: the stored reply goes out again, and nothing is computed.
+
+    Args:
+        content: the stored reply.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__("answered before; the stored reply is sent again")
+        self.content = content
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePolicy:
+    """The data holder's own rules.
+
+    Attributes:
+        allow_not_private: the holder agrees to releases that no epsilon covers, because its data are public or
+            the whole federation is its own simulation.
+        ledger: where the node keeps its own account; None only where `allow_unrecorded`.
+        allow_unrecorded: the holder agrees to releases that only the coordinator's ledger records.
+        budget_epsilon: what all runs on the data may cost together, against the server; None sets no bound.
+        delta: for the budget; None is 1/(10 N_k), at most 1e-5.
+        limits: what an instruction may ask for; None lets pass whatever makes sense.
+
+    Raises:
+        InputError, ValueError: a budget or delta that bounds nothing.
+    """
+
+    allow_not_private: bool = False
+    ledger: Path | None = None
+    allow_unrecorded: bool = False
+    budget_epsilon: float | None = None
+    delta: float | None = None
+    limits: Limits | None = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if self.budget_epsilon is not None and not 0 < self.budget_epsilon < math.inf:
+            raise InputError(f"budget-epsilon = {self.budget_epsilon}: must be finite and > 0")
+        if self.delta is not None:
+            check_delta(self.delta)
+
+
+def check(spec: UpdateSpec, policy: NodePolicy, *, noise_source: str, num_registered: int) -> None:
+    """Refuse an instruction that would not protect the holder's records.
+
+    Raises:
+        RefusedError: one line with the name, the value and what would be right.
+    """
+    if spec.clipping not in CLIPPING_RULES:
+        raise RefusedError(f"clipping = {spec.clipping!r}: must be one of {', '.join(CLIPPING_RULES)}")
+    if spec.noise_on not in NOISE_PLACES:
+        raise RefusedError(f"noise_on = {spec.noise_on!r}: must be one of {', '.join(NOISE_PLACES)}")
+    if not (math.isfinite(spec.clip_norm) and spec.clip_norm > 0):
+        raise RefusedError(f"clip_norm = {spec.clip_norm}: must be finite and > 0")
+    if not (math.isfinite(spec.noise_multiplier) and spec.noise_multiplier >= 0):
+        raise RefusedError(f"noise_multiplier = {spec.noise_multiplier}: must be finite and >= 0")
+    _check_lmo(spec)
+    if spec.local_steps < 1:
+        raise RefusedError(f"local_steps = {spec.local_steps}: must be >= 1")
+    if not 1 <= spec.batch_size <= num_registered:
+        raise RefusedError(f"batch_size = {spec.batch_size}: must lie in 1..{num_registered}")
+    for name in ("learning_rate", "weight_decay"):
+        value = getattr(spec, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise RefusedError(f"{name} = {value}: must be finite and >= 0")
+    if spec.learning_rate == 0:
+        raise RefusedError("learning_rate = 0: must be > 0")
+    if spec.optimizer not in OPTIMIZERS:
+        raise RefusedError(f"optimizer = {spec.optimizer!r}: must be one of {', '.join(OPTIMIZERS)}")
+    if spec.codec not in CODECS:
+        raise RefusedError(f"codec = {spec.codec!r}: must be one of {', '.join(CODECS)}")
+    if spec.quantization not in QUANTIZATIONS:
+        raise RefusedError(f"quantization = {spec.quantization!r}: must be one of {', '.join(QUANTIZATIONS)}")
+    if not 0 <= spec.relevance_threshold <= 1:
+        raise RefusedError(f"relevance_threshold = {spec.relevance_threshold}: must lie in [0, 1]")
+    if policy.ledger is None and not policy.allow_unrecorded:
+        raise RefusedError("ledger: this node has none, and releases nothing that it cannot record")
+    if policy.allow_not_private:
+        return
+    if spec.noise_multiplier == 0:
+        raise RefusedError("noise_multiplier = 0: this node releases nothing without noise")
+    if spec.lmo_parameters and spec.lmo_accounting != "sound":
+        raise RefusedError(f"lmo_accounting = {spec.lmo_accounting!r}: is no privacy guarantee; this node needs sound")
+    if noise_source != "secure":
+        raise RefusedError(f"noise source = {noise_source}: this node releases nothing with seeded noise")
+
+
+def _check_lmo(spec: UpdateSpec) -> None:
+    if spec.lmo_accounting not in get_args(LmoAccounting):
+        known = ", ".join(get_args(LmoAccounting))
+        raise RefusedError(f"lmo_accounting = {spec.lmo_accounting[:60]!r}: must be one of {known}")
+    if spec.lmo_parameters:
+        try:
+            spec.lmo  # noqa: B018
+        except InputError as error:
+            raise RefusedError(f"lmo_parameters: {error}") from None
+
+
+def check_limits(spec: UpdateSpec, event: Event, round_: int, limits: Limits | None) -> None:
+    """Refuse an instruction that is less private than the data holder agreed to.
+
+    Args:
+        spec: of the update.
+        event: what it would cost.
+        round_: of the run.
+        limits: of the node; None refuses nothing.
+
+    Raises:
+        RefusedError: one line with the name, the value and the limit.
+    """
+    if not 1 <= round_ <= spec.num_rounds:
+        raise RefusedError(f"round = {round_}: must lie in 1..{spec.num_rounds}, the run's rounds")
+    if limits is None:
+        return
+    noise, probability = effective_noise_multiplier(event), getattr(event, "sampling_probability", 1.0)
+    if noise < limits.min_effective_noise_multiplier:
+        least = limits.min_effective_noise_multiplier
+        raise RefusedError(f"noise_multiplier: its effective value {noise:g} is below this node's {least:g}")
+    if event.unit == "record" and probability > limits.max_sampling_probability:
+        most = limits.max_sampling_probability
+        raise RefusedError(f"batch_size: its sampling probability {probability:g} is above this node's {most:g}")
+    for name, asked, most in (
+        ("local_steps", spec.local_steps, limits.max_local_steps),
+        ("num_rounds", spec.num_rounds, limits.max_rounds),
+        ("clip_norm", spec.clip_norm, limits.max_clip_norm),
+    ):
+        if asked > most:
+            raise RefusedError(f"{name} = {asked:g}: is above this node's {most:g}")
+
+
+def check_run(*, public: bool, simulate: bool, comparison: bool, noise_multiplier: float) -> None:
+    """Refuse a run whose configuration asks for releases without noise on data that are not public.
+
+    Raises:
+        InputError: one line with the key, the value and what would be right.
+    """
+    if public or simulate:
+        return
+    remedy = "only for public data (public_data = true) or a run marked simulate = true"
+    if noise_multiplier == 0:
+        raise InputError(f"noise_multiplier = 0: {remedy}")
+    if comparison:
+        raise InputError(f"comparison = true: it runs without noise, {remedy}")
+
+
+def request_digest(broadcast: Broadcast, spec: UpdateSpec) -> str:
+    """SHA-256, in hex, of everything that an upload depends on beside data, noise and the key's other parts."""
+    digest = hashlib.sha256(repr(sorted(asdict(spec).items())).encode())
+    for part, tensors in broadcast.tensors().items():
+        for name, tensor in sorted(tensors.items()):
+            digest.update(f"{part} {name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def registered(policy: NodePolicy, client: str, num_records: int) -> DataSet | None:
+    """The client's data set in the node's own ledger, registered on first use; None where the node keeps none.
+
+    N_k stays what it was when the data set was registered, whatever the file holds by now.
+
+    Raises:
+        LedgerError: the ledger cannot be used.
+    """
+    if policy.ledger is None:
+        return None
+    with Ledger(policy.ledger) as ledger:
+        return ledger.data_set() or ledger.register(client, num_records, policy.delta or default_delta(num_records))
+
+
+def log_content(policy: NodePolicy, data_set: DataSet, content: bytes, num_records: int) -> None:
+    """Note in the node's own ledger and log that the records changed, which resets nothing."""
+    if policy.ledger is None:
+        return
+    with Ledger(policy.ledger) as ledger:
+        if ledger.log_content(data_set, content):
+            log.warning("the records of %s changed; what was spent on them stays spent", data_set.id)
+    if num_records != data_set.num_records:
+        log.warning("%s records are there, %s are registered and stay so", num_records, data_set.num_records)
+
+
+def charge(policy: NodePolicy, key: Key, event: Event, data_set: DataSet | None, *, noise_source: str) -> None:
+    """Charge a release to the node's own ledger, durably, before anything is computed, where it keeps one.
+
+    A release without noise, which `check` lets pass on public data and in simulations only, is nothing that a ledger
+    could bound, and is not recorded.
+
+    Raises:
+        AlreadyReleasedError: the same request was answered before.
+        RetiredError: the budget does not allow it.
+        RefusedError: the same request was answered before, and the reply is no longer kept; or the unit of the
+            release differs from what was released on these data.
+        LedgerError: the ledger cannot be used.
+    """
+    if policy.ledger is None or data_set is None or _is_plain(event):
+        return
+    # What the round's other clients add is not known here: the node's own account is the `local` view.
+    asked = Charge(key=key, data_set=data_set.id, release=Release(event=event, rho_bar=1.0), noise_source=noise_source)
+    with Ledger(policy.ledger) as ledger:
+        phase = ledger.phase(key)
+        if phase == RELEASED:
+            if (content := ledger.stored(key)) is None:
+                raise RefusedError(f"round {key.round}: was answered before, and its reply is no longer kept")
+            raise AlreadyReleasedError(content)
+        if phase == CHARGED:  # a crash before the reply was stored: nothing was released for this charge
+            return
+        history = [release.event for release in ledger.releases(data_set.id)]
+        if any(earlier.unit != event.unit for earlier in history):
+            raise RefusedError(
+                f"noise_on: earlier releases here have another unit than {event.unit}, and do not add up"
+            )
+        budget = policy.budget_epsilon
+        if budget is not None and not stays_within([*history, event], data_set.delta, budget):
+            cost = spent(history, data_set.delta).epsilon
+            log.warning("round %s would pass the budget: %.4f of %s is spent", key.round, cost, budget)
+            raise RetiredError("budget_epsilon: another round would pass this node's budget")
+        ledger.charge([asked])
+
+
+def settle(policy: NodePolicy, key: Key, event: Event, content: bytes) -> bytes:
+    """Store a reply before it is sent, and return what is to be sent: if one was stored before, that one.
+
+    Raises:
+        LedgerError: it cannot be stored, so it must not be sent.
+    """
+    if policy.ledger is None or _is_plain(event):
+        return content
+    with Ledger(policy.ledger) as ledger:
+        return ledger.store(key, content)
+
+
+def _is_plain(event: Event) -> bool:
+    return isinstance(event, SubsampledGaussian) and event.noise_multiplier == 0

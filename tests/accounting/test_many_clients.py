@@ -1,0 +1,163 @@
+"""Brackets of many clients at once hold what one client at a time costs."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from dp_accounting import rdp
+
+from fedpriv.accounting import many_clients as bulk
+from fedpriv.accounting.accountants import ORDERS, spent
+from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.many_clients import epsilons
+
+# The interval that `spent` chooses by epsilon; rdp has a slack for rounding built in.
+PLD_ROUNDING = 1e-3
+
+
+def event(q=0.02, z=1.1, count=10):
+    return SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=count)
+
+
+def draw(num, *, seed, z=(0.6, 1.0, 2.5), q=(1e-4, 0.9), counts=(1, 300)):
+    """Random histories and deltas."""
+    generator = np.random.default_rng(seed)
+    columns = zip(
+        np.exp(generator.uniform(*np.log(q), num)).tolist(),
+        generator.choice(z, num).tolist(),
+        np.exp(generator.uniform(*np.log(counts), num)).astype(int).tolist(),
+        strict=True,
+    )
+    events = [event(q_k, z_k, count) for q_k, z_k, count in columns]
+    return events, np.exp(generator.uniform(math.log(1e-8), math.log(1e-2), num)).tolist()
+
+
+def check(events, deltas, accountant, places, rounding=0.0):
+    """The brackets, after a comparison with `spent` at some places."""
+    found = epsilons(events, deltas, accountant)
+    assert len(found.lower) == len(found.upper) == len(events)
+    for k in places:
+        exact = spent([events[k]], deltas[k], accountant).epsilon
+        assert found.lower[k] <= exact * (1 + min(rounding, 1e-7)), (events[k], deltas[k])
+        assert found.upper[k] >= exact * (1 - rounding), (events[k], deltas[k])
+    return found
+
+
+# More clients of each z than nodes, so that the chords between them are what is tested.
+@pytest.mark.parametrize("z", [(1.0,), (0.6, 2.5), (0.3,), (8.0,)])
+def test_rdp_brackets_hold_the_exact_figure_and_are_narrow(z):
+    events, deltas = draw(3000, seed=1, z=z)
+    found = check(events, deltas, "rdp", range(30))
+    sure = found.lower > 1e-3
+    assert np.median(found.upper[sure] / found.lower[sure] - 1) < 1e-4
+    assert (found.upper[sure] / found.lower[sure] - 1).max() < 0.005
+
+
+def test_few_rdp_clients_cost_their_exact_figure():
+    events, deltas = draw(30, seed=2)
+    exact = [spent([e], d, "rdp").epsilon for e, d in zip(events, deltas, strict=True)]
+    found = check(events, deltas, "rdp", range(30))
+    assert found.upper == pytest.approx(exact, rel=1e-3, abs=1e-9)
+
+
+# arXiv:1908.10530, Section 3.3: where dp-accounting gives an order up, or adds absolute values, the bound must follow.
+@pytest.mark.parametrize("z", [0.15, 0.7, 1.0, 3.0])
+def test_rdp_brackets_hold_where_the_best_order_is_below_two(z):
+    events, deltas = draw(24, seed=3, z=(z,), q=(0.05, 0.999), counts=(30, 3000))
+    check(events, deltas, "rdp", range(24))
+
+
+@pytest.mark.parametrize("q", [1e-9, 1e-6, 1 - 1e-9, 1.0])
+@pytest.mark.parametrize("count", [1, 10**9])
+def test_rdp_brackets_hold_at_the_edges_of_sampling(q, count):
+    check([event(q, z, count) for z in (1e-3, 0.5, 1.0, 50.0, 1e5)], [1e-5] * 5, "rdp", range(5))
+
+
+def test_the_conversion_is_the_librarys():
+    generator = np.random.default_rng(4)
+    orders = np.asarray(ORDERS)
+    curve = generator.uniform(0, 0.3) * orders
+    deltas = np.exp(generator.uniform(-25, -0.1, 50))
+    ones = np.ones(50)
+    clients = bulk._Clients(z=ones, q=ones, count=ones, delta=deltas)
+    found = bulk._to_epsilon(np.tile(curve * (orders - 1), (50, 1)), orders, clients).min(axis=1)
+    assert found == pytest.approx([rdp.compute_epsilon(ORDERS, curve, delta)[0] for delta in deltas], rel=1e-9)
+
+
+def test_pld_brackets_hold_the_exact_figure(monkeypatch):
+    monkeypatch.setattr(bulk, "_PLD_LOWER_NODES", (5, 3, 3))
+    monkeypatch.setattr(bulk, "_PLD_UPPER_NODES", (9, 4, 5))
+    events, deltas = draw(300, seed=5, z=(1.0,), q=(1e-3, 0.1), counts=(10, 60))
+    found = check(events, deltas, "pld", range(10), PLD_ROUNDING)
+    assert (found.lower <= found.upper).all()
+
+
+def test_few_pld_clients_cost_their_exact_figure():
+    events, deltas = [event(0.01), event(0.2, 1.5, 4), event(1.0, 3.0, 4)], [1e-5, 1e-6, 1e-5]
+    found = check(events, deltas, "pld", range(3), PLD_ROUNDING)
+    assert found.upper == pytest.approx(found.lower, rel=1e-3)
+
+
+def test_a_coarse_loss_bounds_the_fine_one_from_above():
+    for q in (0.002, 0.05, 0.4):
+        (interval,) = bulk._coarse(np.array([q]), np.array([1.0]))
+        fine, coarse = (bulk._gaussian_loss(1.0, q, 30, h).get_epsilon_for_delta(1e-5) for h in (1e-4, interval))
+        assert interval > 1e-4
+        assert fine <= coarse <= fine * 1.005
+
+
+def test_beyond_one_hundred_rdp_stands_in_for_pld():
+    events, deltas = [event(0.5, 0.3, 100)], [1e-5]
+    (exact,) = [spent(events, 1e-5, "pld").epsilon]
+    found = epsilons(events, deltas, "pld")
+    assert exact > 100
+    assert found.lower[0] <= exact <= found.upper[0]
+    assert found.upper[0] == pytest.approx(exact, rel=1e-3)
+
+
+def test_two_processes_answer_as_one_does():
+    events, deltas = draw(6, seed=6, z=(2.5,), q=(1e-3, 0.05), counts=(1, 9))
+    one, two = (epsilons(events, deltas, "pld", workers=workers) for workers in (1, 2))
+    assert (one.upper == two.upper).all()
+    assert (one.lower == two.lower).all()
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_edges_cost_what_one_client_alone_does(accountant):
+    events = [
+        event(q=0.0),
+        event(q=0.0, z=0.0),
+        event(z=0.0),
+        event(q=1.0, z=0.0),
+        event(q=1.0, z=1e300),
+        event(z=1e-300),
+    ]
+    check(events, [1e-5] * len(events), accountant, range(len(events)))
+    assert epsilons(events[:4], [1e-5] * 4, accountant).upper.tolist() == [0, 0, math.inf, math.inf]
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_no_clients_cost_nothing(accountant):
+    found = epsilons([], [], accountant)
+    assert found.lower.shape == found.upper.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([event()], [], "rdp"), "events has 1 entries, deltas has 0"),
+        (([event()], [1.0], "rdp"), "delta = 1.0"),
+        (([event()], [1e-5], "moments"), "accountant = 'moments'"),
+        ((["event"], [1e-5], "rdp"), "events holds 'event'"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        epsilons(*arguments)
+
+
+def test_no_workers_are_refused():
+    with pytest.raises(ValueError, match="workers = 0"):
+        epsilons([event()], [1e-5], "pld", workers=0)

@@ -1,0 +1,136 @@
+"""`fedpriv lmo`: one JSON object each, and one line for what is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedpriv.cli.main import main
+
+FEDPRIV = Path(sys.executable).parent / "fedpriv"
+
+
+@pytest.fixture
+def fedpriv(folder, monkeypatch, capsys):
+    """The console script in this process: it gives its two outputs, and its exit code is checked."""
+
+    def run(*arguments: str, code: int = 0) -> tuple[str, str]:
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "argv", ["fedpriv", "lmo", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        assert (ended.value.code or 0) == code, out + err
+        return out, err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("lmo")
+    files = {
+        "uniform.json": {"combination": "mixture", "uniform": {"weight": 1, "low": 0.1, "high": 0.5}},
+        "gamma.json": {"combination": "mixture", "gamma": {"weight": 1, "shape": 1, "scale": 0.3}},
+        "weights.json": {"combination": "mixture", "uniform": {"weight": 0.7, "low": 0.1, "high": 0.5}},
+        "empty-range.json": {"shape": [3, 2]},
+        "odd-range.json": {"colour": [1, 2]},
+        "tiny-scale.json": {"low": [5, 6], "high": [5, 6]},
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    (folder / "broken.json").write_text("{")
+    return folder
+
+
+# The issue's reference values for u uniform on [0.1, 0.5].
+@pytest.mark.parametrize(
+    ("order", "scalar", "vector"), [(2, 0.0896, 0.1033), (8, 0.2557, 0.4131), (32, 0.3969, 1.6523)]
+)
+def test_account_gives_both_curves(fedpriv, order, scalar, vector):
+    options = ["--params", "uniform.json", "--order", str(order), "--dimension", "74883", "--json"]
+    values = json.loads(fedpriv("account", *options)[0])
+    assert values["published"] == pytest.approx(scalar, abs=5e-5)
+    assert values["sound"] == pytest.approx(vector, abs=5e-5)
+    assert values["second_moment_limit"] == pytest.approx(order * 0.31 / 3 / 2)
+    assert values["fisher_limit"] == pytest.approx(order * 0.09198 / 2, rel=1e-4)
+    assert not values["published_is_guarantee"]
+
+
+def test_search_writes_what_account_reads(fedpriv, folder):
+    options = ["--epsilon", "2", "--combination", "linear", "--part", "gamma", "--part", "uniform"]
+    options += ["--objective", "variance", "--out", "found.json", "--json"]
+    values = json.loads(fedpriv("search", *options)[0])
+    assert 1.99 < values["epsilon"] <= 2
+    assert (values["valid_dimension"], values["is_guarantee"]) == (1, True)
+    assert json.loads((folder / "found.json").read_text()) == values["parameters"]
+    text, _ = fedpriv("account", "--params", "found.json", "--order", "8")
+    assert text.startswith("order")
+
+
+def test_search_under_the_published_curve_is_marked(fedpriv):
+    options = ["--epsilon", "2", "--accounting", "published", "--dimension", "100", "--json"]
+    values = json.loads(fedpriv("search", *options)[0])
+    assert (values["valid_dimension"], values["is_guarantee"]) == (1, False)
+    assert values["variance"] is None, "an exponential part in a mixture has none"
+
+
+def test_compare_and_its_plots(fedpriv, folder):
+    options = ["--epsilon", "2", "--dimension", "100", "--ablations", "--plots", "plots", "--json"]
+    values = json.loads(fedpriv("compare", *options)[0])
+    assert {record["noise"] for record in values["records"]} == {"gaussian", "laplace", "lmo"}
+    assert len({record["parts"] for record in values["records"] if record["noise"] == "lmo"}) == 7
+    (row,) = values["reductions"]
+    assert row["paper"] == 0.8771
+    assert row["lmo"] <= row["laplace"] + 1e-6 < row["staircase"] < row["staircase_classical"]
+    assert sorted(path.name for path in (folder / "plots").iterdir()) == sorted(
+        Path(path).name for path in values["plots"]
+    )
+
+
+def test_coverage_prints_a_table(fedpriv):
+    text, _ = fedpriv("coverage", "--num-samples", "16", "--quantisation", "0.1", "--domain-size", "5")
+    assert text.splitlines()[0].split()[:2] == ["quantisation", "domain_size"]
+    assert len(text.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["account", "--params", "gamma.json", "--order", "8"], "order = 8"),
+        (["account", "--params", "uniform.json", "--order", "1"], "order = 1.0"),
+        (["account", "--params", "uniform.json", "--order", "2", "--sensitivity", "0"], "sensitivity = 0.0"),
+        (["account", "--params", "weights.json", "--order", "2"], "weights sum to 0.7"),
+        (["account", "--params", "broken.json", "--order", "2"], "must be JSON"),
+        (["search", "--epsilon", "2", "--ranges", "empty-range.json"], "shape = [3, 2]"),
+        (["search", "--epsilon", "2", "--ranges", "odd-range.json"], "must be a JSON object with some of"),
+        (["search", "--epsilon", "2", "--ranges", "tiny-scale.json", "--part", "uniform"], "meets it"),
+        (["search", "--epsilon", "1e-9"], "epsilon = 1e-09"),
+        (["search", "--epsilon", "2", "--delta", "0"], "delta = 0"),
+        (["search", "--epsilon", "2", "--part", "normal"], "'normal'"),
+        (["search", "--epsilon", "2", "--accounting", "hopeful"], "accounting = 'hopeful'"),
+        (["compare", "--combination", "sum"], "combination = 'sum'"),
+        (["coverage", "--quantisation", "2"], "quantisation = 2.0"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(fedpriv, arguments, part):
+    _, errors = fedpriv(*arguments, code=2)
+    assert part in errors
+    assert len(errors.strip().splitlines()) == 1
+
+
+def test_help_has_an_example(fedpriv):
+    for command in ("account", "search", "compare", "coverage"):
+        assert f"fedpriv lmo {command}" in " ".join(fedpriv(command, "--help")[0].split())
+
+
+def test_the_installed_command_shows_no_traceback(folder):
+    arguments = [FEDPRIV, "lmo", "account", "--params", "gamma.json", "--order", "8", "--json"]
+    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.strip().splitlines()) == 1

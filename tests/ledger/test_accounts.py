@@ -1,0 +1,96 @@
+"""Accounts grow only, belong to one client each, and convert at that client's delta."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.views import Release
+from fedpriv.ledger.accounts import Accounts
+
+
+def release(z=1.5, rho_bar=0.5, q=0.1):
+    return Release(event=SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=2), rho_bar=rho_bar)
+
+
+def test_one_clients_release_costs_no_other_client():
+    accounts = Accounts({0: 50, 1: 50})
+    accounts.record(0, release())
+    assert accounts.spent(1, "local", "rdp").epsilon == 0
+    assert accounts.spent(0, "local", "rdp").epsilon > 0
+
+
+@pytest.mark.parametrize("view", ["local", "rho"])
+def test_every_release_raises_the_cost(view):
+    accounts, costs = Accounts({0: 50}), []
+    for _ in range(4):
+        accounts.record(0, release())
+        costs.append(accounts.spent(0, view, "rdp").epsilon)
+    assert costs == sorted(set(costs))
+    assert accounts.num_releases(0) == 4
+
+
+def test_asking_changes_nothing():
+    accounts = Accounts({0: 50})
+    accounts.record(0, release())
+    assert len({accounts.spent(0, "rho", "rdp") for _ in range(3)}) == 1
+    assert accounts.num_releases(0) == 1
+
+
+def test_given_delta_replaces_every_default():
+    accounts = Accounts({0: 50, 1: 10**7}, delta=1e-6)
+    assert accounts.deltas == {0: 1e-6, 1: 1e-6}
+
+
+def test_order_of_releases_does_not_matter():
+    one, other = Accounts({0: 50}), Accounts({0: 50})
+    for z in (0.8, 2.0, 5.0):
+        one.record(0, release(z))
+    for z in (5.0, 0.8, 2.0):
+        other.record(0, release(z))
+    assert one.spent(0, "rho", "rdp") == other.spent(0, "rho", "rdp")
+
+
+def test_each_round_keeps_its_own_rho_bar():
+    accounts = Accounts({0: 50})
+    for share in (0.25, 1.0):
+        accounts.record(0, release(2.0, share))
+    events = [SubsampledGaussian(noise_multiplier=z, sampling_probability=0.1, count=2) for z in (0.5, 2.0)]
+    assert accounts.spent(0, "rho", "rdp") == spent(events, 1e-5, "rdp")
+
+
+def test_one_release_without_noise_costs_everything():
+    accounts = Accounts({0: 50, 1: 50})
+    accounts.record(1, release(z=0.0))
+    assert [cost.epsilon for cost in accounts.final("local").values()] == [0, math.inf]
+
+
+def test_final_figures_are_each_clients_own_at_its_own_delta():
+    accounts = Accounts({0: 50, 1: 10**9, 2: 50}, earlier={1: [release()], 2: [release(3.0)]})
+    for client in accounts.deltas:
+        accounts.record(client, release())
+    for this_run_only in (False, True):
+        expected = {c: accounts.spent(c, "rho", "pld", this_run_only=this_run_only) for c in accounts.deltas}
+        assert accounts.final("rho", this_run_only=this_run_only) == expected
+    assert accounts.final("aggregate") == dict.fromkeys(accounts.deltas)
+
+
+def test_many_different_histories_get_upper_bounds():
+    accounts = Accounts({client: 200 + client for client in range(40)}, delta=1e-5)
+    for client in accounts.deltas:
+        for z in (2.0, 2.0, 3.0 if client < 3 else 2.0):
+            accounts.record(client, release(z, q=20 / (200 + client)))
+    costs = accounts.final("local")
+    assert all(cost.upper_bound_only for cost in costs.values())
+    for client in (0, 3, 39):
+        exact = accounts.spent(client, "local", "pld").epsilon
+        assert exact * (1 - 1e-3) <= costs[client].epsilon <= 1.5 * exact
+
+
+def test_nobody_spent_nothing():
+    assert Accounts({}).final("local") == {}
+    with pytest.raises(KeyError):
+        Accounts({}).spent(0, "local", "pld")

@@ -1,0 +1,81 @@
+"""A data holder's limits: what they just let pass, what they refuse, and that nothing is charged for it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from fedpriv.config import RunConfig
+from fedpriv.errors import InputError
+from fedpriv.training.local_update import UpdateSpec, planned_event
+from fedpriv.vault import guard
+from fedpriv.vault.policy import Limits
+
+SPEC = UpdateSpec.of(RunConfig())
+NAMES = ("x.lora_A.weight", "x.lora_B.weight")
+
+
+def check(limits: Limits | None = Limits(), *, probability=0.1, round_=1, **changes) -> None:  # noqa: B008
+    spec = dataclasses.replace(SPEC, **changes)
+    guard.check_limits(spec, planned_event(spec, probability, NAMES), round_, limits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"noise_multiplier": 0.0}, "noise_multiplier: its effective value 0 is below this node's 0.3"),
+        ({"noise_multiplier": 0.4, "clipping": "split"}, "effective value 0.282843 is below"),
+        ({"probability": 1.0}, "batch_size: its sampling probability 1 is above this node's 0.5"),
+        ({"local_steps": 300}, "local_steps = 300: is above this node's 100"),
+        ({"num_rounds": 10**6}, r"num_rounds = 1e\+06: is above this node's 1000"),
+        ({"clip_norm": 1e9}, r"clip_norm = 1e\+09: is above this node's 100"),
+        ({"round_": 11}, r"round = 11: must lie in 1\.\.10"),
+        ({"round_": 0}, r"round = 0: must lie in 1\.\.10"),
+    ],
+)
+def test_what_is_less_private_than_agreed_is_refused_by_name(changes, named):
+    with pytest.raises(guard.RefusedError, match=named) as caught:
+        check(**changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_limits_themselves_pass():
+    limits = Limits(min_effective_noise_multiplier=1.0, max_sampling_probability=0.25, max_clip_norm=3.0)
+    check(limits, noise_multiplier=1.0, probability=0.25, local_steps=100, num_rounds=1000, clip_norm=3.0)
+
+
+def test_noise_on_the_upload_counts_by_its_own_factor_and_needs_no_sampling():
+    check(noise_on="upload", noise_multiplier=0.61, probability=1.0)
+    with pytest.raises(guard.RefusedError, match=r"effective value 0\.295"):
+        check(noise_on="upload", noise_multiplier=0.59)
+
+
+def test_without_limits_only_nonsense_is_refused():
+    check(None, noise_multiplier=0.0, probability=1.0, local_steps=10**6, clip_norm=1e9)
+    with pytest.raises(guard.RefusedError, match="round = 11"):
+        check(None, round_=11)
+
+
+def test_a_policy_file_replaces_defaults_key_by_key(tmp_path):
+    (tmp_path / "policy.toml").write_text("max_rounds = 7\n")
+    assert Limits.read(tmp_path / "policy.toml") == Limits(max_rounds=7)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("max_rounds = 0", "max_rounds = 0: input should be greater than or equal to 1"),
+        ("min_effective_noise_multiplier = -1.0", "min_effective_noise_multiplier = -1.0"),
+        ("min_effective_noise_multiplier = inf", "finite"),
+        ("max_round = 3", "max_round = 3: unexpected"),
+        ("max_rounds = = 3", "not a TOML file"),
+    ],
+)
+def test_a_policy_file_that_says_something_else_is_refused_in_one_line(tmp_path, text, named):
+    path = tmp_path / "policy.toml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=named) as caught:
+        Limits.read(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
