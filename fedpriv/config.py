@@ -15,7 +15,9 @@ import tomli_w
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
+from fedpriv.accounting.sensitivity import clipping_rule
 from fedpriv.errors import InputError
+from fedpriv.mechanisms.registry import MECHANISMS, with_present_keys
 
 EMBEDDED = "embedded"
 # Every node trains on what its own configuration names, and the server knows of it what is registered.
@@ -52,6 +54,11 @@ def _none_if_empty(value: object) -> object:
 def _text_of_number(value: object) -> object:
     """One layer's number is a number in TOML."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _rule_by_any_name(value: object) -> object:
+    """Other libraries call the same clipping rules otherwise."""
+    return clipping_rule(value) if isinstance(value, str) else value
 
 
 Layers = Annotated[str, BeforeValidator(_text_of_number), Field(pattern=r"^(all|last-[1-9]\d*|\d+(,\d+)*)$")]
@@ -114,14 +121,13 @@ class RunConfig:
     optimizer: Literal["sgd", "adamw"] = "sgd"
     learning_rate: Positive = 0.5
     weight_decay: NonNegative = 0.0
-    clipping: Literal["joint", "split", "per-tensor", "batch"] = "joint"
+    clipping: Annotated[Literal["joint", "split", "per-tensor", "batch"], BeforeValidator(_rule_by_any_name)] = "joint"
     clip_norm: Positive = 1.0
     noise_multiplier: NonNegative = 1.88
     target_epsilon: Annotated[Positive | None, BeforeValidator(_none_if_empty)] = None
     noise_on: Literal["gradients", "upload"] = "gradients"
-    mechanism: Literal["gaussian", "lmo"] = "gaussian"
-    lmo_parameters: str = ""
-    lmo_accounting: Literal["sound", "published"] = "sound"
+    mechanism: str = "gaussian"
+    mechanism_parameters: str = ""
     privacy_view: Literal["local", "rho", "aggregate"] = "local"
     budget_epsilon: Budgets = ()
     uploads_hidden: bool = False
@@ -181,10 +187,7 @@ class RunConfig:
             )
         if self.aggregation == "t-fedavg" and self.upload_codec not in ("float32", "ternary"):
             raise ValueError(f"upload_codec = {self.upload_codec}: t-fedavg sends ternary codes; leave it out")
-        if self.mechanism == "lmo":
-            self._check_lmo()
-        elif self.lmo_parameters or self.lmo_accounting != "sound":
-            raise ValueError("lmo_parameters, lmo_accounting: are for mechanism = lmo")
+        self._check_mechanism()
         if self.noise_on == "upload" and self.clipping != "joint":
             raise ValueError(
                 f"clipping = {self.clipping}: with noise_on = upload the whole update is clipped; use joint"
@@ -201,23 +204,34 @@ class RunConfig:
         if self.noise_on == "upload":
             raise ValueError("audit: canaries are records; noise_on = upload protects whole clients")
 
-    def _check_lmo(self) -> None:
-        if not self.lmo_parameters:
-            raise ValueError("mechanism = lmo: needs lmo_parameters, a file or JSON; fedpriv lmo search finds some")
-        if self.noise_multiplier == 0:
-            raise ValueError("noise_multiplier = 0: multiplies the LMO noise, so it must be > 0")
-        if self.client_ranks:
-            raise ValueError("client_ranks: LMO noise costs each number of values another epsilon; use gaussian")
-        if self.lmo_accounting == "published" and (self.target_epsilon or self.budget_epsilon):
+    def _check_mechanism(self) -> None:
+        mechanism = MECHANISMS.named(self.mechanism)
+        if mechanism.parameters_hint and not self.mechanism_parameters:
+            raise ValueError(f"mechanism = {self.mechanism}: needs mechanism_parameters, {mechanism.parameters_hint}")
+        if self.client_ranks and mechanism.cost_depends_on_dimension:
             raise ValueError(
-                "lmo_accounting = published: is no privacy guarantee, so no target or budget of epsilon holds by it; "
-                "use sound"
+                f"client_ranks: the noise of mechanism = {self.mechanism} costs each number of values another epsilon; "
+                "use gaussian"
+            )
+        if self.mechanism_parameters_are_a_file:
+            return
+        mechanism.checked(self.mechanism_parameters, self.noise_multiplier)
+        if self.caveat and (self.target_epsilon or self.budget_epsilon):
+            raise ValueError(
+                f"mechanism_parameters: this is no privacy guarantee ({self.caveat}), so no target or budget of "
+                "epsilon holds by it"
             )
 
     @property
-    def epsilon_is_guarantee(self) -> bool:
-        """Whether the run's epsilon is a guarantee by its kind of accounting; LMO noise as published has none."""
-        return self.mechanism != "lmo" or self.lmo_accounting == "sound"
+    def mechanism_parameters_are_a_file(self) -> bool:
+        """Whether the mechanism's parameters are still to be read from a file."""
+        takes_some = bool(MECHANISMS[self.mechanism].parameters_hint)
+        return takes_some and not self.mechanism_parameters.lstrip().startswith("{")
+
+    @property
+    def caveat(self) -> str:
+        """Why the run's epsilon is no privacy guarantee by its kind of accounting; empty where it is one."""
+        return MECHANISMS[self.mechanism].caveat(self.mechanism_parameters)
 
     @property
     def data_are_public(self) -> bool:
@@ -260,8 +274,7 @@ class RunConfig:
             self,
             noise_multiplier=0.0,
             mechanism="gaussian",
-            lmo_parameters="",
-            lmo_accounting="sound",
+            mechanism_parameters="",
             target_epsilon=None,
             budget_epsilon=(),
             privacy_view="local",
@@ -290,6 +303,7 @@ def parse(values: Mapping[str, Any]) -> RunConfig:
     Raises:
         InputError: one line that names the key, the value and what would be right.
     """
+    values = with_present_keys(values)
     for key in values:
         if key not in KEYS:
             close = difflib.get_close_matches(key, KEYS, n=1)

@@ -38,7 +38,7 @@ REFUSED = 100
 FAILED = 101
 RETIRED = 102
 
-VERSION = 4
+VERSION = 5
 
 # Characters of what a node says of itself.
 _LONGEST = 200

@@ -6,14 +6,13 @@ import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from torch import Tensor
 
-from fedpriv.accounting.accountants import Accountant
 from fedpriv.accounting.calibration import rounds_within
 from fedpriv.accounting.events import Event, Unit
-from fedpriv.accounting.noise_level import effective_noise_multiplier
+from fedpriv.accounting.law import Accountant
 from fedpriv.accounting.views import Release, View, aggregate_objections, aggregate_scale, rho_bar, smallest_rho_bars
 from fedpriv.aggregation.fedavg import weights_by_size
 from fedpriv.aggregation.rules import RULES
@@ -22,6 +21,7 @@ from fedpriv.errors import InputError
 from fedpriv.ledger.accounts import Accounts
 from fedpriv.ledger.entries import RELEASED, Charge, DataSet, Key
 from fedpriv.ledger.ledger import Ledger
+from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.protocol import Registration
 from fedpriv.training.local_update import UpdateSpec, planned_event
 
@@ -59,7 +59,7 @@ def objections_to_aggregate(config: RunConfig) -> tuple[str, ...]:
         noise_on=config.noise_on,
         linear=RULES[config.aggregation].linear and config.upload_codec == "float32",
         uploads_hidden=config.uploads_hidden,
-        mechanism=config.mechanism,
+        noise_adds_up=MECHANISMS[config.mechanism].noise_adds_up,
     )
 
 
@@ -147,8 +147,8 @@ class Books:
         return self._events[client]
 
     def effective_noise_multiplier(self, client: int) -> float:
-        """Of one of the client's releases; see `noise_level`."""
-        return _noise_level(self._events[client])
+        """Of one of the client's releases."""
+        return self._events[client].effective_noise_multiplier
 
     @property
     def units(self) -> set[Unit]:
@@ -308,10 +308,6 @@ class Books:
             rho_bar=rho_bar(weights_by_size(sizes).values()),
             aggregate_scale=scale,
         )
-
-
-# Equal events, common across clients, are looked at once; LMO noise takes a while.
-_noise_level = lru_cache(maxsize=1024)(effective_noise_multiplier)
 
 
 def _check_registered(known: DataSet, client: int, size: int, delta: float) -> None:

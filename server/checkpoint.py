@@ -29,7 +29,7 @@ from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.errors import InputError
 from fedpriv.protocol import Registration
 
-VERSION = 1
+VERSION = 2
 FOLDER = "checkpoint"
 _KEPT = 2
 _STATE, _TENSORS = "state.json", "tensors.safetensors"

@@ -30,7 +30,7 @@ from server import checkpoint, registry
 from server.bookkeeping import Books, check_budget_and_view
 from server.checkpoint import Checkpoint
 from server.history import ClientRow, RoundRow
-from server.noise import calibrated, with_lmo_parameters
+from server.noise import calibrated, with_mechanism_parameters
 from server.registration import Nodes, register_nodes
 from server.run_folder import RunFolder
 from server.strategy import RuleStrategy
@@ -93,7 +93,7 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
         comparison=config.compares,
         noise_multiplier=config.noise_multiplier,
     )
-    config = with_lmo_parameters(config)
+    config = with_mechanism_parameters(config)
     _check_as_before(config)
     bench = workbench(config)
     check_budget_and_view(config, bench.num_clients)
@@ -116,11 +116,8 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
             raise InputError(f"ledger {path}: is not the one of the run, or lacks what the checkpoint has seen")
         series = _Series(config, bench, nodes, ledger, resumed)
         folder.keep(series.registrations)
-        if not config.epsilon_is_guarantee:
-            observer.notice(
-                "lmo_accounting = published: the paper's figure holds for one number and not for a gradient; this run "
-                "has NO privacy guarantee"
-            )
+        if config.caveat:
+            observer.notice(f"{config.caveat}; this run has NO privacy guarantee")
         announce_budgets(series.books, config, series.names, observer)
         if resumed:
             observer.notice(f"the run goes on after round {resumed.round}")

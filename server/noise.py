@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from fedpriv.accounting.calibration import lmo_multiplier_for_all, noise_multiplier_for_all
-from fedpriv.accounting.events import Event, SubsampledGaussian, SubsampledLmo
-from fedpriv.accounting.lmo import parameters as lmo_parameters
+from fedpriv.accounting.calibration import Schedule, calibrate_all
+from fedpriv.accounting.events import Event
 from fedpriv.accounting.views import default_delta
 from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.config import RunConfig
+from fedpriv.config import RunConfig, parse
 from fedpriv.errors import InputError
+from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.training.local_update import UpdateSpec, planned_event
 
 
-def with_lmo_parameters(config: RunConfig) -> RunConfig:
-    """The configuration with the parameters of its LMO noise themselves, where it names a file that has them.
+def with_mechanism_parameters(config: RunConfig) -> RunConfig:
+    """The configuration with its mechanism's parameters themselves, in one canonical line, where it names their file.
 
     Raises:
-        InputError: there is no such file, or it holds none.
+        InputError: there is no such file, or it holds none that the mechanism takes.
     """
-    if config.mechanism != "lmo":
-        return config
-    text = config.lmo_parameters.strip()
-    if not text.startswith("{"):
+    text = config.mechanism_parameters
+    if config.mechanism_parameters_are_a_file:
         try:
-            text = Path(text).read_text(encoding="utf-8")
+            text = Path(text.strip()).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "no text"
-            raise InputError(f"lmo_parameters = {config.lmo_parameters!r}: cannot be read ({reason})") from None
-    return replace(config, lmo_parameters=json.dumps(lmo_parameters.to_dict(lmo_parameters.from_json(text))))
+            raise InputError(f"mechanism_parameters = {text!r}: cannot be read ({reason})") from None
+    text = MECHANISMS[config.mechanism].checked(text, config.noise_multiplier)
+    return config if text == config.mechanism_parameters else parse(asdict(config) | {"mechanism_parameters": text})
 
 
 def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> RunConfig:
@@ -49,31 +47,23 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
     if target is None:
         return config
     selected = min(config.clients_per_round or len(sizes), len(sizes))
-    view = 1 / math.sqrt(selected) if config.privacy_view == "rho" else 1.0
-    spec = replace(UpdateSpec.of(config), noise_multiplier=1.0)
-    clients = [
-        (planned_event(spec, min(1.0, config.batch_size / size), initial), config.delta or default_delta(size))
+    scale = 1 / math.sqrt(selected) if config.privacy_view == "rho" else 1.0
+    schedules = [
+        (_schedule(config, min(1.0, config.batch_size / size), initial, scale), config.delta or default_delta(size))
         for size in sizes
     ]
     try:
-        return replace(config, noise_multiplier=_multiplier(target, clients, config.rounds, view))
+        return replace(config, noise_multiplier=calibrate_all(schedules, target))
     except ValueError as error:
         raise InputError(f"target_epsilon = {target}: {error}") from None
 
 
-def _multiplier(target: float, clients: Sequence[tuple[Event, float]], rounds: int, view: float) -> float:
-    gaussians = [(event, delta) for event, delta in clients if isinstance(event, SubsampledGaussian)]
-    if gaussians:
-        return noise_multiplier_for_all(
-            target,
-            [(event.sampling_probability, delta) for event, delta in gaussians],
-            steps=rounds * gaussians[0][0].count,
-            scale=view * gaussians[0][0].noise_multiplier,
-        )
-    # LMO noise times rho_bar is the same noise for a sensitivity divided by it.
-    lmo = [
-        (replace(event, count=rounds * event.count, sensitivity=event.sensitivity / view), delta)
-        for event, delta in clients
-        if isinstance(event, SubsampledLmo)
-    ]
-    return lmo_multiplier_for_all(target, lmo)
+def _schedule(config: RunConfig, sampling_probability: float, initial: Adapter, scale: float) -> Schedule:
+    """All releases of a client in every round, by the noise multiplier, with the noise that the view counts."""
+    spec = UpdateSpec.of(config)
+
+    def schedule(noise_multiplier: float) -> Event:
+        event = planned_event(replace(spec, noise_multiplier=noise_multiplier), sampling_probability, initial)
+        return event.with_count(config.rounds * event.count).with_noise(scale)
+
+    return schedule

@@ -52,9 +52,10 @@ def summarize(config: RunConfig, bench: Workbench, outcome: Outcome, comparison:
         "aggregate_objections": list(objections_to_aggregate(config)),
         "unit": next(iter(outcome.strategy.books.units)),
         "accountant": "pld or rdp" if any(cost.upper_bound_only for cost in known) else "pld",
-        "private": config.noise_multiplier > 0 and not config.simulate and config.epsilon_is_guarantee,
+        "private": config.noise_multiplier > 0 and not config.simulate and not config.caveat,
         "mechanism": config.mechanism,
-        "epsilon_as_published_max": None if config.epsilon_is_guarantee else _as_published(outcome),
+        "epsilon_as_published_max": _unproven(outcome) if config.caveat else None,
+        "caveat": config.caveat,
         "noise_source": config.noise_source,
         "budget_epsilon": list(config.budget_epsilon),
         "privacy_view": config.privacy_view,
@@ -100,11 +101,11 @@ def _frozen_bytes(bench: Workbench) -> int:
     return sum(p.numel() * p.element_size() for p in bench.model.peft_model.parameters() if id(p) not in trained)
 
 
-def _as_published(outcome: Outcome) -> float:
-    """The largest figure that the LMO paper's accounting gives a client; no guarantee."""
+def _unproven(outcome: Outcome) -> float:
+    """The largest figure that an accounting without proof gives a client; no guarantee."""
     accounts = outcome.strategy.books.accounts
     return max(
-        spent(accounts.history(client, "local"), delta, "rdp", as_published=True).epsilon
+        spent(accounts.history(client, "local"), delta, "rdp", unproven=True).epsilon
         for client, delta in accounts.deltas.items()
     )
 

@@ -16,7 +16,6 @@ ROOT = Path(__file__).resolve().parents[1]
 
 BAD = {
     "mechanism": "laplace",
-    "lmo_accounting": "wishful",
     "audit": "listen",
     "audit_canaries": 1,
     "variant_rounds": ["zero"],
@@ -285,12 +284,11 @@ OTHER |= {
 @pytest.mark.parametrize("key", sorted(set(KEYS) - {*PLACES, "aggregation"}))
 def test_digest_depends_on_every_other_key_with_a_choice(key):
     base = RunConfig(optimizer="adamw", aggregation="cmfl" if key == "audit" else "flora")
-    if key in ("mechanism", "lmo_parameters", "lmo_accounting"):
-        base = replace(base, mechanism="lmo", lmo_parameters="{}")
+    if key in ("mechanism", "mechanism_parameters"):
+        base = replace(base, mechanism="lmo", mechanism_parameters="lmo.json")
         changes = {
-            "mechanism": {"mechanism": "gaussian", "lmo_parameters": ""},
-            "lmo_parameters": {"lmo_parameters": "{ }"},
-            "lmo_accounting": {"lmo_accounting": "published"},
+            "mechanism": {"mechanism": "gaussian", "mechanism_parameters": ""},
+            "mechanism_parameters": {"mechanism_parameters": "other.json"},
         }
         assert replace(base, **changes[key]).digest != base.digest
         return

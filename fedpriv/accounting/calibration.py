@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
-from fedpriv.accounting.accountants import MAX_NOISE, Accountant, check_delta, spent
-from fedpriv.accounting.events import Event, SubsampledGaussian, SubsampledLmo
+from fedpriv.accounting.accountants import check_delta, spent
+from fedpriv.accounting.events import Event, SubsampledGaussian
+from fedpriv.accounting.law import Accountant
+from fedpriv.accounting.subsampled_gaussian import MAX_NOISE
+
+# All releases of one client, with the given noise multiplier.
+Schedule = Callable[[float], Event]
 
 _MAX_ROUNDS = 10**9
-_LMO_TOLERANCE = 1e-4
 
 
 def noise_multiplier_for(
@@ -22,7 +25,7 @@ def noise_multiplier_for(
     scale: float = 1.0,
     accountant: Accountant = "pld",
 ) -> float:
-    """The smallest noise multiplier z that keeps a schedule within (epsilon, delta), to 1e-7 (rdp) or 1e-4 (pld).
+    """The smallest noise multiplier z that keeps Gaussian steps within (epsilon, delta), to 1e-7 (rdp) or 1e-4 (pld).
 
     Guarantee: the schedule with the returned z costs at most epsilon by the given accountant.
 
@@ -38,93 +41,68 @@ def noise_multiplier_for(
     Raises:
         ValueError: a value is out of range, or no noise up to 1e6 suffices.
     """
-    check_delta(delta)
-    if not (math.isfinite(epsilon) and epsilon > 0):
-        raise ValueError(f"epsilon = {epsilon}: must be finite and > 0")
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale = {scale}: must be finite and > 0")
     if not 0 < sampling_probability <= 1:
         raise ValueError(f"sampling_probability = {sampling_probability}: must lie in (0, 1]")
 
-    def cost(z: float, by: Accountant) -> float:
-        event = SubsampledGaussian(noise_multiplier=z * scale, sampling_probability=sampling_probability, count=steps)
-        return spent([event], delta, by).epsilon
+    def schedule(z: float) -> Event:
+        return SubsampledGaussian(noise_multiplier=z * scale, sampling_probability=sampling_probability, count=steps)
 
-    # rdp is fast and hardly ever below pld: it finds the neighbourhood, the asked-for accountant the value.
+    return calibrate(schedule, epsilon, delta, accountant)
+
+
+def calibrate(schedule: Schedule, epsilon: float, delta: float, accountant: Accountant = "pld") -> float:
+    """The smallest noise multiplier, of whatever mechanism, that keeps a schedule within (epsilon, delta).
+
+    Guarantee: the schedule with the returned noise costs at most epsilon by the accountant that `spent` takes.
+
+    Args:
+        schedule: the releases by their noise multiplier; more noise must not cost more.
+        epsilon: target, finite, > 0.
+        delta: in (0, 1).
+        accountant: `pld` or `rdp`.
+
+    Raises:
+        ValueError: a value is out of range, or no noise up to 1e6 suffices.
+    """
+    check_delta(delta)
+    if not (math.isfinite(epsilon) and epsilon > 0):
+        raise ValueError(f"epsilon = {epsilon}: must be finite and > 0")
+
+    def holds(z: float, by: Accountant) -> bool:
+        return spent([schedule(z)], delta, by).epsilon <= epsilon
+
+    # rdp is fast and hardly ever below pld: it finds the neighbourhood, the requested accountant the value.
     tolerance = 1e-7 if accountant == "rdp" else 1e-4
-    found = _smallest(lambda z: cost(z, "rdp") <= epsilon, start=1.0, tolerance=tolerance)
-    if accountant == "rdp":
-        return found
-    return _smallest(lambda z: cost(z, "pld") <= epsilon, start=found, tolerance=tolerance)
+    multiplier = _smallest(lambda z: holds(z, "rdp"), start=1.0, tolerance=tolerance)
+    if accountant == "rdp" or not schedule(multiplier).has_pld:
+        return multiplier
+    return _smallest(lambda z: holds(z, "pld"), start=multiplier, tolerance=tolerance)
 
 
-def noise_multiplier_for_all(
-    epsilon: float,
-    clients: Iterable[tuple[float, float]],
-    *,
-    steps: int,
-    scale: float = 1.0,
-    accountant: Accountant = "pld",
-) -> float:
+def calibrate_all(clients: Iterable[tuple[Schedule, float]], epsilon: float, accountant: Accountant = "pld") -> float:
     """The smallest noise multiplier that keeps every client within epsilon at its own delta.
 
     Args:
+        clients: (schedule, delta) of each, at least one.
         epsilon: target for each client, finite, > 0.
-        clients: (sampling probability, delta) of each, at least one.
-        steps: noisy steps in all of a client that takes part in every round, >= 1.
-        scale: as for `noise_multiplier_for`.
         accountant: `pld` or `rdp`.
 
     Raises:
         ValueError: a value is out of range, there is no client, or no noise suffices.
     """
-    # Who is sampled most needs the most noise; the others are checked, and rarely need more for their delta.
-    ordered = sorted(set(clients), key=lambda client: (-client[0], client[1]))
+    # The client sampled most needs the most noise; the others are checked, and rarely need more for their delta.
+    distinct = {(schedule(1.0), delta): schedule for schedule, delta in clients}
+    ordered = sorted(distinct, key=lambda client: (-client[0].sampling_probability, client[1]))
     if not ordered:
         raise ValueError("clients: calibration needs at least one")
-    found = 0.0
-    for sampling_probability, delta in ordered:
-        event = SubsampledGaussian(
-            noise_multiplier=found * scale, sampling_probability=sampling_probability, count=steps
-        )
-        if spent([event], delta, accountant).epsilon > epsilon:
-            found = noise_multiplier_for(
-                epsilon,
-                delta,
-                sampling_probability=sampling_probability,
-                steps=steps,
-                scale=scale,
-                accountant=accountant,
-            )
-    return found
-
-
-def lmo_multiplier_for_all(epsilon: float, clients: Iterable[tuple[SubsampledLmo, float]]) -> float:
-    """The smallest multiplier of LMO noise that keeps every client within epsilon at its own delta, by rdp.
-
-    Args:
-        epsilon: target for each client, finite, > 0.
-        clients: (all releases of a client, with noise multiplied by 1, and its delta) of each, at least one.
-
-    Raises:
-        ValueError: epsilon is out of range, there is no client, or no noise suffices.
-    """
-    if not (math.isfinite(epsilon) and epsilon > 0):
-        raise ValueError(f"epsilon = {epsilon}: must be finite and > 0")
-    # Who is sampled most needs the most noise; the others are checked, and rarely need more for their delta.
-    ordered = sorted(set(clients), key=lambda client: (-client[0].sampling_probability, client[1]))
-    if not ordered:
-        raise ValueError("clients: calibration needs at least one")
-    found = 0.0
+    multiplier = 0.0
     for event, delta in ordered:
-
-        def holds(z: float, event: SubsampledLmo = event, delta: float = delta) -> bool:
-            noised = replace(event, parameters=event.parameters.scaled(1 / z))
-            return spent([noised], delta, "rdp").epsilon <= epsilon
-
-        if found == 0 or not holds(found):
-            found = _smallest(holds, start=found or 1.0, tolerance=_LMO_TOLERANCE)
-    return found
+        schedule = distinct[event, delta]
+        if multiplier == 0 or spent([schedule(multiplier)], delta, accountant).epsilon > epsilon:
+            multiplier = calibrate(schedule, epsilon, delta, accountant)
+    return multiplier
 
 
 def _smallest(holds: Callable[[float], bool], *, start: float, tolerance: float) -> float:
@@ -171,7 +149,7 @@ def rounds_within(
     before = list(spent_before)
 
     def fits(rounds: int) -> bool:
-        events = [*before, replace(each_round, count=rounds * each_round.count)]
+        events = [*before, each_round.with_count(rounds * each_round.count)]
         return spent(events, delta, accountant).epsilon <= epsilon
 
     if at_most is not None and (at_most == 0 or fits(at_most)):

@@ -10,6 +10,9 @@ from collections.abc import Iterable
 
 CLIPPING_RULES = ("joint", "split", "per-tensor", "batch")
 
+# Names that other libraries have for the same rules (Opacus: flat, per_layer).
+_ALIASES = {"flat": "joint", "per-layer": "per-tensor"}
+
 # Where the noise goes: on every step's gradient, or once on the whole update before it is uploaded.
 NOISE_PLACES = ("gradients", "upload")
 
@@ -79,6 +82,17 @@ def num_parts(rule: str, *, num_tensors: int, head: bool) -> int:
     if num_tensors < 1:
         raise ValueError(f"num_tensors = {num_tensors}: must be >= 1")
     return {"joint": 1, "split": 2 + head, "per-tensor": num_tensors, "batch": 2 + head}[rule]
+
+
+def clipping_rule(name: str) -> str:
+    """The rule of this name: one of `CLIPPING_RULES`, or `flat` for `joint` and `per-layer` for `per-tensor`.
+
+    Raises:
+        ValueError: the rule is unknown.
+    """
+    rule = _ALIASES.get(name, name)
+    check_rule(rule)
+    return rule
 
 
 def check_rule(rule: str) -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
 
-from fedpriv.accounting.events import Event, SubsampledGaussian, SubsampledLmo
+from fedpriv.accounting.events import Event
 
 View = Literal["local", "rho", "aggregate"]
 VIEWS: tuple[View, ...] = get_args(View)
@@ -46,23 +46,21 @@ class Release:
             raise ValueError(f"aggregate_scale = {self.aggregate_scale}: must be finite and >= 1")
 
     def seen_by(self, view: View) -> Event:
-        """The event as the view's observer sees it. An event without noise to scale counts in full on every view.
-
-        LMO noise times rho_bar is the same noise for a sensitivity divided by it.
+        """The event as the view's observer sees it. An event that states no noise counts in full on every view.
 
         Raises:
             ValueError: the view is unknown, or `aggregate` where it does not hold.
         """
         if view not in VIEWS:
             raise ValueError(f"view = {view!r}: must be one of {', '.join(VIEWS)}")
-        if view == "aggregate" and self.aggregate_scale is None:
-            raise ValueError("view = aggregate: does not hold for this release, whose upload or steps were visible")
-        if view == "rho" and isinstance(self.event, SubsampledLmo):
-            return replace(self.event, sensitivity=self.event.sensitivity / self.rho_bar)
-        if view == "local" or not isinstance(self.event, SubsampledGaussian):
-            return self.event
-        scale = self.rho_bar if view == "rho" else self.aggregate_scale or 1.0
-        return replace(self.event, noise_multiplier=scale * self.event.noise_multiplier)
+        if view == "rho":
+            return self.event.with_noise(self.rho_bar)
+        if view == "aggregate":
+            if self.aggregate_scale is None:
+                raise ValueError("view = aggregate: does not hold for this release, whose upload or steps were visible")
+            if self.event.noise_adds_up:
+                return self.event.with_noise(self.aggregate_scale)
+        return self.event
 
 
 def rho_bar(weights: Iterable[float]) -> float:
@@ -134,7 +132,7 @@ def aggregate_noise_multiplier(
 
 
 def aggregate_objections(
-    *, local_steps: int, optimizer: str, noise_on: str, linear: bool, uploads_hidden: bool, mechanism: str = "gaussian"
+    *, local_steps: int, optimizer: str, noise_on: str, linear: bool, uploads_hidden: bool, noise_adds_up: bool = True
 ) -> tuple[str, ...]:
     """Why the `aggregate` view does not hold for a run, one line for each condition that fails; none if it holds.
 
@@ -144,13 +142,13 @@ def aggregate_objections(
         noise_on: `gradients` or `upload`.
         linear: whether the global adapter is a linear weighted sum of the uploads.
         uploads_hidden: whether nobody sees a single upload, and no variant of one client is kept.
-        mechanism: of the noise.
+        noise_adds_up: whether the sum of the clients' noises is a noise of the same law.
     """
     conditions = {
         f"local_steps = {local_steps}: needs 1, since later steps depend on the client's own noise": local_steps == 1,
         f"optimizer = {optimizer}: needs sgd, whose step is linear in the noise": optimizer == "sgd",
         f"noise_on = {noise_on}: needs gradients": noise_on == "gradients",
-        f"mechanism = {mechanism}: needs gaussian, whose sum is of the same kind": mechanism == "gaussian",
+        "mechanism: needs gaussian, whose sum is of the same kind": noise_adds_up,
         "aggregation: needs a linear weighted sum": linear,
         "uploads_hidden = false: needs secure aggregation, since the server sees every upload": uploads_hidden,
     }

@@ -58,7 +58,7 @@ class Setup:
         """What the accounting charges one client for all rounds."""
         shapes = {name: torch.empty(1, size) for name, size in self.sizes.items()}
         planned = planned_event(self.spec, self.spec.batch_size / self.num_registered, shapes)
-        return replace(planned, count=self.rounds * planned.count)
+        return planned.with_count(self.rounds * planned.count)
 
     def source(self, *labels: int | str) -> RandomSource:
         """Independent for other labels."""

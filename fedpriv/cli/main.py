@@ -12,10 +12,10 @@ from typing import Annotated, Any
 import typer
 
 import fedpriv
-from fedpriv.accounting.accountants import Accountant, check_delta, spent
+from fedpriv.accounting.accountants import check_delta, closed_form, spent
 from fedpriv.accounting.calibration import noise_multiplier_for
-from fedpriv.accounting.closed_form import closed_form
 from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.law import Accountant
 from fedpriv.accounting.repeat_and_select import repeat_and_select
 from fedpriv.accounting.sensitivity import num_parts, sensitivity_factor
 from fedpriv.accounting.views import default_delta

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Literal, TypeVar, get_args
 
-from fedpriv.accounting.accountants import Accountant, check_delta, spent
+from fedpriv.accounting.accountants import check_delta, spent
 from fedpriv.accounting.events import EpsilonDelta, Event, PureEpsilon, group
+from fedpriv.accounting.law import Accountant
 from fedpriv.accounting.views import Release, View
 from fedpriv.ledger.entries import Key
 

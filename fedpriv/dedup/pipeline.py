@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.accounting.accountants import Accountant
 from fedpriv.accounting.events import Event
+from fedpriv.accounting.law import Accountant
 from fedpriv.dedup.algorithms import Positions, algorithm
 from fedpriv.dedup.algorithms.mistique import minhash_similarity
 from fedpriv.dedup.base_selection import Assignment, Selection

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedpriv.accounting.accountants import Accountant
 from fedpriv.accounting.events import Event
+from fedpriv.accounting.law import Accountant
 from fedpriv.dedup.base_selection import Fairness, Selection, Strategy, Variant, select_bases
 from fedpriv.dedup.composition import Guarantee, PublicationCost, publication_cost
 from fedpriv.dedup.variants import Described

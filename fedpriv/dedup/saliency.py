@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.events import Event
 from fedpriv.dedup.blocks import Layout
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import RandomSource
@@ -134,7 +134,7 @@ def private_gradient(
     noise_multiplier: float,
     source: RandomSource,
     names: Collection[str] | None = None,
-) -> tuple[Saliency, SubsampledGaussian]:
+) -> tuple[Saliency, Event]:
     """The gradient saliency of private records, and the event that pays for it.
 
     Guarantee: each record passes alone, its gradient by all considered parameters together is clipped to C, and every

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
-from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.events import Event
 from fedpriv.integral.networks import from_vectors, to_vector
 from fedpriv.integral.subsamples import Indices
 from fedpriv.mechanisms.sources import RandomSource
@@ -47,7 +47,7 @@ def train_privately(
     *,
     noise_multiplier: float,
     source: RandomSource,
-) -> tuple[Tensor, list[SubsampledGaussian]]:
+) -> tuple[Tensor, list[Event]]:
     """The weights after training, [values], and one event for each step.
 
     Guarantee: each step is one Gaussian mechanism on a Poisson sample, with the rate and the noise that its event

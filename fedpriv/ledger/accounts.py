@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from fedpriv.accounting.accountants import Accountant, PrivacySpent, check_delta, spent, stays_within
-from fedpriv.accounting.events import Event, SubsampledGaussian, group
+from fedpriv.accounting.accountants import PrivacySpent, check_delta, spent, stays_within
+from fedpriv.accounting.events import Event, group
+from fedpriv.accounting.law import Accountant
 from fedpriv.accounting.many_clients import epsilons
 from fedpriv.accounting.views import VIEWS, Release, View, default_delta
 
@@ -70,7 +71,7 @@ class Accounts:
         """What the releases of every client cost, by pld: to report once, at the end. None as for `spent`.
 
         Equal histories are computed once. Where more than 32 differ they get upper bounds, marked as such: those of
-        `bulk` for a history of equal releases, rdp for any other.
+        `many_clients` for a history of equal releases, rdp for any other.
         """
         histories = {client: self._events(client, view, this_run_only) for client in self._own}
         keys = {c: (frozenset(group(events)), self.deltas[c]) for c, events in histories.items() if events is not None}
@@ -112,14 +113,19 @@ def _in_bulk(histories: Iterable[tuple[frozenset[Event], float]]) -> dict[tuple[
     """Upper bounds of what each (events, delta) costs."""
     costs, single = {}, {}
     for events, delta in histories:
-        gaussians = [event for event in events if isinstance(event, SubsampledGaussian)]
-        if len(gaussians) == len(events) == 1:
-            single[events, delta] = gaussians[0]
+        if len(events) == 1:
+            (single[events, delta],) = events
         else:
             costs[events, delta] = replace(spent(events, delta, "rdp"), upper_bound_only=True)
     bounds = epsilons(list(single.values()), [delta for _, delta in single])
-    for key, epsilon in zip(single, bounds.upper.tolist(), strict=True):
-        costs[key] = PrivacySpent(epsilon=epsilon, delta=key[1], accountant="pld", upper_bound_only=True)
+    for (key, event), epsilon in zip(single.items(), bounds.upper.tolist(), strict=True):
+        costs[key] = PrivacySpent(
+            epsilon=epsilon,
+            delta=key[1],
+            accountant="pld" if event.has_pld else "rdp",
+            upper_bound_only=True,
+            is_guarantee=event.is_guarantee,
+        )
     return costs
 
 
@@ -141,8 +147,8 @@ class _History:
                 self._counts[view] = None
                 continue
             event = release.seen_by(view)
-            counts[replace(event, count=1)] += event.count
+            counts[event.with_count(1)] += event.count
 
     def events(self, view: View) -> list[Event] | None:
         counts = self._counts[view]
-        return None if counts is None else [replace(event, count=count) for event, count in counts.items()]
+        return None if counts is None else [event.with_count(count) for event, count in counts.items()]

@@ -6,7 +6,7 @@ import hashlib
 import json
 import sqlite3
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 
 from fedpriv.accounting import events
 from fedpriv.accounting.events import Event
@@ -160,7 +160,7 @@ def releases(db: sqlite3.Connection, data_set: str, *, but_run: str = "") -> lis
     found = []
     for text, rho_bar, scale, num in rows:
         event: Event = events.from_json(text)
-        event = replace(event, count=num * event.count)
+        event = event.with_count(num * event.count)
         found.append(Release(event=event, rho_bar=rho_bar, aggregate_scale=scale))
     return found
 

@@ -70,6 +70,7 @@ def _spending(db: sqlite3.Connection, data_set: DataSet, budget_epsilon: float |
         "upper_bound_only": any(cost.upper_bound_only for cost in costs.values()),
         "unit": next(iter(units), "record"),
         "is_guarantee": all(cost.is_guarantee for cost in costs.values()),
+        "caveats": sorted({event.caveat for event in local if event.caveat}),
         "noise_source": ",".join(sorted({source for run in runs for source in run.noise_source.split(",")})),
     }
     if budget_epsilon is not None and (last := _last_event(db, data_set)) is not None:
@@ -131,8 +132,8 @@ def render(page: Mapping[str, Any]) -> str:
         lines.append(
             f"By DP-LoRA's Theorem 1 (rho view)    epsilon {_up(page['epsilon_rho'])} at delta {page['delta']:g}{bound}"
         )
-    if not page["is_guarantee"]:
-        lines += ["", "NOT A PRIVACY GUARANTEE: LMO noise was accounted as published, which bounds no gradient."]
+    for caveat in page["caveats"]:
+        lines += ["", f"NOT A PRIVACY GUARANTEE: {caveat}."]
     if "seeded" in page["noise_source"]:
         lines += ["", "NOT PRIVATE: some noise came from a seeded generator. Whoever knows the seed can take it off."]
     lines += ["", f"Noise source      {page['noise_source'] or 'nothing was released'}", "", "Covered"]

@@ -11,9 +11,9 @@ import numpy.typing as npt
 from scipy import optimize
 
 from fedpriv.accounting.accountants import WHOLE_ORDERS, check_delta, spent
-from fedpriv.accounting.events import LmoAccounting, SubsampledLmo
+from fedpriv.accounting.events import SubsampledLmo
 from fedpriv.accounting.lmo.moments import Array, Columns
-from fedpriv.accounting.lmo.parameters import LmoParameters, UniformPart
+from fedpriv.accounting.lmo.parameters import LmoAccounting, LmoParameters, UniformPart
 from fedpriv.accounting.lmo.sampling import sampled_curve
 from fedpriv.errors import InputError
 
@@ -79,7 +79,7 @@ class Budget:
 
 def cost(parameters: LmoParameters, budget: Budget) -> float:
     """Epsilon of all releases by the budget's own accounting; with `published` it is the paper's figure."""
-    return spent([budget.event(parameters)], budget.delta, "rdp", as_published=True).epsilon
+    return spent([budget.event(parameters)], budget.delta, "rdp", unproven=True).epsilon
 
 
 def costs(of: Columns, budget: Budget, orders: npt.NDArray[np.int64], points: int) -> Array:

@@ -1,80 +1,113 @@
-"""LMO noise on sums of clipped gradients: Laplace noise of random scale, and the events that pay for it."""
+"""LMO noise on sums of clipped gradients: Laplace noise of random scale."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import cast, get_args
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedpriv.accounting.events import LmoAccounting, SubsampledLmo
+from fedpriv.accounting.events import Event, SubsampledLmo
+from fedpriv.accounting.law import Array
+from fedpriv.accounting.lmo import parameters as lmo_parameters
 from fedpriv.accounting.lmo.density import quantile
+from fedpriv.accounting.lmo.event import PUBLISHED_CAVEAT
 from fedpriv.accounting.lmo.moments import columns
-from fedpriv.accounting.lmo.parameters import ExponentialPart, GammaPart, LmoParameters, Part
-from fedpriv.mechanisms.gaussian import check_sums, on_grid
+from fedpriv.accounting.lmo.parameters import ExponentialPart, GammaPart, LmoAccounting, LmoParameters, Part
+from fedpriv.errors import InputError
+from fedpriv.mechanisms.grid import on_grid
+from fedpriv.mechanisms.request import NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource, laplace_from_words, uniform_from_words
-
-Array = npt.NDArray[np.float64]
 
 # u below this gives noise beyond every float; it is drawn with probability 0 to some hundred digits.
 _SMALLEST_U = 1e-290
 
 
-def noised_sums(
-    clipped_sums: Tensor,
-    *,
-    parameters: LmoParameters,
-    clip_norm: float,
-    sensitivity_factor: float = 1.0,
-    sampling_probabilities: Sequence[float],
-    sources: Sequence[RandomSource],
-    accounting: LmoAccounting = "sound",
-) -> tuple[Tensor, list[SubsampledLmo]]:
-    """Each client's sum with LMO noise times C added to every coordinate, and the event of each release.
+class Lmo:
+    """Laplace noise of random scale, times z C, on every coordinate.
 
-    Guarantee: where adding or removing one record moves a client's sum by at most `sensitivity_factor * clip_norm` in
-    L2, and a record is included with its `sampling_probabilities` entry, the client's result costs what its event
-    costs, if the event's accounting is `sound`. The inverse scale u is drawn for every coordinate: one for all of them
-    would need another bound, so there is none.
-
-    Args:
-        clipped_sums: float32 [clients, values], all trainable tensors together: sums of clipped gradients, gradient
-            units.
-        parameters: the distribution of u, in units of the clip norm.
-        clip_norm: C > 0, gradient units.
-        sensitivity_factor: L2 sensitivity over C, >= 1, from the clipping rule.
-        sampling_probabilities: [clients], q in [0, 1], from the samplers that drew the batches.
-        sources: [clients], where each client's noise comes from.
-        accounting: of the events. It changes no noise; `published` is no guarantee.
-
-    Raises:
-        ValueError: a value is out of range, or there is not one probability and source for each client.
+    Its parameters are those of the noise as JSON, and beside them `accounting`: `sound` where it is left out, or
+    `published`, which changes no noise and is no guarantee. The inverse scale u is drawn for every coordinate: one for
+    all of them would need another bound, so there is none.
 
     Source: Yang et al., Algorithm 1, line 7.
     """
-    check_sums(clipped_sums, clip_norm, sensitivity_factor, sampling_probabilities, sources)
-    events = [
-        SubsampledLmo(
-            parameters=parameters,
-            sensitivity=sensitivity_factor,
-            dimension=clipped_sums.shape[1],
-            sampling_probability=probability,
-            accounting=accounting,
-        )
-        for probability in sampling_probabilities
-    ]
-    noised = torch.empty_like(clipped_sums)
-    scale = clip_norm * _median_size(parameters)
-    largest = torch.finfo(clipped_sums.dtype).max
-    for sums, result, source in zip(clipped_sums, noised, sources, strict=True):
-        noise = torch.from_numpy(lmo_noise(parameters, sums.numel(), source)).mul_(clip_norm).to(sums.device)
-        # Without a finite mean a value may pass the largest float32, and one infinity would spoil the model.
-        result.copy_(on_grid(noise.add_(sums), scale).clamp_(-largest, largest))
-    return noised, events
+
+    parameters_hint = "a file or JSON; fedpriv lmo search finds some"
+    noise_adds_up = False
+    cost_depends_on_dimension = True
+
+    def checked(self, parameters: str, noise_multiplier: float) -> str:
+        """The parameters as JSON of one line, accounting only where it is not `sound`."""
+        if noise_multiplier == 0:
+            raise InputError("noise_multiplier = 0: multiplies the LMO noise, so it must be > 0")
+        noise, accounting = _read(parameters)
+        published = {} if accounting == "sound" else {"accounting": accounting}
+        return json.dumps(lmo_parameters.to_dict(noise) | published)
+
+    def caveat(self, parameters: str) -> str:
+        """What `published` accounting leaves unproven."""
+        return PUBLISHED_CAVEAT if _read(parameters)[1] == "published" else ""
+
+    def planned_events(self, request: NoiseRequest) -> list[Event]:
+        """[clients] subsampled LMO noise with as many coordinates as the request has."""
+        noise, accounting = _read(self.checked(request.parameters, request.noise_multiplier))
+        multiplied = noise.scaled(1 / request.noise_multiplier)
+        return [
+            SubsampledLmo(
+                parameters=multiplied,
+                sensitivity=request.sensitivity_factor,
+                dimension=request.dimension,
+                sampling_probability=probability,
+                accounting=accounting,
+                count=request.count,
+                unit=request.unit,
+            )
+            for probability in request.sampling_probabilities
+        ]
+
+    def add_noise(
+        self, sums: Tensor, request: NoiseRequest, sources: Sequence[RandomSource]
+    ) -> tuple[Tensor, list[Event]]:
+        """The sums plus LMO noise, on a grid, and their events."""
+        request.check_fits(sums, sources)
+        events = self.planned_events(request)
+        parameters = _read(request.parameters)[0].scaled(1 / request.noise_multiplier)
+        noised = torch.empty_like(sums)
+        scale = request.clip_norm * _median_size(parameters)
+        largest = torch.finfo(sums.dtype).max
+        for total, result, source in zip(sums, noised, sources, strict=True):
+            noise = torch.from_numpy(lmo_noise(parameters, total.numel(), source))
+            noise = noise.mul_(request.clip_norm).to(total.device)
+            # Without a finite mean a value may pass the largest float32, and one infinity would spoil the model.
+            result.copy_(on_grid(noise.add_(total), scale).clamp_(-largest, largest))
+        return noised, events
+
+
+MECHANISM = Lmo()
+
+
+@lru_cache(maxsize=64)
+def _read(text: str) -> tuple[LmoParameters, LmoAccounting]:
+    """The noise that a mechanism's parameters describe, and how it is accounted for.
+
+    Raises:
+        InputError: names what is wrong.
+    """
+    try:
+        values = lmo_parameters.read_json(text)
+        accounting = values.pop("accounting", "sound") if isinstance(values, dict) else "sound"
+        if accounting not in get_args(LmoAccounting):
+            known = ", ".join(get_args(LmoAccounting))
+            raise InputError(f"accounting = {str(accounting)[:60]!r}: must be one of {known}")
+        return lmo_parameters.from_dict(values), cast(LmoAccounting, accounting)
+    except InputError as error:
+        raise InputError(f"mechanism_parameters: {error}") from None
 
 
 def lmo_noise(parameters: LmoParameters, num: int, source: RandomSource) -> Array:

@@ -99,8 +99,8 @@ def why_not_private(run: RunFolder) -> list[str]:
         reasons.append("its noise came from a seeded generator: whoever knows the seed can take the noise off")
     if (as_published := run.summary.get("epsilon_as_published_max")) is not None:
         reasons.append(
-            f"its LMO noise was accounted as published, which gives {tables.format_epsilon(as_published, delta)} for "
-            "one number and nothing for a gradient: no privacy guarantee"
+            f"{run.summary.get('caveat') or 'its noise was accounted for without proof'}; the figure found so, "
+            f"{tables.format_epsilon(as_published, delta)}, is no privacy guarantee"
         )
     elif tables.format_bound(run.summary["epsilon_local_max"]) == tables.INFINITY:
         reasons.append("no noise bounds what an upload reveals: ε is infinite")

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
-from fedpriv.accounting.events import Event, LmoAccounting, SubsampledGaussian, SubsampledLmo, Unit
-from fedpriv.accounting.lmo import parameters as lmo_parameters
-from fedpriv.accounting.lmo.parameters import LmoParameters
+from fedpriv.accounting.events import Event
 from fedpriv.accounting.sensitivity import UPLOAD_FACTOR, clipping_parts, sensitivity_factor
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import Merged
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Records
-from fedpriv.errors import InputError
+from fedpriv.mechanisms.registry import MECHANISMS
+from fedpriv.mechanisms.request import NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training.sampling import PoissonSampler
 
@@ -39,14 +38,14 @@ class UpdateSpec:
         weight_decay: >= 0, for `adamw`.
         clipping: the clipping rule.
         clip_norm: C > 0, gradient units.
-        noise_multiplier: z >= 0, noise over clip norm; what LMO noise is multiplied by.
+        noise_multiplier: z >= 0, noise over clip norm; what the mechanism's noise is multiplied by.
         noise_on: `gradients`, each step's noised sum; or `upload`, plain steps and noise on the clipped update, where
             `clip_norm` is S, in units of the parameters.
         codec: how the upload is written.
         quantization: `none`, or `ternary`, where broadcast and upload are ternary differences to the run's start.
         relevance_threshold: v_0 in [0, 1]; with 0 every client uploads.
-        lmo_parameters: of LMO noise, as JSON; empty for Gaussian noise.
-        lmo_accounting: how LMO noise is accounted, `sound` or `published`.
+        mechanism: of the noise, by its name in `MECHANISMS`.
+        mechanism_parameters: as the mechanism reads them; empty for one that takes none.
     """
 
     num_rounds: int
@@ -62,8 +61,8 @@ class UpdateSpec:
     codec: str = "float32"
     quantization: str = "none"
     relevance_threshold: float = 0.0
-    lmo_parameters: str = ""
-    lmo_accounting: str = "sound"
+    mechanism: str = "gaussian"
+    mechanism_parameters: str = ""
 
     @staticmethod
     def of(config: RunConfig) -> UpdateSpec:
@@ -77,17 +76,6 @@ class UpdateSpec:
         }
         names = UpdateSpec.__dataclass_fields__.keys() - derived.keys()
         return UpdateSpec(**derived, **{name: getattr(config, name) for name in names})
-
-    @property
-    def lmo(self) -> LmoParameters:
-        """The LMO noise, multiplied by `noise_multiplier`, in units of the clip norm.
-
-        Raises:
-            InputError: there is none, or it is multiplied by 0.
-        """
-        if self.noise_multiplier == 0:
-            raise InputError("noise_multiplier = 0: with it there is no LMO noise")
-        return lmo_parameters.from_json(self.lmo_parameters).scaled(1 / self.noise_multiplier)
 
     @property
     def broadcast_codec(self) -> str:
@@ -136,40 +124,46 @@ class ClientUpdate:
 Execute = Callable[[Sequence[UpdateTask]], list[ClientUpdate | Exception]]
 
 
+def noise_request(
+    spec: UpdateSpec, sampling_probabilities: Sequence[float], dimension: int, num_parts: int
+) -> NoiseRequest:
+    """One release by a specification: of a step's sums, or of the update where the noise is on the upload.
+
+    Args:
+        spec: of the update.
+        sampling_probabilities: [clients], q in [0, 1], of a step.
+        dimension: values of a client's adapter.
+        num_parts: how many parts the clipping rule clips.
+
+    Raises:
+        ValueError: the clipping rule is unknown, or a value is out of range.
+    """
+    on_upload = spec.noise_on == "upload"
+    return NoiseRequest(
+        parameters=spec.mechanism_parameters,
+        noise_multiplier=spec.noise_multiplier,
+        clip_norm=spec.clip_norm,
+        sensitivity_factor=UPLOAD_FACTOR if on_upload else sensitivity_factor(spec.clipping, num_parts),
+        dimension=dimension,
+        sampling_probabilities=(1.0,) * len(sampling_probabilities) if on_upload else tuple(sampling_probabilities),
+        unit="client" if on_upload else "record",
+    )
+
+
 def planned_event(spec: UpdateSpec, sampling_probability: float, adapter: Mapping[str, Tensor]) -> Event:
     """The event that a local update by this specification returns, for charging it before anything is computed.
 
     Args:
         spec: of the update.
         sampling_probability: q in [0, 1].
-        adapter: all trainable tensors; LMO noise costs more for more values.
+        adapter: all trainable tensors; how many values they have is part of what some noise costs.
 
     Raises:
-        ValueError: the clipping rule, or the noise, is unknown.
+        ValueError: the clipping rule or the mechanism is unknown, or its parameters make no sense.
     """
-    if spec.noise_on == "upload":
-        return _event(spec, UPLOAD_FACTOR, 1.0, adapter, unit="client")
-    factor = sensitivity_factor(spec.clipping, len(clipping_parts(spec.clipping, adapter)))
-    return _event(spec, factor, sampling_probability, adapter, count=spec.local_steps)
-
-
-def _event(
-    spec: UpdateSpec,
-    factor: float,
-    sampling_probability: float,
-    adapter: Mapping[str, Tensor],
-    count: int = 1,
-    unit: Unit = "record",
-) -> Event:
-    if not spec.lmo_parameters:
-        z = spec.noise_multiplier / factor
-        return SubsampledGaussian(noise_multiplier=z, sampling_probability=sampling_probability, count=count, unit=unit)
-    return SubsampledLmo(
-        parameters=spec.lmo,
-        sensitivity=factor,
-        dimension=sum(tensor.numel() for tensor in adapter.values()),
-        sampling_probability=sampling_probability,
-        accounting=cast(LmoAccounting, spec.lmo_accounting),  # the event refuses any other
-        count=count,
-        unit=unit,
-    )
+    dimension = sum(tensor.numel() for tensor in adapter.values())
+    num_parts = len(clipping_parts(spec.clipping, adapter))
+    request = noise_request(spec, [sampling_probability], dimension, num_parts)
+    count = 1 if spec.noise_on == "upload" else spec.local_steps
+    (event,) = MECHANISMS.named(spec.mechanism).planned_events(replace(request, count=count))
+    return event

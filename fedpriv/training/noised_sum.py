@@ -7,8 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.mechanisms.gaussian import noised_sums
+from fedpriv.accounting.events import Event
+from fedpriv.mechanisms.registry import MECHANISMS
+from fedpriv.mechanisms.request import NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training.clipping import add_clipped
 
@@ -21,7 +22,7 @@ def noised_sum(
     noise_multiplier: float,
     sampling_probability: float,
     source: RandomSource,
-) -> tuple[Tensor, SubsampledGaussian]:
+) -> tuple[Tensor, Event]:
     """The sum of per-sample gradients, each clipped to C as a whole, with N(0, (z C)^2) added, [values]; and its event.
 
     Guarantee: where every record was included with the probability, adding or removing one record costs the event.
@@ -44,11 +45,11 @@ def noised_sum(
     for piece in rows:
         owners = torch.zeros(len(piece), dtype=torch.int64, device=total.device)
         add_clipped(total, piece, owners, clip_norm, everything)
-    noised, (event,) = noised_sums(
-        total,
+    request = NoiseRequest(
         noise_multiplier=noise_multiplier,
         clip_norm=clip_norm,
-        sampling_probabilities=[sampling_probability],
-        sources=[source],
+        dimension=len(like),
+        sampling_probabilities=(sampling_probability,),
     )
+    noised, (event,) = MECHANISMS["gaussian"].add_noise(total, request, [source])
     return noised[0], event

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fedpriv.accounting.events import Event, LmoAccounting, group
-from fedpriv.accounting.sensitivity import UPLOAD_FACTOR, clipping_parts, sensitivity_factor
+from fedpriv.accounting.events import Event, group
+from fedpriv.accounting.sensitivity import clipping_parts
 from fedpriv.adapters.merged import same as same_merged
 from fedpriv.data.records import Item
-from fedpriv.mechanisms import gaussian, lmo
+from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.training.clipping import add_clipped, add_finite, clipped_rows
 from fedpriv.training.layout import Layout
-from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
+from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, noise_request, planned_event
 from fedpriv.training.losses import losses_and_hits
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import Stack, per_sample_gradients
@@ -177,8 +176,8 @@ def _noised_uploads(clients: _Clients, trained: Tensor) -> tuple[Tensor, Sequenc
     """
     spec = clients.spec
     updates = clipped_rows(trained - clients.broadcast, spec.clip_norm, (slice(0, clients.layout.size),))
-    noised, events = _noised(clients, updates, UPLOAD_FACTOR, [1.0] * len(updates))
-    return clients.broadcast + noised, [replace(event, unit="client") for event in events]
+    noised, events = _noised(clients, updates)
+    return clients.broadcast + noised, events
 
 
 def _private_gradients(clients: _Clients, parameters: Tensor) -> tuple[Tensor, Sequence[Event]]:
@@ -195,34 +194,16 @@ def _private_gradients(clients: _Clients, parameters: Tensor) -> tuple[Tensor, S
         # Algorithm 1 to the letter: the realised batch's mean is clipped, and its noise is not divided by B.
         sizes = torch.tensor([max(len(indices), 1) for indices in drawn], device=totals.device)
         totals = clipped_rows(totals / sizes.unsqueeze(1), spec.clip_norm, parts)
-    factor = sensitivity_factor(spec.clipping, len(parts))
-    noised, events = _noised(clients, totals, factor, [task.sampler.sampling_probability for task in clients.tasks])
+    noised, events = _noised(clients, totals)
     return noised.div_(1 if batch_rule else spec.batch_size), events
 
 
-def _noised(
-    clients: _Clients, sums: Tensor, factor: float, sampling_probabilities: Sequence[float]
-) -> tuple[Tensor, Sequence[Event]]:
+def _noised(clients: _Clients, sums: Tensor) -> tuple[Tensor, Sequence[Event]]:
     """The sums with the specification's noise, and the events that pay for it."""
-    spec, sources = clients.spec, [task.noise for task in clients.tasks]
-    if spec.lmo_parameters:
-        return lmo.noised_sums(
-            sums,
-            parameters=spec.lmo,
-            clip_norm=spec.clip_norm,
-            sensitivity_factor=factor,
-            sampling_probabilities=sampling_probabilities,
-            sources=sources,
-            accounting=cast(LmoAccounting, spec.lmo_accounting),  # the event refuses any other
-        )
-    return gaussian.noised_sums(
-        sums,
-        noise_multiplier=spec.noise_multiplier,
-        clip_norm=spec.clip_norm,
-        sensitivity_factor=factor,
-        sampling_probabilities=sampling_probabilities,
-        sources=sources,
-    )
+    spec, layout = clients.spec, clients.layout
+    probabilities = [task.sampler.sampling_probability for task in clients.tasks]
+    request = noise_request(spec, probabilities, layout.size, len(layout.parts))
+    return MECHANISMS.named(spec.mechanism).add_noise(sums, request, [task.noise for task in clients.tasks])
 
 
 def _drawn(clients: _Clients) -> list[list[int]]:

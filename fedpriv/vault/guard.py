@@ -7,17 +7,16 @@ import logging
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import get_args
 
 from fedpriv.accounting.accountants import check_delta, spent, stays_within
-from fedpriv.accounting.events import Event, LmoAccounting, SubsampledGaussian
-from fedpriv.accounting.noise_level import effective_noise_multiplier
+from fedpriv.accounting.events import Event
 from fedpriv.accounting.sensitivity import CLIPPING_RULES, NOISE_PLACES
 from fedpriv.accounting.views import Release, default_delta
 from fedpriv.adapters.codecs import CODECS
 from fedpriv.errors import InputError
 from fedpriv.ledger.entries import CHARGED, RELEASED, Charge, DataSet, Key
 from fedpriv.ledger.ledger import Ledger
+from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.protocol import Broadcast
 from fedpriv.training.local_update import OPTIMIZERS, QUANTIZATIONS, UpdateSpec
 from fedpriv.vault.policy import Limits
@@ -90,7 +89,7 @@ def check(spec: UpdateSpec, policy: NodePolicy, *, noise_source: str, num_regist
         raise RefusedError(f"clip_norm = {spec.clip_norm}: must be finite and > 0")
     if not (math.isfinite(spec.noise_multiplier) and spec.noise_multiplier >= 0):
         raise RefusedError(f"noise_multiplier = {spec.noise_multiplier}: must be finite and >= 0")
-    _check_lmo(spec)
+    _check_mechanism(spec)
     if spec.local_steps < 1:
         raise RefusedError(f"local_steps = {spec.local_steps}: must be >= 1")
     if not 1 <= spec.batch_size <= num_registered:
@@ -115,21 +114,17 @@ def check(spec: UpdateSpec, policy: NodePolicy, *, noise_source: str, num_regist
         return
     if spec.noise_multiplier == 0:
         raise RefusedError("noise_multiplier = 0: this node releases nothing without noise")
-    if spec.lmo_parameters and spec.lmo_accounting != "sound":
-        raise RefusedError(f"lmo_accounting = {spec.lmo_accounting!r}: is no privacy guarantee; this node needs sound")
+    if caveat := MECHANISMS[spec.mechanism].caveat(spec.mechanism_parameters):
+        raise RefusedError(f"mechanism_parameters: this is no privacy guarantee ({caveat}); this node needs one")
     if noise_source != "secure":
         raise RefusedError(f"noise source = {noise_source}: this node releases nothing with seeded noise")
 
 
-def _check_lmo(spec: UpdateSpec) -> None:
-    if spec.lmo_accounting not in get_args(LmoAccounting):
-        known = ", ".join(get_args(LmoAccounting))
-        raise RefusedError(f"lmo_accounting = {spec.lmo_accounting[:60]!r}: must be one of {known}")
-    if spec.lmo_parameters:
-        try:
-            spec.lmo  # noqa: B018
-        except InputError as error:
-            raise RefusedError(f"lmo_parameters: {error}") from None
+def _check_mechanism(spec: UpdateSpec) -> None:
+    try:
+        MECHANISMS.named(spec.mechanism).checked(spec.mechanism_parameters, spec.noise_multiplier)
+    except InputError as error:
+        raise RefusedError(str(error)) from None
 
 
 def check_limits(spec: UpdateSpec, event: Event, round_: int, limits: Limits | None) -> None:
@@ -148,7 +143,7 @@ def check_limits(spec: UpdateSpec, event: Event, round_: int, limits: Limits | N
         raise RefusedError(f"round = {round_}: must lie in 1..{spec.num_rounds}, the run's rounds")
     if limits is None:
         return
-    noise, probability = effective_noise_multiplier(event), getattr(event, "sampling_probability", 1.0)
+    noise, probability = event.effective_noise_multiplier, event.sampling_probability
     if noise < limits.min_effective_noise_multiplier:
         least = limits.min_effective_noise_multiplier
         raise RefusedError(f"noise_multiplier: its effective value {noise:g} is below this node's {least:g}")
@@ -227,7 +222,7 @@ def charge(policy: NodePolicy, key: Key, event: Event, data_set: DataSet | None,
             release differs from what was released on these data.
         LedgerError: the ledger cannot be used.
     """
-    if policy.ledger is None or data_set is None or _is_plain(event):
+    if policy.ledger is None or data_set is None or not event.is_noised:
         return
     # What the round's other clients add is not known here: the node's own account is the `local` view.
     asked = Charge(key=key, data_set=data_set.id, release=Release(event=event, rho_bar=1.0), noise_source=noise_source)
@@ -258,11 +253,7 @@ def settle(policy: NodePolicy, key: Key, event: Event, content: bytes) -> bytes:
     Raises:
         LedgerError: it cannot be stored, so it must not be sent.
     """
-    if policy.ledger is None or _is_plain(event):
+    if policy.ledger is None or not event.is_noised:
         return content
     with Ledger(policy.ledger) as ledger:
         return ledger.store(key, content)
-
-
-def _is_plain(event: Event) -> bool:
-    return isinstance(event, SubsampledGaussian) and event.noise_multiplier == 0

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedpriv.accounting.accountants import Accountant, spent
+from fedpriv.accounting.accountants import spent
 from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.law import Accountant
 from fedpriv.accounting.many_clients import epsilons
 from fedpriv.accounting.views import default_delta
 

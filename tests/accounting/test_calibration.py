@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from fedpriv.accounting.accountants import spent
-from fedpriv.accounting.calibration import noise_multiplier_for, noise_multiplier_for_all, rounds_within
-from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.calibration import calibrate, calibrate_all, noise_multiplier_for, rounds_within
+from fedpriv.accounting.events import SubsampledGaussian, SubsampledLmo
+from fedpriv.accounting.lmo.parameters import LmoParameters, UniformPart
 
 DELTA = 1e-5
 
@@ -80,7 +81,11 @@ def test_impossible_targets_are_refused_by_name(change):
 
 def test_one_noise_multiplier_keeps_every_client_within_the_target():
     clients = [(0.05, 1e-5), (0.16, 1e-5), (0.15, 1e-9)]
-    z = noise_multiplier_for_all(2.0, clients, steps=30, accountant="rdp")
+
+    def schedule(q):
+        return lambda z: SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=30)
+
+    z = calibrate_all([(schedule(q), delta) for q, delta in clients], 2.0, accountant="rdp")
     costs = [
         spent([SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=30)], delta, "rdp").epsilon
         for q, delta in clients
@@ -88,4 +93,15 @@ def test_one_noise_multiplier_keeps_every_client_within_the_target():
     assert max(costs) <= 2.0 < max(costs) * 1.01
     assert costs.index(max(costs)) == 2, "here the smaller delta needs more noise than the larger probability"
     with pytest.raises(ValueError, match="at least one"):
-        noise_multiplier_for_all(2.0, [], steps=30)
+        calibrate_all([], 2.0)
+
+
+def test_noise_of_which_only_renyi_divergences_are_known_is_calibrated_by_rdp():
+    noise = LmoParameters(combination="mixture", uniform=UniformPart(weight=1.0, low=0.1, high=0.5))
+
+    def schedule(z):
+        scaled = noise.scaled(1 / z)
+        return SubsampledLmo(parameters=scaled, sensitivity=1.0, dimension=500, sampling_probability=0.1, count=20)
+
+    z = calibrate(schedule, 2.0, DELTA)
+    assert spent([schedule(z)], DELTA).epsilon <= 2.0 < spent([schedule(z * 0.998)], DELTA).epsilon

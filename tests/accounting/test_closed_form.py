@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from fedpriv.accounting.accountants import spent
-from fedpriv.accounting.closed_form import ClosedForm, closed_form
+from fedpriv.accounting.accountants import ClosedForm, closed_form, spent
 from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
 
 BASE = {"noise_multiplier": 2.0, "sampling_probability": 0.02, "steps": 400, "delta": 1e-5, "rho_bar": 0.5}

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from dp_accounting import rdp
 
-from fedpriv.accounting import many_clients as bulk
+from fedpriv.accounting import many_gaussians
 from fedpriv.accounting.accountants import ORDERS, spent
-from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.events import EpsilonDelta, PureEpsilon, SubsampledGaussian, SubsampledLmo
+from fedpriv.accounting.lmo.parameters import LmoParameters, UniformPart
 from fedpriv.accounting.many_clients import epsilons
 
 # The interval that `spent` chooses by epsilon; rdp has a slack for rounding built in.
@@ -81,14 +83,14 @@ def test_the_conversion_is_the_librarys():
     curve = generator.uniform(0, 0.3) * orders
     deltas = np.exp(generator.uniform(-25, -0.1, 50))
     ones = np.ones(50)
-    clients = bulk._Clients(z=ones, q=ones, count=ones, delta=deltas)
-    found = bulk._to_epsilon(np.tile(curve * (orders - 1), (50, 1)), orders, clients).min(axis=1)
+    clients = many_gaussians._Clients(z=ones, q=ones, count=ones, delta=deltas)
+    found = many_gaussians._to_epsilon(np.tile(curve * (orders - 1), (50, 1)), orders, clients).min(axis=1)
     assert found == pytest.approx([rdp.compute_epsilon(ORDERS, curve, delta)[0] for delta in deltas], rel=1e-9)
 
 
 def test_pld_brackets_hold_the_exact_figure(monkeypatch):
-    monkeypatch.setattr(bulk, "_PLD_LOWER_NODES", (5, 3, 3))
-    monkeypatch.setattr(bulk, "_PLD_UPPER_NODES", (9, 4, 5))
+    monkeypatch.setattr(many_gaussians, "_PLD_LOWER_NODES", (5, 3, 3))
+    monkeypatch.setattr(many_gaussians, "_PLD_UPPER_NODES", (9, 4, 5))
     events, deltas = draw(300, seed=5, z=(1.0,), q=(1e-3, 0.1), counts=(10, 60))
     found = check(events, deltas, "pld", range(10), PLD_ROUNDING)
     assert (found.lower <= found.upper).all()
@@ -102,8 +104,10 @@ def test_few_pld_clients_cost_their_exact_figure():
 
 def test_a_coarse_loss_bounds_the_fine_one_from_above():
     for q in (0.002, 0.05, 0.4):
-        (interval,) = bulk._coarse(np.array([q]), np.array([1.0]))
-        fine, coarse = (bulk._gaussian_loss(1.0, q, 30, h).get_epsilon_for_delta(1e-5) for h in (1e-4, interval))
+        (interval,) = many_gaussians._coarse(np.array([q]), np.array([1.0]))
+        fine, coarse = (
+            many_gaussians._gaussian_loss(1.0, q, 30, h).get_epsilon_for_delta(1e-5) for h in (1e-4, interval)
+        )
         assert interval > 1e-4
         assert fine <= coarse <= fine * 1.005
 
@@ -144,13 +148,31 @@ def test_no_clients_cost_nothing(accountant):
     assert found.lower.shape == found.upper.shape == (0,)
 
 
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_histories_of_every_law_are_bounded_side_by_side(accountant):
+    noise = LmoParameters(combination="mixture", uniform=UniformPart(weight=1.0, low=0.1, high=0.5))
+    lmo = SubsampledLmo(parameters=noise, sensitivity=1.0, dimension=500, sampling_probability=0.1)
+    events = [
+        event(),
+        lmo.with_count(3),
+        PureEpsilon(epsilon=0.3, count=2),
+        replace(lmo, sampling_probability=0.0),
+        EpsilonDelta(epsilon=0.1, delta=1e-6, count=2),
+        replace(lmo, accounting="published"),
+        replace(lmo, sampling_probability=0.2, count=7),
+        EpsilonDelta(epsilon=0.1, delta=1e-5),
+    ]
+    found = check(events, [1e-5] * len(events), accountant, range(len(events)), PLD_ROUNDING)
+    assert found.upper[[3, 5, 7]].tolist() == [0, math.inf, math.inf]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (([event()], [], "rdp"), "events has 1 entries, deltas has 0"),
         (([event()], [1.0], "rdp"), "delta = 1.0"),
         (([event()], [1e-5], "moments"), "accountant = 'moments'"),
-        ((["event"], [1e-5], "rdp"), "events holds 'event'"),
+        ((["event"], [1e-5], "rdp"), "event 'event': unknown"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(arguments, message):

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
 
 from fedpriv.audit.harness import A
-from fedpriv.mechanisms import gaussian
+from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.training import stacked
 from fedpriv.training.clipping import add_clipped, clipped_rows
 from fedpriv.training.sampling import PoissonSampler
 
 
 def _noise(change: Callable[..., torch.Tensor]):
-    """A `noised_sums` whose events claim what they should, and whose sums are changed."""
+    """Gaussian noise whose events claim what they should, and whose sums are changed."""
+    gaussian = MECHANISMS["gaussian"]
+    add_noise = gaussian.add_noise
 
-    def noised_sums(sums, **values):
-        noised, events = gaussian.noised_sums(sums, **values)
-        return change(sums, noised, **values), events
+    def changed(sums, request, sources):
+        noised, events = add_noise(sums, request, sources)
+        return change(sums, noised, clip_norm=request.clip_norm), events
 
-    return patch.object(stacked, "gaussian", SimpleNamespace(noised_sums=noised_sums))
+    return patch.object(gaussian, "add_noise", changed)
 
 
 def no_noise():

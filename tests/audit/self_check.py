@@ -95,15 +95,15 @@ def lmo_setup(seed: int) -> Setup:
     spec = update_spec(
         noise_multiplier=1.0,
         batch_size=LMO_CANARIES,
-        lmo_parameters=json.dumps(lmo_parameters.to_dict(LMO)),
-        lmo_accounting="published",
+        mechanism="lmo",
+        mechanism_parameters=json.dumps({**lmo_parameters.to_dict(LMO), "accounting": "published"}),
     )
     return Setup(spec=spec, num_registered=LMO_CANARIES, seed=seed, sizes={A: LMO_DIMENSION})
 
 
 @cache
 def lmo_claim(accounting: str) -> float:
-    return spent([replace(lmo_setup(0).event, accounting=accounting)], DELTA, "rdp", as_published=True).epsilon
+    return spent([replace(lmo_setup(0).event, accounting=accounting)], DELTA, "rdp", unproven=True).epsilon
 
 
 def audit_of_lmo(seed: int, *, dense: bool = True, accounting: str = "published") -> Finding:

@@ -102,7 +102,7 @@ def test_stacked_equals_alone_with_lmo_noise(encoder, make_records, clipping, no
         '"uniform": {"weight": 0.5, "low": 1.0, "high": 3.0}}'
     )
     records = [make_records(size, seed=size) for size in SIZES]
-    assert_equal(model, records, clipping=clipping, noise_on=noise_on, lmo_parameters=parts)
+    assert_equal(model, records, clipping=clipping, noise_on=noise_on, mechanism="lmo", mechanism_parameters=parts)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

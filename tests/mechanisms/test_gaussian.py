@@ -10,7 +10,8 @@ from scipy import stats
 
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.mechanisms import gaussian
-from fedpriv.mechanisms.gaussian import noised_sums
+from fedpriv.mechanisms.gaussian import MECHANISM
+from fedpriv.mechanisms.request import NoiseRequest
 from fedpriv.mechanisms.sources import SecureSource, SeededSource
 
 FALSE_ALARM = 1e-6
@@ -20,9 +21,8 @@ PARTS = {"first": slice(0, 2000), "middle": slice(2000, 5000), "last": slice(500
 
 def noised_sum(total, *, sampling_probability, source, **arguments):
     """The mechanism for one client."""
-    sums, (event,) = noised_sums(
-        total.unsqueeze(0), sampling_probabilities=[sampling_probability], sources=[source], **arguments
-    )
+    request = NoiseRequest(dimension=len(total), sampling_probabilities=(sampling_probability,), **arguments)
+    sums, (event,) = MECHANISM.add_noise(total.unsqueeze(0), request, [source])
     return sums[0], event
 
 
@@ -118,13 +118,8 @@ def test_every_sum_reaches_the_same_points(value):
 def test_each_client_gets_the_noise_of_its_own_source_and_an_event_of_its_own(monkeypatch, at_once):
     monkeypatch.setattr(gaussian, "_VALUES_AT_ONCE", at_once)
     totals = torch.arange(12.0).view(3, 4)
-    sums, events = noised_sums(
-        totals,
-        noise_multiplier=1.5,
-        clip_norm=4.0,
-        sampling_probabilities=[0.1, 0.2, 0.3],
-        sources=[SeededSource(seed) for seed in range(3)],
-    )
+    request = NoiseRequest(noise_multiplier=1.5, clip_norm=4.0, dimension=4, sampling_probabilities=(0.1, 0.2, 0.3))
+    sums, events = MECHANISM.add_noise(totals, request, [SeededSource(seed) for seed in range(3)])
     for client in range(3):
         alone, _ = noised(total=totals[client], seed=client)
         assert torch.equal(sums[client], alone)
@@ -132,11 +127,6 @@ def test_each_client_gets_the_noise_of_its_own_source_and_an_event_of_its_own(mo
 
 
 def test_a_client_without_a_source_is_refused():
+    request = NoiseRequest(noise_multiplier=1.0, clip_norm=1.0, dimension=3, sampling_probabilities=(0.1,))
     with pytest.raises(ValueError, match="2 sums, 1 sampling probabilities and 1 sources"):
-        noised_sums(
-            torch.zeros(2, 3),
-            noise_multiplier=1.0,
-            clip_norm=1.0,
-            sampling_probabilities=[0.1],
-            sources=[SeededSource(0)],
-        )
+        MECHANISM.add_noise(torch.zeros(2, 3), request, [SeededSource(0)])

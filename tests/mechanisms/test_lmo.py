@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -20,9 +21,10 @@ from fedpriv.accounting.lmo.density import (
     variance,
 )
 from fedpriv.accounting.lmo.moments import columns
-from fedpriv.accounting.lmo.parameters import ExponentialPart, GammaPart, LmoParameters, UniformPart
+from fedpriv.accounting.lmo.parameters import ExponentialPart, GammaPart, LmoParameters, UniformPart, to_dict
 from fedpriv.errors import InputError
-from fedpriv.mechanisms.lmo import inverse_scales, lmo_noise, noised_sums
+from fedpriv.mechanisms.lmo import MECHANISM, inverse_scales, lmo_noise
+from fedpriv.mechanisms.request import NoiseRequest
 from fedpriv.mechanisms.sources import SecureSource, SeededSource, laplace_from_words, uniform_from_words
 
 FALSE_ALARM = 1e-6
@@ -215,14 +217,15 @@ def test_uniform_and_laplace_values_invert_their_distributions():
 # --- the mechanism ---
 
 
+def request_for(chosen, dimension, accounting="sound", **changes):
+    parameters = json.dumps({**to_dict(chosen), "accounting": accounting})
+    fields = {"noise_multiplier": 1.0, "clip_norm": 4.0, "sampling_probabilities": (0.25,)} | changes
+    return NoiseRequest(parameters=parameters, dimension=dimension, **fields)
+
+
 def noised(total, chosen=MIXTURE, seed=0, **changes):
-    arguments = {
-        "parameters": chosen,
-        "clip_norm": 4.0,
-        "sampling_probabilities": [0.25],
-        "sources": [SeededSource(seed)],
-    }
-    sums, (event,) = noised_sums(total.unsqueeze(0), **arguments | changes)
+    request = request_for(chosen, len(total), **changes)
+    sums, (event,) = MECHANISM.add_noise(total.unsqueeze(0), request, [SeededSource(seed)])
     return sums[0], event
 
 
@@ -274,13 +277,8 @@ def test_noise_without_a_mean_stays_finite():
 
 def test_each_client_gets_the_noise_of_its_own_source():
     totals = torch.arange(12.0).view(3, 4)
-    sums, events = noised_sums(
-        totals,
-        parameters=LINEAR,
-        clip_norm=4.0,
-        sampling_probabilities=[0.1, 0.2, 0.3],
-        sources=[SeededSource(seed) for seed in range(3)],
-    )
+    request = request_for(LINEAR, 4, sampling_probabilities=(0.1, 0.2, 0.3))
+    sums, events = MECHANISM.add_noise(totals, request, [SeededSource(seed) for seed in range(3)])
     for client in range(3):
         assert torch.equal(sums[client], noised(totals[client], LINEAR, seed=client)[0])
     assert [event.sampling_probability for event in events] == [0.1, 0.2, 0.3]
@@ -292,8 +290,8 @@ def test_each_client_gets_the_noise_of_its_own_source():
         ({"clip_norm": 0.0}, "clip_norm = 0.0"),
         ({"clip_norm": math.nan}, "clip_norm = nan"),
         ({"sensitivity_factor": 0.5}, "sensitivity_factor = 0.5"),
-        ({"sampling_probabilities": [0.1, 0.2]}, "1 sums, 2 sampling probabilities and 1 sources"),
-        ({"sampling_probabilities": [1.5]}, "sampling_probability = 1.5"),
+        ({"sampling_probabilities": (0.1, 0.2)}, "1 sums, 2 sampling probabilities and 1 sources"),
+        ({"sampling_probabilities": (1.5,)}, "sampling_probability = 1.5"),
         ({"accounting": "hopeful"}, "accounting = 'hopeful'"),
     ],
 )

@@ -26,7 +26,8 @@ from server.noise import calibrated
 from simulations.engines import federation
 
 UNIFORM = '{"combination": "mixture", "uniform": {"weight": 1.0, "low": 0.1, "high": 0.5}}'
-LMO = {"mechanism": "lmo", "lmo_parameters": UNIFORM, "noise_multiplier": 1.0}
+PUBLISHED = UNIFORM.replace("{", '{"accounting": "published", ', 1)
+LMO = {"mechanism": "lmo", "mechanism_parameters": UNIFORM, "noise_multiplier": 1.0}
 
 
 def run(values, out: Path, **changes) -> tuple[Path, dict]:
@@ -72,7 +73,7 @@ def test_a_target_epsilon_is_met_and_no_noise_is_wasted(small_run, view):
 
 def test_published_accounting_is_marked_as_no_guarantee_in_summary_report_log_and_ledger(small_run, tmp_path, caplog):
     folder, summary = run(
-        {**small_run, "simulate": False, "public_data": True}, tmp_path / "run", lmo_accounting="published"
+        {**small_run, "simulate": False, "public_data": True}, tmp_path / "run", mechanism_parameters=PUBLISHED
     )
     assert summary["private"] is False
     assert summary["epsilon_local_max"] is None, "infinite"
@@ -90,12 +91,12 @@ def test_published_accounting_is_marked_as_no_guarantee_in_summary_report_log_an
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lmo_parameters": ""}, "needs lmo_parameters"),
-        ({"mechanism": "gaussian"}, "are for mechanism = lmo"),
+        ({"mechanism_parameters": ""}, "needs mechanism_parameters, a file or JSON; fedpriv lmo search finds some"),
+        ({"mechanism": "gaussian"}, "mechanism_parameters = .*: mechanism = gaussian takes none"),
         ({"noise_multiplier": 0.0}, "noise_multiplier = 0"),
         ({"aggregation": "flora", "client_ranks": [2, 4, 8]}, "client_ranks"),
-        ({"lmo_accounting": "published", "target_epsilon": 3.0}, "is no privacy guarantee"),
-        ({"lmo_accounting": "published", "budget_epsilon": 3.0}, "is no privacy guarantee"),
+        ({"mechanism_parameters": PUBLISHED, "target_epsilon": 3.0}, "is no privacy guarantee"),
+        ({"mechanism_parameters": PUBLISHED, "budget_epsilon": 3.0}, "is no privacy guarantee"),
     ],
 )
 def test_what_does_not_fit_lmo_noise_is_refused_by_name(small_run, changes, message):
@@ -109,7 +110,7 @@ def test_a_file_without_parameters_is_refused_and_nothing_is_written(small_run, 
     )
     for path, message in (("none.json", "cannot be read"), ("weights.json", "must sum to 1")):
         with pytest.raises(InputError, match=message):
-            run(small_run, tmp_path / "run", lmo_parameters=str(tmp_path / path))
+            run(small_run, tmp_path / "run", mechanism_parameters=str(tmp_path / path))
     assert not (tmp_path / "run").exists()
 
 
@@ -128,10 +129,10 @@ OWN = guard.NodePolicy(allow_unrecorded=True)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lmo_accounting": "published"}, "is no privacy guarantee"),
-        ({"lmo_accounting": "wishful"}, "must be one of"),
-        ({"lmo_parameters": "{}"}, "lmo_parameters: "),
-        ({"lmo_parameters": UNIFORM.replace("1.0", "0.9")}, "must sum to 1"),
+        ({"mechanism_parameters": PUBLISHED}, "is no privacy guarantee"),
+        ({"mechanism_parameters": PUBLISHED.replace("published", "wishful")}, "must be one of"),
+        ({"mechanism_parameters": "{}"}, "mechanism_parameters: "),
+        ({"mechanism_parameters": UNIFORM.replace("1.0", "0.9")}, "must sum to 1"),
     ],
 )
 def test_a_node_refuses_noise_that_protects_nothing(changes, message):

@@ -75,7 +75,7 @@ def test_every_uploaded_tensor_has_noise_of_the_claimed_scale(model, make_source
 def test_every_uploaded_tensor_has_lmo_noise_of_the_claimed_scale(model):
     parts = '{"combination": "mixture", "uniform": {"weight": 1.0, "low": 0.1, "high": 0.5}}'
     distribution = partial(lmo_density.cdf, lmo_parameters.from_json(parts))
-    by_tensor = uploads(model, SeededSource, dataclasses.replace(SPEC, lmo_parameters=parts))
+    by_tensor = uploads(model, SeededSource, dataclasses.replace(SPEC, mechanism="lmo", mechanism_parameters=parts))
     assert len(by_tensor) == 10
     for name, values in by_tensor.items():
         sizes = values.double().numpy() / SCALE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
@@ -13,12 +14,12 @@ from fedpriv.vault import guard
 from fedpriv.vault.policy import Limits
 
 SPEC = UpdateSpec.of(RunConfig())
-NAMES = ("x.lora_A.weight", "x.lora_B.weight")
+ADAPTER = {name: torch.zeros(2, 3) for name in ("x.lora_A.weight", "x.lora_B.weight")}
 
 
 def check(limits: Limits | None = Limits(), *, probability=0.1, round_=1, **changes) -> None:  # noqa: B008
     spec = dataclasses.replace(SPEC, **changes)
-    guard.check_limits(spec, planned_event(spec, probability, NAMES), round_, limits)
+    guard.check_limits(spec, planned_event(spec, probability, ADAPTER), round_, limits)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,10 @@ from fedpriv.errors import InputError
 # all parts independent.
 Combination = Literal["mixture", "linear"]
 
+# How the cost of LMO noise is found. `published` is the paper's curve, which holds for one number and not for a vector:
+# no privacy guarantee, and no budget is ever enforced by it.
+LmoAccounting = Literal["published", "sound"]
+
 # Beyond these floating point says nothing: parameters are ratios to the clip norm, and weights are shares.
 _SMALLEST, _LARGEST = 1e-9, 1e9
 
@@ -143,11 +147,19 @@ def from_json(text: str) -> LmoParameters:
     Raises:
         InputError: the text is no JSON, or no parameters.
     """
+    return from_dict(read_json(text))
+
+
+def read_json(text: str) -> Any:
+    """The value in a JSON text.
+
+    Raises:
+        InputError: the text is no JSON.
+    """
     try:
-        values = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError):
         raise InputError(f"parameters {text[:60]!r}: must be JSON") from None
-    return from_dict(values)
 
 
 def _part(name: str, values: object) -> Part:

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from fedpriv.accounting.events import LmoAccounting
 from fedpriv.accounting.lmo.moments import Array, Columns
+from fedpriv.accounting.lmo.parameters import LmoAccounting
 from fedpriv.accounting.lmo.renyi import POINTS, published, sound
 
 # Of the sound curve's grid: sampling needs every whole order, and its factor 3 hides the difference of 2e-4.
@@ -41,12 +41,43 @@ def sampled_curve(
         return np.zeros((*of.shape.shape, len(orders)))
     sampled = sampling_probability < 1
     every = np.arange(2, orders.max() + 1) if sampled else orders
-    if accounting == "published":
-        curve = published(of, every, sensitivity)
-    else:
-        points = points or (_POINTS if sampled else POINTS)
-        curve = sound(of, every, dimension=dimension, sensitivity=sensitivity, points=points)
+    curve = unsampled_curve(
+        of,
+        every,
+        accounting=accounting,
+        dimension=dimension,
+        sensitivity=sensitivity,
+        sampled=sampled,
+        points=points,
+    )
     return poisson_sampled(curve, orders, sampling_probability) if sampled else curve
+
+
+def unsampled_curve(
+    of: Columns,
+    orders: npt.NDArray[np.int64],
+    *,
+    accounting: LmoAccounting,
+    dimension: float,
+    sensitivity: float,
+    sampled: bool = False,
+    points: int | None = None,
+) -> Array:
+    """[..., orders] Renyi divergence of one release of LMO noise on all records.
+
+    Args:
+        of: parameters, arrays of shape [...].
+        orders: whole, >= 2.
+        accounting: `sound`, or `published`, which is no bound for a vector and does not use the dimension.
+        dimension: d >= 1, may be infinite.
+        sensitivity: C > 0, L2, in units of the clip norm.
+        sampled: whether `poisson_sampled` follows, which a coarser grid suits.
+        points: of the sound curve's grid; None for what suits.
+    """
+    if accounting == "published":
+        return published(of, orders, sensitivity)
+    points = points or (_POINTS if sampled else POINTS)
+    return sound(of, orders, dimension=dimension, sensitivity=sensitivity, points=points)
 
 
 def poisson_sampled(curve: Array, orders: npt.NDArray[np.int64], sampling_probability: float) -> Array:

@@ -18,7 +18,6 @@ from fedpriv.accounting.events import (
     SubsampledLmo,
     from_json,
     group,
-    is_guarantee,
     to_json,
 )
 from fedpriv.accounting.lmo import parameters as lmo_parameters
@@ -211,14 +210,14 @@ def test_more_noise_fewer_coordinates_less_sensitivity_and_less_sampling_never_c
 
 def test_published_accounting_is_no_guarantee_and_enforces_nothing():
     paper = event(accounting="published", count=5)
-    assert not is_guarantee(paper)
-    assert is_guarantee(event())
+    assert not paper.is_guarantee
+    assert event().is_guarantee
     default = spent([paper], DELTA)
     assert (default.epsilon, default.is_guarantee) == (math.inf, False)
     assert spent([event(), paper], DELTA).epsilon == math.inf
     assert delta_spent([paper], 5.0) == 1.0
     assert not stays_within([paper], DELTA, 1e6)
-    shown = spent([paper], DELTA, as_published=True)
+    shown = spent([paper], DELTA, unproven=True)
     assert 0 < shown.epsilon < spent([replace(paper, accounting="sound")], DELTA).epsilon
     assert not shown.is_guarantee
 

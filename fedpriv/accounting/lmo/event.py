@@ -1,0 +1,147 @@
+"""The event of LMO noise on a Poisson sample of the records."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from typing import Any, Self, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from fedpriv.accounting.law import (
+    SMALLEST_DIVERGENCE,
+    Array,
+    Event,
+    Unit,
+    check_count_and_unit,
+    check_non_negative,
+    check_probability,
+    check_sampled_unit,
+    short,
+)
+from fedpriv.accounting.lmo import parameters as lmo_parameters
+from fedpriv.accounting.lmo.moments import columns
+from fedpriv.accounting.lmo.parameters import LmoAccounting, LmoParameters
+from fedpriv.accounting.lmo.renyi import sound
+from fedpriv.accounting.lmo.sampling import poisson_sampled, unsampled_curve
+
+PUBLISHED_CAVEAT = "LMO noise was accounted as published, which bounds no gradient"
+
+# The Renyi order at which the noise is compared with Gaussian noise.
+_COMPARED_AT = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubsampledLmo(Event):
+    """`count` compositions of LMO noise, drawn for every coordinate, on a Poisson sample of the records.
+
+    Attributes:
+        parameters: of the noise, in units of the clip norm.
+        sensitivity: L2 sensitivity over the clip norm, finite and > 0: the clipping rule's factor.
+        dimension: how many coordinates are noised, >= 1.
+        sampling_probability: q in [0, 1], with which each record was included, independently.
+        accounting: `sound`, or `published`, which is no guarantee.
+        count: how many such releases, >= 1.
+        unit: what is protected.
+
+    Raises:
+        ValueError: a value is out of range or not finite, or a whole client is said to be sampled.
+    """
+
+    parameters: LmoParameters
+    sensitivity: float
+    dimension: int
+    sampling_probability: float
+    accounting: LmoAccounting = "sound"
+    count: int = 1
+    unit: Unit = "record"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.parameters, LmoParameters):
+            raise ValueError(f"parameters = {short(self.parameters)}: must be LmoParameters")
+        check_non_negative("sensitivity", self.sensitivity)
+        if self.sensitivity == 0:
+            raise ValueError("sensitivity = 0: must be > 0")
+        if isinstance(self.dimension, bool) or not isinstance(self.dimension, int) or not 1 <= self.dimension <= 2**53:
+            raise ValueError(f"dimension = {short(self.dimension)}: must be a whole number >= 1")
+        check_probability("sampling_probability", self.sampling_probability)
+        if self.accounting not in get_args(LmoAccounting):
+            known = ", ".join(get_args(LmoAccounting))
+            raise ValueError(f"accounting = {short(self.accounting)}: must be one of {known}")
+        check_count_and_unit(self.count, self.unit)
+        check_sampled_unit(self.sampling_probability, self.unit)
+
+    def rdp(self, orders: npt.ArrayLike) -> Array:
+        """[orders] Renyi divergence of all releases, known at whole orders only."""
+        orders = np.asarray(orders, dtype=float)
+        if self.sampling_probability == 0:
+            return np.zeros(orders.shape)
+        is_whole = (orders >= 2) & (orders == np.floor(orders))
+        curve = np.full(orders.shape, math.inf)
+        curve[is_whole] = self._whole_orders(tuple(orders[is_whole].astype(int).tolist()))
+        return np.asarray(self.count * np.maximum(curve, SMALLEST_DIVERGENCE))
+
+    def _whole_orders(self, orders: tuple[int, ...]) -> Array:
+        noise = (self.parameters, self.accounting, self.dimension, self.sensitivity)
+        if self.sampling_probability == 1 or not orders:
+            return _unsampled(*noise, orders, sampled=False)
+        every = _unsampled(*noise, tuple(range(2, max(orders) + 1)), sampled=True)
+        return poisson_sampled(every, np.array(orders), self.sampling_probability)
+
+    def with_noise(self, factor: float) -> Self:
+        """The same noise for a sensitivity divided by the factor, which costs the same as the multiplied noise."""
+        return replace(self, sensitivity=self.sensitivity / factor)
+
+    @property
+    def effective_noise_multiplier(self) -> float:
+        """That of the Gaussian noise with the same sound divergence at order 8, where a Gaussian has a / (2 z^2)."""
+        return _gaussian_equal(self.parameters, self.dimension, self.sensitivity)
+
+    @property
+    def caveat(self) -> str:
+        """What `published` accounting leaves unproven."""
+        return PUBLISHED_CAVEAT if self.accounting == "published" else ""
+
+    def to_fields(self) -> dict[str, Any]:
+        """The event as plain values that JSON takes."""
+        return asdict(self) | {"parameters": lmo_parameters.to_dict(self.parameters)}
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+        """The event that `to_fields` described."""
+        values = dict(fields)
+        if "parameters" in values:
+            values["parameters"] = lmo_parameters.from_dict(values["parameters"])
+        return cls(**values)
+
+
+# Clients of a federation differ in q alone, so that one curve without sampling serves thousands of events.
+@lru_cache(maxsize=256)
+def _unsampled(
+    parameters: LmoParameters,
+    accounting: LmoAccounting,
+    dimension: int,
+    sensitivity: float,
+    orders: tuple[int, ...],
+    *,
+    sampled: bool,
+) -> Array:
+    if not orders:
+        return np.empty(0)
+    return unsampled_curve(
+        columns(parameters),
+        np.array(orders),
+        accounting=accounting,
+        dimension=dimension,
+        sensitivity=sensitivity,
+        sampled=sampled,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _gaussian_equal(parameters: LmoParameters, dimension: int, sensitivity: float) -> float:
+    curve = sound(columns(parameters), [_COMPARED_AT], dimension=dimension, sensitivity=sensitivity)
+    return math.sqrt(_COMPARED_AT / (2 * float(curve[..., 0])))

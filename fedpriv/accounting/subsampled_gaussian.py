@@ -1,0 +1,153 @@
+"""The Gaussian mechanism on a Poisson sample of the records, by dp-accounting."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar, Self
+
+import dp_accounting
+import numpy as np
+import numpy.typing as npt
+from absl import logging as absl_logging
+from dp_accounting import pld, rdp
+
+from fedpriv.accounting.law import (
+    SMALLEST_DIVERGENCE,
+    Accountant,
+    Array,
+    Event,
+    Unit,
+    check_count_and_unit,
+    check_non_negative,
+    check_probability,
+    check_sampled_unit,
+)
+
+# Outside this range of z floating point says nothing: below it a release counts as one without noise, above it as
+# one with the largest noise. Both only raise the cost.
+MIN_NOISE, MAX_NOISE = 1e-6, 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubsampledGaussian(Event):
+    """`count` compositions of a Gaussian mechanism on a Poisson sample of the records.
+
+    Attributes:
+        noise_multiplier: z_eff >= 0, the noise's standard deviation over the L2 sensitivity; 0 means no
+            noise, which costs infinity.
+        sampling_probability: q in [0, 1], with which each record was included, independently; 1 is the plain
+            Gaussian mechanism.
+        count: how many such releases, >= 1.
+        unit: what is protected.
+
+    Raises:
+        ValueError: a value is out of range or not finite, or a whole client is said to be sampled.
+    """
+
+    noise_multiplier: float
+    sampling_probability: float
+    count: int = 1
+    unit: Unit = "record"
+
+    has_pld: ClassVar[bool] = True
+    noise_adds_up: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_non_negative("noise_multiplier", self.noise_multiplier)
+        check_probability("sampling_probability", self.sampling_probability)
+        check_count_and_unit(self.count, self.unit)
+        check_sampled_unit(self.sampling_probability, self.unit)
+
+    def rdp(self, orders: npt.ArrayLike) -> Array:
+        """[orders] Renyi divergence of all releases; infinite without noise.
+
+        Source: Mironov, Talwar and Zhang 2019, Section 3.3, by dp-accounting.
+        """
+        orders = np.asarray(orders, dtype=float)
+        if self.sampling_probability == 0:
+            return np.zeros(orders.shape)
+        if self.noise_multiplier < MIN_NOISE:
+            return np.full(orders.shape, math.inf)
+        accountant = rdp.RdpAccountant(orders=orders.tolist())
+        with quiet_absl():
+            accountant.compose(self.as_dp_event())
+        # The Gaussian without sampling bounds the curve from above, so the floor never passes it.
+        floor = np.minimum(orders / (2 * self._noise**2), SMALLEST_DIVERGENCE)
+        return np.asarray(self.count * np.maximum(accountant.rdp, floor))
+
+    def pld(self, value_interval: float) -> Any:
+        """The privacy loss distribution of all releases, step by step as dp-accounting's accountant has it."""
+        if self.sampling_probability == 1:
+            # n Gaussians are one with a sqrt(n)-th of the noise.
+            return _single_loss(self._noise / math.sqrt(self.count), 1.0, value_interval)
+        return _single_loss(self._noise, self.sampling_probability, value_interval).self_compose(self.count)
+
+    def with_noise(self, factor: float) -> Self:
+        """The same releases with the noise multiplied by a factor."""
+        return type(self)(
+            noise_multiplier=factor * self.noise_multiplier,
+            sampling_probability=self.sampling_probability,
+            count=self.count,
+            unit=self.unit,
+        )
+
+    @classmethod
+    def epsilon_bounds_of_many(
+        cls, events: Sequence[Self], deltas: Sequence[float], accountant: Accountant, workers: int
+    ) -> tuple[Array, Array]:
+        """Bounds by interpolation over q, count and delta."""
+        from fedpriv.accounting import many_gaussians  # which asks the accountants, which know this law
+
+        return many_gaussians.epsilon_bounds(events, deltas, accountant, workers=workers)
+
+    def as_dp_event(self) -> dp_accounting.DpEvent:
+        """One release in dp-accounting's vocabulary; q = 1 is the plain Gaussian."""
+        gaussian = dp_accounting.GaussianDpEvent(self._noise)
+        if self.sampling_probability == 1:
+            return gaussian
+        return dp_accounting.PoissonSampledDpEvent(self.sampling_probability, gaussian)
+
+    @property
+    def effective_noise_multiplier(self) -> float:
+        """z_eff."""
+        return self.noise_multiplier
+
+    @property
+    def is_noised(self) -> bool:
+        """Whether z_eff > 0."""
+        return self.noise_multiplier > 0
+
+    @property
+    def loss_scale(self) -> float:
+        """q / z."""
+        return self.sampling_probability / max(self._noise, 1.0)
+
+    @property
+    def _noise(self) -> float:
+        return min(self.noise_multiplier, MAX_NOISE)
+
+
+@lru_cache(maxsize=64)
+def _single_loss(noise_multiplier: float, sampling_probability: float, value_interval: float) -> Any:
+    """The privacy loss distribution of one release, as dp-accounting's own accountant makes it."""
+    return pld.privacy_loss_distribution.from_gaussian_mechanism(
+        noise_multiplier, value_discretization_interval=value_interval, sampling_prob=sampling_probability
+    )
+
+
+@contextmanager
+def quiet_absl() -> Iterator[None]:
+    """Hide the note that an rdp order was left out: fewer orders only raise the bound."""
+    root, silent, verbosity = logging.getLogger(), logging.NullHandler(), absl_logging.get_verbosity()
+    root.addHandler(silent)  # without any handler absl would configure the root logger for the whole process
+    absl_logging.set_verbosity(absl_logging.ERROR)
+    try:
+        yield
+    finally:
+        absl_logging.set_verbosity(verbosity)
+        root.removeHandler(silent)

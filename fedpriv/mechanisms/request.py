@@ -1,0 +1,62 @@
+"""What a mechanism is asked to noise, in public numbers alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedpriv.accounting.law import Unit
+    from fedpriv.mechanisms.sources import RandomSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseRequest:
+    """One release of every client of a stack, all of one specification.
+
+    Attributes:
+        parameters: of the mechanism, as it reads them; empty for a mechanism that takes none.
+        noise_multiplier: z >= 0, noise over clip norm.
+        clip_norm: C > 0, in units of what is noised.
+        sensitivity_factor: L2 sensitivity over C, >= 1, from the clipping rule.
+        dimension: how many values of a client are noised, >= 1.
+        sampling_probabilities: [clients], q in [0, 1], from the samplers that drew the batches.
+        count: how many such releases are planned, >= 1.
+        unit: what is protected.
+
+    Raises:
+        ValueError: clip_norm or sensitivity_factor is out of range; a mechanism's events check the rest.
+    """
+
+    noise_multiplier: float
+    clip_norm: float
+    dimension: int
+    sampling_probabilities: tuple[float, ...]
+    parameters: str = ""
+    sensitivity_factor: float = 1.0
+    count: int = 1
+    unit: Unit = "record"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.clip_norm < math.inf:
+            raise ValueError(f"clip_norm = {self.clip_norm}: must be finite and > 0")
+        if not 1 <= self.sensitivity_factor < math.inf:
+            raise ValueError(f"sensitivity_factor = {self.sensitivity_factor}: must be finite and >= 1")
+
+    def check_fits(self, sums: Tensor, sources: Sequence[RandomSource]) -> None:
+        """Refuse sums, [clients, values], or sources, [clients], that are not those of this request.
+
+        Raises:
+            ValueError: there is not one of each for every client, or the number of values differs.
+        """
+        if not len(sums) == len(self.sampling_probabilities) == len(sources):
+            raise ValueError(
+                f"{len(sums)} sums, {len(self.sampling_probabilities)} sampling probabilities and {len(sources)} "
+                "sources: must be one of each for every client"
+            )
+        if sums.shape[1] != self.dimension:
+            raise ValueError(f"dimension = {self.dimension}: the sums have {sums.shape[1]} values")
