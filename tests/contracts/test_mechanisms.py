@@ -1,0 +1,307 @@
+"""What every mechanism of the registry owes, and one of these tests that runs without an edit of the library."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy import stats
+
+from fedpriv.accounting.accountants import ORDERS, spent
+from fedpriv.accounting.calibration import calibrate
+from fedpriv.accounting.events import EVENTS, from_json, group, to_json
+from fedpriv.accounting.lmo import density, parameters
+from fedpriv.accounting.views import Release
+from fedpriv.config import parse
+from fedpriv.errors import InputError
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.mechanisms.registry import MECHANISMS
+from fedpriv.mechanisms.request import NoiseRequest
+from fedpriv.mechanisms.sources import SecureSource, SeededSource
+from fedpriv.training.local_update import UpdateSpec
+from fedpriv.training.workbench import workbench
+from fedpriv.vault import guard
+from server.coordinator import LogObserver
+from server.noise import calibrated
+from simulations.engines import federation
+from tests.contracts.laplace import Laplace, SubsampledLaplace
+
+LMO = '{"combination": "mixture", "uniform": {"weight": 1.0, "low": 1.0, "high": 3.0}}'
+PUBLISHED = json.dumps({**json.loads(LMO), "accounting": "published"})
+FALSE_ALARM = 1e-6
+DELTA = 1e-5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Example:
+    """How a mechanism is used here: right parameters, wrong ones, and the distribution of noise with z = C = 1."""
+
+    cdf: Callable[[Any], Any]
+    parameters: str = ""
+    wrong: str = '{"no": "parameters"}'
+    # A run of the small federation with it.
+    noise_multiplier: float = 1.0
+
+
+EXAMPLES = {
+    "gaussian": Example(cdf=stats.norm.cdf),
+    "lmo": Example(cdf=lambda x: density.cdf(parameters.from_json(LMO), x), parameters=LMO),
+    "laplace": Example(cdf=stats.laplace.cdf, noise_multiplier=1000.0),
+}
+
+
+@pytest.fixture(autouse=True)
+def laplace(monkeypatch):
+    """The mechanism of these tests: an object in one registry, its law in the other, no edit of the library."""
+    monkeypatch.setitem(MECHANISMS, "laplace", Laplace())
+    monkeypatch.setitem(EVENTS, "subsampled_laplace", SubsampledLaplace)
+
+
+@pytest.fixture(params=EXAMPLES)
+def name(request):
+    return request.param
+
+
+def request_for(name, dimension, **changes):
+    fields = {"noise_multiplier": 1.5, "clip_norm": 4.0, "sampling_probabilities": (0.25,)} | changes
+    return NoiseRequest(parameters=EXAMPLES[name].parameters, dimension=dimension, **fields)
+
+
+def event_of(name, **changes):
+    (event,) = MECHANISMS[name].planned_events(request_for(name, changes.pop("dimension", 50), **changes))
+    return event
+
+
+def epsilon(*events, accountant="rdp"):
+    return spent(events, DELTA, accountant).epsilon
+
+
+def test_every_mechanism_has_an_example_here():
+    assert EXAMPLES.keys() == set(MECHANISMS)
+
+
+def test_the_planned_event_is_the_returned_event(name):
+    for unit, factor in (("record", math.sqrt(3)), ("client", 2.0)):
+        probabilities = (0.1, 0.2, 1.0) if unit == "record" else (1.0, 1.0, 1.0)
+        request = request_for(name, 40, sampling_probabilities=probabilities, sensitivity_factor=factor, unit=unit)
+        planned = MECHANISMS[name].planned_events(request)
+        _, returned = MECHANISMS[name].add_noise(torch.zeros(3, 40), request, [SeededSource(k) for k in range(3)])
+        assert returned == planned
+        assert [event.sampling_probability for event in planned] == list(probabilities)
+        assert {(event.unit, event.count) for event in planned} == {(unit, 1)}
+        several = MECHANISMS[name].planned_events(dataclasses.replace(request, count=7))
+        assert several == [event.with_count(7) for event in planned]
+
+
+@pytest.mark.parametrize("source", [SecureSource, lambda: SeededSource(0)], ids=["secure", "seeded"])
+def test_noise_has_the_stated_scale_and_no_other_on_every_part(name, source):
+    request = request_for(name, 30_000)
+    noised, _ = MECHANISMS[name].add_noise(torch.zeros(1, 30_000), request, [source()])
+    for values in noised[0].double().numpy().reshape(3, -1) / (1.5 * 4.0):
+        p_values = {scale: stats.kstest(values * scale, EXAMPLES[name].cdf).pvalue for scale in (2 / 3, 1, 3 / 2)}
+        assert [scale for scale, p in p_values.items() if p > FALSE_ALARM] == [1]
+
+
+def test_noise_is_added_and_the_input_is_unchanged(name):
+    sums, request = torch.arange(100.0).view(1, 100), request_for(name, 100)
+    moved, _ = MECHANISMS[name].add_noise(sums, request, [SeededSource(0)])
+    still, _ = MECHANISMS[name].add_noise(torch.zeros(1, 100), request, [SeededSource(0)])
+    torch.testing.assert_close(moved - still, sums, atol=1e-2, rtol=0)
+    assert torch.equal(sums, torch.arange(100.0).view(1, 100))
+
+
+def test_each_client_has_the_noise_of_its_own_source(name):
+    request = request_for(name, 30, sampling_probabilities=(0.1, 0.2))
+    both, _ = MECHANISMS[name].add_noise(torch.zeros(2, 30), request, [SeededSource(1), SeededSource(2)])
+    alone = request_for(name, 30)
+    for row, seed in zip(both, (1, 2), strict=True):
+        assert torch.equal(row, MECHANISMS[name].add_noise(torch.zeros(1, 30), alone, [SeededSource(seed)])[0][0])
+    assert not torch.equal(both[0], both[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"clip_norm": 0.0}, "clip_norm = 0.0"),
+        ({"clip_norm": math.nan}, "clip_norm = nan"),
+        ({"sensitivity_factor": 0.5}, "sensitivity_factor = 0.5"),
+        ({"sampling_probabilities": (0.1, 0.2)}, "1 sums, 2 sampling probabilities and 1 sources"),
+        ({"sampling_probabilities": (1.5,)}, "sampling_probability = 1.5"),
+        ({"dimension": 4}, "dimension = 4"),
+        ({"count": 0}, "count = 0"),
+    ],
+)
+def test_a_request_that_would_make_the_event_claim_too_much_is_refused(name, changes, message):
+    with pytest.raises(ValueError, match=message):
+        MECHANISMS[name].add_noise(
+            torch.zeros(1, 3), request_for(name, **{"dimension": 3} | changes), [SeededSource(0)]
+        )
+
+
+def test_wrong_parameters_are_refused_by_name_and_right_ones_are_kept(name):
+    mechanism, example = MECHANISMS[name], EXAMPLES[name]
+    kept = mechanism.checked(example.parameters, 1.0)
+    assert mechanism.checked(kept, 1.0) == kept
+    with pytest.raises(InputError, match="mechanism_parameters"):
+        mechanism.checked(example.wrong, 1.0)
+    assert (mechanism.parameters_hint == "") == (example.parameters == "")
+
+
+def test_mechanism_and_event_say_the_same_of_each_other(name):
+    event = event_of(name)
+    assert MECHANISMS[name].caveat(EXAMPLES[name].parameters) == event.caveat
+    assert MECHANISMS[name].noise_adds_up == event.noise_adds_up
+    depends = epsilon(event_of(name, dimension=50)) != epsilon(event_of(name, dimension=5000))
+    assert MECHANISMS[name].cost_depends_on_dimension == depends
+
+
+def test_accounting_without_proof_is_a_caveat_of_mechanism_and_event_alike():
+    request = dataclasses.replace(request_for("lmo", 50), parameters=PUBLISHED)
+    (event,) = MECHANISMS["lmo"].planned_events(request)
+    assert event.caveat == MECHANISMS["lmo"].caveat(PUBLISHED) != ""
+
+
+# --- what the event of a mechanism owes the accountants ---
+
+
+def test_the_event_survives_json(name):
+    event = event_of(name, count=3)
+    assert from_json(to_json(event)) == event
+
+
+def test_renyi_curves_add_up_over_counts_and_are_the_same_for_many_at_once(name):
+    event = event_of(name)
+    curve = event.rdp(ORDERS)
+    assert curve.shape == np.shape(ORDERS)
+    assert np.isfinite(curve).any()
+    np.testing.assert_allclose(event.with_count(5).rdp(ORDERS), 5 * curve, rtol=1e-9)
+    many = type(event).rdp_of_many([event, event.with_count(2), event], ORDERS)
+    np.testing.assert_array_equal(many, np.stack([curve, event.with_count(2).rdp(ORDERS), curve]))
+
+
+def test_a_privacy_loss_distribution_is_there_where_the_event_says_so(name):
+    event = event_of(name)
+    assert (event.pld(1e-2) is not None) == event.has_pld
+    assert spent([event], DELTA).upper_bound_only == (not event.has_pld or epsilon(event) > 100)
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_more_noise_fewer_releases_and_less_sampling_never_cost_more(name, accountant):
+    scale = EXAMPLES[name].noise_multiplier
+    costs = [
+        epsilon(event_of(name, noise_multiplier=z * scale, count=4), accountant=accountant) for z in (1.0, 2.0, 4.0)
+    ]
+    assert costs == sorted(costs, reverse=True)
+    base = event_of(name, noise_multiplier=2 * scale)
+    by_count = [epsilon(base.with_count(count), accountant=accountant) for count in (1, 4, 16)]
+    assert by_count == sorted(by_count)
+    by_sampling = [
+        epsilon(event_of(name, noise_multiplier=2 * scale, sampling_probabilities=(q,)), accountant=accountant)
+        for q in (0.0, 0.1, 1.0)
+    ]
+    assert by_sampling == sorted(by_sampling)
+    assert by_sampling[0] == 0
+
+
+def test_noise_times_a_factor_costs_what_a_multiplied_noise_multiplier_costs(name):
+    event, doubled = event_of(name), event_of(name, noise_multiplier=3.0)
+    assert epsilon(event.with_noise(2.0)) == pytest.approx(epsilon(doubled), rel=1e-6)
+    assert event.with_noise(2.0).effective_noise_multiplier == pytest.approx(
+        doubled.effective_noise_multiplier, rel=1e-6
+    )
+    assert doubled.effective_noise_multiplier == pytest.approx(2 * event.effective_noise_multiplier, rel=0.2)
+    assert Release(event=event, rho_bar=0.5).seen_by("rho") == event.with_noise(0.5)
+    assert Release(event=event, rho_bar=0.5).seen_by("local") == event
+
+
+def test_composition_groups_equal_events_and_composes_with_others(name):
+    event, other = event_of(name), event_of("gaussian", noise_multiplier=2.0)
+    assert group([event, event.with_count(2)]) == (event.with_count(3),)
+    whole = epsilon(event, other)
+    assert max(epsilon(event), epsilon(other)) <= whole <= epsilon(event) + epsilon(other) + math.log(1 / DELTA)
+
+
+def test_calibration_meets_a_target_with_any_mechanism(name):
+    def schedule(z):
+        return event_of(name, noise_multiplier=z, count=3)
+
+    z = calibrate(schedule, 2.0, DELTA, "rdp")
+    assert epsilon(schedule(z)) <= 2.0 < epsilon(schedule(0.998 * z))
+
+
+# --- whole runs ---
+
+
+def values_of(small_run, name, **changes):
+    example = EXAMPLES[name]
+    return {
+        **small_run,
+        "mechanism": name,
+        "mechanism_parameters": example.parameters,
+        "noise_multiplier": example.noise_multiplier,
+        "rounds": 1,
+        **changes,
+    }
+
+
+def test_a_run_charges_the_planned_event_to_every_ledger(small_run, tmp_path, name):
+    out = tmp_path / "run"
+    config = parse(values_of(small_run, name, out=str(out)))
+    federation.run(config, LogObserver())
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["mechanism"] == name
+    assert (pd.read_csv(out / "clients.csv").status == "ok").all()
+    with Ledger(out / "ledger.sqlite") as ledger:
+        for client in json.loads((out / "registrations.json").read_text()).values():
+            events = [release.event for release in ledger.releases(client["data_set"])]
+            assert {type(event) for event in events} == {type(event_of(name))}
+            shown = next(each for each in summary["clients"] if each["client"] == client["client"])
+            assert shown["epsilon_local"] == pytest.approx(spent(events, shown["delta"]).epsilon)
+
+
+def test_a_target_epsilon_is_met_by_the_scale_of_the_noise(small_run, name):
+    config = parse(values_of(small_run, name, target_epsilon=3.0, rounds=2))
+    initial = workbench(parse(small_run)).initial
+    found = calibrated(config, [84, 56, 52], initial)
+    spec = UpdateSpec.of(found)
+    dimension = sum(tensor.numel() for tensor in initial.values())
+    request = NoiseRequest(
+        parameters=spec.mechanism_parameters,
+        noise_multiplier=spec.noise_multiplier,
+        clip_norm=spec.clip_norm,
+        dimension=dimension,
+        sampling_probabilities=(8 / 84, 8 / 56, 8 / 52),
+        count=4,
+    )
+    costs = [spent([event], 1e-5).epsilon for event in MECHANISMS[name].planned_events(request)]
+    assert 2.9 < max(costs) <= 3.0
+
+
+def test_an_unknown_mechanism_is_refused_by_config_and_guard():
+    with pytest.raises(InputError, match="mechanism = 'quantum': must be one of gaussian, lmo, laplace"):
+        parse({"mechanism": "quantum"})
+    spec = dataclasses.replace(UpdateSpec.of(parse({})), mechanism="quantum")
+    with pytest.raises(guard.RefusedError, match="mechanism = 'quantum': must be one of"):
+        guard.check(spec, guard.NodePolicy(allow_unrecorded=True), noise_source="secure", num_registered=100)
+
+
+def test_a_node_limits_every_mechanism_by_its_effective_noise(name):
+    spec = UpdateSpec.of(parse({}))
+    weak = event_of(name, noise_multiplier=1e-3)
+    with pytest.raises(guard.RefusedError, match="its effective value"):
+        guard.check_limits(spec, weak, 1, guard.Limits())
+
+
+def test_keys_of_former_versions_are_read_where_they_have_a_place():
+    former = {"mechanism": "lmo", "lmo_parameters": LMO, "lmo_accounting": "sound", "noise_multiplier": 1.0}
+    assert parse(former) == parse({"mechanism": "lmo", "mechanism_parameters": LMO, "noise_multiplier": 1.0})
+    assert parse({"lmo_parameters": "", "lmo_accounting": "sound"}) == parse({})
+    with pytest.raises(InputError, match="lmo_accounting = 'published': is no key any more"):
+        parse({**former, "lmo_accounting": "published"})
