@@ -215,7 +215,7 @@ def count(
     Raises:
         InputError: a number below 1, or targets that the model does not have.
 
-    Source: Liu et al., DP-LoRA, section 4.4.
+    Source: Liu et al., section 4.4.
     """
     numbers = {"rank": rank, "clients": num_clients, "rounds": num_rounds, "bytes_per_value": bytes_per_value}
     for name, number in numbers.items():

@@ -9,7 +9,7 @@ store's blocks count as memory: where they fit into it beside one model they may
 registry has so much less; else they are dropped before each query too. The store's cold time includes opening it and
 taking the memory; the plain arm has its memory, and has read all headers, before.
 
-Source: Guan et al., SIGMOD 2025, Figures 5 and 8.
+Source: Guan et al. 2025, Figures 5 and 8.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def _drop(path: Path) -> bool:
 def num_cached_pages(path: Path) -> int:
     """How many pages of a file are in memory; all of them where the system does not tell.
 
-    Source: mincore(2), which Python does not offer.
+    It asks mincore(2), which Python does not offer.
     """
     if not (size := path.stat().st_size):
         return 0

@@ -63,7 +63,7 @@ class Layout:
     Raises:
         InputError: block_size or a dtype cannot be used.
 
-    Source: Guan et al., SIGMOD 2025, section 4.5.
+    Source: Guan et al. 2025, section 4.5.
     """
 
     block_size: int

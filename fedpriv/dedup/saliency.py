@@ -47,7 +47,7 @@ def wanda(model: nn.Module, batches: Iterable[Batch], loss: Loss) -> Saliency:
     Raises:
         InputError: there is no record, or an activation is not finite.
 
-    Source: Sun et al. 2024, equation 1.
+    Source: Sun et al. 2024a, equation 1.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     squares: dict[str, Tensor] = {}
@@ -86,7 +86,7 @@ def fisher(model: nn.Module, batches: Iterable[Batch], loss: Loss, names: Collec
     Raises:
         InputError: there is no record, an unknown name, or a gradient is not finite.
 
-    Source: Liu et al. 2021b.
+    Source: Liu et al. 2021.
     """
     with _evaluation(model, names) as parameters:
         totals = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}

@@ -3,7 +3,7 @@
 A model that is not there is built in the memory of the one that was not asked for longest, and only the blocks in
 which the two differ are copied, which their numbers tell.
 
-Source: Guan et al., SIGMOD 2025, section 5.2.
+Source: Guan et al. 2025, section 5.2.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ CONNECTION = "federation"
 
 _ASK_SECONDS = 120.0
 
-# Flower logs these codes; its processes exit with 1 whatever happened. Source: flwr/supercore/exit/exit_code.py, 1.41.
+# Flower logs these codes; its processes exit with 1 whatever happened. See flwr/supercore/exit/exit_code.py, 1.41.
 _EXIT_CODE = re.compile(r"Exit Code: (\d+)")
 EXIT_CODES: Mapping[int, str] = {
     101: "the SuperLink's license is invalid",

@@ -51,7 +51,7 @@ class SearchSpace:
     Raises:
         InputError: a range is empty or not positive, or no weights within theirs sum to one.
 
-    Source: the weights are the paper's (Appendix E.1). It gives no other ranges; these are wide.
+    Source: Yang et al., Appendix E.1, for the weights; it gives no other ranges, and these are wide.
     """
 
     combination: Combination = "mixture"

@@ -93,8 +93,8 @@ def poisson_sampled(curve: Array, orders: npt.NDArray[np.int64], sampling_probab
         orders: whole, >= 2.
         sampling_probability: q, inside (0, 1).
 
-    Source: Zhu and Wang 2019, "Poisson Subsampled Renyi Differential Privacy", Theorem 5, the bound for any mechanism,
-    with its factor 3. The sum of all binomial chances, 1, is taken off it, so that no digit is lost where it is small.
+    Source: Zhu and Wang 2019, Theorem 5, the bound for any mechanism, with its factor 3. The sum of all binomial
+    chances, 1, is taken off it, so that no digit is lost where it is small.
     """
     column, each = orders[:, None], np.arange(2, orders.max() + 1)
     rest = np.maximum(column - each, 0)

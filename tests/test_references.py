@@ -1,0 +1,162 @@
+"""Whatever the code cites is in docs/references.md, and nothing else is.
+
+A citation is a first author's surname, who else wrote it, and a year: `Mironov 2012`, `Zhu and Wang 2019`, `Lyu, Su and
+Li 2017`, `Abadi et al. 2016`. Surname and year give the entry's anchor, `abadi-2016`. Only the four papers that the
+library builds on may go without a year: `Liu et al., Eq. 8`.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+BIBLIOGRAPHY = ROOT / "docs" / "references.md"
+
+NAME = r"\b[A-Z][A-Za-z-]*[a-z]"
+SEVERAL = rf"(?: et al\.|(?:, {NAME})* and {NAME})"
+YEAR = r",? \(?(?P<year>(?:19|20)\d\d[a-z]?)\b"
+DATED = re.compile(rf"(?P<name>{NAME}){SEVERAL}?{YEAR}")
+DATED_IN_PROSE = re.compile(rf"(?P<name>{NAME}){SEVERAL}{YEAR}|\((?P<alone>{NAME}) (?P<its_year>(?:19|20)\d\d[a-z]?)\)")
+UNDATED = re.compile(rf"(?P<name>{NAME}) et al\.(?!{YEAR})")
+ARXIV = re.compile(r"(?:arXiv[: ]|et al\., )(\d{4}\.\d{5})")
+SOURCE = re.compile(r"(?<!class )\bSource: (?=\S)(?P<text>.*)")
+ENTRY = re.compile(
+    r'^- <a id="(?P<key>[^"]+)"></a>\*\*(?P<label>.+) (?P<year>\d{4}[a-z]?)\.\*\* (?P<authors>.+?)\. '
+    r"\*(?P<title>[^*]+[.?])\* (?P<venue>.+)$"
+)
+
+
+@cache
+def bibliography() -> dict[str, dict[str, str]]:
+    """{key: an entry's parts and the section it stands in}."""
+    entries, section = {}, ""
+    for line in BIBLIOGRAPHY.read_text().splitlines():
+        if line.startswith("## "):
+            section = line.removeprefix("## ")
+        elif line.startswith("- "):
+            match = ENTRY.match(line)
+            assert match, f"not in the form of an entry: {line}"
+            assert match["key"] not in entries, f"{match['key']}: twice"
+            entries[match["key"]] = match.groupdict() | {"section": section}
+    return entries
+
+
+def key_without_year(name: str) -> str:
+    """The key of the one among the four papers whose first author this is; the name itself where there is none."""
+    four = [key for key, entry in bibliography().items() if entry["section"] == "The four papers"]
+    return next((key for key in four if key.startswith(f"{name.lower()}-")), name)
+
+
+def paragraphs(text: str) -> list[str]:
+    """The paragraphs of comments, docstrings and pages, each on one line."""
+    return [re.sub(r"\s*\n[ \t]*#? ?", " ", part) for part in re.split(r'"""|\n[ \t]*\n', text)]
+
+
+def sources(text: str) -> list[str]:
+    """What stands after each `Source:`."""
+    return [match["text"] for part in paragraphs(text) for match in SOURCE.finditer(part)]
+
+
+def cited_in_source(source: str) -> list[str]:
+    """Keys of all that a `Source:` names, whether or not there are such entries."""
+    return [f"{m['name'].lower()}-{m['year']}" for m in DATED.finditer(source)] + [
+        key_without_year(m["name"]) for m in UNDATED.finditer(source)
+    ]
+
+
+def cited_in_prose(text: str) -> set[str]:
+    """Keys of the papers that a text cites with a year or an arXiv number."""
+    keys = set()
+    for part in paragraphs(text):
+        keys |= {
+            f"{(m['name'] or m['alone']).lower()}-{m['year'] or m['its_year']}" for m in DATED_IN_PROSE.finditer(part)
+        }
+        for number in ARXIV.findall(part):
+            found = [key for key, entry in bibliography().items() if f"arXiv:{number}" in entry["venue"]]
+            keys |= set(found) or {f"arXiv:{number}"}
+    return keys
+
+
+def unresolved(source: str) -> list[str]:
+    """What is wrong with a `Source:`: papers that the bibliography lacks, or that none is named."""
+    keys = cited_in_source(source)
+    return [key for key in keys if key not in bibliography()] if keys else ["names no paper"]
+
+
+def python_files() -> list[Path]:
+    folders = ("fedpriv", "clients", "server", "simulations", "tests")
+    return [file for folder in folders for file in (ROOT / folder).rglob("*.py") if file != Path(__file__)]
+
+
+def pages() -> list[Path]:
+    files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "results").glob("*.md")]
+    return [file for file in files if file != BIBLIOGRAPHY]
+
+
+def test_every_source_in_the_code_resolves_to_an_entry():
+    found = {file: sources(file.read_text()) for file in python_files()}
+    assert sum(map(len, found.values())) > 60, "the check would be blind"
+    wrong = [
+        f"{file.relative_to(ROOT)}: Source: {source}: {what}"
+        for file, texts in found.items()
+        for source in texts
+        for what in unresolved(source)
+    ]
+    assert not wrong, "not in docs/references.md: " + "; ".join(wrong)
+
+
+def test_every_dated_citation_in_code_and_pages_resolves_to_an_entry():
+    for file in [*python_files(), *pages()]:
+        unknown = cited_in_prose(file.read_text()) - bibliography().keys()
+        assert not unknown, f"{file.relative_to(ROOT)} cites {sorted(unknown)}, which docs/references.md lacks"
+
+
+def test_every_entry_is_cited_somewhere():
+    cited = set()
+    for file in [*python_files(), *pages()]:
+        text = file.read_text()
+        cited |= cited_in_prose(text).union(*map(cited_in_source, sources(text)))
+        cited |= {key for key, entry in bibliography().items() if f"{entry['label']} {entry['year']}" in text}
+    assert sorted(bibliography().keys() - cited) == []
+
+
+def test_every_entry_says_by_its_key_and_label_who_wrote_it_when():
+    for key, entry in bibliography().items():
+        first = re.match(NAME, entry["label"])
+        assert first
+        assert key == f"{first[0].lower()}-{entry['year']}"
+        assert first[0] in entry["authors"]
+        assert entry["year"][:4] in entry["venue"], f"{key}: its venue names another year"
+        identifiers = re.findall(r"(?:doi|arXiv):\S+", entry["venue"])
+        for identifier in identifiers:
+            assert re.fullmatch(r"doi:10\.\d{4,5}/[^\s,]+,?|arXiv:\d{4}\.\d{5}|arXiv:\d{4}\.\d{4}", identifier), key
+
+
+@pytest.mark.parametrize(
+    ("source", "wrong"),
+    [
+        ("Abadi et al. 2016, Algorithm 1.", []),
+        ("Liu et al., Eq. 8; conditions of Abadi et al. 2016, Theorem 1.", []),
+        ("Lyu, Su and Li 2017, Algorithm 1 and Section 4.2.", []),
+        ("Broder 1997.", []),
+        ("Nobody et al. 2031, Theorem 1.", ["nobody-2031"]),
+        ("Abadi et al. 2017.", ["abadi-2017"]),
+        ("Abadi et al., Algorithm 1.", ["Abadi"]),
+        ("Sun et al. 2024, equation 1.", ["sun-2024"]),
+        ("Zhou et al. 2022, as Smith and Jones 1999 have it.", ["smith-1999"]),
+        ("the paper's appendix.", ["names no paper"]),
+    ],
+)
+def test_an_unknown_or_ambiguous_source_would_be_found(source, wrong):
+    text = f'def f():\n    """One.\n\n    Source: {source}\n    """\n'
+    assert [unresolved(found) for found in sources(text)] == [wrong]
+
+
+def test_a_source_may_go_on_in_the_next_line_of_a_docstring_or_comment():
+    assert sources('"""Two. Source: Yang et al.,\n    Eq. 1.\n    """\nx = 1\n') == ["Yang et al., Eq. 1. "]
+    (comment,) = sources("# Source: Varshney and\n# Torra 2023.\n\nx = 1\n")
+    assert comment == "Varshney and Torra 2023."
