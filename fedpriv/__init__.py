@@ -1,3 +1,27 @@
 """Federated LoRA fine-tuning of language models under differential privacy."""
 
+from typing import TYPE_CHECKING
+
+from fedpriv.exports import lazy_exports
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from fedpriv import accounting as accounting
+    from fedpriv import adapters as adapters
+    from fedpriv import aggregation as aggregation
+    from fedpriv import audit as audit
+    from fedpriv import data as data
+    from fedpriv import dedup as dedup
+    from fedpriv import integral as integral
+    from fedpriv import ledger as ledger
+    from fedpriv import lmo as lmo
+    from fedpriv import mechanisms as mechanisms
+    from fedpriv import reports as reports
+    from fedpriv import training as training
+    from fedpriv import vault as vault
+    from fedpriv.config import RunConfig as RunConfig
+    from fedpriv.errors import InputError as InputError
+    from fedpriv.errors import LedgerError as LedgerError
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

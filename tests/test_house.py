@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -36,6 +39,38 @@ def test_accounting_needs_no_torch():
     loaded = modules_after(f"import {', '.join(all_modules('fedpriv/accounting'))}")
     assert "dp_accounting" in loaded
     assert "torch" not in loaded
+
+
+LAZY_PACKAGES = sorted(
+    ".".join(file.parent.relative_to(ROOT).parts)
+    for file in (ROOT / "fedpriv").rglob("__init__.py")
+    if "lazy_exports(" in file.read_text()
+)
+
+
+def test_importing_the_library_and_its_packages_loads_nothing_heavy():
+    assert {"fedpriv", "fedpriv.accounting", "fedpriv.training"} <= set(LAZY_PACKAGES)
+    loaded = modules_after(f"import {', '.join(LAZY_PACKAGES)}")
+    assert not loaded & {"torch", "transformers", "peft", "numpy", "dp_accounting"}
+
+
+@pytest.mark.parametrize("package", ["fedpriv.accounting", "fedpriv.ledger"])
+def test_nothing_that_accounting_and_ledger_export_needs_torch(package):
+    loaded = modules_after(f"from {package} import *")
+    assert "dp_accounting" in loaded, "the check would be blind"
+    assert not loaded & {"torch", "transformers", "peft"}
+
+
+@pytest.mark.parametrize("package", LAZY_PACKAGES)
+def test_every_exported_name_is_listed_and_can_be_imported(package):
+    module = importlib.import_module(package)
+    assert dir(module) == module.__all__ == sorted(set(module.__all__))
+    exported = {name: getattr(module, name) for name in module.__all__}
+    inner = {found.name for found in pkgutil.iter_modules(module.__path__)}
+    hidden = {name for name in exported.keys() & inner if not inspect.ismodule(exported[name])}
+    assert not hidden, f"{package}: both a module and an export are called {hidden}"
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
+        _ = module.nothing
 
 
 def imported_by(package: str) -> dict[str, set[str]]:

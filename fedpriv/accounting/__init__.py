@@ -1,0 +1,37 @@
+"""What releases cost in privacy: events, the accountants that compose them, and the noise that a budget requires.
+
+Forty noisy steps on Poisson samples of 64 out of 1,200 records on average:
+
+>>> from fedpriv.accounting import SubsampledGaussian, epsilon_of, noise_multiplier_for
+>>> steps = SubsampledGaussian(noise_multiplier=1.2, sampling_probability=64 / 1200, count=40)
+>>> spent = epsilon_of([steps], delta=1e-5)
+>>> print(f"epsilon {spent.epsilon:.3f} at delta {spent.delta:g}, by {spent.accountant}")
+epsilon 1.783 at delta 1e-05, by pld
+>>> z = noise_multiplier_for(1.0, 1e-5, sampling_probability=64 / 1200, steps=40)
+>>> print(f"noise multiplier {z:.3f} for epsilon 1")
+noise multiplier 1.660 for epsilon 1
+"""
+
+from typing import TYPE_CHECKING
+
+from fedpriv.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from fedpriv.accounting.accountants import PrivacySpent as PrivacySpent
+    from fedpriv.accounting.accountants import delta_spent as delta_spent
+    from fedpriv.accounting.accountants import spent as epsilon_of  # noqa: F401
+    from fedpriv.accounting.accountants import stays_within as stays_within
+    from fedpriv.accounting.calibration import noise_multiplier_for as noise_multiplier_for
+    from fedpriv.accounting.calibration import rounds_within as rounds_within
+    from fedpriv.accounting.events import EpsilonDelta as EpsilonDelta
+    from fedpriv.accounting.events import Event as Event
+    from fedpriv.accounting.events import PureEpsilon as PureEpsilon
+    from fedpriv.accounting.events import SubsampledGaussian as SubsampledGaussian
+    from fedpriv.accounting.sensitivity import clipping_parts as clipping_parts
+    from fedpriv.accounting.sensitivity import num_parts as num_parts
+    from fedpriv.accounting.sensitivity import sensitivity_factor as sensitivity_factor
+    from fedpriv.accounting.views import Release as Release
+    from fedpriv.accounting.views import default_delta as default_delta
+    from fedpriv.accounting.views import rho_bar as rho_bar
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -1,1 +1,33 @@
-"""Audits: lower bounds of epsilon from what an attacker finds, to hold against the upper bounds of the accounting."""
+"""Audits: lower bounds of epsilon from what an attacker finds, to hold against the upper bounds of the accounting.
+
+Two hundred canaries, each in the data with probability 1/2, and an attacker whose scores reveal which were included:
+
+>>> import numpy as np
+>>> from fedpriv.audit import one_run_audit
+>>> included = np.random.default_rng(0).random(200) < 0.5
+>>> found = one_run_audit(included.astype(float), included, num_guesses=100)
+>>> print(f"{found.num_correct} of {found.num_guesses} right: epsilon is at least {found.epsilon_lower:.2f}")
+100 of 100 right: epsilon is at least 3.49
+"""
+
+from typing import TYPE_CHECKING
+
+from fedpriv.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from fedpriv.audit.black_box import AuditedClient as AuditedClient
+    from fedpriv.audit.black_box import CanaryPlan as CanaryPlan
+    from fedpriv.audit.black_box import audit_run as audit_run
+    from fedpriv.audit.black_box import audited_client as audited_client
+    from fedpriv.audit.bounds import OneRunAudit as OneRunAudit
+    from fedpriv.audit.bounds import clopper_pearson as clopper_pearson
+    from fedpriv.audit.bounds import many_runs_epsilon as many_runs_epsilon
+    from fedpriv.audit.bounds import one_run_audit as one_run_audit
+    from fedpriv.audit.f_dp import gaussian_epsilon as gaussian_epsilon
+    from fedpriv.audit.f_dp import gaussian_mu as gaussian_mu
+    from fedpriv.audit.membership import Membership as Membership
+    from fedpriv.audit.membership import calibrated_scores as calibrated_scores
+    from fedpriv.audit.membership import lira_scores as lira_scores
+    from fedpriv.audit.membership import loss_scores as loss_scores
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -1,1 +1,30 @@
-"""Deduplication of model variants by shared blocks, within bounds on utility and privacy."""
+"""Deduplication of model variants by shared blocks, within bounds on utility and privacy.
+
+A search replaces as many of a model's 64 blocks as validation allows, here the 40 least salient:
+
+>>> from fedpriv.dedup import algorithm
+>>> result = algorithm("drd")(64, lambda replaced: max(replaced) < 40, min_batch=4)
+>>> len(result.replaced), result.num_validations
+(40, 13)
+"""
+
+from typing import TYPE_CHECKING
+
+from fedpriv.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from fedpriv.dedup.algorithms import ALGORITHMS as ALGORITHMS
+    from fedpriv.dedup.algorithms import SearchResult as SearchResult
+    from fedpriv.dedup.algorithms import algorithm as algorithm
+    from fedpriv.dedup.blocks import Layout as Layout
+    from fedpriv.dedup.blocks import layout_of as layout_of
+    from fedpriv.dedup.pipeline import Evaluator as Evaluator
+    from fedpriv.dedup.pipeline import Outcome as Outcome
+    from fedpriv.dedup.pipeline import deduplicate as deduplicate
+    from fedpriv.dedup.planning import Settings as Settings
+    from fedpriv.dedup.serving import Registry as Registry
+    from fedpriv.dedup.store import Store as Store
+    from fedpriv.dedup.store import Variant as Variant
+    from fedpriv.dedup.variants import Described as Described
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -1,0 +1,29 @@
+"""LMO noise, Laplace noise of random scale: its search, what it may cost, and comparisons with other noise.
+
+The least Laplace noise that meets a budget, and its cost:
+
+>>> from fedpriv.lmo import Budget, cost, laplace
+>>> budget = Budget(epsilon=1.0, delta=1e-5)
+>>> noise = laplace(budget)
+>>> print(f"scale {1 / noise.uniform.low:.3f} clip norms, epsilon {cost(noise, budget):.3f}")
+scale 1.003 clip norms, epsilon 1.000
+"""
+
+from typing import TYPE_CHECKING
+
+from fedpriv.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from fedpriv.accounting.lmo.parameters import ExponentialPart as ExponentialPart
+    from fedpriv.accounting.lmo.parameters import GammaPart as GammaPart
+    from fedpriv.accounting.lmo.parameters import LmoParameters as LmoParameters
+    from fedpriv.accounting.lmo.parameters import UniformPart as UniformPart
+    from fedpriv.lmo.budget import Budget as Budget
+    from fedpriv.lmo.budget import cost as cost
+    from fedpriv.lmo.budget import fitted as fitted
+    from fedpriv.lmo.budget import laplace as laplace
+    from fedpriv.lmo.comparison import compare as compare
+    from fedpriv.lmo.search import Found as Found
+    from fedpriv.lmo.search import SearchSpace as SearchSpace
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -1,0 +1,27 @@
+"""Mechanisms: what adds noise, where its randomness comes from, and the events that pay for it.
+
+Comparisons with a threshold by the Sparse Vector Technique. The seed makes this example repeatable; a release that
+leaves its data holder draws from a `SecureSource()`.
+
+>>> from fedpriv.mechanisms import SeededSource, SparseVector
+>>> vector = SparseVector(epsilon=1.0, cutoff=1, sensitivity=1, source=SeededSource("example"))
+>>> [vector.reaches(count, threshold=100) for count in (10, 20, 190)]
+[False, False, True]
+>>> vector.event
+PureEpsilon(epsilon=1.0, count=1, unit='record')
+"""
+
+from typing import TYPE_CHECKING
+
+from fedpriv.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from fedpriv.mechanisms.gaussian import noised_sums as noised_sums
+    from fedpriv.mechanisms.sources import RandomSource as RandomSource
+    from fedpriv.mechanisms.sources import SecureSource as SecureSource
+    from fedpriv.mechanisms.sources import SeededSource as SeededSource
+    from fedpriv.mechanisms.svt import CutoffReached as CutoffReached
+    from fedpriv.mechanisms.svt import SparseVector as SparseVector
+    from fedpriv.mechanisms.svt import discrete_laplace as discrete_laplace
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -1,0 +1,30 @@
+"""What stands between a data holder's records and a coordinator: the holder's policy, and the guard that enforces it.
+
+An instruction with less noise than the holder allows is refused before anything is computed:
+
+>>> from fedpriv import RunConfig
+>>> from fedpriv.accounting import SubsampledGaussian
+>>> from fedpriv.training import UpdateSpec
+>>> from fedpriv.vault import Limits, RefusedError, check_limits
+>>> event = SubsampledGaussian(noise_multiplier=0.1, sampling_probability=0.05)
+>>> try:
+...     check_limits(UpdateSpec.of(RunConfig()), event, 1, Limits())
+... except RefusedError as refusal:
+...     print(refusal)
+noise_multiplier: its effective value 0.1 is below this node's 0.3
+"""
+
+from typing import TYPE_CHECKING
+
+from fedpriv.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from fedpriv.vault.guard import AlreadyReleasedError as AlreadyReleasedError
+    from fedpriv.vault.guard import NodePolicy as NodePolicy
+    from fedpriv.vault.guard import RefusedError as RefusedError
+    from fedpriv.vault.guard import RetiredError as RetiredError
+    from fedpriv.vault.guard import check as check
+    from fedpriv.vault.guard import check_limits as check_limits
+    from fedpriv.vault.policy import Limits as Limits
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)
