@@ -1,0 +1,51 @@
+"""What the README and the packages show in Python runs, and prints what they say it prints."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Not called from Python: the command line, what institutions' kits share, and the files of a run's folder.
+WITHOUT_EXAMPLE = {"cli", "deployment", "runs"}
+PACKAGES = sorted({file.parent.name for file in ROOT.glob("fedpriv/*/__init__.py")} - WITHOUT_EXAMPLE)
+
+
+def test_the_public_packages_are_found():
+    assert {"accounting", "adapters", "ledger", "training", "vault"} <= set(PACKAGES), "the check would be blind"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_package_shows_an_example_and_it_holds(package, tmp_path, monkeypatch):
+    module = importlib.import_module(f"fedpriv.{package}")
+    example = doctest.DocTestParser().get_doctest(module.__doc__ or "", {}, module.__name__, module.__file__, 0)
+    assert any(part.want for part in example.examples), f"fedpriv.{package}: its docstring shows no example with output"
+    monkeypatch.chdir(tmp_path)
+    said: list[str] = []
+    doctest.DocTestRunner(verbose=False).run(example, out=said.append)
+    assert not said, "".join(said)
+    assert not list(tmp_path.iterdir()), "an example leaves files behind"
+
+
+def section_from_python() -> str:
+    """The code block of the README's section on Python."""
+    (block,) = re.findall(r"^## From Python\n.*?^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    return block
+
+
+def test_the_lines_from_python_in_the_readme_print_what_stands_beside_them(tmp_path, monkeypatch):
+    code = section_from_python()
+    beside = re.findall(r"^ *print\(.*\)  # (.*)$", code, re.M)
+    assert len(beside) == code.count("print(") >= 4
+    monkeypatch.chdir(tmp_path)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+    assert printed.getvalue().splitlines() == beside
