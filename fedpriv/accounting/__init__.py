@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from fedpriv.accounting.accountants import delta_spent as delta_spent
     from fedpriv.accounting.accountants import spent as epsilon_of  # noqa: F401
     from fedpriv.accounting.accountants import stays_within as stays_within
+    from fedpriv.accounting.calibration import calibrate as calibrate
     from fedpriv.accounting.calibration import noise_multiplier_for as noise_multiplier_for
     from fedpriv.accounting.calibration import rounds_within as rounds_within
     from fedpriv.accounting.events import EpsilonDelta as EpsilonDelta
     from fedpriv.accounting.events import Event as Event
     from fedpriv.accounting.events import PureEpsilon as PureEpsilon
     from fedpriv.accounting.events import SubsampledGaussian as SubsampledGaussian
+    from fedpriv.accounting.events import SubsampledLmo as SubsampledLmo
     from fedpriv.accounting.sensitivity import clipping_parts as clipping_parts
     from fedpriv.accounting.sensitivity import num_parts as num_parts
     from fedpriv.accounting.sensitivity import sensitivity_factor as sensitivity_factor
