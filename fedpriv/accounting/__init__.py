@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from fedpriv.accounting.events import Event as Event
     from fedpriv.accounting.events import PureEpsilon as PureEpsilon
     from fedpriv.accounting.events import SubsampledGaussian as SubsampledGaussian
-    from fedpriv.accounting.events import SubsampledLmo as SubsampledLmo
     from fedpriv.accounting.sensitivity import clipping_parts as clipping_parts
     from fedpriv.accounting.sensitivity import num_parts as num_parts
     from fedpriv.accounting.sensitivity import sensitivity_factor as sensitivity_factor
