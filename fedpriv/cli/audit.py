@@ -1,40 +1,43 @@
-"""`fedpriv audit ...`: what an attacker finds, to hold against the epsilon that is claimed."""
+"""`fedpriv audit ...`: what an attacker finds, to compare with the epsilon that is claimed."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from fedpriv.cli.options import result_of
+from fedpriv.cli.output import AsJson, show
 from fedpriv.errors import InputError
 
 app = typer.Typer(no_args_is_help=True, help="Lower bounds of epsilon and membership inference, from scores.")
 
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")]
-Confidence = Annotated[float, typer.Option(help="In (0, 1), of bounds and intervals.")]
+Confidence = Annotated[float, typer.Option(help="Of bounds and intervals, in (0, 1).")]
 Delta = Annotated[float, typer.Option(help="Of the claim, in [0, 1).")]
 
-RELEASE = "Computed from who is a member: on real data publishing it is a release that no epsilon covers."
+NOTE = "Computed from who is a member: publishing it for real data is a release that no epsilon covers."
 
 
 @app.command("one-run")
 def one_run(
-    scores: Annotated[Path, typer.Option(help="CSV: score, included (0 or 1); a higher score means more likely in.")],
+    scores: Annotated[
+        Path, typer.Option(help="CSV: score, included (0 or 1); a higher score means more likely included.")
+    ],
     delta: Delta = 0.0,
     confidence: Confidence = 0.95,
     guesses: Annotated[
-        int, typer.Option(help="Fixed before the inclusions were seen, even; 0 tries some and pays for each.", min=0)
+        int,
+        typer.Option(help="Even, and fixed before the inclusions were seen; 0 tries several and pays for each.", min=0),
     ] = 0,
     claimed_epsilon: Annotated[float | None, typer.Option(help="Exit code 1 if the lower bound exceeds it.")] = None,
     gaussian: Annotated[
-        bool, typer.Option("--gaussian", help="Also for the stronger claim of Gaussian DP; needs --guesses.")
+        bool, typer.Option("--gaussian", help="Also test the stronger claim of Gaussian DP; needs --guesses.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """The lower bound of epsilon from one run with canaries, each included with probability 1/2.
+    """A lower bound of epsilon from one run with canaries, each included with probability 1/2.
 
     Example: fedpriv audit one-run --scores scores.csv --delta 1e-5 --guesses 200 --claimed-epsilon 4
     """
@@ -52,25 +55,23 @@ def one_run(
         delta=delta,
         confidence=confidence,
     )
-    values: dict[str, Any] = asdict(found)
+    values = asdict(found)
     share = f"{found.num_correct} of {found.num_guesses} guesses right, {found.num_canaries} canaries"
     tried = f", best of {found.num_tried} numbers of guesses, all paid for" if found.num_tried > 1 else ""
-    lines = [
-        f"epsilon >= {found.epsilon_lower:.4f} at delta {delta:g}, confidence {confidence:g} ({share}{tried})",
-    ]
+    lines = [f"epsilon >= {found.epsilon_lower:.4f} at delta {delta:g}, confidence {confidence:g} ({share}{tried})"]
     if gaussian:
         counts = {"num_canaries": found.num_canaries, "num_guesses": found.num_guesses}
         mu = f_dp.gaussian_mu(**counts, num_correct=found.num_correct, confidence=confidence)
         values |= {"gaussian_mu_lower": mu, "gaussian_epsilon_lower": f_dp.gaussian_epsilon(mu, delta)}
         lines.append(
-            f"as Gaussian DP: mu >= {mu:.4f}, epsilon >= {values['gaussian_epsilon_lower']:.4f} (only for Gaussian "
-            "noise without sampling)"
+            f"as Gaussian DP: mu >= {mu:.4f}, epsilon >= {values['gaussian_epsilon_lower']:.4f} (only valid for "
+            "Gaussian noise without sampling)"
         )
     refuted = claimed_epsilon is not None and found.epsilon_lower > claimed_epsilon
     if claimed_epsilon is not None:
         values |= {"claimed_epsilon": claimed_epsilon, "claim_refuted": refuted}
         lines.append(f"the claim of epsilon {claimed_epsilon:g} is {'refuted' if refuted else 'not refuted'}")
-    _print(values, lines, as_json)
+    show(values, lines, as_json)
     raise typer.Exit(int(refuted))
 
 
@@ -89,7 +90,7 @@ def membership(
 ) -> None:
     """How well losses tell members from others: AUC, and members found at 0.1 % and 1 % false alarms.
 
-    Every attack that the columns allow is made: loss threshold, calibrated by a reference model, LiRA.
+    Runs every attack that the columns allow: loss threshold, calibrated by a reference model, LiRA.
 
     Example: fedpriv audit membership --scores losses.csv --roc-plot roc.png
     """
@@ -105,7 +106,7 @@ def membership(
 @app.command()
 def model(
     weights: Annotated[
-        Path, typer.Argument(help="A safetensors file: a mean of `integral select`, a restored variant.")
+        Path, typer.Argument(help="A safetensors file, such as a mean of `integral select` or a restored variant.")
     ],
     losses: Annotated[
         str, typer.Option(help="MODULE:FUNCTION that returns a function from tensors to (losses, members).")
@@ -114,9 +115,9 @@ def model(
     roc_plot: Annotated[Path | None, typer.Option(help="PNG or SVG to write.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Membership inference on any published model by the loss threshold, black-box.
+    """Black-box membership inference on any published model, by the loss threshold.
 
-    The function gets {name: tensor} and returns the loss of each record and whether it was trained on.
+    The function is given {name: tensor} and returns each record's loss and whether the model was trained on it.
 
     Example: fedpriv audit model mean-1.safetensors --losses study:judge
     """
@@ -124,9 +125,8 @@ def model(
     import safetensors.torch
 
     from fedpriv.audit.membership import loss_scores
-    from fedpriv.cli.dedup import given
 
-    judge = given("losses", losses)
+    judge = result_of("losses", losses)
     try:
         tensors = safetensors.torch.load_file(weights)
     except FileNotFoundError:
@@ -138,7 +138,7 @@ def model(
 
 
 def _attacks(table: dict[str, Any]) -> dict[str, Any]:
-    """{attack: scores} for all that the columns allow."""
+    """{attack: scores} of every attack that the columns allow."""
     import numpy as np
 
     from fedpriv.audit import membership as attacks
@@ -150,19 +150,20 @@ def _attacks(table: dict[str, Any]) -> dict[str, Any]:
         if "reference_loss" in table:
             found["calibrated"] = attacks.calibrated_scores(table["loss"], table["reference_loss"])
         models = [name.removeprefix("shadow_loss_") for name in table if name.startswith("shadow_loss_")]
-        if odd := [one for one in models if f"shadow_member_{one}" not in table]:
-            raise InputError(f"column 'shadow_member_{odd[0]}': is missing beside shadow_loss_{odd[0]}")
+        if lacking := [model for model in models if f"shadow_member_{model}" not in table]:
+            raise InputError(f"column 'shadow_member_{lacking[0]}': is missing beside shadow_loss_{lacking[0]}")
         if models:
-            names = [f"shadow_member_{one}" for one in models]
-            inside = np.stack([score_files.flags(table[name], name) for name in names])
-            outputs = np.stack([table[f"shadow_loss_{one}"] for one in models])
-            found["lira"] = attacks.lira_scores(table["loss"], outputs, inside)
+            names = [f"shadow_member_{model}" for model in models]
+            members = np.stack([score_files.flags(table[name], name) for name in names])
+            losses = np.stack([table[f"shadow_loss_{model}"] for model in models])
+            found["lira"] = attacks.lira_scores(table["loss"], losses, members)
     if not found:
         raise InputError("column 'loss': is missing; needs loss or score")
     return found
 
 
 def _report(attacks: dict[str, Any], members: Any, confidence: float, plot: Path | None, as_json: bool) -> None:
+    """Print how well each attack does, and draw its ROC curve if asked to."""
     from fedpriv.audit.membership import membership as judged
 
     results = {name: judged(scores, members, confidence=confidence) for name, scores in attacks.items()}
@@ -180,9 +181,5 @@ def _report(attacks: dict[str, Any], members: Any, confidence: float, plot: Path
 
         plot_roc(attacks, members, plot)
         lines.append(f"written: {plot}")
-    lines.append(RELEASE)
-    _print({"attacks": {name: asdict(result) for name, result in results.items()}, "note": RELEASE}, lines, as_json)
-
-
-def _print(values: dict[str, Any], lines: list[str], as_json: bool) -> None:
-    typer.echo(json.dumps(values) if as_json else "\n".join(lines))
+    lines.append(NOTE)
+    show({"attacks": {name: asdict(result) for name, result in results.items()}, "note": NOTE}, lines, as_json)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedpriv.cli.output import AsJson, entries, show
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 MODEL_HELP = "gpt2, bert-base, llama-7b, chatglm2-6b, a folder with a config.json, or a model on the Hub."
 PAPER_NOTES = (
-    "All in parameters of one client's upload in one round; % are of all parameters.",
-    "off: the formula L r 2n against the paper's figure; given: whether that is at most 5 %.",
-    "> whole: the paper's figure is above that of sending the adapted matrices whole.",
+    "All figures are parameters of one client's upload in one round; % are of all parameters.",
+    "off: the formula L r 2n against the paper's figure; given: whether they differ by at most 5 %.",
+    "> whole: the paper's figure exceeds that of sending the adapted matrices whole.",
     "ratio: whether the paper's overhead over its own origin gives the ratio that it prints.",
     "Adapted matrices assumed:",
 )
@@ -28,19 +28,19 @@ def communication(
     model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
     rank: Annotated[int, typer.Option(help="r of LoRA, >= 1.")] = 8,
     targets: Annotated[
-        list[str] | None, typer.Option(help="A linear layer to adapt; give it several times. By default peft's.")
+        list[str] | None, typer.Option(help="A linear layer to adapt; may be repeated. By default those of peft.")
     ] = None,
-    clients: Annotated[int, typer.Option(help="K, all of whom take part in every round, >= 1.")] = 5,
+    clients: Annotated[int, typer.Option(help="K, all of which take part in every round, >= 1.")] = 5,
     rounds: Annotated[int, typer.Option(help="T, >= 1.")] = 50,
     bytes_per_value: Annotated[int, typer.Option(help="4 for float32, 2 for float16.")] = 4,
     compare_paper: Annotated[
-        bool, typer.Option("--compare-paper", help="Every line of the DP-LoRA paper's Tables 5, 18 and 19, too.")
+        bool, typer.Option("--compare-paper", help="Also every line of the DP-LoRA paper's Tables 5, 18 and 19.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """What a federation with LoRA sends: exact parameters and bytes, and the paper's formula. Needs no weights.
 
-    A and B only: a classification head, which SEQ_CLS runs send too, and file formats come on top. Example:
+    Counts A and B only: a classification head, which SEQ_CLS runs send too, and file formats come on top. Example:
 
     fedpriv communication --model llama-7b --rank 512 --targets q_proj --targets k_proj --targets v_proj
     """
@@ -61,12 +61,10 @@ def communication(
         )
         result = asdict(counted)
     rows = counting.compare_paper() if compare_paper else []
-    if as_json:
-        typer.echo(json.dumps(result | ({"paper_rows": [asdict(row) for row in rows]} if rows else {})))
-        return
-    width = max(map(len, result), default=0)
-    lines = [f"{name:<{width}}  {_readable(value)}" for name, value in result.items()]
-    typer.echo("\n".join(lines + [""] * bool(lines and rows) + (_paper_table(rows) if rows else [])))
+    lines = entries({name: _readable(value) for name, value in result.items()})
+    paper_lines = _paper_table(rows) if rows else []
+    values = result | ({"paper_rows": [asdict(row) for row in rows]} if rows else {})
+    show(values, [*lines, *([""] if lines and paper_lines else []), *paper_lines], as_json)
 
 
 def _readable(value: Any) -> str:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import inspect
 import itertools
-import json
 import secrets
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -17,20 +14,33 @@ from typing import Annotated, Any
 
 import typer
 
+from fedpriv.cli.dedup_bench import bench
+from fedpriv.cli.options import OneOf, StorePath, result_of
+from fedpriv.cli.output import AsJson, show
 from fedpriv.errors import InputError
 
 app = typer.Typer(no_args_is_help=True, help="Store the variants of a model by the blocks that they share.")
 
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")]
 Folder = Annotated[Path, typer.Argument(help="Folder with a folder for each variant, each with a variant.json.")]
-StorePath = Annotated[Path, typer.Argument(help="Folder of the store.")]
-Strategy = Annotated[str, typer.Option(help="single, multi or cross.")]
-Fairness = Annotated[str, typer.Option(help="bounds or outcome.")]
+Strategy = Annotated[
+    str,
+    typer.Option(
+        click_type=OneOf("fedpriv.dedup.base_selection:Strategy"),
+        help="One base for each variant; several; or several, which may themselves have bases.",
+    ),
+]
+Fairness = Annotated[
+    str,
+    typer.Option(
+        click_type=OneOf("fedpriv.dedup.base_selection:Fairness"),
+        help="Keep the order of epsilons by cutting every bound, or by giving up variants that would overtake others.",
+    ),
+]
 EpsilonBound = Annotated[
-    float | None, typer.Option(help="By how much epsilon may rise; by default what each variant says.", min=0)
+    float | None, typer.Option(help="By how much epsilon may rise; by default each variant's own bound.", min=0)
 ]
 UtilityBound = Annotated[
-    float | None, typer.Option(help="By how much accuracy may drop; by default what each variant says.", min=0, max=1)
+    float | None, typer.Option(help="By how much accuracy may drop; by default each variant's own bound.", min=0, max=1)
 ]
 
 
@@ -43,11 +53,10 @@ def plan(
     utility_bound: UtilityBound = None,
     as_json: AsJson = False,
 ) -> None:
-    """Which variant may take blocks of which, and what each would then cost; no weights are read.
+    """Which variants may take blocks of which others, and what each would then cost; no weights are read.
 
     Example: fedpriv dedup plan variants --strategy multi
     """
-
     from fedpriv.dedup import planning
 
     settings = _settings(strategy=strategy, fairness=fairness)
@@ -63,7 +72,7 @@ def plan(
         for name, t in targets.items()
     ]
     lines += [f"{name}: stays as it is, {reason}" for name, reason in found.untouched.items()]
-    _print({"targets": targets, "untouched": dict(found.untouched)}, lines, as_json)
+    show({"targets": targets, "untouched": dict(found.untouched)}, lines, as_json)
 
 
 @app.command()
@@ -71,23 +80,32 @@ def run(
     folder: Folder,
     store: StorePath,
     evaluator: Annotated[
-        str, typer.Option(help="MODULE:FUNCTION that gives a fedpriv.dedup.pipeline.Evaluator; by default the run's.")
+        str,
+        typer.Option(help="MODULE:FUNCTION that returns a fedpriv.dedup.pipeline.Evaluator; by default the run's."),
     ] = "",
-    algorithm: Annotated[str, typer.Option(help="drd, dred, greedy, mcts, dedup or mistique.")] = "drd",
+    algorithm: Annotated[
+        str,
+        typer.Option(
+            click_type=OneOf("fedpriv.dedup.algorithms:ALGORITHMS", check=False),
+            help="The search for blocks to replace.",
+        ),
+    ] = "drd",
     block_size: Annotated[int, typer.Option(help="Values in a block.", min=1)] = 1024,
-    option: Annotated[list[str] | None, typer.Option("-o", help="key=value of the algorithm.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("-o", help="key=value, an option of the algorithm; may be repeated.")
+    ] = None,
     strategy: Strategy = "single",
     fairness: Fairness = "bounds",
     epsilon_bound: EpsilonBound = None,
     utility_bound: UtilityBound = None,
     validation_epsilon: Annotated[
-        float | None, typer.Option(help="On private records: what each variant's validation costs them.")
+        float | None, typer.Option(help="For private records: the epsilon of validating one variant.")
     ] = None,
-    cutoff: Annotated[int, typer.Option(help="On private records: failures that end a validation.", min=1)] = 3,
-    ledger: Annotated[Path | None, typer.Option(help="On private records: where it is charged.")] = None,
+    cutoff: Annotated[int, typer.Option(help="For private records: failures that end a validation.", min=1)] = 3,
+    ledger: Annotated[Path | None, typer.Option(help="For private records: the ledger to charge.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Store all variants, with as many blocks of their bases as validation accepts.
+    """Store all variants, replacing as many of their blocks by blocks of their bases as validation accepts.
 
     The variants of a run, RUN/variants, are validated on the run's own test set.
 
@@ -108,8 +126,8 @@ def run(
     )
     described = _described(folder, epsilon_bound, utility_bound)
     folders = {variant.name: path for path, variant in described.items()}
-    judge = given("evaluator", evaluator) if evaluator else _of_run(folder)
-    with _asking(judge, validation_epsilon, cutoff, ledger) as private, Store(store) as opened:
+    judge = result_of("evaluator", evaluator) if evaluator else _of_run(folder)
+    with _private_validation(judge, validation_epsilon, cutoff, ledger) as private, Store(store) as opened:
         outcomes = pipeline.deduplicate(
             list(described.values()),
             lambda name: variants.read_tensors(folders[name]),
@@ -127,7 +145,7 @@ def run(
         }
     lines = [_line(outcome) for outcome in outcomes]
     lines.append(f"{summary['bytes_stored']} of {summary['bytes_logical']} bytes stored")
-    _print(summary, lines, as_json)
+    show(summary, lines, as_json)
 
 
 def _line(outcome: Any) -> str:
@@ -145,8 +163,9 @@ def _line(outcome: Any) -> str:
 @app.command()
 def restore(
     store: StorePath,
-    name: Annotated[str, typer.Argument(help="Of the variant.")],
+    name: Annotated[str, typer.Argument(help="Name of the variant.")],
     out: Annotated[Path, typer.Option(help="The safetensors file to write.")],
+    as_json: AsJson = False,
 ) -> None:
     """Write a stored variant as an ordinary safetensors file, bit for bit as it was validated.
 
@@ -163,12 +182,12 @@ def restore(
     temporary = out.with_name(f"{out.name}.tmp")
     safetensors.numpy.save_file(tensors, temporary)
     temporary.replace(out)
-    typer.echo(f"{len(tensors)} tensors in {out}")
+    show({"name": name, "file": str(out), "num_tensors": len(tensors)}, [f"{len(tensors)} tensors in {out}"], as_json)
 
 
 @app.command()
 def verify(store: StorePath, as_json: AsJson = False) -> None:
-    """Whether every block, manifest and extra tensor of a store is as it was written. Exit code 1 if not.
+    """Check that every block, manifest and extra tensor of a store is as it was written. Exit code 1 if not.
 
     Example: fedpriv dedup verify store
     """
@@ -176,20 +195,18 @@ def verify(store: StorePath, as_json: AsJson = False) -> None:
 
     with Store(store, read_only=True) as opened:
         damage, names = opened.verify(), opened.names
-    _print({"names": names, "damage": damage}, damage or [f"{len(names)} variants, all sound"], as_json)
+    show({"names": names, "damage": damage}, damage or [f"{len(names)} variants, all sound"], as_json)
     raise typer.Exit(1 if damage else 0)
 
 
-def _settings(**values: Any) -> Any:
-    from typing import get_args
+app.command()(bench)
 
-    from fedpriv.dedup import base_selection
+
+def _settings(**values: Any) -> Any:
+    """The settings of a run, if its algorithm knows all of its options."""
     from fedpriv.dedup.algorithms import algorithm
     from fedpriv.dedup.planning import Settings
 
-    for key, known in (("strategy", base_selection.Strategy), ("fairness", base_selection.Fairness)):
-        if values[key] not in get_args(known):
-            raise InputError(f"{key} = {values[key]!r}: must be one of {', '.join(get_args(known))}")
     settings = Settings(**values)
     parameters = inspect.signature(algorithm(settings.algorithm)).parameters
     options = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
@@ -199,7 +216,7 @@ def _settings(**values: Any) -> Any:
 
 
 def _described(folder: Path, epsilon_bound: float | None, utility_bound: float | None) -> dict[Path, Any]:
-    """The variants' folders and what each says of itself, with other bounds where these are given."""
+    """{folder: the description of its variant}, with other bounds where these are given."""
     from fedpriv.dedup import variants
 
     found = sorted(path.parent for path in folder.glob("*/variant.json"))
@@ -215,7 +232,7 @@ def _described(folder: Path, epsilon_bound: float | None, utility_bound: float |
 
 
 def _of_run(folder: Path) -> Any:
-    """The evaluator of the run whose variants the folder holds."""
+    """The evaluator of the run that the folder's variants belong to."""
     if not (folder.absolute().parent / "config.toml").exists():
         raise InputError(f"folder = {str(folder)!r}: is not the variants of a run; give an --evaluator for them")
     from fedpriv.adapter_variants import AdapterEvaluator
@@ -223,20 +240,9 @@ def _of_run(folder: Path) -> Any:
     return AdapterEvaluator.of_run(folder.absolute().parent)
 
 
-def given(option: str, name: str) -> Any:
-    """What MODULE:FUNCTION, given for an option, returns; modules of the working directory count."""
-    module, _, function = name.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        return getattr(importlib.import_module(module), function)()
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"{option} = {name!r}: must be MODULE:FUNCTION ({error})") from None
-
-
 @contextmanager
-def _asking(judge: Any, epsilon: float | None, cutoff: int, path: Path | None) -> Iterator[Any]:
-    """How the evaluator's records are asked, if they are private; every target is charged to the ledger."""
+def _private_validation(judge: Any, epsilon: float | None, cutoff: int, path: Path | None) -> Iterator[Any]:
+    """How variants are validated on private records, each charged to the ledger; None for public records."""
     from fedpriv.accounting.events import Event
     from fedpriv.accounting.views import Release
     from fedpriv.dedup.validation import PrivateValidation
@@ -251,7 +257,7 @@ def _asking(judge: Any, epsilon: float | None, cutoff: int, path: Path | None) -
         return
     if epsilon is None or path is None or not path.exists():
         raise InputError(
-            "evaluator: its records are private; give --validation-epsilon, and the --ledger that they stand in"
+            "evaluator: its records are private; give --validation-epsilon, and the --ledger that holds their data set"
         )
     source, run = SecureSource(), secrets.token_hex(16)
     with Ledger(path) as ledger:
@@ -274,10 +280,3 @@ def _asking(judge: Any, epsilon: float | None, cutoff: int, path: Path | None) -
         except ValueError as error:
             raise InputError(str(error)) from None
         yield private
-
-
-def _print(values: dict[str, Any], lines: list[str], as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(json.loads(json.dumps(values), parse_constant=lambda _: None)))
-    else:
-        typer.echo("\n".join(lines))

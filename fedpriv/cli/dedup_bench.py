@@ -1,15 +1,15 @@
-"""`fedpriv dedup bench`: what serving from a store takes, against plain files."""
+"""`fedpriv dedup bench`: how long serving from a store takes, compared with plain files."""
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
-from fedpriv.cli.dedup import AsJson, StorePath, given
+from fedpriv.cli.options import OneOf, StorePath, result_of
+from fedpriv.cli.output import AsJson, show
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,28 +21,33 @@ def bench(
     files: Annotated[
         Path | None, typer.Option(help="Folder of the variants that were deduplicated; by default they are restored.")
     ] = None,
-    queries: Annotated[int, typer.Option(help="Random variants that are asked for.", min=1)] = 100,
+    queries: Annotated[int, typer.Option(help="Number of random variants to load.", min=1)] = 100,
     memory_mb: Annotated[
-        float | None, typer.Option(help="MiB for loaded variants; by default a third of what all of them take.")
+        float | None, typer.Option(help="MiB for loaded variants; by default a third of what all of them need.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the queries.", min=0)] = 0,
     cold: Annotated[
-        bool | None, typer.Option("--cold/--warm", help="Without or with files in the page cache; by default both.")
+        bool | None, typer.Option("--cold/--warm", help="With files out of the page cache, or in it; by default both.")
     ] = None,
     reader: Annotated[
-        str, typer.Option(help="How plain files are read: direct, in one piece, or by safetensors, which is slower.")
+        str,
+        typer.Option(
+            click_type=OneOf("fedpriv.dedup.bench_plain_files:Reader", check=False),
+            help="How plain files are read: directly, in one piece, or by safetensors, which is slower.",
+        ),
     ] = "direct",
     workload: Annotated[
         str,
         typer.Option(
-            help="MODULE:FUNCTION that gives a fedpriv.dedup.bench.Workload, to measure inference too; or the run's."
+            help="MODULE:FUNCTION that returns a fedpriv.dedup.bench.Workload, to measure inference too; by default "
+            "the run's."
         ),
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """What loading random variants takes from a store, and from plain safetensors files within the same memory.
+    """How long loading random variants takes from a store, and from plain safetensors files within the same memory.
 
-    Every load is checked to be the variant bit for bit. The store is only read.
+    Every load is checked against the variant, bit for bit. The store is only read.
 
     Example: fedpriv dedup bench store --queries 100
 
@@ -56,7 +61,7 @@ def bench(
     if reader not in get_args(Reader):
         raise InputError(f"--reader {reader}: must be one of {', '.join(get_args(Reader))}")
     used = _workload(workload, store)
-    # Beside the store: on the same disk, which the system's folder for such files may not be.
+    # Beside the store, so on the same disk: the system's temporary folder may be on another one.
     with tempfile.TemporaryDirectory(dir=store.absolute().parent if store.is_dir() else None) as temporary:
         found = measuring.bench(
             store,
@@ -69,14 +74,14 @@ def bench(
             reader=cast(Reader, reader),
             workload=used,
         )
-    typer.echo(json.dumps(found.as_dict()) if as_json else "\n".join(_lines(found)))
+    show(found.as_dict(), _lines(found), as_json)
 
 
 def _lines(found: Report) -> list[str]:
     lines = [f"{found.num_queries} queries over {found.num_variants} variants, {found.memory_bytes} bytes for each arm"]
     lines += [_line(kind, taken) for kind, taken in (("cold", found.cold), ("warm", found.warm)) if taken is not None]
     if found.page_cache_dropped is False:
-        lines.append("the page cache kept files that it should have dropped: what is called cold was not")
+        lines.append("the page cache kept files that it was told to drop: the cold measurement was not cold")
     return lines
 
 
@@ -105,15 +110,15 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def _workload(name: str, store: Path) -> Workload | None:
-    """What is named, or what the run whose store it is does with its variants, or none."""
+    """The named workload, or that of the run that the store belongs to, or None."""
     if not name:
         if not (store.absolute().parent / "config.toml").exists():
             return None
         from fedpriv.adapter_variants import AdapterEvaluator, AdapterWorkload
 
         return AdapterWorkload(AdapterEvaluator.of_run(store.absolute().parent))
-    made = given("workload", name)
+    made = result_of("workload", name)
     if missing := [part for part in ("model", "infer") if not hasattr(made, part)]:
-        raise InputError(f"workload = {name!r}: what it gives has no {missing[0]}; see fedpriv.dedup.bench.Workload")
+        raise InputError(f"workload = {name!r}: what it returns has no {missing[0]}; see fedpriv.dedup.bench.Workload")
     checked: Workload = made
     return checked

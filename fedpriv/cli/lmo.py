@@ -1,4 +1,4 @@
-"""`fedpriv lmo ...`: LMO-DP noise, as published and as it really is."""
+"""`fedpriv lmo ...`: what LMO-DP noise costs, the search for it, and how it compares."""
 
 from __future__ import annotations
 
@@ -9,20 +9,42 @@ from typing import Annotated, Any
 
 import typer
 
+from fedpriv.cli.options import OneOf
+from fedpriv.cli.output import AsJson, entries, show, table
 from fedpriv.errors import InputError
 
-app = typer.Typer(no_args_is_help=True, help="LMO-DP noise: what it costs, the search for it, and what it is worth.")
+app = typer.Typer(no_args_is_help=True, help="LMO-DP noise: what it costs, the search for it, and how it compares.")
 
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")]
-Params = Annotated[Path, typer.Option(help="JSON file with the noise's parameters.", exists=True, dir_okay=False)]
+Params = Annotated[Path, typer.Option(help="JSON file with the parameters of the noise.", exists=True, dir_okay=False)]
 Delta = Annotated[float, typer.Option(help="In (0, 1); the paper's is 1e-10.")]
 Steps = Annotated[int, typer.Option(help="Noisy steps that share the budget.", min=1)]
 Sampling = Annotated[float, typer.Option(help="q = B / N_k, in (0, 1].")]
 Sensitivity = Annotated[float, typer.Option(help="L2, in units of the clip norm.")]
-Combination = Annotated[str, typer.Option(help="mixture or linear.")]
-Parts = Annotated[list[str] | None, typer.Option("--part", help="gamma, exponential, uniform; all by default.")]
-ObjectiveName = Annotated[str, typer.Option(help="variance, mean-absolute or usefulness.")]
-Ranges = Annotated[Path | None, typer.Option(help="JSON file {name: [low, high]}.", exists=True, dir_okay=False)]
+Combination = Annotated[
+    str,
+    typer.Option(
+        click_type=OneOf("fedpriv.accounting.lmo.parameters:Combination"),
+        help="How the parts are combined: by weights that sum to one, or by factors.",
+    ),
+]
+Parts = Annotated[
+    list[str] | None,
+    typer.Option("--part", click_type=OneOf("fedpriv.lmo.search:PARTS"), help="May be repeated; by default all."),
+]
+Objective = Annotated[
+    str,
+    typer.Option(click_type=OneOf("fedpriv.lmo.search:Objective"), help="What makes one noise better than another."),
+]
+Accounting = Annotated[
+    str,
+    typer.Option(
+        click_type=OneOf("fedpriv.accounting.events:LmoAccounting"),
+        help="published is no guarantee for a vector.",
+    ),
+]
+Ranges = Annotated[
+    Path | None, typer.Option(help="JSON file that maps names to lists of low and high.", exists=True, dir_okay=False)
+]
 Seed = Annotated[int, typer.Option(help="Of the search.", min=0)]
 
 
@@ -34,7 +56,7 @@ def account(
     sensitivity: Sensitivity = 1.0,
     as_json: AsJson = False,
 ) -> None:
-    """Renyi divergence of one release: as published, which holds for one number, and sound for a vector.
+    """The Renyi divergence of one release: as published, which holds for a single number, and sound for a vector.
 
     Example: fedpriv lmo account --params lmo.json --order 8 --dimension 76808
     """
@@ -61,28 +83,28 @@ def account(
         "variance": float(variance(of)),
         "published_is_guarantee": dimension == 1,
     }
-    _print(values, as_json)
+    show(values, entries(values), as_json)
 
 
 @app.command("search")
 def search_noise(
-    epsilon: Annotated[float, typer.Option(help="What all steps may cost together.")],
+    epsilon: Annotated[float, typer.Option(help="Budget of all steps together.")],
     delta: Delta = 1e-10,
     steps: Steps = 1,
     sampling_probability: Sampling = 1.0,
     dimension: Annotated[int, typer.Option(help="Coordinates that are noised.", min=1)] = 1,
     sensitivity: Sensitivity = 1.0,
-    accounting: Annotated[str, typer.Option(help="sound, or published: no guarantee for a vector.")] = "sound",
+    accounting: Accounting = "sound",
     combination: Combination = "mixture",
     part: Parts = None,
-    objective: ObjectiveName = "usefulness",
-    tolerance: Annotated[float, typer.Option(help="Noise size that usefulness allows, in clip norms.")] = 1.0,
+    objective: Objective = "usefulness",
+    tolerance: Annotated[float, typer.Option(help="Largest noise that counts as useful, in clip norms.")] = 1.0,
     ranges: Ranges = None,
     seed: Seed = 0,
-    out: Annotated[Path | None, typer.Option(help="Also write the parameters to this file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the parameters to this JSON file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The least LMO noise within a budget (the paper's Algorithm 3), and up to which dimension it holds.
+    """The smallest LMO noise within a budget (the paper's Algorithm 3), and up to which dimension the budget holds.
 
     Example: fedpriv lmo search --epsilon 2 --accounting published --combination linear --objective variance
     """
@@ -105,7 +127,7 @@ def search_noise(
     space = _space(combination, part, ranges)
     found = search(space, budget, objective=objective, tolerance=tolerance, seed=seed)  # type: ignore[arg-type]
     parameters = to_dict(found.parameters)
-    values = {
+    values: dict[str, Any] = {
         **asdict(budget),
         "epsilon": found.epsilon,
         "valid_dimension": found.valid_dimension,
@@ -118,25 +140,25 @@ def search_noise(
     }
     if out is not None:
         out.write_text(json.dumps(parameters, indent=2) + "\n", encoding="utf-8")
-    _print(values, as_json)
+    show(values, entries(values | {"parameters": json.dumps(parameters)}), as_json)
 
 
 @app.command("compare")
 def compare_noises(
-    epsilon: Annotated[list[float] | None, typer.Option(help="0.3, 0.7, 2 and 3 by default.")] = None,
+    epsilon: Annotated[list[float] | None, typer.Option(help="May be repeated; by default 0.3, 0.7, 2 and 3.")] = None,
     delta: Delta = 1e-10,
     steps: Steps = 1,
     sampling_probability: Sampling = 1.0,
-    dimension: Annotated[int, typer.Option(help="Beside one number, a vector of this many.", min=1)] = 76808,
+    dimension: Annotated[int, typer.Option(help="Of a vector that is compared beside a single number.", min=1)] = 76808,
     sensitivity: Sensitivity = 1.0,
     combination: Combination = "linear",
-    objective: ObjectiveName = "usefulness",
-    ablations: Annotated[bool, typer.Option("--ablations", help="Every choice of one, two and three parts.")] = False,
+    objective: Objective = "usefulness",
+    ablations: Annotated[bool, typer.Option("--ablations", help="Every choice of one, two or three parts.")] = False,
     plots: Annotated[Path | None, typer.Option(help="Folder for plots.")] = None,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """LMO, Laplace and Gaussian noise of equal cost: the paper's Figures 6 and 7, and 10 to 15 with --ablations.
+    """Compare LMO, Laplace and Gaussian noise of equal cost: the paper's Figures 6 and 7; with --ablations, 10 to 15.
 
     Example: fedpriv lmo compare --epsilon 0.3 --epsilon 3 --ablations --plots results
     """
@@ -147,12 +169,11 @@ def compare_noises(
     budget = Budget(
         epsilon=1.0, delta=delta, steps=steps, sampling_probability=sampling_probability, sensitivity=sensitivity
     )
-    _space(combination, None, None)
     records = compare(
         budget,
         epsilons=epsilons,
         dimensions=sorted({1, dimension}),
-        combination=combination,  # type: ignore[arg-type]  # checked above
+        combination=combination,  # type: ignore[arg-type]  # checked by the option
         objective=objective,  # type: ignore[arg-type]  # checked by the search
         ablations=ablations,
         seed=seed,
@@ -170,27 +191,31 @@ def compare_noises(
     }
     columns = ["epsilon", "dimension", "noise", "parts", "variance", "entropy", "mean_absolute", "median_absolute"]
     columns += ["mean_absolute_reduction", "median_absolute_reduction", "epsilon_at_dimension"]
-    if as_json:
-        _print_json(summary)
-        return
-    _print_table(records, columns)
+    lines = table(records, columns)
     if summary["reductions"]:
-        typer.echo("\nmean size on one number below Gaussian noise's, as a share of it:")
-        _print_table(summary["reductions"], list(summary["reductions"][0]))
+        lines += ["", "reduction of the mean size of the noise on one number, as a share of Gaussian noise's:"]
+        lines += table(summary["reductions"], list(summary["reductions"][0]))
+    show(summary, lines, as_json)
 
 
 @app.command("coverage")
 def coverage_of_space(
-    quantisation: Annotated[list[float] | None, typer.Option(help="0.1, 0.01 and 0.001 by default.")] = None,
-    domain_size: Annotated[list[int] | None, typer.Option(help="Cells: 11, 51 and 101 by default.")] = None,
-    num_samples: Annotated[int, typer.Option(help="Simulated noises, and LMO noises.", min=1, max=4096)] = 256,
+    quantisation: Annotated[
+        list[float] | None, typer.Option(help="May be repeated; by default 0.1, 0.01 and 0.001.")
+    ] = None,
+    domain_size: Annotated[
+        list[int] | None, typer.Option(help="Number of cells; may be repeated. By default 11, 51 and 101.")
+    ] = None,
+    num_samples: Annotated[
+        int, typer.Option(help="Number of simulated noises, and of LMO noises.", min=1, max=4096)
+    ] = 256,
     combination: Combination = "mixture",
     part: Parts = None,
     ranges: Ranges = None,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """How near LMO noise comes to arbitrary noise on a grid (the paper's Algorithm 2 and Figure 5).
+    """How close LMO noise comes to arbitrary noise on a grid (the paper's Algorithm 2 and Figure 5).
 
     Example: fedpriv lmo coverage --quantisation 0.01 --domain-size 51
     """
@@ -203,14 +228,11 @@ def coverage_of_space(
         num_samples=num_samples,
         seed=seed,
     )
-    if as_json:
-        _print_json({"records": records})
-    else:
-        _print_table(records, list(records[0]))
+    show({"records": records}, table(records, list(records[0])), as_json)
 
 
 def _space(combination: str, parts: Sequence[str] | None, ranges: Path | None) -> Any:
-    """The search space of the options."""
+    """The search space that the options describe."""
     from fedpriv.lmo.search import PARTS, RANGES, SearchSpace
 
     given: Any = {}
@@ -229,28 +251,3 @@ def _space(combination: str, parts: Sequence[str] | None, ranges: Path | None) -
         parts=tuple(dict.fromkeys(parts)) if parts else PARTS,  # type: ignore[arg-type]
         **{name: tuple(bounds) for name, bounds in given.items()},
     )
-
-
-def _print(values: dict[str, Any], as_json: bool) -> None:
-    """One JSON object, where infinity is null, or one aligned line for each entry."""
-    if as_json:
-        _print_json(values)
-        return
-    width = max(map(len, values))
-    for name, value in values.items():
-        typer.echo(f"{name:<{width}}  {json.dumps(value) if isinstance(value, dict) else value}")
-
-
-def _print_table(records: list[dict[str, Any]], columns: list[str]) -> None:
-    lines = [columns, *([_cell(record.get(column)) for column in columns] for record in records)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-
-
-def _cell(value: Any) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _print_json(values: dict[str, Any]) -> None:
-    typer.echo(json.dumps(json.loads(json.dumps(values), parse_constant=lambda _: None)))

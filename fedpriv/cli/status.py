@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from fedpriv.cli.output import AsJson, show
+
 
 def status(
-    run_dir: Annotated[Path, typer.Argument(help="Folder of a run that goes on, was interrupted, or is finished.")],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")] = False,
+    run_dir: Annotated[Path, typer.Argument(help="Folder of a run: under way, interrupted or finished.")],
+    as_json: AsJson = False,
 ) -> None:
     """What a run is doing or did, from its folder alone: rounds, epsilons, every client, the last events.
 
@@ -22,12 +23,11 @@ def status(
     """
     from rich.console import Console
 
+    from fedpriv.reports import status_display
     from fedpriv.reports.status import read_status
-    from fedpriv.reports.status_display import show
 
     found = read_status(run_dir, now=time.time())
     if as_json:
-        finite = json.loads(json.dumps(found.as_dict()), parse_constant=lambda _: None)
-        typer.echo(json.dumps(finite))
+        show(found.as_dict(), [], as_json)
     else:
-        show(found, Console(highlight=False))
+        status_display.show(found, Console(highlight=False))
