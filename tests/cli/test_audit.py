@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from typer.testing import CliRunner
 
 from fedpriv.audit.bounds import one_run_audit
-from fedpriv.cli.main import app
-from fedpriv.errors import InputError
+from tests.cli.command_line import as_json, fedpriv
+from tests.cli.inputs import write_csv
 
 
-def call(*arguments: object, code: int = 0) -> str:
-    done = CliRunner().invoke(app, ["audit", *map(str, arguments)])
-    if isinstance(done.exception, InputError):
-        assert code == 2
-        return str(done.exception)
-    assert done.exit_code == code, done.output
-    return done.stdout
+def text(*arguments: object) -> str:
+    """What `fedpriv audit` prints for a reader."""
+    return fedpriv("audit", *arguments)[0]
 
 
-def write(path: Path, **columns: object) -> Path:
-    rows = [",".join(columns), *(",".join(map(str, row)) for row in zip(*columns.values(), strict=True))]
-    path.write_text("\n".join(rows) + "\n")
-    return path
+def error(*arguments: object) -> str:
+    """What is wrong with the arguments; nothing else is printed."""
+    out, err = fedpriv("audit", *arguments, code=2)
+    assert out == ""
+    return err
 
 
 @pytest.fixture
@@ -36,34 +31,34 @@ def game(tmp_path: Path) -> tuple[Path, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(1)
     included = (rng.random(400) < 0.5).astype(int)
     scores = 2 * included + rng.standard_normal(400)
-    return write(tmp_path / "scores.csv", score=scores, included=included), scores, included
+    return write_csv(tmp_path / "scores.csv", score=scores, included=included), scores, included
 
 
 def test_one_run_is_the_librarys_bound(game):
     path, scores, included = game
-    found = json.loads(call("one-run", "--scores", path, "--delta", 1e-5, "--guesses", 60, "--json"))
+    found = as_json("audit", "one-run", "--scores", path, "--delta", 1e-5, "--guesses", 60)
     expected = one_run_audit(scores, included, num_guesses=60, delta=1e-5)
     assert found["epsilon_lower"] == expected.epsilon_lower
     assert found["num_correct"] == expected.num_correct
-    assert "epsilon >=" in call("one-run", "--scores", path)
+    assert "epsilon >=" in text("one-run", "--scores", path)
 
 
 def test_a_refuted_claim_has_exit_code_1(game):
     path, *_ = game
-    found = json.loads(call("one-run", "--scores", path, "--claimed-epsilon", 0.5, "--json", code=1))
+    found = as_json("audit", "one-run", "--scores", path, "--claimed-epsilon", 0.5, code=1)
     assert found["claim_refuted"] is True
-    assert "not refuted" in call("one-run", "--scores", path, "--claimed-epsilon", 50)
+    assert "not refuted" in text("one-run", "--scores", path, "--claimed-epsilon", 50)
 
 
 def test_gaussian_claim_needs_a_fixed_number_of_guesses(game):
     path, *_ = game
-    found = json.loads(call("one-run", "--scores", path, "--delta", 1e-5, "--guesses", 60, "--gaussian", "--json"))
+    found = as_json("audit", "one-run", "--scores", path, "--delta", 1e-5, "--guesses", 60, "--gaussian")
     assert found["gaussian_epsilon_lower"] > found["epsilon_lower"]
-    assert "needs --guesses" in call("one-run", "--scores", path, "--gaussian", code=2)
+    assert "needs --guesses" in error("one-run", "--scores", path, "--gaussian")
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("content", "message"),
     [
         ("score,included\n1,0\nnan,1\n", "score = 'nan' in"),
         ("score,included\n1,0\nx,1\n", "line 3: must be a finite number"),
@@ -75,20 +70,20 @@ def test_gaussian_claim_needs_a_fixed_number_of_guesses(game):
         ("", "has no rows"),
     ],
 )
-def test_bad_score_files_are_one_clear_line(tmp_path, text, message):
+def test_a_bad_score_file_is_one_line(tmp_path, content, message):
     path = tmp_path / "bad.csv"
-    path.write_text(text)
-    found = call("one-run", "--scores", path, code=2)
+    path.write_text(content)
+    found = error("one-run", "--scores", path)
     assert message in found
-    assert "\n" not in found
+    assert found.count("\n") == 1
 
 
 def test_missing_file_and_bad_options_are_named(tmp_path, game):
     path, *_ = game
-    assert "no such file" in call("one-run", "--scores", tmp_path / "none.csv", code=2)
-    assert "num_guesses = 3" in call("one-run", "--scores", path, "--guesses", 3, code=2)
-    assert "delta = 1.0" in call("one-run", "--scores", path, "--delta", 1.0, code=2)
-    assert "confidence = 2.0" in call("one-run", "--scores", path, "--confidence", 2, code=2)
+    assert "no such file" in error("one-run", "--scores", tmp_path / "none.csv")
+    assert "num_guesses = 3" in error("one-run", "--scores", path, "--guesses", 3)
+    assert "delta = 1.0" in error("one-run", "--scores", path, "--delta", 1.0)
+    assert "confidence = 2.0" in error("one-run", "--scores", path, "--confidence", 2)
 
 
 def test_membership_makes_every_attack_that_the_columns_allow(tmp_path):
@@ -99,21 +94,20 @@ def test_membership_makes_every_attack_that_the_columns_allow(tmp_path):
     inside = {f"shadow_member_{i}": members[i] for i in range(1, 5)}
     usable = (members[1:].sum(axis=0) % 4 != 0).nonzero()[0]
     columns = {"member": members[0], "loss": losses[0], "reference_loss": losses[1], **shadows, **inside}
-    path = write(tmp_path / "losses.csv", **{name: column[usable] for name, column in columns.items()})
+    path = write_csv(tmp_path / "losses.csv", **{name: column[usable] for name, column in columns.items()})
     plot = tmp_path / "roc.png"
-    found = json.loads(call("membership", "--scores", path, "--roc-plot", plot, "--json"))
+    found = as_json("audit", "membership", "--scores", path, "--roc-plot", plot)
     assert set(found["attacks"]) == {"loss", "calibrated", "lira"}
     assert found["attacks"]["loss"]["auc"] > 0.6
     assert plot.stat().st_size > 1000
-    assert "release that no epsilon covers" in call("membership", "--scores", path)
+    assert "release that no epsilon covers" in text("membership", "--scores", path)
 
 
 def test_membership_names_what_is_missing(tmp_path):
-    assert "needs loss or score" in call(
-        "membership", "--scores", write(tmp_path / "a.csv", member=[0, 1], other=[1, 2]), code=2
-    )
-    path = write(tmp_path / "b.csv", member=[0, 1], loss=[1, 2], shadow_loss_1=[1, 2])
-    assert "shadow_member_1" in call("membership", "--scores", path, code=2)
+    path = write_csv(tmp_path / "a.csv", member=[0, 1], other=[1, 2])
+    assert "needs loss or score" in error("membership", "--scores", path)
+    path = write_csv(tmp_path / "b.csv", member=[0, 1], loss=[1, 2], shadow_loss_1=[1, 2])
+    assert "shadow_member_1" in error("membership", "--scores", path)
 
 
 def test_any_model_can_be_audited_by_a_function_of_ones_own(tmp_path, monkeypatch):
@@ -122,9 +116,9 @@ def test_any_model_can_be_audited_by_a_function_of_ones_own(tmp_path, monkeypatc
         "def judge():\n    return lambda tensors: (tensors['mean'].numpy(), [1, 1, 0, 0])\n"
     )
     monkeypatch.chdir(tmp_path)
-    found = json.loads(call("model", "model.safetensors", "--losses", "judge_of_a_model:judge", "--json"))
+    found = as_json("audit", "model", "model.safetensors", "--losses", "judge_of_a_model:judge")
     assert found["attacks"]["loss"]["auc"] == 1.0
-    assert "no such file" in call("model", "none.safetensors", "--losses", "judge_of_a_model:judge", code=2)
-    assert "MODULE:FUNCTION" in call("model", "model.safetensors", "--losses", "nowhere:judge", code=2)
+    assert "no such file" in error("model", "none.safetensors", "--losses", "judge_of_a_model:judge")
+    assert "MODULE:FUNCTION" in error("model", "model.safetensors", "--losses", "nowhere:judge")
     (tmp_path / "model.txt").write_text("x")
-    assert "not a safetensors file" in call("model", "model.txt", "--losses", "judge_of_a_model:judge", code=2)
+    assert "not a safetensors file" in error("model", "model.txt", "--losses", "judge_of_a_model:judge")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +10,12 @@ import pytest
 import safetensors.numpy
 
 from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.cli.main import main
 from fedpriv.dedup import variants
 from fedpriv.dedup.blocks import layout_of
 from fedpriv.dedup.composition import History
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.variants import Described
+from tests.cli.command_line import as_json, fedpriv
 
 WORKLOADS = """
 import torch
@@ -78,11 +75,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy that a test may damage, as the working directory."""
+def folder(made: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
     shutil.copytree(made, tmp_path / "copy")
-    monkeypatch.chdir(tmp_path / "copy")
-    monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path / "copy"
 
 
@@ -90,23 +85,18 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def fedpriv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """Exit code, and what was printed, on stdout if all went well."""
-    monkeypatch.setattr(sys, "argv", ["fedpriv", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    printed = capsys.readouterr()
-    code = int(ended.value.code or 0)
-    return code, printed.err if code else printed.out
+def error(folder: Path, *arguments: str) -> str:
+    """The line that says what is wrong with the arguments of `fedpriv dedup`; nothing else is printed."""
+    out, err = fedpriv("dedup", *arguments, folder=folder, code=2)
+    assert out == ""
+    assert err.count("\n") == 1
+    return err
 
 
 def test_json_of_a_measurement(folder):
     before = contents(folder / "store")
-    command = [Path(sys.executable).parent / "fedpriv", "dedup", "bench", "store", "--queries", "7", "--json"]
-    command += ["--workload", "workloads:right", "--files", "variants"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    options = ["--queries", "7", "--workload", "workloads:right", "--files", "variants"]
+    found = as_json("dedup", "bench", "store", *options, folder=folder)
     assert found["num_queries"] == 7
     assert found["memory_bytes"] == (16 * 32 + 16) * 4
     assert found["page_cache_dropped"] in (True, False)
@@ -126,9 +116,8 @@ def test_json_of_a_measurement(folder):
 
 
 @pytest.mark.parametrize(("option", "left_out"), [("--cold", "warm"), ("--warm", "cold")])
-def test_lines_of_a_measurement_of_restored_files(folder, monkeypatch, capsys, option, left_out):
-    code, printed = fedpriv(monkeypatch, capsys, "dedup", "bench", "store", "--queries", "3", option)
-    assert code == 0
+def test_lines_of_a_measurement_of_restored_files(folder, option, left_out):
+    printed, _ = fedpriv("dedup", "bench", "store", "--queries", "3", option, folder=folder)
     assert printed.startswith("3 queries over 3 variants, 2112 bytes for each arm\n")
     assert f"\n{option[2:]}: plain files " in printed
     assert f"{left_out}: " not in printed
@@ -167,31 +156,27 @@ def damage_index(store: Path) -> None:
 @pytest.mark.parametrize(
     "arguments", [["bench", "store"], ["restore", "store", "NAME", "--out", "o"], ["verify", "store"]]
 )
-def test_damaged_store_is_told_of_and_stays_as_it_is(folder, monkeypatch, capsys, damage, said, arguments):
+def test_a_damaged_store_is_reported_and_stays_as_it_is(folder, damage, said, arguments):
     damage(folder / "store")
     before = contents(folder / "store")
     name = "round-2" if damage is damage_block else "round-1"
-    monkeypatch.setattr(sys, "argv", ["fedpriv", "dedup", *[name if part == "NAME" else part for part in arguments]])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    printed = capsys.readouterr()
-    assert ended.value.code == 1
-    assert said in printed.err + printed.out
+    command = [name if part == "NAME" else part for part in arguments]
+    out, err = fedpriv("dedup", *command, folder=folder, code=1)
+    assert said in err + out
     if arguments[0] != "verify":
-        assert len(printed.err.splitlines()) == 1
+        assert len(err.splitlines()) == 1
         assert not (folder / "o").exists()
     assert contents(folder / "store") == before
 
 
-def test_variant_whose_base_was_removed_is_served_and_restored(folder, monkeypatch, capsys):
+def test_a_variant_whose_base_was_removed_is_served_and_restored(folder):
     with Store(folder / "store") as store:
         store.remove("round-0")
         store.compact()
-    assert fedpriv(monkeypatch, capsys, "dedup", "bench", "store", "--queries", "2")[0] == 0
-    assert fedpriv(monkeypatch, capsys, "dedup", "restore", "store", "round-1", "--out", "o")[0] == 0
+    fedpriv("dedup", "bench", "store", "--queries", "2", folder=folder)
+    fedpriv("dedup", "restore", "store", "round-1", "--out", "o", folder=folder)
     assert np.array_equal(safetensors.numpy.load_file(folder / "o")["weight"], tensors_of(1)["weight"])
-    code, said = fedpriv(monkeypatch, capsys, "dedup", "restore", "store", "round-0", "--out", "p")
-    assert (code, len(said.splitlines())) == (2, 1)
+    said = error(folder, "restore", "store", "round-0", "--out", "p")
     assert "model = 'round-0': not in store; it has round-1, round-2" in said
 
 
@@ -208,22 +193,16 @@ def test_variant_whose_base_was_removed_is_served_and_restored(folder, monkeypat
         (["store", "--workload", "workloads:wrong"], "model: another architecture: tensor 'weight' float32 [16, 31]"),
     ],
 )
-def test_what_cannot_be_used_is_one_line(folder, monkeypatch, capsys, arguments, said):
+def test_what_cannot_be_used_is_one_line(folder, arguments, said):
     before = contents(folder / "store")
-    code, printed = fedpriv(monkeypatch, capsys, "dedup", "bench", *arguments)
-    assert code == 2
-    assert said in printed
-    assert len(printed.splitlines()) == 1
+    assert said in error(folder, "bench", *arguments)
     assert contents(folder / "store") == before
 
 
-def test_files_of_another_architecture_or_of_too_few_variants_are_refused(folder, monkeypatch, capsys):
+def test_files_of_another_architecture_or_of_too_few_variants_are_refused(folder):
     safetensors.numpy.save_file({"weight": np.ones(3, "f4")}, folder / "variants" / "round-1" / "model.safetensors")
-    command = ["dedup", "bench", "store", "--files", "variants"]
-    code, said = fedpriv(monkeypatch, capsys, *command)
-    assert (code, len(said.splitlines())) == (2, 1)
+    command = ["bench", "store", "--files", "variants"]
+    said = error(folder, *command)
     assert "files: variant 'round-1' has another architecture than the stored one: tensor 'bias'" in said
     shutil.rmtree(folder / "variants" / "round-1")
-    code, said = fedpriv(monkeypatch, capsys, *command)
-    assert code == 2
-    assert "files: none for variant 'round-1'" in said
+    assert "files: none for variant 'round-1'" in error(folder, *command)

@@ -1,0 +1,105 @@
+"""Small inputs of the commands: variants to deduplicate, a ledger, tables, scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.views import Release
+from fedpriv.dedup import variants
+from fedpriv.dedup.composition import History, Upload
+from fedpriv.dedup.variants import Described
+from fedpriv.ledger.entries import Charge, Key
+from fedpriv.ledger.ledger import Ledger
+
+ACCOUNT = ["account", "--noise-multiplier", "2", "--sampling-probability", "0.05", "--steps", "40", "--delta", "1e-5"]
+
+STUDY = '''
+"""Records of two classes; the model is a weight for each of 8,192 features."""
+
+import numpy as np
+
+from fedpriv.dedup.validation import PrivateRecords
+
+RNG = np.random.default_rng(1)
+TRUTH = RNG.normal(size=8192).astype(np.float32)
+RECORDS = RNG.normal(size=(500, 8192)).astype(np.float32)
+LABELS = RECORDS @ TRUTH > 0
+
+
+class Study:
+    num_records = len(LABELS)
+    private = None
+
+    def count_correct(self, tensors):
+        return int(((RECORDS @ tensors["weight"] > 0) == LABELS).sum())
+
+    def saliency(self, tensors):
+        return {name: np.abs(value) for name, value in tensors.items()}
+
+
+def evaluator():
+    return Study()
+
+
+def private():
+    study = Study()
+    study.private = PrivateRecords(data_set="validation", delta=1e-5)
+    return study
+'''
+
+
+def write_study(folder: Path, rounds: Sequence[int] = (10, 12, 14), *, noiseless: bool = False) -> Path:
+    """The module `study` and, under variants/, some rounds of a run; the last without noise if asked for."""
+    (folder / "study.py").write_text(STUDY)
+    truth = np.random.default_rng(1).normal(size=8192).astype(np.float32)
+    rng = np.random.default_rng(2)
+    for round_ in rounds:
+        multiplier = 0.0 if noiseless and round_ == rounds[-1] else 1.5
+        event = SubsampledGaussian(noise_multiplier=multiplier, sampling_probability=0.05)
+        uploads = [Upload(data_set="clinic", run=f"r-{multiplier}", round=n + 1, event=event) for n in range(round_)]
+        weight = truth + rng.normal(size=8192).astype(np.float32) / round_
+        described = Described(
+            name=f"round-{round_}",
+            architecture="linear",
+            utility=0.95,
+            epsilon_bound=0.3,
+            utility_bound=0.05,
+            deltas={"clinic": 1e-5},
+            history=History(name=f"round-{round_}", ancestors=frozenset(uploads)),
+        )
+        variants.write(folder / "variants" / f"round-{round_}", described, {"weight": weight})
+    return folder
+
+
+def write_ledger(path: Path, event: SubsampledGaussian) -> Path:
+    """A ledger of two clients and two runs of two rounds each; the second run's noise was seeded for client 1."""
+    with Ledger(path) as ledger:
+        for client in ("0", "1"):
+            data_set = ledger.register(client, 100, 1e-5).id
+            for run, source in (("first", "secure"), ("second", "seeded" if client == "1" else "secure")):
+                for round_ in (1, 2):
+                    key = Key(run=run, client=client, round=round_, request="x")
+                    release = Release(event=event, rho_bar=0.7)
+                    ledger.charge([Charge(key=key, data_set=data_set, release=release, noise_source=source)])
+    return path
+
+
+def write_plain_table(path: Path) -> Path:
+    """A CSV of two classes and one number that tells them apart."""
+    rng = np.random.default_rng(0)
+    labels = rng.random(600) < 0.3
+    numbers = rng.normal(size=600) + 3 * labels
+    rows = [f"{number:.4f},{'yes' if label else 'no'}" for number, label in zip(numbers, labels, strict=True)]
+    path.write_text("x,label\n" + "\n".join(rows) + "\n")
+    return path
+
+
+def write_csv(path: Path, **columns: Sequence[object]) -> Path:
+    """A CSV of columns of equal length."""
+    rows = [",".join(columns), *(",".join(map(str, row)) for row in zip(*columns.values(), strict=True))]
+    path.write_text("\n".join(rows) + "\n")
+    return path

@@ -1,0 +1,73 @@
+"""`fedpriv account`, `calibrate` and `repeat-and-select`: the library's figures, and what may not be asked."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.events import SubsampledGaussian
+from tests.cli.command_line import as_json, fedpriv
+from tests.cli.inputs import ACCOUNT
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize(
+    ("options", "factor"),
+    [([], 1.0), (["--rho-bar", "0.5"], 0.5), (["--clipping", "split", "--head"], 3**-0.5)],
+    ids=["joint", "rho", "split"],
+)
+def test_account_gives_the_librarys_figure(accountant, options, factor):
+    result = as_json(*ACCOUNT, "--accountant", accountant, *options)
+    event = SubsampledGaussian(noise_multiplier=2 * factor, sampling_probability=0.05, count=40)
+    assert result["epsilon"] == pytest.approx(spent([event], 1e-5, accountant).epsilon, rel=1e-9)
+    assert result["effective_noise_multiplier"] == pytest.approx(2 * factor)
+    assert result["noise_multiplier"] == 2
+    assert result["delta"] == 1e-5
+
+
+# dp-accounting called directly; its pld figure is computed afresh, not through fedpriv.
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_account_agrees_with_dp_accounting_itself(accountant):
+    import dp_accounting
+    from dp_accounting import pld, rdp
+
+    library = rdp.RdpAccountant() if accountant == "rdp" else pld.PLDAccountant()
+    library.compose(dp_accounting.PoissonSampledDpEvent(0.05, dp_accounting.GaussianDpEvent(2.0)), 40)
+    ours = as_json(*ACCOUNT, "--accountant", accountant)["epsilon"]
+    assert ours == pytest.approx(library.get_epsilon(1e-5), rel=1e-6 if accountant == "rdp" else 1e-3)
+
+
+def test_closed_form_is_the_papers_figure_and_states_its_conditions():
+    result = as_json(*ACCOUNT, "--accountant", "closed-form")
+    # 2 * 0.05 * sqrt(40 ln 1e5) / 2 = 0.05 * 21.459658
+    assert result["epsilon"] == pytest.approx(1.0729829, abs=1e-6)
+    assert result["conditions_hold"] is False
+    assert "q < 1 / (16 rho_bar * sigma)" in result["violated"]
+
+
+def test_closed_form_calibrates_nothing():
+    schedule = ["--epsilon", "2", "--delta", "1e-5", "--sampling-probability", "0.05", "--steps", "40"]
+    assert "accountant = closed-form" in fedpriv("calibrate", *schedule, "--accountant", "closed-form", code=2)[1]
+
+
+def test_batch_clipping_with_a_head_divides_the_noise():
+    result = as_json(*ACCOUNT, "--accountant", "rdp", "--clipping", "batch", "--head")
+    assert result["effective_noise_multiplier"] == pytest.approx(2 / (2 * 3**0.5))
+
+
+def test_no_noise_is_infinite_for_people_and_null_in_json():
+    arguments = [*ACCOUNT[:2], "0", *ACCOUNT[3:]]
+    assert as_json(*arguments)["epsilon"] is None
+    assert "inf" in fedpriv(*arguments)[0]
+
+
+def test_extreme_noise_is_infinite():
+    assert as_json("account", "--noise-multiplier", "1e-300", *ACCOUNT[3:])["epsilon"] is None
+
+
+def test_repeat_and_select_needs_its_conditions_stated():
+    arguments = ["repeat-and-select", "--noise-multiplier", "4", "--sampling-probability", "0.05", "--steps", "30"]
+    arguments += ["--delta", "1e-5", "--mean-repetitions", "10"]
+    assert "random and secret" in fedpriv(*arguments, code=2)[1]
+    result = as_json(*arguments, "--number-is-random-and-secret", "--losers-are-hidden")
+    assert result["epsilon_of_one_run"] < result["epsilon"] < 10 * result["epsilon_of_one_run"]

@@ -1,0 +1,214 @@
+"""What holds for every command: --json prints one object of standard JSON, and --help shows an example that works.
+
+The commands are found by walking the app, so a new one fails here until it has an example input in EXAMPLES.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import typer
+
+from fedpriv import __version__
+from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.cli.main import app
+from tests.cli.command_line import as_json, fedpriv
+from tests.cli.inputs import write_csv, write_ledger, write_plain_table, write_study
+from tests.reports.conftest import write_finished_run
+
+
+@dataclass(frozen=True)
+class Example:
+    """Arguments of a command, run in the folder of `inputs`.
+
+    Attributes:
+        arguments: as in a shell, without `fedpriv` and the command's name.
+        infinite: where the object holds null since the number is infinite or NaN, as keys and indices; most inputs
+            are chosen for such a number, which only some commands cannot produce.
+        prepared_by: a command whose example has to run before.
+    """
+
+    arguments: str
+    infinite: str = ""
+    prepared_by: str = ""
+
+
+SCHEDULE = "--sampling-probability 0.05 --steps 40 --delta 1e-5"
+ATTACK = "--owners 4 --trials 2 --subsamples 9 --best 3 --epochs 1 --overfit-epochs 2 --dp-epsilon 8 --dp-steps 2"
+
+EXAMPLES = {
+    "account": Example(f"--noise-multiplier 0 {SCHEDULE}", infinite="epsilon"),
+    "calibrate": Example(f"--epsilon 2 --accountant rdp {SCHEDULE}"),
+    "repeat-and-select": Example(
+        f"--noise-multiplier 0 --mean-repetitions 10 --shape inf {SCHEDULE} "
+        "--number-is-random-and-secret --losers-are-hidden",
+        infinite="epsilon_of_one_run",
+    ),
+    "report": Example("finished"),
+    "communication": Example("--model gpt2 --rank 4"),
+    "status": Example("begun", infinite="epsilon_local_max"),
+    "data check": Example("plain.csv --text x"),
+    "ledger show": Example("ledger.sqlite --budget-epsilon 2", infinite="data_sets 0 epsilon_local"),
+    "ledger verify": Example("ledger.sqlite"),
+    "ledger statement": Example("ledger.sqlite --client 0", infinite="statements 0 epsilon_local"),
+    "ledger register": Example("node.sqlite --client 0 --num-records 50 --disjoint 'cases of 2027'"),
+    "dedup plan": Example("variants --fairness outcome", infinite="targets round-14 epsilon"),
+    "dedup run": Example(
+        "variants store --evaluator study:evaluator --block-size 128 --fairness outcome",
+        infinite="variants 2 epsilon_before",
+    ),
+    "dedup restore": Example("store round-14 --out round-14.safetensors", prepared_by="dedup run"),
+    "dedup verify": Example("store", prepared_by="dedup run"),
+    "dedup bench": Example("store --queries 1", prepared_by="dedup run"),
+    "lmo account": Example("--params exponential.json --order 1.5 --dimension 10", infinite="variance"),
+    "lmo search": Example("--epsilon 2 --accounting published --part exponential", infinite="mean_absolute"),
+    "lmo compare": Example("--epsilon 2 --dimension 1"),
+    "lmo coverage": Example("--num-samples 16 --quantisation 0.1 --domain-size 5"),
+    "integral select": Example("plain.csv --target label --subsample-size 60 --epsilon 0 --epochs 1"),
+    "integral attack": Example(f"plain.csv --target label --epsilon 0 {ATTACK}"),
+    "integral advice": Example("--features 8 --records 10"),
+    "audit one-run": Example("--scores scores.csv --claimed-epsilon inf", infinite="claimed_epsilon"),
+    "audit membership": Example("--scores losses.csv"),
+    "audit model": Example("model.safetensors --losses judge_of_every_command:judge"),
+}
+
+
+def leaves(group: object, *names: str) -> Iterator[tuple[str, object]]:
+    """(name, command) of all commands that are not groups."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from leaves(command, *names, name)
+        else:
+            yield " ".join([*names, name]), command
+
+
+COMMANDS = dict(leaves(typer.main.get_command(app)))
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the examples name; wherever an input may have no noise, it has none."""
+    folder = tmp_path_factory.mktemp("inputs")
+    write_study(folder, noiseless=True)
+    write_ledger(folder / "ledger.sqlite", SubsampledGaussian(noise_multiplier=0.0, sampling_probability=0.1))
+    write_plain_table(folder / "plain.csv")
+    write_csv(folder / "scores.csv", score=range(8), included=[0, 1] * 4)
+    write_csv(folder / "losses.csv", loss=range(8), member=[0, 1] * 4)
+    exponential = {"combination": "mixture", "exponential": {"weight": 1, "rate": 2.0}}
+    (folder / "exponential.json").write_text(json.dumps(exponential))
+    safetensors.numpy.save_file({"losses": np.arange(4.0)}, folder / "model.safetensors")
+    (folder / "judge_of_every_command.py").write_text(
+        "def judge():\n    return lambda tensors: (tensors['losses'].numpy(), [1, 1, 0, 0])\n"
+    )
+    write_finished_run(folder / "finished", num_clients=2, num_rounds=2, changes={})
+    write_begun_run(folder / "begun")
+    return folder
+
+
+def write_begun_run(folder: Path) -> None:
+    """One round without noise, whose model gave no number."""
+    folder.mkdir()
+    (folder / "config.toml").write_text("rounds = 5\n")
+    epsilons = {"epsilon_local_max": ["inf"], "epsilon_rho_max": ["inf"], "epsilon_aggregate_max": [""]}
+    numbers = {"test_accuracy": ["nan"], "bytes_up": [10], "bytes_down": [10], "seconds": ["nan"]}
+    write_csv(folder / "rounds.csv", round=[1], **epsilons, **numbers)
+    client = {"client": [0], "num_records": [50], "status": ["ok"], "detail": [""]}
+    write_csv(folder / "clients.csv", round=[1], **client, epsilon_local=["inf"], delta=[1e-5])
+
+
+@pytest.fixture(scope="module")
+def printed(inputs: Path):
+    """Gives the object that the example of a command prints; each example runs once."""
+    found: dict[str, dict] = {}
+
+    def run(name: str) -> dict:
+        if name not in EXAMPLES:
+            pytest.fail(f"`fedpriv {name}` has no example: add one to EXAMPLES")
+        example = EXAMPLES[name]
+        if example.prepared_by:
+            run(example.prepared_by)
+        if name not in found:
+            found[name] = as_json(*name.split(), *shlex.split(example.arguments), folder=inputs)
+        return found[name]
+
+    return run
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_json_is_one_object_in_which_null_stands_for_infinity(printed, name):
+    value = printed(name)
+    if EXAMPLES[name].infinite:
+        for key in EXAMPLES[name].infinite.split():
+            value = value[int(key) if key.isdecimal() else key]
+        assert value is None
+
+
+def test_every_example_is_of_a_command():
+    assert set(EXAMPLES) <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_an_example_whose_options_exist(name):
+    command = COMMANDS[name]
+    shown = " ".join(fedpriv(*name.split(), "--help")[0].split())
+    assert f"Usage: fedpriv {name} [OPTIONS]" in shown
+    (first, *_) = examples = re.findall(rf"fedpriv {name} .*(?:\n    \S.*)*", command.callback.__doc__)
+    assert " ".join(first.split()) in shown
+    options = {option for parameter in command.params for option in parameter.opts}
+    assert "--json" in options
+    for example in examples:
+        assert {word for word in shlex.split(example) if word.startswith("-")} <= options
+
+
+def test_the_app_shows_its_version_and_help():
+    assert fedpriv("--version") == (f"{__version__}\n", "")
+    shown, _ = fedpriv("--help")
+    for name in COMMANDS:
+        top, *inner = name.split()
+        assert top in shown
+        assert not inner or inner[0] in fedpriv(top, "--help")[0]
+
+
+LIGHT = [
+    *("account", "calibrate", "repeat-and-select", "status", "audit one-run", "lmo account"),
+    *(name for name in COMMANDS if name.startswith("ledger ")),
+]
+
+
+def test_light_commands_finish_without_torch(inputs):
+    """In a fresh interpreter, which needs no SciPy either to start and to show the help."""
+    lines = [[*name.split(), *shlex.split(EXAMPLES[name].arguments), "--json"] for name in LIGHT]
+    code = f"""
+import sys
+from fedpriv.cli.main import main
+
+def run(arguments):
+    try:
+        main(arguments)
+    except SystemExit as ended:
+        if ended.code:
+            sys.exit(f"{{arguments}} failed")
+
+for light in ([], ["communication"], ["ledger"], ["status"]):
+    run([*light, "--help"])
+if {{"torch", "scipy", "dp_accounting", "pandas"}} & set(sys.modules):
+    sys.exit("the start is not light")
+for arguments in {lines!r}:
+    run(arguments)
+    if "torch" in sys.modules:
+        sys.exit(f"{{arguments}} imports torch")
+if "dp_accounting" not in sys.modules:
+    sys.exit("the check would be blind")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=inputs, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
