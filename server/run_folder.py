@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 import platform
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import fedpriv
+from fedpriv import strict_json
 from fedpriv.config import RunConfig, to_toml
 from fedpriv.errors import InputError
 from fedpriv.journal import Journal
@@ -140,9 +140,8 @@ def _parsed(text: str, kind: str) -> Any:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write atomically; infinities become null, since JSON has none."""
-    finite = json.loads(json.dumps(content), parse_constant=lambda _: None)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(finite, indent=2) + "\n")
+    temporary.write_text(strict_json.dumps(content, indent=2) + "\n")
     temporary.replace(path)
 
 
