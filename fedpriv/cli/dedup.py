@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +18,12 @@ from fedpriv.cli.dedup_bench import bench
 from fedpriv.cli.options import OneOf, StorePath, result_of
 from fedpriv.cli.output import AsJson, show
 from fedpriv.errors import InputError
+
+if TYPE_CHECKING:
+    from fedpriv.dedup.pipeline import Evaluator, Outcome
+    from fedpriv.dedup.planning import Settings
+    from fedpriv.dedup.validation import PrivateValidation
+    from fedpriv.dedup.variants import Described
 
 app = typer.Typer(no_args_is_help=True, help="Store the variants of a model by the blocks that they share.")
 
@@ -148,7 +154,8 @@ def run(
     show(summary, lines, as_json)
 
 
-def _line(outcome: Any) -> str:
+def _line(outcome: Outcome) -> str:
+    """What became of one variant."""
     if outcome.untouched:
         return f"{outcome.name}: stays as it is, {outcome.untouched}; epsilon {outcome.epsilon_before:.4g}"
     of = f"of {outcome.num_records}"
@@ -202,7 +209,7 @@ def verify(store: StorePath, as_json: AsJson = False) -> None:
 app.command()(bench)
 
 
-def _settings(**values: Any) -> Any:
+def _settings(**values: Any) -> Settings:
     """The settings of a run, if its algorithm knows all of its options."""
     from fedpriv.dedup.algorithms import algorithm
     from fedpriv.dedup.planning import Settings
@@ -215,7 +222,7 @@ def _settings(**values: Any) -> Any:
     return settings
 
 
-def _described(folder: Path, epsilon_bound: float | None, utility_bound: float | None) -> dict[Path, Any]:
+def _described(folder: Path, epsilon_bound: float | None, utility_bound: float | None) -> dict[Path, Described]:
     """{folder: the description of its variant}, with other bounds where these are given."""
     from fedpriv.dedup import variants
 
@@ -241,7 +248,9 @@ def _of_run(folder: Path) -> Any:
 
 
 @contextmanager
-def _private_validation(judge: Any, epsilon: float | None, cutoff: int, path: Path | None) -> Iterator[Any]:
+def _private_validation(
+    judge: Evaluator, epsilon: float | None, cutoff: int, path: Path | None
+) -> Iterator[PrivateValidation | None]:
     """How variants are validated on private records, each charged to the ledger; None for public records."""
     from fedpriv.accounting.events import Event
     from fedpriv.accounting.views import Release

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +21,11 @@ from fedpriv.cli.integral_output import (
 from fedpriv.cli.options import OneOf
 from fedpriv.cli.output import AsJson, show
 from fedpriv.errors import InputError
+
+if TYPE_CHECKING:
+    from fedpriv.integral.procedure import Data
+    from fedpriv.integral.stacked_training import Schedule
+    from fedpriv.integral.tabular import Table
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -247,7 +252,7 @@ def sample_size_advice(
     show(values, advice_lines(architecture, features, classes, records, found), as_json)
 
 
-def _table(path: Path, target: str, **options: Any) -> Any:
+def _table(path: Path, target: str, **options: Any) -> Table:
     """The CSV as features, fitted on its training part."""
     from fedpriv.data.tables import load_table
     from fedpriv.integral.tabular import prepare
@@ -256,7 +261,8 @@ def _table(path: Path, target: str, **options: Any) -> Any:
     return prepare(frame, target, **options)
 
 
-def _data(table: Any) -> Any:
+def _data(table: Table) -> Data:
+    """The table's features and labels."""
     from fedpriv.integral.procedure import Data
 
     return Data(
@@ -268,8 +274,13 @@ def _data(table: Any) -> Any:
     )
 
 
-def _schedule(epochs: int, batch_size: int, learning_rate: float, optimizer: str) -> Any:
+def _schedule(epochs: int, batch_size: int, learning_rate: float, optimizer: str) -> Schedule:
+    """How each network is trained."""
     from fedpriv.integral.stacked_training import Schedule
 
-    kind: Any = optimizer
-    return Schedule(epochs=epochs, batch_size=batch_size, learning_rate=learning_rate, optimizer=kind)
+    return Schedule(
+        epochs=epochs,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        optimizer=optimizer,  # type: ignore[arg-type]  # checked by the option
+    )

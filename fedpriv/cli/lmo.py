@@ -122,10 +122,16 @@ def search_noise(
         sampling_probability=sampling_probability,
         sensitivity=sensitivity,
         dimension=dimension,
-        accounting=accounting,  # type: ignore[arg-type]  # checked by Budget
+        accounting=accounting,  # type: ignore[arg-type]  # checked by the option
     )
     space = _space(combination, part, ranges)
-    found = search(space, budget, objective=objective, tolerance=tolerance, seed=seed)  # type: ignore[arg-type]
+    found = search(
+        space,
+        budget,
+        objective=objective,  # type: ignore[arg-type]  # checked by the option
+        tolerance=tolerance,
+        seed=seed,
+    )
     parameters = to_dict(found.parameters)
     values: dict[str, Any] = {
         **asdict(budget),
@@ -174,7 +180,7 @@ def compare_noises(
         epsilons=epsilons,
         dimensions=sorted({1, dimension}),
         combination=combination,  # type: ignore[arg-type]  # checked by the option
-        objective=objective,  # type: ignore[arg-type]  # checked by the search
+        objective=objective,  # type: ignore[arg-type]  # checked by the option
         ablations=ablations,
         seed=seed,
     )
@@ -247,7 +253,7 @@ def _space(combination: str, parts: Sequence[str] | None, ranges: Path | None) -
         if not isinstance(bounds, list) or not all(type(bound) in (int, float) for bound in bounds):
             raise InputError(f"{name} = {bounds!r}: must be [low, high]")
     return SearchSpace(
-        combination=combination,  # type: ignore[arg-type]  # checked by SearchSpace
-        parts=tuple(dict.fromkeys(parts)) if parts else PARTS,  # type: ignore[arg-type]
+        combination=combination,  # type: ignore[arg-type]  # checked by the option
+        parts=tuple(dict.fromkeys(parts)) if parts else PARTS,  # type: ignore[arg-type]  # checked by the option
         **{name: tuple(bounds) for name, bounds in given.items()},
     )
