@@ -11,7 +11,7 @@ from fedpriv.cli.output import AsJson, entries, show
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
-    from fedpriv.accounting.accountants import Accountant
+    from fedpriv.accounting.law import Accountant
 
 CLOSED_FORM = "closed-form"
 
@@ -21,7 +21,7 @@ Steps = Annotated[int, typer.Option(help="Noisy steps in all: rounds times local
 AccountantName = Annotated[
     str,
     typer.Option(
-        click_type=OneOf("fedpriv.accounting.accountants:Accountant", CLOSED_FORM),
+        click_type=OneOf("fedpriv.accounting.law:Accountant", CLOSED_FORM),
         help="pld is tight, rdp fast; closed-form is the DP-LoRA paper's figure.",
     ),
 ]
@@ -169,7 +169,7 @@ def repeat_and_select(
 def _cost(event: Any, delta: float, accountant: str) -> dict[str, Any]:
     """The epsilon of an event, and how far it can be relied on."""
     if accountant == CLOSED_FORM:
-        from fedpriv.accounting.closed_form import closed_form
+        from fedpriv.accounting.accountants import closed_form
 
         paper = closed_form([event], delta)
         return {"epsilon": paper.epsilon, "conditions_hold": paper.conditions_hold, "violated": list(paper.violated)}
@@ -186,6 +186,7 @@ def _check_rho_bar(rho_bar: float) -> None:
 
 def _sensitivity_factor(clipping: str, num_tensors: int, head: bool) -> float:
     """The L2 sensitivity that a clipping rule gives, in units of the clip norm."""
-    from fedpriv.accounting.sensitivity import num_parts, sensitivity_factor
+    from fedpriv.accounting.sensitivity import clipping_rule, num_parts, sensitivity_factor
 
-    return sensitivity_factor(clipping, num_parts(clipping, num_tensors=num_tensors, head=head))
+    rule = clipping_rule(clipping)
+    return sensitivity_factor(rule, num_parts(rule, num_tensors=num_tensors, head=head))

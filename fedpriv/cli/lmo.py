@@ -38,7 +38,7 @@ Objective = Annotated[
 Accounting = Annotated[
     str,
     typer.Option(
-        click_type=OneOf("fedpriv.accounting.events:LmoAccounting"),
+        click_type=OneOf("fedpriv.accounting.lmo.parameters:LmoAccounting"),
         help="published is no guarantee for a vector.",
     ),
 ]

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from fedpriv.accounting.sensitivity import CLIPPING_RULES, clipping_parts, num_parts, sensitivity_factor
+from fedpriv.accounting.sensitivity import CLIPPING_RULES, clipping_parts, clipping_rule, num_parts, sensitivity_factor
+from fedpriv.config import parse
 
 LORA = [f"base.layer.{layer}.{which}.lora_{m}.weight" for layer in (0, 1) for which in ("q", "v") for m in "AB"]
 HEAD = ["base.classifier.weight", "base.classifier.bias"]
@@ -52,3 +53,11 @@ def test_what_is_unknown_is_refused():
     for rule in CLIPPING_RULES:
         with pytest.raises(ValueError, match="at least one"):
             clipping_parts(rule, [])
+
+
+def test_rules_answer_to_the_names_that_other_libraries_have_for_them():
+    assert [clipping_rule(rule) for rule in CLIPPING_RULES] == list(CLIPPING_RULES)
+    assert (clipping_rule("flat"), clipping_rule("per-layer")) == ("joint", "per-tensor")
+    assert parse({"clipping": "per-layer"}) == parse({"clipping": "per-tensor"})
+    with pytest.raises(ValueError, match="clipping = 'ghost'"):
+        clipping_rule("ghost")
