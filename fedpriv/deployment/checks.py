@@ -18,7 +18,8 @@ from pathlib import Path
 
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError, LedgerError
-from fedpriv.ledger import entries, ledger
+from fedpriv.ledger import entries, reader
+from fedpriv.ledger.ledger import Ledger
 from fedpriv.vault.policy import Limits
 
 _TIMEOUT_SECONDS = 5.0
@@ -145,7 +146,7 @@ def check_ledger(path: Path) -> Check:
             return Check("ledger", False, f"{path}: cannot be made, {folder} is not writable")
         return Check("ledger", True, f"{path}: none yet, can be made")
     try:
-        with ledger.Ledger(path) as opened:
+        with Ledger(path) as opened:
             return Check("ledger", True, f"{path}: {opened.last[0]} entries, chain holds")
     except LedgerError as error:
         return Check("ledger", False, str(error))
@@ -156,7 +157,7 @@ def check_registered(path: Path) -> Check:
     if not path.is_file():
         return Check("registered", False, f"{path}: no data set yet; run `register`")
     try:
-        with ledger.reading(path) as db:
+        with reader.reading(path) as db:
             data_set = entries.data_set(db, None)
     except LedgerError as error:
         return Check("registered", False, str(error))

@@ -24,10 +24,8 @@ from fedpriv.accounting.views import Release
 from fedpriv.errors import LedgerError
 from fedpriv.ledger import entries
 from fedpriv.ledger.entries import CHANGED, CHARGED, REGISTERED, RELEASED, Charge, DataSet, Entry, Key, RunRecord
+from fedpriv.ledger.reader import EMPTY_CHAIN, VERSION, as_ledger_errors, check_head, check_version, head_path, verify
 
-VERSION = 1
-
-_NO_ENTRY = "0" * 64
 _REAL = ("rho_bar", "aggregate_scale", "delta")
 
 _SCHEMA = f"""
@@ -63,12 +61,12 @@ class Ledger:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with _clear_errors(path):
+        with as_ledger_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._head = os.open(_head_path(path), os.O_RDWR | os.O_CREAT, 0o600)
+            self._head = os.open(head_path(path), os.O_RDWR | os.O_CREAT, 0o600)
         try:
             _lock(self._head, path)
-            with _clear_errors(path):
+            with as_ledger_errors(path):
                 self._db = sqlite3.connect(path, isolation_level=None, timeout=10)
             try:
                 self._prepare()
@@ -80,7 +78,7 @@ class Ledger:
             raise
 
     def _prepare(self) -> None:
-        with _clear_errors(self.path):
+        with as_ledger_errors(self.path):
             if self._db.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
                 raise LedgerError(f"{self.path}: its file system cannot hold a write-ahead log; use a local disk")
             self._db.execute("PRAGMA synchronous = FULL")
@@ -92,10 +90,10 @@ class Ledger:
             else:
                 # A first write shows at once whether any can follow.
                 with self._transaction():
-                    self._db.execute(f"PRAGMA user_version = {_version(self._db, self.path)}")
+                    self._db.execute(f"PRAGMA user_version = {check_version(self._db, self.path)}")
         last = verify(self._db, self.path)
-        self._number, self._digest = (last.number, last.digest) if last else (0, _NO_ENTRY)
-        _check_head(os.pread(self._head, 200, 0).decode(), self._db, self.path, self._number)
+        self._number, self._digest = (last.number, last.digest) if last else (0, EMPTY_CHAIN)
+        check_head(os.pread(self._head, 200, 0).decode(), self._db, self.path, self._number)
 
     def __enter__(self) -> Self:
         return self
@@ -259,7 +257,7 @@ class Ledger:
 
     def copy(self, path: Path) -> None:
         """Write a copy of the ledger as it is now."""
-        with _clear_errors(path), sqlite3.connect(path) as target:
+        with as_ledger_errors(path), sqlite3.connect(path) as target:
             self._db.backup(target)
         target.close()
 
@@ -286,8 +284,8 @@ class Ledger:
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         """All or nothing, and on disk afterwards."""
-        before = getattr(self, "_number", 0), getattr(self, "_digest", _NO_ENTRY)
-        with _clear_errors(self.path):
+        before = getattr(self, "_number", 0), getattr(self, "_digest", EMPTY_CHAIN)
+        with as_ledger_errors(self.path):
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -300,72 +298,9 @@ class Ledger:
 
     def _write_head(self) -> None:
         """Only after the commit: after a crash between the two the file is ahead of its head, never behind."""
-        with _clear_errors(self.path):
+        with as_ledger_errors(self.path):
             os.pwrite(self._head, f"{self._number:>20} {self._digest}\n".encode(), 0)
             os.fsync(self._head)
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """The ledger for reading, also while another process writes it.
-
-    Raises:
-        LedgerError: there is no such file, or it is damaged or of another version.
-    """
-    if not path.is_file():
-        raise LedgerError(f"{path}: no such ledger")
-    with _clear_errors(path):
-        db = _connect_to_read(path)
-        try:
-            yield db
-        finally:
-            db.close()
-
-
-def _connect_to_read(path: Path) -> sqlite3.Connection:
-    """A connection that writes nothing but SQLite's own files beside the ledger, where those may be written."""
-    for options in ("mode=rw", "mode=ro&immutable=1"):
-        db = sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True, timeout=10)
-        try:
-            db.execute("PRAGMA query_only = ON")
-            _version(db, path)
-            return db
-        except sqlite3.OperationalError:
-            db.close()
-            if "immutable" in options:
-                raise
-        except BaseException:
-            db.close()
-            raise
-    raise AssertionError("unreachable")
-
-
-def verify(db: sqlite3.Connection, path: Path) -> Entry | None:
-    """The last entry of a ledger whose chain holds from the first on; None if it is empty.
-
-    Raises:
-        LedgerError: names the first entry that was edited, moved or lost.
-    """
-    previous, last = _NO_ENTRY, None
-    with _clear_errors(path):
-        (sound,) = db.execute("PRAGMA quick_check(1)").fetchone()
-        if sound != "ok":
-            raise LedgerError(f"{path}: damaged: {' '.join(sound.split())}")
-        for number, entry in enumerate(entries.entries(db), start=1):
-            if entry.number != number:
-                raise LedgerError(f"{path}: broken chain: entry {number} is missing")
-            if entry.digest != entry.chained(previous):
-                raise LedgerError(f"{path}: broken chain: entry {number} was changed after it was written")
-            previous, last = entry.digest, entry
-    return last
-
-
-def verify_with_head(db: sqlite3.Connection, path: Path) -> Entry | None:
-    """As `verify`, and against PATH.head where that stands beside the ledger."""
-    last = verify(db, path)
-    head = _head_path(path)
-    _check_head(head.read_text() if head.is_file() else "", db, path, last.number if last else 0)
-    return last
 
 
 def _released(charge: Charge, reply: str | None) -> dict[str, Any]:
@@ -393,56 +328,8 @@ def _statements(script: str) -> Iterable[str]:
             statement = ""
 
 
-def _version(db: sqlite3.Connection, path: Path) -> int:
-    """The file's version, if this fedpriv can read it."""
-    version: int = db.execute("PRAGMA user_version").fetchone()[0]
-    if version != VERSION:
-        raise LedgerError(f"{path}: ledger version {version}: this fedpriv reads version {VERSION}")
-    return version
-
-
-def _head_path(path: Path) -> Path:
-    return path.with_name(path.name + ".head")
-
-
 def _lock(file: int, path: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise LedgerError(f"{path}: another process is writing it; a ledger has one writer at a time") from None
-
-
-def _check_head(text: str, db: sqlite3.Connection, path: Path, last: int) -> None:
-    """Refuse a ledger that lacks entries which its head has seen: a truncated log, or an old copy put back."""
-    if not text.strip("\0 \n"):
-        return
-    number, _, digest = text.strip("\0 \n").partition(" ")
-    if int(number) == 0:
-        return
-    row = db.execute("SELECT digest FROM entries WHERE number = ?", (int(number),)).fetchone()
-    if row is None or row[0] != digest:
-        raise LedgerError(
-            f"{path}: broken chain: ends at entry {last}, but {_head_path(path).name} has seen entry {number}"
-        )
-
-
-@contextmanager
-def _clear_errors(path: Path) -> Iterator[None]:
-    """One line for what SQLite and the file system say; whoever gets it has released nothing."""
-    try:
-        yield
-    except sqlite3.IntegrityError as error:
-        raise LedgerError(f"{path}: charged or released before ({error})") from None
-    except (sqlite3.Error, OSError) as error:
-        text = str(error).lower()
-        if "readonly" in text or "read-only" in text or "permission denied" in text or "unable to open" in text:
-            reason = "cannot be written (read-only?)"
-        elif "full" in text or "disk i/o" in text or "no space" in text or "too large" in text:
-            reason = "the disk is full or fails"
-        elif "locked" in text:
-            reason = "another process is writing it"
-        elif "malformed" in text or "not a database" in text or "no such table" in text or "no such column" in text:
-            reason = "damaged: truncated, or no ledger at all"
-        else:
-            reason = "cannot be used"
-        raise LedgerError(f"{path}: {reason} ({error}); nothing is released") from None

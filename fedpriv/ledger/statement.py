@@ -14,7 +14,7 @@ from fedpriv.accounting.accountants import spent
 from fedpriv.accounting.calibration import rounds_within
 from fedpriv.accounting.events import Event
 from fedpriv.errors import InputError
-from fedpriv.ledger import entries, ledger
+from fedpriv.ledger import entries, reader
 from fedpriv.ledger.entries import DataSet
 
 ADJACENCY = {
@@ -87,7 +87,7 @@ def statement(db: sqlite3.Connection, path: Path, client: str) -> list[dict[str,
         InputError: the ledger knows no such client.
         LedgerError: the chain is broken: nothing is stated on top of it.
     """
-    last = ledger.verify_with_head(db, path)
+    last = reader.verify_with_head(db, path)
     sets = [data_set for data_set in entries.data_sets(db) if data_set.client == client]
     if not sets or last is None:
         known = ", ".join(dict.fromkeys(data_set.client for data_set in entries.data_sets(db))) or "nobody"

@@ -11,7 +11,7 @@ from fedpriv import config as configuration
 from fedpriv.accounting.accountants import spent
 from fedpriv.accounting.events import Event, group
 from fedpriv.config import EMBEDDED, RunConfig
-from fedpriv.ledger import entries, ledger
+from fedpriv.ledger import entries, reader
 
 _DATA_KEYS = (
     *("data", "test_data", "test_fraction", "text_column", "text_pair_column", "label_column", "client_column"),
@@ -52,7 +52,7 @@ def total(folders: Sequence[Path]) -> Total:
             continue  # it ended before its first charge
         num_runs += 1
         clients = groups[_holders(configuration.parse(configuration.read(folder / "config.toml")))]
-        with ledger.reading(path) as db:
+        with reader.reading(path) as db:
             for data_set in entries.data_sets(db):
                 events, delta = clients.get(data_set.client, ([], 0.0))
                 events += [release.seen_by("local") for release in entries.releases(db, data_set.id)]

@@ -16,7 +16,8 @@ from fedpriv import protocol
 from fedpriv.accounting.accountants import spent
 from fedpriv.config import parse, to_flower
 from fedpriv.ledger.entries import data_sets, entries, releases
-from fedpriv.ledger.ledger import Ledger, reading, verify_with_head
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.reader import reading, verify_with_head
 from fedpriv.training import workbench as workbench_module
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.stacked import execute_one_by_one

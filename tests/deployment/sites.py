@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from fedpriv.ledger.entries import Entry, entries
-from fedpriv.ledger.ledger import reading, verify_with_head
+from fedpriv.ledger.reader import reading, verify_with_head
 from tests.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]

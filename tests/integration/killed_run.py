@@ -29,7 +29,8 @@ from fedpriv.accounting.views import Release, rho_bar
 from fedpriv.aggregation.fedavg import weights_by_size
 from fedpriv.config import RunConfig, parse, to_flower
 from fedpriv.ledger.entries import CHARGED, RELEASED, data_sets, entries, releases
-from fedpriv.ledger.ledger import Ledger, reading, verify_with_head
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.reader import reading, verify_with_head
 from fedpriv.training.local_update import UpdateSpec, planned_event
 from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.training.workbench import workbench

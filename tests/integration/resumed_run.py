@@ -29,7 +29,8 @@ from safetensors.torch import load_file
 
 from fedpriv.config import RunConfig, parse
 from fedpriv.ledger.entries import CHARGED, RELEASED, Entry, entries
-from fedpriv.ledger.ledger import Ledger, reading
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.reader import reading
 from fedpriv.reports.status import read_status
 from fedpriv.training.workbench import workbench
 from fedpriv.vault import guard

@@ -18,7 +18,8 @@ from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.views import Release
 from fedpriv.errors import LedgerError
 from fedpriv.ledger.entries import Charge, Key
-from fedpriv.ledger.ledger import Ledger, reading, verify_with_head
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.reader import reading, verify_with_head
 
 EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.1, count=3)
 

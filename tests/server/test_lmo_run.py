@@ -14,9 +14,9 @@ from fedpriv.accounting.events import SubsampledLmo
 from fedpriv.accounting.lmo.parameters import from_json
 from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.ledger import ledger as ledgers
 from fedpriv.ledger import statement
 from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.reader import reading
 from fedpriv.training.local_update import UpdateSpec, planned_event
 from fedpriv.training.workbench import workbench
 from fedpriv.vault import guard
@@ -82,7 +82,7 @@ def test_published_accounting_is_marked_as_no_guarantee_in_summary_report_log_an
     page = (folder / "report.html").read_text()
     assert "Not private" in page
     assert "accounted as published" in page
-    with ledgers.reading(folder / "ledger.sqlite") as db:
+    with reading(folder / "ledger.sqlite") as db:
         (first, *_) = statement.statement(db, folder / "ledger.sqlite", "0")
     assert not first["private"]
     assert "NOT A PRIVACY GUARANTEE" in statement.render(first)

@@ -31,7 +31,8 @@ from fedpriv import protocol
 from fedpriv.accounting.accountants import spent
 from fedpriv.config import RunConfig, parse
 from fedpriv.ledger.entries import CHARGED, RELEASED, Entry, entries
-from fedpriv.ledger.ledger import Ledger, reading
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.reader import reading
 from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.local_update import ClientUpdate, UpdateTask, planned_event
 from fedpriv.training.workbench import workbench

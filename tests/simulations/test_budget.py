@@ -13,7 +13,7 @@ from fedpriv.accounting.accountants import spent
 from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.ledger.entries import data_sets, releases
-from fedpriv.ledger.ledger import reading, verify_with_head
+from fedpriv.ledger.reader import reading, verify_with_head
 from server.coordinator import LogObserver
 from simulations.engines import federation
 from tests.tiny import write_table

@@ -21,7 +21,7 @@ from rich.console import Console
 from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.ledger.entries import data_sets, releases
-from fedpriv.ledger.ledger import reading
+from fedpriv.ledger.reader import reading
 from simulations.sweeps import plots, table
 from simulations.sweeps.command import sweep
 from simulations.sweeps.plan import read

@@ -1,0 +1,128 @@
+"""Read-only access to a ledger, and the verification of its chain of hashes."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fedpriv.errors import LedgerError
+from fedpriv.ledger import entries
+from fedpriv.ledger.entries import Entry
+
+VERSION = 1
+
+# The digest that the first entry is chained to.
+EMPTY_CHAIN = "0" * 64
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[sqlite3.Connection]:
+    """The ledger for reading, also while another process writes it.
+
+    Raises:
+        LedgerError: there is no such file, or it is damaged or of another version.
+    """
+    if not path.is_file():
+        raise LedgerError(f"{path}: no such ledger")
+    with as_ledger_errors(path):
+        db = _connect_to_read(path)
+        try:
+            yield db
+        finally:
+            db.close()
+
+
+def _connect_to_read(path: Path) -> sqlite3.Connection:
+    """A connection that writes nothing but SQLite's own files beside the ledger, where those may be written."""
+    for options in ("mode=rw", "mode=ro&immutable=1"):
+        db = sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True, timeout=10)
+        try:
+            db.execute("PRAGMA query_only = ON")
+            check_version(db, path)
+            return db
+        except sqlite3.OperationalError:
+            db.close()
+            if "immutable" in options:
+                raise
+        except BaseException:
+            db.close()
+            raise
+    raise AssertionError("unreachable")
+
+
+def verify(db: sqlite3.Connection, path: Path) -> Entry | None:
+    """The last entry of a ledger whose chain holds from the first on; None if it is empty.
+
+    Raises:
+        LedgerError: names the first entry that was edited, moved or lost.
+    """
+    previous, last = EMPTY_CHAIN, None
+    with as_ledger_errors(path):
+        (sound,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        if sound != "ok":
+            raise LedgerError(f"{path}: damaged: {' '.join(sound.split())}")
+        for number, entry in enumerate(entries.entries(db), start=1):
+            if entry.number != number:
+                raise LedgerError(f"{path}: broken chain: entry {number} is missing")
+            if entry.digest != entry.chained(previous):
+                raise LedgerError(f"{path}: broken chain: entry {number} was changed after it was written")
+            previous, last = entry.digest, entry
+    return last
+
+
+def verify_with_head(db: sqlite3.Connection, path: Path) -> Entry | None:
+    """As `verify`, and against PATH.head where that stands beside the ledger."""
+    last = verify(db, path)
+    head = head_path(path)
+    check_head(head.read_text() if head.is_file() else "", db, path, last.number if last else 0)
+    return last
+
+
+def check_version(db: sqlite3.Connection, path: Path) -> int:
+    """The file's version, if this fedpriv can read it."""
+    version: int = db.execute("PRAGMA user_version").fetchone()[0]
+    if version != VERSION:
+        raise LedgerError(f"{path}: ledger version {version}: this fedpriv reads version {VERSION}")
+    return version
+
+
+def head_path(path: Path) -> Path:
+    return path.with_name(path.name + ".head")
+
+
+def check_head(text: str, db: sqlite3.Connection, path: Path, last: int) -> None:
+    """Refuse a ledger that lacks entries which its head has seen: a truncated log, or an old copy put back."""
+    if not text.strip("\0 \n"):
+        return
+    number, _, digest = text.strip("\0 \n").partition(" ")
+    if int(number) == 0:
+        return
+    row = db.execute("SELECT digest FROM entries WHERE number = ?", (int(number),)).fetchone()
+    if row is None or row[0] != digest:
+        raise LedgerError(
+            f"{path}: broken chain: ends at entry {last}, but {head_path(path).name} has seen entry {number}"
+        )
+
+
+@contextmanager
+def as_ledger_errors(path: Path) -> Iterator[None]:
+    """One line for what SQLite and the file system say; whoever gets it has released nothing."""
+    try:
+        yield
+    except sqlite3.IntegrityError as error:
+        raise LedgerError(f"{path}: charged or released before ({error})") from None
+    except (sqlite3.Error, OSError) as error:
+        text = str(error).lower()
+        if "readonly" in text or "read-only" in text or "permission denied" in text or "unable to open" in text:
+            reason = "cannot be written (read-only?)"
+        elif "full" in text or "disk i/o" in text or "no space" in text or "too large" in text:
+            reason = "the disk is full or fails"
+        elif "locked" in text:
+            reason = "another process is writing it"
+        elif "malformed" in text or "not a database" in text or "no such table" in text or "no such column" in text:
+            reason = "damaged: truncated, or no ledger at all"
+        else:
+            reason = "cannot be used"
+        raise LedgerError(f"{path}: {reason} ({error}); nothing is released") from None
