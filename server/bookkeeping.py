@@ -98,7 +98,7 @@ class Books:
         self._charged: dict[int, Charge] = {}
         self.retired: dict[int, str] = {}
         self.sizes = {registration.client: registration.num_records for registration in registrations}
-        self._earlier = {c: ledger.releases(d, but_run=run) if ledger else [] for c, d in self._data_sets.items()}
+        self._earlier = {c: ledger.releases(d, excluding_run=run) if ledger else [] for c, d in self._data_sets.items()}
         self.earlier_runs = {
             c: sum(known.run != run for known in ledger.runs(d)) if ledger else 0 for c, d in self._data_sets.items()
         }

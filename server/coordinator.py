@@ -112,7 +112,7 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     if resumed and not path.exists():
         raise InputError(f"ledger {path}: is not there; a run goes on with the ledger that it began with")
     with Ledger(path) as ledger:
-        if resumed and not ledger.holds(*resumed.ledger):
+        if resumed and not ledger.has_entry(*resumed.ledger):
             raise InputError(f"ledger {path}: is not the one of the run, or lacks what the checkpoint has seen")
         series = _Series(config, bench, nodes, ledger, resumed)
         folder.keep(series.registrations)

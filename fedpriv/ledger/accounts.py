@@ -1,4 +1,4 @@
-"""Every client's account: what it released, in this run and before, and what that cost on each view."""
+"""Every client's account: what it has released, in this run and before, and what that costs on each view."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from fedpriv.accounting.law import Accountant
 from fedpriv.accounting.many_clients import epsilons
 from fedpriv.accounting.views import VIEWS, Release, View, default_delta
 
-# Up to so many different histories each gets its own pld, at some 0.3 s.
-_FEW_HISTORIES = 32
+# Up to this many different histories are each accounted by pld, at about 0.3 s.
+_MAX_PLD_HISTORIES = 32
 
 
 class Accounts:
-    """The releases of every client, which may only grow.
+    """The releases of every client; they may only grow.
 
     Args:
         num_records: {client: registered N_k}.
-        delta: for every client, or None for each client's default, 1/(10 N_k) and at most 1e-5.
+        delta: for every client; None gives each client its default, 1/(10 N_k) and at most 1e-5.
         earlier: {client: releases of earlier runs on the same records}.
     """
 
@@ -36,8 +36,8 @@ class Accounts:
         self.deltas = {client: delta or default_delta(size) for client, size in num_records.items()}
         self._earlier = {client: _History((earlier or {}).get(client, ())) for client in num_records}
         self._own = {client: _History() for client in num_records}
-        # An epsilon is asked for more often than it changes.
-        self._known: dict[tuple[int, View, Accountant, bool], PrivacySpent] = {}
+        # An epsilon is read more often than it changes.
+        self._cache: dict[tuple[int, View, Accountant, bool], PrivacySpent] = {}
 
     def record(self, client: int, release: Release) -> None:
         """Charge the client for a release.
@@ -46,41 +46,41 @@ class Accounts:
             KeyError: the client is not registered.
         """
         self._own[client].add(release)
-        self._known = {key: cost for key, cost in self._known.items() if key[0] != client}
+        self._cache = {key: cost for key, cost in self._cache.items() if key[0] != client}
 
     def num_releases(self, client: int) -> int:
-        """How many releases of this run the client was charged for."""
+        """The number of releases of this run that the client was charged for."""
         return self._own[client].num_releases
 
     def spent(
         self, client: int, view: View, accountant: Accountant, *, this_run_only: bool = False
     ) -> PrivacySpent | None:
-        """What the client's releases cost so far on the view, those of earlier runs included unless left out.
+        """What the client's releases cost so far on the view, including earlier runs unless `this_run_only`.
 
-        None on the `aggregate` view where it does not hold for one of them. Composed first, converted once.
+        None on the `aggregate` view if it does not hold for one of them. Composed first, converted once.
         """
         key = (client, view, accountant, this_run_only)
-        if key not in self._known:
+        if key not in self._cache:
             events = self._events(client, view, this_run_only)
             if events is None:
                 return None
-            self._known[key] = spent(events, self.deltas[client], accountant)
-        return self._known[key]
+            self._cache[key] = spent(events, self.deltas[client], accountant)
+        return self._cache[key]
 
     def final(self, view: View, *, this_run_only: bool = False) -> dict[int, PrivacySpent | None]:
-        """What the releases of every client cost, by pld: to report once, at the end. None as for `spent`.
+        """What the releases of every client cost by pld, to be reported once, at the end. None as for `spent`.
 
-        Equal histories are computed once. Where more than 32 differ they get upper bounds, marked as such: those of
-        `many_clients` for a history of equal releases, rdp for any other.
+        Equal histories are computed once. If more than 32 differ, the costs are upper bounds, marked as such: those of
+        `many_clients.epsilons` for a history of equal releases, rdp for any other.
         """
         histories = {client: self._events(client, view, this_run_only) for client in self._own}
         keys = {c: (frozenset(group(events)), self.deltas[c]) for c, events in histories.items() if events is not None}
-        many = len(set(keys.values())) > _FEW_HISTORIES
-        costs = _in_bulk(set(keys.values())) if many else {key: spent(*key) for key in set(keys.values())}
+        too_many = len(set(keys.values())) > _MAX_PLD_HISTORIES
+        costs = _in_bulk(set(keys.values())) if too_many else {key: spent(*key) for key in set(keys.values())}
         return {client: costs[keys[client]] if client in keys else None for client in self._own}
 
     def fits(self, client: int, release: Release, view: View, budget: float) -> bool:
-        """Whether the client stays within its budget if it makes one more such release; see `stays_within`.
+        """Whether the client stays within its budget after one more such release; see `stays_within`.
 
         Raises:
             ValueError: the view does not hold for the client's releases.
@@ -88,7 +88,7 @@ class Accounts:
         return stays_within([*self.history(client, view), release.seen_by(view)], self.deltas[client], budget)
 
     def history(self, client: int, view: View) -> list[Event]:
-        """All events of the client on the view, equal ones merged.
+        """All events of the client on the view; equal ones are merged.
 
         Raises:
             ValueError: the view does not hold for one of them.
@@ -102,15 +102,15 @@ class Accounts:
         histories = [self._own[client]] if this_run_only else [self._earlier[client], self._own[client]]
         events: list[Event] = []
         for history in histories:
-            seen = history.events(view)
-            if seen is None:
+            view_events = history.events(view)
+            if view_events is None:
                 return None
-            events.extend(seen)
+            events.extend(view_events)
         return events
 
 
 def _in_bulk(histories: Iterable[tuple[frozenset[Event], float]]) -> dict[tuple[frozenset[Event], float], PrivacySpent]:
-    """Upper bounds of what each (events, delta) costs."""
+    """Upper bounds on what each (events, delta) costs."""
     costs, single = {}, {}
     for events, delta in histories:
         if len(events) == 1:
@@ -130,7 +130,7 @@ def _in_bulk(histories: Iterable[tuple[frozenset[Event], float]]) -> dict[tuple[
 
 
 class _History:
-    """Releases as counted events for each view, so that a long history costs no more than a varied one."""
+    """Releases as counted events for each view: the cost grows with the number of different events, not of releases."""
 
     def __init__(self, releases: Iterable[Release] = ()) -> None:
         self.num_releases = 0

@@ -1,4 +1,4 @@
-"""What a ledger's lines say: their kinds, and questions to them over an open connection."""
+"""The entries of a ledger, and queries over an open connection."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ REGISTERED, CHANGED, CHARGED, RELEASED = "registered", "changed", "charged", "re
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """What one charge buys: the same key is the same release, anything else is another one.
+    """Identifies one release: a request with the same key asks for the same release, any other for a new one.
 
     Attributes:
         run: id of the run.
-        client: who releases.
+        client: that releases.
         round: of the run.
-        request: SHA-256 of what was asked, adapter and specification, in hex.
+        request: SHA-256 of the requested adapter and specification, in hex.
     """
 
     run: str
@@ -34,22 +34,22 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One line of the ledger; what its phase does not need is None.
+    """One entry of the ledger; fields that its phase does not need are None.
 
     Attributes:
         number: 1, 2, 3, ...
         time: UTC, ISO 8601.
-        phase: `registered` and `changed` of a data set, `charged` and `released` of an upload.
+        phase: `registered` or `changed` for a data set, `charged` or `released` for an upload.
         data_set: the random id that spending attaches to.
-        client: who holds the data.
+        client: the holder of the data.
         run, round, request: the key of the upload.
         event: what it costs, as JSON.
-        rho_bar: when charged the smallest that the round can have, when released the one it had.
-        aggregate_scale: likewise, where the `aggregate` view holds.
+        rho_bar: for a charge the smallest that the round can have, for a release the one that it had.
+        aggregate_scale: likewise, if the `aggregate` view holds.
         noise_source: `secure` or `seeded`.
         reply: SHA-256 of what was uploaded, in hex.
-        num_records: N_k, when registered.
-        delta: when registered.
+        num_records: N_k, for a registration.
+        delta: for a registration.
         note: the holder's statement, or a keyed hash of the content.
         digest: SHA-256 of the previous entry's digest and everything above, in hex.
     """
@@ -72,8 +72,8 @@ class Entry:
     note: str | None = None
     digest: str = ""
 
-    def chained(self, previous: str) -> str:
-        """The digest that belongs to this entry after the previous one's."""
+    def chained_digest(self, previous: str) -> str:
+        """The digest that this entry must have, given that of the previous one."""
         content = {name: value for name, value in asdict(self).items() if name != "digest"}
         return hashlib.sha256(json.dumps([previous, content], sort_keys=True).encode()).hexdigest()
 
@@ -88,8 +88,8 @@ class DataSet:
 
     Attributes:
         id: random.
-        client: who holds it.
-        num_records: N_k, a constant from its registration on, whatever the file holds later.
+        client: its holder.
+        num_records: N_k, constant from registration on, whatever the file holds later.
         delta: in (0, 1).
     """
 
@@ -101,7 +101,7 @@ class DataSet:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What one run did with a data set: its id, the rounds charged, the times of the first and the last, its noise."""
+    """What one run was charged on a data set: its id, number of rounds, first and last time, and noise."""
 
     run: str
     rounds: int
@@ -132,9 +132,9 @@ def data_sets(db: sqlite3.Connection) -> list[DataSet]:
 
 
 def data_set(db: sqlite3.Connection, id_: str | None) -> DataSet | None:
-    """The data set with the given id, or the last one that was registered; None if there is none."""
-    chosen, values = ("", ()) if id_ is None else ("AND data_set = ?", (id_,))
-    row = db.execute(f"{_REGISTRATIONS} {chosen} ORDER BY number DESC LIMIT 1", values).fetchone()
+    """The data set with the given id, or the last one registered; None if there is none."""
+    condition, values = ("", ()) if id_ is None else ("AND data_set = ?", (id_,))
+    row = db.execute(f"{_REGISTRATIONS} {condition} ORDER BY number DESC LIMIT 1", values).fetchone()
     return None if row is None else _data_set(row)
 
 
@@ -153,20 +153,20 @@ _RELEASES = """
 """
 
 
-def releases(db: sqlite3.Connection, data_set: str, *, but_run: str = "") -> list[Release]:
-    """As `Ledger.releases`."""
+def releases(db: sqlite3.Connection, data_set: str, *, excluding_run: str = "") -> list[Release]:
+    """See `Ledger.releases`."""
     counted = _RELEASES.replace("FROM", ", count(*) FROM", 1)
-    rows = db.execute(f"SELECT {counted} AND charged.run != ? GROUP BY 1, 2, 3", (data_set, but_run))
-    found = []
+    rows = db.execute(f"SELECT {counted} AND charged.run != ? GROUP BY 1, 2, 3", (data_set, excluding_run))
+    merged = []
     for text, rho_bar, scale, num in rows:
         event: Event = events.from_json(text)
         event = event.with_count(num * event.count)
-        found.append(Release(event=event, rho_bar=rho_bar, aggregate_scale=scale))
-    return found
+        merged.append(Release(event=event, rho_bar=rho_bar, aggregate_scale=scale))
+    return merged
 
 
 def releases_of(db: sqlite3.Connection, data_set: str, run: str) -> list[tuple[Key, Release]]:
-    """As `Ledger.releases_of`."""
+    """See `Ledger.releases_of`."""
     rows = db.execute(
         f"SELECT charged.client, charged.round, charged.request, {_RELEASES} AND charged.run = ? "
         "ORDER BY charged.number",
@@ -182,7 +182,7 @@ def releases_of(db: sqlite3.Connection, data_set: str, run: str) -> list[tuple[K
 
 
 def runs(db: sqlite3.Connection, data_set: str) -> list[RunRecord]:
-    """As `Ledger.runs`."""
+    """See `Ledger.runs`."""
     rows = db.execute(
         "SELECT run, count(*), min(time), max(time), group_concat(DISTINCT noise_source) FROM entries "
         "WHERE phase = 'charged' AND data_set = ? GROUP BY run ORDER BY min(number)",

@@ -1,4 +1,4 @@
-"""The ledger: what was released on every data set, durable, append-only and chained by hashes.
+"""The ledger: a durable, append-only record, chained by hashes, of what was released on every data set.
 
 A charge is on disk before anything is computed for it, and a reply before it is sent: a crash may over-count, never
 under-count. Spending attaches to a registered random data set id and accumulates over runs.
@@ -26,7 +26,7 @@ from fedpriv.ledger import entries
 from fedpriv.ledger.entries import CHANGED, CHARGED, REGISTERED, RELEASED, Charge, DataSet, Entry, Key, RunRecord
 from fedpriv.ledger.reader import EMPTY_CHAIN, VERSION, as_ledger_errors, check_head, check_version, head_path, verify
 
-_REAL = ("rho_bar", "aggregate_scale", "delta")
+_FLOAT_COLUMNS = ("rho_bar", "aggregate_scale", "delta")
 
 _SCHEMA = f"""
 CREATE TABLE entries (
@@ -46,17 +46,17 @@ PRAGMA user_version = {VERSION};
 
 
 class Ledger:
-    """A ledger file, open for one writer; a context manager.
+    """A ledger file, opened by its only writer; a context manager.
 
-    Opening checks the whole chain, so nothing is released on top of an entry that was edited or lost.
+    Opening it checks the whole chain, so nothing is released on top of an entry that was edited or lost.
 
     Args:
-        path: an SQLite file, made if there is none. Beside it stands PATH.head with the last entry's number and
-            digest, which shows when entries are missing at the end.
+        path: an SQLite file, created if it does not exist. PATH.head beside it holds the number and digest of the last
+            entry, so that entries missing at the end are noticed.
 
     Raises:
-        LedgerError: another process writes it, it is read-only, damaged, edited, of another version, or the disk is
-            full. One line that names the file and, for a broken chain, the entry.
+        LedgerError: another process is writing the file; it is read-only, damaged, edited or of another version; or the
+            disk is full. One line that names the file and, for a broken chain, the entry.
     """
 
     def __init__(self, path: Path) -> None:
@@ -88,7 +88,7 @@ class Ledger:
                         self._db.execute(statement)
                     self._db.execute("INSERT INTO secret VALUES (?)", (secrets.token_bytes(32),))
             else:
-                # A first write shows at once whether any can follow.
+                # A first write shows at once whether the file can be written.
                 with self._transaction():
                     self._db.execute(f"PRAGMA user_version = {check_version(self._db, self.path)}")
         last = verify(self._db, self.path)
@@ -110,7 +110,7 @@ class Ledger:
 
     @property
     def head(self) -> str:
-        """Digest of the last entry: who keeps it can tell later whether anything before it was changed."""
+        """Digest of the last entry: anyone who keeps it can tell later whether an earlier entry was changed."""
         return self._digest
 
     @property
@@ -118,8 +118,8 @@ class Ledger:
         """Number and digest of the last entry."""
         return self._number, self._digest
 
-    def holds(self, number: int, digest: str) -> bool:
-        """Whether the entry with this number has this digest: then nothing up to it was changed or lost."""
+    def has_entry(self, number: int, digest: str) -> bool:
+        """Whether the entry with this number has this digest, so that no entry up to it was changed or lost."""
         row = self._db.execute("SELECT digest FROM entries WHERE number = ?", (number,)).fetchone()
         return row is not None and row[0] == digest
 
@@ -129,18 +129,18 @@ class Ledger:
         """Register a data set, which starts with nothing spent.
 
         Args:
-            client: who holds it.
+            client: the holder of the data set.
             num_records: N_k >= 1, constant from now on.
             delta: in (0, 1).
-            data_set: its id where another ledger gave one; None draws a random id.
-            note: where the client registered data before, why these hold none of the same records.
+            data_set: its id, if another ledger has assigned one; None draws a random id.
+            note: if the client has registered data before, why this data set shares no record with them.
         """
-        made = DataSet(id=data_set or secrets.token_hex(16), client=client, num_records=num_records, delta=delta)
+        registered = DataSet(id=data_set or secrets.token_hex(16), client=client, num_records=num_records, delta=delta)
         self._append(
             [
                 {
                     "phase": REGISTERED,
-                    "data_set": made.id,
+                    "data_set": registered.id,
                     "client": client,
                     "num_records": num_records,
                     "delta": delta,
@@ -148,19 +148,19 @@ class Ledger:
                 }
             ]
         )
-        return made
+        return registered
 
     def data_set(self, data_set: str | None = None) -> DataSet | None:
-        """The data set with the given id, or the last one that was registered; None if there is none."""
+        """The data set with the given id, or the last one registered; None if there is none."""
         return entries.data_set(self._db, data_set)
 
     def log_content(self, data_set: DataSet, content: bytes) -> bool:
-        """Log that the content of a data set changed since it was last logged; spending goes on.
+        """Log the content of a data set if it has changed since it was last logged; the spending so far still counts.
 
-        The hash is keyed by this ledger's secret, stays here and resets nothing.
+        Only a hash is stored. It is keyed with this ledger's secret, never leaves the ledger and resets nothing.
 
         Returns:
-            Whether it changed.
+            Whether the content differs from what was logged before.
         """
         (key,) = self._db.execute("SELECT content_key FROM secret").fetchone()
         digest = hashlib.blake2b(content, key=key, digest_size=32).hexdigest()
@@ -173,10 +173,10 @@ class Ledger:
         return known is not None
 
     def charge(self, charges: Sequence[Charge]) -> None:
-        """Charge uploads, all or none of them, durably when this returns.
+        """Charge uploads, all or none of them; the charges are durable when this returns.
 
         Raises:
-            LedgerError: one was charged before, or the charges cannot be written.
+            LedgerError: one of them was charged before, or the charges cannot be written.
         """
         self._append(
             [
@@ -194,23 +194,23 @@ class Ledger:
         )
 
     def release(self, released: Sequence[tuple[Charge, str | None]]) -> None:
-        """Record how charges ended: with the rho_bar that their round had, and the digest of each reply that came."""
-        self._append([_released(charge, reply) for charge, reply in released])
+        """Record how charges ended: the rho_bar of their round, and the digest of each reply that arrived."""
+        self._append([_release_entry(charge, reply) for charge, reply in released])
 
     def store(self, key: Key, content: bytes) -> bytes:
-        """Record the upload of a charge with its content, and return what is to be sent: if one is stored, that one.
+        """Record the upload of a charge with its content, and return what to send: what was stored first for this key.
 
-        Replies of the run's earlier rounds are dropped: a server asks again only for the round that it is in.
+        Replies of the run's earlier rounds are deleted: a server repeats a request only within the current round.
 
         Raises:
-            LedgerError: nothing was charged for it, or it cannot be written.
+            LedgerError: the upload was never charged, or cannot be written.
         """
-        if (kept := self.stored(key)) is not None:
-            return kept
+        if (stored := self.stored(key)) is not None:
+            return stored
         row = self._db.execute(
             "SELECT data_set, event, rho_bar, aggregate_scale, noise_source FROM entries "
             "WHERE run = ? AND client = ? AND round = ? AND request = ? AND phase = 'charged'",
-            _values(key),
+            _key_values(key),
         ).fetchone()
         if row is None:
             raise LedgerError(
@@ -219,40 +219,41 @@ class Ledger:
         release = Release(event=events.from_json(row[1]), rho_bar=row[2], aggregate_scale=row[3])
         charge = Charge(key=key, data_set=row[0], release=release, noise_source=row[4])
         with self._transaction():
-            self._insert([_released(charge, hashlib.sha256(content).hexdigest())])
+            self._insert([_release_entry(charge, hashlib.sha256(content).hexdigest())])
             self._db.execute(
                 "DELETE FROM replies WHERE run = ? AND client = ? AND round < ?", (key.run, key.client, key.round)
             )
-            self._db.execute("INSERT INTO replies VALUES (?, ?, ?, ?, ?)", (*_values(key), content))
+            self._db.execute("INSERT INTO replies VALUES (?, ?, ?, ?, ?)", (*_key_values(key), content))
         self._write_head()
         return content
 
     def phase(self, key: Key) -> str | None:
-        """How far the upload with this key has come: `charged`, `released`, or None."""
-        # In alphabetical order `released` comes after `charged`.
+        """The state of the upload with this key: `charged`, `released`, or None if it is unknown."""
+        # Alphabetically, `released` comes after `charged`.
         row = self._db.execute(
-            "SELECT max(phase) FROM entries WHERE run = ? AND client = ? AND round = ? AND request = ?", _values(key)
+            "SELECT max(phase) FROM entries WHERE run = ? AND client = ? AND round = ? AND request = ?",
+            _key_values(key),
         ).fetchone()
         phase: str | None = row[0]
         return phase
 
     def stored(self, key: Key) -> bytes | None:
-        """The content of the upload with this key, if it is still kept."""
+        """The content of the upload with this key, if it is still stored."""
         row = self._db.execute(
-            "SELECT content FROM replies WHERE run = ? AND client = ? AND round = ? AND request = ?", _values(key)
+            "SELECT content FROM replies WHERE run = ? AND client = ? AND round = ? AND request = ?", _key_values(key)
         ).fetchone()
         return None if row is None else bytes(row[0])
 
-    def releases(self, data_set: str, *, but_run: str = "") -> list[Release]:
-        """Everything charged on a data set, in all runs but one; equal releases are one with the summed count."""
-        return entries.releases(self._db, data_set, but_run=but_run)
+    def releases(self, data_set: str, *, excluding_run: str = "") -> list[Release]:
+        """Everything charged on a data set in all runs but one; equal releases are merged and their counts summed."""
+        return entries.releases(self._db, data_set, excluding_run=excluding_run)
 
     def releases_of(self, data_set: str, run: str) -> list[tuple[Key, Release]]:
-        """What one run was charged on a data set, each with its key, in order."""
+        """The releases that one run was charged on a data set, each with its key, in order."""
         return entries.releases_of(self._db, data_set, run)
 
     def runs(self, data_set: str) -> list[RunRecord]:
-        """The runs that were charged on a data set, in the order of their first charge."""
+        """The runs charged on a data set, in the order of their first charge."""
         return entries.runs(self._db, data_set)
 
     def copy(self, path: Path) -> None:
@@ -269,12 +270,13 @@ class Ledger:
     def _insert(self, lines: Sequence[dict[str, Any]]) -> None:
         time = datetime.now(UTC).isoformat(timespec="milliseconds")
         for line in lines:
-            # SQLite gives back 1.0 for a 1 in these columns, which would be another digest.
+            # SQLite returns 1.0 for a 1 in these columns, which would change the digest.
             line = {
-                name: float(value) if name in _REAL and value is not None else value for name, value in line.items()
+                name: float(value) if name in _FLOAT_COLUMNS and value is not None else value
+                for name, value in line.items()
             }
             entry = Entry(number=self._number + 1, time=time, **line)
-            entry = replace(entry, digest=entry.chained(self._digest))
+            entry = replace(entry, digest=entry.chained_digest(self._digest))
             self._db.execute(
                 f"INSERT INTO entries VALUES ({', '.join('?' * len(entries.COLUMNS))})",
                 [getattr(entry, name) for name in entries.COLUMNS],
@@ -297,13 +299,13 @@ class Ledger:
                 raise
 
     def _write_head(self) -> None:
-        """Only after the commit: after a crash between the two the file is ahead of its head, never behind."""
+        """Write the head, after the commit: a crash in between leaves the ledger ahead of its head, never behind."""
         with as_ledger_errors(self.path):
             os.pwrite(self._head, f"{self._number:>20} {self._digest}\n".encode(), 0)
             os.fsync(self._head)
 
 
-def _released(charge: Charge, reply: str | None) -> dict[str, Any]:
+def _release_entry(charge: Charge, reply: str | None) -> dict[str, Any]:
     return {
         "phase": RELEASED,
         "data_set": charge.data_set,
@@ -314,12 +316,12 @@ def _released(charge: Charge, reply: str | None) -> dict[str, Any]:
     }
 
 
-def _values(key: Key) -> tuple[str, str, int, str]:
+def _key_values(key: Key) -> tuple[str, str, int, str]:
     return key.run, key.client, key.round, key.request
 
 
 def _statements(script: str) -> Iterable[str]:
-    """The statements of a script one by one: sqlite3's own executescript would commit before it starts."""
+    """The statements of a script, one by one: sqlite3's own executescript would commit before it starts."""
     statement = ""
     for line in script.strip().splitlines(keepends=True):
         statement += line

@@ -19,10 +19,10 @@ EMPTY_CHAIN = "0" * 64
 
 @contextmanager
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """The ledger for reading, also while another process writes it.
+    """A read-only connection to the ledger, which another process may be writing at the same time.
 
     Raises:
-        LedgerError: there is no such file, or it is damaged or of another version.
+        LedgerError: the file does not exist, is damaged or has another version.
     """
     if not path.is_file():
         raise LedgerError(f"{path}: no such ledger")
@@ -35,7 +35,7 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _connect_to_read(path: Path) -> sqlite3.Connection:
-    """A connection that writes nothing but SQLite's own files beside the ledger, where those may be written."""
+    """A connection that never changes the ledger; SQLite may write its own files beside it if it has the permission."""
     for options in ("mode=rw", "mode=ro&immutable=1"):
         db = sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True, timeout=10)
         try:
@@ -53,27 +53,27 @@ def _connect_to_read(path: Path) -> sqlite3.Connection:
 
 
 def verify(db: sqlite3.Connection, path: Path) -> Entry | None:
-    """The last entry of a ledger whose chain holds from the first on; None if it is empty.
+    """The last entry of a ledger whose chain is intact from the first entry on; None if the ledger is empty.
 
     Raises:
-        LedgerError: names the first entry that was edited, moved or lost.
+        LedgerError: the chain is broken; names the first entry that was edited, moved or lost.
     """
     previous, last = EMPTY_CHAIN, None
     with as_ledger_errors(path):
-        (sound,) = db.execute("PRAGMA quick_check(1)").fetchone()
-        if sound != "ok":
-            raise LedgerError(f"{path}: damaged: {' '.join(sound.split())}")
+        (quick_check,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        if quick_check != "ok":
+            raise LedgerError(f"{path}: damaged: {' '.join(quick_check.split())}")
         for number, entry in enumerate(entries.entries(db), start=1):
             if entry.number != number:
                 raise LedgerError(f"{path}: broken chain: entry {number} is missing")
-            if entry.digest != entry.chained(previous):
+            if entry.digest != entry.chained_digest(previous):
                 raise LedgerError(f"{path}: broken chain: entry {number} was changed after it was written")
             previous, last = entry.digest, entry
     return last
 
 
 def verify_with_head(db: sqlite3.Connection, path: Path) -> Entry | None:
-    """As `verify`, and against PATH.head where that stands beside the ledger."""
+    """Like `verify`, and also checks the chain against PATH.head if that file exists."""
     last = verify(db, path)
     head = head_path(path)
     check_head(head.read_text() if head.is_file() else "", db, path, last.number if last else 0)
@@ -81,7 +81,11 @@ def verify_with_head(db: sqlite3.Connection, path: Path) -> Entry | None:
 
 
 def check_version(db: sqlite3.Connection, path: Path) -> int:
-    """The file's version, if this fedpriv can read it."""
+    """The version of the file.
+
+    Raises:
+        LedgerError: this fedpriv does not read that version.
+    """
     version: int = db.execute("PRAGMA user_version").fetchone()[0]
     if version != VERSION:
         raise LedgerError(f"{path}: ledger version {version}: this fedpriv reads version {VERSION}")
@@ -89,11 +93,19 @@ def check_version(db: sqlite3.Connection, path: Path) -> int:
 
 
 def head_path(path: Path) -> Path:
+    """PATH.head, which holds the number and digest of the ledger's last entry."""
     return path.with_name(path.name + ".head")
 
 
 def check_head(text: str, db: sqlite3.Connection, path: Path, last: int) -> None:
-    """Refuse a ledger that lacks entries which its head has seen: a truncated log, or an old copy put back."""
+    """Refuse a ledger without the entry that its head file names: it was truncated, or replaced by an old copy.
+
+    Args:
+        text: the content of the head file; empty if there is none.
+        db: the ledger.
+        path: of the ledger.
+        last: number of the ledger's last entry; 0 if it is empty.
+    """
     if not text.strip("\0 \n"):
         return
     number, _, digest = text.strip("\0 \n").partition(" ")
@@ -108,7 +120,7 @@ def check_head(text: str, db: sqlite3.Connection, path: Path, last: int) -> None
 
 @contextmanager
 def as_ledger_errors(path: Path) -> Iterator[None]:
-    """One line for what SQLite and the file system say; whoever gets it has released nothing."""
+    """Turn errors of SQLite and the file system into one-line `LedgerError`s; the caller has then released nothing."""
     try:
         yield
     except sqlite3.IntegrityError as error:

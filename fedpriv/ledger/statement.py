@@ -1,4 +1,4 @@
-"""What a ledger says to a person: what every data set has spent, and one page that a privacy officer can sign."""
+"""A ledger for human readers: what every data set has spent, and one page that a privacy officer can sign."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ ADJACENCY = {
 }
 
 COVERS = (
-    "every upload that was charged in this ledger, whether it arrived or not, and all that is computed from uploads: "
-    "global adapters, variants, the server's tests of them"
+    "every upload charged in this ledger, whether or not it arrived, and everything computed from uploads: "
+    "global adapters, variants, the server's evaluations of them"
 )
 DOES_NOT_COVER = (
     "a person with several records here, or with records at other clients: for k of them epsilon is k times as large, "
     "and delta k e^((k-1) epsilon) times",
-    "releases that this ledger was not asked to charge",
-    "label sets, column choices and preprocessing that were taken from the records",
+    "releases that were not charged to this ledger",
+    "label sets, column choices and preprocessing derived from the records",
     "metrics that the client chose to share",
-    "that the client takes part, and its number of records",
-    "timing, and what a watcher of the client's machine sees",
+    "the fact that the client takes part, and its number of records",
+    "timing, and whatever an observer of the client's machine sees",
 )
 
 
 def spending(db: sqlite3.Connection, *, budget_epsilon: float | None = None) -> list[dict[str, Any]]:
-    """What each data set has spent, in the order of registration.
+    """What each data set has spent, in order of registration.
 
     Args:
         db: the ledger, open for reading.
-        budget_epsilon: adds how many more rounds like the last one it allows, on the `local` view.
+        budget_epsilon: if given, how many more rounds like the last one it allows on the `local` view is added.
     """
     return [_spending(db, data_set, budget_epsilon) for data_set in entries.data_sets(db)]
 
@@ -51,12 +51,12 @@ def _spending(db: sqlite3.Connection, data_set: DataSet, budget_epsilon: float |
     releases, runs = entries.releases(db, data_set.id), entries.runs(db, data_set.id)
     units = {release.event.unit for release in releases}
     if len(units) > 1:
-        raise InputError(f"data set {data_set.id}: has releases of several units, which have no common epsilon")
+        raise InputError(f"data set {data_set.id}: has releases of different units, which have no common epsilon")
     local = [release.event for release in releases]
-    # A node's own ledger knows no other client, so it has the `local` view alone.
-    known = bool(releases) and any(release.rho_bar < 1 for release in releases)
+    # A node's own ledger knows no other client, so it has the `local` view only.
+    has_rho_view = any(release.rho_bar < 1 for release in releases)
     costs = {"local": spent(local, data_set.delta)}
-    if known:
+    if has_rho_view:
         costs["rho"] = spent([release.seen_by("rho") for release in releases], data_set.delta)
     result: dict[str, Any] = {
         "client": data_set.client,
@@ -66,7 +66,7 @@ def _spending(db: sqlite3.Connection, data_set: DataSet, budget_epsilon: float |
         "runs": len(runs),
         "rounds": sum(run.rounds for run in runs),
         "epsilon_local": costs["local"].epsilon,
-        "epsilon_rho": costs["rho"].epsilon if known else None,
+        "epsilon_rho": costs["rho"].epsilon if has_rho_view else None,
         "upper_bound_only": any(cost.upper_bound_only for cost in costs.values()),
         "unit": next(iter(units), "record"),
         "is_guarantee": all(cost.is_guarantee for cost in costs.values()),
@@ -81,19 +81,19 @@ def _spending(db: sqlite3.Connection, data_set: DataSet, budget_epsilon: float |
 
 
 def statement(db: sqlite3.Connection, path: Path, client: str) -> list[dict[str, Any]]:
-    """A privacy statement for each data set of a client, as what `render` shows and `--json` prints.
+    """A privacy statement for each data set of a client: what `render` formats and `--json` prints.
 
     Raises:
-        InputError: the ledger knows no such client.
-        LedgerError: the chain is broken: nothing is stated on top of it.
+        InputError: the ledger does not know the client.
+        LedgerError: the chain is broken, so nothing can be stated.
     """
     last = reader.verify_with_head(db, path)
-    sets = [data_set for data_set in entries.data_sets(db) if data_set.client == client]
-    if not sets or last is None:
+    own = [data_set for data_set in entries.data_sets(db) if data_set.client == client]
+    if not own or last is None:
         known = ", ".join(dict.fromkeys(data_set.client for data_set in entries.data_sets(db))) or "nobody"
         raise InputError(f"--client {client}: {path} knows {known}")
     pages = []
-    for data_set in sets:
+    for data_set in own:
         cost = _spending(db, data_set, None)
         runs = [asdict(run) for run in entries.runs(db, data_set.id)]
         seeded = "seeded" in cost["noise_source"]
@@ -116,8 +116,9 @@ def statement(db: sqlite3.Connection, path: Path, client: str) -> list[dict[str,
 
 
 def render(page: Mapping[str, Any]) -> str:
-    """The statement as plain text, one page."""
+    """The statement as one page of plain text."""
     bound = " (an upper bound)" if page["upper_bound_only"] else ""
+    delta = f"{page['delta']:g}{bound}"
     lines = [
         "PRIVACY STATEMENT",
         "",
@@ -126,16 +127,16 @@ def render(page: Mapping[str, Any]) -> str:
         f"As of             {page['as_of']}",
         f"Protected         {page['adjacency']}",
         "",
-        f"Against the server (local view)      epsilon {_up(page['epsilon_local'])} at delta {page['delta']:g}{bound}",
+        f"Against the server (local view)      epsilon {_rounded_up(page['epsilon_local'])} at delta {delta}",
     ]
     if page["epsilon_rho"] is not None:
         lines.append(
-            f"By DP-LoRA's Theorem 1 (rho view)    epsilon {_up(page['epsilon_rho'])} at delta {page['delta']:g}{bound}"
+            f"By DP-LoRA's Theorem 1 (rho view)    epsilon {_rounded_up(page['epsilon_rho'])} at delta {delta}"
         )
     for caveat in page["caveats"]:
         lines += ["", f"NOT A PRIVACY GUARANTEE: {caveat}."]
     if "seeded" in page["noise_source"]:
-        lines += ["", "NOT PRIVATE: some noise came from a seeded generator. Whoever knows the seed can take it off."]
+        lines += ["", "NOT PRIVATE: some noise came from a seeded generator. Anyone who knows the seed can remove it."]
     lines += ["", f"Noise source      {page['noise_source'] or 'nothing was released'}", "", "Covered"]
     lines += [*_wrapped([page["covers"]]), "", "Not covered", *_wrapped(page["does_not_cover"])]
     if page["statements"]:
@@ -165,8 +166,8 @@ def _notes(db: sqlite3.Connection, data_set: DataSet) -> list[str]:
     return [row[0] for row in rows]
 
 
-def _up(epsilon: float) -> str:
-    """To four places, rounded up: a statement must not promise less than was spent."""
+def _rounded_up(epsilon: float) -> str:
+    """To four decimal places, rounded up: a statement must not understate what was spent."""
     return f"{epsilon:.4f}" if float(f"{epsilon:.4f}") >= epsilon else f"{epsilon + 5e-5:.4f}"
 
 
