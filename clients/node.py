@@ -10,7 +10,7 @@ from pathlib import Path
 from flwr.app import Context
 
 from fedpriv.config import EMBEDDED, ON_NODES, RunConfig, Scalar, parse
-from fedpriv.data.text import Holding
+from fedpriv.data.text import DataSource
 from fedpriv.journal import Journal
 from fedpriv.training.workbench import Workbench, workbench
 from fedpriv.vault.guard import NodePolicy, RefusedError
@@ -73,15 +73,15 @@ def trusts_run_config(context: Context) -> bool:
 
 def bench_of(config: RunConfig, context: Context) -> Workbench:
     """Model and records of this node in the run."""
-    return workbench(config, _holding(config, context))
+    return workbench(config, _data_source(config, context))
 
 
-def _holding(config: RunConfig, context: Context) -> Holding | None:
+def _data_source(config: RunConfig, context: Context) -> DataSource | None:
     if config.data != ON_NODES:
         return None
     node = context.node_config
     columns = {field: str(node[key]) for key, field in COLUMN_KEYS.items() if key in node}
-    return Holding(data=str(node[DATA_KEY]), **columns)
+    return DataSource(data=str(node[DATA_KEY]), **columns)
 
 
 def client_of(context: Context, num_clients: int) -> int:

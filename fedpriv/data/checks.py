@@ -1,4 +1,4 @@
-"""A look at a table before anything is registered: what a run would see."""
+"""A summary of a table, before anything is registered: what a run would see."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fedpriv.data.tables import labels_of, load_table, require_columns
 
 
 def describe(source: str, *, text: str, label: str = "", text_pair: str = "", client: str = "") -> dict[str, Any]:
-    """Counts of records, labels and clients, lengths of the texts, and what would be left out or repeated.
+    """The numbers of records, labels and clients, the lengths of the texts, and how many are empty or duplicates.
 
     Args:
-        source: a file or a data set on the Hub.
+        source: a file, or a data set on the Hub.
         text: column with the text.
         label: column with the label, or empty.
         text_pair: column with the second text, or empty.
-        client: column that names the holder, or empty.
+        client: column with the holder of each record, or empty.
 
     Raises:
         InputError: the file or a column is missing.

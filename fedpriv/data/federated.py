@@ -1,4 +1,4 @@
-"""The data of a run: who trains on what, what the server tests on, and which labels there are."""
+"""The data of a run: the clients' training records, the server's test set, and the labels."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from fedpriv.config import EMBEDDED, ON_NODES, RunConfig
 from fedpriv.data import hospital
 from fedpriv.data.partition import partition
 from fedpriv.data.tables import labels_of, load_table, require_columns, to_text
-from fedpriv.data.text import FederatedData, Holding, TextData
+from fedpriv.data.text import DataSource, FederatedData, TextData
 from fedpriv.errors import InputError
 
 
 def load(config: RunConfig) -> FederatedData:
-    """The configuration's data, partitioned among the clients, with the server's test set apart.
+    """The configured data: the training records, partitioned among the clients, and the server's test set.
 
     Raises:
-        InputError: a file, column or label that cannot be used, or an expected batch larger than a client.
+        InputError: a file, column or label cannot be used, or the expected batch size exceeds a client's records.
     """
     if config.data == ON_NODES:
         test = _test_table(config, _columns(config))
@@ -36,18 +36,18 @@ def load(config: RunConfig) -> FederatedData:
     return data
 
 
-def load_holding(config: RunConfig, holding: Holding) -> FederatedData:
-    """A node's own records, without those whose label is not among the run's.
+def load_own(config: RunConfig, source: DataSource) -> FederatedData:
+    """A node's own records, without those whose label the run does not list.
 
     Raises:
-        InputError: a file or column that cannot be used.
+        InputError: a file or column cannot be used.
     """
-    config = replace(config, data=holding.data, client_column="", partition="auto")
+    config = replace(config, data=source.data, client_column="", partition="auto")
     for name in ("text_column", "text_pair_column", "label_column"):
-        config = replace(config, **{name: getattr(holding, name)})
-    table = load_table(holding.data)
-    require_columns(table, _columns(config), holding.data)
-    records = to_text(_usable(table, config, holding.data), config)
+        config = replace(config, **{name: getattr(source, name)})
+    table = load_table(source.data)
+    require_columns(table, _columns(config), source.data)
+    records = to_text(_usable(table, config, source.data), config)
     return FederatedData((records,), ("",), TextData((), ()), config.labels)
 
 
@@ -58,12 +58,12 @@ def _embedded(config: RunConfig) -> FederatedData:
     names = tuple(dict.fromkeys(message.hospital for message in train))
     holders = [[m for m in train if m.hospital == name] for name in names]
     if config.partition not in ("auto", "natural"):
-        # Shared out anew among any number of clients, by place, so that a holder's messages stay whole.
+        # Partitioned anew among any number of clients, by index, so that every message stays whole.
         table = datasets.Dataset.from_dict(
-            {"place": list(range(len(train))), config.label_column: [message.department for message in train]}
+            {"index": list(range(len(train))), config.label_column: [message.department for message in train]}
         )
         parts, labels = partition(table, config)
-        holders, names = [[train[place] for place in part["place"]] for part in parts], tuple(labels)
+        holders, names = [[train[index] for index in part["index"]] for part in parts], tuple(labels)
 
     def text_of(messages: list[hospital.Message]) -> TextData:
         return TextData(tuple(m.text for m in messages), tuple(m.department for m in messages))
@@ -91,8 +91,9 @@ def _from_table(config: RunConfig) -> FederatedData:
     empty = sorted(map(str, holders - set(train[config.client_column]))) if holders else []
     if empty:
         raise InputError(
-            f"client_column = {config.client_column!r}: client {empty[0]!r} has no training records; all that it has "
-            "lack a label, have one that is not in labels, or fell into the test split; drop it, or name test_data"
+            f"client_column = {config.client_column!r}: client {empty[0]!r} has no training records: all of "
+            "them lack a label, have one that is not in labels, or fell into the test split; drop the client, or set "
+            "test_data"
         )
     parts, names = partition(train, config)
     clients = tuple(to_text(part, config) for part in parts)
@@ -100,7 +101,7 @@ def _from_table(config: RunConfig) -> FederatedData:
 
 
 def _columns(config: RunConfig) -> list[tuple[str, str]]:
-    """(key, name) of the columns that a table of records must have."""
+    """(configuration key, name) of the columns that a table of records must have."""
     columns = [("text_column", config.text_column), ("text_pair_column", config.text_pair_column)]
     return [*columns, ("label_column", config.label_column)] if config.task == "SEQ_CLS" else columns
 
@@ -112,36 +113,36 @@ def _test_table(config: RunConfig, columns: list[tuple[str, str]]) -> TextData:
 
 
 def _holders(table: datasets.Dataset, config: RunConfig) -> set[object]:
-    """Who holds a record.
+    """The holders named in the client column.
 
     Raises:
-        InputError: a record names nobody, or the column holds no names.
+        InputError: a record has no holder, or one that is neither a string nor an integer.
     """
     column = table[config.client_column]
-    for place, holder in enumerate(column):
+    for index, holder in enumerate(column):
         if not isinstance(holder, (str, int)):
             raise InputError(
-                f"client_column = {config.client_column!r}: record {place} has {holder!r}; every record needs the name "
+                f"client_column = {config.client_column!r}: record {index} has {holder!r}; every record needs the name "
                 "or number of its holder"
             )
     return set(column)
 
 
 def _usable(table: datasets.Dataset, config: RunConfig, source: str) -> datasets.Dataset:
-    """Without the records that have no label, or one that is not among the configured classes."""
+    """The records that have a label, and one of the configured classes if there are any."""
     if config.task != "SEQ_CLS":
         return table
     labels = labels_of(table, config.label_column)
-    wanted = set(config.labels or labels) - {None}
-    kept = table.select([row for row, label in enumerate(labels) if label in wanted])
-    if not len(kept):
+    classes = set(config.labels or labels) - {None}
+    usable = table.select([row for row, label in enumerate(labels) if label in classes])
+    if not len(usable):
         expected = f"none of labels = {','.join(config.labels)}" if config.labels else "no label at all"
         raise InputError(f"label_column = {config.label_column!r}: {source} has {expected}")
-    return kept
+    return usable
 
 
 def _split(table: datasets.Dataset, config: RunConfig) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Training records and a random test set of `test_fraction`; the seed fixes which."""
+    """The training records, and a random test set of `test_fraction` that the seed determines."""
     order = np.random.default_rng(config.seed).permutation(len(table))
     num_test = max(1, round(config.test_fraction * len(table)))
     if num_test >= len(table):
@@ -150,7 +151,7 @@ def _split(table: datasets.Dataset, config: RunConfig) -> tuple[datasets.Dataset
 
 
 def _label_names(clients: tuple[TextData, ...], test: TextData, config: RunConfig) -> tuple[str, ...]:
-    """The classes: as configured, or as they occur in training, sorted."""
+    """The classes: as configured, or else those of the training records, sorted."""
     if config.task != "SEQ_CLS":
         return ()
     names = config.labels or tuple(sorted({label for client in clients for label in client.labels}))

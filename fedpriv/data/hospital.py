@@ -1,8 +1,8 @@
-"""The embedded corpus: messages of patients to a hospital, to be routed to one of eight departments.
+"""The embedded corpus: patients' messages to a hospital, to be routed to one of eight departments.
 
-Every message is made up by this module, hence public. A message states one leading complaint, which alone
-decides the department; lesser complaints, false leads and small talk around it do not. Some messages leave
-a reader in doubt, too: a complaint known in several departments may come without a telling circumstance.
+This module makes up every message, so the corpus is public. A message states one leading complaint, which alone
+decides the department; the lesser complaints, false leads and small talk around it do not. Some messages are
+ambiguous even to a human reader: a complaint that several departments treat may lack the circumstance that decides.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Themes = Mapping[str, Sequence[Theme]]
 DEPARTMENTS: tuple[str, ...] = tuple(THEMES)
 HOSPITAL_SIZES: tuple[int, ...] = (1200, 1000, 800, 600, 400)
 
-# Per cent of each hospital's patients, in the order of DEPARTMENTS.
+# Percentages of each hospital's patients, in the order of DEPARTMENTS.
 _DEPARTMENT_MIXES = {
     "St. Anna": (20, 8, 18, 10, 18, 8, 10, 8),
     "Northgate": (30, 4, 10, 8, 6, 4, 30, 8),
@@ -30,7 +30,7 @@ _DEPARTMENT_MIXES = {
     "Riverside": (6, 12, 6, 14, 42, 6, 8, 6),
     "Marienhof": (4, 30, 22, 4, 6, 4, 4, 26),
 }
-# The last phrase of each list is kept for the test set, so that knowing phrases by heart does not suffice there.
+# The last phrase of each list is reserved for the test set, so that memorising phrases does not suffice there.
 _TRAIN_THEMES = {
     name: tuple(Theme(theme.names[:-1], theme.statements[:-1], theme.circumstances[:-1]) for theme in table)
     for name, table in THEMES.items()
@@ -38,12 +38,12 @@ _TRAIN_THEMES = {
 _TEST_SIZE = 1000
 _WORD_LIMITS = (8, 45)
 
-# How often the front desk files a training message under a department that sounds alike; never a test message.
+# How often the front desk files a training message (never a test message) under a similar department.
 _MISROUTED_PROBABILITY = 0.02
 _CIRCUMSTANCE_PROBABILITY = 0.95
 _JOINT_PROBABILITY = 0.08
 
-# A complaint alone. {name} and {statement} carry a circumstance, {sign} is another name without one.
+# A single complaint. {name} and {statement} include a circumstance; {sign} is another name without one.
 _LEADS = (
     "I have {name}",
     "I have had {name} for {span}",
@@ -91,7 +91,7 @@ _JOINT_LEADS = (
     "my {relative} has {name}, apart from {minor}",
 )
 
-# Mentions of another department that leave the complaint what it is.
+# Mentions of another department that do not change the complaint.
 _FALSE_LEADS = (
     "my {specialist} said it is not {organ}",
     "a {specialist} has already ruled out {organ}",
@@ -107,7 +107,7 @@ _FALSE_LEADS = (
     "please note that I take tablets for {minor}",
 )
 
-# The same, referring back to the complaint.
+# The same, but referring back to the complaint.
 _AFTERTHOUGHTS = (
     "I also notice {minor}, but less",
     "sometimes it comes with {minor}",
@@ -121,7 +121,7 @@ _AFTERTHOUGHTS = (
     "could {organ} be behind it?",
 )
 
-# Padding before and behind the complaint, which says nothing about it.
+# Padding before and after the complaint that says nothing about it.
 _INTRODUCTIONS = (
     "I am {age} years old",
     "I am {age} and otherwise healthy",
@@ -150,7 +150,7 @@ _REMARKS = (
     "I would rather not take more tablets",
 )
 
-# What may surround the complaint, and how often it does.
+# What may come before and after the complaint, and with what probability.
 _BEFORE = ((_INTRODUCTIONS, 0.2), (_FALSE_LEADS, 0.08))
 _AFTER = ((_AFTERTHOUGHTS, 0.08), (_REMARKS, 0.2))
 
@@ -168,8 +168,8 @@ class Message:
 
     Attributes:
         text: 8 to 45 words of English.
-        department: one of DEPARTMENTS, where the message was filed.
-        hospital: the hospital that holds it; empty for the server's test messages.
+        department: one of DEPARTMENTS, under which the message was filed.
+        hospital: that holds the message; empty for the server's test messages.
     """
 
     text: str
@@ -179,7 +179,7 @@ class Message:
 
 @dataclass(frozen=True)
 class _Register:
-    """One way of writing: greetings, closings (empty: none), stop after a sentence, and how careful it is."""
+    """A style of writing: greetings, closings (empty for none), the stop after a sentence, and how careful it is."""
 
     openings: tuple[str, ...]
     closings: tuple[str, ...]
@@ -223,13 +223,13 @@ _REGISTERS = (
 def generate(seed: int = 0) -> tuple[list[Message], list[Message]]:
     """The training messages, ordered by hospital, and the server's test messages.
 
-    No text occurs twice, neither within nor across the two lists. Hospitals have HOSPITAL_SIZES messages and
-    different mixes of departments; the test set draws departments evenly. About 2% of the training labels are
-    wrong: the front desk filed these messages under a department that sounds alike. The same seed gives the
-    same corpus on every platform.
+    No text occurs twice within or across the two lists. Hospitals have HOSPITAL_SIZES messages and different
+    mixes of departments; in the test set all departments are equally likely. About 2% of the training labels are
+    wrong: the front desk filed these messages under a similar department. The same seed gives the same corpus on
+    every platform.
 
-    The test set draws on phrases that no training message uses, too, so its distribution differs a little. Whoever
-    needs non-members of the very same distribution takes the training messages of another seed.
+    The test set also uses phrases that no training message contains, so its distribution differs slightly. For
+    non-members from exactly the same distribution, use the training messages of another seed.
 
     Args:
         seed: >= 0; another seed gives another corpus.
@@ -252,7 +252,7 @@ def generate(seed: int = 0) -> tuple[list[Message], list[Message]]:
 def _new_texts(
     rng: Generator, themes: _Themes, mix: Sequence[int], size: int, seen: set[str]
 ) -> Iterator[tuple[str, str]]:
-    """`size` texts not in `seen`, with departments in the proportions `mix`; `seen` grows by them."""
+    """`size` texts not in `seen`, with departments in the proportions `mix`; they are added to `seen`."""
     pool = [name for name, weight in zip(DEPARTMENTS, mix, strict=True) for _ in range(weight)]
     for _ in range(size):
         department = _pick(rng, pool)
@@ -264,7 +264,7 @@ def _new_texts(
 
 
 def _filed(rng: Generator, department: str) -> str:
-    """Where the front desk files a training message: nearly always where it belongs."""
+    """The department under which the front desk files a training message: nearly always the right one."""
     wrong = _pick(rng, NEIGHBOURS[department])
     return wrong if rng.random() < _MISROUTED_PROBABILITY else department
 
@@ -306,7 +306,7 @@ def _filled(rng: Generator, frame: str, theme: Theme, neighbours: _Themes) -> st
 
 
 def _typed(rng: Generator, sentences: Sequence[str], register: _Register) -> str:
-    """The sentences as the register's writer types them: stops, capital letters, slips."""
+    """The sentences as someone using this register types them: stops, capital letters, typos."""
 
     def typed(word: re.Match[str]) -> str:
         return _mistyped(rng, word[0]) if rng.random() < register.typo_probability else word[0]

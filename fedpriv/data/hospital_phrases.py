@@ -1,8 +1,8 @@
-"""Phrase tables of the hospital corpus: what the patients of each department complain of.
+"""Phrase tables of the hospital corpus: the complaints of each department's patients.
 
 A theme is three lines: names of the complaint (which follow "I have"), statements of it, and circumstances
-that fit behind either. Phrases are parted by " / ", themes by an empty line. Some names occur in several
-departments on purpose ("tightness in the chest"): only the circumstance tells where such a message belongs.
+that can follow either. Phrases are separated by " / ", themes by an empty line. Some names occur in several
+departments on purpose ("tightness in the chest"): only the circumstance decides where such a message belongs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Theme:
-    """One complaint: interchangeable names, full statements, and circumstances that fit behind both."""
+    """One complaint: interchangeable names, full statements, and circumstances that can follow either."""
 
     names: tuple[str, ...]
     statements: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Who holds which records: flwr-datasets' partitioners behind the configuration's `partition` key."""
+"""Partitioning of records among clients, by flwr-datasets as the configuration's `partition` key selects."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def partition(table: datasets.Dataset, config: RunConfig) -> tuple[list[datasets
 
     Args:
         table: the training records.
-        config: its partition rule: `natural` splits by `client_column`, in the column's sorted order; `iid` evenly at
-            random; `dirichlet` by label with concentration `dirichlet_alpha`; `sizes` at random into `client_sizes`.
+        config: whose partition rule is `natural`: by `client_column`, in sorted order; `iid`: evenly, at random;
+            `dirichlet`: by label, with concentration `dirichlet_alpha`; or `sizes`: at random into `client_sizes`.
 
     Raises:
         InputError: flwr-datasets is not installed, the split is impossible, or a client would have no record.
@@ -27,7 +27,7 @@ def partition(table: datasets.Dataset, config: RunConfig) -> tuple[list[datasets
     if config.partition_rule == "natural":
         names = sorted({str(value) for value in table[config.client_column]})
         parts = _load(table, config)
-        # The partitioner numbers clients by first appearance; the sorted order does not depend on the rows' order.
+        # The partitioner numbers clients by first appearance; sorted order does not depend on the order of the rows.
         by_name = {str(part[config.client_column][0]): part for part in parts}
         return [by_name[name] for name in names], names
     shuffled = table.shuffle(seed=config.seed)
@@ -53,7 +53,7 @@ def partition(table: datasets.Dataset, config: RunConfig) -> tuple[list[datasets
 def _load(table: datasets.Dataset, config: RunConfig) -> list[datasets.Dataset]:
     partitioner = _partitioner(config)
     try:
-        # The partitioners' progress bars have no switch, and each new draw of a Dirichlet split is a warning.
+        # The partitioners' progress bars cannot be turned off, and every redraw of a Dirichlet split is a warning.
         with redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore", category=UserWarning):
             partitioner.dataset = table
             return [partitioner.load_partition(client) for client in range(partitioner.num_partitions)]

@@ -1,4 +1,4 @@
-"""Tokenised records and the batches made of them."""
+"""Tokenised records, and batches of them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Records:
     """Tokenised records of one holder.
 
     Attributes:
-        features: {tokenizer output, such as input_ids: one int64 vector a record}, all of equal lengths.
+        features: {tokenizer output, such as input_ids: one int64 vector per record}, of equal lengths for a record.
         labels: int64 [records] class indices; empty for causal models, whose labels are their tokens.
-        pad_token_id: fills shorter records of a batch, always on the right.
+        pad_token_id: pads the shorter records of a batch, always on the right.
     """
 
     features: dict[str, tuple[Tensor, ...]]
@@ -30,7 +30,7 @@ class Records:
         return len(self.features["input_ids"])
 
     def part(self, indices: Sequence[int]) -> Records:
-        """The records with the given indices as a set of their own."""
+        """A new set of the records with the given indices."""
         features = {name: tuple(column[index] for index in indices) for name, column in self.features.items()}
         labels = self.labels[torch.as_tensor(indices, dtype=torch.int64)] if len(self.labels) else self.labels
         return Records(features, labels, self.pad_token_id)
@@ -40,12 +40,12 @@ class Records:
         return [(self, index) for index in (range(len(self)) if indices is None else indices)]
 
 
-# One record of one holder: a batch may mix several holders' records.
+# One record of one holder: a batch may mix the records of several holders.
 Item = tuple[Records, int]
 
 
 def num_tokens(item: Item) -> int:
-    """Tokens of a record."""
+    """The number of tokens of a record."""
     records, index = item
     return len(records.features["input_ids"][index])
 
@@ -54,7 +54,7 @@ def tokenize(data: TextData, tokenizer: Any, *, label_names: Sequence[str], max_
     """The records of a data set, each cut to `max_length` tokens.
 
     Args:
-        data: texts, optional second texts, and labels, whose names are all in `label_names`.
+        data: texts, optional second texts, and labels, all of them in `label_names`.
         tokenizer: a transformers tokenizer with a padding token.
         label_names: the classes in order; empty for causal models.
         max_length: tokens, >= 1, special ones included.
@@ -74,11 +74,11 @@ def collate(items: Sequence[Item]) -> dict[str, Tensor]:
     """A batch of the given records, padded on the right to the longest of them.
 
     Args:
-        items: at least one, all made by one tokenizer.
+        items: at least one, all from the same tokenizer.
 
     Returns:
         input_ids, attention_mask and the tokenizer's other features, int64 [batch, tokens]; labels, int64
-        [batch], where the records have them.
+        [batch], if the records have them.
     """
     first, _ = items[0]
     batch = {

@@ -1,4 +1,4 @@
-"""Tables of records from a CSV, JSONL or Parquet file or from the Hugging Face Hub, through the datasets library."""
+"""Tables of records from a CSV, JSONL or Parquet file or from the Hugging Face Hub, by the datasets library."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".p
 
 
 def load_table(source: str, *, key: str = "data") -> datasets.Dataset:
-    """The records of a file, gzip included, or of a data set's train split on the Hub.
+    """The records of a file, possibly gzipped, or of the train split of a data set on the Hub.
 
-    Nothing of a private file stays behind: the library's cache goes to a temporary folder and is deleted.
+    No trace of a private file is left behind: the library's cache is in a temporary folder that is deleted.
 
     Args:
-        source: a path, or a name on the Hub; `name:split` picks a split.
+        source: a path, or a name on the Hub; `name:split` selects another split.
         key: the configuration key to name in errors.
 
     Raises:
-        InputError: no such file or data set, an unknown format, or a file that cannot be read or is empty.
+        InputError: there is no such file or data set, its format is unknown, or it is unreadable or empty.
     """
     path = Path(source).expanduser()
     suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
@@ -44,7 +44,7 @@ def load_table(source: str, *, key: str = "data") -> datasets.Dataset:
     try:
         with tempfile.TemporaryDirectory(prefix="fedpriv-data-") as cache:
             if _FORMATS[suffix] == "csv":
-                # As written: NA is a name and 007 another one than 7; only an empty field is missing.
+                # Values as written: NA is a name, and 007 differs from 7; only an empty field is missing.
                 frame = pd.read_csv(
                     path, sep="\t" if suffix == ".tsv" else ",", dtype=str, keep_default_na=False, na_values=[""]
                 )
@@ -53,7 +53,7 @@ def load_table(source: str, *, key: str = "data") -> datasets.Dataset:
                 table = datasets.load_dataset(
                     _FORMATS[suffix], data_files=str(path), split="train", cache_dir=cache, keep_in_memory=True
                 )
-    except Exception as error:  # the library raises many types for one cause
+    except Exception as error:  # the library raises errors of many types
         reason = (str(error.__cause__ or error).splitlines() or [type(error).__name__])[0]
         if "corresponds to no data" in reason:
             raise InputError(f"{key} = {source!r}: holds no records") from None
@@ -71,27 +71,27 @@ def _from_hub(source: str, key: str) -> datasets.Dataset:
     try:
         with quiet_hub():
             return datasets.load_dataset(name, split=split or "train")
-    except Exception as error:  # the library raises many types for one cause
+    except Exception as error:  # the library raises errors of many types
         reason = str(error).splitlines()[0]
         raise InputError(f"{key} = {source!r}: neither a file nor a data set on the Hub ({reason})") from None
 
 
 def require_columns(table: datasets.Dataset, columns: Sequence[tuple[str, str]], source: str) -> None:
-    """Refuse a table that lacks one of the (configuration key, column) pairs; an empty column is not asked for."""
+    """Refuse a table that lacks one of the (configuration key, column) pairs; an empty column name is skipped."""
     for key, column in columns:
         if column and column not in table.column_names:
             raise InputError(f"{key} = {column!r}: {source} has no such column; it has {', '.join(table.column_names)}")
 
 
 def labels_of(table: datasets.Dataset, column: str) -> list[str | None]:
-    """The label's name for each record, None where it is missing."""
+    """The name of each record's label; None if it is missing."""
     feature = table.features[column]
     name = feature.int2str if isinstance(feature, datasets.ClassLabel) else str
     return [None if label is None else name(label) for label in table[column]]
 
 
 def to_text(table: datasets.Dataset, config: RunConfig) -> TextData:
-    """The table's texts and labels as the configuration names them; a missing text counts as empty."""
+    """The texts and labels of the configured columns; a missing text counts as empty."""
 
     def texts(column: str) -> tuple[str, ...]:
         return tuple("" if text is None else str(text) for text in table[column])

@@ -1,4 +1,4 @@
-"""Labelled texts as a federation sees them: one set for each client, and the server's test set."""
+"""Labelled texts of a federation: one set for each client, and the server's test set."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class TextData:
 
     Attributes:
         texts: one for each record.
-        labels: the label's name for each record; empty for causal models.
-        pairs: the second text of each record, for tasks on text pairs, else None.
+        labels: the name of each record's label; empty for causal models.
+        pairs: the second text of each record for tasks on text pairs, else None.
     """
 
     texts: tuple[str, ...]
@@ -24,14 +24,14 @@ class TextData:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holding:
-    """Where a node has its records, by its own configuration; no run's configuration says otherwise.
+class DataSource:
+    """Where a node's records are. Only the node's own configuration decides this, never that of a run.
 
     Attributes:
         data: a file, or a data set on the Hub.
-        text_column: of its table.
-        text_pair_column: of its table; empty for tasks on single texts.
-        label_column: of its table.
+        text_column: column with the text.
+        text_pair_column: column with the second text; empty for tasks on single texts.
+        label_column: column with the label.
     """
 
     data: str
@@ -42,14 +42,14 @@ class Holding:
 
 @dataclass(frozen=True)
 class FederatedData:
-    """What a federation trains and tests on, as far as this process has it.
+    """The part of a federation's data that this process has.
 
     Attributes:
-        clients: the training records of each client, by partition id; on a node with records of its own these alone,
-            and none on its server.
+        clients: the training records of each client, by partition id. With `data = on-nodes` a node has its own
+            records only, and the server none.
         client_names: for display, in the same order.
-        test: the server's own test set; empty on such a node.
-        label_names: the classes in the order of their indices; empty for causal models.
+        test: the server's own test set; empty on a node with its own records.
+        label_names: the classes, in the order of their indices; empty for causal models.
     """
 
     clients: tuple[TextData, ...]

@@ -1,4 +1,4 @@
-"""What a process needs to train and to evaluate: the data, the tokenised records and the model, loaded once."""
+"""What a process needs for training and evaluation: data, tokenised records and model, loaded once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedpriv.aggregation.rules import RULES
 from fedpriv.config import ON_NODES, RunConfig
 from fedpriv.data import federated
 from fedpriv.data.records import Records, tokenize
-from fedpriv.data.text import FederatedData, Holding, TextData
+from fedpriv.data.text import DataSource, FederatedData, TextData
 from fedpriv.errors import InputError
 from fedpriv.training.model import TrainingModel
 
@@ -23,7 +23,7 @@ def load_model(config: RunConfig, *, num_labels: int) -> tuple[BaseModel, Traini
         InputError: the model, an adapter setting or the device cannot be used.
     """
     base = load_base(config.model, task=config.task, num_labels=num_labels, seed=config.seed)
-    # Models without learned positions state no limit, and tokenizers without one a number beyond all texts.
+    # Models without learned positions state no limit; tokenizers without a limit state a huge number.
     positions = getattr(base.model.config, "max_position_embeddings", None)
     longest = min(positions or config.max_length, base.tokenizer.model_max_length)
     if config.max_length > longest:
@@ -49,27 +49,27 @@ def _device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InputError(f"device = {name!r}: {torch.cuda.device_count()} GPUs are here; use cpu or auto")
+        raise InputError(f"device = {name!r}: this machine has {torch.cuda.device_count()} GPUs; use cpu or auto")
     return device
 
 
 class Workbench:
-    """Data and model of a run. A process has one for all clients that it plays, and for the server's tests.
+    """Data and model of a run. A process has one for all clients that it simulates and for the server's evaluation.
 
     Args:
         config: of the run.
-        holding: where this node has its records, where the run's data are on its nodes.
+        source: where this node's records are, if the run's data are on its nodes.
 
     Attributes:
-        data: who holds what.
+        data: the clients' records and the server's test set.
         base: the frozen base with its tokenizer.
-        model: the base with an adapter; whoever uses it sets the adapter first.
-        initial: the trained tensors that a run starts from, from the configuration's seed.
-        num_clients: how many clients the run has, wherever their data are.
+        model: the base with an adapter; every user sets the adapter first.
+        initial: the trained tensors that a run starts from, drawn from the configuration's seed.
+        num_clients: of the run, wherever their data are.
     """
 
-    def __init__(self, config: RunConfig, holding: Holding | None = None) -> None:
-        self.data: FederatedData = federated.load_holding(config, holding) if holding else federated.load(config)
+    def __init__(self, config: RunConfig, source: DataSource | None = None) -> None:
+        self.data: FederatedData = federated.load_own(config, source) if source else federated.load(config)
         self.base, self.model = load_model(config, num_labels=len(self.data.label_names))
         self.initial = self.model.initial
         self.num_clients = len(self.data.clients) if config.data != ON_NODES else config.num_clients
@@ -78,7 +78,7 @@ class Workbench:
         self.test = self._tokenize(self.data.test)
 
     def client(self, client: int) -> Records:
-        """The client's tokenised records, by its place in `data.clients`."""
+        """The client's tokenised records, by its index in `data.clients`."""
         if client not in self._clients:
             self._clients[client] = self._tokenize(self.data.clients[client])
         return self._clients[client]
@@ -87,11 +87,11 @@ class Workbench:
         return tokenize(data, self.base.tokenizer, label_names=self.data.label_names, max_length=self._max_length)
 
 
-def workbench(config: RunConfig, holding: Holding | None = None) -> Workbench:
+def workbench(config: RunConfig, source: DataSource | None = None) -> Workbench:
     """The workbench of this configuration; a run and its comparison share one, and so its caches."""
-    return _workbench(config.without_noise, holding)
+    return _workbench(config.without_noise, source)
 
 
 @lru_cache(maxsize=1)
-def _workbench(config: RunConfig, holding: Holding | None) -> Workbench:
-    return Workbench(config, holding)
+def _workbench(config: RunConfig, source: DataSource | None) -> Workbench:
+    return Workbench(config, source)
