@@ -1,4 +1,4 @@
-"""Arithmetic on adapters: pure functions over {name: tensor}."""
+"""Arithmetic on adapters: pure functions of {name: tensor}."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def norm(adapter: Mapping[str, Tensor]) -> float:
 
 
 def num_parameters(adapter: Mapping[str, Tensor]) -> int:
-    """How many values the adapter holds."""
+    """The number of values in the adapter."""
     return sum(tensor.numel() for tensor in adapter.values())

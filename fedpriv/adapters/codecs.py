@@ -1,7 +1,7 @@
-"""How a client's trained tensors are written for the wire: exactly, or in fewer bits by rounding without bias.
+"""Encodings of a client's trained tensors for the wire: exact, or in fewer bits by rounding.
 
-A codec works on what was already noised, so by post-processing it costs no privacy. All but `float32` write the
-difference to a reference that both sides hold, which is smaller than the tensors and so loses less.
+A codec works on tensors that are already noised, so it is post-processing and costs no privacy. All but `float32`
+encode the difference to a reference that both sides hold: it is smaller than the tensors, so less is lost.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ CODECS = ("float32", "bfloat16", "int8", "ternary")
 
 Encoded = dict[str, Tensor]
 
-# Names of the two arrays that all codecs but float32 write.
+# Names of the arrays that the codecs other than float32 write.
 CODES = "codes"
 SCALES = "scales"
 
 _LARGEST_INT8 = 127.0
-# Five digits to the base 3 fit into a byte, 243 <= 256: 1.6 bits for each code.
+# Five base-3 digits fit into a byte, 243 <= 256: 1.6 bits per code.
 _DIGITS = 5
 _POWERS = np.array([3**digit for digit in range(_DIGITS)], dtype=np.uint8)
 
 
 def encode(adapter: Mapping[str, Tensor], reference: Mapping[str, Tensor], codec: str, source: RandomSource) -> Encoded:
-    """The arrays that carry an adapter.
+    """The arrays that encode an adapter.
 
-    `float32` carries the tensors as they are; `bfloat16` the difference rounded to the nearest; `int8` the difference
-    in 255 even steps for each tensor, rounded at random to one of the two neighbours so that the mean is exact;
-    `ternary` the difference as 0 or plus or minus its tensor's largest size, at random with the exact mean. A
-    difference of three values -s, 0, s is carried exactly by `ternary`.
+    `float32` keeps the tensors as they are; `bfloat16` rounds the difference to nearest; `int8` rounds it, at random
+    and without bias, to one of the two neighbours among 255 evenly spaced values per tensor; `ternary` replaces each
+    value, at random and without bias, by 0 or plus or minus the largest magnitude in its tensor. `ternary` is exact
+    for a difference that takes only the values -s, 0 and s.
 
     Args:
         adapter: float32 tensors.
-        reference: tensors of the same names and shapes, which the reader holds too.
+        reference: tensors with the same names and shapes, which the receiver holds too.
         codec: one of `CODECS`.
-        source: of the rounding.
+        source: of randomness, for the rounding.
 
     Raises:
-        ValueError: the codec is unknown, or names differ.
+        ValueError: the codec is unknown, or the names differ.
 
     Source: Alistarh et al. 2017 (QSGD) for int8; Wen et al. 2017 (TernGrad) for ternary.
     """
@@ -69,11 +69,11 @@ def encode(adapter: Mapping[str, Tensor], reference: Mapping[str, Tensor], codec
 
 
 def decode(encoded: Mapping[str, Tensor], reference: Mapping[str, Tensor], codec: str) -> Adapter:
-    """The adapter that the arrays carry, float32, in the reference's order.
+    """The adapter that the arrays encode, float32, in the reference's order.
 
     Raises:
-        ValueError: one line that names what is wrong: an array that is missing, too many, or of another type or
-            length than the codec writes for this reference.
+        ValueError: an array is missing, superfluous, or of another type or length than the codec writes for this
+            reference; one line that names it.
     """
     _check(codec)
     if codec == "float32":
@@ -101,7 +101,7 @@ def decode(encoded: Mapping[str, Tensor], reference: Mapping[str, Tensor], codec
 
 
 def pack_ternary(codes: np.ndarray) -> np.ndarray:
-    """Codes -1, 0, 1 as bytes, five to a byte; the last one is filled up with zeros.
+    """Codes -1, 0, 1 packed into bytes, five per byte; the last byte is padded with zeros.
 
     Args:
         codes: int8 [values].
@@ -119,7 +119,7 @@ def unpack_ternary(packed: np.ndarray, num: int) -> np.ndarray:
     """The first `num` codes, int8 in {-1, 0, 1}, that `pack_ternary` packed.
 
     Raises:
-        ValueError: a byte that holds no five codes.
+        ValueError: a byte is 243 or more, so it does not hold five codes.
     """
     if len(packed) and packed.max() >= 3**_DIGITS:
         raise ValueError(f"{CODES}: byte {packed.max()}: must be below {3**_DIGITS}, five ternary codes")
@@ -128,7 +128,7 @@ def unpack_ternary(packed: np.ndarray, num: int) -> np.ndarray:
 
 
 def _rounded(values: np.ndarray, scale: float, steps: float, source: RandomSource) -> np.ndarray:
-    """values / scale, int8, rounded up with the probability of its fraction: the mean is the value itself."""
+    """values / scale as int8, rounded up with probability equal to the fractional part, so without bias."""
     if scale == 0.0:
         return np.zeros(len(values), dtype=np.int8)
     exact = np.clip(values / scale, -steps, steps)
@@ -148,10 +148,10 @@ def _check_arrays(arrays: Mapping[str, Tensor], expected: Mapping[str, tuple[tor
     if extra := sorted(arrays.keys() - expected.keys()):
         raise ValueError(f"extra tensors: {', '.join(extra)}")
     for name, (dtype, shape) in expected.items():
-        found = arrays[name]
-        if found.dtype != dtype or tuple(found.shape) != shape:
-            right, wrong = f"{_short(dtype)} {shape}", f"{_short(found.dtype)} {tuple(found.shape)}"
-            raise ValueError(f"{name}: {wrong}, not {right}")
+        array = arrays[name]
+        if array.dtype != dtype or tuple(array.shape) != shape:
+            actual, wanted = f"{_short(array.dtype)} {tuple(array.shape)}", f"{_short(dtype)} {shape}"
+            raise ValueError(f"{name}: {actual}, not {wanted}")
 
 
 def _short(dtype: torch.dtype) -> str:

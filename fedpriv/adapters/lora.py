@@ -1,4 +1,4 @@
-"""What is trained beside the frozen base: attach, read, write, save, load. On disk these are ordinary peft adapters."""
+"""LoRA adapters on a frozen base: attach, read, write, save and load. On disk they are ordinary peft adapters."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ Trains = Literal["lora", "lora-b", "weights"]
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings:
-    """What is trained beside the frozen base.
+    """Which parameters are trained on top of the frozen base.
 
     Attributes:
         rank: r >= 1.
         alpha: the product B A is scaled by alpha / rank.
-        target_modules: names of linear layers; empty for peft's default of the model type.
+        target_modules: names of linear layers; empty for peft's default for the model type.
         layers: `all`, `last-N`, or indices such as `4,5`.
-        task: `SEQ_CLS` or `CAUSAL_LM`; under the former the classification head is trained too.
-        trains: `lora` A and B; `lora-b` B alone, with A frozen where the seed put it; `weights` the layers' full weight
-            matrices and biases instead, and then rank and alpha mean nothing.
+        task: `SEQ_CLS` or `CAUSAL_LM`; with the former, the classification head is trained too.
+        trains: `lora`: A and B; `lora-b`: B only, with A frozen at its random initial value; `weights`: the layers'
+            full weight matrices and biases instead, in which case rank and alpha are ignored.
     """
 
     rank: int = 8
@@ -50,10 +50,10 @@ class LoraSettings:
 
 
 def attach(base: BaseModel, settings: LoraSettings, *, seed: int = 0) -> PeftModel:
-    """The base with a new adapter: A random from the seed, B zero, or copies of weights; the function is unchanged.
+    """The base with a new adapter that leaves its function unchanged: A random and B zero, or copies of weights.
 
     Raises:
-        InputError: a target module or a layer that the model does not have, or no full weights that can be trained.
+        InputError: the model lacks a target module or layer, or has no full weights that can be trained.
     """
     config = _weights_config(base, settings) if settings.trains == "weights" else _lora_config(base, settings)
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
@@ -83,14 +83,14 @@ def _lora_config(base: BaseModel, settings: LoraSettings) -> LoraConfig:
         target_modules=list(names),
         layers_to_transform=_layer_indices(settings.layers, base.model.config.num_hidden_layers),
         modules_to_save=list(base.new_modules) or None,
-        # GPT-2 keeps its weights transposed; peft only warns when this is left out.
+        # GPT-2 stores its weights transposed; peft would only warn if this were left out.
         fan_in_fan_out=isinstance(targets[0], Conv1D),
         task_type=settings.task,
     )
 
 
 def _weights_config(base: BaseModel, settings: LoraSettings) -> LNTuningConfig:
-    """Full weights as an adapter: peft's LN tuning trains a copy of whatever layers it is told, of any kind."""
+    """Full weights as an adapter: peft's LN tuning trains a copy of any layer, of whatever kind."""
     num_layers = base.model.config.num_hidden_layers
     blocks = [(n, m) for n, m in base.model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
     if not blocks:
@@ -113,10 +113,10 @@ def _weights_config(base: BaseModel, settings: LoraSettings) -> LNTuningConfig:
 
 
 def default_targets(base: BaseModel) -> tuple[str, ...]:
-    """The linear layers that peft adapts in a model of this type.
+    """The linear layers that peft adapts by default in a model of this type.
 
     Raises:
-        InputError: peft names none, or by a pattern.
+        InputError: peft has no default for it, or a pattern instead of a list.
     """
     model_type = base.model.config.model_type
     extra = {"distilbert": ["q_lin", "v_lin"]}
@@ -140,7 +140,7 @@ def _layer_indices(layers: str, num_layers: int) -> list[int] | None:
 
 
 def trainable(model: PeftModel) -> dict[str, nn.Parameter]:
-    """The adapter's parameters by the names under which peft stores them."""
+    """The trainable parameters, by the names under which peft stores them."""
     by_address = {p.data_ptr(): p for p in model.parameters() if p.requires_grad}
     tensors = get_peft_model_state_dict(model)
     return {name: by_address[t.data_ptr()] for name, t in tensors.items() if t.data_ptr() in by_address}
@@ -161,20 +161,20 @@ def write(model: PeftModel, adapter: Mapping[str, Tensor]) -> None:
 
 
 def read_parameters(parameters: Mapping[str, nn.Parameter]) -> Adapter:
-    """`read` for who keeps the result of `trainable`: finding the parameters costs as much as a training step."""
+    """`read`, given the result of `trainable`: finding the parameters anew costs as much as a training step."""
     return {name: p.detach().to("cpu", torch.float32, copy=True) for name, p in parameters.items()}
 
 
 def write_parameters(parameters: Mapping[str, nn.Parameter], adapter: Mapping[str, Tensor]) -> None:
-    """`write` for who keeps the result of `trainable`."""
+    """`write`, given the result of `trainable`."""
     if parameters.keys() != adapter.keys():
-        odd = sorted(parameters.keys() ^ adapter.keys())
-        raise ValueError(f"adapter: tensors {', '.join(odd)} are on one side only")
+        unmatched = sorted(parameters.keys() ^ adapter.keys())
+        raise ValueError(f"adapter: tensors {', '.join(unmatched)} are on one side only")
     with torch.no_grad():
         for name, parameter in parameters.items():
             if parameter.shape != adapter[name].shape:
-                got, want = tuple(adapter[name].shape), tuple(parameter.shape)
-                raise ValueError(f"adapter: {name} has shape {got}, the model's is {want}")
+                actual, expected = tuple(adapter[name].shape), tuple(parameter.shape)
+                raise ValueError(f"adapter: {name} has shape {actual}, the model's is {expected}")
             parameter.copy_(adapter[name])
 
 
@@ -187,17 +187,17 @@ def save(
     merged: Merged | None = None,
     labels: tuple[str, ...] = (),
 ) -> None:
-    """Write an adapter in peft's format, and beside it `fedpriv.json`: pooling, base and label names.
+    """Write an adapter in peft's format, together with `fedpriv.json`: the pooling, base and label names.
 
-    The files are those of peft's `save_pretrained` but for the model card, which takes it longer than all the rest.
+    The files are those of peft's `save_pretrained` except the model card, which takes longer than all the others.
 
     Args:
-        model: whose kind of adapter it is.
+        model: a model with an adapter of the same kind.
         base: of the model.
-        directory: made if there is none.
-        adapter: the trained tensors by peft's names; None takes the model's own. What the model keeps frozen in its
-            adapter is added.
-        merged: what the frozen weights had gained; the saved adapter, of higher rank, holds it too.
+        directory: created if it does not exist.
+        adapter: the trained tensors by peft's names; None takes the model's own. The frozen tensors of the model's
+            adapter are added.
+        merged: what aggregation has added to the frozen weights; the saved adapter includes it, at a higher rank.
         labels: the classes in order.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -216,21 +216,21 @@ def save(
 
 
 def load(base: Any, directory: Path | str) -> PeftModel:
-    """The base with a saved adapter on it, pooled as it was in training, in eval mode.
+    """The base with a saved adapter, with the same pooling as in training, in eval mode.
 
     Args:
-        base: a model's name as in the configuration, a `BaseModel`, or a transformers model with the head of
-            its task, as `from_pretrained` gives it. A model object is changed: the adapter is attached to it.
-        directory: where `save` wrote.
+        base: a model's name as in the configuration, a `BaseModel`, or a transformers model with the head for its
+            task, as `from_pretrained` returns it. A model object is modified: the adapter is attached to it.
+        directory: where `save` wrote the adapter.
 
     Raises:
-        InputError: no fedpriv adapter is there, its file is of another version, or the base cannot be loaded.
+        InputError: the directory holds no fedpriv adapter, or one of another version, or the base cannot be loaded.
     """
     path = Path(directory) / CONVENTION_FILE
     try:
         convention = json.loads(path.read_text())
     except FileNotFoundError:
-        raise InputError(f"{path}: missing; for adapters of other origin use PeftModel.from_pretrained") from None
+        raise InputError(f"{path}: missing; for an adapter of other origin use PeftModel.from_pretrained") from None
     if convention.get("version") != 1:
         raise InputError(f"{path}: version {convention.get('version')!r}; this fedpriv reads version 1")
     if isinstance(base, str):

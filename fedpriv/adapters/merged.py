@@ -1,7 +1,7 @@
-"""What aggregation has added to frozen weights: a sum of products of low-rank factors for each LoRA layer.
+"""What aggregation has added to frozen weights: for each LoRA layer, a sum of products of low-rank factors.
 
-Rules that average the products B A rather than the factors put what no adapter of rank r can hold into the frozen
-weights. The sum stays a pair of factors for as long as these are smaller than the matrix itself.
+Rules that average the products B A instead of the factors add to the frozen weights what an adapter of rank r cannot
+hold. The sum is kept as a pair of factors as long as these are smaller than the matrix itself.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _RIGHT = ".right"
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A matrix [out, in] as left @ right, or as itself.
+    """A matrix [out, in], as left @ right or in full.
 
     Attributes:
-        left: float32 [out, rank], or the matrix where `right` is None.
+        left: float32 [out, rank]; the full matrix if `right` is None.
         right: float32 [rank, in], or None.
     """
 
@@ -42,7 +42,7 @@ class Product:
         return self.left if self.right is None else (self.left.double() @ self.right.double()).float()
 
     def plus(self, terms: Iterable[tuple[Tensor, Tensor]]) -> Product:
-        """The matrix plus the products of (left [out, r], right [r, in]), as factors where these are smaller."""
+        """The matrix plus the products of the terms (left [out, r], right [r, in]), as factors if these are smaller."""
         terms = list(terms)
         if self.right is not None:
             lefts, rights = [self.left, *(left for left, _ in terms)], [self.right, *(right for _, right in terms)]
@@ -54,7 +54,7 @@ class Product:
 
     @property
     def factors(self) -> tuple[Tensor, Tensor]:
-        """(left, right), where a plain matrix has the identity on its longer side."""
+        """(left, right); a full matrix gets the identity on its shorter side."""
         if self.right is not None:
             return self.left, self.right
         out_features, in_features = self.left.shape
@@ -64,7 +64,7 @@ class Product:
 
 
 Merged = dict[str, Product]
-"""{layer name: what was added to its weight, in units of B A, so before LoRA's scaling}"""
+"""{layer name: what was added to its weight, in units of B A, that is, before LoRA's scaling}"""
 
 
 def factors_of(adapter: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -73,27 +73,27 @@ def factors_of(adapter: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]
     return {name: (adapter[name + B_SUFFIX], adapter[name + A_SUFFIX]) for name in names}
 
 
-def rest_of(adapter: Mapping[str, Tensor]) -> Adapter:
-    """What is no LoRA factor: a head."""
+def non_lora_tensors(adapter: Mapping[str, Tensor]) -> Adapter:
+    """The tensors that are not LoRA factors: those of the head."""
     return {name: tensor for name, tensor in adapter.items() if not name.endswith((A_SUFFIX, B_SUFFIX))}
 
 
 def add(merged: Mapping[str, Product], terms: Mapping[str, Iterable[tuple[Tensor, Tensor]]]) -> Merged:
-    """The merged weights with more products added, {layer name: [(left, right), ...]}."""
+    """The merged weights plus further products, {layer name: [(left, right), ...]}."""
     result = dict(merged)
     for name, products in terms.items():
-        (left, right), *others = products
-        result[name] = result[name].plus([(left, right), *others]) if name in result else _first(left, right, others)
+        products = list(products)
+        result[name] = (result[name] if name in result else _zero(*products[0])).plus(products)
     return result
 
 
-def _first(left: Tensor, right: Tensor, others: Iterable[tuple[Tensor, Tensor]]) -> Product:
-    nothing = Product(left.new_zeros(left.shape[0], 0), right.new_zeros(0, right.shape[1]))
-    return nothing.plus([(left, right), *others])
+def _zero(left: Tensor, right: Tensor) -> Product:
+    """The zero matrix of the shape of left @ right, as factors of rank 0."""
+    return Product(left.new_zeros(left.shape[0], 0), right.new_zeros(0, right.shape[1]))
 
 
 def same(one: Mapping[str, Product], other: Mapping[str, Product]) -> bool:
-    """Whether two say the same; cheap where they are one object."""
+    """Whether both hold the same products; cheap if these are the same objects."""
     return one.keys() == other.keys() and all(_same_product(one[name], other[name]) for name in one)
 
 
@@ -106,7 +106,7 @@ def _same_product(one: Product, other: Product) -> bool:
 
 
 def to_tensors(merged: Mapping[str, Product]) -> dict[str, Tensor]:
-    """As named tensors, for the wire."""
+    """The merged weights as named tensors, for the wire."""
     tensors = {}
     for name, product in merged.items():
         tensors[name + _LEFT] = product.left
@@ -116,10 +116,11 @@ def to_tensors(merged: Mapping[str, Product]) -> dict[str, Tensor]:
 
 
 def from_tensors(tensors: Mapping[str, Tensor]) -> Merged:
-    """What `to_tensors` wrote.
+    """The merged weights that `to_tensors` wrote.
 
     Raises:
-        ValueError: a name of another kind, a right factor without a left one, or factors that do not fit.
+        ValueError: a tensor has an unknown name or is not a float32 matrix, a right factor has no left one, or two
+            factors do not fit.
     """
     for name, tensor in tensors.items():
         stem = name.removesuffix(_RIGHT)
@@ -134,22 +135,20 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> Merged:
 
 
 def as_one_adapter(adapter: Mapping[str, Tensor], merged: Mapping[str, Product]) -> Adapter:
-    """One adapter of higher rank that does on the untouched base what `adapter` does on the merged one.
+    """One adapter of higher rank that has the same effect on the pretrained base as `adapter` on the merged one.
 
-    All LoRA layers get one rank, the smallest that holds the sum exactly, by rows and columns of zeros.
+    All LoRA layers get the same rank, the smallest that holds every sum exactly; smaller factors are padded with zeros.
     """
     if not merged:
         return dict(adapter)
-    nothing = {
-        name: Product(b.new_zeros(b.shape[0], 0), a.new_zeros(0, a.shape[1]))
-        for name, (b, a) in factors_of(adapter).items()
-    }
-    sums = add(nothing | dict(merged), {name: [pair] for name, pair in factors_of(adapter).items()})
+    factors = factors_of(adapter)
+    zeros = {name: _zero(b, a) for name, (b, a) in factors.items()}
+    sums = add(zeros | dict(merged), {name: [pair] for name, pair in factors.items()})
     pairs = {name: product.factors for name, product in sums.items()}
     rank = max(left.shape[1] for left, _ in pairs.values())
-    result = rest_of(adapter)
+    result = non_lora_tensors(adapter)
     for name, (left, right) in pairs.items():
-        more = rank - left.shape[1]
-        result[name + A_SUFFIX] = torch.nn.functional.pad(right, (0, 0, 0, more))
-        result[name + B_SUFFIX] = torch.nn.functional.pad(left, (0, more))
+        padding = rank - left.shape[1]
+        result[name + A_SUFFIX] = torch.nn.functional.pad(right, (0, 0, 0, padding))
+        result[name + B_SUFFIX] = torch.nn.functional.pad(left, (0, padding))
     return result

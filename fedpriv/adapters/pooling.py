@@ -1,8 +1,8 @@
-"""How an encoder's token states become the vector that its classification head reads.
+"""How an encoder's token states are pooled into the vector that its classification head reads.
 
-Many encoders carry a pooler or a first-token state that their training never used: on such a model the mean of
-the tokens separates records far better. The mean is put in place by hooks, so that the transformers class and
-every parameter name stay as they are; plain peft loads the adapter, and `fedpriv.adapters.load` restores the hooks.
+Many encoders have a pooler or a first-token state that their training never used; on them, the mean over tokens
+separates records far better. Hooks put the mean in place, so the transformers class and all parameter names stay as
+they are: plain peft can load the adapter, and `fedpriv.adapters.load` restores the hooks.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor
 
 CONVENTIONS = ("mean", "model")
 
-# Encoders whose head reads the pooler's output, or the state of the first token.
+# Encoders whose head reads the pooler's output or the first token's state.
 _ENCODERS = {"bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra"}
 
 
 def convention(model: Any) -> str:
-    """`mean` for the encoders that this module knows, else `model`: the model's own way."""
+    """`mean` for the encoders that this module knows; `model`, the model's own pooling, for all others."""
     return "mean" if model.config.model_type in _ENCODERS else "model"
 
 
 def masked_mean(states: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean over the real tokens.
+    """The mean over the real tokens, [batch, hidden].
 
     Args:
         states: [batch, tokens, hidden].
@@ -38,7 +38,7 @@ def masked_mean(states: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def apply(model: Any, convention: str) -> None:
-    """Pool the classification model's encoder by the given convention from now on.
+    """Make the classification model's encoder pool by the given convention from now on.
 
     Raises:
         ValueError: the convention is unknown.

@@ -1,7 +1,7 @@
-"""CMFL (Luping et al. 2019): a client uploads only what points where the federation went last.
+"""CMFL (Luping et al. 2019): a client uploads only an update that points the way of the last global update.
 
-Relevance is computed from the noised update, so to stay silent is post-processing: it reveals nothing that was not
-paid for, and saves nothing of the privacy charge.
+Relevance is computed from the noised update, so staying silent is post-processing: it reveals nothing beyond what was
+paid for, and saves none of the privacy charge.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def relevance(update: Mapping[str, Tensor], signs: Mapping[str, Tensor]) -> floa
     """The share of parameters whose sign agrees with that of the last global update, in [0, 1].
 
     Args:
-        update: the client's tensors less those that it began with.
-        signs: in {-1, 0, 1}, of the same names and shapes.
+        update: the client's tensors minus those it started from.
+        signs: in {-1, 0, 1}, with the same names and shapes.
 
     Raises:
-        ValueError: names differ, or there is no parameter.
+        ValueError: the names differ, or there are no parameters.
 
     Source: Luping et al. 2019, Eq. 9.
     """
@@ -41,10 +41,10 @@ def relevance(update: Mapping[str, Tensor], signs: Mapping[str, Tensor]) -> floa
 
 
 def threshold(start: float, round_: int) -> float:
-    """The relevance that an upload needs: v_0 / sqrt(t), falling as updates become smaller.
+    """The relevance that an upload needs: v_0 / sqrt(t), which falls as updates become smaller.
 
     Args:
-        start: v_0 in [0, 1]; 0 lets everything pass.
+        start: v_0 in [0, 1]; with 0 every client uploads.
         round_: t >= 1.
 
     Source: Luping et al. 2019, Section IV; convergence needs a threshold that falls to zero.
@@ -53,31 +53,31 @@ def threshold(start: float, round_: int) -> float:
 
 
 def cmfl(model: GlobalModel, uploads: Sequence[Adapter], weights: Sequence[float]) -> GlobalModel:
-    """The weighted average of what was uploaded, and the update that clients will compare theirs with.
+    """The weighted average of the uploads, and the global update with which clients will compare theirs.
 
     Args:
         model: before the round.
-        uploads: of equal names and shapes.
-        weights: summing to one over those who uploaded.
+        uploads: with equal names and shapes.
+        weights: of the clients that uploaded, summing to one.
 
     Raises:
-        ValueError: as `weighted_average`.
+        ValueError: see `weighted_average`.
     """
     adapter = weighted_average(uploads, weights)
     return replace(model, adapter=adapter, last_update=difference(adapter, model.adapter))
 
 
 def pack_signs(update: Mapping[str, Tensor]) -> Tensor:
-    """The signs of an update, five to a byte, uint8, in the order of the names."""
+    """The signs of an update, uint8, five per byte, tensors sorted by name."""
     signs = [update[name].sign().flatten().to(torch.int8).numpy() for name in sorted(update)]
     return torch.from_numpy(pack_ternary(np.concatenate(signs)))
 
 
 def unpack_signs(packed: Tensor, like: Mapping[str, Tensor]) -> Adapter:
-    """What `pack_signs` packed, float32, for tensors of these names and shapes.
+    """The signs that `pack_signs` packed, float32, for tensors with these names and shapes.
 
     Raises:
-        ValueError: another type or length, or bytes that hold no signs.
+        ValueError: the type or length is wrong, or a byte does not hold signs.
     """
     total = sum(tensor.numel() for tensor in like.values())
     if packed.dtype != torch.uint8 or packed.shape != (-(-total // 5),):

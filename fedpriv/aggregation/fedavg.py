@@ -1,7 +1,8 @@
 """The weighted average of the uploaded tensors, tensor by tensor (Liu et al., Eq. 8).
 
-On A and B it is DP-LoRA's rule, inexact, since the product of averages is not the average of products; on full weights
-it is FedAvg, and on B alone, with A frozen and shared, FFA-LoRA: both exact, for their product is linear in them.
+On A and B it is DP-LoRA's rule, which is inexact: the product of averages is not the average of products. On full
+weights it is FedAvg, and on B only, with A frozen and shared, FFA-LoRA: both are exact, since the model's weights are
+linear in what is averaged.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ def weights_by_size(num_records: Mapping[int, int]) -> dict[int, float]:
     """rho_k = N_k / N over the given clients.
 
     Args:
-        num_records: {client: registered N_k >= 1}, at least one client. What a reply claims has no say.
+        num_records: {client: registered N_k >= 1}, at least one client; never what a reply claims.
 
     Raises:
-        ValueError: no client, or a size below 1.
+        ValueError: there is no client, or a size is below 1.
     """
     if not num_records:
         raise ValueError("num_records: weights need at least one client")
@@ -37,14 +38,14 @@ def weights_by_size(num_records: Mapping[int, int]) -> dict[int, float]:
 def weighted_average(adapters: Sequence[Adapter], weights: Sequence[float]) -> Adapter:
     """sum_k rho_k (A_k, B_k), tensor by tensor, accumulated in float64 and returned in float32.
 
-    A and B are averaged apart, so the product of the averages is not the average of the products.
+    A and B are averaged separately, so the product of the averages is not the average of the products.
 
     Args:
-        adapters: with equal names and shapes, at least one.
+        adapters: at least one, with equal names and shapes.
         weights: one for each adapter, summing to one.
 
     Raises:
-        ValueError: names or shapes differ, counts differ, or the weights do not sum to one.
+        ValueError: names, shapes or counts differ, or the weights do not sum to one.
 
     Source: Liu et al., Eq. 8.
     """

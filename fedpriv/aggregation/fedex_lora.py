@@ -1,6 +1,6 @@
-"""Exact averaging: the global model gains the weighted average of the products B A, which averaging A and B is not.
+"""Exact averaging: the global model gets the weighted average of the products B A, not the product of averages.
 
-What an adapter of rank r cannot hold of that average goes into the frozen weights, which all clients get to know.
+The part of that average that an adapter of rank r cannot hold is added to the frozen weights, which all clients learn.
 Under differential privacy the products contain the noise of both factors, and their cross term is averaged as it is.
 """
 
@@ -20,11 +20,11 @@ def fedex_lora(model: GlobalModel, uploads: Sequence[Adapter], weights: Sequence
 
     Args:
         model: before the round.
-        uploads: of equal names and shapes.
+        uploads: with equal names and shapes.
         weights: summing to one.
 
     Raises:
-        ValueError: as `weighted_average`.
+        ValueError: see `weighted_average`.
 
     Source: Singhal et al. 2024 (FedEx-LoRA), Eqs. 8 to 11.
     """

@@ -1,4 +1,4 @@
-"""What the server knows of the global model between two rounds."""
+"""The state of the global model between two rounds."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fedpriv.adapters.merged import Merged
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalModel:
-    """The global model, as aggregation rules change it.
+    """The global model, as aggregation rules update it.
 
     Attributes:
-        initial: the trained tensors before the first round, which every client knows from the run's seed.
-        adapter: the trained tensors now.
-        merged: what was added to frozen weights.
-        last_update: the last round's change of `adapter`, where the rule has use for it; empty before the first.
+        initial: the trained tensors before the first round, which every client can derive from the run's seed.
+        adapter: the current trained tensors.
+        merged: what has been added to the frozen weights.
+        last_update: how the last round changed `adapter`, if the rule uses it; empty before the first round.
     """
 
     initial: Adapter = field(repr=False)

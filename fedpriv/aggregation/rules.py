@@ -1,4 +1,4 @@
-"""The aggregation rules by name: what each one trains, and how uploads become the next global model."""
+"""The registry of aggregation rules: what each one trains, and how uploads become the next global model."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Rule:
     """An aggregation rule.
 
     Attributes:
-        aggregate: the next global model from the sound uploads and their weights.
-        trains: `lora` A, B and a head; `lora-b` B and a head; `weights` full weight matrices and a head.
-        linear: whether the new model is the weighted sum of the uploads, as the `aggregate` view needs.
-        restarts: whether clients begin each round with a fresh adapter; then their ranks may differ.
-        ternary: whether tensors are ternary differences to the start, in training and on the wire both ways.
-        selective: whether a client may stay silent.
+        aggregate: the next global model from the valid uploads and their weights.
+        trains: `lora`: A, B and a head; `lora-b`: B and a head; `weights`: full weight matrices and a head.
+        linear: whether the new model is the weighted sum of the uploads, as the `aggregate` view requires.
+        restarts: whether clients start each round with a fresh adapter; their ranks may then differ.
+        ternary: whether tensors are ternary differences to the start, in training and on the wire in both directions.
+        selective: whether a client may withhold its upload.
     """
 
     aggregate: Aggregate

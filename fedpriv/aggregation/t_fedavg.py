@@ -1,7 +1,7 @@
-"""T-FedAvg (Xu et al. 2020): weights that take three values on the wire in both directions.
+"""T-FedAvg (Xu et al. 2020): weights that are ternary on the wire, in both directions.
 
-A pretrained model does not survive three values for each weight. What is ternary here is the difference to the
-pretrained weights, which all sides hold; with zeros in their place it is the paper's scheme.
+A pretrained model does not survive ternary weights. Here, the difference to the pretrained weights is ternary, and all
+sides hold these; with zeros in their place, it is the paper's scheme.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.aggregation.fedavg import weighted_average
 from fedpriv.aggregation.global_model import GlobalModel
 
-# Near the best threshold for normal and for uniform weights, in units of their mean size (Li and Liu 2016).
+# Near the best threshold for normal and for uniform weights, in units of their mean magnitude (Li and Liu 2016).
 _THRESHOLD = 0.7
 
 
 def ternary_codes(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The sign of each value that is large in its row, zero for the others, and the mean size of the large ones.
+    """The signs of the values that are large in their row, zero for the rest, and the mean magnitude of the large ones.
 
-    A row of three values -s, 0, s with at least one s gives its own signs and s.
+    A row with only the values -s, 0 and s, not all zero, gives its signs and s.
 
     Args:
         rows: [rows, values].
@@ -38,17 +38,17 @@ def ternary_codes(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def t_fedavg(model: GlobalModel, uploads: Sequence[Adapter], weights: Sequence[float]) -> GlobalModel:
-    """The weighted average of the clients' ternary differences, made ternary again, tensor by tensor.
+    """The weighted average of the clients' ternary differences, quantised to ternary again, tensor by tensor.
 
-    Neither linear nor exact: making the average ternary again is biased.
+    Neither linear nor exact: quantising the average is biased.
 
     Args:
         model: before the round.
-        uploads: of equal names and shapes.
+        uploads: with equal names and shapes.
         weights: summing to one.
 
     Raises:
-        ValueError: as `weighted_average`.
+        ValueError: see `weighted_average`.
 
     Source: Xu et al. 2020, Algorithm 2.
     """

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX, factors_of, rest_of
+from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX, factors_of, non_lora_tensors
 from fedpriv.errors import InputError
 from fedpriv.integral.selection import Cluster, Linkage, Measure, Vectors, select
 
@@ -101,7 +101,7 @@ def mean_adapter(adapters: Mapping[str, Mapping[str, Tensor]]) -> Adapter:
     first, *_ = adapters.values()
     result = {
         name: torch.stack([adapter[name].double() for adapter in adapters.values()]).mean(dim=0).float()
-        for name in rest_of(first)
+        for name in non_lora_tensors(first)
     }
     pairs = {
         name: _mean_product([factors_of(adapter)[name] for adapter in adapters.values()]) for name in factors_of(first)
@@ -135,7 +135,7 @@ def _vectors(adapters: Mapping[str, Mapping[str, Tensor]], scale: float) -> Vect
         if _shapes(adapter) != shapes:
             raise InputError(f"adapter of {client!r}: its layers or shapes are not those of {first_name!r}'s")
         products = [scale * (b.double() @ a.double()) for _, (b, a) in sorted(factors_of(adapter).items())]
-        parts = [*products, *(rest_of(adapter)[name].double() for name in sorted(rest_of(adapter)))]
+        parts = [*products, *(non_lora_tensors(adapter)[name].double() for name in sorted(non_lora_tensors(adapter)))]
         rows.append(torch.cat([part.flatten() for part in parts]).numpy())
     return np.stack(rows)
 
@@ -143,7 +143,7 @@ def _vectors(adapters: Mapping[str, Mapping[str, Tensor]], scale: float) -> Vect
 def _shapes(adapter: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     """Shapes of the maps and of the head, by name."""
     maps = {name: (b.shape[0], a.shape[1]) for name, (b, a) in factors_of(adapter).items()}
-    return maps | {name: tuple(tensor.shape) for name, tensor in rest_of(adapter).items()}
+    return maps | {name: tuple(tensor.shape) for name, tensor in non_lora_tensors(adapter).items()}
 
 
 def _variants(adapters: Mapping[str, Mapping[str, Tensor]], names: list[str], cluster: Cluster) -> RecurringVariants:

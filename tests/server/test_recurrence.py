@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedpriv.adapters.merged import factors_of, rest_of
+from fedpriv.adapters.merged import factors_of, non_lora_tensors
 from fedpriv.config import parse
 from fedpriv.dedup import variants
 from fedpriv.errors import InputError
@@ -32,7 +32,7 @@ def test_the_mean_of_what_recurs_is_a_variant_of_all_uploads_that_were_compared(
     for layer, (b, a) in factors_of(mean).items():
         products = torch.stack([factors_of(each)[layer][0] @ factors_of(each)[layer][1] for each in adapters])
         torch.testing.assert_close(b @ a, products.mean(dim=0), atol=1e-5, rtol=1e-4)
-    for name, tensor in rest_of(mean).items():
+    for name, tensor in non_lora_tensors(mean).items():
         torch.testing.assert_close(tensor, torch.stack([each[name] for each in adapters]).mean(dim=0))
     config = json.loads((folder / "variants" / found["mean"] / "adapter_config.json").read_text())
     assert config["lora_alpha"] / config["r"] == pytest.approx(16 / 4), "the products count as in training"
