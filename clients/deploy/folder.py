@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from fedpriv.deployment import certificates, keys
 from fedpriv.deployment.files import new_folder
-from fedpriv.deployment.settings import checked, read_settings, split_address
+from fedpriv.deployment.settings import read_settings, split_address, validated
 from fedpriv.vault.policy import Limits
 
 DEFAULT_PORT = 9094
@@ -157,7 +157,7 @@ def make(folder: Path, *, ca: Path, **settings: Any) -> Node:
         InputError: something is wrong; then nothing was written.
     """
     values = {key: value for key, value in settings.items() if value is not None}
-    node = checked(Node, values, folder=folder.absolute())
+    node = validated(Node, values, folder=folder.absolute())
     certificates.valid_until(ca)
     if node.data is not None:
         _check_data(node, node.data)

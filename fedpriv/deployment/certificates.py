@@ -1,4 +1,4 @@
-"""A federation's own certificate authority, and the certificate by which nodes know their SuperLink."""
+"""A federation's own certificate authority, and the certificate that identifies the SuperLink to the nodes."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from fedpriv.errors import InputError
 CA_CERTIFICATE, CA_KEY = "ca.crt", "ca.key"
 SERVER_CERTIFICATE, SERVER_KEY = "server.crt", "server.key"
 
-# The clock of a node may be a little behind.
-_HEAD_START = timedelta(hours=1)
+# A node's clock may be slightly behind.
+_CLOCK_ALLOWANCE = timedelta(hours=1)
 
-# Flower's own processes reach their SuperLink by loopback when it listens on every address.
+# Flower's own processes reach their SuperLink through loopback when it listens on every address.
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 _DNS_NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*", re.I)
 
 
 def make_ca(folder: Path, days: int, *, not_before: datetime | None = None) -> None:
-    """Write a certificate authority, `ca.crt` and `ca.key`, into a folder; the key is readable by its owner alone.
+    """Write a certificate authority, `ca.crt` and `ca.key`, into a folder; only its owner can read the key.
 
     Args:
-        folder: exists.
-        days: that it is valid, >= 1.
-        not_before: start of its validity; an hour ago unless said.
+        folder: must exist.
+        days: of validity, 1 to 36,500.
+        not_before: start of validity; by default an hour ago.
 
     Raises:
-        InputError: days < 1, or there is one already.
+        InputError: days is out of range, or the folder already has an authority.
     """
     start, end = _validity(days, not_before)
     key = ec.generate_private_key(ec.SECP384R1())
@@ -61,21 +61,22 @@ def make_ca(folder: Path, days: int, *, not_before: datetime | None = None) -> N
 def make_server_certificate(
     folder: Path, address_hosts: Sequence[str], days: int, *, not_before: datetime | None = None
 ) -> None:
-    """Write `server.crt` and `server.key`, signed by the authority of the folder, over those that may be there.
+    """Write `server.crt` and `server.key`, signed by the folder's authority, replacing any that exist.
 
-    The certificate holds for the hosts and for this machine's loopback addresses, and not beyond the authority's end.
+    The certificate is valid for the hosts and for this machine's loopback addresses, and expires no later than the
+    authority.
 
     Args:
-        folder: holds the authority.
-        address_hosts: DNS names and IP addresses under which nodes reach the server, at least one.
-        days: that it is valid, >= 1.
-        not_before: start of its validity; an hour ago unless said.
+        folder: with the authority.
+        address_hosts: DNS names and IP addresses at which nodes reach the server, at least one.
+        days: of validity, 1 to 36,500.
+        not_before: start of validity; by default an hour ago.
 
     Raises:
-        InputError: a host is neither a DNS name nor an IP address, days < 1, or there is no authority.
+        InputError: a host is neither a DNS name nor an IP address, days is out of range, or there is no authority.
     """
     if not address_hosts:
-        raise InputError("address: must name at least one host, as the nodes reach it")
+        raise InputError("address: must name at least one host by which the nodes reach it")
     names = [_alternative_name(host) for host in dict.fromkeys((*address_hosts, *_LOOPBACK))]
     start, end = _validity(days, not_before)
     authority, authority_key = _authority(folder)
@@ -98,7 +99,7 @@ def make_server_certificate(
 
 
 def check_host(host: str) -> None:
-    """Refuse what is neither a DNS name nor an IP address.
+    """Refuse a host that is neither a DNS name nor an IP address.
 
     Raises:
         InputError: names the host.
@@ -107,19 +108,19 @@ def check_host(host: str) -> None:
 
 
 def valid_until(certificate: Path) -> datetime:
-    """When a certificate ends, in UTC.
+    """When a certificate expires, in UTC.
 
     Raises:
-        InputError: the file is missing or holds no certificate.
+        InputError: the file is missing or is not a certificate.
     """
     return _read(certificate).not_valid_after_utc
 
 
 def hosts_of(certificate: Path) -> list[str]:
-    """The DNS names and IP addresses that a certificate holds for.
+    """The DNS names and IP addresses for which a certificate is valid.
 
     Raises:
-        InputError: the file is missing or holds no certificate.
+        InputError: the file is missing or is not a certificate.
     """
     try:
         names = _read(certificate).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -153,7 +154,7 @@ def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateK
 def _validity(days: int, not_before: datetime | None) -> tuple[datetime, datetime]:
     if not 1 <= days <= 36500:
         raise InputError(f"days = {days}: must lie in 1..36500")
-    start = not_before or datetime.now(UTC) - _HEAD_START
+    start = not_before or datetime.now(UTC) - _CLOCK_ALLOWANCE
     return start, start + timedelta(days=days)
 
 
@@ -173,7 +174,7 @@ def _builder(
 
 
 def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
-    """What RFC 5280 asks for, which Python 3.13 verifies strictly."""
+    """The key usage that RFC 5280 requires, which Python 3.13 checks strictly."""
     return x509.KeyUsage(
         digital_signature=not signs_certificates,
         key_cert_sign=signs_certificates,
@@ -191,7 +192,7 @@ def _alternative_name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
-        # 300.1.1.1 and 10.0.0 are mistyped addresses, no names.
+        # 300.1.1.1 and 10.0.0 are mistyped addresses, not names.
         if _DNS_NAME.fullmatch(host) and not host.replace(".", "").isdigit():
             return x509.DNSName(host)
     raise InputError(f"address = {host!r}: must be a DNS name or an IP address, without port")

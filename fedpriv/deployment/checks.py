@@ -1,4 +1,4 @@
-"""Checks of a machine before it takes part: each one line that says what is wrong and never shows a record."""
+"""Checks of a machine before it takes part: each gives one line, which says what is wrong and never shows a record."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _OTHER_CA = (2, 7, 18, 19, 20, 21, 30)
 
 @dataclass(frozen=True)
 class Check:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
-        name: of what was checked, one word.
+        name: what was checked, in one word.
         ok: whether a federation can run with it.
-        detail: one line; where it is not ok, with what would be right.
+        detail: one line; if it is not ok, with what would be right.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Check:
 
 
 def print_checks(checks: Iterable[Check]) -> bool:
-    """Whether all are ok, after printing one line each as it comes."""
+    """Print one line per check as it is done, and return whether all are ok."""
     all_ok = True
     for check in checks:
         print(f"{'ok  ' if check.ok else 'FAIL'}  {check.name:<12}  {check.detail}", flush=True)
@@ -55,7 +55,7 @@ def print_checks(checks: Iterable[Check]) -> bool:
 
 
 def check_versions() -> Check:
-    """Whether Flower is installed in the one version that this fedpriv works with."""
+    """Whether the version of Flower that this fedpriv requires is installed."""
     pinned = pinned_flower()
     try:
         flower = metadata.version("flwr")
@@ -68,42 +68,42 @@ def check_versions() -> Check:
 
 
 def pinned_flower() -> str:
-    """The version of Flower that fedpriv's own metadata asks for."""
-    wanted = next(line for line in metadata.requires("fedpriv") or () if line.startswith("flwr=="))
-    return wanted.partition(";")[0].removeprefix("flwr==").strip()
+    """The version of Flower that fedpriv's own metadata requires."""
+    requirement = next(line for line in metadata.requires("fedpriv") or () if line.startswith("flwr=="))
+    return requirement.partition(";")[0].removeprefix("flwr==").strip()
 
 
 def check_python() -> Check:
-    """Which Python runs this."""
+    """Whether this Python is recent enough."""
     return Check("python", sys.version_info >= (3, 11), f"{platform.python_version()} at {sys.executable}")
 
 
 def check_tls(host: str, port: int, ca: Path) -> Check:
-    """Whether a server with a certificate of this authority, valid for this host, answers there."""
+    """Whether a server with a certificate from this authority, valid for this host, answers at the address."""
     where = f"{host}:{port}"
     if (context := _context(ca)) is None:
-        return Check("tls", False, f"ca = {ca}: is missing or holds no certificate; use the coordinator's ca.crt")
+        return Check("tls", False, f"ca = {ca}: is missing or not a certificate; use the coordinator's ca.crt")
     try:
         connection = socket.create_connection((host, port), timeout=_TIMEOUT_SECONDS)
     except socket.gaierror:
-        return Check("tls", False, f"{where}: nothing answers, the name {host!r} is unknown")
+        return Check("tls", False, f"{where}: the host name {host!r} is unknown")
     except OSError as error:
-        return Check("tls", False, f"{where}: nothing listens ({error.strerror or 'no answer'})")
+        return Check("tls", False, f"{where}: nothing is listening ({error.strerror or 'no answer'})")
     with connection:
         try:
             with context.wrap_socket(connection, server_hostname=host) as secured:
                 until = dict(secured.getpeercert() or {}).get("notAfter")
         except ssl.SSLCertVerificationError as error:
             return Check("tls", False, f"{where}: {_certificate_error(error, host)}")
-        except OSError:  # ssl.SSLError is one, and so is whatever else a server says that expected no TLS
+        except OSError:  # this includes ssl.SSLError; a server without TLS may cause other errors
             return Check("tls", False, f"{where}: speaks no TLS; is this the SuperLink's port?")
     return Check("tls", True, f"{where}: certificate valid until {until}")
 
 
 def check_clock(host: str, port: int, ca: Path, tolerance_seconds: float = 5) -> Check:
-    """Whether this machine's clock agrees with the server's, which dates its answers to the second."""
+    """Whether this machine's clock agrees with that of the server, whose responses are dated to the second."""
     if (context := _context(ca)) is None:
-        return Check("clock", False, f"ca = {ca}: is missing or holds no certificate; use the coordinator's ca.crt")
+        return Check("clock", False, f"ca = {ca}: is missing or not a certificate; use the coordinator's ca.crt")
     connection = HTTPSConnection(host, port, timeout=_TIMEOUT_SECONDS, context=context)
     try:
         start = time.time()
@@ -111,13 +111,13 @@ def check_clock(host: str, port: int, ca: Path, tolerance_seconds: float = 5) ->
         date = connection.getresponse().headers["Date"]
         local = (start + time.time()) / 2
     except (OSError, HTTPException):
-        return Check("clock", False, f"{host}:{port}: gave no date; see the check of TLS")
+        return Check("clock", False, f"{host}:{port}: sent no date; see the TLS check")
     finally:
         connection.close()
     try:
         offset = local - parsedate_to_datetime(date).timestamp() - 0.5
     except (TypeError, ValueError):
-        return Check("clock", False, f"{host}:{port}: gave no date; is this the SuperLink's port?")
+        return Check("clock", False, f"{host}:{port}: sent no date; is this the SuperLink's port?")
     detail = f"{abs(offset):.0f} s {'ahead of' if offset > 0 else 'behind'} {host}"
     if abs(offset) > tolerance_seconds:
         return Check("clock", False, f"{detail}: must be within {tolerance_seconds:g} s; set the clock by NTP")
@@ -125,7 +125,7 @@ def check_clock(host: str, port: int, ca: Path, tolerance_seconds: float = 5) ->
 
 
 def check_port_free(host: str, port: int) -> Check:
-    """Whether a server can listen there."""
+    """Whether a server can listen at the address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()
@@ -133,27 +133,27 @@ def check_port_free(host: str, port: int) -> Check:
         return Check(
             "port",
             False,
-            f"{host}:{port}: cannot listen there ({error.strerror}); stop what does, or choose another port",
+            f"{host}:{port}: cannot listen there ({error.strerror}); stop the program that uses it, or choose another",
         )
     return Check("port", True, f"{host}:{port} is free")
 
 
 def check_ledger(path: Path) -> Check:
-    """Whether the node can write its ledger and its chain holds; where there is none yet, whether one can be made."""
+    """Whether the node can write its ledger and its chain is intact; if there is none, whether it can be created."""
     if not path.exists():
         folder = next(parent for parent in path.absolute().parents if parent.exists())
         if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-            return Check("ledger", False, f"{path}: cannot be made, {folder} is not writable")
-        return Check("ledger", True, f"{path}: none yet, can be made")
+            return Check("ledger", False, f"{path}: cannot be created, {folder} is not writable")
+        return Check("ledger", True, f"{path}: none yet, can be created")
     try:
         with Ledger(path) as opened:
-            return Check("ledger", True, f"{path}: {opened.last[0]} entries, chain holds")
+            return Check("ledger", True, f"{path}: {opened.last[0]} entries, chain intact")
     except LedgerError as error:
         return Check("ledger", False, str(error))
 
 
 def check_registered(path: Path) -> Check:
-    """Whether a data set is registered in the node's ledger, with N_k and id."""
+    """Whether a data set is registered in the node's ledger; its N_k and id."""
     if not path.is_file():
         return Check("registered", False, f"{path}: no data set yet; run `register`")
     try:
@@ -167,21 +167,21 @@ def check_registered(path: Path) -> Check:
 
 
 def check_data(path: Path, text_column: str, label_column: str = "", text_pair_column: str = "") -> Check:
-    """Whether the data file can be read and has the columns; counts only, never a text."""
-    from fedpriv.data.checks import describe  # takes seconds to import, and a coordinator needs none of it
+    """Whether the data file can be read and has the columns; shows counts only, never a text."""
+    from fedpriv.data.checks import describe  # slow to import, and a coordinator does not need it
 
     try:
-        found = describe(str(path), text=text_column, label=label_column, text_pair=text_pair_column)
+        summary = describe(str(path), text=text_column, label=label_column, text_pair=text_pair_column)
     except InputError as error:
         return Check("data", False, str(error))
-    detail = f"{found['records']} records, {found['empty_texts']} empty, {found['duplicate_texts']} repeated"
+    detail = f"{summary['records']} records, {summary['empty_texts']} empty, {summary['duplicate_texts']} repeated"
     if label_column:
-        detail += f", {found['records_without_label']} without label, {len(found['labels'])} labels"
+        detail += f", {summary['records_without_label']} without label, {len(summary['labels'])} labels"
     return Check("data", True, detail)
 
 
 def check_key(path: Path) -> Check:
-    """Whether a node's private key can be used, and by its owner alone."""
+    """Whether a node's private key can be used, and only its owner can read it."""
     try:
         line = keys.public_line(path)
     except InputError as error:
@@ -192,7 +192,7 @@ def check_key(path: Path) -> Check:
 
 
 def check_private(path: Path) -> Check:
-    """Whether a secret is readable by its owner alone."""
+    """Whether only its owner can read a secret file."""
     try:
         mode = path.stat().st_mode & 0o777
     except OSError as error:
@@ -203,7 +203,7 @@ def check_private(path: Path) -> Check:
 
 
 def check_policy(path: Path) -> Check:
-    """Whether a node's policy file can be read, and what it allows."""
+    """Whether a node's policy file can be read; the limits that it sets."""
     try:
         limits = Limits.read(path)
     except InputError as error:
@@ -212,7 +212,7 @@ def check_policy(path: Path) -> Check:
 
 
 def check_disk(path: Path, min_bytes: int) -> Check:
-    """Whether the file system of a path has room left."""
+    """Whether the file system of a path has enough free space."""
     free = shutil.disk_usage(path).free
     detail = f"{free / 2**30:.1f} GiB free at {path}"
     if free < min_bytes:
@@ -221,7 +221,7 @@ def check_disk(path: Path, min_bytes: int) -> Check:
 
 
 def _context(ca: Path) -> ssl.SSLContext | None:
-    """For a connection that trusts this authority and no other; None where its file cannot be used."""
+    """A context that trusts only this authority; None if its file cannot be used."""
     try:
         return ssl.create_default_context(cafile=str(ca))
     except OSError:
@@ -230,7 +230,7 @@ def _context(ca: Path) -> ssl.SSLContext | None:
 
 def _certificate_error(error: ssl.SSLCertVerificationError, host: str) -> str:
     if error.verify_code in _OTHER_HOST:
-        return f"certificate not valid for {host}; use an address that it names, or make one for this address"
+        return f"certificate not valid for {host}; use an address that it names, or make a certificate for this address"
     if error.verify_code == _EXPIRED:
         return "certificate expired; the coordinator must renew it"
     if error.verify_code == _NOT_YET_VALID:

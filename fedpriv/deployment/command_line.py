@@ -1,4 +1,4 @@
-"""What the command lines of a deployment have in common: how they end."""
+"""How the command lines of a deployment report errors and exit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedpriv.errors import LedgerError
 
 
 def run_command_line(app: typer.Typer, name: str) -> None:
-    """Run a command line: a user's mistake is one line on stderr and exit code 2, what fails otherwise exit code 1."""
+    """Run a command line: a user's mistake gives one line on stderr and exit code 2, any other failure exit code 1."""
     try:
         app(prog_name=name)
     except ValueError as error:

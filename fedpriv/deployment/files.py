@@ -1,4 +1,4 @@
-"""Files of a deployment: written whole or not at all, and never over another."""
+"""Files of a deployment: written completely or not at all."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fedpriv.errors import InputError
 
 
 def write_new(path: Path, content: bytes, *, mode: int = 0o644) -> None:
-    """Write a file that does not exist yet; who looks sees all of it or nothing.
+    """Write a new file; a reader sees all of it or nothing.
 
     Args:
-        path: in a folder that exists.
+        path: in an existing folder.
         content: of the file.
         mode: its permissions, from the first byte on.
 
@@ -25,7 +25,7 @@ def write_new(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     """
     temporary = _temporary(path, content, mode)
     try:
-        os.link(temporary, path)  # unlike a rename, a link fails where something is
+        os.link(temporary, path)  # unlike a rename, a link fails if the target exists
     except FileExistsError:
         raise InputError(f"{path}: exists; give another path, or move it away first") from None
     finally:
@@ -33,22 +33,22 @@ def write_new(path: Path, content: bytes, *, mode: int = 0o644) -> None:
 
 
 def replace(path: Path, content: bytes, *, mode: int = 0o644) -> None:
-    """Write a file over the one that may be there; who looks sees the old one or the new one."""
+    """Write a file, replacing any old one; a reader sees either the old or the new one."""
     _temporary(path, content, mode).replace(path)
 
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `path` once that went well; else nothing of it stays. Its owner's alone.
+    """A temporary folder to fill; it becomes `path` on success and is deleted on failure. Only its owner can access it.
 
     Args:
-        path: may be there as an empty folder.
+        path: does not exist or is an empty folder.
 
     Raises:
-        InputError: it is a file, or a folder that holds something.
+        InputError: path is a file, or a folder that is not empty.
     """
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise InputError(f"folder = {path}: exists and is no empty folder; give another path")
+        raise InputError(f"folder = {path}: exists and is not an empty folder; give another path")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
@@ -60,7 +60,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def _temporary(path: Path, content: bytes, mode: int) -> Path:
-    """A file with this content beside `path`, on the disk before anyone can see it under its name."""
+    """A temporary file beside `path` with this content, flushed to disk."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)

@@ -1,4 +1,4 @@
-"""Flower's programs, as a coordinator or data holder starts them: environment, child process, answers, exit codes."""
+"""Flower's programs as a coordinator or data holder runs them: environment, child process, answers, exit codes."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from typing import Any
 
 CONNECTION = "federation"
 
-_ASK_SECONDS = 120.0
+_ANSWER_SECONDS = 120.0
 
-# Flower logs these codes; its processes exit with 1 whatever happened. See flwr/supercore/exit/exit_code.py, 1.41.
+# Flower logs these codes; its processes themselves always exit with 1. See flwr/supercore/exit/exit_code.py, 1.41.
 _EXIT_CODE = re.compile(r"Exit Code: (\d+)")
 EXIT_CODES: Mapping[int, str] = {
     101: "the SuperLink's license is invalid",
     104: "Flower does not know these arguments",
     105: "state.db was written by another version of Flower; move it away and register the nodes again",
-    302: "the node's key is no EC private key; make one with `init`",
-    303: "the node's key was given, but no TLS",
+    302: "the node's key is not an EC private key; make one with `init`",
+    303: "the node's key was given, but TLS is not enabled",
     305: "no connection to the SuperLink, or it refused the node; is the node's public key registered there?",
-    600: "the address is none; it must be HOST:PORT",
-    604: "a file that was named does not exist",
+    600: "the address is invalid; it must be HOST:PORT",
+    604: "a given file does not exist",
     605: "the server's certificate or key cannot be used",
     606: "SuperLink and node have different versions of Flower",
 }
 
 
 class FlowerError(RuntimeError):
-    """Flower failed or refused; one line with its reason. Command lines print it and exit with 1."""
+    """Flower failed or refused; one line with the reason. Command lines print it and exit with 1."""
 
 
-def environment(home: Path, **more: str) -> dict[str, str]:
-    """The environment of Flower's programs: this virtual environment first, nothing installed or sent behind its back.
+def environment(home: Path, **extra: str) -> dict[str, str]:
+    """The environment of Flower's programs: this virtual environment first; no installing, update checks or telemetry.
 
     Args:
         home: Flower's own folder.
-        more: further variables.
+        extra: further variables.
     """
     return {
         **os.environ,
@@ -52,17 +52,17 @@ def environment(home: Path, **more: str) -> dict[str, str]:
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_TELEMETRY_ENABLED": "0",
-        **more,
+        **extra,
     }
 
 
 def program_folder() -> Path:
-    """Where the programs of this virtual environment lie."""
+    """The folder with the programs of this virtual environment."""
     return Path(sys.executable).parent
 
 
 def flwr(home: Path, arguments: Sequence[str], *, folder: Path) -> dict[str, Any]:
-    """What `flwr ARGUMENTS --format json` answers.
+    """The answer of `flwr ARGUMENTS --format json`.
 
     Args:
         home: Flower's own folder, with its connections.
@@ -70,17 +70,17 @@ def flwr(home: Path, arguments: Sequence[str], *, folder: Path) -> dict[str, Any
         folder: to run it in.
 
     Raises:
-        FlowerError: it says that it failed, or answers nothing in time.
+        FlowerError: it reports a failure, or does not answer in time.
     """
     command = [str(program_folder() / "flwr"), *arguments, "--format", "json"]
-    # Rich wraps at the terminal's width, which would break a long reason in two.
+    # Rich wraps at the terminal's width, which would split a long reason.
     variables = environment(home, COLUMNS="10000", NO_COLOR="1")
     try:
         done = subprocess.run(
-            command, cwd=folder, env=variables, capture_output=True, text=True, timeout=_ASK_SECONDS, check=False
+            command, cwd=folder, env=variables, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        raise FlowerError(f"flwr {arguments[0]}: no answer within {_ASK_SECONDS:g} s") from None
+        raise FlowerError(f"flwr {arguments[0]}: no answer within {_ANSWER_SECONDS:g} s") from None
     return _answer(done.stdout, done.stderr, arguments)
 
 
@@ -88,17 +88,17 @@ def _answer(stdout: str, stderr: str, arguments: Sequence[str]) -> dict[str, Any
     try:
         answer: dict[str, Any] = json.loads(stdout[stdout.index("{") :])
     except ValueError:
-        raise FlowerError(f"flwr {arguments[0]}: {_one_line(stderr or stdout) or 'answered nothing'}") from None
+        raise FlowerError(f"flwr {arguments[0]}: {_one_line(stderr or stdout) or 'no answer'}") from None
     if not answer.get("success"):
         raise FlowerError(f"flwr {arguments[0]}: {_one_line(str(answer.get('error-message', answer)))}")
     return answer
 
 
 def num_online(home: Path, *, folder: Path) -> int:
-    """How many nodes are online.
+    """The number of nodes that are online.
 
     Raises:
-        FlowerError: the SuperLink does not say.
+        FlowerError: the SuperLink cannot be asked.
     """
     nodes = flwr(home, ["supernode", "list", CONNECTION], folder=folder)["nodes"]
     return sum(node["status"] == "online" for node in nodes)
@@ -107,19 +107,19 @@ def num_online(home: Path, *, folder: Path) -> int:
 def run_in_foreground(
     command: Sequence[str], *, variables: Mapping[str, str], folder: Path, on_line: Callable[[str], None]
 ) -> int:
-    """The exit code of a command once it has ended; 128 + n where signal n ended it.
+    """Run a command until it ends, and return its exit code; 128 + n if signal n ended it.
 
-    SIGINT and SIGTERM are passed on to it; that it ends by one of these is what was asked for, and counts as 0.
+    SIGINT and SIGTERM are forwarded to it; if one of these ends it, as intended, the exit code is 0.
 
     Args:
         command: program and arguments.
         variables: its environment.
         folder: to run it in.
-        on_line: gets each line of its output, in a thread of its own.
+        on_line: receives each line of its output, in a separate thread.
     """
-    passing = _Passing()
-    with _handled_by(passing):
-        # In a process group of its own: else Ctrl-C would reach it twice, from the terminal and from here.
+    forwarder = _SignalForwarder()
+    with _handled_by(forwarder):
+        # In its own process group: otherwise Ctrl-C would reach it twice, from the terminal and from here.
         child = subprocess.Popen(
             command,
             cwd=folder,
@@ -130,21 +130,21 @@ def run_in_foreground(
             errors="replace",
             process_group=0,
         )
-        passing.to(child)
+        forwarder.forward_to(child)
         relay = threading.Thread(target=_relay, args=(child, on_line), daemon=True)
         relay.start()
         code = child.wait()
     # A process that outlives the child may hold the pipe open.
     relay.join(timeout=2)
-    if -code in passing.numbers:
+    if -code in forwarder.received:
         return 0
     return code if code >= 0 else 128 - code
 
 
 def logged_exit_code(line: str) -> int | None:
-    """Flower's own exit code, where a line of its log names it."""
-    found = _EXIT_CODE.search(line)
-    return int(found[1]) if found else None
+    """Flower's own exit code, if a line of its log states it."""
+    match = _EXIT_CODE.search(line)
+    return int(match[1]) if match else None
 
 
 def _relay(child: subprocess.Popen[str], on_line: Callable[[str], None]) -> None:
@@ -152,36 +152,36 @@ def _relay(child: subprocess.Popen[str], on_line: Callable[[str], None]) -> None
         on_line(line.rstrip("\n"))
 
 
-class _Passing:
-    """A signal handler that passes signals on to a child; those that come before the child is there wait for it."""
+class _SignalForwarder:
+    """A signal handler that forwards signals to a child process, including those that arrive before it has started."""
 
     def __init__(self) -> None:
-        self.numbers: list[int] = []
+        self.received: list[int] = []
         self._child: subprocess.Popen[str] | None = None
 
     def __call__(self, number: int, _: object) -> None:
-        self.numbers.append(number)
+        self.received.append(number)
         if self._child is not None:
             self._child.send_signal(number)
 
-    def to(self, child: subprocess.Popen[str]) -> None:
-        """Name the child."""
+    def forward_to(self, child: subprocess.Popen[str]) -> None:
+        """Forward to this child the signals received so far and from now on."""
         self._child = child
-        for number in self.numbers:
+        for number in self.received:
             child.send_signal(number)
 
 
 @contextmanager
 def _handled_by(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    former = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number, before in former.items():
-            signal.signal(number, before)
+        for number, previous_handler in previous.items():
+            signal.signal(number, previous_handler)
 
 
 def _one_line(text: str) -> str:
-    """The reason without the lines by which flwr says what it is about to do."""
+    """The reason, without the lines in which flwr announces what it is about to do."""
     lines = [line.strip() for line in text.splitlines()]
     return " ".join(line for line in lines if line and not line.startswith("Using SuperLink:") and line[-3:] != "...")

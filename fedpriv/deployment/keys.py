@@ -1,4 +1,4 @@
-"""A node's key pair: it names the node to the SuperLink and signs what the node sends."""
+"""A node's key pair: it identifies the node to the SuperLink and signs what the node sends."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _DIGEST = ec.ECDSA(hashes.SHA256())
 
 
 def make_key_pair(path: Path) -> None:
-    """Write a new private key to `path`, readable by its owner alone, and its public line to `path`.pub.
+    """Write a new private key to `path`, readable only by its owner, and its public line to `path`.pub.
 
-    Both are in OpenSSH's format, on the curve secp384r1, which Flower's SuperNode authentication takes.
+    Both are in OpenSSH's format, on the curve secp384r1, which Flower's SuperNode authentication accepts.
 
     Raises:
         InputError: one of the two files exists; nothing is overwritten.
     """
     public = public_path(path)
-    for taken in (path, public):
-        if taken.exists():
-            raise InputError(f"key = {taken}: exists; give another path, or move the old key away first")
+    for file in (path, public):
+        if file.exists():
+            raise InputError(f"key = {file}: exists; give another path, or move the old key away first")
     key = ec.generate_private_key(ec.SECP384R1())
     private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
     write_new(path, private, mode=0o600)
@@ -43,7 +43,7 @@ def make_key_pair(path: Path) -> None:
 
 
 def public_path(path: Path) -> Path:
-    """Where the public line of a private key lies."""
+    """The file with the public line of a private key."""
     return path.with_name(f"{path.name}.pub")
 
 
@@ -51,16 +51,16 @@ def public_line(path: Path) -> str:
     """The public half of a private key, as one line in OpenSSH's format without a comment.
 
     Raises:
-        InputError: the file is missing, or holds no OpenSSH private key on secp384r1 without a passphrase.
+        InputError: the file is missing, or is not an OpenSSH private key on secp384r1 without a passphrase.
     """
     return _line(_private_key(path))
 
 
 def read_public_line(path: Path) -> str:
-    """The public line of a file, without the comment that may follow it.
+    """The public line in a file, without a comment.
 
     Raises:
-        InputError: the file is missing, or holds no public EC key on secp384r1 in OpenSSH's format.
+        InputError: the file is missing, or is not a public EC key on secp384r1 in OpenSSH's format.
     """
     try:
         line = path.read_text().strip()
@@ -75,17 +75,17 @@ def sign(private_key_path: Path, message: bytes) -> str:
     """An ECDSA signature with SHA-256 of a message, in base64.
 
     Raises:
-        InputError: the file is missing, or holds no OpenSSH private key on secp384r1 without a passphrase.
+        InputError: the file is missing, or is not an OpenSSH private key on secp384r1 without a passphrase.
     """
     return base64.b64encode(_private_key(private_key_path).sign(message, _DIGEST)).decode()
 
 
 def verify(public_line: str, message: bytes, signature: str) -> bool:
-    """Whether `sign` made the signature of this message with the private half of this key; malformed is not.
+    """Whether `sign` made this signature of the message with the private half of this key; False if it is malformed.
 
     Args:
         public_line: one line in OpenSSH's format, with or without a comment.
-        message: what was signed.
+        message: that was signed.
         signature: in base64.
     """
     key = _public_key(public_line)
@@ -124,4 +124,4 @@ def _line(key: ec.EllipticCurvePrivateKey) -> str:
 
 
 def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or "is no text"
+    return getattr(error, "strerror", None) or "is not text"

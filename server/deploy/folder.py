@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 from fedpriv.deployment import certificates
 from fedpriv.deployment.files import new_folder
 from fedpriv.deployment.flower import CONNECTION
-from fedpriv.deployment.settings import checked, join_address, read_settings
+from fedpriv.deployment.settings import join_address, read_settings, validated
 
 DEFAULT_PORT = 9093
 
@@ -141,7 +141,7 @@ def make(folder: Path, *, addresses: Sequence[str], port: int, days: int) -> Coo
     for address in addresses:
         certificates.check_host(address)
     settings = {"addresses": list(addresses), "port": port}
-    coordinator = checked(Coordinator, settings, folder=folder.absolute())
+    coordinator = validated(Coordinator, settings, folder=folder.absolute())
     with new_folder(coordinator.folder) as made:
         certificates.make_ca(made, max(days, _CA_DAYS))
         certificates.make_server_certificate(made, coordinator.addresses, days)

@@ -33,7 +33,7 @@ def test_sound_server_is_ok_until_its_certificate_ends(folder):
 
 def test_nothing_listens(folder):
     found = checks.check_tls(HOST, free_port(), folder / "ca.crt")
-    assert (found.ok, "nothing listens" in found.detail) == (False, True), found
+    assert (found.ok, "nothing is listening" in found.detail) == (False, True), found
 
 
 def test_unknown_name(folder):

@@ -73,7 +73,7 @@ def test_init_writes_nothing_when_something_is_wrong(tmp_path, options, message)
 def test_folder_that_holds_something_is_left_alone(tmp_path):
     (tmp_path / "co").mkdir()
     (tmp_path / "co" / "mine").write_text("mine")
-    with pytest.raises(InputError, match="exists and is no empty folder"):
+    with pytest.raises(InputError, match="exists and is not an empty folder"):
         folder.make(tmp_path / "co", addresses=["h.org"], port=9093, days=30)
     assert [file.name for file in (tmp_path / "co").iterdir()] == ["mine"]
 
