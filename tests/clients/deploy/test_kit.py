@@ -24,7 +24,7 @@ from fedpriv.errors import InputError
 from fedpriv.vault.policy import Limits
 from tests.processes import free_port
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def deploy(*arguments: object) -> subprocess.CompletedProcess[str]:
