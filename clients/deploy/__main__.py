@@ -1,4 +1,4 @@
-"""`python -m clients.deploy ...`: a data holder's node, from its key to its part in runs."""
+"""`python -m clients.deploy ...`: a data holder's node, from its key to taking part in runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The node's folder."
 
 @app.callback()
 def deploy() -> None:
-    """A data holder's node in a federation: its key, its data, its rules, the code it lets run.
+    """A data holder's node in a federation: its key, its data, its policy, and the code that it approves.
 
     Example: python -m clients.deploy init ~/node --superlink fl.example.org:9093 --ca ca.crt --partition-id 0
     """
@@ -34,17 +34,17 @@ def init(
     superlink: Annotated[str, typer.Option(help="HOST:PORT of the coordinator.")],
     ca: Annotated[Path, typer.Option(help="The coordinator's ca.crt.")],
     partition_id: Annotated[int, typer.Option(help="Which client of a run the node is: 0, 1, ...")],
-    name: Annotated[str | None, typer.Option(help="For display, seen by the coordinator.")] = None,
-    data: Annotated[Path | None, typer.Option(help="File with the records; else the embedded corpus.")] = None,
+    name: Annotated[str | None, typer.Option(help="Display name, visible to the coordinator.")] = None,
+    data: Annotated[Path | None, typer.Option(help="File with the records; by default the embedded corpus.")] = None,
     text_column: Annotated[str, typer.Option(help="Column with the text.")] = "text",
     label_column: Annotated[str, typer.Option(help="Column with the label; empty for causal models.")] = "label",
-    text_pair_column: Annotated[str, typer.Option(help="Column with a second text.")] = "",
-    ledger: Annotated[Path | None, typer.Option(help="The node's account; else ledger.sqlite in DIR.")] = None,
-    budget_epsilon: Annotated[float | None, typer.Option(help="What all runs may cost together, > 0.")] = None,
+    text_pair_column: Annotated[str, typer.Option(help="Column with the second text, for tasks on text pairs.")] = "",
+    ledger: Annotated[Path | None, typer.Option(help="The node's ledger; by default ledger.sqlite in DIR.")] = None,
+    budget_epsilon: Annotated[float | None, typer.Option(help="Epsilon that all runs together may spend, > 0.")] = None,
     delta: Annotated[float | None, typer.Option(help="By default 1 / (10 N_k), at most 1e-5.")] = None,
-    port: Annotated[int, typer.Option(help="Free port on this machine, reached by nobody else.")] = folder.DEFAULT_PORT,
+    port: Annotated[int, typer.Option(help="Free port on this machine, for local use only.")] = folder.DEFAULT_PORT,
 ) -> None:
-    """Make a node's folder: a key pair, the coordinator's certificate, settings and a policy.
+    """Create a node's folder: a key pair, the coordinator's certificate, settings and a policy.
 
     Example: python -m clients.deploy init ~/node --superlink fl.example.org:9093 --ca ca.crt --partition-id 0
     --data records.csv --text-column note --label-column department --budget-epsilon 4
@@ -63,17 +63,17 @@ def init(
         budget_epsilon=budget_epsilon,
         delta=delta,
     )
-    typer.echo(f"made {node.folder}; keep {node.key} to yourself and look through {node.policy}")
+    typer.echo(f"created {node.folder}; keep {node.key} secret and review {node.policy}")
     typer.echo(f"send to the coordinator: {node.public_key}")
     typer.echo(node.public_key.read_text().strip())
-    place = shlex.quote(str(dir_))
-    for command in (f"register {place}", f"approve {place} --this-checkout", f"doctor {place}", f"start {place}"):
+    quoted = shlex.quote(str(dir_))
+    for command in (f"register {quoted}", f"approve {quoted} --this-checkout", f"doctor {quoted}", f"start {quoted}"):
         typer.echo(f"next: python -m clients.deploy {command}")
 
 
 @app.command()
 def register(dir_: Folder) -> None:
-    """Count the records and register them in the node's own ledger; their number stays what it is here.
+    """Count the records and register them in the node's own ledger; their number is fixed from then on.
 
     Example: python -m clients.deploy register ~/node
     """
@@ -87,18 +87,18 @@ def approve(
     fab_hash: Annotated[str | None, typer.Argument(help="SHA-256 of a bundle, 64 hex digits.")] = None,
     this_checkout: Annotated[bool, typer.Option("--this-checkout", help="The bundle of this checkout.")] = False,
 ) -> None:
-    """Let a bundle of code run on this node.
+    """Allow a bundle of code to run on this node.
 
     Example: python -m clients.deploy approve ~/node --this-checkout
     """
     if this_checkout == (fab_hash is not None):
-        raise InputError("approve: name either FAB_HASH or --this-checkout")
+        raise InputError("approve: give either FAB_HASH or --this-checkout")
     node = Node.read(dir_)
     digest = fab_hash if fab_hash is not None else approvals.bundle_digest()
     is_new = approvals.approve(node, digest)
     typer.echo(f"{digest} {'is approved' if is_new else 'was approved before'}")
     if this_checkout and (files := approvals.uncommitted()):
-        typer.echo(f"note: {len(files)} bundled files differ from the last commit, the first is {files[0]}")
+        typer.echo(f"note: {len(files)} bundled files differ from the last commit, starting with {files[0]}")
 
 
 @app.command()
@@ -112,7 +112,7 @@ def start(dir_: Folder) -> None:
 
 @app.command()
 def doctor(dir_: Folder) -> None:
-    """Check this machine: versions, connection, clock, data, ledger, key, policy, disk. Exit code 0 if all is well.
+    """Check this machine: versions, connection, clock, data, ledger, key, policy, disk. Exit code 0 if all checks pass.
 
     Example: python -m clients.deploy doctor ~/node
     """

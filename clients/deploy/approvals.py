@@ -1,4 +1,4 @@
-"""Which code may run on the node: the SHA-256 of each bundle that its operator has looked at."""
+"""Which code may run on the node: the SHA-256 of each bundle that its operator has reviewed."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from clients.deploy.folder import Node
 from fedpriv.deployment.flower import FlowerError, environment, program_folder
 from fedpriv.errors import InputError
 
-# Of this checkout, whose bundle `flwr run` sends.
+# This checkout, whose bundle `flwr run` sends.
 ROOT = Path(__file__).resolve().parents[2]
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def approved(file: Path) -> frozenset[str]:
-    """The digests of a file, one a line; what follows `#` is a comment.
+    """The digests in a file, one per line; `#` starts a comment.
 
     Raises:
-        InputError: the file is missing, or a line holds something else.
+        InputError: the file is missing, or a line is neither a digest nor a comment.
     """
     if not file.is_file():
         raise InputError(f"{file}: no such file; make the folder with `init` first")
-    found = [line.partition("#")[0].strip() for line in file.read_text().splitlines()]
-    for number, text in enumerate(found, start=1):
+    lines = [line.partition("#")[0].strip() for line in file.read_text().splitlines()]
+    for number, text in enumerate(lines, start=1):
         if text and not _DIGEST.fullmatch(text):
             raise InputError(f"{file}: line {number} = {text!r}: must be a SHA-256 of 64 lowercase hex digits")
-    return frozenset(filter(None, found))
+    return frozenset(filter(None, lines))
 
 
 def approve(node: Node, digest: str) -> bool:
-    """Whether the digest is new: from now on the bundle may run on this node.
+    """Allow the bundle with this digest to run on this node, and return whether the digest is new.
 
     Raises:
-        InputError: it is no SHA-256 in hex.
+        InputError: it is not a SHA-256 in hex.
     """
     if not _DIGEST.fullmatch(digest):
         raise InputError(f"FAB_HASH = {digest!r}: must be a SHA-256 of 64 lowercase hex digits")
@@ -50,10 +50,10 @@ def approve(node: Node, digest: str) -> bool:
 
 
 def bundle_digest(checkout: Path = ROOT) -> str:
-    """SHA-256 of the bundle that `flwr run` would send from this checkout as it is now.
+    """SHA-256 of the bundle that `flwr run` would send from this checkout in its current state.
 
     Raises:
-        FlowerError: it cannot be bundled.
+        FlowerError: the checkout cannot be bundled.
     """
     with tempfile.TemporaryDirectory(prefix="fedpriv-bundle-") as folder:
         done = subprocess.run(
@@ -71,7 +71,7 @@ def bundle_digest(checkout: Path = ROOT) -> str:
 
 
 def uncommitted(checkout: Path = ROOT) -> list[str]:
-    """Bundled files that differ from the last commit; none where the checkout is none of git's."""
+    """Bundled files that differ from the last commit; empty if the checkout is not a git repository."""
     done = subprocess.run(
         ["git", "status", "--porcelain", "--", "clients", "server", "pyproject.toml", "README.md", "LICENSE"],
         cwd=checkout,

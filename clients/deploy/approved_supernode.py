@@ -1,9 +1,9 @@
-"""Flower's SuperNode, with one rule more: it runs only app bundles (FABs) whose SHA-256 the node's operator approved.
+"""Flower's SuperNode with one more rule: it runs only app bundles (FABs) whose SHA-256 the node's operator approved.
 
-The ClientApp's code arrives from the coordinator, so a guard inside it protects nobody by itself. Flower's own trusted
-entities ask for signatures that its hub alone hands out: given any, a SuperNode refuses every bundle that a self-hosted
-SuperLink has. So the check is on the bytes, where the SuperNode first sees a run, before anything of the bundle is
-stored, installed or imported; a refused run gets Flower's error reply for invalid bundles.
+The ClientApp's code comes from the coordinator, so a guard inside it protects nobody by itself. Flower's own trusted
+entities require signatures that only its hub issues: if any are configured, a SuperNode refuses every bundle from a
+self-hosted SuperLink. So this check compares the bytes when the SuperNode first sees a run, before anything from the
+bundle is stored, installed or imported; a refused run gets Flower's error reply for invalid bundles.
 
     python -m clients.deploy.approved_supernode APPROVED_FABS --superlink ... (the arguments of flower-supernode)
 """
@@ -27,7 +27,7 @@ log = logging.getLogger("flwr")
 
 
 def is_approved(content: bytes, path: Path) -> bool:
-    """Whether a bundle's bytes are among the approved; a file that cannot be read approves nothing."""
+    """Whether a bundle's bytes are approved; a file that cannot be read approves nothing."""
     digest = hashlib.sha256(content).hexdigest()
     try:
         is_known = digest in approvals.approved(path)
@@ -35,15 +35,15 @@ def is_approved(content: bytes, path: Path) -> bool:
         log.error("approved-fabs: %s", error)
         return False
     if not is_known:
-        log.error("refused: the bundle %s is not approved; read it, then add it to %s", digest, path)
+        log.error("refused: the bundle %s is not approved; review it, then add it to %s", digest, path)
     return is_known
 
 
-def hold(path: Path) -> None:
+def require_approval(path: Path) -> None:
     """Make every SuperNode of this process refuse bundles that the file does not approve.
 
-    Flower 1.41 asks `_verify_fab` about a bundle with verifications where trusted entities are given. Both are given
-    here, and the answer is the file's, read anew for each run.
+    Flower 1.41 calls `_verify_fab` on a bundle that has verifications if trusted entities are configured. This function
+    supplies both, and lets the file decide, which is read anew for each run.
     """
     pull: Callable[..., Any] = start_client_internal._pull_and_store_message
 
@@ -61,5 +61,5 @@ def hold(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    hold(Path(sys.argv.pop(1)).absolute())
+    require_approval(Path(sys.argv.pop(1)).absolute())
     flower_supernode()

@@ -26,7 +26,7 @@ _MIN_DISK_BYTES = 2**30
 
 
 def checks(node: Node) -> Iterator[Check]:
-    """What is in order on this machine and what not, before the SuperNode is started."""
+    """The checks of this machine before the SuperNode is started."""
     yield check_python()
     yield check_versions()
     yield check_tls(node.superlink_host, node.superlink_port, node.ca_certificate)
@@ -35,7 +35,7 @@ def checks(node: Node) -> Iterator[Check]:
     yield check_key(node.key)
     yield check_policy(node.policy)
     if node.data is None:
-        yield Check("data", True, "the embedded synthetic corpus; nobody's records")
+        yield Check("data", True, "the embedded synthetic corpus; no real records")
     else:
         yield check_data(node.data, node.text_column, node.label_column, node.text_pair_column)
     yield _budget(node)
@@ -47,7 +47,7 @@ def checks(node: Node) -> Iterator[Check]:
 
 def _budget(node: Node) -> Check:
     if node.budget_epsilon is None:
-        return Check("budget", True, "none: nothing bounds what all runs cost; set budget_epsilon in node.toml")
+        return Check("budget", True, "none: nothing limits what all runs spend; set budget_epsilon in node.toml")
     return Check("budget", True, f"epsilon {node.budget_epsilon:g} for all runs together")
 
 

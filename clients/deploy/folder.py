@@ -1,4 +1,4 @@
-"""A node's folder: its key, its rules, its ledger, and what it knows of the coordinator."""
+"""A node's folder: its key, its policy, its ledger, and what it knows about the coordinator."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from fedpriv.vault.policy import Limits
 
 DEFAULT_PORT = 9094
 
-_POLICY_HEADER = "# What this node lets a coordinator ask for; it refuses whatever goes beyond.\n"
+_POLICY_HEADER = "# What a coordinator may request from this node; it refuses anything beyond.\n"
 _POLICY_COMMENTS: Mapping[str, str] = {
-    "min_effective_noise_multiplier": "Least noise, over the sensitivity that the clipping rule gives.",
-    "max_sampling_probability": "Largest expected batch, over the registered number of records.",
+    "min_effective_noise_multiplier": "Least noise, relative to the sensitivity under the clipping rule.",
+    "max_sampling_probability": "Largest expected batch size, divided by the registered number of records.",
     "max_local_steps": "Most noisy steps in a round.",
     "max_rounds": "Most rounds in a run.",
-    "max_clip_norm": "Largest clip norm; beyond it nothing is clipped in earnest.",
+    "max_clip_norm": "Largest clip norm; with a larger one, clipping would have little effect.",
 }
-_APPROVED_HEADER = "# SHA-256 of each bundle that may run here, one a line; `approve` adds them.\n"
+_APPROVED_HEADER = "# SHA-256 of each bundle that may run here, one per line; `approve` adds them.\n"
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class Node:
-    """A node's settings and where its files lie.
+    """A node's settings and the paths of its files.
 
     Attributes:
-        folder: absolute.
+        folder: absolute path.
         superlink: HOST:PORT of the coordinator.
         partition_id: which client of a run the node is.
-        name: for display, seen by the coordinator.
-        port: of this machine, for Flower's own processes; nothing from outside needs to reach it.
-        data: file with the records; None plays a hospital of the embedded synthetic corpus.
-        text_column, label_column, text_pair_column: of the file; an empty one is not there.
-        ledger_file: None is ledger.sqlite in the folder.
-        budget_epsilon: what all runs may cost together; None sets no bound.
-        delta: for the budget; None is 1 / (10 N_k), at most 1e-5.
+        name: for display, visible to the coordinator.
+        port: on this machine, for Flower's own processes; it need not be reachable from outside.
+        data: file with the records; None stands for a hospital of the embedded synthetic corpus.
+        text_column, label_column, text_pair_column: of the file; empty if there is none.
+        ledger_file: None stands for ledger.sqlite in the folder.
+        budget_epsilon: that all runs together may spend; None sets no limit.
+        delta: for the budget; None stands for 1 / (10 N_k), at most 1e-5.
     """
 
     folder: Path
@@ -67,26 +67,26 @@ class Node:
 
     @staticmethod
     def read(folder: Path) -> Node:
-        """The settings of a folder that `make` made.
+        """The settings in a folder that `make` created.
 
         Raises:
-            InputError: it holds none, or wrong ones.
+            InputError: there are no settings, or invalid ones.
         """
         return read_settings(Node, folder / "node.toml", folder=folder.absolute())
 
     @property
     def superlink_host(self) -> str:
-        """The coordinator's machine."""
+        """The host name or address of the coordinator's machine."""
         return split_address(self.superlink)[0]
 
     @property
     def superlink_port(self) -> int:
-        """The port that it listens on."""
+        """The port that the SuperLink listens on."""
         return split_address(self.superlink)[1]
 
     @property
     def ca_certificate(self) -> Path:
-        """By which the node knows the coordinator."""
+        """The certificate of the authority that vouches for the coordinator."""
         return self.folder / certificates.CA_CERTIFICATE
 
     @property
@@ -96,27 +96,27 @@ class Node:
 
     @property
     def public_key(self) -> Path:
-        """What the coordinator registers."""
+        """The node's public key, which the coordinator registers."""
         return keys.public_path(self.key)
 
     @property
     def ledger(self) -> Path:
-        """The node's own account."""
+        """The node's own ledger."""
         return self.ledger_file or self.folder / "ledger.sqlite"
 
     @property
     def policy(self) -> Path:
-        """What the node lets a coordinator ask for."""
+        """The file with the limits on what a coordinator may request."""
         return self.folder / "policy.toml"
 
     @property
     def approved(self) -> Path:
-        """Digests of the bundles that may run here."""
+        """The file with the digests of the bundles that may run here."""
         return self.folder / "approved-fabs"
 
     @property
     def events(self) -> Path:
-        """What the node did, a line each."""
+        """The log of what the node did, one event per line."""
         return self.folder / "events.jsonl"
 
     @property
@@ -126,53 +126,53 @@ class Node:
 
     @property
     def node_config_file(self) -> Path:
-        """What `node_config` is handed to Flower in."""
+        """The file that passes `node_config` to Flower."""
         return self.flower_home / "node-config.toml"
 
     @property
     def node_config(self) -> dict[str, int | float | str]:
-        """What the node states about itself to its own ClientApp."""
-        stated: dict[str, int | float | str] = {"partition-id": self.partition_id, "name": self.name}
+        """The node's own settings, as its ClientApp receives them."""
+        values: dict[str, int | float | str] = {"partition-id": self.partition_id, "name": self.name}
         if self.data is not None:
-            stated |= {"data": str(self.data), "text-column": self.text_column, "label-column": self.label_column}
-            stated |= {"text-pair-column": self.text_pair_column}
-        stated |= {"ledger": str(self.ledger), "policy": str(self.policy)}
-        stated |= {"identity-key": str(self.key), "events": str(self.events)}
+            values |= {"data": str(self.data), "text-column": self.text_column, "label-column": self.label_column}
+            values |= {"text-pair-column": self.text_pair_column}
+        values |= {"ledger": str(self.ledger), "policy": str(self.policy)}
+        values |= {"identity-key": str(self.key), "events": str(self.events)}
         if self.budget_epsilon is not None:
-            stated["budget-epsilon"] = self.budget_epsilon
+            values["budget-epsilon"] = self.budget_epsilon
         if self.delta is not None:
-            stated["delta"] = self.delta
-        return stated
+            values["delta"] = self.delta
+        return values
 
 
 def make(folder: Path, *, ca: Path, **settings: Any) -> Node:
-    """A new node's folder, with a key pair, the coordinator's certificate and a policy to look through.
+    """Create a node's folder, with a key pair, the coordinator's certificate and a policy to review.
 
     Args:
         folder: does not exist or is empty.
         ca: the coordinator's ca.crt.
-        settings: fields of `Node`; None leaves one out.
+        settings: fields of `Node`; None stands for a field's default.
 
     Raises:
-        InputError: something is wrong; then nothing was written.
+        InputError: a setting, the certificate or the data cannot be used; nothing was written.
     """
     values = {key: value for key, value in settings.items() if value is not None}
     node = validated(Node, values, folder=folder.absolute())
     certificates.valid_until(ca)
     if node.data is not None:
         _check_data(node, node.data)
-    with new_folder(node.folder) as made:
-        keys.make_key_pair(made / node.key.name)
-        (made / node.ca_certificate.name).write_bytes(ca.read_bytes())
-        (made / "node.toml").write_text(tomli_w.dumps(_plain(values)))
-        (made / node.policy.name).write_text(policy_text())
-        (made / node.approved.name).write_text(_APPROVED_HEADER)
-        (made / node.flower_home.name).mkdir()
+    with new_folder(node.folder) as new:
+        keys.make_key_pair(new / node.key.name)
+        (new / node.ca_certificate.name).write_bytes(ca.read_bytes())
+        (new / "node.toml").write_text(tomli_w.dumps(_plain(values)))
+        (new / node.policy.name).write_text(policy_text())
+        (new / node.approved.name).write_text(_APPROVED_HEADER)
+        (new / node.flower_home.name).mkdir()
     return node
 
 
 def policy_text() -> str:
-    """A policy file with every limit at its default and what it means."""
+    """The text of a policy file with every limit at its default, and its meaning."""
     defaults = Limits()
     parts = [f"# {_POLICY_COMMENTS[f.name]}\n{f.name} = {getattr(defaults, f.name)}\n" for f in fields(Limits)]
     return "\n".join([_POLICY_HEADER, *parts])
@@ -183,6 +183,6 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_data(node: Node, data: Path) -> None:
-    from fedpriv.data.checks import describe  # takes seconds to import
+    from fedpriv.data.checks import describe  # slow to import
 
     describe(str(data), text=node.text_column, label=node.label_column, text_pair=node.text_pair_column)

@@ -17,23 +17,23 @@ from fedpriv.deployment.files import replace
 from fedpriv.deployment.flower import EXIT_CODES, environment, logged_exit_code, run_in_foreground
 from fedpriv.errors import InputError
 
-# Flower's processes on this machine find each other here.
+# Where Flower's processes on this machine find each other.
 _HOST = "127.0.0.1"
 
-# What Flower logs where a node's key is not registered, or is in use: by another node, or by this one before it was
-# killed, until two of its heartbeats are missing.
+# What Flower logs if a node's key is not registered, or is in use: by another node, or by this node before it was
+# killed, until two of its heartbeats are overdue.
 _NOT_ADMITTED = "Failed to activate SuperNode"
-_PAUSE = 10.0
-_PATIENCE_SECONDS = 120.0
+_RETRY_DELAY_SECONDS = 10.0
+_MAX_RETRY_SECONDS = 120.0
 
 
 def program(node: Node) -> list[str]:
-    """What is started, before the arguments of Flower's SuperNode: it runs approved bundles only."""
+    """The program to start, without the arguments of Flower's SuperNode; it runs approved bundles only."""
     return [sys.executable, "-m", "clients.deploy.approved_supernode", str(node.approved)]
 
 
 def command(node: Node) -> list[str]:
-    """What starts the SuperNode. Its configuration goes by a file, in which a path may hold spaces and quotes."""
+    """The command that starts the SuperNode; a file holds its settings, since paths may contain spaces and quotes."""
     return [
         *program(node),
         *("--superlink", node.superlink, "--root-certificates", str(node.ca_certificate)),
@@ -44,10 +44,10 @@ def command(node: Node) -> list[str]:
 
 
 def start(node: Node, say: Callable[[str], None]) -> int:
-    """The exit code of the SuperNode, once a signal or an error has ended it.
+    """Run the SuperNode until a signal or an error ends it, and return its exit code.
 
     Args:
-        node: whose SuperNode.
+        node: whose SuperNode to run.
         say: prints a line.
 
     Raises:
@@ -61,19 +61,20 @@ def start(node: Node, say: Callable[[str], None]) -> int:
     started = time.monotonic()
     while True:
         ending = _run(node, say)
-        if not ending.not_admitted or time.monotonic() - started > _PATIENCE_SECONDS:
+        if not ending.not_admitted or time.monotonic() - started > _MAX_RETRY_SECONDS:
             break
         say(
-            f"not admitted: its key is not registered, or in use (for a minute, a killed node's); again in {_PAUSE:g} s"
+            "not admitted: its key is not registered, or in use (by a killed node for up to a minute); "
+            f"retrying in {_RETRY_DELAY_SECONDS:g} s"
         )
-        time.sleep(_PAUSE)
+        time.sleep(_RETRY_DELAY_SECONDS)
     say(f"SuperNode ended with exit code {ending.code}{ending.meaning}")
     return ending.code
 
 
 @dataclass(frozen=True)
 class _Ending:
-    """How a SuperNode ended: its exit code, what that means, and whether the SuperLink did not let it in."""
+    """How a SuperNode ended: its exit code, its meaning, and whether the SuperLink refused to admit the node."""
 
     code: int
     meaning: str
@@ -97,6 +98,6 @@ def _run(node: Node, say: Callable[[str], None]) -> _Ending:
 
 
 def _variables(node: Node) -> dict[str, str]:
-    """Flower's environment, in which this checkout's modules are found from any folder."""
+    """Flower's environment, with this checkout's modules importable from any folder."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return environment(node.flower_home, PYTHONPATH=os.pathsep.join(paths))

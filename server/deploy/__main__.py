@@ -19,12 +19,12 @@ from server.deploy.folder import Coordinator
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The coordinator's folder.")]
-Days = Annotated[int, typer.Option(help="That the server certificate is valid.")]
+Days = Annotated[int, typer.Option(help="Number of days for which the server certificate is valid.")]
 
 
 @app.callback()
 def deploy() -> None:
-    """A coordinator of a federation on machines of their own: TLS, registered nodes, runs.
+    """The coordinator of a federation across machines: TLS, registered nodes, runs.
 
     Example: python -m server.deploy init ~/federation --address fl.example.org
     """
@@ -33,26 +33,26 @@ def deploy() -> None:
 @app.command()
 def init(
     folder: Folder,
-    address: Annotated[list[str], typer.Option(help="DNS name or IP address; repeat it, the nodes use the first.")],
-    port: Annotated[int, typer.Option(help="The one port that the nodes must reach.")] = folders.DEFAULT_PORT,
+    address: Annotated[list[str], typer.Option(help="DNS name or IP address; repeatable, the nodes use the first.")],
+    port: Annotated[int, typer.Option(help="The only port that the nodes must reach.")] = folders.DEFAULT_PORT,
     days: Days = 365,
 ) -> None:
-    """Make a coordinator's folder: a certificate authority, a server certificate and Flower's connection file.
+    """Create a coordinator's folder: a certificate authority, a server certificate and Flower's connection file.
 
     Example: python -m server.deploy init ~/federation --address fl.example.org --address 10.0.0.5
     """
-    made = folders.make(folder, addresses=address, port=port, days=days)
-    typer.echo(f"made {made.folder}; keep {made.ca_key} to yourself")
-    typer.echo(f"send to every node: {made.ca_certificate} and the address {made.address}")
-    place = shlex.quote(str(folder))
-    typer.echo(f"next: python -m server.deploy start {place}")
-    typer.echo(f"then, for each node: python -m server.deploy register {place} PARTITION_ID PUBKEY_FILE")
-    typer.echo(f"then: python -m server.deploy run {place} -c rounds=10")
+    coordinator = folders.make(folder, addresses=address, port=port, days=days)
+    typer.echo(f"created {coordinator.folder}; keep {coordinator.ca_key} secret")
+    typer.echo(f"send to every node: {coordinator.ca_certificate} and the address {coordinator.address}")
+    quoted = shlex.quote(str(folder))
+    typer.echo(f"next: python -m server.deploy start {quoted}")
+    typer.echo(f"then, for each node: python -m server.deploy register {quoted} PARTITION_ID PUBKEY_FILE")
+    typer.echo(f"then: python -m server.deploy run {quoted} -c rounds=10")
 
 
 @app.command()
 def start(folder: Folder) -> None:
-    """Run the SuperLink in the foreground until SIGINT or SIGTERM; say how many nodes are online.
+    """Run the SuperLink in the foreground until SIGINT or SIGTERM; report how many nodes are online.
 
     Example: python -m server.deploy start ~/federation
     """
@@ -65,7 +65,7 @@ def register(
     partition_id: Annotated[int, typer.Argument(help="Which client of a run the node is: 0, 1, ...")],
     pubkey_file: Annotated[Path, typer.Argument(help="The node's .pub file.")],
 ) -> None:
-    """Let a node in, while the SuperLink is running; again for the same node does no harm.
+    """Admit a node while the SuperLink is running; repeating it for the same node does no harm.
 
     Example: python -m server.deploy register ~/federation 0 clinic.pub
     """
@@ -78,7 +78,7 @@ def run(
     folder: Folder,
     override: Annotated[list[str] | None, typer.Option("-c", help="key=value of the run's configuration.")] = None,
 ) -> None:
-    """Start a run on the registered nodes and follow it to its end; Ctrl-C stops it. Exit code 0 if it completed.
+    """Start a run on the registered nodes and follow it to its end; Ctrl-C stops it. Exit code 0 if it completes.
 
     Example: python -m server.deploy run ~/federation -c rounds=5 -c noise_multiplier=1.2
     """
@@ -88,19 +88,19 @@ def run(
 
 @app.command()
 def renew(folder: Folder, days: Days = 365) -> None:
-    """Make another server certificate by the same authority, so that the nodes need nothing new.
+    """Issue a new server certificate by the same authority, so that the nodes need nothing new.
 
     Example: python -m server.deploy renew ~/federation
     """
     coordinator = Coordinator.read(folder)
     certificates.make_server_certificate(coordinator.folder, coordinator.addresses, days)
     until = certificates.valid_until(coordinator.server_certificate)
-    typer.echo(f"certificate valid until {until:%Y-%m-%d}; start the SuperLink again, and it will be used")
+    typer.echo(f"certificate valid until {until:%Y-%m-%d}; restart the SuperLink to use it")
 
 
 @app.command()
 def doctor(folder: Folder) -> None:
-    """Check this machine: versions, certificate, SuperLink, nodes, disk. Exit code 0 if all is well.
+    """Check this machine: versions, certificate, SuperLink, nodes, disk. Exit code 0 if all checks pass.
 
     Example: python -m server.deploy doctor ~/federation
     """

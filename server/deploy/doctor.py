@@ -26,7 +26,7 @@ _MIN_DISK_BYTES = 2**30
 
 
 def checks(coordinator: Coordinator) -> Iterator[Check]:
-    """What is in order on this machine and what not, whether or not the SuperLink is running."""
+    """The checks of this machine, whether or not the SuperLink is running."""
     yield check_python()
     yield check_versions()
     yield _certificate(coordinator)
@@ -35,7 +35,7 @@ def checks(coordinator: Coordinator) -> Iterator[Check]:
     yield _connection(coordinator)
     free = check_port_free(coordinator.bind_host, coordinator.port)
     if free.ok:
-        yield Check("superlink", True, f"is not running; {free.detail}")
+        yield Check("superlink", True, f"not running; {free.detail}")
         yield Check("nodes", True, f"{len(coordinator.registered())} registered")
     else:
         yield check_tls(coordinator.host, coordinator.port, coordinator.ca_certificate)
@@ -51,9 +51,9 @@ def _certificate(coordinator: Coordinator) -> Check:
     except InputError as error:
         return Check("certificate", False, str(error))
     if until < datetime.now(UTC):
-        return Check("certificate", False, f"expired on {until:%Y-%m-%d}; run `renew` and start the SuperLink again")
+        return Check("certificate", False, f"expired on {until:%Y-%m-%d}; run `renew` and restart the SuperLink")
     if missing := [address for address in coordinator.addresses if address not in hosts]:
-        return Check("certificate", False, f"does not hold for {missing[0]}; run `renew`")
+        return Check("certificate", False, f"not valid for {missing[0]}; run `renew`")
     if warning := expiry_warning(coordinator):
         return Check("certificate", False, warning)
     return Check("certificate", True, f"for {', '.join(coordinator.addresses)} until {until:%Y-%m-%d}")
@@ -62,11 +62,11 @@ def _certificate(coordinator: Coordinator) -> Check:
 def _connection(coordinator: Coordinator) -> Check:
     file = coordinator.connection_file
     try:
-        found = tomllib.loads(file.read_text())["superlink"][CONNECTION]["address"]
+        address = tomllib.loads(file.read_text())["superlink"][CONNECTION]["address"]
     except (OSError, ValueError, KeyError, TypeError):
-        return Check("connection", False, f"{file}: must name the connection {CONNECTION}; make the folder with `init`")
-    if found != coordinator.address:
-        return Check("connection", False, f"{file}: address = {found!r}: must be {coordinator.address!r}")
+        return Check("connection", False, f"{file}: must define connection {CONNECTION}; make the folder with `init`")
+    if address != coordinator.address:
+        return Check("connection", False, f"{file}: address = {address!r}: must be {coordinator.address!r}")
     return Check("connection", True, f"FLWR_HOME={coordinator.flower_home} flwr ... {CONNECTION}")
 
 

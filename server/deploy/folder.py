@@ -1,4 +1,4 @@
-"""A coordinator's folder: its certificates, the nodes that it let in, Flower's state and the runs."""
+"""A coordinator's folder: its certificates, the admitted nodes, Flower's state and the runs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from fedpriv.deployment.settings import join_address, read_settings, validated
 
 DEFAULT_PORT = 9093
 
-# Another authority has to be carried to every node, another server certificate does not.
+# A new authority would have to be sent to every node; a new server certificate does not.
 _CA_DAYS = 3650
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class Coordinator:
-    """A coordinator's settings and where its files lie.
+    """A coordinator's settings and the paths of its files.
 
     Attributes:
-        folder: absolute.
+        folder: absolute path.
         addresses: DNS names and IP addresses of the machine; the nodes use the first.
         port: of the SuperLink.
     """
@@ -38,10 +38,10 @@ class Coordinator:
 
     @staticmethod
     def read(folder: Path) -> Coordinator:
-        """The settings of a folder that `make` made.
+        """The settings in a folder that `make` created.
 
         Raises:
-            InputError: it holds none, or wrong ones.
+            InputError: there are no settings, or invalid ones.
         """
         return read_settings(Coordinator, folder / "coordinator.toml", folder=folder.absolute())
 
@@ -52,12 +52,12 @@ class Coordinator:
 
     @property
     def address(self) -> str:
-        """HOST:PORT as the nodes use it."""
+        """HOST:PORT, as the nodes use it."""
         return join_address(self.host, self.port)
 
     @property
     def bind_host(self) -> str:
-        """Where the SuperLink listens: on every address, or on loopback where the federation is on this machine."""
+        """Where the SuperLink listens: on every address, or on loopback if the whole federation is on this machine."""
         try:
             address = ipaddress.ip_address("127.0.0.1" if self.host == "localhost" else self.host)
         except ValueError:
@@ -68,12 +68,12 @@ class Coordinator:
 
     @property
     def local_host(self) -> str:
-        """The address by which this machine itself reaches the SuperLink, whatever routers stand before it."""
+        """The address at which this machine itself reaches the SuperLink, independent of any routers."""
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.bind_host, self.bind_host)
 
     @property
     def ca_certificate(self) -> Path:
-        """What every node needs to know the SuperLink."""
+        """The certificate by which every node recognises the SuperLink."""
         return self.folder / certificates.CA_CERTIFICATE
 
     @property
@@ -98,12 +98,12 @@ class Coordinator:
 
     @property
     def connection_file(self) -> Path:
-        """Names the SuperLink to `flwr`."""
+        """The file that tells `flwr` how to reach the SuperLink."""
         return self.flower_home / "config.toml"
 
     @property
     def database(self) -> Path:
-        """The SuperLink's state, which outlives it."""
+        """The SuperLink's state, which survives a restart."""
         return self.folder / "state.db"
 
     @property
@@ -127,28 +127,28 @@ class Coordinator:
 
 
 def make(folder: Path, *, addresses: Sequence[str], port: int, days: int) -> Coordinator:
-    """A new coordinator's folder, with an authority, a server certificate and Flower's connection file.
+    """Create a coordinator's folder, with an authority, a server certificate and Flower's connection file.
 
     Args:
         folder: does not exist or is empty.
-        addresses: DNS names and IP addresses of this machine, the one that nodes use first.
+        addresses: DNS names and IP addresses of this machine, starting with the one that nodes use.
         port: for the SuperLink.
-        days: that the server certificate is valid.
+        days: of validity of the server certificate.
 
     Raises:
-        InputError: something is wrong; then nothing was written.
+        InputError: a value cannot be used; nothing was written.
     """
     for address in addresses:
         certificates.check_host(address)
     settings = {"addresses": list(addresses), "port": port}
     coordinator = validated(Coordinator, settings, folder=folder.absolute())
-    with new_folder(coordinator.folder) as made:
-        certificates.make_ca(made, max(days, _CA_DAYS))
-        certificates.make_server_certificate(made, coordinator.addresses, days)
+    with new_folder(coordinator.folder) as new:
+        certificates.make_ca(new, max(days, _CA_DAYS))
+        certificates.make_server_certificate(new, coordinator.addresses, days)
         for part in (coordinator.flower_home, coordinator.nodes, coordinator.runs):
-            (made / part.name).mkdir()
-        (made / "coordinator.toml").write_text(tomli_w.dumps(settings))
-        (made / "flower" / "config.toml").write_text(tomli_w.dumps(_connection(coordinator)))
+            (new / part.name).mkdir()
+        (new / "coordinator.toml").write_text(tomli_w.dumps(settings))
+        (new / "flower" / "config.toml").write_text(tomli_w.dumps(_connection(coordinator)))
     return coordinator
 
 

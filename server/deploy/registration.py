@@ -1,4 +1,4 @@
-"""Who may take part: the public keys of the nodes, by partition id."""
+"""Which nodes may take part: their public keys, by partition id."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _IN_USE = "Public key already in use"
 
 
 def register(coordinator: Coordinator, partition_id: int, public_key: Path) -> bool:
-    """Whether the node was new: its key is registered at the SuperLink and kept as nodes/PARTITION_ID.pub.
+    """Register a node's key with the SuperLink, keep it as nodes/PARTITION_ID.pub, and return whether the node is new.
 
     Args:
         coordinator: whose SuperLink is running.
@@ -22,8 +22,8 @@ def register(coordinator: Coordinator, partition_id: int, public_key: Path) -> b
         public_key: the node's .pub file.
 
     Raises:
-        InputError: it is no public key, the id has another key, or the key another id.
-        FlowerError: the SuperLink cannot be reached or refused; then nothing was kept.
+        InputError: the file is not a public key, the id has another key, or the key another id.
+        FlowerError: the SuperLink cannot be reached, or refused; nothing was kept.
     """
     if partition_id < 0:
         raise InputError(f"partition id = {partition_id}: must be >= 0")
@@ -32,7 +32,7 @@ def register(coordinator: Coordinator, partition_id: int, public_key: Path) -> b
     if known.get(partition_id, line) != line:
         raise InputError(f"partition id = {partition_id}: is registered with another key; give the node another id")
     if holders := [id_ for id_, other in known.items() if other == line and id_ != partition_id]:
-        raise InputError(f"public key = {public_key}: is registered for partition id {holders[0]}; use that")
+        raise InputError(f"public key = {public_key}: is registered for partition id {holders[0]}; use that one")
     _register_at_superlink(coordinator, public_key)
     if partition_id in known:
         return False
@@ -41,7 +41,7 @@ def register(coordinator: Coordinator, partition_id: int, public_key: Path) -> b
 
 
 def _register_at_superlink(coordinator: Coordinator, public_key: Path) -> None:
-    """Also where it was done before, as after a crash before the key was kept, or once state.db was lost."""
+    """Register the key, even if it was before: a crash may have come before it was kept, or state.db be lost."""
     try:
         flwr(
             coordinator.flower_home,

@@ -1,4 +1,4 @@
-"""A run on the federation's nodes: submitted, followed to its end, and stopped when its starter says so."""
+"""A run on the federation's nodes: submit it, follow it to its end, and stop it on request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from server.deploy.folder import Coordinator
 
 COMPLETED = "finished:completed"
 
-# Of this checkout, which the run bundles for the nodes.
+# This checkout, which the run bundles for the nodes.
 ROOT = Path(__file__).resolve().parents[2]
 
 _POLL_SECONDS = 3.0
@@ -28,17 +28,17 @@ _MAX_FAILED_POLLS = 20
 
 
 def run(coordinator: Coordinator, overrides: Sequence[str], say: Callable[[str], None]) -> bool:
-    """Whether the run completed.
+    """Start a run, follow it, and return whether it completed.
 
-    Its log goes to stdout. SIGINT and SIGTERM stop the run on the nodes, too.
+    Its log goes to stdout. SIGINT and SIGTERM also stop the run on the nodes.
 
     Args:
         coordinator: whose SuperLink is running.
-        overrides: of the run's configuration, `key=value`.
+        overrides: `key=value` pairs of the run's configuration.
         say: prints a line.
 
     Raises:
-        InputError: a key or value is wrong; then nothing was started.
+        InputError: a key or value is wrong; nothing was started.
         FlowerError: the SuperLink refused the run, or stopped answering.
     """
     values = run_values(coordinator, overrides)
@@ -57,9 +57,10 @@ def run(coordinator: Coordinator, overrides: Sequence[str], say: Callable[[str],
 
 
 def run_values(coordinator: Coordinator, overrides: Sequence[str]) -> dict[str, Any]:
-    """The run's whole configuration as Flower takes it, with a folder for its results and the keys of the nodes.
+    """The run's whole configuration as Flower accepts it, with a folder for its results and the nodes' keys.
 
-    With `resume` it is the one that the run began with. Paths are made absolute: the server app works elsewhere.
+    With `resume` it is based on the original configuration. Paths become absolute: the server app has another working
+    directory.
 
     Raises:
         InputError: a key or value is wrong.
@@ -70,27 +71,27 @@ def run_values(coordinator: Coordinator, overrides: Sequence[str]) -> dict[str, 
         "out": str(coordinator.runs / f"{datetime.now():%Y%m%d-%H%M%S}"),
         "node_keys": str(coordinator.nodes),
     }
-    asked = configuration.parse_overrides(overrides)
-    asked |= {key: _absolute(asked[key]) for key in configuration.PLACES if asked.get(key)}
-    if Path(str(asked.get("test_data", ""))).expanduser().is_file():
-        asked["test_data"] = _absolute(asked["test_data"])
-    began = _began(Path(asked["resume"])) if asked.get("resume") else {}
-    return configuration.to_flower(configuration.parse({**defaults, **began, **asked}))
+    values = configuration.parse_overrides(overrides)
+    values |= {key: _absolute(values[key]) for key in configuration.PLACES if values.get(key)}
+    if Path(str(values.get("test_data", ""))).expanduser().is_file():
+        values["test_data"] = _absolute(values["test_data"])
+    original = _original_configuration(Path(values["resume"])) if values.get("resume") else {}
+    return configuration.to_flower(configuration.parse({**defaults, **original, **values}))
 
 
 def _absolute(path: object) -> str:
     return str(Path(str(path)).expanduser().absolute())
 
 
-def _began(path: Path) -> dict[str, Any]:
-    """The configuration that a run began with."""
-    from server.checkpoint import run_folder_of  # takes seconds to import
+def _original_configuration(path: Path) -> dict[str, Any]:
+    """The configuration with which an interrupted run was started."""
+    from server.checkpoint import run_folder_of  # slow to import
 
     return configuration.read(run_folder_of(path) / "config.toml")
 
 
 def _submit(coordinator: Coordinator, values: dict[str, Any]) -> str:
-    """The run's id. The values go by a file, since Flower's own `key=value` pairs know no quotes within quotes."""
+    """Submit the run and return its id. A file passes the values: Flower's own `key=value` pairs cannot nest quotes."""
     with tempfile.TemporaryDirectory(prefix="fedpriv-run-") as folder:
         file = Path(folder) / "run.toml"
         file.write_text(tomli_w.dumps(values))
@@ -108,20 +109,20 @@ def _follow(coordinator: Coordinator, run_id: str) -> None:
 
 
 def _end(coordinator: Coordinator, run_id: str) -> tuple[str, str]:
-    """Status and details of the run once it is over."""
+    """The status and details of the run, once it has ended."""
     failures = 0
     while True:
         try:
-            found = _flwr(coordinator, "ls", CONNECTION, "--run-id", run_id)["runs"][0]
+            listed = _flwr(coordinator, "ls", CONNECTION, "--run-id", run_id)["runs"][0]
             failures = 0
         except FlowerError:
             failures += 1
             if failures == _MAX_FAILED_POLLS:
                 raise
         else:
-            if found["status"].startswith("finished"):
-                details = " ".join(found["status-details"].split())
-                return found["status"], "" if details == "N/A" else details
+            if listed["status"].startswith("finished"):
+                details = " ".join(listed["status-details"].split())
+                return listed["status"], "" if details == "N/A" else details
         time.sleep(_POLL_SECONDS)
 
 
@@ -131,14 +132,14 @@ def _flwr(coordinator: Coordinator, *arguments: str) -> dict[str, Any]:
 
 @contextmanager
 def _signals_as_interrupt() -> Iterator[None]:
-    """SIGTERM as Ctrl-C, and SIGINT also where the starting shell had it ignored."""
+    """Treat SIGTERM like Ctrl-C, and SIGINT too if the starting shell ignored it."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    former = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number, handler in former.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

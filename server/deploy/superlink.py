@@ -1,4 +1,4 @@
-"""The SuperLink of a federation: it runs in the foreground and tells how many nodes are online."""
+"""The SuperLink of a federation: it runs in the foreground and reports how many nodes are online."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ WARN_BEFORE = timedelta(days=14)
 _POLL_SECONDS = 10.0
 _LOG_BYTES, _NUM_OLD_LOGS = 10 * 2**20, 3
 
-# One line for each poll of each node would drown the others.
+# One line per poll of each node would drown out the others.
 _POLL_LINE = re.compile(r'"(GET|POST|HEAD) \S+ HTTP/[\d.]+" 2\d\d')
 
 
 def command(coordinator: Coordinator) -> list[str]:
-    """What starts the SuperLink."""
+    """The command that starts the SuperLink."""
     return [
         *(str(program_folder() / "flower-superlink"), "--host", coordinator.bind_host, "--port", str(coordinator.port)),
         *("--ssl-ca-certfile", str(coordinator.ca_certificate)),
@@ -44,11 +44,11 @@ def command(coordinator: Coordinator) -> list[str]:
 
 
 def start(coordinator: Coordinator, say: Callable[[str], None]) -> int:
-    """The exit code of the SuperLink, once a signal or an error has ended it.
+    """Run the SuperLink until a signal or an error ends it, and return its exit code.
 
     Args:
-        coordinator: whose SuperLink.
-        say: prints a line: that it answers, how many nodes are online whenever that changes, why it ended.
+        coordinator: whose SuperLink to run.
+        say: prints a line: when it answers, how many nodes are online whenever that changes, and why it ended.
 
     Raises:
         FlowerError: its port is taken.
@@ -85,25 +85,25 @@ def start(coordinator: Coordinator, say: Callable[[str], None]) -> int:
 
 
 def expiry_warning(coordinator: Coordinator) -> str:
-    """That the server certificate soon expires, or nothing."""
+    """A warning if the server certificate expires soon, else an empty string."""
     until = certificates.valid_until(coordinator.server_certificate)
     if until - datetime.now(UTC) > WARN_BEFORE:
         return ""
-    return f"the certificate is valid until {until:%Y-%m-%d %H:%M} UTC only; run `renew` and start the SuperLink again"
+    return f"the certificate is valid until {until:%Y-%m-%d %H:%M} UTC only; run `renew` and restart the SuperLink"
 
 
 def _watch(coordinator: Coordinator, ended: threading.Event, say: Callable[[str], None]) -> None:
-    """Say when the SuperLink answers, and then how many nodes are online."""
+    """Report when the SuperLink answers, and then how many nodes are online."""
     while not check_tls(coordinator.local_host, coordinator.port, coordinator.ca_certificate).ok:
         if ended.wait(0.5):
             return
     until = certificates.valid_until(coordinator.server_certificate)
     say(f"SuperLink answers at https://{coordinator.address}, certificate valid until {until:%Y-%m-%d}")
-    said = ""
+    last_reported = ""
     while not ended.is_set():
-        if (state := _online(coordinator)) != said and not ended.is_set():
+        if (state := _online(coordinator)) != last_reported and not ended.is_set():
             say(state)
-            said = state
+            last_reported = state
         ended.wait(_POLL_SECONDS)
 
 

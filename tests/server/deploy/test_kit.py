@@ -19,7 +19,7 @@ from server.deploy import doctor, folder, registration, runs, superlink
 from server.deploy.folder import Coordinator
 from tests.processes import free_port
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def deploy(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -119,7 +119,7 @@ def test_doctor_names_an_expired_certificate_and_an_open_key(coordinator):
 def test_doctor_names_an_address_that_the_certificate_lacks(coordinator):
     certificates.make_server_certificate(coordinator.folder, ["127.0.0.1"], 30)
     (check,) = [check for check in doctor.checks(coordinator) if not check.ok]
-    assert "does not hold for fl.example.org" in check.detail
+    assert "not valid for fl.example.org" in check.detail
 
 
 def test_certificate_near_its_end_is_warned_of(coordinator):
