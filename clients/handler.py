@@ -19,7 +19,7 @@ from fedpriv.config import RunConfig
 from fedpriv.data.records import Records
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError, LedgerError
-from fedpriv.journal import where
+from fedpriv.journal import trace_without_message
 from fedpriv.ledger.entries import Key
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
 from fedpriv.protocol import Broadcast, Release
@@ -110,7 +110,7 @@ def _refusal(error: Exception) -> tuple[int, str]:
     if isinstance(error, InputError):  # names a key, a column or a label of the node's own, so it stays here
         log.error("failed: %s", error)
     else:
-        log.error("failed: %s", where(error))
+        log.error("failed: %s", trace_without_message(error))
     return protocol.FAILED, "failed; this node's log says why"
 
 

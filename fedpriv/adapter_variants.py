@@ -1,4 +1,4 @@
-"""A run's adapter variants as deduplication sees them: how good each is, and which of its values matter."""
+"""A run's adapter variants for deduplication: their accuracy, and the saliency of their values."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _RECORDS_PER_QUERY = 8
 class AdapterEvaluator:
     """A `fedpriv.dedup.pipeline.Evaluator` for the adapters of a run, on the server's test set.
 
-    The run shows its accuracy on this set after every round, so the set is public here.
+    The run publishes its accuracy on this set after every round, so the set counts as public here.
 
     Args:
-        bench: of the run; between two calls its model has the adapter that it had, on the untouched base.
-        num_records: how many test records are used, chosen by the seed; 0 takes all.
-        seed: of the choice.
+        bench: of the run; after each call its model has the same adapter as before, on the pretrained base.
+        num_records: number of test records to use, chosen by the seed; 0 uses all.
+        seed: for choosing them.
 
     Attributes:
-        num_records: that are used.
-        private: None.
+        num_records: in use.
+        private: None, since the records are public.
         model: the run's model.
     """
 
@@ -49,7 +49,7 @@ class AdapterEvaluator:
         chosen = np.random.default_rng(seed).permutation(len(bench.test))[: num_records or None]
         self.model, self._test = bench.model, bench.test.part(np.sort(chosen).tolist())
         self.num_records = len(self._test)
-        # Not the trained ones alone: where only B is trained, a variant holds A too.
+        # Not only the trained ones: if only B is trained, a variant contains A too.
         by_address = {p.data_ptr(): (name, p) for name, p in self.model.peft_model.named_parameters()}
         stored = get_peft_model_state_dict(self.model.peft_model)
         self._parameters = {name: by_address[tensor.data_ptr()] for name, tensor in stored.items()}
@@ -59,7 +59,7 @@ class AdapterEvaluator:
         """The evaluator of the run in a folder.
 
         Raises:
-            InputError: there is no run, or its data or model are gone.
+            InputError: there is no run, or its data or model are no longer available.
         """
         config = configuration.parse(configuration.read(folder / "config.toml"))
         return cls(workbench(config), num_records=config.dedup_records, seed=config.seed)
@@ -70,8 +70,8 @@ class AdapterEvaluator:
         return {name: parameter for name, (_, parameter) in self._parameters.items()}
 
     def count_correct(self, tensors: Tensors) -> int:
-        """How many test records the variant gets right; of a causal model the sum of their shares of right tokens."""
-        with self._wearing(tensors):
+        """The number of test records predicted correctly; for a causal model, their summed token accuracies."""
+        with self._with_adapter(tensors):
             return round(evaluate(self.model, self._test).accuracy * self.num_records)
 
     def saliency(self, tensors: Tensors) -> Saliency:
@@ -79,12 +79,12 @@ class AdapterEvaluator:
         names = {name: in_model for name, (in_model, _) in self._parameters.items()}
         order, step = torch.arange(self.num_records), _RECORDS_PER_PASS
         batches = [{"index": order[begin : begin + step]} for begin in range(0, self.num_records, step)]
-        with self._wearing(tensors):
-            found = saliency.gradient(self.model.peft_model, batches, self._losses, set(names.values()))
-        return {name: found[in_model] for name, in_model in names.items()}
+        with self._with_adapter(tensors):
+            gradient = saliency.gradient(self.model.peft_model, batches, self._losses, set(names.values()))
+        return {name: gradient[in_model] for name, in_model in names.items()}
 
     def batch_logits(self, num_records: int) -> Tensor:
-        """The model's logits on the first test records, with the adapter that it has."""
+        """The model's logits on the first test records, with its current adapter."""
         return self.model.logits(self._test.items()[:num_records], cached=False)[0]
 
     def _losses(self, _model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -92,12 +92,12 @@ class AdapterEvaluator:
         return losses_and_hits(logits, records)[0]
 
     @contextmanager
-    def _wearing(self, tensors: Tensors) -> Iterator[None]:
-        """The model with these tensors in its adapter, whose rank may be another; then as it was."""
+    def _with_adapter(self, tensors: Tensors) -> Iterator[None]:
+        """Within this context the model's adapter has these tensors, possibly of another rank."""
         self.model.merge({})
         if self._parameters.keys() != tensors.keys():
-            odd = sorted(self._parameters.keys() ^ tensors.keys())
-            raise ValueError(f"adapter: tensors {', '.join(odd)} are on one side only")
+            unmatched = sorted(self._parameters.keys() ^ tensors.keys())
+            raise ValueError(f"adapter: tensors {', '.join(unmatched)} are on one side only")
         before = {name: parameter.data for name, parameter in self.parameters.items()}
         try:
             for name, parameter in self.parameters.items():
@@ -109,7 +109,7 @@ class AdapterEvaluator:
 
 
 class AdapterWorkload:
-    """A `fedpriv.dedup.bench.Workload`: a run's model classifies one batch of test records with the adapter it has.
+    """A `fedpriv.dedup.bench.Workload`: a run's model classifies one batch of test records with its current adapter.
 
     Args:
         evaluator: of the run.
@@ -125,5 +125,5 @@ class AdapterWorkload:
 
     @torch.inference_mode()
     def infer(self) -> None:
-        """One batch, from the tokens on."""
+        """Compute one batch from its tokens."""
         self._evaluator.batch_logits(_RECORDS_PER_QUERY)

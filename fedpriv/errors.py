@@ -1,8 +1,8 @@
-"""The error for what a user can mend: one line with the name, the value and what would be right."""
+"""Errors that a user can fix: one line with the name, the value and what would be right."""
 
 
 class InputError(ValueError):
-    """A configuration key, file, column or record that cannot be used; command lines print it and exit with 2."""
+    """A configuration key, file, column or record cannot be used; command lines print it and exit with 2."""
 
 
 class TooFewClientsError(RuntimeError):
@@ -10,8 +10,8 @@ class TooFewClientsError(RuntimeError):
 
 
 class LedgerError(RuntimeError):
-    """A ledger that cannot be used, so that nothing may be released; command lines print it and exit with 1."""
+    """A ledger cannot be used, so nothing may be released; command lines print it and exit with 1."""
 
 
 class StoreError(RuntimeError):
-    """A store of variants that is damaged, in use or cannot be written; command lines print it and exit with 1."""
+    """A store of variants is damaged, in use or not writable; command lines print it and exit with 1."""

@@ -1,4 +1,4 @@
-"""Structured logs: one JSON line for each event of a run, of plain public values alone."""
+"""Structured logs: one JSON line per event of a run, with plain, public values only."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ log = logging.getLogger(__name__)
 
 Value = str | int | float | bool | None
 
-_LONGEST = 300
+_MAX_TEXT_LENGTH = 300
 
 
 class Journal:
-    """Appends events to a file, each with the time and with what all of them share.
+    """Appends events to a file, each with the time and the common fields.
 
-    An event tells of a run, a round, a client, and of numbers that are public anyway; never of a record, a text, a
-    gradient or an exception's message, which could hold one. A file that cannot be written costs the event alone.
+    An event describes a run, a round, a client, and numbers that are public anyway; never a record, a text, a gradient,
+    or the message of an exception, which could contain one. If the file cannot be written, only the event is lost.
 
     Args:
         path: of the file; None writes nothing.
@@ -30,15 +30,15 @@ class Journal:
         self._path = path
         self._common = common
 
-    def of(self, **common: Value) -> Journal:
-        """The journal with further fields in every event."""
+    def with_fields(self, **common: Value) -> Journal:
+        """This journal with further fields in every event."""
         return Journal(self._path, **{**self._common, **common})
 
     def write(self, event: str, **fields: Value) -> None:
-        """Append an event; a text is cut to 300 characters.
+        """Append an event; texts are truncated to 300 characters.
 
         Raises:
-            TypeError: a field is no plain value.
+            TypeError: a field is not a plain value.
         """
         if self._path is None:
             return
@@ -46,14 +46,16 @@ class Journal:
         for name, value in values.items():
             if value is not None and not isinstance(value, (str, int, float, bool)):
                 raise TypeError(f"{name}: an event holds plain values, not {type(value).__name__}")
-        cut = {name: value[:_LONGEST] if isinstance(value, str) else value for name, value in values.items()}
+        truncated = {
+            name: value[:_MAX_TEXT_LENGTH] if isinstance(value, str) else value for name, value in values.items()
+        }
         try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(f"{json.dumps(cut)}\n")
+                file.write(f"{json.dumps(truncated)}\n")
         except OSError as error:
-            log.warning("%s: an event could not be noted (%s)", self._path, error.strerror)
+            log.warning("%s: an event could not be written (%s)", self._path, error.strerror)
 
 
-def where(error: BaseException) -> str:
-    """The type of an error and the lines of code that it came through, without its message."""
+def trace_without_message(error: BaseException) -> str:
+    """The type of an error and its traceback, without its message."""
     return f"{type(error).__name__} at\n{''.join(traceback.format_tb(error.__traceback__))}".rstrip()

@@ -1,4 +1,4 @@
-"""Keep libraries from talking over the program: one line of ours says what went wrong."""
+"""Silence libraries, so that our own one-line error says what went wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import huggingface_hub
 
 @contextmanager
 def quiet_hub() -> Iterator[None]:
-    """Hide the Hub client's notes on every retry of a connection."""
+    """Hide the Hub client's messages about every retry of a connection."""
     log = huggingface_hub.utils.logging
     verbosity = log.get_verbosity()
     log.set_verbosity(logging.ERROR)

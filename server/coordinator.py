@@ -265,7 +265,7 @@ class _Series:
                 journal.write("checkpoint", round=row.round)
             observer.round_done(row)
 
-        folder.journal = journal = folder.journal.of(run=self.run_id)
+        folder.journal = journal = folder.journal.with_fields(run=self.run_id)
         journal.write("rounds_begin", round=self._after, num_clients=len(self.registrations))
         started = time.monotonic() - sum(row.seconds for row in folder.rounds)
         observer.started(self._config, self.registrations)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fedpriv.journal import Journal, where
+from fedpriv.journal import Journal, trace_without_message
 
 
 def test_each_event_is_a_line_with_its_time_and_what_all_share(tmp_path):
@@ -32,7 +32,7 @@ def test_what_is_no_plain_value_is_refused(tmp_path):
 
 def test_a_file_that_cannot_be_written_costs_the_event_alone(tmp_path, caplog):
     Journal(tmp_path / "missing" / "events.jsonl").write("charged")
-    assert "could not be noted" in caplog.text
+    assert "could not be written" in caplog.text
     Journal(None).write("charged")
 
 
@@ -43,7 +43,7 @@ def test_where_tells_the_lines_but_not_the_message():
     try:
         fails()
     except ValueError as error:
-        text = where(error)
+        text = trace_without_message(error)
     assert "ValueError at" in text
     assert "in fails" in text
     assert "Jane Doe has" not in text.replace('raise ValueError("Jane Doe has a rash")', "")

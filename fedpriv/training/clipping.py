@@ -1,6 +1,6 @@
-"""Clipping of per-sample gradients by parts: what bounds one record's influence on a step.
+"""Clipping of per-sample gradients by parts, which bounds one record's influence on a step.
 
-Gradients are rows of a matrix [records, values]; a part is a slice of its columns.
+Gradients are the rows of a matrix [records, values]; a part is a slice of its columns.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from torch import Tensor
 
 Parts = Sequence[slice]
 
-# A clipped norm stays below the clip norm even where float32 rounds: a norm of 10^7 values errs by < 4e-7.
+# Keeps a clipped norm below the clip norm despite float32 rounding: the error of a norm of 10^7 values is < 4e-7.
 _ROUNDING_MARGIN = 1.0 - 1e-6
 
 
 def part_norms(rows: Tensor, parts: Parts) -> Tensor:
-    """L2 norm of each row in each part, [parts, records]; NaN or inf where it is not finite."""
-    # Not torch.linalg.vector_norm: on float32 it adds up naively, and is 0.8 % too small for 10^7 values.
+    """L2 norm of each part of each row, [parts, records]; NaN or inf if the part is not finite."""
+    # Not torch.linalg.vector_norm: in float32 it sums naively, and is 0.8 % too small for 10^7 values.
     return torch.stack([rows[:, part].square().sum(dim=1) for part in parts]).sqrt()
 
 
 def clipped_rows(rows: Tensor, clip_norm: float, parts: Parts) -> Tensor:
-    """The rows with each part clipped to `clip_norm`; a row that is not finite anywhere is zero.
+    """The rows with each part clipped to `clip_norm`; a row with any value that is not finite becomes zero.
 
-    Guarantee: whatever two rows go in, the results differ by at most 2 sqrt(parts) * clip_norm in L2.
+    Guarantee: the results for any two rows differ by at most 2 sqrt(parts) * clip_norm in L2.
 
     Source: Liu et al., Algorithm 1, line 14, for a batch's mean under the `batch` rule.
     """
@@ -35,17 +35,17 @@ def clipped_rows(rows: Tensor, clip_norm: float, parts: Parts) -> Tensor:
 
 
 def add_clipped(totals: Tensor, rows: Tensor, owners: Tensor, clip_norm: float, parts: Parts) -> None:
-    """Add to each owner's total the sum of its rows, whose parts are clipped to `clip_norm` each.
+    """Add to each owner's total the sum of its rows, with each part clipped to `clip_norm`.
 
-    Guarantee: adding or removing one row moves each part of its owner's total by at most `clip_norm` in L2, so all
-    of it by at most sqrt(parts) * clip_norm, and no other total. A row that is not finite anywhere counts as zero.
+    Guarantee: adding or removing one row moves each part of its owner's total by at most `clip_norm` in L2, hence the
+    whole by at most sqrt(parts) * clip_norm, and no other total. A row that is not finite counts as zero.
 
     Args:
         totals: [owners, values], changed in place.
         rows: [records, values], gradient units; records may be 0.
-        owners: int64 [records], each a row of `totals`.
+        owners: int64 [records], the row of `totals` to which each record is added.
         clip_norm: C, finite, > 0, gradient units.
-        parts: slices that hold every column once.
+        parts: slices that together cover every column once.
 
     Raises:
         ValueError: clip_norm is not finite and > 0.
@@ -57,14 +57,14 @@ def add_clipped(totals: Tensor, rows: Tensor, owners: Tensor, clip_norm: float, 
 
 
 def add_finite(totals: Tensor, rows: Tensor, owners: Tensor) -> None:
-    """Add to each owner's total its rows as they are, for the `batch` rule; a row that is not finite counts as zero."""
-    everything = (slice(0, rows.shape[1]),)
-    rows, finite = _finite_rows(rows, part_norms(rows, everything))
-    _add(totals, rows, owners, finite.to(rows.dtype).unsqueeze(0), everything)
+    """Add its rows, unclipped, to each owner's total, for the `batch` rule; a row that is not finite counts as zero."""
+    whole_row = (slice(0, rows.shape[1]),)
+    rows, finite = _finite_rows(rows, part_norms(rows, whole_row))
+    _add(totals, rows, owners, finite.to(rows.dtype).unsqueeze(0), whole_row)
 
 
 def _finite_rows_and_scales(rows: Tensor, clip_norm: float, parts: Parts) -> tuple[Tensor, Tensor]:
-    """The rows, zero where not finite, and what brings each part within the clip norm, [parts, records]."""
+    """The rows, zero where not finite, and the scales that clip their parts, [parts, records]."""
     if not (math.isfinite(clip_norm) and clip_norm > 0):
         raise ValueError(f"clip_norm = {clip_norm}: must be finite and > 0")
     norms = part_norms(rows, parts)
@@ -74,7 +74,7 @@ def _finite_rows_and_scales(rows: Tensor, clip_norm: float, parts: Parts) -> tup
 
 
 def _finite_rows(rows: Tensor, norms: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows with zeros in place of those whose norm is not finite, and which are, bool [records]."""
+    """The rows, with zeros for those whose norm is not finite, and which norms are finite, bool [records]."""
     finite = torch.isfinite(norms).all(dim=0)
     if bool(finite.all()):
         return rows, finite
@@ -82,10 +82,10 @@ def _finite_rows(rows: Tensor, norms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _add(totals: Tensor, rows: Tensor, owners: Tensor, scales: Tensor, parts: Parts) -> None:
-    """totals[owner] += scale * row, as one product for each part over the owners that have rows."""
-    present, place = torch.unique(owners, return_inverse=True)
+    """totals[owner] += scale * row, as one matrix product per part over the owners that have rows."""
+    present, index = torch.unique(owners, return_inverse=True)
     records = torch.arange(len(rows), device=rows.device)
     for part, scale in zip(parts, scales, strict=True):
         weights = rows.new_zeros(len(present), len(rows))
-        weights[place, records] = scale
+        weights[index, records] = scale
         totals[:, part].index_add_(0, present, weights @ rows[:, part])

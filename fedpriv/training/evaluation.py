@@ -18,7 +18,7 @@ class Evaluation:
     """Means over records.
 
     Attributes:
-        accuracy: share of right classes, or of right next tokens, in [0, 1].
+        accuracy: share of correct classes or next tokens, in [0, 1].
         loss: cross-entropy in nats.
     """
 
@@ -28,7 +28,7 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(model: TrainingModel, records: Records) -> Evaluation:
-    """How the model with its present adapter does on the records.
+    """The accuracy and loss of the model, with its current adapter, on the records.
 
     Raises:
         ValueError: there are no records.

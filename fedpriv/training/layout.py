@@ -1,4 +1,4 @@
-"""An adapter as one flat vector: many small tensors cost many small operations, one vector costs one."""
+"""An adapter as one flat vector, so that one operation replaces many small ones on its tensors."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fedpriv.adapters.arithmetic import Adapter
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where each tensor lies in the vector.
+    """The position of each tensor in the vector.
 
     Attributes:
         shapes: {tensor name: its shape}, in the adapter's order.
-        columns: {tensor name: its place in the vector}.
-        parts: the place of each clipping part; together they hold every column once.
+        columns: {tensor name: its slice of the vector}.
+        parts: the slice of each clipping part; together they cover every column once.
     """
 
     shapes: dict[str, torch.Size]
@@ -32,14 +32,14 @@ class Layout:
 
         Args:
             shapes: {tensor name: its shape}.
-            parts: groups of tensor names that hold every tensor once, from `clipping_parts`.
+            parts: groups of tensor names that contain every tensor once, from `clipping_parts`.
 
         Raises:
-            ValueError: the parts do not hold every tensor once.
+            ValueError: the parts do not contain every tensor once.
         """
         names = [name for part in parts for name in part]
         if len(names) != len(shapes) or set(names) != shapes.keys():
-            raise ValueError("parts: must hold the name of every tensor once")
+            raise ValueError("parts: must contain the name of every tensor once")
         columns: dict[str, slice] = {}
         slices, end = [], 0
         for part in parts:
@@ -51,26 +51,26 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """How many values an adapter has."""
+        """The number of values in an adapter."""
         return max((part.stop for part in self.parts), default=0)
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The vectors, [batch, size], of tensors [batch, *shape] by name."""
+        """The vectors [batch, size] of tensors {name: [batch, *shape]}."""
         return torch.cat([tensors[name].flatten(1) for name in self.columns], dim=1)
 
     def unflatten(self, rows: Tensor) -> dict[str, Tensor]:
-        """{tensor name: view of shape [batch, *shape]} of vectors [batch, size], in the adapter's order."""
+        """The tensors {name: view [batch, *shape]} of vectors [batch, size], in the adapter's order."""
         return {name: rows[:, self.columns[name]].view(len(rows), *shape) for name, shape in self.shapes.items()}
 
     def flatten_one(self, adapter: Adapter) -> Tensor:
-        """The vector, [size], of one adapter.
+        """The vector [size] of one adapter.
 
         Raises:
-            ValueError: its tensors are not those of the layout.
+            ValueError: its tensors differ from the layout in name or shape.
         """
         if adapter.keys() != self.shapes.keys():
-            odd = sorted(adapter.keys() ^ self.shapes.keys())
-            raise ValueError(f"adapter: tensors {', '.join(odd)} are on one side only")
+            unmatched = sorted(adapter.keys() ^ self.shapes.keys())
+            raise ValueError(f"adapter: tensors {', '.join(unmatched)} are on one side only")
         for name, shape in self.shapes.items():
             if adapter[name].shape != shape:
                 raise ValueError(
@@ -79,5 +79,5 @@ class Layout:
         return torch.cat([adapter[name].flatten() for name in self.columns])
 
     def unflatten_one(self, vector: Tensor) -> Adapter:
-        """The adapter of a vector [size]; tensors of their own, in the adapter's order."""
+        """The adapter of a vector [size]: copies, not views, in the adapter's order."""
         return {name: vector[self.columns[name]].reshape(shape).clone() for name, shape in self.shapes.items()}

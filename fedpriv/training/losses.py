@@ -1,4 +1,4 @@
-"""One loss for each record: no record's loss depends on another, and none is divided by the batch's size."""
+"""One loss per record: no record's loss depends on another record or on the batch size."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def classification_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def next_token_targets(batch: Mapping[str, Tensor]) -> Tensor:
-    """The token that each position predicts, int64 [batch, tokens - 1]; -100 where there is none.
+    """The token that each position must predict, int64 [batch, tokens - 1]; -100 if there is none.
 
-    A position predicts only if it is a real token and so is the next: with padding on the left, the first real
-    token would be predicted from padding alone.
+    A position has a target only if it and the next one are real tokens: with padding on the left, the first real
+    token would otherwise be predicted from padding alone.
     """
     mask = batch["attention_mask"].bool()
     return batch["input_ids"][:, 1:].masked_fill(~(mask[:, 1:] & mask[:, :-1]), IGNORED)
@@ -43,14 +43,14 @@ def causal_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def losses_and_hits(logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Each record's loss and its share of right predictions, both [batch].
+    """Each record's loss and its share of correct predictions, both [batch].
 
-    A batch with labels is a classification; without, its tokens are predicted.
+    With labels, the batch is one of classification; without, of next-token prediction.
     """
     if "labels" in batch:
         hits = (logits.argmax(dim=-1) == batch["labels"]).to(torch.float32)
         return classification_losses(logits, batch["labels"]), hits
     targets = next_token_targets(batch)
     valid = targets != IGNORED
-    right = (logits[:, :-1].argmax(dim=-1) == targets) & valid
-    return causal_losses(logits, targets), right.sum(dim=1) / valid.sum(dim=1).clamp_min(1)
+    correct = (logits[:, :-1].argmax(dim=-1) == targets) & valid
+    return causal_losses(logits, targets), correct.sum(dim=1) / valid.sum(dim=1).clamp_min(1)

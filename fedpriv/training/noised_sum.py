@@ -1,4 +1,4 @@
-"""One noised sum of clipped gradients, for who trains or weighs a model outside a federation."""
+"""One noised sum of clipped gradients, for training or scoring a model outside a federation."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ def noised_sum(
 ) -> tuple[Tensor, Event]:
     """The sum of per-sample gradients, each clipped to C as a whole, with N(0, (z C)^2) added, [values]; and its event.
 
-    Guarantee: where every record was included with the probability, adding or removing one record costs the event.
+    Guarantee: if every record was included independently with the given probability, the event bounds the privacy loss
+    of the sum under add-or-remove adjacency.
 
     Args:
-        rows: [records, values] pieces of the included records' gradients; none at all gives noise alone.
-        like: [values], on whose device the sum is.
+        rows: pieces [records, values] of the included records' gradients; without any, the result is noise alone.
+        like: [values], a tensor on the device for the sum.
         clip_norm: C, finite, > 0, gradient units.
         noise_multiplier: z >= 0; 0 adds nothing, and the event costs infinity.
         sampling_probability: q in [0, 1], from the sampler that drew the records.
-        source: of the noise.
+        source: of randomness, for the noise.
 
     Raises:
         ValueError: a value is out of range.
@@ -41,10 +42,10 @@ def noised_sum(
     Source: Abadi et al. 2016, Algorithm 1.
     """
     total = like.new_zeros((1, len(like)), dtype=torch.float32)
-    everything = (slice(0, len(like)),)
+    whole_row = (slice(0, len(like)),)
     for piece in rows:
         owners = torch.zeros(len(piece), dtype=torch.int64, device=total.device)
-        add_clipped(total, piece, owners, clip_norm, everything)
+        add_clipped(total, piece, owners, clip_norm, whole_row)
     request = NoiseRequest(
         noise_multiplier=noise_multiplier,
         clip_norm=clip_norm,

@@ -1,8 +1,8 @@
 """Exact per-sample gradients of every trainable layer from one forward and one backward pass.
 
-Every trainable leaf `nn.Linear` is tapped: its input x and its output's gradient g give the gradient of record n
-as the sum over tokens of g x^T. Only gradients of outputs are asked of autograd, so the frozen base costs what it
-costs in plain LoRA training and no weight gradient of the whole batch is ever formed.
+Every trainable leaf `nn.Linear` is hooked: its input x and the gradient g of its output give the gradient of record n
+as the sum over tokens of g x^T. Autograd computes gradients of outputs only, so the frozen base costs as much as in
+plain LoRA training, and no weight gradient of the whole batch is ever formed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class TrainableLayer:
 
     Attributes:
         module: the layer.
-        weight: the weight's name, or None where it is frozen.
-        bias: the bias's name, or None where there is none or it is frozen.
+        weight: name of the weight; None if it is frozen.
+        bias: name of the bias; None if there is none or it is frozen.
     """
 
     module: nn.Linear
@@ -34,11 +34,11 @@ class TrainableLayer:
 
 
 def trainable_layers(model: nn.Module) -> dict[str, TrainableLayer]:
-    """The trainable layers of a peft model by module name.
+    """The trainable layers of a peft model, by module name.
 
     Raises:
-        ValueError: a trainable parameter that cannot be differentiated for each sample, by name; an untied
-            output embedding; more than one active adapter.
+        ValueError: a trainable parameter does not support per-sample gradients (names it), is an untied output
+            embedding, or more than one adapter is active.
     """
     active = getattr(model, "active_adapters", ["default"])
     if len(active) != 1:
@@ -73,7 +73,7 @@ def trainable_layers(model: nn.Module) -> dict[str, TrainableLayer]:
 
 
 def _refuse_output_embeddings(model: nn.Module) -> None:
-    """peft would untie a copied lm_head from the input embeddings, and then train the wrong model."""
+    """Refuse a trainable lm_head: peft would copy it, untie it from the input embeddings, and train the wrong model."""
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
     if head is not None and any(parameter.requires_grad for parameter in head.parameters()):
@@ -82,11 +82,11 @@ def _refuse_output_embeddings(model: nn.Module) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """The parameters of several clients, whose records share one pass of the frozen base.
+    """The parameters of several clients whose records share one pass of the frozen base.
 
     Attributes:
         parameters: {parameter name: [clients, *shape]}.
-        owners: int64 [batch], each record's client.
+        owners: int64 [batch], the client of each record.
     """
 
     parameters: Mapping[str, Tensor]
@@ -94,31 +94,31 @@ class Stack:
 
 
 @dataclass
-class _Taps:
-    """{module name: (input, output)} of one forward pass; what gradient checkpointing runs later is left out."""
+class _Activations:
+    """{module name: (input, output)} of one forward pass, without what gradient checkpointing runs again later."""
 
-    found: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    by_module: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     recording: bool = True
 
     def record(self, name: str, inputs: Tensor, output: Tensor) -> None:
         if not self.recording:
             return
-        if name in self.found:
+        if name in self.by_module:
             raise ValueError(f"{name}: called twice in one forward pass, so its gradients would mix")
-        self.found[name] = (inputs.detach(), output)
+        self.by_module[name] = (inputs.detach(), output)
 
 
 @contextmanager
-def _tapped(layers: Mapping[str, TrainableLayer], stack: Stack | None) -> Iterator[_Taps]:
-    """Within this context the trainable layers are recorded, and each record meets its own client's parameters."""
-    taps = _Taps()
+def _recorded(layers: Mapping[str, TrainableLayer], stack: Stack | None) -> Iterator[_Activations]:
+    """Within this context the trainable layers are recorded, and each record uses its own client's parameters."""
+    activations = _Activations()
 
     def forward_of(name: str, layer: TrainableLayer) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
             output = (
                 layer.module.__class__.forward(layer.module, x) if stack is None else _stacked(name, layer, x, stack)
             )
-            taps.record(name, x, output)
+            activations.record(name, x, output)
             return output
 
         return forward
@@ -126,14 +126,14 @@ def _tapped(layers: Mapping[str, TrainableLayer], stack: Stack | None) -> Iterat
     for name, layer in layers.items():
         layer.module.forward = forward_of(name, layer)  # type: ignore[method-assign, assignment]
     try:
-        yield taps
+        yield activations
     finally:
         for layer in layers.values():
             del layer.module.forward
 
 
 def _stacked(name: str, layer: TrainableLayer, x: Tensor, stack: Stack) -> Tensor:
-    """The layer's output with each record's own parameters, in float32 whatever the base computes in."""
+    """The layer's output with each record's own parameters, in float32 whatever precision the base uses."""
     if len(x) != len(stack.owners):
         raise ValueError(f"{name}: its input's first dimension is {len(x)}, not the batch's {len(stack.owners)}")
     with torch.autocast(x.device.type, enabled=False):
@@ -142,12 +142,12 @@ def _stacked(name: str, layer: TrainableLayer, x: Tensor, stack: Stack) -> Tenso
             for key, parameter in ((layer.weight, layer.module.weight), (layer.bias, layer.module.bias))
         )
         output = _linear(x.to(weight.dtype), weight, bias, stack.owners)
-    # The parameters carry no gradient of their own: it is the output's that is asked for.
+    # The parameters need no gradient of their own: only that of the output is computed.
     return output if output.requires_grad else output.requires_grad_()
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, owners: Tensor) -> Tensor:
-    """x [batch, ..., in] by weight [clients or 1, out, in] and bias [clients or 1, out]."""
+    """The linear layer on x [batch, ..., in], with weight [clients or 1, out, in] and bias [clients or 1, out]."""
     if len(weight) == 1 and (bias is None or len(bias) == 1):
         return F.linear(x, weight[0], bias[0] if bias is not None else None)
     flat = x.reshape(len(x), -1, x.shape[-1])
@@ -161,34 +161,34 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, owners: Tensor) -> T
 def per_sample_gradients(
     layers: Mapping[str, TrainableLayer], losses: Callable[[], Tensor], stack: Stack | None = None
 ) -> tuple[PerSample, Tensor]:
-    """The gradient of every record's loss by every trainable parameter.
+    """The gradient of every record's loss with respect to every trainable parameter.
 
     Args:
         layers: from `trainable_layers`.
-        losses: runs the forward pass and returns one loss for each record, float [batch], batch >= 1; no
-            record's loss may depend on another record.
-        stack: each record's parameters; None takes the model's own.
+        losses: runs the forward pass and returns one loss per record, float [batch], batch >= 1; no record's loss may
+            depend on another record.
+        stack: the parameters of each record's client; None uses the model's own.
 
     Returns:
         {parameter name: [batch, *parameter shape]}, and the losses, detached.
 
     Raises:
-        ValueError: a layer is called twice, or works on something else than [batch, ..., features].
+        ValueError: a layer is called twice, or its input is not [batch, ..., features].
     """
-    with _tapped(layers, stack) as taps:
+    with _recorded(layers, stack) as activations:
         values = losses()
-        taps.recording = False
+        activations.recording = False
         num = len(values)
-        for name, (inputs, _) in taps.found.items():
+        for name, (inputs, _) in activations.by_module.items():
             if inputs.shape[0] != num:
                 raise ValueError(f"{name}: its input's first dimension is {inputs.shape[0]}, not the batch's {num}")
-        outputs = [output for _, output in taps.found.values()]
+        outputs = [output for _, output in activations.by_module.values()]
         gradients = torch.autograd.grad(values.sum(), outputs, allow_unused=True)
     result: PerSample = {}
-    for (name, (inputs, output)), gradient in zip(taps.found.items(), gradients, strict=True):
+    for (name, (inputs, output)), gradient in zip(activations.by_module.items(), gradients, strict=True):
         g = torch.zeros_like(output) if gradient is None else gradient
         result.update(_layer_gradients(layers[name], inputs.to(g.dtype), g))
-    for layer in layers.values():  # a layer that the pass did not use has a zero gradient
+    for layer in layers.values():  # a layer that the pass did not use has zero gradient
         for key, parameter in ((layer.weight, layer.module.weight), (layer.bias, layer.module.bias)):
             if key is not None and key not in result:
                 result[key] = parameter.new_zeros((num, *parameter.shape))

@@ -1,7 +1,7 @@
-"""Frozen-prefix cache: below the first trainable layer a record's hidden states never change.
+"""Frozen-prefix cache: below the first trainable layer, a record's hidden states never change.
 
-They are computed once for each record, kept in memory up to a bound and in a private memory-mapped file beyond
-it, and fed to the first trainable layer; the layers below are then skipped.
+They are computed once per record, kept in memory up to a limit and beyond it in a private memory-mapped file, and fed
+to the first trainable layer; the layers below are then skipped.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Prefix:
     """The layers below the first trainable one.
 
     Attributes:
-        parent: the module that holds the list of layers.
-        name: the list's name in it.
+        parent: the module that contains the list of layers.
+        name: the name of the list in that module.
         layers: all layers.
-        length: how many layers come before the first trainable one, >= 1.
+        length: number of layers before the first trainable one, >= 1.
     """
 
     parent: nn.Module
@@ -45,7 +45,7 @@ class _StopForwardError(Exception):
 
 
 def find_prefix(model: Any) -> Prefix | None:
-    """The frozen prefix of a peft model; None where the first layer, or something before it, is trained."""
+    """The frozen prefix of a peft model; None if the first layer, or something before it, is trained."""
     trained = [name for name, p in model.named_parameters() if p.requires_grad and ".modules_to_save." not in name]
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and trained and all(n.startswith(f"{path}.") for n in trained):
@@ -57,16 +57,16 @@ def find_prefix(model: Any) -> Prefix | None:
 
 @contextmanager
 def prefix_output(prefix: Prefix) -> Iterator[list[Tensor]]:
-    """Within this context a forward pass stops before the first trainable layer and leaves its input in the list."""
-    caught: list[Tensor] = []
+    """Within this context a forward pass stops before the first trainable layer and appends its input to the list."""
+    captured: list[Tensor] = []
 
     def stop(_module: nn.Module, args: Any) -> None:
-        caught.append(args[0])
+        captured.append(args[0])
         raise _StopForwardError
 
     handle = prefix.layers[prefix.length].register_forward_pre_hook(stop)
     try:
-        yield caught
+        yield captured
     except _StopForwardError:
         pass
     finally:
@@ -92,13 +92,13 @@ def skipping_prefix(prefix: Prefix, hidden: Tensor) -> Iterator[None]:
 class PrefixCache:
     """Hidden states below the first trainable layer, for any number of record sets.
 
-    The states are float32 and unpadded, so a record's are the same whatever batch it is drawn in. A set's states
-    are computed all at once, in an order that depends on the records alone. They go when their records go.
+    The states are float32 and unpadded, so those of a record do not depend on the batch it is drawn in. All states of a
+    record set are computed at once, in an order that depends only on the records, and freed together with the records.
 
     Args:
         forward: runs the model in eval mode on records.
         prefix: from `find_prefix`.
-        memory_limit: bytes to hold in memory; what comes after goes to a file that only this user can read.
+        memory_limit: bytes to keep in memory; states beyond that go to a file that only this user can read.
     """
 
     def __init__(self, forward: Callable[[Sequence[Item]], object], prefix: Prefix, *, memory_limit: int) -> None:
@@ -109,7 +109,7 @@ class PrefixCache:
         self._states: weakref.WeakKeyDictionary[Records, tuple[Tensor, list[int]]] = weakref.WeakKeyDictionary()
 
     def hidden(self, items: Sequence[Item]) -> Tensor:
-        """The states of the given records, padded on the right by zeros, float32 [batch, tokens, hidden]."""
+        """The states of the given records, padded on the right with zeros, float32 [batch, tokens, hidden]."""
         return torch.nn.utils.rnn.pad_sequence([self._row(records, index) for records, index in items], True)
 
     def _row(self, records: Records, index: int) -> Tensor:
@@ -125,9 +125,9 @@ class PrefixCache:
         order = sorted(records.items(), key=num_tokens)
         for begin in range(0, len(order), _RECORDS_PER_PASS):
             items = order[begin : begin + _RECORDS_PER_PASS]
-            with prefix_output(self.prefix) as caught:
+            with prefix_output(self.prefix) as captured:
                 self._forward(items)
-            hidden = caught[0].float().cpu().numpy()
+            hidden = captured[0].float().cpu().numpy()
             if states is None:
                 states = self._allocate(records, (starts[-1], hidden.shape[-1]))
             for row, (_, index) in enumerate(items):
@@ -140,7 +140,7 @@ class PrefixCache:
             self.bytes_in_memory += size
             weakref.finalize(records, self._release, size)
             return np.empty(shape, dtype=np.float32)
-        folder = tempfile.TemporaryDirectory(prefix="fedpriv-prefix-")  # readable by its owner alone
+        folder = tempfile.TemporaryDirectory(prefix="fedpriv-prefix-")  # readable only by its owner
         weakref.finalize(records, folder.cleanup)
         return np.memmap(Path(folder.name) / "states.f32", dtype=np.float32, mode="w+", shape=shape)
 

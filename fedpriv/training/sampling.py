@@ -1,4 +1,4 @@
-"""Poisson sampling: every record is included independently, with the probability that is accounted."""
+"""Poisson sampling: every record is included independently, with the probability that is accounted for."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from fedpriv.mechanisms.sources import RandomSource
 
 
 class PoissonSampler:
-    """Draws batches and knows the probability with which it draws them.
+    """Draws Poisson batches, and states their sampling probability.
 
-    The probability is q = B / N_k of the *registered* number of records, equal in both neighbouring worlds,
-    never of the number of records that happen to be there.
+    The probability is q = B / N_k with the *registered* number of records, which is equal in both neighbouring worlds,
+    never with the number of records that are present.
 
     Args:
         num_registered: N_k >= 1.
         expected_batch_size: B, 1 <= B <= N_k.
-        source: where inclusion comes from.
+        source: of randomness, for inclusion.
 
     Raises:
-        InputError: B > N_k, or one is below 1.
+        InputError: B > N_k, or either is below 1.
     """
 
     def __init__(self, *, num_registered: int, expected_batch_size: int, source: RandomSource) -> None:
@@ -38,6 +38,6 @@ class PoissonSampler:
         return self.expected_batch_size / self.num_registered
 
     def draw(self, num_records: int) -> list[int]:
-        """Indices of the included ones among `num_records` records; often another number than B, at times none."""
+        """Indices of the included records among `num_records`; their number varies around its mean and may be 0."""
         included = self.source.bernoulli(num_records, self.sampling_probability)
         return included.nonzero().squeeze(1).tolist()

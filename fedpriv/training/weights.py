@@ -1,4 +1,4 @@
-"""What an optimizer steps in a local update: the trained values themselves, or latent ones behind ternary values."""
+"""What the optimizer updates in a local update: the trained values, or the latent values behind ternary ones."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class TrainedWeights(Protocol):
     """The trained values of a stack of clients."""
 
     def values(self) -> Tensor:
-        """What the forward pass uses and what is uploaded, [clients, values]."""
+        """The values that the forward pass uses and that are uploaded, [clients, values]."""
 
     def step(self, gradients: Tensor) -> None:
-        """One optimizer step from the (noised) gradients by these values, [clients, values]."""
+        """One optimizer step, from the (noised) gradients with respect to these values, [clients, values]."""
 
 
 def trained_weights(spec: UpdateSpec, broadcast: Tensor, initial: Adapter, layout: Layout) -> TrainedWeights:
@@ -29,11 +29,11 @@ def trained_weights(spec: UpdateSpec, broadcast: Tensor, initial: Adapter, layou
     Args:
         spec: of the update.
         broadcast: [clients, values], where the clients start.
-        initial: the tensors at the start of the run, around which `ternary` quantises.
+        initial: the tensors at the start of the run; `ternary` quantises the difference to them.
         layout: of the tensors.
 
     Raises:
-        ValueError: optimizer or quantization are unknown.
+        ValueError: the optimizer or the quantization is unknown.
     """
     if spec.quantization == "none":
         return _PlainWeights(spec, broadcast)
@@ -58,10 +58,10 @@ class _PlainWeights:
 class _TernaryWeights:
     """Trained ternary quantisation of the difference to the run's start (Xu et al. 2020, Section III).
 
-    The broadcast is ternary already, so the first step is plain; after it each tensor has a trained scale. Gradients
-    pass straight through to the latent difference, times the scale where the code is not zero. All of it is computed
-    from the noised gradient, so it is post-processing. Unlike the paper, the scale follows the mean of its weights'
-    gradients, not the sum: the sum of as many noise values would throw it out at every step.
+    The broadcast is already ternary, so the first step is a plain one; after it each tensor has a trained scale. The
+    straight-through gradient of the latent difference is multiplied by the scale where the code is not zero. All of
+    this is computed from the noised gradient, so it is post-processing. Unlike in the paper, the scale follows the mean
+    of its weights' gradients, not the sum: the sum of so many noise values would derail it at every step.
     """
 
     def __init__(self, spec: UpdateSpec, broadcast: Tensor, initial: Tensor, layout: Layout) -> None:
@@ -87,8 +87,8 @@ class _TernaryWeights:
         self._optimizer.step()
         if not self._stepped:
             with torch.no_grad():
-                best = [ternary_codes(self._latent[:, columns])[1] for columns in self._columns]
-                self._scales.copy_(torch.cat(best, dim=1))
+                scales = [ternary_codes(self._latent[:, columns])[1] for columns in self._columns]
+                self._scales.copy_(torch.cat(scales, dim=1))
             self._stepped = True
 
     def _codes(self) -> Tensor:
@@ -100,8 +100,8 @@ class _TernaryWeights:
     def _spread(self, scales: Tensor) -> Tensor:
         """Each tensor's scale at each of its values, [clients, values]."""
         spread = torch.empty_like(self._latent)
-        for place, columns in enumerate(self._columns):
-            spread[:, columns] = scales[:, place : place + 1]
+        for index, columns in enumerate(self._columns):
+            spread[:, columns] = scales[:, index : index + 1]
         return spread
 
     @staticmethod

@@ -157,7 +157,7 @@ def test_the_evaluators_saliency_is_the_gradient_of_the_mean_loss(small_run, tmp
 
     def loss(step: float) -> float:
         moved = {**tensors, name: tensors[name] + step * np.eye(len(tensors[name]), dtype=np.float32)[0]}
-        with evaluator._wearing(moved):
+        with evaluator._with_adapter(moved):
             return evaluate(evaluator.model, evaluator._test).loss
 
     slope = abs(loss(0.01) - loss(-0.01)) / 0.02
