@@ -1,7 +1,7 @@
-"""What a federation with a LoRA setting sends, counted from a model's shape without its weights.
+"""How much a federation with a LoRA setting sends, counted from the model's shape without its weights.
 
-Counted are the values of the A and B matrices. Not counted: a classification head, which a run with `task = SEQ_CLS`
-trains and sends too, and what file formats and transports add.
+The count covers the values of the A and B matrices. It excludes a classification head, which a run with
+`task = SEQ_CLS` trains and sends too, and the overhead of file formats and transport.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     | {"max_position_embeddings": 512, "type_vocab_size": 2},
     "llama-7b": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000}
     | {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
-    # ChatGLM2 itself needs code from the Hub. GLM has the same blocks, but with query, key and value apart: adapters
-    # on these three hold other numbers than one on ChatGLM2's fused query_key_value would.
+    # ChatGLM2 itself needs code from the Hub. GLM has the same blocks, but with separate query, key and value: adapters
+    # on these three have another number of values than one on ChatGLM2's fused query_key_value.
     "chatglm2-6b": {"model_type": "glm", "architectures": ["GlmForCausalLM"], "vocab_size": 65024, "hidden_size": 4096}
     | {"intermediate_size": 13696, "num_hidden_layers": 28, "num_attention_heads": 32, "num_key_value_heads": 2}
     | {"head_dim": 128, "attention_bias": True, "tie_word_embeddings": False}
@@ -50,14 +50,14 @@ _PAPER = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What counting needs of a model.
+    """The properties of a model that the count needs.
 
     Attributes:
         name: as the user gave it.
-        total_parameters: all parameters, tied ones once.
+        total_parameters: of all parameters, tied ones counted once.
         hidden_size: n of the paper's formula.
-        layers: {dotted name: (inputs, outputs)} of every linear layer, a head's too.
-        default_targets: peft's for the model type; empty if it has none.
+        layers: {dotted name: (inputs, outputs)} of every linear layer, including a head.
+        default_targets: peft's default for the model type; empty if it has none.
     """
 
     name: str
@@ -67,10 +67,10 @@ class ModelShape:
     default_targets: tuple[str, ...]
 
     def adapted(self, targets: Sequence[str]) -> list[tuple[int, int]]:
-        """(inputs, outputs) of the linear layers whose dotted name is a target or ends in one, as peft matches.
+        """(inputs, outputs) of the linear layers whose dotted name is a target or ends in one, as peft matches them.
 
         Raises:
-            InputError: a target that is no linear layer, or no target at all.
+            InputError: a target is not a linear layer, or there is no target.
         """
         known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in self.layers}))
         for target in targets:
@@ -83,10 +83,10 @@ class ModelShape:
 
 
 def model_shape(name: str) -> ModelShape:
-    """The shape of a model by its name. No weights are read or allocated.
+    """The shape of a model, given its name. No weights are read or allocated.
 
     Args:
-        name: a local folder with a config.json, else one of `PRESETS`, else a model on the Hub, of which only the
+        name: a local folder with a config.json, else one of `PRESETS`, else a model on the Hub, from which only the
             configuration is fetched.
 
     Raises:
@@ -101,17 +101,17 @@ def model_shape(name: str) -> ModelShape:
         return preset_shape(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise InputError(f"model = {name!r}: this folder has no config.json")
-    place = str(folder) if folder.is_dir() else resolve(name)
+    location = str(folder) if folder.is_dir() else resolve(name)
     try:
         with quiet_transformers():
-            return shape_of(AutoConfig.from_pretrained(place, trust_remote_code=False), name)
-    except Exception as error:  # a foreign configuration may trip anything in transformers or torch
+            return shape_of(AutoConfig.from_pretrained(location, trust_remote_code=False), name)
+    except Exception as error:  # a foreign configuration may cause any error in transformers or torch
         reason = textwrap.shorten(str(error) or type(error).__name__, 120)
         raise InputError(f"model = {name!r}: {reason} (no network needed: {', '.join(PRESETS)})") from None
 
 
 def preset_shape(name: str) -> ModelShape:
-    """The shape of one of `PRESETS`; where peft has no default targets, they are query, key and value."""
+    """The shape of one of `PRESETS`; if peft has no default targets for it, they are query, key and value."""
     from transformers import AutoConfig
 
     shape = shape_of(AutoConfig.for_model(**PRESETS[name]), name)
@@ -119,7 +119,7 @@ def preset_shape(name: str) -> ModelShape:
 
 
 def shape_of(config: Any, name: str) -> ModelShape:
-    """The shape of the model of a transformers configuration, under a name for messages."""
+    """The shape of the model that a transformers configuration describes; messages call it by the given name."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -143,9 +143,9 @@ def shape_of(config: Any, name: str) -> ModelShape:
 
 
 def meta_model(config: Any) -> Any:
-    """The model of a configuration on torch's meta device, which allocates nothing.
+    """The model that a configuration describes, on torch's meta device, which allocates nothing.
 
-    With its head if the configuration's first architecture is a causal model or a sequence classifier, else bare.
+    It has its head if the configuration's first architecture is a causal model or a sequence classifier, else none.
     """
     import torch
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -164,14 +164,14 @@ def meta_model(config: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """What is sent up; as much is sent down.
+    """How much the clients send; they receive as much.
 
     Attributes:
         total_parameters, target_parameters: of the whole model, and of the adapted weight matrices themselves.
-        trainable_parameters: r * (inputs + outputs), summed over these: what a client sends a round.
-        parameters_up, bytes_up, bytes_down: of all clients and rounds.
-        formula_parameters: the paper's T K L r 2n, with L adapted matrices and hidden size n, to compare with
-            parameters_up; the two are equal where all matrices are n x n.
+        trainable_parameters: r * (inputs + outputs), summed over these: what a client sends per round.
+        parameters_up, bytes_up, bytes_down: over all clients and rounds.
+        formula_parameters: the paper's T K L r 2n, with L adapted matrices and hidden size n, for comparison with
+            parameters_up; the two are equal if all matrices are n x n.
         reduction_ratio: trainable over total parameters; reduction_percent is the same in percent.
     """
 
@@ -205,15 +205,15 @@ def count(
     num_rounds: int = 50,
     bytes_per_value: int = 4,
 ) -> Communication:
-    """What a federation sends, every client taking part in every round.
+    """How much a federation sends if every client takes part in every round.
 
     Args:
         shape: of the base model.
-        rank, num_clients, num_rounds, bytes_per_value: >= 1; 4 bytes are float32.
-        targets: names of linear layers, or ends of their dotted names; empty for peft's default.
+        rank, num_clients, num_rounds, bytes_per_value: >= 1; float32 has 4 bytes.
+        targets: names of linear layers, or the ends of their dotted names; empty for peft's default.
 
     Raises:
-        InputError: a number below 1, or targets that the model does not have.
+        InputError: a number is below 1, or the model does not have a target.
 
     Source: Liu et al., section 4.4.
     """
@@ -251,20 +251,20 @@ def count(
 
 @dataclass(frozen=True, kw_only=True)
 class PaperRow:
-    """A line of Table 5, 18 or 19 of the DP-LoRA paper beside the counts, in parameters of one client's upload.
+    """A row of Table 5, 18 or 19 of the DP-LoRA paper next to our counts, in parameters of one client's upload.
 
     Attributes:
-        table, method, rank: the line; `vanilla-fl` is also what the paper calls origin. Only `dp-lora` has a rank.
-        targets: which matrices the counts assume to be adapted: the paper says self-attention.
+        table, method, rank: of the row; `vanilla-fl` includes what the paper calls origin. Only `dp-lora` has a rank.
+        targets: the matrices that our counts assume to be adapted; the paper says self-attention.
         paper_parameters, paper_reduction_percent: as printed.
-        exact_parameters, exact_reduction_percent: r * (inputs + outputs) summed, of all parameters; for `vanilla-fl`
-            all parameters; None for other methods.
+        exact_parameters, exact_reduction_percent: the sum of r * (inputs + outputs), and its percentage of all
+            parameters; for `vanilla-fl` all parameters; None for other methods.
         formula_parameters: the paper's L r 2n.
         relative_deviation: formula_parameters / paper_parameters - 1.
-        given_by_formula: whether that is at most 5 % either way; None without a rank.
-        exceeds_adapted_matrices: whether the printed overhead is above that of sending the adapted matrices whole.
-        ratio_contradicts_overhead: whether no values that round to the printed overhead and to the printed origin
-            have a ratio that rounds to the printed one; None where no ratio is printed.
+        given_by_formula: whether that is at most 5 % in magnitude; None without a rank.
+        exceeds_adapted_matrices: whether the printed overhead exceeds that of sending the adapted matrices in full.
+        ratio_contradicts_overhead: whether no two values that round to the printed overhead and the printed origin
+            have a ratio that rounds to the printed one; None if no ratio is printed.
     """
 
     table: int
@@ -284,14 +284,14 @@ class PaperRow:
 
 
 def compare_paper() -> list[PaperRow]:
-    """Every line of the paper's Tables 5, 18 and 19 beside what the ranks give.
+    """Every row of the paper's Tables 5, 18 and 19 next to the counts that its rank gives.
 
-    The text adapts self-attention, so the counts assume query, key and value for Llama, as its example there does, and
-    for ChatGLM2, and for GPT-2 and BERT the attention's output too. By that no printed figure follows from its rank,
-    by the formula or exactly. Nor does a model's column under any other choice: with the linear layers of all blocks
-    adapted the exact counts meet one figure, of BERT. The columns grow far less than in proportion to the rank, as if
-    something else were sent. With a constant of one's own choice for each model added, the count stays off by up to
-    6 % for BERT and 11 % for GPT-2 (all of the attention), 26 % for Llama and 31 % for ChatGLM2 (all linear layers).
+    The paper adapts self-attention, so the counts assume query, key and value for Llama, as in the paper's example, and
+    for ChatGLM2, and also the attention output for GPT-2 and BERT. Under this assumption no printed figure follows from
+    its rank, by the formula or exactly. Nor does any other choice explain a model's column: with the linear layers of
+    all blocks adapted, the exact counts match one figure, for BERT. The columns grow much more slowly than the rank, as
+    if something else were sent as well. Even with a freely chosen constant added for each model, the count is off by up
+    to 6 % for BERT and 11 % for GPT-2 (all of the attention), 26 % for Llama and 31 % for ChatGLM2 (all linear layers).
     """
     rows = []
     for model, printed in _PAPER.items():
@@ -303,7 +303,7 @@ def compare_paper() -> list[PaperRow]:
 
 
 def _paper_row(table: int, shape: ModelShape, origin: str, method: str, overhead: str, ratio: str) -> PaperRow:
-    """One line of _PAPER, where a rank stands for the method `dp-lora`."""
+    """The row of one entry of _PAPER; a number as its method means `dp-lora` with that rank."""
     low, paper, high = _rounded_to(overhead)
     contradiction = None
     if ratio != "-":
@@ -333,7 +333,7 @@ def _paper_row(table: int, shape: ModelShape, origin: str, method: str, overhead
 
 
 def _rounded_to(printed: str) -> tuple[float, float, float]:
-    """What a printed number such as 2.43B or 36.27 stands for: the smallest that rounds to it, itself, the largest."""
+    """The smallest value that rounds to a printed number such as 2.43B or 36.27, the number itself, and the largest."""
     unit = {"B": 10**9, "M": 10**6}.get(printed[-1], 1)
     number = Decimal(printed.rstrip("BM"))
     half = Decimal(5).scaleb(int(number.as_tuple().exponent) - 1)
