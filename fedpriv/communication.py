@@ -79,7 +79,7 @@ class ModelShape:
         if not targets:
             raise InputError(f"targets: peft has no default for {self.name}; its linear layers are {known}")
         endings = tuple(f".{target}" for target in targets)
-        return [sides for name, sides in self.layers.items() if f".{name}".endswith(endings)]
+        return [shape for name, shape in self.layers.items() if f".{name}".endswith(endings)]
 
 
 def model_shape(name: str) -> ModelShape:
@@ -304,11 +304,11 @@ def compare_paper() -> list[PaperRow]:
 
 def _paper_row(table: int, shape: ModelShape, origin: str, method: str, overhead: str, ratio: str) -> PaperRow:
     """The row of one entry of _PAPER; a number as its method means `dp-lora` with that rank."""
-    low, paper, high = _rounded_to(overhead)
+    low, paper, high = _rounding_interval(overhead)
     contradiction = None
     if ratio != "-":
-        smallest, _, largest = _rounded_to(origin)
-        lowest, _, highest = _rounded_to(ratio)
+        smallest, _, largest = _rounding_interval(origin)
+        lowest, _, highest = _rounding_interval(ratio)
         contradiction = highest < 100 * low / largest or lowest > 100 * high / smallest
     targets = _ATTENTION[shape.name] if method.isdecimal() else ()
     counted = count(shape, rank=int(method), targets=targets, num_clients=1, num_rounds=1) if targets else None
@@ -332,7 +332,7 @@ def _paper_row(table: int, shape: ModelShape, origin: str, method: str, overhead
     )
 
 
-def _rounded_to(printed: str) -> tuple[float, float, float]:
+def _rounding_interval(printed: str) -> tuple[float, float, float]:
     """The smallest value that rounds to a printed number such as 2.43B or 36.27, the number itself, and the largest."""
     unit = {"B": 10**9, "M": 10**6}.get(printed[-1], 1)
     number = Decimal(printed.rstrip("BM"))

@@ -20,11 +20,11 @@ DEFAULT_PORT = 9094
 
 _POLICY_HEADER = "# What a coordinator may request from this node; it refuses anything beyond.\n"
 _POLICY_COMMENTS: Mapping[str, str] = {
-    "min_effective_noise_multiplier": "Least noise, relative to the sensitivity under the clipping rule.",
-    "max_sampling_probability": "Largest expected batch size, divided by the registered number of records.",
-    "max_local_steps": "Most noisy steps in a round.",
-    "max_rounds": "Most rounds in a run.",
-    "max_clip_norm": "Largest clip norm; with a larger one, clipping would have little effect.",
+    "min_effective_noise_multiplier": "Minimum noise multiplier, divided by the clipping rule's sensitivity factor.",
+    "max_sampling_probability": "Maximum expected batch size, divided by the registered number of records.",
+    "max_local_steps": "Maximum number of noisy steps in a round.",
+    "max_rounds": "Maximum number of rounds in a run.",
+    "max_clip_norm": "Maximum clip norm; with a larger one, clipping would have little effect.",
 }
 _APPROVED_HEADER = "# SHA-256 of each bundle that may run here, one per line; `approve` adds them.\n"
 

@@ -113,7 +113,7 @@ def freeze(name: str, model: Any, tokenizer: Any, *, missing: Any = (), task: st
 def quiet_transformers() -> Iterator[None]:
     """Silence transformers and peft while they load and save: notes about a new head, and progress bars."""
     log = transformers.utils.logging
-    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    verbosity, bars_were_enabled = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
     log.disable_progress_bar()
     try:
@@ -123,5 +123,5 @@ def quiet_transformers() -> Iterator[None]:
             yield
     finally:
         log.set_verbosity(verbosity)
-        if bars:
+        if bars_were_enabled:
             log.enable_progress_bar()

@@ -115,8 +115,8 @@ def pack_ternary(codes: np.ndarray) -> np.ndarray:
     return packed
 
 
-def unpack_ternary(packed: np.ndarray, num: int) -> np.ndarray:
-    """The first `num` codes, int8 in {-1, 0, 1}, that `pack_ternary` packed.
+def unpack_ternary(packed: np.ndarray, num_codes: int) -> np.ndarray:
+    """The first `num_codes` codes, int8 in {-1, 0, 1}, that `pack_ternary` packed.
 
     Raises:
         ValueError: a byte is 243 or more, so it does not hold five codes.
@@ -124,7 +124,7 @@ def unpack_ternary(packed: np.ndarray, num: int) -> np.ndarray:
     if len(packed) and packed.max() >= 3**_DIGITS:
         raise ValueError(f"{CODES}: byte {packed.max()}: must be below {3**_DIGITS}, five ternary codes")
     digits = packed[:, None] // _POWERS % 3
-    return digits.reshape(-1)[:num].astype(np.int8) - 1
+    return digits.reshape(-1)[:num_codes].astype(np.int8) - 1
 
 
 def _rounded(values: np.ndarray, scale: float, steps: float, source: RandomSource) -> np.ndarray:

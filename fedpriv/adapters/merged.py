@@ -127,7 +127,7 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> Merged:
         if tensor.dtype != torch.float32 or tensor.dim() != 2:
             raise ValueError(f"{name}: must be a float32 matrix")
         if not name.endswith((_LEFT, _RIGHT)) or (name.endswith(_RIGHT) and stem + _LEFT not in tensors):
-            raise ValueError(f"{name}: is no part of a merged weight")
+            raise ValueError(f"{name}: is not part of a merged weight")
         if name.endswith(_RIGHT) and tensors[stem + _LEFT].shape[1] != tensor.shape[0]:
             raise ValueError(f"{name}: has {tensor.shape[0]} rows, its left factor {tensors[stem + _LEFT].shape[1]}")
     stems = [name.removesuffix(_LEFT) for name in tensors if name.endswith(_LEFT)]

@@ -39,7 +39,7 @@ def load_table(source: str, *, key: str = "data") -> datasets.Dataset:
         raise InputError(f"{key} = {source!r}: unknown format; use {', '.join(_FORMATS)}, gzip allowed")
     if not path.stat().st_size:
         raise InputError(f"{key} = {source!r}: holds no records")
-    bars = datasets.are_progress_bars_disabled()
+    bars_were_disabled = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
         with tempfile.TemporaryDirectory(prefix="fedpriv-data-") as cache:
@@ -59,7 +59,7 @@ def load_table(source: str, *, key: str = "data") -> datasets.Dataset:
             raise InputError(f"{key} = {source!r}: holds no records") from None
         raise InputError(f"{key} = {source!r}: cannot be read ({reason})") from None
     finally:
-        if not bars:
+        if not bars_were_disabled:
             datasets.enable_progress_bars()
     if not len(table):
         raise InputError(f"{key} = {source!r}: holds no records")

@@ -43,11 +43,11 @@ class Entry:
         data_set: the random id that spending attaches to.
         client: the holder of the data.
         run, round, request: the key of the upload.
-        event: what it costs, as JSON.
+        event: the privacy event, as JSON.
         rho_bar: for a charge the smallest that the round can have, for a release the one that it had.
         aggregate_scale: likewise, if the `aggregate` view holds.
         noise_source: `secure` or `seeded`.
-        reply: SHA-256 of what was uploaded, in hex.
+        reply: SHA-256 of the upload, in hex.
         num_records: N_k, for a registration.
         delta: for a registration.
         note: the holder's statement, or a keyed hash of the content.

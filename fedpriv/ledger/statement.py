@@ -42,7 +42,8 @@ def spending(db: sqlite3.Connection, *, budget_epsilon: float | None = None) -> 
 
     Args:
         db: the ledger, open for reading.
-        budget_epsilon: if given, how many more rounds like the last one it allows on the `local` view is added.
+        budget_epsilon: if given, `remaining_rounds` is added: the rounds like the last one that this budget still
+            allows on the `local` view.
     """
     return [_spending(db, data_set, budget_epsilon) for data_set in entries.data_sets(db)]
 
@@ -88,12 +89,12 @@ def statement(db: sqlite3.Connection, path: Path, client: str) -> list[dict[str,
         LedgerError: the chain is broken, so nothing can be stated.
     """
     last = reader.verify_with_head(db, path)
-    own = [data_set for data_set in entries.data_sets(db) if data_set.client == client]
-    if not own or last is None:
+    data_sets = [data_set for data_set in entries.data_sets(db) if data_set.client == client]
+    if not data_sets or last is None:
         known = ", ".join(dict.fromkeys(data_set.client for data_set in entries.data_sets(db))) or "nobody"
         raise InputError(f"--client {client}: {path} knows {known}")
     pages = []
-    for data_set in own:
+    for data_set in data_sets:
         cost = _spending(db, data_set, None)
         runs = [asdict(run) for run in entries.runs(db, data_set.id)]
         seeded = "seeded" in cost["noise_source"]

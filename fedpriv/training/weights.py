@@ -75,13 +75,13 @@ class _TernaryWeights:
     def values(self) -> Tensor:
         if not self._stepped:
             return self._initial + self._latent.detach()
-        return self._initial + self._spread(self._scales.detach()) * self._codes()
+        return self._initial + self._scale_per_value(self._scales.detach()) * self._codes()
 
     def step(self, gradients: Tensor) -> None:
         if self._stepped:
-            codes, spread = self._codes(), self._spread(self._scales.detach())
+            codes, value_scales = self._codes(), self._scale_per_value(self._scales.detach())
             self._scales.grad = torch.cat([self._mean(gradients, codes, c) for c in self._columns], dim=1)
-            self._latent.grad = torch.where(codes == 0, gradients, spread * gradients)
+            self._latent.grad = torch.where(codes == 0, gradients, value_scales * gradients)
         else:
             self._latent.grad = gradients
         self._optimizer.step()
@@ -97,12 +97,12 @@ class _TernaryWeights:
             codes[:, columns] = ternary_codes(self._latent.detach()[:, columns])[0]
         return codes
 
-    def _spread(self, scales: Tensor) -> Tensor:
-        """Each tensor's scale at each of its values, [clients, values]."""
-        spread = torch.empty_like(self._latent)
+    def _scale_per_value(self, scales: Tensor) -> Tensor:
+        """The scale of each value's tensor, [clients, values]."""
+        result = torch.empty_like(self._latent)
         for index, columns in enumerate(self._columns):
-            spread[:, columns] = scales[:, index : index + 1]
-        return spread
+            result[:, columns] = scales[:, index : index + 1]
+        return result
 
     @staticmethod
     def _mean(gradients: Tensor, codes: Tensor, columns: slice) -> Tensor:

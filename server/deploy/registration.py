@@ -31,8 +31,8 @@ def register(coordinator: Coordinator, partition_id: int, public_key: Path) -> b
     known = {id_: keys.read_public_line(file) for id_, file in coordinator.registered().items()}
     if known.get(partition_id, line) != line:
         raise InputError(f"partition id = {partition_id}: is registered with another key; give the node another id")
-    if holders := [id_ for id_, other in known.items() if other == line and id_ != partition_id]:
-        raise InputError(f"public key = {public_key}: is registered for partition id {holders[0]}; use that one")
+    if other_ids := [id_ for id_, other in known.items() if other == line and id_ != partition_id]:
+        raise InputError(f"public key = {public_key}: is registered for partition id {other_ids[0]}; use that one")
     _register_at_superlink(coordinator, public_key)
     if partition_id in known:
         return False
