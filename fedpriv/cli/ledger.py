@@ -29,10 +29,10 @@ def show_ledger(
 
     Example: fedpriv ledger show results/ledger.sqlite --budget-epsilon 4
     """
-    from fedpriv.ledger import ledger, statement
+    from fedpriv.ledger import reader, statement
 
-    with ledger.reading(path) as db:
-        ledger.verify_with_head(db, path)
+    with reader.reading(path) as db:
+        reader.verify_with_head(db, path)
         rows = statement.spending(db, budget_epsilon=budget_epsilon)
     columns = [*COLUMNS, "noise_source", *(["remaining_rounds"] if budget_epsilon is not None else [])]
     short = [{**row, "data_set": row["data_set"][:12]} for row in rows]
@@ -45,10 +45,10 @@ def verify(path: LedgerPath, as_json: AsJson = False) -> None:
 
     Example: fedpriv ledger verify results/ledger.sqlite
     """
-    from fedpriv.ledger import ledger
+    from fedpriv.ledger import reader
 
-    with ledger.reading(path) as db:
-        last = ledger.verify_with_head(db, path)
+    with reader.reading(path) as db:
+        last = reader.verify_with_head(db, path)
     values = {"entries": last.number if last else 0, "head": last.digest if last else None, "intact": True}
     show(values, entries(values), as_json)
 
@@ -63,10 +63,10 @@ def statement(
 
     Example: fedpriv ledger statement results/ledger.sqlite --client 2
     """
-    from fedpriv.ledger import ledger
+    from fedpriv.ledger import reader
     from fedpriv.ledger import statement as statements
 
-    with ledger.reading(path) as db:
+    with reader.reading(path) as db:
         pages = statements.statement(db, path, client)
     text = "\n\n".join(map(statements.render, pages))
     show({"client": client, "statements": pages}, [text], as_json)

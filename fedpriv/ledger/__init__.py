@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fedpriv.ledger.entries import DataSet as DataSet
     from fedpriv.ledger.entries import Key as Key
     from fedpriv.ledger.ledger import Ledger as Ledger
-    from fedpriv.ledger.ledger import reading as reading
+    from fedpriv.ledger.reader import reading as reading
     from fedpriv.ledger.statement import spending as spending
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)
