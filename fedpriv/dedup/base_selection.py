@@ -1,7 +1,7 @@
-"""Which variant gives blocks to which: Algorithms 1 to 3 of Guan et al. 2025, and the rivals `multi` and `cross`.
+"""Choice of base variants: Algorithms 1 to 3 of Guan et al. 2025, and the baselines `multi` and `cross`.
 
-Everything here is decided on public metadata: names, architectures, tags, data set ids, epsilons, bounds and
-utilities. A utility measured on private data is a release of its own, charged by who measured it.
+Every decision here uses public metadata only: names, architectures, tags, data set ids, epsilons, bounds and
+utilities. A utility measured on private data is a release of its own and must be charged by whoever measured it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Variant:
         utility: accuracy, in [0, 1].
         epsilon_bound: by how much epsilon may rise, >= 0.
         utility_bound: by how much utility may drop, >= 0.
-        tags: of the task, the public data and the like, by which variants are clustered.
+        tags: describe the task, the public data and so on; used to cluster variants.
 
     Raises:
         ValueError: a value is out of range or NaN.
@@ -57,10 +57,10 @@ class Variant:
 
 
 Distance = Callable[[Variant, Variant], float]
-"""How unlike two variants are by their metadata, >= 0, symmetric; infinite where they can share no block."""
+"""How different two variants are by their metadata, >= 0, symmetric; infinite if they cannot share blocks."""
 
 Cost = Callable[[Variant, Sequence[Variant]], Guarantee]
-"""What a variant costs that holds blocks of these original variants; more of them never cost less."""
+"""The cost of a variant that holds blocks of these original variants; adding variants never lowers it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """A target with the bases whose blocks it may take, what it then costs, and its limits."""
+    """A target, the bases whose blocks it may take, what it then costs, and its limits."""
 
     target: str
     bases: tuple[str, ...]
@@ -83,9 +83,9 @@ class Assignment:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Assignments by the target's name, why the other variants stay as they are, and the clusters.
+    """Assignments by the target's name, the reason why each other variant stays as it is, and the clusters.
 
-    Assignments are in an order in which every base that is itself a target comes before those that use it.
+    Assignments are ordered so that a base that is itself a target comes before the targets that use it.
     """
 
     assignments: Mapping[str, Assignment]
@@ -94,7 +94,7 @@ class Selection:
 
 
 def metadata_distance(one: Variant, other: Variant) -> float:
-    """0 for the same private data, else the share of tags that only one has; infinite for other architectures."""
+    """0 for the same private data, else the share of tags not in common; infinite for different architectures."""
     if one.architecture != other.architecture:
         return math.inf
     if one.data_sets == other.data_sets:
@@ -104,7 +104,7 @@ def metadata_distance(one: Variant, other: Variant) -> float:
 
 
 def basic_cost(target: Variant, bases: Sequence[Variant]) -> Guarantee:
-    """By adding epsilons (Theorem 4.1): the same data sum, disjoint data give the maximum."""
+    """Basic composition (Theorem 4.1): epsilons on the same data add up, disjoint data give the maximum."""
     return basic(
         Claim(name=each.name, data_sets=each.data_sets, epsilon=each.epsilon, delta=each.delta)
         for each in (target, *bases)
@@ -112,16 +112,16 @@ def basic_cost(target: Variant, bases: Sequence[Variant]) -> Guarantee:
 
 
 def own_limits(variant: Variant) -> Limits:
-    """The limits that its own bounds set."""
+    """The limits set by the variant's own bounds."""
     return Limits(epsilon=variant.epsilon + variant.epsilon_bound, utility=variant.utility - variant.utility_bound)
 
 
 def fair_limits(variant: Variant, variants: Iterable[Variant]) -> Limits:
-    """Limits within which no variant overtakes another one on the same data, whatever becomes of the others.
+    """Limits within which no variant overtakes another on the same data, whatever happens to the others.
 
-    Epsilon may rise up to the next higher one and utility fall down to the next lower one, so neither order turns
-    round; ties may arise. The paper cuts the epsilon bound to the distance to the next *lower* epsilon, which does not
-    keep the order, since epsilons rise: of 1, 3 and 3.5 the second could become 4.
+    Epsilon may rise to the next higher one, and utility may fall to the next lower one, so both orders are kept,
+    possibly with ties. The paper limits the rise by the distance to the next *lower* epsilon, which does not keep
+    the order because epsilons rise: of 1, 3 and 3.5 the second could become 4.
 
     Source: Guan et al. 2025, Section 4.2.1, "fairness rule".
     """
@@ -134,12 +134,12 @@ def fair_limits(variant: Variant, variants: Iterable[Variant]) -> Limits:
 
 
 def cluster(variants: Sequence[Variant], distance: Distance, max_distance: float) -> list[list[Variant]]:
-    """Variants in groups, no two of a group further apart than the maximum (hierarchical, complete linkage)."""
+    """Groups of variants in which no two are further apart than the maximum (hierarchical, complete linkage)."""
     groups = [[variant] for variant in variants]
     while len(groups) > 1:
         pairs = [(_linkage(groups[i], groups[j], distance), i, j) for j in range(len(groups)) for i in range(j)]
-        apart, i, j = min(pairs)
-        if apart > max_distance:
+        smallest, i, j = min(pairs)
+        if smallest > max_distance:
             break
         groups[i] += groups.pop(j)
     return [sorted(group, key=_by_epsilon) for group in groups]
@@ -154,24 +154,25 @@ def select_bases(
     max_distance: float = 0.5,
     cost: Cost = basic_cost,
 ) -> Selection:
-    """Bases for every target, chosen greedily; a variant whose bound nothing meets is left as it is.
+    """Bases for every target, chosen greedily; a variant is left as it is if no base meets its bound.
 
-    Guarantee: no target's epsilon exceeds its own limit, on the same data no variant's epsilon overtakes another's,
-    and no variant is, over any number of steps, its own base. Equal inputs give equal results, in whatever order.
+    Guarantee: no target's epsilon exceeds its own limit, no variant's epsilon overtakes another's on the same data,
+    and no variant is its own base, directly or indirectly. The result does not depend on the order of the variants.
 
     Args:
-        variants: of distinct names.
-        strategy: `single`, Algorithm 3: one base for each target, no base is a target. `multi`: bases are added while
-            the bound lasts. `cross`: and a target may be another's base; it then brings all its originals with it.
-        fairness: `bounds` cuts every limit by `fair_limits`, which holds whatever becomes of the others. `outcome`
-            keeps each variant's own epsilon bound and gives up targets until no epsilon overtakes another: it can
-            deduplicate variants whose epsilons are close and all rise by the same.
-        distance: by metadata.
+        variants: with distinct names.
+        strategy: `single`, Algorithm 3: one base for each target, and no base is a target. `multi`: bases are added
+            as long as the bound is met. `cross`: in addition, a target may serve as a base and then brings all its
+            originals with it.
+        fairness: `bounds` tightens every limit by `fair_limits`, which holds whatever happens to the others.
+            `outcome` keeps each variant's own epsilon bound and drops targets until no epsilon overtakes another: it
+            can deduplicate variants whose epsilons are close and all rise by the same amount.
+        distance: between the metadata of two variants.
         max_distance: within a cluster.
-        cost: that epsilon bounds are held against.
+        cost: compared with the epsilon bounds.
 
     Raises:
-        ValueError: two variants of one name, or an unknown strategy or fairness.
+        ValueError: two variants have the same name, or the strategy or fairness is unknown.
 
     Source: Guan et al. 2025, Algorithms 1 to 3 and Section 5.1.2.
     """
@@ -183,33 +184,33 @@ def select_bases(
             raise ValueError(f"{name} = {value!r}: must be one of {', '.join(known)}")
     groups = cluster(ordered, distance, max_distance)
     chooser = _Chooser(ordered, fairness, distance, cost)
-    # As in Algorithm 3, before anything is chosen.
+    # Computed before any choice is made, as in Algorithm 3.
     dangling = [chooser.candidate_bases(group) for group in groups]
     for group, bases in zip(groups, dangling, strict=True):
         for target, candidates in _within(group, bases, strategy, chooser):
             chooser.choose(target, candidates, strategy)
-    # Algorithm 3 looks in other clusters for unused dangling models only; a model that qualified for none of its own
-    # cluster's bases, which costs that are not sums allow, is as much without one.
+    # Algorithm 3 searches other clusters for unused dangling models only. Where costs are not sums, a model may also
+    # find no base within its own cluster, and is treated in the same way.
     pools = dangling if strategy == "single" else groups
     for group in groups:
-        nearest = _from_nearest(group, groups, distance)
-        for target, place in ((target, place) for target in group for place in nearest):
+        by_distance = _by_linkage(group, groups, distance)
+        for target, index in ((target, index) for target in group for index in by_distance):
             if chooser.is_free(target):
-                candidates = [v for v in pools[place] if v != target]
+                candidates = [v for v in pools[index] if v != target]
                 chooser.choose(
                     target, [v for v in candidates if strategy == "cross" or not chooser.is_target(v)], strategy
                 )
-    overtaking = chooser.give_up_overtaking() if fairness == "outcome" else set()
-    return chooser.selection(overtaking, groups)
+    dropped = chooser.drop_overtaking() if fairness == "outcome" else set()
+    return chooser.selection(dropped, groups)
 
 
 class _Chooser:
-    """Bases chosen so far, and what they make of every variant's epsilon."""
+    """The bases chosen so far, and the epsilon of every variant that results from them."""
 
     def __init__(self, variants: Sequence[Variant], fairness: Fairness, distance: Distance, cost: Cost) -> None:
         self.by_name = {variant.name: variant for variant in variants}
         self.bases: dict[str, tuple[str, ...]] = {}
-        self._known: dict[tuple[str, tuple[str, ...]], Guarantee] = {}
+        self._guarantees: dict[tuple[str, tuple[str, ...]], Guarantee] = {}
         self._distance, self._cost = distance, cost
         self._limits = {v.name: fair_limits(v, variants) for v in variants}
         if fairness == "outcome":
@@ -227,28 +228,28 @@ class _Chooser:
         return not self.is_target(variant) and not self.is_used(variant)
 
     def originals(self, names: Iterable[str]) -> set[str]:
-        """The variants whose blocks may be in these, over any number of steps, and they themselves."""
-        found = set(names)
-        return found.union(*(self.originals(self.bases.get(name, ())) for name in found))
+        """These variants and all whose blocks they may hold, directly or indirectly."""
+        distinct = set(names)
+        return distinct.union(*(self.originals(self.bases.get(name, ())) for name in distinct))
 
     def guarantee(self, target: Variant, bases: Iterable[str]) -> Guarantee:
-        """What the target costs with these bases; never less than without."""
+        """What the target costs with these bases; never less than without them."""
         originals = tuple(sorted(self.originals(bases) - {target.name}))
-        if (key := (target.name, originals)) not in self._known:
-            found = self._cost(target, [self.by_name[name] for name in originals])
-            self._known[key] = Guarantee(
-                epsilon=max(target.epsilon, found.epsilon), delta=max(target.delta, found.delta)
+        if (key := (target.name, originals)) not in self._guarantees:
+            cost = self._cost(target, [self.by_name[name] for name in originals])
+            self._guarantees[key] = Guarantee(
+                epsilon=max(target.epsilon, cost.epsilon), delta=max(target.delta, cost.delta)
             )
-        return self._known[key]
+        return self._guarantees[key]
 
     def qualifies(self, target: Variant, bases: Iterable[str]) -> bool:
-        """Equation 2, with <=: the paper's own scenarios meet their bounds with equality."""
+        """Equation 2 with <= instead of <, since the paper's own scenarios meet their bounds with equality."""
         return self.guarantee(target, bases).epsilon <= self._limits[target.name].epsilon
 
     def candidate_bases(self, group: Sequence[Variant]) -> list[Variant]:
-        """Algorithm 1: dangling variants, for which nothing in the group qualifies, and the one of least epsilon.
+        """Algorithm 1: dangling variants, for which no base in the group qualifies, and the one of least epsilon.
 
-        The paper says that the latter always dangles; with a loose bound or disjoint data it does not.
+        The paper says that the latter is always dangling; with a loose bound or disjoint data it is not.
         """
         return [
             variant
@@ -257,11 +258,11 @@ class _Chooser:
         ]
 
     def choose(self, target: Variant, candidates: Iterable[Variant], strategy: Strategy) -> None:
-        """Algorithm 2: least increase first, then least epsilon; beyond `single` further ones while the limit lasts."""
+        """Algorithm 2: least increase first, then least epsilon; except in `single`, more bases within the limit."""
 
         def preference(base: Variant) -> tuple[float, float, float, str]:
-            after = self.guarantee(target, [base.name])
-            return after.epsilon, base.epsilon, self._distance(target, base), base.name
+            increased = self.guarantee(target, [base.name])
+            return increased.epsilon, base.epsilon, self._distance(target, base), base.name
 
         chosen: list[str] = []
         for base in sorted((c for c in candidates if self._distance(target, c) < math.inf), key=preference):
@@ -273,26 +274,26 @@ class _Chooser:
         if chosen:
             self.bases[target.name] = tuple(chosen)
 
-    def give_up_overtaking(self) -> set[str]:
-        """Targets given up, one after another, until on the same data no epsilon is above a formerly higher one's."""
-        given_up: set[str] = set()
+    def drop_overtaking(self) -> set[str]:
+        """The targets dropped, one by one, until no epsilon exceeds a formerly higher one on the same data."""
+        dropped: set[str] = set()
         while overtaking := next(self._overtaking(), None):
             del self.bases[overtaking]
-            given_up.add(overtaking)
-        return given_up
+            dropped.add(overtaking)
+        return dropped
 
     def _overtaking(self) -> Iterator[str]:
         after = {name: self.guarantee(variant, self.bases.get(name, ())) for name, variant in self.by_name.items()}
         for name, variant in self.by_name.items():
-            above = [v for v in self.by_name.values() if v.data_sets == variant.data_sets]
-            if any(v.epsilon > variant.epsilon and after[v.name].epsilon < after[name].epsilon for v in above):
+            peers = [v for v in self.by_name.values() if v.data_sets == variant.data_sets]
+            if any(v.epsilon > variant.epsilon and after[v.name].epsilon < after[name].epsilon for v in peers):
                 yield name
 
-    def selection(self, given_up: set[str], groups: Sequence[Sequence[Variant]]) -> Selection:
+    def selection(self, dropped: set[str], groups: Sequence[Sequence[Variant]]) -> Selection:
         def reason(variant: Variant) -> Reason:
             if self.is_used(variant):
                 return "serves as a base"
-            overtook = variant.name in given_up
+            overtook = variant.name in dropped
             return "would overtake another variant's epsilon" if overtook else "no base meets its epsilon bound"
 
         return Selection(
@@ -313,26 +314,26 @@ class _Chooser:
 def _within(
     group: Sequence[Variant], bases: Sequence[Variant], strategy: Strategy, chooser: _Chooser
 ) -> Iterator[tuple[Variant, Sequence[Variant]]]:
-    """Targets of a group in turn, each with its candidates; read one by one, as choices are made between them."""
+    """The targets of a group in turn, each with its candidates; lazy, because choices are made in between."""
     if strategy == "single":
         yield from ((target, bases) for target in group if target not in bases)
     elif strategy == "multi":
-        # From the highest epsilon down, so that the lowest, which cost least, become the bases.
+        # From the highest epsilon down, so that the variants of lowest epsilon, which cost least, become the bases.
         for target in reversed(group):
             if not chooser.is_used(target):
                 yield target, [other for other in group if other != target and not chooser.is_target(other)]
     else:
-        # From the lowest up: a base comes before who uses it, so no cycle can close.
-        yield from ((target, group[:place]) for place, target in enumerate(group))
+        # From the lowest up: a base comes before the targets that use it, so no cycle can arise.
+        yield from ((target, group[:index]) for index, target in enumerate(group))
 
 
-def _from_nearest(group: Sequence[Variant], groups: Sequence[Sequence[Variant]], distance: Distance) -> list[int]:
-    """Places of all groups: its own first, then by similarity."""
+def _by_linkage(group: Sequence[Variant], groups: Sequence[Sequence[Variant]], distance: Distance) -> list[int]:
+    """Indices of all groups, the group itself first, then from the nearest to the farthest."""
 
-    def apart(place: int) -> float:
-        return -1.0 if groups[place] is group else _linkage(group, groups[place], distance)
+    def separation(index: int) -> float:
+        return -1.0 if groups[index] is group else _linkage(group, groups[index], distance)
 
-    return sorted(range(len(groups)), key=apart)
+    return sorted(range(len(groups)), key=separation)
 
 
 def _linkage(one: Sequence[Variant], other: Sequence[Variant], distance: Distance) -> float:

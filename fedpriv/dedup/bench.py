@@ -1,13 +1,14 @@
-"""What serving from a store costs against serving plain safetensors files from the same memory.
+"""The cost of serving from a store compared with serving plain safetensors files in the same amount of memory.
 
-Random queries each want one of the store's variants, loaded and, with a workload, used once. Both arms keep the
-variants that were asked for last, and both load in place.
+Each random query requests one of the store's variants, which is loaded and, with a workload, used once. Both arms
+keep the most recently used variants, and both load in place.
 
-Warm: all files are in the page cache, and the same queries were run once before. Cold: none is when the first query
-comes. A plain file, for which no memory is left beside the loaded ones, is dropped again before each query. The
-store's blocks count as memory: where they fit into it beside one model they may stay once they are read, and the
-registry has so much less; else they are dropped before each query too. The store's cold time includes opening it and
-taking the memory; the plain arm has its memory, and has read all headers, before.
+Warm: all files are in the page cache, and the same queries have been run once before. Cold: no file is in the page
+cache when the first query arrives. Plain files get no memory besides that of the loaded variants, so a file is
+dropped from the page cache again before each query. The store's blocks count as memory: if they fit beside one model,
+they may stay once they have been read, and the registry gets that much less; otherwise they too are dropped before
+each query. The store's cold time includes opening it and allocating memory; the plain arm has allocated its memory
+and read all headers beforehand.
 
 Source: Guan et al. 2025, Figures 5 and 8.
 """
@@ -26,7 +27,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedpriv.dedup.bench_page_cache import drop, let_go
+from fedpriv.dedup.bench_page_cache import drop, release_mapped_pages
 from fedpriv.dedup.bench_plain_files import PlainFiles, Reader, read_header
 from fedpriv.dedup.serving import Registry, targets_in
 from fedpriv.dedup.store import Store
@@ -34,27 +35,27 @@ from fedpriv.errors import InputError, StoreError
 
 
 class Workload(Protocol):
-    """What variants are served for.
+    """What the served variants are used for.
 
     Attributes:
-        model: on the CPU; the names in its state_dict are those of the stored tensors. Its weights change.
+        model: on the CPU; the names in its state_dict are those of the stored tensors. Its weights are overwritten.
     """
 
     model: nn.Module
 
     def infer(self) -> None:
-        """One batch through the model as it now is."""
+        """Run one batch through the model with its current weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """What one way to serve took for all queries.
+    """What one way of serving took for all queries.
 
     Attributes:
-        load_seconds: until the weights were there.
+        load_seconds: spent loading weights.
         infer_seconds: of the workload; None without one.
         misses: queries whose variant was not in memory.
-        bytes_read: copied for them out of files or blocks.
+        bytes_read: copied from files or blocks on these misses.
     """
 
     load_seconds: float
@@ -65,26 +66,26 @@ class Arm:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The two ways to serve beside each other."""
+    """Both ways of serving, side by side."""
 
     plain: Arm
     store: Arm
 
     @property
     def load_ratio(self) -> float:
-        """Loading from plain files over loading from the store, the larger the better."""
+        """Load time of plain files over load time of the store; larger is better."""
         return self.plain.load_seconds / self.store.load_seconds
 
     @property
     def total_ratio(self) -> float | None:
-        """The same of loading and inference together; None without a workload."""
+        """The same ratio for loading and inference together; None without a workload."""
         if self.plain.infer_seconds is None or self.store.infer_seconds is None:
             return None
         plain, store = (arm.load_seconds + (arm.infer_seconds or 0.0) for arm in (self.plain, self.store))
         return plain / store
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, the ratios among them."""
+        """Plain values, including the ratios."""
         return {**asdict(self), "load_ratio": self.load_ratio, "total_ratio": self.total_ratio}
 
 
@@ -93,10 +94,10 @@ class Report:
     """What was measured.
 
     Attributes:
-        num_variants: of the store, among which the queries choose.
-        memory_bytes: that each arm might use.
-        page_cache_dropped: whether the files were seen to be out of the page cache when they should be, or else the
-            cold figures are not cold; None where nothing cold was measured.
+        num_variants: in the store; queries choose among them.
+        memory_bytes: available to each arm.
+        page_cache_dropped: whether the files were verified to be out of the page cache when they should be; if not,
+            the cold figures are not cold. None if nothing cold was measured.
         cold, warm: None where not measured.
     """
 
@@ -110,12 +111,12 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
         kinds = {"cold": self.cold, "warm": self.warm}
-        return {**vars(self), **{kind: found and found.as_dict() for kind, found in kinds.items()}}
+        return {**vars(self), **{kind: measured and measured.as_dict() for kind, measured in kinds.items()}}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Setting:
-    """What both arms are given; `targets` are the parameters and buffers of the workload's model."""
+    """The input of both arms; `targets` are the parameters and buffers of the workload's model."""
 
     store: Path
     files: Mapping[str, Path]
@@ -127,13 +128,13 @@ class _Setting:
 
 
 class _Loader(Protocol):
-    """One arm: loads a variant, and tells what that took so far."""
+    """One arm: loads variants and counts misses and bytes."""
 
     def load(self, name: str) -> Mapping[str, Tensor]:
-        """The variant's tensors, in the workload's model where there is one."""
+        """The variant's tensors, loaded into the workload's model if there is one."""
 
     def counts(self) -> tuple[int, int]:
-        """Misses, and bytes copied."""
+        """Misses and bytes copied so far."""
 
 
 def bench(
@@ -148,39 +149,40 @@ def bench(
     reader: Reader = "direct",
     workload: Workload | None = None,
 ) -> Report:
-    """What serving random variants takes from a store and from plain files, after a check of what is loaded.
+    """The time and traffic of serving random variants from a store and from plain files.
 
-    All queries are run once before, untimed, and every load of them, in both arms, has to give the variant bit for bit:
-    as it is stored, or as it is in its file.
+    All queries are first run once, untimed, and every load, in both arms, must give the variant bit for bit as it is
+    stored or as it is in its file.
 
     Args:
         store: folder of a store.
         files: {variant: safetensors file} for every variant of the store.
         num_queries: >= 1.
-        memory_bytes: bound for each arm; by default a third of all variants, or the largest of them if that is more.
+        memory_bytes: bound for each arm; by default a third of the size of all variants, or the size of the largest
+            one if that is more.
         seed: of the queries.
-        cold, warm: what is measured.
+        cold, warm: whether to measure each.
         reader: how plain files are read.
-        workload: what is measured besides loading; without one, a variant is loaded as a dict of tensors.
+        workload: measured in addition to loading; without one, a variant is loaded as a dict of tensors.
 
     Raises:
-        InputError: one of these cannot be used: no variant, a file that is missing or of another architecture than its
-            variant, a model of another one, or memory for less than one variant.
-        StoreError: the store is damaged, or a load gave anything but the variant.
+        InputError: there is no variant, a file is missing or has another architecture than its variant, the
+            workload's model has another architecture, or the memory does not hold one variant.
+        StoreError: the store is damaged, or a load did not give the variant.
     """
     if num_queries < 1:
         raise InputError(f"num_queries = {num_queries}: must be >= 1")
     setting, stored = _prepared(store, files, num_queries, memory_bytes, seed, reader, workload)
     in_files = {name: _digest(safetensors.numpy.load_file(path)) for name, path in setting.files.items()}
-    found = _warm(setting, in_files, stored)
-    measured, dropped = _cold(setting) if cold else (None, None)
+    warm_result = _warm(setting, in_files, stored)
+    cold_result, dropped = _cold(setting) if cold else (None, None)
     return Report(
         num_queries=num_queries,
         num_variants=len(setting.files),
         memory_bytes=setting.memory_bytes,
         page_cache_dropped=dropped,
-        cold=measured,
-        warm=found if warm else None,
+        cold=cold_result,
+        warm=warm_result if warm else None,
     )
 
 
@@ -206,9 +208,9 @@ def _prepared(
     reader: Reader,
     workload: Workload | None,
 ) -> tuple[_Setting, dict[str, str]]:
-    """What both arms are given, checked, and {variant: digest of what is stored}.
+    """The checked input of both arms, and {variant: digest of its stored tensors}.
 
-    Nothing of the store stays mapped, which would keep it in the page cache.
+    The store does not stay mapped, because that would keep it in the page cache.
     """
     with Store(path, read_only=True) as store:
         sizes = _sizes(store)
@@ -226,7 +228,7 @@ def _prepared(
 
 
 class _Plain:
-    """Plain files, assigned to the workload's model."""
+    """The plain files, loaded into the workload's model."""
 
     def __init__(self, setting: _Setting) -> None:
         self._files = PlainFiles(setting.files, setting.memory_bytes, setting.reader)
@@ -243,7 +245,7 @@ class _Plain:
 
 
 class _Shared:
-    """A registry, which loads into the workload's model."""
+    """A registry that loads into the workload's model."""
 
     def __init__(self, store: Store, memory_bytes: int, setting: _Setting) -> None:
         self._registry, self._setting = Registry(store, memory_bytes), setting
@@ -259,7 +261,7 @@ class _Shared:
 
 
 def _warm(setting: _Setting, in_files: Mapping[str, str], stored: Mapping[str, str]) -> Comparison:
-    """Both arms after a round of the same queries, in which every load is checked."""
+    """Both arms, after a first pass over the same queries in which every load is checked."""
 
     def arm(loader: _Loader, expected: Mapping[str, str]) -> Arm:
         _check_loads(loader, setting.queries, expected)
@@ -271,28 +273,28 @@ def _warm(setting: _Setting, in_files: Mapping[str, str], stored: Mapping[str, s
 
 
 def _cold(setting: _Setting) -> tuple[Comparison, bool]:
-    """Both arms with an empty page cache, and whether it was empty."""
-    seen = []
-    plain = _timed(_Plain(setting), setting, lambda name: seen.append(drop([setting.files[name]])))
-    seen.append(drop(_files_of(setting.store)))
+    """Both arms with an empty page cache, and whether it was verified to be empty."""
+    dropped = []
+    plain = _timed(_Plain(setting), setting, lambda name: dropped.append(drop([setting.files[name]])))
+    dropped.append(drop(_files_of(setting.store)))
     started = perf_counter()
     with Store(setting.store, read_only=True) as store:
-        left = setting.memory_bytes - store.bytes_stored
-        fits = left >= max(_sizes(store))
-        shared = _Shared(store, left if fits else setting.memory_bytes, setting)
+        remaining_bytes = setting.memory_bytes - store.bytes_stored
+        fits = remaining_bytes >= max(_sizes(store))
+        shared = _Shared(store, remaining_bytes if fits else setting.memory_bytes, setting)
         opening = perf_counter() - started
 
         def before(_name: str) -> None:
             if not fits:
-                let_go(store.blocks)
-                seen.append(drop(path for path in _files_of(setting.store) if not path.match("catalogue.*.npy")))
+                release_mapped_pages(store.blocks)
+                dropped.append(drop(path for path in _files_of(setting.store) if not path.match("catalogue.*.npy")))
 
         arm = _timed(shared, setting, before)
-    return Comparison(plain=plain, store=replace(arm, load_seconds=arm.load_seconds + opening)), all(seen)
+    return Comparison(plain=plain, store=replace(arm, load_seconds=arm.load_seconds + opening)), all(dropped)
 
 
 def _timed(loader: _Loader, setting: _Setting, before: Callable[[str], object] = lambda _: None) -> Arm:
-    """All queries, without the time of what is done before each."""
+    """The time of all queries; `before` is called ahead of each and is not timed."""
     load_seconds = infer_seconds = 0.0
     misses, copied = loader.counts()
     for name in setting.queries:
@@ -317,7 +319,7 @@ def _check_loads(loader: _Loader, queries: Sequence[str], expected: Mapping[str,
     for name in queries:
         loaded = {tensor: values.detach().numpy() for tensor, values in loader.load(name).items()}
         if _digest(loaded) != expected[name]:
-            raise StoreError(f"variant {name!r}: was not loaded bit for bit; `verify` tells whether it is damaged")
+            raise StoreError(f"variant {name!r}: was not loaded bit for bit; `verify` shows whether it is damaged")
 
 
 def _digest(tensors: Mapping[str, NDArray[Any]]) -> str:
@@ -330,31 +332,31 @@ def _digest(tensors: Mapping[str, NDArray[Any]]) -> str:
 
 
 def _sizes(store: Store) -> list[int]:
-    """The memory that each variant takes in a registry."""
+    """The memory of each variant in a registry, bytes."""
     if not store.names:
         raise InputError(f"store = {str(store.path)!r}: holds no variants")
     return [store.manifest(name).layout.padded_bytes for name in store.names]
 
 
 def _checked(files: Mapping[str, Path], store: Store) -> dict[str, Path]:
-    """The files of the store's variants, each of its variant's architecture."""
+    """The files of the store's variants, each checked to have its variant's architecture."""
     for name in store.names:
         if name not in files:
             raise InputError(f"files: none for variant {name!r}; give one for each of the store's {len(store.names)}")
         layout, (_, content) = store.manifest(name).layout, read_header(files[name])
-        if found := layout.difference(replace(layout, tensors=tuple(content.tensors))):
-            raise InputError(f"files: variant {name!r} has another architecture than the stored one: {found}")
+        if difference := layout.difference(replace(layout, tensors=tuple(content.tensors))):
+            raise InputError(f"files: variant {name!r} has another architecture than the stored one: {difference}")
     return {name: files[name] for name in store.names}
 
 
 def _targets(store: Store, workload: Workload | None) -> Mapping[str, Tensor]:
-    """The parameters and buffers of the workload's model, which can hold every variant."""
+    """The parameters and buffers of the workload's model, checked to fit every variant."""
     if workload is None:
         return {}
-    found: Mapping[str, Tensor] = {}
+    targets: Mapping[str, Tensor] = {}
     for name in store.names:
-        found = targets_in(workload.model, store.manifest(name).layout)
-    return found
+        targets = targets_in(workload.model, store.manifest(name).layout)
+    return targets
 
 
 def _files_of(store: Path) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""Files out of the system's page cache, so that the next read comes from the disk."""
+"""Drop files from the system's page cache, so that the next read comes from the disk."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from numpy.typing import NDArray
 
 
 def drop(paths: Iterable[Path]) -> bool:
-    """Whether the page cache holds nothing of the files any more; False too where the system does not tell.
+    """Drop the files from the page cache, and return whether none of their pages remain there.
 
-    What a process has mapped and looked at stays: see `let_go`.
+    False also where the system does not say. Pages that a process has mapped and read remain: see
+    `release_mapped_pages`.
 
     Raises:
         OSError: a file cannot be read.
     """
-    gone = [_drop(path) for path in paths]  # of each, whatever became of those before it
-    return all(gone)
+    dropped = [_drop(path) for path in paths]  # a list, since all() would stop at the first failure
+    return all(dropped)
 
 
-def let_go(array: NDArray[Any]) -> None:
-    """Let the page cache drop what an array maps from a file; the array's values stay what they are in the file."""
+def release_mapped_pages(array: NDArray[Any]) -> None:
+    """Allow the page cache to drop what an array maps from a file; the array reads the same values afterwards."""
     base: Any = array
     while isinstance(base, np.ndarray):
         base = base.base
@@ -41,7 +42,7 @@ def _drop(path: Path) -> bool:
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         if num_cached_pages(path):
-            os.fsync(descriptor)  # what is not on the disk yet stays
+            os.fsync(descriptor)  # pages that are not on the disk yet cannot be dropped
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
@@ -49,7 +50,7 @@ def _drop(path: Path) -> bool:
 
 
 def num_cached_pages(path: Path) -> int:
-    """How many pages of a file are in memory; all of them where the system does not tell.
+    """How many pages of a file are in memory; all of them where the system does not say.
 
     It asks mincore(2), which Python does not offer.
     """

@@ -1,4 +1,4 @@
-"""Plain safetensors files, served from a bounded memory: what a store has to be faster than."""
+"""Plain safetensors files served from bounded memory: the baseline that a store must beat."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ Reader = Literal["direct", "safetensors"]
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """Which values a safetensors file has, and where.
+    """Which values a safetensors file holds, and where.
 
     Attributes:
-        tensors: {tensor: its first byte and the one after its last, counted from the first value}.
+        tensors: {tensor: its first byte and the one after its last, counted from the start of the values}.
         num_bytes: of all values.
     """
 
@@ -44,27 +44,27 @@ class Content:
 
 
 class PlainFiles:
-    """Loads files into memory that is there already: free memory, or that of the file not asked for longest.
+    """Loads files into preallocated memory: a free slot, or that of the least recently used file.
 
     Args:
         files: {name: a safetensors file, which must not change}.
         memory_bytes: bound on the loaded tensors.
-        reader: `safetensors` copies tensor by tensor out of what that library maps; `direct` reads all values in one
-            piece straight into the tensors, which is faster, by what the headers said before.
+        reader: `safetensors` copies tensor by tensor from the library's memory map; `direct` is faster and reads all
+            values at once straight into the tensors, at the offsets that the headers gave at construction.
 
     Attributes:
         misses: files read so far.
         bytes_read: values read so far.
 
     Raises:
-        InputError: one of them is missing or damaged, holds a type without a NumPy equivalent, or does not fit.
+        InputError: a file is missing or damaged, holds a type without a NumPy equivalent, or does not fit.
     """
 
     def __init__(self, files: Mapping[str, Path], memory_bytes: int, reader: Reader = "direct") -> None:
         self._files, self._memory_bytes, self._reader = dict(files), memory_bytes, reader
-        found = {name: read_header(path) for name, path in files.items()}
-        self._starts = {name: start for name, (start, _) in found.items()}
-        self._contents = {name: content for name, (_, content) in found.items()}
+        headers = {name: read_header(path) for name, path in files.items()}
+        self._starts = {name: start for name, (start, _) in headers.items()}
+        self._contents = {name: content for name, (_, content) in headers.items()}
         self._loaded: OrderedDict[str, _Memory] = OrderedDict()
         self._free: list[_Memory] = []
         for name, content in self._contents.items():
@@ -76,19 +76,19 @@ class PlainFiles:
 
     @property
     def names(self) -> list[str]:
-        """The files in memory, the one that was not asked for longest first."""
+        """The files in memory, least recently used first."""
         return list(self._loaded)
 
     @property
     def used_bytes(self) -> int:
-        """Memory that is taken, free memory included."""
+        """Memory allocated, including free slots."""
         return sum(memory.content.num_bytes for memory in (*self._loaded.values(), *self._free))
 
     def get(self, name: str) -> dict[str, Tensor]:
-        """The file's tensors, to read and not to keep: another file may take their memory in the next call."""
+        """The file's tensors, read-only and valid until the next call, which may reuse their memory."""
         if name not in self._loaded:
             content = self._contents[name]
-            memory = self._room(content)
+            memory = self._allocate(content)
             if self._reader == "direct":
                 memory.read(self._files[name], self._starts[name])
             else:
@@ -99,7 +99,7 @@ class PlainFiles:
         self._loaded.move_to_end(name)
         return self._loaded[name].tensors
 
-    def _room(self, content: Content) -> _Memory:
+    def _allocate(self, content: Content) -> _Memory:
         while True:
             if self._free:
                 memory = self._free.pop()
@@ -112,25 +112,25 @@ class PlainFiles:
 
 
 class _Memory:
-    """Tensors for the values of a file, in one piece."""
+    """Tensors for the values of a file, in one buffer."""
 
     def __init__(self, content: Content) -> None:
         self.content = content
         self._buffer = np.empty(content.num_bytes, np.uint8)
-        self._buffer.fill(0)  # so that the system has given the memory before a load is timed
+        self._buffer.fill(0)  # so that the system commits the memory before a load is timed
         self.tensors = {
             spec.name: torch.from_numpy(self._buffer[first:end].view(spec.dtype).reshape(spec.shape))
             for spec, (first, end) in content.tensors.items()
         }
 
     def copy(self, path: Path) -> None:
-        """Hold the tensors of a file, as safetensors gives them."""
+        """Fill the tensors with those of a file, through safetensors."""
         with safe_open(path, "pt") as file:
             for name, tensor in self.tensors.items():
                 tensor.copy_(file.get_tensor(name))
 
     def read(self, path: Path, start: int) -> None:
-        """Hold the values that stand in a file from a byte on."""
+        """Fill the tensors with the values of a file that begin at byte `start`."""
         unread = self._buffer.data
         with path.open("rb", buffering=0) as file:
             file.seek(start)
@@ -142,10 +142,10 @@ class _Memory:
 
 
 def read_header(path: Path) -> tuple[int, Content]:
-    """Where the values of a safetensors file begin, and which they are.
+    """The byte at which the values of a safetensors file begin, and its content.
 
     Raises:
-        InputError: it is missing or damaged, or holds a type without a NumPy equivalent.
+        InputError: the file is missing or damaged, or holds a type without a NumPy equivalent.
     """
     try:
         with safe_open(path, "np"), path.open("rb") as file:  # safetensors checks that the header fits the file

@@ -1,4 +1,4 @@
-"""How the tensors of a model become blocks of equal size, and blocks tensors again, bit for bit."""
+"""Cutting the tensors of a model into blocks of equal size, and restoring them from blocks, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = ("bool", *_INTEGERS, "float16", "float32", "float64")
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a tensor is without its values.
+    """A tensor's name, shape and dtype.
 
     Attributes:
         name: of the tensor.
@@ -52,8 +52,8 @@ class TensorSpec:
 class Layout:
     """Which tensors a model has, and which block holds which of their values.
 
-    Tensors of `dtype` with at least `block_size` values are flattened and cut one after the other in the order of
-    their names; the last block of each is padded with zeros. All others, the extras, are kept as they are.
+    Tensors of `dtype` with at least `block_size` values are flattened and cut into blocks, one after another in the
+    order of their names; the last block of each is padded with zeros. All others, the extras, are kept as they are.
 
     Attributes:
         block_size: values in a block, >= 1.
@@ -89,7 +89,7 @@ class Layout:
 
     @cached_property
     def extras(self) -> tuple[TensorSpec, ...]:
-        """The tensors that are kept apart."""
+        """The tensors that are not cut into blocks."""
         return tuple(tensor for tensor in self.tensors if tensor.name not in self.blocked)
 
     @property
@@ -104,7 +104,7 @@ class Layout:
 
     @cached_property
     def padded_bytes(self) -> int:
-        """Of all blocks and extras: the memory that a model takes."""
+        """Of all blocks and extras: the memory of a model."""
         blocks = self.num_blocks * self.block_size * np.dtype(self.dtype).itemsize
         return blocks + sum(extra.num_bytes for extra in self.extras)
 
@@ -130,8 +130,8 @@ class Layout:
         Raises:
             InputError: the tensors have another layout; names the first that differs.
         """
-        if found := self.difference(layout_of(tensors, self.block_size, self.dtype)):
-            raise InputError(f"tensors: another architecture: {found}")
+        if difference := self.difference(layout_of(tensors, self.block_size, self.dtype)):
+            raise InputError(f"tensors: another architecture: {difference}")
         blocks = np.zeros((self.num_blocks, self.block_size), self.dtype)
         extras = {tensor.name: tensors[tensor.name] for tensor in self.extras}
         for name, view in self.from_blocks(blocks, extras).items():
@@ -149,22 +149,22 @@ class Layout:
         Raises:
             InputError: blocks or extras are not of this layout.
         """
-        if found := self.mismatch(blocks, extras):
-            raise InputError(found)
+        if mismatch := self.mismatch(blocks, extras):
+            raise InputError(mismatch)
         return {tensor.name: self._view(blocks, tensor) for tensor in self.tensors if tensor.name in self.blocked} | {
             tensor.name: extras[tensor.name] for tensor in self.extras
         }
 
     def mismatch(self, blocks: NDArray[Any], extras: Mapping[str, NDArray[Any]]) -> str | None:
-        """Why blocks and extras are not of this layout, in a line; None if they are."""
+        """Why blocks and extras are not of this layout, in one line; None if they are."""
         shape = (self.num_blocks, self.block_size)
         if blocks.shape != shape or blocks.dtype != self.dtype:
             return f"blocks: {blocks.dtype} {list(blocks.shape)}, but the layout has {self.dtype} {list(shape)}"
-        found = _first_difference(self.extras, _specs(extras))
-        return f"extras: {found}" if found else None
+        difference = _first_difference(self.extras, _specs(extras))
+        return f"extras: {difference}" if difference else None
 
     def difference(self, other: Layout) -> str | None:
-        """The first thing in which another layout differs from this one, in words; None if the two are equal."""
+        """The first difference of another layout from this one, in words; None if the two are equal."""
         if self.block_size != other.block_size:
             return f"block_size = {other.block_size} instead of {self.block_size}"
         if self.dtype != other.dtype:
@@ -177,7 +177,7 @@ class Layout:
 
 
 def layout_of(tensors: Mapping[str, NDArray[Any]], block_size: int, dtype: str = "float32") -> Layout:
-    """The layout of a model's tensors: equal for two models of one architecture.
+    """The layout of a model's tensors; two models of one architecture have equal layouts.
 
     Args:
         tensors: {name: array}.
@@ -191,17 +191,17 @@ def layout_of(tensors: Mapping[str, NDArray[Any]], block_size: int, dtype: str =
 
 
 def _specs(tensors: Mapping[str, NDArray[Any]]) -> tuple[TensorSpec, ...]:
-    # A dtype's str, unlike its name, tells when the byte order is foreign.
+    # The str of a dtype, unlike its name, shows a foreign byte order.
     return tuple(TensorSpec(name, tensors[name].shape, str(tensors[name].dtype)) for name in sorted(tensors))
 
 
-def _first_difference(expected: tuple[TensorSpec, ...], found: tuple[TensorSpec, ...]) -> str | None:
-    ours, theirs = ({tensor.name: tensor for tensor in tensors} for tensors in (expected, found))
-    for name in sorted(ours.keys() | theirs.keys()):
-        if name not in theirs:
-            return f"tensor {ours[name]} is missing"
-        if name not in ours:
-            return f"tensor {theirs[name]} is one too many"
-        if ours[name] != theirs[name]:
-            return f"tensor {theirs[name]} instead of {ours[name]}"
+def _first_difference(expected: tuple[TensorSpec, ...], actual: tuple[TensorSpec, ...]) -> str | None:
+    wanted, given = ({tensor.name: tensor for tensor in tensors} for tensors in (expected, actual))
+    for name in sorted(wanted.keys() | given.keys()):
+        if name not in given:
+            return f"tensor {wanted[name]} is missing"
+        if name not in wanted:
+            return f"tensor {given[name]} is one too many"
+        if wanted[name] != given[name]:
+            return f"tensor {given[name]} instead of {wanted[name]}"
     return None

@@ -1,4 +1,4 @@
-"""Which stored block has which number, and which number the blocks of a new model get."""
+"""The numbers of stored blocks, and those that the blocks of a new model get."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 CATALOGUE = np.dtype([("block", "<i8"), ("sha256", "u1", (32,))])
-"""A row for each row of blocks: the block's number, rising, and the SHA-256 of its values."""
+"""One row for each row of blocks: the block's number, ascending, and the SHA-256 of its values."""
 
 
 @dataclass(frozen=True, eq=False)
-class Numbered:
+class NumberedBlocks:
     """Blocks with their numbers.
 
     Attributes:
         numbers: [k] int64, equal for equal blocks.
-        new: [n, block_size], those of them that were not known, each once, in the order of their numbers.
-        catalogue: [n] of `CATALOGUE`, for these.
+        new: [n, block_size], the blocks that were not known, each once, in the order of their numbers.
+        catalogue: [n] of `CATALOGUE`, for the new blocks.
     """
 
     numbers: NDArray[np.int64]
@@ -29,8 +29,8 @@ class Numbered:
     catalogue: NDArray[Any]
 
 
-def numbered(blocks: NDArray[Any], known: Mapping[bytes, int], next_block: int) -> Numbered:
-    """Blocks numbered by content: with the known number where there is one, else from the next on.
+def number_blocks(blocks: NDArray[Any], known: Mapping[bytes, int], next_block: int) -> NumberedBlocks:
+    """Blocks numbered by content: a known block keeps its number, others are numbered from `next_block` on.
 
     Args:
         blocks: [k, block_size].
@@ -38,16 +38,16 @@ def numbered(blocks: NDArray[Any], known: Mapping[bytes, int], next_block: int) 
         next_block: above all known numbers.
     """
     digests = [hashlib.sha256(block).digest() for block in np.ascontiguousarray(blocks)]
-    places: dict[bytes, int] = {}
-    for place, digest in enumerate(digests):
+    first_index: dict[bytes, int] = {}
+    for index, digest in enumerate(digests):
         if digest not in known:
-            places.setdefault(digest, place)
-    fresh = {digest: next_block + rank for rank, digest in enumerate(places)}
-    catalogue = np.empty(len(fresh), CATALOGUE)
-    catalogue["block"] = list(fresh.values())
-    catalogue["sha256"] = np.frombuffer(b"".join(fresh), np.uint8).reshape(-1, 32)
-    numbers = [known[digest] if digest in known else fresh[digest] for digest in digests]
-    return Numbered(np.array(numbers, np.int64), blocks[list(places.values())], catalogue)
+            first_index.setdefault(digest, index)
+    new = {digest: next_block + rank for rank, digest in enumerate(first_index)}
+    catalogue = np.empty(len(new), CATALOGUE)
+    catalogue["block"] = list(new.values())
+    catalogue["sha256"] = np.frombuffer(b"".join(new), np.uint8).reshape(-1, 32)
+    numbers = [known[digest] if digest in known else new[digest] for digest in digests]
+    return NumberedBlocks(np.array(numbers, np.int64), blocks[list(first_index.values())], catalogue)
 
 
 def numbers_by_digest(catalogue: NDArray[Any]) -> dict[bytes, int]:
@@ -57,7 +57,7 @@ def numbers_by_digest(catalogue: NDArray[Any]) -> dict[bytes, int]:
 
 
 def rows_of(catalogue: NDArray[Any], blocks: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-    """[k] The rows of blocks with the numbers [k]; -1 where a catalogue has no such block."""
+    """[k] The rows of the blocks with numbers [k]; -1 where the catalogue has no such block."""
     numbers = catalogue["block"]
     rows = np.searchsorted(numbers, blocks)
     known = rows < len(numbers)

@@ -1,8 +1,8 @@
-"""What a deduplicated variant costs, by three compositions, the tightest of which is used.
+"""What a deduplicated variant costs, by three compositions, of which the tightest is used.
 
 `basic` adds epsilons (Guan et al. 2025, Theorem 4.1). `accountant` composes the variants' histories as events.
-`provenance` composes each release once, however many variants descend from it. docs/deduplication.md says why each
-holds.
+`provenance` composes each release once, however many variants descend from it. docs/deduplication.md shows why each
+of them holds.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Guarantee:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What is stated of one model: it is (epsilon, delta)-DP on each of its data sets.
+    """The claim that one model is (epsilon, delta)-DP on each of its data sets.
 
     Attributes:
-        name: of the model; the same name is the same model.
-        data_sets: ids of what it was trained on; two models' data overlap where they share an id.
+        name: of the model; equal names mean the same model.
+        data_sets: ids of the data it was trained on; the data of two models overlap if they share an id.
         epsilon: >= 0, may be infinite.
         delta: in [0, 1].
     """
@@ -50,11 +50,11 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Upload:
-    """One release on one data set: the node of the release graph.
+    """One release on one data set: a node of the release graph.
 
     Attributes:
-        data_set: whose records it was computed from, and who pays.
-        run, round, request: which upload it is, as in the ledger's key.
+        data_set: that it was computed from, and that pays for it.
+        run, round, request: identify the upload, as in the ledger's key.
         event: what it costs.
     """
 
@@ -66,19 +66,19 @@ class Upload:
 
     @property
     def key(self) -> tuple[str, str, int, str]:
-        """What makes it this release and no other."""
+        """Identifies the release."""
         return self.data_set, self.run, self.round, self.request
 
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """What a variant that was consulted is a function of: its ancestors, or where these are unknown its events.
+    """What a consulted variant is a function of: its ancestors or, if these are unknown, its events.
 
     Attributes:
-        name: of the variant; the same name is the same variant.
-        ancestors: all uploads that it is a function of. Closed: with an upload come the ones that it was computed
-            after, as `global_ancestors` and `client_ancestors` give them. None where they are unknown.
-        events: {data set: what its training released}, for a variant without known ancestors.
+        name: of the variant; equal names mean the same variant.
+        ancestors: all uploads that it is a function of. The set is closed: it contains every upload that its members
+            were computed from, as in the results of `global_ancestors` and `client_ancestors`. None if unknown.
+        events: {data set: what training released}, for a variant whose ancestors are unknown.
 
     Raises:
         ValueError: both are given.
@@ -94,11 +94,11 @@ class History:
 
     @property
     def data_sets(self) -> frozenset[str]:
-        """The data sets that it was computed from."""
+        """The data sets that the variant was computed from."""
         return frozenset(self.events) | {upload.data_set for upload in self.ancestors or ()}
 
     def events_on(self, data_sets: frozenset[str]) -> list[Event]:
-        """Its events on any of the data sets."""
+        """The variant's events on any of the data sets."""
         return [event for id_ in sorted(data_sets) for event in self._by_data_set.get(id_, ())]
 
     @cached_property
@@ -113,8 +113,8 @@ class DataSetCost:
     Attributes:
         data_sets: one id, or several that may share records.
         delta: at which every epsilon holds.
-        epsilons: {method: epsilon}, of the methods that hold.
-        used: the one with the smallest epsilon.
+        epsilons: {method: epsilon}, for the methods that hold.
+        used: the method with the smallest epsilon.
     """
 
     data_sets: tuple[str, ...]
@@ -124,7 +124,7 @@ class DataSetCost:
 
     @property
     def guarantee(self) -> Guarantee:
-        """By the method that is used."""
+        """By the method used."""
         return Guarantee(epsilon=self.epsilons[self.used], delta=self.delta)
 
 
@@ -142,11 +142,11 @@ class PublicationCost:
 
     @property
     def guarantee(self) -> Guarantee:
-        """For every record, in whichever data set it is: disjoint data compose by their maxima (Theorem 2.2)."""
-        found = [cost.guarantee for cost in self.by_data_set]
+        """For every record of any data set: parallel composition over disjoint data takes maxima (Theorem 2.2)."""
+        guarantees = [cost.guarantee for cost in self.by_data_set]
         return Guarantee(
-            epsilon=max((each.epsilon for each in found), default=0.0),
-            delta=max((each.delta for each in found), default=0.0),
+            epsilon=max((each.epsilon for each in guarantees), default=0.0),
+            delta=max((each.delta for each in guarantees), default=0.0),
         )
 
 
@@ -154,10 +154,10 @@ _Named = TypeVar("_Named", Claim, History)
 
 
 def basic(claims: Iterable[Claim]) -> Guarantee:
-    """The guarantee of whatever is made of these models, by adding what is stated of each.
+    """The guarantee of anything computed from these models, by basic composition of their claims.
 
-    The same model counts once, models on the same data add up, models on disjoint data give the maximum; where data
-    overlap, a connected component of models adds up, and the largest component counts.
+    Each model counts once, models on the same data add up, and models on disjoint data give the maximum. Where data
+    overlap, each connected component of models adds up, and the largest sum counts.
 
     Raises:
         ValueError: two different claims for one name.
@@ -166,7 +166,7 @@ def basic(claims: Iterable[Claim]) -> Guarantee:
     """
     distinct = list(_by_name(claims).values())
     sums = []
-    for data_sets in united(claim.data_sets for claim in distinct):
+    for data_sets in merge_overlapping(claim.data_sets for claim in distinct):
         component = [claim for claim in distinct if claim.data_sets & data_sets]
         sums.append((math.fsum(c.epsilon for c in component), math.fsum(c.delta for c in component)))
     epsilons, deltas = zip(*sums, strict=True) if sums else ((), ())
@@ -181,39 +181,40 @@ def publication_cost(
     overlapping: Iterable[frozenset[str]] = (),
     accountant: Accountant = "pld",
 ) -> PublicationCost:
-    """What it costs each data set to publish anything that is computed from the variants, one of them or all.
+    """What publishing anything computed from some or all of the variants costs each data set.
 
     Args:
-        consulted: every variant that had a say: those published, their bases, and those that were only compared,
-            clustered or passed over.
-        deltas: {data set: in (0, 1)}; all methods are compared at it. `basic` divides it among the histories.
-        extra: {data set: what is released besides}: private validation, saliency on private data, private utilities.
-        overlapping: ids that may share records, whose events then all count for each.
+        consulted: every variant that had an influence: those published, their bases, and those that were only
+            compared, clustered or passed over.
+        deltas: {data set: in (0, 1)}, at which all methods are compared. `basic` divides it among the histories.
+        extra: {data set: further releases}: private validation, saliency on private data, private utilities.
+        overlapping: sets of ids that may share records; the events of all ids in a set count for each of them.
         accountant: that composes events.
 
     Raises:
-        ValueError: a data set without a delta, two different variants of one name or uploads of one key, events of
-            different units, or an event that no accountant knows.
+        ValueError: a data set has no delta, two different variants have one name, two different uploads have one key,
+            events have different units, or no accountant knows an event.
     """
     histories = list(_by_name(consulted).values())
-    besides = extra or {}
+    extra = extra or {}
     union, refusal = _union(histories)
-    of_union = _by_data_set(union)
-    ids = frozenset(besides).union(*(history.data_sets for history in histories))
+    union_events = _by_data_set(union)
+    ids = frozenset(extra).union(*(history.data_sets for history in histories))
     costs = []
-    for united_ids in united([*(frozenset({id_}) for id_ in sorted(ids)), *(overlap & ids for overlap in overlapping)]):
-        delta = _smallest_delta(united_ids, deltas)
-        extras = [event for id_ in sorted(united_ids) for event in besides.get(id_, ())]
-        parts = [part for part in [*(history.events_on(united_ids) for history in histories), extras] if part]
+    singles = [frozenset({id_}) for id_ in sorted(ids)]
+    for merged in merge_overlapping([*singles, *(overlap & ids for overlap in overlapping)]):
+        delta = _smallest_delta(merged, deltas)
+        extra_events = [event for id_ in sorted(merged) for event in extra.get(id_, ())]
+        parts = [part for part in [*(history.events_on(merged) for history in histories), extra_events] if part]
         epsilons: dict[Method, float] = {
             "basic": _basic_epsilon(parts, delta, accountant),
             "accountant": _epsilon([event for part in parts for event in part], delta, accountant),
         }
         if refusal is None:
-            of_these = [event for id_ in sorted(united_ids) for event in of_union.get(id_, ())]
-            epsilons["provenance"] = _epsilon([*of_these, *extras], delta, accountant)
+            released_once = [event for id_ in sorted(merged) for event in union_events.get(id_, ())]
+            epsilons["provenance"] = _epsilon([*released_once, *extra_events], delta, accountant)
         used = min(epsilons, key=lambda method: epsilons[method])
-        costs.append(DataSetCost(data_sets=tuple(sorted(united_ids)), delta=delta, epsilons=epsilons, used=used))
+        costs.append(DataSetCost(data_sets=tuple(sorted(merged)), delta=delta, epsilons=epsilons, used=used))
     return PublicationCost(
         by_data_set=tuple(sorted(costs, key=lambda cost: cost.data_sets)),
         refused={} if refusal is None else {"provenance": refusal},
@@ -223,21 +224,21 @@ def publication_cost(
 def global_ancestors(
     uploads: Iterable[Upload], run: str, round_: int, warm_start: frozenset[Upload] = frozenset()
 ) -> frozenset[Upload]:
-    """What a run's global model after a round is a function of: every upload up to it, and its start's ancestors."""
+    """The ancestors of a run's global model after a round: all uploads up to it, and those of its warm start."""
     return warm_start | {upload for upload in uploads if upload.run == run and upload.round <= round_}
 
 
 def client_ancestors(
     uploads: Iterable[Upload], run: str, round_: int, data_set: str, warm_start: frozenset[Upload] = frozenset()
 ) -> frozenset[Upload]:
-    """What a client's own variant of a round is a function of: every upload before it, and its own one of the round."""
+    """The ancestors of a client's own variant of a round: all uploads of earlier rounds, and its own of this one."""
     of_run = [upload for upload in uploads if upload.run == run]
     own = {upload for upload in of_run if upload.round == round_ and upload.data_set == data_set}
     return warm_start | own | {upload for upload in of_run if upload.round < round_}
 
 
 def uploads_of(data_set: str, charged: Iterable[tuple[Key, Release]], view: View = "local") -> list[Upload]:
-    """A data set's uploads from what `Ledger.releases_of` gives, each with its event on the view.
+    """A data set's uploads from the result of `Ledger.releases_of`, each with its event on the view.
 
     Raises:
         ValueError: the view does not hold for one of them.
@@ -248,19 +249,19 @@ def uploads_of(data_set: str, charged: Iterable[tuple[Key, Release]], view: View
     ]
 
 
-def united(sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
-    """Sets of ids with those that overlap, directly or by others, made one; no id is in two of them."""
-    apart: list[frozenset[str]] = []
+def merge_overlapping(sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
+    """The sets of ids, with those that overlap, directly or through others, merged; the results are disjoint."""
+    disjoint: list[frozenset[str]] = []
     for ids in sets:
-        touching = [other for other in apart if other & ids]
-        apart = [other for other in apart if not other & ids]
+        touching = [other for other in disjoint if other & ids]
+        disjoint = [other for other in disjoint if not other & ids]
         if ids:
-            apart.append(ids.union(*touching))
-    return apart
+            disjoint.append(ids.union(*touching))
+    return disjoint
 
 
 def _union(histories: Sequence[History]) -> tuple[frozenset[Upload], str | None]:
-    """All ancestors of all variants, each once, and why that is not known."""
+    """All ancestors of all variants, each once; and the reason if they are not known."""
     unknown = [history.name for history in histories if history.ancestors is None]
     if unknown:
         return frozenset(), f"the ancestors of {', '.join(sorted(unknown))} are unknown"
@@ -278,7 +279,7 @@ def _by_data_set(uploads: Iterable[Upload]) -> dict[str, list[Event]]:
 
 
 def _epsilon(events: Iterable[Event], delta: float, accountant: Accountant) -> float:
-    """What the composition of events costs; a federation asks it of few different ones, but for every pair."""
+    """Epsilon of the composed events, cached: a federation has few distinct histories, but compares every pair."""
     return _epsilon_of(frozenset(group(events)), delta, accountant)
 
 
@@ -288,14 +289,17 @@ def _epsilon_of(events: frozenset[Event], delta: float, accountant: Accountant) 
 
 
 def _basic_epsilon(parts: Sequence[Sequence[Event]], delta: float, accountant: Accountant) -> float:
-    """Sum of the parts' epsilons; stated guarantees keep their deltas, the others share what is left of it."""
+    """Sum of the parts' epsilons; stated guarantees keep their deltas, the other parts share the rest of delta."""
     stated = [part for part in parts if all(isinstance(event, (EpsilonDelta, PureEpsilon)) for event in part)]
     others = [part for part in parts if part not in stated]
-    left = delta - math.fsum(e.count * e.delta for part in stated for e in part if isinstance(e, EpsilonDelta))
-    if left < -1e-9 * delta or (others and left <= 0):  # rounding in a sum of deltas is no excess
+    remaining_delta = delta - math.fsum(
+        e.count * e.delta for part in stated for e in part if isinstance(e, EpsilonDelta)
+    )
+    # A rounding error in a sum of deltas does not count as an excess.
+    if remaining_delta < -1e-9 * delta or (others and remaining_delta <= 0):
         return math.inf
     epsilons = [e.count * e.epsilon for part in stated for e in part if isinstance(e, (EpsilonDelta, PureEpsilon))]
-    return math.fsum(epsilons + [_epsilon(part, left / len(others), accountant) for part in others])
+    return math.fsum(epsilons + [_epsilon(part, remaining_delta / len(others), accountant) for part in others])
 
 
 def _smallest_delta(group: frozenset[str], deltas: Mapping[str, float]) -> float:
@@ -307,8 +311,8 @@ def _smallest_delta(group: frozenset[str], deltas: Mapping[str, float]) -> float
 
 
 def _by_name(given: Iterable[_Named]) -> dict[str, _Named]:
-    found: dict[str, _Named] = {}
+    by_name: dict[str, _Named] = {}
     for each in given:
-        if found.setdefault(each.name, each) != each:
+        if by_name.setdefault(each.name, each) != each:
             raise ValueError(f"name = {each.name!r}: two different models have it")
-    return found
+    return by_name

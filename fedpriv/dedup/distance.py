@@ -1,4 +1,4 @@
-"""Distances between blocks of two models, and the nearest block of one model to each block of another."""
+"""Distances between the blocks of two models, and for each block of one model the nearest block of the other."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fedpriv.errors import InputError
 Blocks = npt.NDArray[np.floating]
 Vector = npt.NDArray[np.float64]
 
-# Half a unit in the last place of float32, and its least normal number.
+# Unit roundoff of float32, and its smallest normal number.
 _UNIT, _TINY = 2.0**-24, 2.0**-126
 
-# Values that one product in float32 adds up: few enough for tight bounds, enough to keep the product fast.
+# How many values one float32 product sums: few enough for tight bounds, enough to keep the product fast.
 _CHUNK = 2048
 
 
@@ -31,11 +31,11 @@ def _l1(a: Vector, b: Vector) -> float:
 
 
 def _cosine(a: Vector, b: Vector) -> float:
-    """1 - cos(a, b) in [0, 2]; 0 for two zero blocks and 1 for one of them."""
+    """1 - cos(a, b) in [0, 2]; 0 if both blocks are zero, 1 if one of them is."""
     norms = float(np.linalg.norm(a)), float(np.linalg.norm(b))
     if 0 in norms:
         return float(norms[0] != norms[1])
-    # Of unit vectors: without the cancellation of 1 - cos, and 0 for equal blocks.
+    # From unit vectors: avoids the cancellation in 1 - cos, and is exactly 0 for equal blocks.
     return 0.5 * float(np.square(a / norms[0] - b / norms[1]).sum())
 
 
@@ -45,20 +45,20 @@ METRICS: dict[str, Callable[[Vector, Vector], float]] = {"l2": _l2, "l1": _l1, "
 def nearest(
     target_blocks: Blocks, base_blocks: Blocks, metric: str = "l2", memory_bytes: int = 2**28
 ) -> tuple[npt.NDArray[np.int64], Vector]:
-    """Each target block's nearest base block, int64 [n], and their distance, float64 [n].
+    """The nearest base block of each target block, int64 [n], and its distance, float64 [n].
 
-    The result is that of float64 throughout, ties to the smallest index: products in float32 only rule out what their
-    rounding errors cannot make the nearest, and what is left is compared in float64.
+    The result is that of float64 arithmetic throughout, with ties going to the smallest index: float32 products only
+    exclude blocks that cannot be the nearest within their rounding errors, and the rest is compared in float64.
 
     Args:
         target_blocks: [n, d], finite, any floating type; may be a memory map.
         base_blocks: [m, d], m >= 1, as the targets.
-        metric: `l2`, `l1` or `cosine`; `l1` has no product to use and takes some 30 times as long.
-        memory_bytes: for working arrays, beside the blocks themselves; at least `least_memory(d)`.
+        metric: `l2`, `l1` or `cosine`; `l1` cannot use products and takes about 30 times as long.
+        memory_bytes: for working arrays, in addition to the blocks themselves; at least `least_memory(d)`.
 
     Raises:
-        InputError: an unknown metric, too little memory, or a value that is not finite.
-        ValueError: the shapes do not fit.
+        InputError: the metric is unknown, the memory is too small, or a value is not finite.
+        ValueError: the shapes do not match.
     """
     _metric(metric)
     if target_blocks.ndim != 2 or base_blocks.ndim != 2 or target_blocks.shape[1] != base_blocks.shape[1]:
@@ -67,7 +67,7 @@ def nearest(
         raise ValueError("base_blocks: must hold at least one block")
     size = _tile_size(target_blocks.shape[1], memory_bytes)
     targets, bases = _Side(target_blocks, _squares(target_blocks)), _Side(base_blocks, _squares(base_blocks))
-    best = _at_the_same_place(target_blocks, base_blocks, metric)
+    best = _initial_best(target_blocks, base_blocks, metric)
     compare = _compare_sums if metric == "l1" else _compare_products
     for rows in _tiles(len(target_blocks), size):
         for columns in _tiles(len(base_blocks), size):
@@ -76,7 +76,7 @@ def nearest(
 
 
 def aligned(target_blocks: Blocks, base_blocks: Blocks, metric: str = "l2") -> Vector:
-    """The distance of each target block to the base block at the same place, float64 [n].
+    """The distance of each target block to the base block at the same position, float64 [n].
 
     Args:
         target_blocks: [n, d], any floating type; may be a memory map.
@@ -95,7 +95,7 @@ def aligned(target_blocks: Blocks, base_blocks: Blocks, metric: str = "l2") -> V
 
 
 def between_models(target_blocks: Blocks, base_blocks: Blocks, metric: str = "l2") -> float:
-    """The distance of two models of one architecture: the mean of `aligned`; what base models are chosen by.
+    """The distance of two models of one architecture, the mean of `aligned`, by which base models are chosen.
 
     Raises:
         InputError: an unknown metric.
@@ -107,7 +107,7 @@ def between_models(target_blocks: Blocks, base_blocks: Blocks, metric: str = "l2
 
 
 def least_memory(block_size: int) -> int:
-    """The least `memory_bytes` for blocks of that many values, bytes."""
+    """The smallest `memory_bytes` for blocks of this many values, bytes."""
     return _bytes(1, block_size)
 
 
@@ -130,7 +130,7 @@ class _Side:
 
 @dataclass(frozen=True, eq=False)
 class _Best:
-    """The nearest base block so far of each target, and its distance; changed in place."""
+    """The nearest base block found so far for each target, and its distance; updated in place."""
 
     indices: npt.NDArray[np.int64]
     distances: Vector
@@ -140,7 +140,7 @@ class _Best:
 
 
 def _squares(blocks: Blocks) -> Vector:
-    """The squared norm of each block, float64 [n], refused where it is not finite."""
+    """The squared norm of each block, float64 [n]; a norm that is not finite is refused."""
     rows = (row.astype(np.float64) for row in blocks)
     squares = np.array([np.dot(row, row) for row in rows], dtype=np.float64)
     if not np.isfinite(squares).all():
@@ -148,8 +148,8 @@ def _squares(blocks: Blocks) -> Vector:
     return squares
 
 
-def _at_the_same_place(targets: Blocks, bases: Blocks, metric: str) -> _Best:
-    """Where the search begins: models of one origin mostly have their nearest blocks at the same places."""
+def _initial_best(targets: Blocks, bases: Blocks, metric: str) -> _Best:
+    """Start of the search: in models of common origin, nearest blocks are mostly at the same position."""
     best = _Best(np.zeros(len(targets), dtype=np.int64), np.full(len(targets), np.inf))
     if metric != "l1":
         num = min(len(targets), len(bases))
@@ -158,7 +158,7 @@ def _at_the_same_place(targets: Blocks, bases: Blocks, metric: str) -> _Best:
 
 
 def _compare_sums(targets: _Side, bases: _Side, first: int, best: _Best, metric: str) -> None:
-    """Update the best of a tile's targets for l1, by float64 sums."""
+    """Update the best match of a tile's targets for l1, by float64 sums."""
     values = np.zeros((len(targets.blocks), len(bases.blocks)))
     for columns in _tiles(targets.blocks.shape[1], _CHUNK):
         values += cdist(targets.blocks[:, columns], bases.blocks[:, columns], "cityblock")
@@ -170,43 +170,48 @@ def _compare_sums(targets: _Side, bases: _Side, first: int, best: _Best, metric:
 
 
 def _compare_products(targets: _Side, bases: _Side, first: int, best: _Best, metric: str) -> None:
-    """Update the best of a tile's targets, exactly, among the bases that its bounds leave."""
+    """Update the best match of a tile's targets, exactly, among the bases that the bounds do not exclude."""
     exact = METRICS[metric]
-    candidates = _near_at_the_head(targets, bases, best.distances) if metric == "l2" else None
+    candidates = _candidates_by_prefix(targets, bases, best.distances) if metric == "l2" else None
     if candidates is None:
         candidates = _candidates(targets, bases, best.distances, metric)
     known = best.indices - first  # their distances are exact already
-    places = np.flatnonzero((known >= 0) & (known < len(bases.blocks)) & np.isfinite(best.distances))
-    candidates[places, known[places]] = False
-    for place in np.flatnonzero(candidates.any(axis=1)):
-        target = targets.blocks[place].astype(np.float64)
-        for index in np.flatnonzero(candidates[place]):
+    rows = np.flatnonzero((known >= 0) & (known < len(bases.blocks)) & np.isfinite(best.distances))
+    candidates[rows, known[rows]] = False
+    for row in np.flatnonzero(candidates.any(axis=1)):
+        target = targets.blocks[row].astype(np.float64)
+        for index in np.flatnonzero(candidates[row]):
             distance = exact(target, bases.blocks[index].astype(np.float64))
-            if (distance, first + index) < (best.distances[place], best.indices[place]):
-                best.indices[place], best.distances[place] = first + index, distance
+            if (distance, first + index) < (best.distances[row], best.indices[row]):
+                best.indices[row], best.distances[row] = first + index, distance
 
 
-def _near_at_the_head(targets: _Side, bases: _Side, distances: Vector) -> npt.NDArray[np.bool_] | None:
-    """The candidates where the first values alone leave few; else None. A part's l2 distance is never the larger."""
-    target_heads, base_heads = targets.blocks[:, :_CHUNK], bases.blocks[:, :_CHUNK]
-    target_head, base_head = _Side(target_heads, _squares(target_heads)), _Side(base_heads, _squares(base_heads))
-    near = _candidates(target_head, base_head, distances, "l2", head=True)
+def _candidates_by_prefix(targets: _Side, bases: _Side, distances: Vector) -> npt.NDArray[np.bool_] | None:
+    """The candidates by the first values alone, whose l2 distance is a lower bound; None if they leave too many."""
+    target_prefix, base_prefix = targets.blocks[:, :_CHUNK], bases.blocks[:, :_CHUNK]
+    near = _candidates(
+        _Side(target_prefix, _squares(target_prefix)),
+        _Side(base_prefix, _squares(base_prefix)),
+        distances,
+        "l2",
+        prefix=True,
+    )
     return near if np.count_nonzero(near) <= 2 * len(near) else None
 
 
 def _candidates(
-    targets: _Side, bases: _Side, distances: Vector, metric: str, head: bool = False
+    targets: _Side, bases: _Side, distances: Vector, metric: str, prefix: bool = False
 ) -> npt.NDArray[np.bool_]:
     """Which bases may be as near as the best so far and as any other in the tile, [targets, bases].
 
-    A head's distances bound whole ones from below, so it is compared with the best so far only.
+    Distances of prefixes are lower bounds, so they are compared with the best so far only.
     """
     sums = targets.squares[:, None] + bases.squares
     norms = np.sqrt(targets.squares)[:, None] * np.sqrt(bases.squares)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         values = _products(targets.blocks, bases.blocks)
         block_size = targets.blocks.shape[1]
-        # Higham 2002, section 3.1: sums of _CHUNK float32 products, of factors rounded to float32; then what gets lost
+        # Higham 2002, section 3.1: sums of _CHUNK float32 products of factors rounded to float32; then underflow
         # below the normal range, and the rounding of the float64 sums.
         slack = norms * (_CHUNK + 4) * _UNIT * 1.01
         slack += (_TINY * block_size) * (1 + sums) + (8 * block_size * 2.0**-53) * sums
@@ -219,15 +224,15 @@ def _candidates(
             values += 1
             slack /= norms
         values[~np.isfinite(slack)] = np.nan
-        # Where float32 overflows or a norm is 0, nothing is known: every comparison below is false.
+        # Where float32 overflows or a norm is 0, nothing is known, and every comparison below is false.
         known = distances**2 if metric == "l2" else distances
-        limit = known if head else np.fmin(np.fmin.reduce(values + slack, axis=1), known)
+        limit = known if prefix else np.fmin(np.fmin.reduce(values + slack, axis=1), known)
         values -= slack
         return ~((values > limit[:, None]) & np.isfinite(values))
 
 
 def _products(a: Blocks, b: Blocks) -> npt.NDArray[np.float64]:
-    """a @ b.T: float32 products over `_CHUNK` values at a time, added up in float64; NaN where float32 overflows."""
+    """a @ b.T by float32 products of `_CHUNK` values each, summed in float64; NaN where float32 overflows."""
     total = np.zeros((len(a), len(b)))
     for columns in _tiles(a.shape[1], _CHUNK):
         total += a[:, columns].astype(np.float32, copy=False) @ b[:, columns].astype(np.float32, copy=False).T
@@ -236,12 +241,12 @@ def _products(a: Blocks, b: Blocks) -> npt.NDArray[np.float64]:
 
 
 def _bytes(size: int, block_size: int) -> int:
-    """What a tile of size x size blocks takes: chunks of both sides, bounds on their distances, some whole blocks."""
+    """Memory of a tile of size x size blocks: chunks of both sides, bounds on distances, some whole blocks."""
     return 16 * size * min(block_size, _CHUNK) + 48 * size * size + 48 * block_size + 2**16
 
 
 def _tile_size(block_size: int, memory_bytes: int) -> int:
-    """The most blocks on each side of a tile that the memory holds."""
+    """The largest number of blocks on each side of a tile that fits into memory."""
     least = _bytes(1, block_size)
     if memory_bytes < least:
         raise InputError(f"memory_bytes = {memory_bytes}: blocks of {block_size} values need at least {least}")

@@ -1,10 +1,10 @@
-"""Where a store keeps what.
+"""The files of a store.
 
-index.json names all that counts, and is replaced as a whole, after everything else is on the disk
-blocks.GENERATION.npy: [rows, block_size], append-only; what no model uses any more stays until compaction
-catalogue.GENERATION.npy: for each of these rows the block's number and the SHA-256 of its values
+index.json: names all valid files, and is replaced as a whole once everything else is on the disk
+blocks.GENERATION.npy: [rows, block_size], append-only; rows that no model uses any more stay until compaction
+catalogue.GENERATION.npy: for each of these rows, the block's number and the SHA-256 of its values
 manifests/NAME.json: tensors, block numbers, privacy and provenance of a model
-extras/NAME.safetensors: its tensors that are not cut into blocks
+extras/NAME.safetensors: the tensors of a model that are not cut into blocks
 lock: held by the one process that writes
 """
 
@@ -34,7 +34,7 @@ class Folder:
 
     @property
     def index(self) -> Path:
-        """The file that says which others count."""
+        """The file that says which others are valid."""
         return self.path / "index.json"
 
     @property
@@ -43,15 +43,15 @@ class Folder:
         return self.path / "lock"
 
     def manifest(self, name: str) -> Path:
-        """Of a model."""
+        """The manifest of a model."""
         return self.path / "manifests" / f"{name}.json"
 
     def extras(self, name: str) -> Path:
-        """Of a model."""
+        """The extra tensors of a model."""
         return self.path / "extras" / f"{name}.safetensors"
 
     def blocks(self, index: Index) -> RowFile:
-        """The rows of values."""
+        """The rows of block values."""
         return RowFile(self.path / f"blocks.{index.generation}.npy", np.dtype(index.dtype), (index.block_size,))
 
     def catalogue(self, index: Index) -> RowFile:
@@ -59,28 +59,28 @@ class Folder:
         return RowFile(self.path / f"catalogue.{index.generation}.npy", CATALOGUE, ())
 
     def row_files(self, index: Index) -> tuple[RowFile, ...]:
-        """Both of these; none before the first model, when no row has a size yet."""
+        """Both row files; none before the first model is stored, when the block size is not fixed yet."""
         return (self.blocks(index), self.catalogue(index)) if index.block_size else ()
 
     def files(self, index: Index) -> list[Path]:
-        """Everything that counts, but for the index."""
+        """All valid files except the index."""
         models = [path for name in index.models for path in (self.manifest(name), self.extras(name))]
         return [*(file.path for file in self.row_files(index)), *models]
 
     def strays(self, index: Index) -> list[Path]:
-        """Files that do not count: what one that was killed left behind."""
-        found = {path for pattern in ("*", "*/*") for path in self.path.glob(pattern) if path.is_file()}
-        return sorted(found - {self.index, self.lock, *self.files(index)})
+        """Files that are not valid, left behind by a writer that was killed."""
+        present = {path for pattern in ("*", "*/*") for path in self.path.glob(pattern) if path.is_file()}
+        return sorted(present - {self.index, self.lock, *self.files(index)})
 
     def looks_new(self) -> bool:
-        """Whether nothing is in it, or what one leaves that was killed before its first state."""
+        """Whether the folder is empty, or holds only what a writer killed before its first commit leaves behind."""
         return all(path == self.lock or path.name.startswith(f".{self.index.name}.") for path in self.path.iterdir())
 
     def read_manifest(self, name: str, sha256: str) -> Manifest:
         """The manifest of a model.
 
         Raises:
-            ValueError: one line that says what is wrong with it.
+            ValueError: in one line, what is wrong with it.
         """
         return Manifest.from_json(read(self.manifest(name), sha256))
 
@@ -89,7 +89,7 @@ def read(path: Path, sha256: str) -> bytes:
     """The content of a file.
 
     Raises:
-        ValueError: it is missing, or has another SHA-256; one line that names folder and file.
+        ValueError: the file is missing or has another SHA-256; one line that names folder and file.
     """
     name = f"{path.parent.name}/{path.name}"
     if not path.is_file():
@@ -101,7 +101,7 @@ def read(path: Path, sha256: str) -> bytes:
 
 
 def sync(folder: Path) -> None:
-    """Put on the disk which files a folder has."""
+    """Flush a folder's list of files to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

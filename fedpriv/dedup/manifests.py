@@ -1,4 +1,4 @@
-"""What a store writes down: a manifest for each model, and the index that says which files count."""
+"""What a store records: a manifest for each model, and the index that says which files are valid."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ VERSION = 1
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Manifest:
-    """A stored model without its values.
+    """The description of a stored model, without its values.
 
     Attributes:
         name: of the model.
         layout: its tensors and their blocks.
-        blocks: [num_blocks] int64, read-only: the number of the stored block at each position. Numbers are given once
-            and for all: two positions with one number hold the same values, at any time and in any model.
+        blocks: [num_blocks] int64, read-only: the number of the stored block at each position. Numbers are permanent:
+            two positions with the same number hold the same values, at any time and in any model.
         extras: {name of an extra tensor: SHA-256 of its values}.
         privacy: plain values, as they were given.
         provenance: plain values, as they were given.
@@ -48,7 +48,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, content: bytes) -> Manifest:
-        """The manifest in a file that `to_json` made."""
+        """The manifest in a file that `to_json` wrote."""
         values = json.loads(content)
         layout = values.pop("layout")
         tensors = tuple(TensorSpec(t["name"], tuple(t["shape"]), t["dtype"]) for t in layout.pop("tensors"))
@@ -67,14 +67,14 @@ class Files:
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """The state of a store: what it does not name does not count.
+    """The state of a store: only the files and rows named here are valid.
 
     Attributes:
-        generation: of the files with blocks and catalogue; every compaction begins a new one.
+        generation: of the block and catalogue files; every compaction starts a new one.
         block_size: values in a block; 0 before the first model.
         dtype: of the blocks.
-        num_rows: rows that count in these two files.
-        next_block: the number that the next new block gets.
+        num_rows: valid rows in these two files.
+        next_block: the number of the next new block.
         catalogue: SHA-256 of the catalogue's rows.
         models: {name: its files}.
     """
@@ -88,15 +88,15 @@ class Index:
     models: Mapping[str, Files] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
-        """The index file, which holds its own SHA-256."""
+        """The content of the index file, which includes its own SHA-256."""
         return _sealed({"version": VERSION, **asdict(self)})
 
     @classmethod
     def from_json(cls, content: bytes) -> Index:
-        """The index in a file that `to_json` made.
+        """The index in a file that `to_json` wrote.
 
         Raises:
-            ValueError: one line that says what is wrong with it.
+            ValueError: in one line, what is wrong with it.
         """
         try:
             values = json.loads(content)["index"]

@@ -1,4 +1,4 @@
-"""Parameters of a built model under other names, as the module that a registry can load stored tensors into."""
+"""A built model's parameters under other names, as a module into which a registry can load stored tensors."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from fedpriv.errors import InputError
 def named_view(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
     """A module whose state_dict has the given names, and whose parameters are the given objects.
 
-    `Registry.load_into(view, name)` so changes the live model that the parameters are of: an adapter's, say, by the
-    names under which peft stores it. Keep the view for as long as what was loaded is used: the registry takes the
-    memory of a view that is gone for other models.
+    So `Registry.load_into(view, name)` changes the live model that owns the parameters, for instance an adapter by
+    the names under which peft stores it. Keep the view for as long as the loaded weights are in use: once it is
+    gone, the registry reuses its memory for other models.
 
     Args:
-        parameters: {name with dots between its parts: parameter}; one parameter may have several names.
+        parameters: {dotted name: parameter}; one parameter may have several names.
 
     Raises:
-        InputError: a name cannot be one of a module's: a part of it is empty, an attribute of every module, or another
-            parameter's whole name.
+        InputError: a name is not valid in a module: a part of it is empty, is an attribute of every module, or is
+            the full name of another parameter.
     """
     view = nn.Module()
     for name, parameter in parameters.items():

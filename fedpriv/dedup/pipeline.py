@@ -1,4 +1,4 @@
-"""Deduplicating variants: choose bases, try blocks by saliency, keep what validation accepts, store it."""
+"""Deduplication of variants: choose bases, replace blocks in saliency order, store what validation accepts."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from fedpriv.errors import InputError
 
 log = logging.getLogger(__name__)
 
-# Weights that round to the same multiple of so many of their standard deviations are the same to Mistique.
+# Mistique treats weights as equal that round to the same multiple of this many of their standard deviations.
 MINHASH_STEP = 2.0
 
 Tensors = Mapping[str, NDArray[Any]]
 
 
 class Evaluator(Protocol):
-    """Tells how good a variant is, on records that the validation may see.
+    """Measures how good a variant is on the validation records.
 
     Attributes:
-        num_records: how many there are, as registered.
-        private: whose they are; None where they are public and numbers may be shown.
+        num_records: the registered number of validation records.
+        private: whose records they are; None if they are public, so that counts may be shown.
     """
 
     num_records: int
@@ -47,34 +47,34 @@ class Evaluator(Protocol):
         """How many records the variant with these tensors answers correctly."""
 
     def saliency(self, tensors: Tensors) -> Saliency:
-        """How much each weight matters, of every tensor that is cut into blocks.
+        """How much each weight matters, for every tensor that is cut into blocks.
 
-        On private records it is noised, and costs what `private` says.
+        On private records it is noised, and its cost is stated by `private`.
         """
 
 
 class Validator(Protocol):
-    """Says pass or fail; `BudgetSpent` where it may not say more."""
+    """Answers pass or fail; raises `BudgetSpent` when no further answer is allowed."""
 
     def accept(self, count_correct: int) -> bool:
-        """Whether a variant with so many correct answers passes."""
+        """Whether a variant with this many correct answers passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one variant.
+    """The result for one variant.
 
     Attributes:
         name: of the variant.
-        bases: whose blocks it may hold; none where it stays as it was.
-        untouched: why it stays as it was; None where it has bases.
-        num_blocks: that it is cut into.
-        num_replaced: that were replaced.
+        bases: whose blocks it may hold; empty if it stays as it was.
+        untouched: why it stays as it was; None if it has bases.
+        num_blocks: in the variant.
+        num_replaced: blocks that were replaced.
         num_validations: counted by the search.
-        correct_before, correct_after: of `num_records` validation records; None where these are private.
-        epsilon_before, epsilon_after, delta: against a reader of this variant alone; what private validation cost is
-            in the second.
-        epsilons: {method: epsilon} of what it costs now, the largest over data sets.
+        correct_before, correct_after: out of `num_records` validation records; None if these are private.
+        epsilon_before, epsilon_after, delta: against a reader of this variant alone; `epsilon_after` includes the
+            cost of private validation.
+        epsilons: {method: epsilon} after deduplication, the largest over data sets.
     """
 
     name: str
@@ -101,24 +101,25 @@ def deduplicate(
     *,
     private: PrivateValidation | None = None,
 ) -> list[Outcome]:
-    """Store all variants, those that a base was found for with as many of its blocks as validation accepts.
+    """Store all variants; a target stores as many blocks of its bases as validation accepts.
 
-    Guarantee: what is stored of a target is, bit for bit, what its validator accepted, or the original; its epsilon,
-    private validation included, stays within its limit. Every base is stored before whoever uses it. Private records
-    are charged for a target before they are first asked about it.
+    Guarantee: a target is stored, bit for bit, as its validator accepted it, or else as the original; its epsilon,
+    private validation included, stays within its limit. Every base is stored before the variants that use it. Private
+    records are charged for a target before they are first used for it.
 
     Args:
-        variants: to be stored; none of them in the store yet.
-        read_tensors: the tensors of a variant by name.
-        evaluator: on the validation records.
+        variants: to be stored; none of them is in the store yet.
+        read_tensors: gives the tensors of a variant by name.
+        evaluator: of the validation records.
         store: open for writing.
-        settings: see there.
-        private: how the evaluator's records are asked, if they are private.
+        settings: see `Settings`.
+        private: how the evaluator's records are queried; required if, and only if, they are private.
 
     Raises:
-        InputError: an unknown algorithm or option, a variant of another layout than its base, or a name that is taken.
+        InputError: the algorithm or an option is unknown, a variant has another layout than its base, or a name is
+            taken.
         StoreError: the store cannot be written.
-        ValueError: `private` without private records, or private records without it.
+        ValueError: `private` is given without private records, or missing for private records.
     """
     if (private is None) != (evaluator.private is None):
         raise ValueError("private: must be given where the evaluator's records are private, and only there")
@@ -134,7 +135,7 @@ def deduplicate(
         layout = layout_of(tensors, settings.block_size)
         blocks, extras = layout.to_blocks(tensors)
         correct = evaluator.count_correct(tensors)
-        found = _Found(blocks, 0, 0, correct)
+        result = _Deduplicated(blocks, 0, 0, correct)
         if assignment := assignments.get(name):
             base = _blocks_of(store, assignment)
             utility = costs.known[name].utility or 0.0
@@ -147,12 +148,12 @@ def deduplicate(
             saliency = by_block(evaluator.saliency(tensors), layout, settings.aggregation)
             indices, _ = nearest(blocks, base, settings.metric)
             trial = _Trial(layout, blocks, extras, base[indices], np.argsort(saliency, kind="stable"), evaluator)
-            found = trial.searched(search, validator, trial.options(settings), correct)
-        outcome = costs.outcome(name, found, correct, evaluator)
+            result = trial.run(search, validator, trial.options(settings), correct)
+        outcome = costs.outcome(name, result, correct, evaluator)
         store.add(
             name,
             layout,
-            found.blocks,
+            result.blocks,
             extras,
             privacy={"epsilon": outcome.epsilon_after, "delta": outcome.delta, "epsilons": dict(outcome.epsilons)},
             provenance={"bases": list(outcome.bases), "outcome": _plain(asdict(outcome))},
@@ -169,7 +170,7 @@ def _check(
     store: Store,
     settings: Settings,
 ) -> None:
-    """Refuse what could not be stored, while nothing is."""
+    """Refuse variants that cannot be stored, before any of them is."""
     if taken := sorted(set(known) & set(store.names)):
         raise InputError(f"name = {taken[0]!r}: the store has a model of that name; remove it, or use another store")
     layouts = {name: layout_of(read_tensors(name), settings.block_size) for name in known}
@@ -180,15 +181,15 @@ def _check(
 
 
 def _measured(variant: Described, read_tensors: Callable[[str], Tensors], evaluator: Evaluator) -> Described:
-    """The variant with its utility, measured where nobody did."""
+    """The variant with its utility, measured here if it is not known yet."""
     if variant.utility is not None:
         return variant
     return replace(variant, utility=evaluator.count_correct(read_tensors(variant.name)) / evaluator.num_records)
 
 
 @dataclass(frozen=True, eq=False)
-class _Found:
-    """Blocks of a variant as they are to be stored, and how they were found."""
+class _Deduplicated:
+    """The blocks of a variant as they are to be stored, and the figures of the search that chose them."""
 
     blocks: NDArray[Any]
     num_replaced: int
@@ -198,7 +199,7 @@ class _Found:
 
 @dataclass(frozen=True, eq=False)
 class _Trial:
-    """A target whose blocks can be replaced by their nearest ones; `order` holds positions by rising saliency."""
+    """A target whose blocks can be replaced by their nearest base blocks; `order`: positions by rising saliency."""
 
     layout: Layout
     blocks: NDArray[Any]
@@ -208,16 +209,16 @@ class _Trial:
     evaluator: Evaluator
 
     def options(self, settings: Settings) -> Mapping[str, Any]:
-        """Those of the search, with what it has to know of the blocks."""
+        """The options of the search, with the block similarities that Mistique needs."""
         if settings.algorithm != "mistique" or "similarity" in settings.options:
             return settings.options
         step = MINHASH_STEP * float(self.blocks.std()) or 1.0
         similarity = minhash_similarity(self.blocks[self.order], self.nearest[self.order], step=step)
         return {**settings.options, "similarity": similarity}
 
-    def searched(
+    def run(
         self, search: Callable[..., Any], validator: Validator, options: Mapping[str, Any], correct: int
-    ) -> _Found:
+    ) -> _Deduplicated:
         counts: dict[Positions, int] = {frozenset(): correct}
 
         def accept(positions: Positions) -> bool:
@@ -227,12 +228,12 @@ class _Trial:
 
         result = search(len(self.order), accept, **options)
         chosen = frozenset(result.replaced)
-        return _Found(self.replaced(chosen), len(chosen), result.num_validations, counts[chosen])
+        return _Deduplicated(self.replaced(chosen), len(chosen), result.num_validations, counts[chosen])
 
     def replaced(self, positions: Positions) -> NDArray[Any]:
-        places = self.order[sorted(positions)]
+        rows = self.order[sorted(positions)]
         blocks = self.blocks.copy()
-        blocks[places] = self.nearest[places]
+        blocks[rows] = self.nearest[rows]
         return blocks
 
 
@@ -244,7 +245,7 @@ def _blocks_of(store: Store, assignment: Assignment) -> NDArray[Any]:
 
 @dataclass(frozen=True, eq=False)
 class _Costs:
-    """Who takes blocks of whom, and what that costs; `validation` is what one target costs private records."""
+    """Which variant takes blocks of which, and the costs; `validation`: what one target costs private records."""
 
     known: Mapping[str, Described]
     selection: Selection
@@ -274,13 +275,13 @@ class _Costs:
         )
 
     def originals(self, name: str) -> list[str]:
-        """The variants whose blocks may be in this one, over any number of steps."""
+        """The variants whose blocks this one may hold, directly or indirectly."""
         assignment = self.selection.assignments.get(name)
         bases = assignment.bases if assignment else ()
         return sorted({each for base in bases for each in (base, *self.originals(base))})
 
-    def outcome(self, name: str, found: _Found, correct: int, evaluator: Evaluator) -> Outcome:
-        # A target that replaced nothing consulted its bases and the validation records all the same.
+    def outcome(self, name: str, result: _Deduplicated, correct: int, evaluator: Evaluator) -> Outcome:
+        # A target with no replaced block has still consulted its bases and the validation records.
         names = (name, *self.originals(name))
         runs = sum(each in self.selection.assignments for each in names)
         extra = {id_: tuple(events) * runs for id_, events in self.validation.items() if runs}
@@ -292,11 +293,11 @@ class _Costs:
             name=name,
             bases=assignment.bases if assignment else (),
             untouched=self.selection.untouched.get(name),
-            num_blocks=len(found.blocks),
-            num_replaced=found.num_replaced,
-            num_validations=found.num_validations,
+            num_blocks=len(result.blocks),
+            num_replaced=result.num_replaced,
+            num_validations=result.num_validations,
             correct_before=correct if is_public else None,
-            correct_after=found.correct if is_public else None,
+            correct_after=result.correct if is_public else None,
             num_records=evaluator.num_records,
             epsilon_before=cost_of([self.known[name]], self.accountant).guarantee.epsilon,
             epsilon_after=cost.guarantee.epsilon,

@@ -1,4 +1,4 @@
-"""How variants are to be deduplicated: the settings, who may take blocks of whom, and what that costs."""
+"""The plan of a deduplication: its settings, which variant may take blocks of which, and what that costs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Settings:
 
     Attributes:
         block_size: values in a block, >= 1.
-        algorithm: name of the search, with its options.
+        algorithm: name of the search algorithm.
         options: of the search.
         aggregation: of saliency over a block.
-        metric: by which a block's nearest base block is found.
+        metric: used to find the nearest base block of each block.
         strategy, fairness: of base selection.
-        accountant: that bounds are held against.
+        accountant: computes the epsilons that are compared with the bounds.
     """
 
     block_size: int = 1024
@@ -43,23 +43,23 @@ def plan(
     validation: Mapping[str, Sequence[Event]] | None = None,
     deltas: Mapping[str, float] | None = None,
 ) -> Selection:
-    """Which variant may take blocks of which, by what they cost together; no weights are looked at.
+    """Which variant may take blocks of which, by their joint cost; no weights are read.
 
-    A base costs a target what `publication_cost` says of both, by the tightest composition that holds.
+    The cost of a target with a base is the `publication_cost` of both, by the tightest composition that holds.
 
     Args:
-        variants: all that are stored together.
-        settings: see there.
-        validation: {data set: what validating one target releases of it}, where that is private.
-        deltas: {data set: delta} of these.
+        variants: all variants that are stored together.
+        settings: see `Settings`.
+        validation: {data set: the events of validating one target}, for private validation records.
+        deltas: {data set: delta} for these data sets.
 
     Raises:
-        ValueError: two variants of one name, or of one upload with two events.
+        ValueError: two variants have one name, or one upload has two different events.
     """
     known = {variant.name: variant for variant in variants}
 
     def cost(target: Variant, bases: Sequence[Variant]) -> Guarantee:
-        # A base may be a target itself under `cross`, and then its own validation had a say in its blocks.
+        # Under `cross` a base may itself be a target, and then its own validation influenced its blocks.
         runs = 0 if not bases else 1 + len(bases) * (settings.strategy == "cross")
         extra = {id_: tuple(events) * runs for id_, events in (validation or {}).items()}
         return cost_of([known[each.name] for each in (target, *bases)], settings.accountant, extra, deltas).guarantee
@@ -78,16 +78,16 @@ def cost_of(
     extra: Mapping[str, Sequence[Event]] | None = None,
     deltas: Mapping[str, float] | None = None,
 ) -> PublicationCost:
-    """What it costs to publish anything made of these variants, and of what was released besides.
+    """What it costs to publish anything computed from these variants and from further releases.
 
     Args:
         consulted: the variants.
         accountant: that composes events.
         extra: {data set: events}, of private validation.
-        deltas: {data set: delta}, of the data sets of `extra` that no variant was trained on.
+        deltas: {data set: delta}, for the data sets of `extra` on which no variant was trained.
     """
-    found: dict[str, float] = {}
+    smallest: dict[str, float] = {}
     for each in (*(variant.deltas for variant in consulted), deltas or {}):
         for id_, delta in each.items():
-            found[id_] = min(delta, found.get(id_, delta))
-    return publication_cost([variant.history for variant in consulted], found, extra=extra, accountant=accountant)
+            smallest[id_] = min(delta, smallest.get(id_, delta))
+    return publication_cost([variant.history for variant in consulted], smallest, extra=extra, accountant=accountant)

@@ -1,4 +1,4 @@
-"""Files of equal rows that grow at the end, in NumPy's .npy format: np.load reads them, and they can be mapped."""
+"""Append-only files of equal rows in NumPy's .npy format, which np.load can read and the system can map."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RowFile:
         return self.dtype.itemsize * int(np.prod(self.row_shape))
 
     def header(self, num_rows: int) -> bytes:
-        """The file's first bytes; as many whatever the number of rows, as NumPy leaves room for it to grow."""
+        """The file's header; its length does not depend on the number of rows, since NumPy leaves room for growth."""
         header = {
             "descr": np.lib.format.dtype_to_descr(self.dtype),
             "fortran_order": False,
@@ -44,13 +44,13 @@ class RowFile:
         return buffer.getvalue()
 
     def size(self, num_rows: int) -> int:
-        """Bytes of a file with so many rows."""
+        """Bytes of a file with this many rows."""
         return len(self.header(num_rows)) + num_rows * self.row_bytes
 
     def write(self, first: int, chunks: Iterable[NDArray[Any]]) -> None:
-        """Write rows from the given one on, over all that follows it; on the disk when this returns.
+        """Write rows from index `first` on, replacing all that follow; durable when this returns.
 
-        The rows before it are not touched, and at any instant the header tells of them or of all that are there.
+        Earlier rows are not touched, and at any instant the header counts either them alone or all rows written.
         """
         with self.path.open("r+b" if self.path.exists() else "w+b") as file:
             file.write(self.header(first))
@@ -65,34 +65,34 @@ class RowFile:
             os.fsync(file.fileno())
 
     def trim(self, num_rows: int) -> None:
-        """Cut off what one that was killed left behind so many rows; a file that lacks rows stays as it is."""
+        """Cut off what a killed writer left after this many rows; a file with fewer rows stays as it is."""
         size = self.path.stat().st_size if self.path.exists() else -1
-        if size >= self.size(num_rows) and (size, self._found_header()) != (self.size(num_rows), self.header(num_rows)):
+        if size >= self.size(num_rows) and (size, self._read_header()) != (self.size(num_rows), self.header(num_rows)):
             self.write(num_rows, [])
 
     def map(self, num_rows: int) -> NDArray[Any]:
-        """The first rows, mapped from the file read-only; fewer where the file is too short."""
+        """The first rows, mapped read-only from the file; fewer if the file is too short."""
         offset = len(self.header(0))
         if num_rows and self.path.exists():
             num_rows = min(num_rows, (self.path.stat().st_size - offset) // self.row_bytes)
         if num_rows <= 0 or not self.path.exists():
             return np.empty((0, *self.row_shape), self.dtype)
         mapped = np.memmap(self.path, self.dtype, "r", offset, (num_rows, *self.row_shape))
-        return np.asarray(mapped)  # no subclass: slices of a memmap cost more
+        return np.asarray(mapped)  # a plain array, since slicing a memmap is slower
 
     def damage(self, num_rows: int) -> str | None:
-        """What is wrong with the file if it should hold at least so many rows, without a look at these."""
+        """What is wrong with a file that should hold at least this many rows, without reading them; or None."""
         if not self.path.exists():
             return "is missing" if num_rows else None
         size = self.path.stat().st_size
         if size < self.size(num_rows):
             return f"is truncated: {size} bytes instead of {self.size(num_rows)}"
-        # One that was killed while it appended has left more rows.
-        there = (size - self.size(0)) // self.row_bytes
-        if self._found_header() not in (self.header(num_rows), self.header(there)):
+        # A writer that was killed while appending has left more rows.
+        num_present = (size - self.size(0)) // self.row_bytes
+        if self._read_header() not in (self.header(num_rows), self.header(num_present)):
             return "has a damaged header"
         return None
 
-    def _found_header(self) -> bytes:
+    def _read_header(self) -> bytes:
         with self.path.open("rb") as file:
             return file.read(self.size(0))

@@ -1,4 +1,4 @@
-"""How much each weight of a model matters, from one pass over a data set, and how much each block of them does."""
+"""How much each weight of a model matters, measured in one pass over a data set, and how much each block does."""
 
 from __future__ import annotations
 
@@ -23,29 +23,30 @@ Loss = Callable[[nn.Module, Batch], Tensor]
 """One loss for each record of a batch, float [records]."""
 
 Saliency = dict[str, npt.NDArray[np.float32]]
-"""{tensor name: [*the tensor's shape], >= 0}; only the order of the values has a meaning."""
+"""{tensor name: [*the tensor's shape], >= 0}; only the order of the values is meaningful."""
 
 Measure = Callable[[nn.Module, Iterable[Batch], Loss], Saliency]
 
 
 def magnitude(model: nn.Module) -> Saliency:
-    """|W| of every parameter; needs no data."""
+    """|W| for every parameter; needs no data."""
     return {name: _array(parameter.detach().abs()) for name, parameter in model.named_parameters()}
 
 
 def wanda(model: nn.Module, batches: Iterable[Batch], loss: Loss) -> Saliency:
-    """|W_ij| times the norm of input j for the weights of `nn.Linear`; every other parameter by magnitude.
+    """|W_ij| times the norm of input j for the weights of `nn.Linear`; magnitude for every other parameter.
 
-    The norm is the root mean square over all records and tokens, padding included, and not the sum's root: the order
-    within a layer is the same, and the other tensors' magnitudes stay comparable whatever the size of the data set.
+    The norm is the root mean square over all records and tokens, padding included, instead of the root of the sum:
+    this keeps the order within a layer, and keeps values comparable with the magnitudes of the other tensors,
+    regardless of the size of the data set.
 
     Args:
-        model: run as it is in evaluation mode.
+        model: run in evaluation mode.
         batches: one pass over a data set, at least one record.
-        loss: runs the model; the values are not used.
+        loss: runs the model; its values are not used.
 
     Raises:
-        InputError: there is no record, or an activation is not finite.
+        InputError: there are no records, or an activation is not finite.
 
     Source: Sun et al. 2024a, equation 1.
     """
@@ -75,16 +76,16 @@ def wanda(model: nn.Module, batches: Iterable[Batch], loss: Loss) -> Saliency:
 
 
 def fisher(model: nn.Module, batches: Iterable[Batch], loss: Loss, names: Collection[str] | None = None) -> Saliency:
-    """The mean over records of each record's squared gradient: the empirical Fisher information's diagonal.
+    """The mean of squared per-sample gradients: the diagonal of the empirical Fisher information.
 
     Args:
-        model: run as it is in evaluation mode, a record at a time.
+        model: run in evaluation mode, one record at a time.
         batches: one pass over a data set, at least one record.
         loss: one loss for each record.
-        names: the parameters to consider, frozen or not; None takes all.
+        names: the parameters to consider, frozen or not; None for all.
 
     Raises:
-        InputError: there is no record, an unknown name, or a gradient is not finite.
+        InputError: there are no records, a name is unknown, or a gradient is not finite.
 
     Source: Liu et al. 2021.
     """
@@ -100,16 +101,16 @@ def fisher(model: nn.Module, batches: Iterable[Batch], loss: Loss, names: Collec
 
 
 def gradient(model: nn.Module, batches: Iterable[Batch], loss: Loss, names: Collection[str] | None = None) -> Saliency:
-    """The absolute value of the gradient of the mean loss over all records; it does not depend on the batches.
+    """The absolute value of the gradient of the mean loss over all records, however they are batched.
 
     Args:
-        model: run as it is in evaluation mode.
+        model: run in evaluation mode.
         batches: one pass over a data set, at least one record.
         loss: one loss for each record.
-        names: the parameters to consider, frozen or not; None takes all.
+        names: the parameters to consider, frozen or not; None for all.
 
     Raises:
-        InputError: there is no record, an unknown name, or a gradient is not finite.
+        InputError: there are no records, a name is unknown, or a gradient is not finite.
 
     Source: Guan et al. 2025, section 4.3.3, "gradient magnitude".
     """
@@ -137,25 +138,27 @@ def private_gradient(
 ) -> tuple[Saliency, Event]:
     """The gradient saliency of private records, and the event that pays for it.
 
-    Guarantee: each record passes alone, its gradient by all considered parameters together is clipped to C, and every
-    value of the sum gets N(0, (z C)^2). So adding or removing one record is one Gaussian mechanism with noise
-    multiplier z, which the event states; taking absolute values is post-processing. A record whose gradient is not
-    finite anywhere counts as zero. The sum is not divided by the number of records, which would tell it.
+    Guarantee: each record is passed alone, its gradient with respect to all considered parameters together is clipped
+    to norm C, and N(0, (z C)^2) is added to every value of the sum. Under add-or-remove adjacency this is one Gaussian
+    mechanism with noise multiplier z, as the event states; taking absolute values is post-processing. A per-sample
+    gradient with a value that is not finite counts as zero. The sum is not divided by the number of records, because
+    that would reveal the number.
 
     Args:
-        model: a function of other data than these records, or of these under its own charge; run in evaluation mode.
-        batches: all records, each once; none at all gives noise alone.
+        model: computed from other data, or from these records under a charge of its own; run in evaluation mode.
+        batches: all records, each once; an empty data set gives noise alone.
         loss: one loss for each record.
         clip_norm: C, finite, > 0, gradient units.
-        noise_multiplier: z >= 0; 0 adds nothing, and the event costs infinity.
-        source: where the noise comes from.
-        names: the parameters to consider, frozen or not; None takes all. Fewer leave more of the noise's room to them.
+        noise_multiplier: z >= 0; 0 adds no noise, and the event costs infinity.
+        source: of the noise.
+        names: the parameters to consider, frozen or not; None for all. With fewer of them, each gets a larger share
+            of the clip norm.
 
     Returns:
         {tensor name: absolute value of the noised sum of clipped gradients}, and the event.
 
     Raises:
-        InputError: an unknown name.
+        InputError: a name is unknown.
         ValueError: clip_norm or noise_multiplier is out of range.
 
     Source: Guan et al. 2025, section 4.3.3; Abadi et al. 2016, Algorithm 1.
@@ -183,8 +186,8 @@ MEASURES: dict[str, Measure] = {
     "fisher": fisher,
 }
 
-# Of the absolute values of one block, float64 [values], values >= 1. Means, so that a last block that is mostly
-# padding is compared by what it holds.
+# Functions of the absolute values of one block, float64 [values], values >= 1. Means instead of sums, so that a last
+# block that is mostly padding is judged by its own values.
 AGGREGATIONS: dict[str, Callable[[npt.NDArray[np.float64]], float]] = {
     "l2": lambda values: float(np.sqrt(np.mean(np.square(values)))),
     "l1": lambda values: float(np.mean(values)),
@@ -194,10 +197,10 @@ AGGREGATIONS: dict[str, Callable[[npt.NDArray[np.float64]], float]] = {
 
 
 def measure(name: str) -> Measure:
-    """The saliency measure of that name.
+    """The saliency measure of this name.
 
     Raises:
-        InputError: there is none, with those that are known.
+        InputError: the name is unknown; the message lists those that are known.
     """
     if name not in MEASURES:
         raise InputError(f"saliency = {name!r}: known are {', '.join(MEASURES)}")
@@ -207,16 +210,16 @@ def measure(name: str) -> Measure:
 def block_saliency(
     blocks: npt.NDArray[np.floating], num_values: npt.NDArray[np.integer], aggregation: str = "l2"
 ) -> npt.NDArray[np.float64]:
-    """The saliency of each block, float64 [blocks], of the values that are no padding.
+    """The saliency of each block, float64 [blocks], over the values that are not padding.
 
     Args:
-        blocks: [blocks, block size], saliencies of weights cut as the weights are; padding is at the end of a row.
-        num_values: [blocks], how many values of each row are no padding, in [1, block size].
-        aggregation: `l2` root mean square, `l1` mean, `linf` largest, `q75` third quartile, of absolute values.
+        blocks: [blocks, block size], saliencies cut into blocks like the weights; padding is at the end of a row.
+        num_values: [blocks], how many values of each row are not padding, in [1, block size].
+        aggregation: of absolute values: `l2` root mean square, `l1` mean, `linf` maximum, `q75` third quartile.
 
     Raises:
-        InputError: an unknown aggregation.
-        ValueError: num_values does not fit the blocks.
+        InputError: the aggregation is unknown.
+        ValueError: num_values does not match the blocks.
 
     Source: Guan et al. 2025, section 5.4.1 and Table 6.
     """
@@ -231,7 +234,7 @@ def block_saliency(
 
 
 def by_block(saliency: Saliency, layout: Layout, aggregation: str = "l2") -> npt.NDArray[np.float64]:
-    """The saliency of each block of a model cut by a layout, float64 [layout.num_blocks].
+    """The saliency of each block of a model with this layout, float64 [layout.num_blocks].
 
     Args:
         saliency: of at least the tensors that the layout cuts into blocks.
@@ -239,7 +242,7 @@ def by_block(saliency: Saliency, layout: Layout, aggregation: str = "l2") -> npt
         aggregation: as for `block_saliency`.
 
     Raises:
-        InputError: an unknown aggregation, or a tensor without a saliency of its shape.
+        InputError: the aggregation is unknown, or a tensor has no saliency of its shape.
     """
     result = np.zeros(layout.num_blocks)
     shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
@@ -256,7 +259,7 @@ def by_block(saliency: Saliency, layout: Layout, aggregation: str = "l2") -> npt
 
 @contextmanager
 def _evaluation(model: nn.Module, names: Collection[str] | None) -> Iterator[dict[str, Tensor]]:
-    """The named parameters, of which alone gradients are asked, with the model in evaluation mode; then as before."""
+    """The named parameters, the only ones that require gradients, in evaluation mode; restores both on exit."""
     parameters = dict(model.named_parameters())
     unknown = set(names or ()) - set(parameters)
     if unknown:
@@ -276,14 +279,14 @@ def _evaluation(model: nn.Module, names: Collection[str] | None) -> Iterator[dic
 
 
 def _records(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Each record as a batch of its own, so that no gradient can depend on another record."""
+    """Each record as a batch of its own, so that its gradient cannot depend on another record."""
     for batch in batches:
         for index in range(len(next(iter(batch.values())))):
             yield {name: value[index : index + 1] for name, value in batch.items()}
 
 
 def _gradients(total: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The gradient of a scalar by each parameter; zero where it does not depend on one."""
+    """The gradient of a scalar with respect to each parameter; zero if it does not depend on the parameter."""
     values = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
     pairs = zip(parameters.items(), values, strict=True)
     return {name: torch.zeros_like(parameter) if value is None else value for (name, parameter), value in pairs}
@@ -299,7 +302,7 @@ def _check_records(num_records: int) -> None:
 
 
 def _finite(saliency: Saliency) -> Saliency:
-    """The saliency, refused where it is not finite: an order of such values would mean nothing."""
+    """The saliency, refused if a value is not finite, because sorting such values would be meaningless."""
     for name, values in saliency.items():
         if not np.isfinite(values).all():
             raise InputError(f"saliency of {name}: not finite; the model's loss or activations overflow on this data")

@@ -1,7 +1,7 @@
-"""Stored models in memory, ready to be used: the last ones asked for, within a bound.
+"""Serving stored models from bounded memory: the most recently used ones are kept, ready for inference.
 
-A model that is not there is built in the memory of the one that was not asked for longest, and only the blocks in
-which the two differ are copied, which their numbers tell.
+A model that is not in memory is built in place of the least recently used one. Only the blocks in which the two
+differ, by their numbers, are copied.
 
 Source: Guan et al. 2025, section 5.2.
 """
@@ -35,7 +35,7 @@ class Statistics:
     Attributes:
         hits: requests for models that were in memory.
         misses: requests for which blocks were copied.
-        bytes_copied: out of the store, extras included.
+        bytes_copied: from the store, extras included.
     """
 
     hits: int = 0
@@ -44,15 +44,14 @@ class Statistics:
 
 
 class Registry:
-    """Serves the models of a store from a bounded memory.
+    """Serves the models of a store from bounded memory.
 
-    Weights are read as they are stored: `Store.verify` finds damage, a registry does not look for it. For one thread
-    at a time.
+    Weights are read as they are stored: a registry does not check for damage, `Store.verify` does. Not thread-safe.
 
     Args:
         store: open for as long as the registry is used.
-        memory_bytes: bound on the reconstructed models; the store's mapped blocks are the system's, which takes
-            their memory back when it needs it.
+        memory_bytes: bound on the reconstructed models; the store's mapped blocks belong to the system's page cache
+            and do not count.
     """
 
     def __init__(self, store: Store, memory_bytes: int) -> None:
@@ -64,31 +63,32 @@ class Registry:
 
     @property
     def names(self) -> list[str]:
-        """The models in memory, the one that was not asked for longest first."""
+        """The models in memory, least recently used first."""
         return list(self._slots)
 
     def get(self, name: str) -> dict[str, Tensor]:
-        """The model's tensors, to read and not to keep: another model may take their memory in the next call.
+        """The model's tensors, read-only and valid until the next call, which may reuse their memory.
 
         Raises:
-            InputError: no such model, or it does not fit into the memory.
+            InputError: there is no such model, or it does not fit into memory.
             StoreError: the store is damaged.
         """
         return dict(self._slot(name, None).tensors)
 
     def load_into(self, model: nn.Module, name: str) -> None:
-        """Let a built model have the stored one's weights, which it shares with the registry: for inference alone.
+        """Give a built model the stored model's weights, in memory shared with the registry: for inference only.
 
-        What it holds stays in memory until it is loaded with another name or is gone. Where the weights were changed
-        in place in the meantime, they are loaded anew.
+        The weights stay in memory until the model is loaded with another name or is gone. If they have been changed
+        in place in the meantime, they are loaded again.
 
         Args:
-            model: on the CPU, of the stored model's architecture. Its parameters and buffers stay the objects that
-                they are, with other memory.
+            model: on the CPU, of the stored model's architecture. Its parameters and buffers remain the same objects,
+                with different memory.
             name: of a stored model.
 
         Raises:
-            InputError: no such model, another architecture, or no memory left beside the models that are served.
+            InputError: there is no such model, it has another architecture, or the models being served leave no
+                memory.
             StoreError: the store is damaged.
         """
         targets = targets_in(model, self._store.manifest(name).layout)
@@ -102,37 +102,37 @@ class Registry:
     def _slot(self, name: str, model: nn.Module | None) -> _Slot:
         """The memory that holds the model of this name, filled."""
         manifest = self._store.manifest(name)
-        self._see_changes()
+        self._forget_changed()
         slot = self._slots.get(name)
         if slot is None or slot.layout != manifest.layout:
-            slot = self._room(name, manifest.layout, model)
+            slot = self._allocate(name, manifest.layout, model)
         copied = slot.fill(self._store, manifest)
         self._slots[name] = slot
         self._slots.move_to_end(name)
-        done = self.statistics
+        before = self.statistics
         self.statistics = replace(
-            done,
-            hits=done.hits + (not copied),
-            misses=done.misses + bool(copied),
-            bytes_copied=done.bytes_copied + copied,
+            before,
+            hits=before.hits + (not copied),
+            misses=before.misses + bool(copied),
+            bytes_copied=before.bytes_copied + copied,
         )
         return slot
 
-    def _see_changes(self) -> None:
-        """Forget what memory holds that was written to, and the models that are gone."""
+    def _forget_changed(self) -> None:
+        """Forget the content of memory that was written to, and models that are gone."""
         for served in self._served:
             if served.was_changed():
                 served.slot.forget()
-        self._served = [served.again() for served in self._served if served.model() is not None]
+        self._served = [served.refreshed() for served in self._served if served.model() is not None]
 
-    def _room(self, name: str, layout: Layout, model: nn.Module | None) -> _Slot:
-        """Memory for a model: free, or of the models that were not asked for longest and are not served."""
+    def _allocate(self, name: str, layout: Layout, model: nn.Module | None) -> _Slot:
+        """Memory for a model: free, or taken from the least recently used models that are not being served."""
         if layout.padded_bytes > self._memory_bytes:
             raise InputError(f"memory_bytes = {self._memory_bytes}: model {name!r} alone needs {layout.padded_bytes}")
         pinned = {id(served.slot) for served in self._served if served.model() is not model}
-        free = [other for other, slot in self._slots.items() if id(slot) not in pinned]
+        evictable = [other for other, slot in self._slots.items() if id(slot) not in pinned]
         used = sum(slot.layout.padded_bytes for slot in self._slots.values())
-        for other in free:
+        for other in evictable:
             if used + layout.padded_bytes <= self._memory_bytes:
                 break
             slot = self._slots.pop(other)
@@ -148,7 +148,7 @@ class Registry:
 
 
 class _Slot:
-    """The memory of one model: tensors that share it, and which blocks it holds."""
+    """The memory of one model: the tensors that share it, and the blocks that it holds."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -159,16 +159,16 @@ class _Slot:
         self.forget()
 
     def forget(self) -> None:
-        """Copy everything the next time."""
+        """Make the next `fill` copy everything."""
         self._numbers = np.full(self.layout.num_blocks, _NOTHING)
         self._digests: dict[str, str] = {}
 
     def fill(self, store: Store, manifest: Manifest) -> int:
-        """Hold the model of a manifest, of this layout; returns how many bytes were copied for that."""
+        """Load the model of a manifest of this layout; returns the number of bytes copied."""
         positions = np.flatnonzero(self._numbers != manifest.blocks)
         numbers = manifest.blocks[positions]
         source, rows = store.blocks, store.rows(numbers)
-        self._numbers[positions] = _NOTHING  # should the copy fail
+        self._numbers[positions] = _NOTHING  # in case the copy fails
         copy_rows(self._blocks, positions, source, rows)
         self._numbers[positions] = numbers
         return len(positions) * self._blocks.strides[0] + self._fill_extras(store, manifest)
@@ -187,7 +187,7 @@ class _Slot:
 
 @dataclass(frozen=True, eq=False)
 class _Served:
-    """A model that shares a slot's memory; its tensors outlive it here, so that a change is seen even then."""
+    """A model that shares a slot's memory; keeps its tensors, so that changes are noticed even after it is gone."""
 
     model: weakref.ref[nn.Module]
     slot: _Slot
@@ -198,7 +198,7 @@ class _Served:
     def of(cls, model: weakref.ref[nn.Module], slot: _Slot, tensors: tuple[Tensor, ...]) -> _Served:
         return cls(model, slot, tensors, tuple(tensor._version for tensor in tensors))
 
-    def again(self) -> _Served:
+    def refreshed(self) -> _Served:
         return _Served.of(self.model, self.slot, self.tensors)
 
     def was_changed(self) -> bool:
@@ -208,11 +208,11 @@ class _Served:
 def copy_rows(
     target: NDArray[Any], positions: NDArray[np.int64], source: NDArray[Any], rows: NDArray[np.int64]
 ) -> None:
-    """Copy rows [k] of one array to positions [k] of another, each run of neighbours in both at once.
+    """Copy rows [k] of one array to positions [k] of another; runs that are contiguous in both are copied at once.
 
     Args:
         target: [n, values].
-        positions: rising.
+        positions: ascending.
         source: [m, values] of the same dtype.
         rows: as many as positions.
     """
@@ -238,14 +238,14 @@ def targets_in(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     wanted = {tensor.name for tensor in layout.tensors}
     covered = {id(tensor) for name, tensor in state.items() if name in wanted}
-    # A name of a tied tensor may be left out, as safetensors files do.
+    # As in safetensors files, only one of the names of a tied tensor needs to be present.
     targets = {name: tensor for name, tensor in state.items() if name in wanted or id(tensor) not in covered}
     specs = (
         TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         for name, tensor in sorted(targets.items())
     )
-    if found := layout.difference(replace(layout, tensors=tuple(specs))):
-        raise InputError(f"model: another architecture: {found}")
+    if difference := layout.difference(replace(layout, tensors=tuple(specs))):
+        raise InputError(f"model: another architecture: {difference}")
     for name, tensor in targets.items():
         if tensor.device.type != "cpu":
             raise InputError(f"model: tensor {name!r} is on {tensor.device}; models are served on the CPU")

@@ -1,4 +1,4 @@
-"""The state of a store on the disk: read as a whole, and replaced as a whole by the one process that writes."""
+"""The state of a store on the disk: read as a whole, and replaced as a whole by its single writer."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from fedpriv.errors import InputError, StoreError
 
 
 class State:
-    """What the index of a store says, and the rows that it names, mapped.
+    """The index of a store, and the rows that it names, mapped.
 
     Args:
-        folder: of the store, made if there is none; empty, or a store.
+        folder: of the store; created if missing, otherwise empty or a store.
         read_only: take no lock and write nothing; the folder must be a store.
 
     Attributes:
-        index: what counts.
+        index: the committed state.
+        mapped_blocks: [rows, block_size], mapped read-only; fewer rows than the index names if the file is too short.
 
     Raises:
-        StoreError: another process writes it, or its index is damaged or of another version.
+        StoreError: another process is writing to it, or its index is damaged or has another version.
         InputError: the folder is missing, or holds something else.
     """
 
@@ -48,7 +49,7 @@ class State:
             raise
 
     def close(self) -> None:
-        """Let the next writer in."""
+        """Release the lock for the next writer."""
         if self._writer is not None:
             os.close(self._writer)
             self._writer = None
@@ -60,24 +61,24 @@ class State:
         Raises:
             StoreError: the file is too short.
         """
-        return self._whole(self.found_blocks, self.folder.blocks(self.index))
+        return self._checked_length(self.mapped_blocks, self.folder.blocks(self.index))
 
     @property
     def catalogue(self) -> NDArray[Any]:
-        """[rows] Number and SHA-256 of each of them, mapped read-only.
+        """[rows] Number and SHA-256 of each row of blocks, mapped read-only.
 
         Raises:
             StoreError: the file is too short.
         """
-        return self._whole(self._found_catalogue, self.folder.catalogue(self.index))
+        return self._checked_length(self._mapped_catalogue, self.folder.catalogue(self.index))
 
     def check_writable(self) -> None:
-        """Refuse to go on without the lock."""
+        """Refuse to proceed without the lock."""
         if self._writer is None:
             raise StoreError(f"{self.folder.path}: not open for writing")
 
     def commit(self, index: Index) -> None:
-        """From the old state to the new one, durably; all files that the new one names are on the disk already."""
+        """Replace the old state by the new one, durably; all files that it names must already be on the disk."""
         sync(self.folder.path)
         try:
             replace_file(self.folder.index, index.to_json())
@@ -86,16 +87,16 @@ class State:
             self._refresh()
 
     def tidy(self) -> None:
-        """Delete what does not count."""
-        with self.clear_errors():
+        """Delete stray files and rows."""
+        with self.one_line_errors():
             for path in self.folder.strays(self.index):
                 path.unlink()
             for file in self.folder.row_files(self.index):
                 file.trim(self.index.num_rows)
 
     @contextmanager
-    def clear_errors(self) -> Iterator[None]:
-        """One line for what files and their system say."""
+    def one_line_errors(self) -> Iterator[None]:
+        """Turn errors of the files and the file system into a `StoreError` of one line."""
         try:
             yield
         except ValueError as error:
@@ -105,36 +106,36 @@ class State:
             raise StoreError(f"{where}: cannot be used ({error.strerror}); the store stays as it was") from None
 
     def _open_to_write(self) -> None:
-        with self.clear_errors():
+        with self.one_line_errors():
             self.folder.path.mkdir(parents=True, exist_ok=True)
             self._writer = os.open(self.folder.lock, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 fcntl.flock(self._writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise StoreError(
-                    f"{self.folder.path}: another process writes it; a store has one writer at a time"
+                    f"{self.folder.path}: another process is writing to it; a store has one writer at a time"
                 ) from None
             if not self.folder.index.exists():
                 self.commit(self.index)
 
     def _refresh(self) -> None:
-        """Take the state that is on the disk."""
-        with self.clear_errors():
+        """Read the state from the disk."""
+        with self.one_line_errors():
             try:
                 self.index = Index.from_json(self.folder.index.read_bytes())
             except ValueError as error:
                 raise StoreError(f"{self.folder.index}: {error}") from None
-            self.found_blocks = self.folder.blocks(self.index).map(self.index.num_rows)
-            self._found_catalogue = self.folder.catalogue(self.index).map(self.index.num_rows)
+            self.mapped_blocks = self.folder.blocks(self.index).map(self.index.num_rows)
+            self._mapped_catalogue = self.folder.catalogue(self.index).map(self.index.num_rows)
 
-    def _whole(self, rows: NDArray[Any], file: RowFile) -> NDArray[Any]:
+    def _checked_length(self, rows: NDArray[Any], file: RowFile) -> NDArray[Any]:
         if len(rows) < self.index.num_rows:
-            raise StoreError(f"{file.path} {file.damage(self.index.num_rows)}; verify tells whom it concerns")
+            raise StoreError(f"{file.path} {file.damage(self.index.num_rows)}; `verify` shows what is affected")
         return rows
 
 
 def _check_folder(folder: Folder, *, read_only: bool) -> None:
-    """Refuse what is no store and must not become one."""
+    """Refuse a folder that is not a store and must not become one."""
     path = folder.path
     if path.exists() and not path.is_dir():
         raise InputError(f"store = {path}: a file; a store is a folder")

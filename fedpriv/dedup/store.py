@@ -1,6 +1,6 @@
-"""A store of models that share blocks: a folder that is at any instant in its old or in its new state.
+"""A store of models that share blocks: a folder that at any instant is in either its old or its new state.
 
-`fedpriv.dedup.folder` tells what its files are. Source: Guan et al., SIGMOD 2025, sections 4.5 and 6.
+`fedpriv.dedup.folder` describes its files. Source: Guan et al., SIGMOD 2025, sections 4.5 and 6.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from fedpriv.dedup.blocks import Layout, Tensors
-from fedpriv.dedup.catalogue import CATALOGUE, Numbered, numbered, numbers_by_digest, rows_of
+from fedpriv.dedup.catalogue import CATALOGUE, NumberedBlocks, number_blocks, numbers_by_digest, rows_of
 from fedpriv.dedup.folder import Folder, read, sync
 from fedpriv.dedup.manifests import Files, Index, Manifest
 from fedpriv.dedup.state import State
@@ -34,12 +34,12 @@ _CHUNK = 1024
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Variant:
-    """A model told by another one: that model's blocks, but for some positions.
+    """A model described by its difference from a base: the base's blocks, with some positions replaced.
 
     Attributes:
         base: name of a stored model of the same layout, which may be removed later.
-        positions: [k] int, each once.
-        blocks: what stands there instead: [k] int, numbers of stored blocks, or [k, block_size], values.
+        positions: [k] int, distinct.
+        blocks: the replacements: [k] int, numbers of stored blocks, or [k, block_size], values.
     """
 
     base: str
@@ -50,14 +50,14 @@ class Variant:
 class Store:
     """A store in a folder, open for one writer or for reading; a context manager.
 
-    Whoever only reads sees the store as it was when opened.
+    A reader sees the store as it was when opened.
 
     Args:
-        path: a folder, made if there is none; empty, or a store.
+        path: of the folder; created if missing, otherwise empty or a store.
         read_only: take no lock and write nothing; the folder must be a store.
 
     Raises:
-        StoreError: another process writes it, or its index is damaged or of another version.
+        StoreError: another process is writing to it, or its index is damaged or has another version.
         InputError: the folder is missing, or holds something else.
     """
 
@@ -76,7 +76,7 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Let the next writer in."""
+        """Release the lock for the next writer."""
         self._state.close()
 
     @property
@@ -86,12 +86,12 @@ class Store:
 
     @property
     def blocks(self) -> NDArray[Any]:
-        """[rows, block_size] of the store's dtype, mapped read-only; `rows` tells which block is where."""
+        """[rows, block_size] of the store's dtype, mapped read-only; `rows` gives the row of a block."""
         return self._state.blocks
 
     @property
     def reference_counts(self) -> NDArray[np.int64]:
-        """[rows] At how many positions of all models each row is used."""
+        """[rows] The number of positions, over all models, at which each row is used."""
         used = [self.rows(self.manifest(name).blocks) for name in self._state.index.models]
         return np.bincount(np.concatenate([np.empty(0, np.int64), *used]), minlength=self._state.index.num_rows)
 
@@ -108,15 +108,15 @@ class Store:
         return rows
 
     def manifest(self, name: str) -> Manifest:
-        """The manifest of a model: one and the same object for as long as the model is stored.
+        """The manifest of a model: always the same object while the model is stored.
 
         Raises:
-            InputError: no such model.
+            InputError: there is no such model.
             StoreError: its manifest is damaged.
         """
         files = self._files(name)
         if files not in self._manifests:
-            with self._state.clear_errors():
+            with self._state.one_line_errors():
                 self._manifests[files] = self._folder.read_manifest(name, files.manifest)
         return self._manifests[files]
 
@@ -124,27 +124,27 @@ class Store:
         """The tensors of a model that are not cut into blocks.
 
         Raises:
-            InputError: no such model.
-            StoreError: the file with them is damaged.
+            InputError: there is no such model.
+            StoreError: their file is damaged.
         """
         files = self._files(name)
-        with self._state.clear_errors():
+        with self._state.one_line_errors():
             return safetensors.numpy.load(read(self._folder.extras(name), files.extras))
 
     def restore(self, name: str) -> Tensors:
         """The model's tensors, bit for bit as they were added.
 
         Raises:
-            InputError: no such model.
+            InputError: there is no such model.
             StoreError: a block or a file of it is damaged; names model and tensor.
         """
         manifest, extras = self.manifest(name), self.extras(name)
         rows = self.rows(manifest.blocks)
-        here = rows < len(self._state.found_blocks)
+        present = rows < len(self._state.mapped_blocks)
         blocks = np.zeros((len(rows), manifest.layout.block_size), manifest.layout.dtype)
-        blocks[here] = self._state.found_blocks[rows[here]]
-        if found := damaged_tensors(manifest, ~here | damaged_rows(blocks, self._state.catalogue[rows])):
-            raise StoreError(f"{self.path}: {found[0]}")
+        blocks[present] = self._state.mapped_blocks[rows[present]]
+        if damaged := damaged_tensors(manifest, ~present | damaged_rows(blocks, self._state.catalogue[rows])):
+            raise StoreError(f"{self.path}: {damaged[0]}")
         return manifest.layout.from_blocks(blocks, extras)
 
     def add(
@@ -157,28 +157,28 @@ class Store:
         privacy: Mapping[str, Any] | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
-        """Store a model, durably when this returns; blocks whose like is stored are not stored again.
+        """Store a model, durably when this returns; blocks equal to stored ones are not stored again.
 
         Args:
-            name: not yet in the store; letters, digits and . _ = + -, at most 100 of them.
+            name: not in the store yet; letters, digits and . _ = + -, at most 100 characters.
             layout: of the model; all models of a store have blocks of one size and dtype.
             blocks: [num_blocks, block_size], values; or [num_blocks] int, numbers of stored blocks; or a variant.
-            extras: as the layout has them.
+            extras: the extra tensors of the layout.
             privacy: plain values, kept as they are.
             provenance: plain values, kept as they are.
 
         Raises:
-            InputError: one of these cannot be used.
+            InputError: an argument cannot be used.
             StoreError: the store is damaged, or cannot be written.
         """
         self._check_new(name, layout)
-        given = self._numbered(layout, blocks)
-        if found := layout.mismatch(_no_blocks(layout, len(given.numbers)), extras):
-            raise InputError(f"model {name!r}: {found}")
+        numbered = self._number_model(layout, blocks)
+        if mismatch := layout.mismatch(_placeholder_blocks(layout, len(numbered.numbers)), extras):
+            raise InputError(f"model {name!r}: {mismatch}")
         manifest = Manifest(
             name=name,
             layout=layout,
-            blocks=given.numbers,
+            blocks=numbered.numbers,
             extras={tensor: sha256(values) for tensor, values in extras.items()},
             privacy=dict(privacy or {}),
             provenance=dict(provenance or {}),
@@ -188,25 +188,25 @@ class Store:
         except (TypeError, ValueError) as error:
             raise InputError(f"model {name!r}: privacy and provenance are plain JSON values ({error})") from None
         index = replace(self._state.index, block_size=layout.block_size, dtype=layout.dtype)
-        with self._state.clear_errors():
-            self._append(index, given, name, contents)
+        with self._state.one_line_errors():
+            self._append(index, numbered, name, contents)
 
     def remove(self, name: str) -> None:
-        """Forget a model; blocks that others use stay, and the room of all others is freed by `compact`.
+        """Remove a model; blocks that others use stay, and the space of the rest is freed by `compact`.
 
         Raises:
-            InputError: no such model.
+            InputError: there is no such model.
             StoreError: the store cannot be written.
         """
         self._state.check_writable()
         self._files(name)
         models = {other: files for other, files in self._state.index.models.items() if other != name}
-        with self._state.clear_errors():
+        with self._state.one_line_errors():
             self._state.commit(replace(self._state.index, models=models))
             self._state.tidy()
 
     def compact(self) -> int:
-        """Free the room of blocks that no model uses; the numbers of the others stay.
+        """Free the space of blocks that no model uses; the numbers of the others stay the same.
 
         Returns:
             How many blocks were dropped.
@@ -221,7 +221,7 @@ class Store:
             generation = self._state.index.generation + 1
             index = replace(self._state.index, generation=generation, num_rows=len(kept), catalogue=sha256(catalogue))
             chunks = (blocks[kept[first : first + _CHUNK]] for first in range(0, len(kept), _CHUNK))
-            with self._state.clear_errors():
+            with self._state.one_line_errors():
                 self._folder.blocks(index).write(0, chunks)
                 self._folder.catalogue(index).write(0, [catalogue])
                 self._state.commit(index)
@@ -229,53 +229,53 @@ class Store:
         return dropped
 
     def verify(self) -> list[str]:
-        """What is damaged, a line for each model and tensor, or else file; [] for a sound store. Reads everything."""
+        """What is damaged, one line per model and tensor, or per file; [] for a sound store. Reads everything."""
         return problems(self._folder, self._state.index)
 
     @property
     def bytes_stored(self) -> int:
-        """Of all files but the index."""
+        """Of all files except the index."""
         return sum(path.stat().st_size for path in self._folder.files(self._state.index) if path.exists())
 
     @property
     def bytes_logical(self) -> int:
-        """Of all tensors of all models, as they would be without sharing."""
+        """Of all tensors of all models, as if they shared nothing."""
         return sum(self.manifest(name).layout.num_bytes for name in self._state.index.models)
 
     @property
     def compression_ratio(self) -> float:
-        """bytes_stored / bytes_logical, the smaller the better; 1 for an empty store."""
+        """bytes_stored / bytes_logical; smaller is better, and 1 for an empty store."""
         return self.bytes_stored / self.bytes_logical if self.bytes_logical else 1.0
 
-    def _append(self, index: Index, given: Numbered, name: str, contents: tuple[bytes, bytes]) -> None:
+    def _append(self, index: Index, numbered: NumberedBlocks, name: str, contents: tuple[bytes, bytes]) -> None:
         """Write a model's files and rows, and then the index that names them."""
         for path, content in zip((self._folder.manifest(name), self._folder.extras(name)), contents, strict=True):
             path.parent.mkdir(exist_ok=True)
             replace_file(path, content)
             sync(path.parent)
-        self._folder.blocks(index).write(index.num_rows, [given.new])
-        self._folder.catalogue(index).write(index.num_rows, [given.catalogue])
+        self._folder.blocks(index).write(index.num_rows, [numbered.new])
+        self._folder.catalogue(index).write(index.num_rows, [numbered.catalogue])
         manifest, extras = (hashlib.sha256(content).hexdigest() for content in contents)
         self._state.commit(
             replace(
                 index,
-                num_rows=index.num_rows + len(given.new),
-                next_block=index.next_block + len(given.new),
-                catalogue=sha256(np.concatenate([self._state.catalogue, given.catalogue])),
+                num_rows=index.num_rows + len(numbered.new),
+                next_block=index.next_block + len(numbered.new),
+                catalogue=sha256(np.concatenate([self._state.catalogue, numbered.catalogue])),
                 models={**index.models, name: Files(manifest=manifest, extras=extras)},
             )
         )
 
-    def _numbered(self, layout: Layout, blocks: NDArray[Any] | Variant) -> Numbered:
+    def _number_model(self, layout: Layout, blocks: NDArray[Any] | Variant) -> NumberedBlocks:
         """The blocks of a model with their numbers."""
         if not isinstance(blocks, Variant):
-            return self._stored(layout, blocks)
+            return self._number(layout, blocks)
         base = self.manifest(blocks.base)
-        if found := base.layout.difference(layout):
-            raise InputError(f"base {blocks.base!r}: another architecture: {found}")
-        positions, replaced = blocks.positions, self._stored(layout, blocks.blocks)
-        places = set(positions.tolist()) & set(range(layout.num_blocks))
-        if not len(places) == len(positions) == len(replaced.numbers):
+        if difference := base.layout.difference(layout):
+            raise InputError(f"base {blocks.base!r}: another architecture: {difference}")
+        positions, replaced = blocks.positions, self._number(layout, blocks.blocks)
+        valid = set(positions.tolist()) & set(range(layout.num_blocks))
+        if not len(valid) == len(positions) == len(replaced.numbers):
             raise InputError(
                 f"positions: {len(positions)} for {len(replaced.numbers)} blocks; each block needs one of its own, "
                 f"from 0 to {layout.num_blocks - 1}"
@@ -284,27 +284,27 @@ class Store:
         numbers[positions] = replaced.numbers
         return replace(replaced, numbers=numbers)
 
-    def _stored(self, layout: Layout, blocks: NDArray[Any]) -> Numbered:
-        """Blocks that are given by number [k] or by value [k, block_size], with their numbers."""
+    def _number(self, layout: Layout, blocks: NDArray[Any]) -> NumberedBlocks:
+        """Blocks given by number [k] or by value [k, block_size], with their numbers."""
         if blocks.ndim == 1 and np.issubdtype(blocks.dtype, np.integer):
             self.rows(blocks)
-            return Numbered(blocks.astype(np.int64), np.empty((0, layout.block_size)), np.empty(0, CATALOGUE))
+            return NumberedBlocks(blocks.astype(np.int64), np.empty((0, layout.block_size)), np.empty(0, CATALOGUE))
         if blocks.dtype != layout.dtype or blocks.shape[1:] != (layout.block_size,):
             raise InputError(
                 f"blocks: {blocks.dtype} {list(blocks.shape)}; give values, {layout.dtype} [blocks, "
                 f"{layout.block_size}], or the numbers of stored blocks"
             )
-        found = numbered(blocks, numbers_by_digest(self._state.catalogue), self._state.index.next_block)
-        self._check_same(blocks, found.numbers)
-        return found
+        numbered = number_blocks(blocks, numbers_by_digest(self._state.catalogue), self._state.index.next_block)
+        self._check_stored(blocks, numbered.numbers)
+        return numbered
 
-    def _check_same(self, blocks: NDArray[Any], numbers: NDArray[np.int64]) -> None:
-        """Refuse to build on a stored block that is not what its SHA-256 says any more."""
-        (places,) = np.nonzero(numbers < self._state.index.next_block)
-        rows = self.rows(numbers[places])
-        for place, row in zip(places, rows, strict=True):
-            if self.blocks[row].tobytes() != blocks[place].tobytes():
-                raise StoreError(f"{self.path}: block {numbers[place]} is damaged; verify tells whose it is")
+    def _check_stored(self, blocks: NDArray[Any], numbers: NDArray[np.int64]) -> None:
+        """Refuse to reuse a stored block that no longer matches its SHA-256."""
+        (indices,) = np.nonzero(numbers < self._state.index.next_block)
+        rows = self.rows(numbers[indices])
+        for index, row in zip(indices, rows, strict=True):
+            if self.blocks[row].tobytes() != blocks[index].tobytes():
+                raise StoreError(f"{self.path}: block {numbers[index]} is damaged; `verify` shows what is affected")
 
     def _check_new(self, name: str, layout: Layout) -> None:
         self._state.check_writable()
@@ -325,6 +325,6 @@ class Store:
         return self._state.index.models[name]
 
 
-def _no_blocks(layout: Layout, num_blocks: int) -> NDArray[Any]:
-    """[num_blocks, block_size] without memory of their own."""
+def _placeholder_blocks(layout: Layout, num_blocks: int) -> NDArray[Any]:
+    """[num_blocks, block_size] zeros that take no memory."""
     return np.broadcast_to(np.zeros((), layout.dtype), (num_blocks, layout.block_size))

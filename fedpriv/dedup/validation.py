@@ -1,7 +1,7 @@
-"""Whether a variant with replaced blocks is still accurate enough, on public or on private validation records.
+"""Validation of a variant with replaced blocks: is it still accurate enough, on public or private records?
 
 The drop is always measured against the original variant, never against the last one that passed: Algorithm 5 of Guan
-et al. 2025 goes on from the latter (line 18), so its drops add up beyond the bound.
+et al. 2025 continues from the latter (line 18), so that its drops add up beyond the bound.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ SENSITIVITY = 2
 
 
 def allowed_drop(utility_bound: float, num_records: int) -> int:
-    """By how many correct answers a variant may fall: the largest count within the bound.
+    """The largest number of correct answers that a variant may lose within the bound.
 
-    A millionth of a record is forgiven, so that 0.57 - 0.56 of 100 records is one of them.
+    A tolerance of a millionth of a record absorbs rounding, so that 0.57 - 0.56 of 100 records is one record.
 
     Args:
         utility_bound: in accuracy, in [0, 1].
@@ -51,18 +51,18 @@ class PublicValidator:
     max_drop: int
 
     def accept(self, count_correct: int) -> bool:
-        """Whether a variant with so many correct answers is within the bound."""
+        """Whether a variant with this many correct answers is within the bound."""
         return self.original_correct - count_correct <= self.max_drop
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrivateRecords:
-    """Whose records a validation looks at, where these are private.
+    """Private validation records and their costs.
 
     Attributes:
-        data_set: id of the registered data set; one of the variants' own, if its records were trained on.
-        delta: at which its epsilon is told.
-        saliency: what one measurement of saliency on them costs; None for one that looks at no record.
+        data_set: id of the registered data set; one of the variants' own data sets if they were trained on it.
+        delta: at which the epsilon of this data set is stated.
+        saliency: cost of one measurement of saliency on these records; None for a measure that reads no record.
     """
 
     data_set: str
@@ -72,12 +72,12 @@ class PrivateRecords:
 
 @dataclass(frozen=True, kw_only=True)
 class PrivateValidation:
-    """How private records are asked, once for every target.
+    """How private records are queried, separately for every target.
 
     Attributes:
         epsilon: of one target's run of the Sparse Vector Technique, finite and > 0.
-        charge: writes what a target, by its name, costs the records, durably; nothing is asked before.
-        source: where noise comes from; seeded only in a run marked `simulate`.
+        charge: durably records, by the target's name, what the target costs the records; called before any query.
+        source: of the noise; seeded only in a run marked `simulate`.
         cutoff: failures before a target's run ends, >= 1.
 
     Raises:
@@ -93,11 +93,11 @@ class PrivateValidation:
         noise_scales(self.epsilon, self.cutoff, SENSITIVITY)
 
     def events(self, records: PrivateRecords) -> tuple[Event, ...]:
-        """What one target costs the records: its answers, and the saliency that ordered its blocks."""
+        """What one target costs the records: its answers, and the saliency by which its blocks are ordered."""
         return PureEpsilon(epsilon=self.epsilon), *([records.saliency] if records.saliency else [])
 
     def validator(self, name: str, original_correct: int, max_drop: int) -> PrivateValidator:
-        """The validator of a target, charged."""
+        """The validator of a target; charges for it."""
         return PrivateValidator(
             original_correct=original_correct,
             max_drop=max_drop,
@@ -111,19 +111,19 @@ class PrivateValidation:
 class PrivateValidator:
     """Validation on private records: one run of the Sparse Vector Technique, for one variant and one base.
 
-    Guarantee: all answers of the run together are epsilon-DP if a validation record is replaced, epsilon / 2 if one is
-    added or removed. Answers say pass or fail; counts stay inside. What a pass promises holds up to the noise. A
-    failure, a drop above the bound, is the positive answer that is counted; passes are free in any number. The
-    records are to be none of the training records, or `event` adds to what these cost.
+    Guarantee: all answers of the run together are epsilon-DP under replacement of a validation record, and
+    (epsilon / 2)-DP under add-or-remove adjacency. Answers are pass or fail; counts are never returned. A pass is
+    correct only up to the noise. A failure, which means a drop above the bound, is the positive answer that is
+    counted; any number of passes is free. If the records are also training records, `event` adds to their cost.
 
-    The epsilon is charged before any noise is drawn: where charging raises, there is no validator and no answer.
+    The epsilon is charged before any noise is drawn: if charging raises, there is no validator and no answer.
 
     Args:
         original_correct: how many records the original variant answers correctly.
         max_drop: see `allowed_drop`, with the registered number of records.
         epsilon: of the run, finite and > 0.
         charge: writes the event to the ledger, durably.
-        source: where noise comes from; seeded only in a run marked `simulate`.
+        source: of the noise; seeded only in a run marked `simulate`.
         cutoff: failures before the run ends, >= 1.
 
     Raises:
@@ -145,18 +145,18 @@ class PrivateValidator:
         if max_drop < 0:
             raise ValueError(f"max_drop = {max_drop}: must be >= 0 records")
         self._original_correct, self._max_drop = original_correct, max_drop
-        noise_scales(epsilon, cutoff, SENSITIVITY)  # refuses what is out of range while nothing is charged
+        noise_scales(epsilon, cutoff, SENSITIVITY)  # refuses values out of range before anything is charged
         self.event, self.noise_source = PureEpsilon(epsilon=epsilon), source.name
         charge(self.event)
         self._answers = SparseVector(epsilon=epsilon, cutoff=cutoff, sensitivity=SENSITIVITY, source=source)
 
     def accept(self, count_correct: int) -> bool:
-        """Whether a variant with so many correct answers passes, noise added.
+        """Whether a variant with this many correct answers passes, after adding noise.
 
         Raises:
-            BudgetSpent: `cutoff` variants failed before.
+            BudgetSpent: `cutoff` variants have failed already.
         """
         try:
             return not self._answers.reaches(self._original_correct - count_correct, self._max_drop + 1)
         except CutoffReached:
-            raise BudgetSpent("every failure that this run's epsilon pays for was shown") from None
+            raise BudgetSpent("this run's epsilon pays for no further failure") from None

@@ -1,4 +1,4 @@
-"""Variants on disk: a folder with one safetensors file, and a `variant.json` on what it cost and what it came from."""
+"""Variants on disk: a folder with one safetensors file, and a `variant.json` with its cost and provenance."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ FILE = "variant.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Described:
-    """What `variant.json` says of a variant.
+    """The description of a variant in its `variant.json`.
 
     Attributes:
         name: unique among the variants that are deduplicated together.
         architecture: only variants of one architecture share blocks.
-        utility: accuracy on the validation set, in [0, 1]; None where it was not measured.
+        utility: accuracy on the validation set, in [0, 1]; None if it has not been measured.
         epsilon_bound: by how much epsilon may rise.
         utility_bound: by how much utility may drop.
-        deltas: {data set: at which its epsilon is told}.
+        deltas: {data set: delta at which its epsilon is stated}.
         history: the uploads that it descends from, or the events of its training.
-        tags: of the task, by which variants are clustered.
+        tags: of the task; used to cluster variants.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Described:
     tags: frozenset[str] = field(default_factory=frozenset)
 
     def as_variant(self, accountant: Accountant = "pld") -> Variant:
-        """What base selection needs to know of it; a utility that is unknown is above nobody's."""
+        """The variant as base selection needs it; an unknown utility counts as 0."""
         guarantee = publication_cost([self.history], self.deltas, accountant=accountant).guarantee
         return Variant(
             name=self.name,
@@ -65,14 +65,14 @@ class Described:
 
 
 def write(folder: Path, described: Described, tensors: Mapping[str, NDArray[Any]]) -> None:
-    """Write a variant; the description comes last, so that a folder with one is whole."""
+    """Write a variant; the description comes last, so that a folder that has one is complete."""
     folder.mkdir(parents=True, exist_ok=True)
     safetensors.numpy.save_file(dict(tensors), folder / "model.safetensors")
     describe(folder, described)
 
 
 def describe(folder: Path, described: Described) -> None:
-    """Write the description of a variant whose tensors are there."""
+    """Write the description of a variant whose tensors have been written."""
     temporary = folder / f"{FILE}.tmp"
     temporary.write_text(json.dumps(_to_json(described), indent=1) + "\n")
     temporary.replace(folder / FILE)
@@ -82,7 +82,7 @@ def read(folder: Path) -> Described:
     """The description of a variant.
 
     Raises:
-        InputError: it is missing, or not what `describe` writes.
+        InputError: the file is missing, or was not written by `describe`.
     """
     path = folder / FILE
     try:
@@ -97,7 +97,7 @@ def read_tensors(folder: Path) -> dict[str, NDArray[Any]]:
     """The tensors of a variant.
 
     Raises:
-        InputError: the folder holds no safetensors file, or several, or a damaged one.
+        InputError: the folder holds no safetensors file, several of them, or a damaged one.
     """
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
@@ -126,7 +126,7 @@ def _to_json(described: Described) -> dict[str, Any]:
         "utility_bound": described.utility_bound,
         "deltas": dict(described.deltas),
         "uploads": uploads,
-        "events": {id_: [_text(event) for event in found] for id_, found in history.events.items()},
+        "events": {id_: [_text(event) for event in of_data_set] for id_, of_data_set in history.events.items()},
     }
 
 
@@ -137,7 +137,7 @@ def _from_json(fields: Mapping[str, Any]) -> Described:
     history = History(
         name=fields["name"],
         ancestors=None if uploads is None else frozenset(_upload(upload) for upload in uploads),
-        events={id_: tuple(map(events.from_json, found)) for id_, found in fields["events"].items()},
+        events={id_: tuple(map(events.from_json, texts)) for id_, texts in fields["events"].items()},
     )
     return Described(
         name=fields["name"],

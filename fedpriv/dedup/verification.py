@@ -1,4 +1,4 @@
-"""What in a store is not as it was written, by the SHA-256 of every block, manifest and extra tensor."""
+"""Finding damage in a store by the SHA-256 of every block, manifest and extra tensor."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ from fedpriv.dedup.manifests import Files, Index, Manifest
 
 
 def problems(folder: Folder, index: Index) -> list[str]:
-    """A line for each model and tensor, or else file, that is damaged; [] for a sound store.
+    """One line for each damaged tensor of a model, or damaged file; [] for a sound store.
 
     Args:
         folder: of the store.
         index: its state.
     """
-    found = []
+    lines = []
     for file in folder.row_files(index):
         if damage := file.damage(index.num_rows):
-            found.append(f"{file.path.name} {damage}")
+            lines.append(f"{file.path.name} {damage}")
     catalogue = folder.catalogue(index).map(index.num_rows)
     if sha256(catalogue) == index.catalogue:
         damaged = damaged_rows(folder.blocks(index).map(index.num_rows), catalogue)
         used = np.zeros(len(catalogue), bool)
     else:
-        found.append(f"{folder.catalogue(index).path.name} is damaged: no block can be checked")
+        lines.append(f"{folder.catalogue(index).path.name} is damaged: no block can be checked")
         damaged = used = np.zeros(0, bool)
     for name, files in sorted(index.models.items()):
         try:
             manifest = folder.read_manifest(name, files.manifest)
         except ValueError as error:
-            found.append(f"model {name!r}: {error}; none of its tensors can be restored")
+            lines.append(f"model {name!r}: {error}; none of its tensors can be restored")
             continue
-        found += damaged_extras(folder, manifest, files)
+        lines += damaged_extras(folder, manifest, files)
         if len(damaged):
             rows = rows_of(catalogue, manifest.blocks)
             used[rows] = True
-            found += damaged_tensors(manifest, damaged[rows])
-    return found + [
+            lines += damaged_tensors(manifest, damaged[rows])
+    return lines + [
         f"block {catalogue['block'][row]}: damaged; no model uses it" for row in np.flatnonzero(damaged & ~used)
     ]
 
 
 def damaged_rows(blocks: NDArray[Any], catalogue: NDArray[Any]) -> NDArray[np.bool_]:
-    """[k] Which rows are not what the catalogue says.
+    """[k] Which rows do not match their SHA-256 in the catalogue.
 
     Args:
-        blocks: [k, block_size]; fewer rows where the file is too short, and the missing ones are damaged.
-        catalogue: [k] of them.
+        blocks: [k, block_size]; fewer rows if the file is too short, and the missing ones count as damaged.
+        catalogue: [k] of these blocks.
     """
     damaged = np.ones(len(catalogue), bool)
     for row, block in enumerate(blocks):
@@ -63,7 +63,7 @@ def damaged_rows(blocks: NDArray[Any], catalogue: NDArray[Any]) -> NDArray[np.bo
 
 
 def damaged_tensors(manifest: Manifest, damaged: NDArray[np.bool_]) -> list[str]:
-    """A line for each tensor of a model with damaged blocks.
+    """One line for each tensor of a model that has damaged blocks.
 
     Args:
         manifest: of the model.
@@ -79,7 +79,7 @@ def damaged_tensors(manifest: Manifest, damaged: NDArray[np.bool_]) -> list[str]
 
 
 def damaged_extras(folder: Folder, manifest: Manifest, files: Files) -> list[str]:
-    """A line for each extra tensor of a model that is damaged, or one for the whole file."""
+    """One line for each damaged extra tensor of a model, or one for the whole file."""
     try:
         read(folder.extras(manifest.name), files.extras)
         return []
@@ -96,5 +96,5 @@ def damaged_extras(folder: Folder, manifest: Manifest, files: Files) -> list[str
 
 
 def sha256(array: NDArray[Any]) -> str:
-    """Of an array's values, in C order."""
+    """SHA-256 of an array's values, in C order."""
     return hashlib.sha256(array.tobytes()).hexdigest()

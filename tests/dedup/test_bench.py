@@ -15,7 +15,7 @@ from torch import nn
 
 from fedpriv.dedup import bench as measuring
 from fedpriv.dedup.bench import bench, restore_all
-from fedpriv.dedup.bench_page_cache import drop, let_go, num_cached_pages
+from fedpriv.dedup.bench_page_cache import drop, num_cached_pages, release_mapped_pages
 from fedpriv.dedup.bench_plain_files import PlainFiles
 from fedpriv.dedup.blocks import layout_of
 from fedpriv.dedup.serving import Registry
@@ -195,7 +195,7 @@ def test_page_cache_is_dropped_and_seen_to_be(tmp_path):
     assert mapped.sum() == 0
     assert num_cached_pages(path) > 0
     assert not drop([path])
-    let_go(mapped[10:20])
+    release_mapped_pages(mapped[10:20])
     assert drop([path])
     assert mapped.sum() == 0
 

@@ -21,8 +21,8 @@ from fedpriv.dedup.composition import (
     basic,
     client_ancestors,
     global_ancestors,
+    merge_overlapping,
     publication_cost,
-    united,
     uploads_of,
 )
 from fedpriv.ledger.entries import Key
@@ -118,7 +118,7 @@ def test_united_sets_are_the_components_that_a_walk_finds(sets):
             seen |= {other for ids in sets for other in ids if seen & ids}
         return frozenset(seen)
 
-    found = united(sets)
+    found = merge_overlapping(sets)
     assert set(found) == {walk(id_) for ids in sets for id_ in ids}
     assert len(found) == len(set(found))
 

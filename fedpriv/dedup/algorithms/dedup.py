@@ -1,12 +1,12 @@
-"""Dedup: batches of a fixed size until the first one fails."""
+"""Dedup: batches of a fixed size until one fails."""
 
 from __future__ import annotations
 
-from fedpriv.dedup.algorithms.trials import Accept, SearchResult, Trials, batches, check_whole, searched
+from fedpriv.dedup.algorithms.trials import Accept, SearchResult, Trials, batches, check_whole, run_search
 
 
 def dedup(num_blocks: int, accept: Accept, *, batch: int = 20) -> SearchResult:
-    """Batches are replaced in saliency order; the first one that fails is rolled back and ends the search.
+    """Replace batches in saliency order; the first one that fails is rolled back and ends the search.
 
     Args:
         num_blocks: positions in saliency order, 0 the least salient; >= 0.
@@ -26,4 +26,4 @@ def dedup(num_blocks: int, accept: Accept, *, batch: int = 20) -> SearchResult:
             if not trials.extend(positions):
                 return
 
-    return searched(accept, walk)
+    return run_search(accept, walk)

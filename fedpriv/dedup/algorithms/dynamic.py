@@ -1,22 +1,22 @@
-"""Dynamic-range deduplication: large ranges of unimportant blocks first, halved where validation fails."""
+"""Dynamic-range deduplication: large ranges of unimportant blocks first, halved when validation fails."""
 
 from __future__ import annotations
 
-from fedpriv.dedup.algorithms.trials import Accept, SearchResult, Trials, check_whole, searched
+from fedpriv.dedup.algorithms.trials import Accept, SearchResult, Trials, check_whole, run_search
 
 MIN_BATCH = 30
 
 
 def drd(num_blocks: int, accept: Accept, *, min_batch: int = MIN_BATCH) -> SearchResult:
-    """Dynamic-range deduplication: the left half of a range is tried, on failure searched, then the right half.
+    """Dynamic-range deduplication: try the left half of a range, search it on failure, then do the right half.
 
-    Where everything is accepted, everything is replaced but a last range shorter than `min_batch`, in at most
+    If every validation passes, everything is replaced except a last range shorter than `min_batch`, in at most
     log2(num_blocks) + 1 validations.
 
     Args:
         num_blocks: positions in saliency order, 0 the least salient; >= 0.
         accept: whether the model with exactly these positions replaced passes validation; may raise `BudgetSpent`.
-        min_batch: L, a range of fewer blocks is left as it is, >= 1.
+        min_batch: L >= 1; a range of fewer blocks is left as it is.
 
     Raises:
         InputError: a number is out of range.
@@ -25,14 +25,14 @@ def drd(num_blocks: int, accept: Accept, *, min_batch: int = MIN_BATCH) -> Searc
     also leaves a range of exactly L, so its L is `min_batch` - 1. A single block that failed is not tried again.
     """
     _check(num_blocks, min_batch)
-    return searched(accept, lambda trials: _halve(trials, num_blocks, min_batch))
+    return run_search(accept, lambda trials: _halve(trials, num_blocks, min_batch))
 
 
 def dred(num_blocks: int, accept: Accept, *, min_batch: int = MIN_BATCH) -> SearchResult:
-    """Dynamic-range-expansion deduplication: as `drd`, but what follows a range always reaches to the last block.
+    """Dynamic-range-expansion deduplication: as `drd`, but the next range always extends to the last block.
 
-    Every position is passed once: the listing's outer calls, whose ranges an inner call has already taken to the last
-    block, are not made again, or the number of validations would grow beyond all bounds.
+    Every position is passed once: the listing's outer calls are skipped if an inner call has already reached the last
+    block of their ranges; otherwise the number of validations would explode.
 
     Args:
         num_blocks: as for `drd`.
@@ -45,7 +45,7 @@ def dred(num_blocks: int, accept: Accept, *, min_batch: int = MIN_BATCH) -> Sear
     Source: Guan et al. 2025, section 4.3.3, Algorithm 4 with line 17 for |B| - 1 in place of r.
     """
     _check(num_blocks, min_batch)
-    return searched(accept, lambda trials: _halve_and_expand(trials, num_blocks, min_batch))
+    return run_search(accept, lambda trials: _halve_and_expand(trials, num_blocks, min_batch))
 
 
 def _check(num_blocks: int, min_batch: int) -> None:
@@ -54,7 +54,7 @@ def _check(num_blocks: int, min_batch: int) -> None:
 
 
 def _halve(trials: Trials, num_blocks: int, min_batch: int) -> None:
-    """Algorithm 4 with a stack of ranges [begin, end) in place of its calls."""
+    """Algorithm 4, with a stack of ranges [begin, end) instead of recursion."""
     ranges = [(0, num_blocks)]
     while ranges:
         begin, end = ranges.pop()
@@ -67,7 +67,7 @@ def _halve(trials: Trials, num_blocks: int, min_batch: int) -> None:
 
 
 def _halve_and_expand(trials: Trials, num_blocks: int, min_batch: int) -> None:
-    """The variant: a range [begin, end) shrinks until it is accepted or too short, then the next one begins."""
+    """The expansion: a range [begin, end) shrinks until it is accepted or too short; then the next one begins."""
     begin, end = 0, num_blocks
     while begin < num_blocks:
         if end - begin < min_batch:
@@ -81,5 +81,5 @@ def _halve_and_expand(trials: Trials, num_blocks: int, min_batch: int) -> None:
 
 
 def _middle(begin: int, end: int) -> int:
-    """Where the left half [begin, middle) ends: m + 1 for the listing's m = (l + r) // 2 of l = begin, r = end - 1."""
+    """End of the left half [begin, middle): m + 1 for the listing's m = (l + r) // 2, l = begin, r = end - 1."""
     return (begin + end - 1) // 2 + 1

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from fedpriv.dedup.algorithms.trials import Accept, SearchResult, Trials, batches, check_whole, searched
+from fedpriv.dedup.algorithms.trials import Accept, SearchResult, Trials, batches, check_whole, run_search
 
 
 def greedy(num_blocks: int, accept: Accept, *, batch: int = 20) -> SearchResult:
-    """Every batch is tried once in saliency order; one that fails is rolled back, and the next one follows.
+    """Try every batch once in saliency order; a batch that fails is rolled back, and the next one follows.
 
-    Takes ceil(num_blocks / batch) validations, whatever they say.
+    Always takes ceil(num_blocks / batch) validations.
 
     Args:
         num_blocks: positions in saliency order, 0 the least salient; >= 0.
@@ -27,4 +27,4 @@ def greedy(num_blocks: int, accept: Accept, *, batch: int = 20) -> SearchResult:
         for positions in batches(num_blocks, batch):
             trials.extend(positions)
 
-    return searched(accept, walk)
+    return run_search(accept, walk)

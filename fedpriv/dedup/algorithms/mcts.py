@@ -16,10 +16,10 @@ from fedpriv.dedup.algorithms.trials import (
     batches,
     check_number,
     check_whole,
-    searched,
+    run_search,
 )
 
-# A state is a set of batches as the bits of a number: bit k says that batch k is replaced.
+# A state is a set of batches, encoded in the bits of an integer: bit k is set if batch k is replaced.
 State = int
 
 # UCB1's exploration constant for rewards in [0, 1] (Kocsis and Szepesvari 2006).
@@ -36,22 +36,22 @@ def mcts(
     seed: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> SearchResult:
-    """The largest accepted set that the iterations met.
+    """The largest accepted set that the iterations visited.
 
-    An iteration walks down from the state without any replacement: among known states by upper confidence bounds, then
-    to one new state, the least salient batch first, then by batches at random until a validation fails or nothing is
-    left. The share of blocks replaced by then is its reward. No state is validated twice, and the search ends early
-    when everything is replaced or nothing is left to try.
+    An iteration descends from the state without replacements: through known states by upper confidence bounds, then
+    to one new state, the least salient batch first, then by random batches until a validation fails or no batch
+    remains. Its reward is the share of blocks replaced by then. No state is validated twice, and the search ends
+    early when everything is replaced or no state remains to be tried.
 
     Args:
         num_blocks: positions in saliency order, 0 the least salient; >= 0.
         accept: whether the model with exactly these positions replaced passes validation; may raise `BudgetSpent`.
         batch: N, blocks that one action replaces, >= 1.
-        iterations: walks down the tree, >= 1.
-        seconds: no iteration begins later than this, >= 0; None sets no such limit, and then the result depends on
-            the arguments only.
-        seed: of the walks at random.
-        clock: seconds that pass, for `seconds`.
+        iterations: descents, >= 1.
+        seconds: no iteration begins later than this, >= 0; None sets no time limit, so that the result depends on the
+            arguments only.
+        seed: of the random batches.
+        clock: returns the time in seconds, for `seconds`.
 
     Raises:
         InputError: a number is out of range.
@@ -73,12 +73,12 @@ def mcts(
                 return
             tree.iterate()
 
-    return searched(accept, walk)
+    return run_search(accept, walk)
 
 
 @dataclass
 class _Tree:
-    """The states met so far: which passed, how often they were visited, what that brought."""
+    """The states visited so far: whether they passed, their visits, and the sums of their rewards."""
 
     trials: Trials
     groups: list[range]
@@ -90,12 +90,12 @@ class _Tree:
 
     @property
     def exhausted(self) -> bool:
-        """Whether everything is replaced, or every state that can be reached is known."""
+        """Whether everything is replaced, or every reachable state is known."""
         everything = (1 << len(self.groups)) - 1
         return self.passed.get(everything, False) or 0 in self.finished
 
     def iterate(self) -> None:
-        """One walk from the root, and its reward along the path."""
+        """One descent from the root, and back-propagation of its reward along the path."""
         path = [0]
         while (state := self._next(path[-1])) is not None:
             known = state in self.passed
@@ -108,7 +108,7 @@ class _Tree:
         self._learn(path)
 
     def _next(self, state: State) -> State | None:
-        """The first child that is new, else the best one that is not finished; None where there is none."""
+        """The first new child, else the best unfinished one; None if there is no such child."""
         children = self._children(state)
         new = [child for child in children if child not in self.passed]
         if new:
@@ -116,7 +116,7 @@ class _Tree:
         return max(children, key=lambda child: self._bound(state, child), default=None)
 
     def _rollout(self, state: State) -> State:
-        """The last state that passes of a walk at random."""
+        """The last state that passes when random batches are added."""
         while children := self._children(state):
             child = self.generator.choice(children)
             if not self._passes(child):
@@ -125,21 +125,21 @@ class _Tree:
         return state
 
     def _children(self, state: State) -> list[State]:
-        """The states with one more batch, the least salient first, but for failed and finished ones."""
+        """The states with one more batch, the least salient first, except failed and finished ones."""
         bits = (1 << k for k in range(len(self.groups)))
         children = (state | bit for bit in bits if not state & bit)
         return [child for child in children if self.passed.get(child, True) and child not in self.finished]
 
     def _bound(self, parent: State, child: State) -> float:
-        """UCB1: the mean reward and what may be missed by it; a state met only at random comes first."""
+        """UCB1: mean reward plus exploration term; a state reached only by a random batch comes first."""
         if not self.visits.get(child):
             return math.inf
         mean = self.rewards[child] / self.visits[child]
-        # A parent that only a walk at random has met was never visited itself.
+        # A parent reached only by random batches has no visits of its own.
         return mean + _EXPLORATION * math.sqrt(math.log(max(self.visits.get(parent, 0), 1)) / self.visits[child])
 
     def _passes(self, state: State) -> bool:
-        """Whether the state passes validation, asked once."""
+        """Whether the state passes validation, which is run only once for each state."""
         if state not in self.passed:
             self.passed[state] = self.trials.passes(self._positions(state))
         return self.passed[state]
@@ -149,7 +149,7 @@ class _Tree:
         return Positions(position for group in chosen for position in group)
 
     def _learn(self, path: list[State]) -> None:
-        """Back-propagate the share of blocks that the path's last state replaces; close what has no child left."""
+        """Back-propagate the share of blocks replaced in the path's last state; mark states without children."""
         reward = len(self._positions(path[-1])) / self.groups[-1].stop
         for state in dict.fromkeys(path):
             self.visits[state] = self.visits.get(state, 0) + 1

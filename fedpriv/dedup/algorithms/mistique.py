@@ -1,4 +1,4 @@
-"""Mistique: only blocks that MinHash finds similar to their substitutes, validated as Dedup does."""
+"""Mistique: only blocks that MinHash finds similar to their substitutes, validated as in Dedup."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedpriv.dedup.algorithms.trials import (
     batches,
     check_number,
     check_whole,
-    searched,
+    run_search,
 )
 from fedpriv.errors import InputError
 
@@ -31,18 +31,18 @@ def mistique(
     threshold: float = 0.5,
     batch: int = 20,
 ) -> SearchResult:
-    """The similar blocks are replaced in batches in saliency order; the first one that fails ends the search.
+    """Replace similar blocks in batches in saliency order; the first batch that fails ends the search.
 
     Args:
         num_blocks: positions in saliency order, 0 the least salient; >= 0.
         accept: whether the model with exactly these positions replaced passes validation; may raise `BudgetSpent`.
         similarity: [num_blocks], in [0, 1]: of each position's block to its substitute, from `minhash_similarity`;
-            None takes every block for similar, which is `dedup`.
+            None treats every block as similar, which gives `dedup`.
         threshold: in [0, 1]; blocks that are less similar are left as they are.
         batch: N, blocks for each validation, >= 1.
 
     Raises:
-        InputError: a number is out of range, or there is not one similarity for each block.
+        InputError: a number is out of range, or the number of similarities is not that of the blocks.
 
     Source: Vartak et al. 2018, with the saliency order and the validation that Guan et al. 2025 add in section 5.1.2.
     """
@@ -52,11 +52,11 @@ def mistique(
     similar = _similar(num_blocks, similarity, threshold)
 
     def walk(trials: Trials) -> None:
-        for places in batches(len(similar), batch):
-            if not trials.extend(Positions(similar[places.start : places.stop])):
+        for part in batches(len(similar), batch):
+            if not trials.extend(Positions(similar[part.start : part.stop])):
                 return
 
-    return searched(accept, walk)
+    return run_search(accept, walk)
 
 
 def _similar(
@@ -78,14 +78,14 @@ def minhash_similarity(
 ) -> npt.NDArray[np.float64]:
     """MinHash estimates of each block's Jaccard similarity to its substitute, float64 [blocks], in [0, 1].
 
-    A block counts as the set of its (place, value rounded to a multiple of `step`). Where a share s of the places has
-    equal rounded values, the similarity is s / (2 - s), estimated with a standard deviation of at most
+    A block is treated as the set of its pairs (index, value rounded to a multiple of `step`). If a share s of the
+    indices has equal rounded values, the similarity is s / (2 - s), estimated with a standard deviation of at most
     0.5 / sqrt(num_hashes).
 
     Args:
         blocks: [blocks, values], finite.
-        substitutes: [blocks, values], finite, row by row.
-        step: > 0, units of the weights, at least the largest weight times 2^-62: what counts as the same value.
+        substitutes: [blocks, values], finite; row i is the substitute of block i.
+        step: > 0, units of the weights, at least the largest weight times 2^-62; the resolution of equal values.
         num_hashes: hash functions, >= 1.
         seed: of the hash functions, >= 0.
 
@@ -112,15 +112,15 @@ def minhash_similarity(
 
 
 def _signature(block: npt.NDArray[np.floating], step: float, hashes: tuple[Words, Words]) -> Words:
-    """The least value of each hash function over the block's set, [hashes]."""
+    """The minimum of each hash function over the block's set, [hashes]."""
     cells = np.rint(block.astype(np.float64) / step).astype(np.int64).view(np.uint64)
-    places = np.arange(len(block), dtype=np.uint64)
-    elements = _mixed(cells ^ _mixed(places))
+    indices = np.arange(len(block), dtype=np.uint64)
+    elements = _mixed(cells ^ _mixed(indices))
     return np.array([(elements * factor + shift).min(initial=2**64 - 1) for factor, shift in zip(*hashes, strict=True)])
 
 
 def _mixed(words: Words) -> Words:
-    """SplitMix64's finaliser: every bit of a word moves every bit of the result (Steele et al. 2014)."""
+    """SplitMix64's finaliser: every bit of a word affects every bit of the result (Steele et al. 2014)."""
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

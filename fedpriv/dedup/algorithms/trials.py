@@ -1,4 +1,4 @@
-"""What every search shares: validations that are counted, and the largest set of blocks that passed one."""
+"""Common parts of all searches: counted validations, and the largest set of blocks that passed one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Positions = frozenset[int]
 Accept = Callable[[Positions], bool]
 
 
-class BudgetSpent(Exception):  # noqa: N818 - no error: the search ends with what it has
-    """Raised by `accept` in place of an answer: no validation may follow, so the search ends."""
+class BudgetSpent(Exception):  # noqa: N818 - not an error: the search ends with the result so far
+    """Raised by `accept` instead of an answer: no further validation is allowed, so the search ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class SearchResult:
 
     Attributes:
         replaced: positions in saliency order whose blocks are replaced; a set that passed validation, or empty.
-        num_validations: calls of `accept` that returned, true or false; one that raised is none.
+        num_validations: calls of `accept` that returned an answer; a call that raised does not count.
     """
 
     replaced: Positions
@@ -31,7 +31,7 @@ class SearchResult:
 
 
 class Trials:
-    """The validations of one search: only what passed one is ever held, and every answer is counted once."""
+    """The validations of one search: keeps only sets that passed, and counts every answer once."""
 
     def __init__(self, accept: Accept) -> None:
         self._accept = accept
@@ -40,7 +40,7 @@ class Trials:
 
     @property
     def result(self) -> SearchResult:
-        """The largest set that passed so far, the earliest of equals; where sets only grow, the last one."""
+        """The largest set that passed so far, the earliest among equals; the last one if sets only grow."""
         return SearchResult(replaced=self._largest, num_validations=self._num_validations)
 
     def passes(self, positions: Positions) -> bool:
@@ -52,12 +52,12 @@ class Trials:
         return passed
 
     def extend(self, positions: range | Positions) -> bool:
-        """Replace these positions too; where validation fails, they are rolled back."""
+        """Replace these positions too, or roll them back if validation fails; whether it passed."""
         return self.passes(self._largest.union(positions))
 
 
-def searched(accept: Accept, walk: Callable[[Trials], None]) -> SearchResult:
-    """What `walk` found when it returned, or when the budget of validations was spent."""
+def run_search(accept: Accept, walk: Callable[[Trials], None]) -> SearchResult:
+    """The result of `walk` when it returns or when the budget of validations is spent."""
     trials = Trials(accept)
     with suppress(BudgetSpent):
         walk(trials)
@@ -70,7 +70,7 @@ def batches(num_blocks: int, batch: int) -> list[range]:
 
 
 def check_whole(name: str, value: int, minimum: int) -> None:
-    """Refuse what is not a whole number of at least `minimum`.
+    """Refuse a value that is not a whole number of at least `minimum`.
 
     Raises:
         InputError: with the name, the value and the bound.
@@ -80,7 +80,7 @@ def check_whole(name: str, value: int, minimum: int) -> None:
 
 
 def check_number(name: str, value: float, low: float, high: float = math.inf) -> None:
-    """Refuse what is not a finite number in [low, high].
+    """Refuse a value that is not a finite number in [low, high].
 
     Raises:
         InputError: with the name, the value and the bounds.
