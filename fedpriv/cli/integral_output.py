@@ -56,7 +56,7 @@ def selection_values(found: Recommendation, settings: Settings) -> dict[str, Any
             "plain_test_accuracy": look.plain.test.accuracy,
             "majority_test_accuracy": found.majority.test.accuracy,
         }
-        for look in found.looks
+        for look in found.snapshots
     ]
     return {
         "epsilon": settings.epsilon,

@@ -1,8 +1,8 @@
-"""Integral privacy in a federation: which clients' variants of one round recur.
+"""Integral privacy in a federation: clusters of nearly equal client variants of one round.
 
-Variants are compared by what they add to the model, the products B A, and by their heads: B and A are known only up to
-a change of basis between them, so equal maps may have unequal factors. No further alignment is needed, since the frozen
-base fixes the order of all neurons.
+Variants are compared by the products B A that they add to the model, and by their heads: B and A are determined only
+up to a change of basis between them, so equal maps may have different factors. No further alignment is needed, since
+the frozen base fixes the order of all neurons.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX, factors_of, non_lora_ten
 from fedpriv.errors import InputError
 from fedpriv.integral.selection import Cluster, Linkage, Measure, Vectors, select
 
-# Relative to a product's largest singular value: what float32 factors cannot tell from 0.
+# Singular values below this share of a product's largest one are rounding errors of float32 factors.
 _NOISE_FLOOR = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RecurringVariants:
-    """Clients whose variants are near each other, and their mean.
+    """A cluster of clients with similar variants, and the mean of these variants.
 
     Attributes:
         clients: members of the cluster.
-        near_mean: clients whose variants are within epsilon of the mean; k counts them, each with records of its own.
+        near_mean: clients whose variants are within epsilon of the mean; k is their number, each with its own records.
         largest_difference: between any two members' maps.
-        mean: an adapter whose products are the means of the members' products, of the rank that this takes.
+        mean: an adapter whose products are the means of the members' products, of the smallest rank that allows it.
     """
 
     clients: tuple[str, ...]
@@ -42,12 +42,12 @@ class RecurringVariants:
 
     @property
     def recurrence(self) -> int:
-        """How many variants the cluster has."""
+        """Number of variants in the cluster."""
         return len(self.clients)
 
     @property
     def k(self) -> int:
-        """Of k-anonymous epsilon-integral privacy of the mean; it holds for k >= 2."""
+        """The k of the mean's k-anonymous epsilon-integral privacy, which holds for k >= 2."""
         return len(self.near_mean)
 
 
@@ -59,20 +59,21 @@ def recurring_adapters(
     clustering: Linkage = "first-member",
     scale: float = 1.0,
 ) -> list[RecurringVariants]:
-    """The clusters of clients' variants by falling recurrence, each with its mean as an adapter.
+    """The clusters of client variants, most recurrent first, each with its mean as an adapter.
 
-    It is meant for variants of one round, that all started from one global model. Records of clients are taken to be
-    disjoint. What it says is no differential privacy, and computing it from uploads costs none: it is post-processing.
+    Intended for variants of one round, which all started from the same global model. The clients' records are assumed
+    to be disjoint. The result is not a differential privacy guarantee, and computing it from uploads costs no
+    privacy, since it is post-processing.
 
     Args:
-        adapters: {client: adapter}, tensors by peft's names; ranks may differ, if their scale is one.
-        epsilon: finite, >= 0, units of weights of the model.
+        adapters: {client: adapter}, tensors by peft's names; ranks may differ if they share one scale.
+        epsilon: finite, >= 0, in units of the model's weights.
         measure: as for `select`, over the entries of scale * B A and of the head together.
         clustering: as for `select`.
-        scale: LoRA's alpha / rank, which turns B A into what is added to the weights; > 0.
+        scale: LoRA's alpha / rank, by which B A is multiplied when added to the weights; > 0.
 
     Raises:
-        InputError: no adapters, names or shapes that differ among them, or a value out of range.
+        InputError: there are no adapters, their names or shapes differ, or a value is out of range.
 
     Source: Varshney and Torra 2023, Algorithm 1, with clients for subsamples (their section 5).
     """
@@ -82,21 +83,21 @@ def recurring_adapters(
         raise InputError(f"scale = {scale}: must be finite and > 0")
     names = list(adapters)
     vectors = _vectors(adapters, scale)
-    # Each client's records are one generator of their own.
+    # Each client's records form one generator.
     generators = [np.array([number]) for number in range(len(names))]
-    found = select(vectors, generators, epsilon=epsilon, measure=measure, clustering=clustering)
-    return [_variants(adapters, names, cluster) for cluster in found]
+    clusters = select(vectors, generators, epsilon=epsilon, measure=measure, clustering=clustering)
+    return [_variants(adapters, names, cluster) for cluster in clusters]
 
 
 def mean_adapter(adapters: Mapping[str, Mapping[str, Tensor]]) -> Adapter:
     """An adapter whose products B A are the means of the adapters' products, and whose head is the mean of theirs.
 
-    The mean of factors would be another map. The mean of k products of rank r has a rank of up to k r; all layers get
-    the smallest rank that holds it exactly, up to float32, by zeros where a layer needs less. Save it with that rank
-    and with the alpha that keeps alpha / rank.
+    Averaging the factors would give a different map. The mean of k products of rank r has a rank of up to k r; all
+    layers get the smallest rank that represents all means exactly, up to float32, padded with zeros where a layer
+    needs less. Save the adapter with that rank and with the alpha that keeps alpha / rank.
 
     Args:
-        adapters: {client: adapter} of equal names and shapes but for their ranks; at least one.
+        adapters: {client: adapter}, at least one, with equal names and with shapes that differ in their ranks only.
     """
     first, *_ = adapters.values()
     result = {
@@ -106,24 +107,24 @@ def mean_adapter(adapters: Mapping[str, Mapping[str, Tensor]]) -> Adapter:
     pairs = {
         name: _mean_product([factors_of(adapter)[name] for adapter in adapters.values()]) for name in factors_of(first)
     }
-    rank = max((left.shape[1] for left, _ in pairs.values()), default=0)
-    for name, (left, right) in pairs.items():
-        more = rank - left.shape[1]
-        result[name + A_SUFFIX] = F.pad(right, (0, 0, 0, more))
-        result[name + B_SUFFIX] = F.pad(left, (0, more))
+    rank = max((b.shape[1] for b, _ in pairs.values()), default=0)
+    for name, (b, a) in pairs.items():
+        padding = rank - b.shape[1]
+        result[name + A_SUFFIX] = F.pad(a, (0, 0, 0, padding))
+        result[name + B_SUFFIX] = F.pad(b, (0, padding))
     return {name: result[name] for name in first}
 
 
 def _mean_product(factors: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """(B, A) of the smallest rank >= 1 whose product is the mean of the products, by a QR of both sides and an SVD."""
-    left = torch.cat([b.double() for b, _ in factors], dim=1) / len(factors)
-    right = torch.cat([a.double() for _, a in factors], dim=0)
-    outer, upper = torch.linalg.qr(left)
-    inner, lower = torch.linalg.qr(right.T)
-    u, sizes, v = torch.linalg.svd(upper @ lower.T)
-    rank = max(1, int((sizes > _NOISE_FLOOR * sizes[0]).sum()))
-    roots = sizes[:rank].sqrt()
-    return (outer @ u[:, :rank] * roots).float(), (roots.unsqueeze(1) * (v[:rank] @ inner.T)).float()
+    """(B, A) of the smallest rank >= 1 whose product is the mean of the products, by a QR of each side and an SVD."""
+    stacked_b = torch.cat([b.double() for b, _ in factors], dim=1) / len(factors)
+    stacked_a = torch.cat([a.double() for _, a in factors], dim=0)
+    q_b, r_b = torch.linalg.qr(stacked_b)
+    q_a, r_a = torch.linalg.qr(stacked_a.T)
+    u, singular_values, v = torch.linalg.svd(r_b @ r_a.T)
+    rank = max(1, int((singular_values > _NOISE_FLOOR * singular_values[0]).sum()))
+    roots = singular_values[:rank].sqrt()
+    return (q_b @ u[:, :rank] * roots).float(), (roots.unsqueeze(1) * (v[:rank] @ q_a.T)).float()
 
 
 def _vectors(adapters: Mapping[str, Mapping[str, Tensor]], scale: float) -> Vectors:

@@ -1,7 +1,7 @@
-"""Neurons of one network put into the order of another's: what a permutation of a hidden layer hides.
+"""Alignment of one network's hidden neurons with another's, to undo permutations before networks are compared.
 
-A hidden layer's neurons may be permuted, with the next layer's columns, without changing what the network computes.
-Two networks are compared only after the one has been brought, layer by layer, into the order that fits the other best.
+Permuting a hidden layer's neurons together with the next layer's columns does not change what a network computes. So
+two networks are compared only after one has been brought, layer by layer, into the order that best fits the other.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from fedpriv.errors import InputError
 from fedpriv.integral.networks import from_vectors, is_perceptron
 
-# Passes over the layers; each lowers the distance, and none was seen to need more than a few.
+# Passes over the layers; each lowers the distance, and a few were enough in every case seen.
 _MAX_PASSES = 20
 
-# Of the costs of all pairs of neurons, held at once.
+# How many costs of pairs of neurons are held in memory at once.
 _VALUES_AT_ONCE = 2**24
 
 Permutations = list[Tensor]
@@ -27,14 +27,14 @@ Layers = list[tuple[Tensor, Tensor]]
 
 
 def aligned(network: nn.Module, vectors: Tensor, reference: Tensor) -> Tensor:
-    """The networks, [networks, values], each with its hidden neurons in the order that fits the reference best.
+    """The networks, [networks, values], each with its hidden neurons in the order that best fits the reference.
 
-    Guarantee: each network computes what it did before. A permutation of the reference's own hidden neurons is undone
-    exactly, where no two neurons of a layer have equal incoming weights. For other networks the order is a local
-    optimum of the squared distance: the global one is a quadratic assignment, which is NP-hard.
+    Guarantee: each network computes the same function as before. A permutation of the reference's own hidden neurons
+    is undone exactly if no two neurons of a layer have equal incoming weights. For other networks the order is a
+    local optimum of the squared distance: finding the global one is a quadratic assignment problem, which is NP-hard.
 
-    The first pass goes from the input on and compares incoming weights, the next ones incoming and outgoing weights,
-    until nothing changes.
+    The first pass starts at the input and compares incoming weights; later passes compare incoming and outgoing
+    weights, until nothing changes.
 
     Args:
         network: `nn.Sequential` of linear layers and elementwise activations.
@@ -42,7 +42,7 @@ def aligned(network: nn.Module, vectors: Tensor, reference: Tensor) -> Tensor:
         reference: [values].
 
     Raises:
-        InputError: a network of another kind.
+        InputError: the network is of another kind.
 
     Source: Varshney and Torra 2023, section 2.2; Ainsworth et al. 2022 (Git Re-Basin), section 3.2, for the passes.
     """
@@ -50,9 +50,9 @@ def aligned(network: nn.Module, vectors: Tensor, reference: Tensor) -> Tensor:
     target = _layers(network, names, reference.double().unsqueeze(0))
     widest = max(weight.shape[1] for weight, _ in target)
     result = []
-    for some in torch.split(vectors, max(1, _VALUES_AT_ONCE // widest**2)):
-        orders = _orders(_layers(network, names, some.double()), target)
-        result.append(_permuted(network, names, some, orders))
+    for chunk in torch.split(vectors, max(1, _VALUES_AT_ONCE // widest**2)):
+        orders = _orders(_layers(network, names, chunk.double()), target)
+        result.append(_permuted(network, names, chunk, orders))
     return torch.cat(result)
 
 
@@ -65,7 +65,7 @@ def permuted(network: nn.Module, vector: Tensor, orders: Sequence[Tensor]) -> Te
         orders: for each hidden layer a permutation, int64 [width].
 
     Raises:
-        InputError: a network of another kind, or another number of orders.
+        InputError: the network is of another kind, or the number of orders is wrong.
     """
     names = _linear_names(network)
     if len(orders) != len(names) - 1:
@@ -74,32 +74,32 @@ def permuted(network: nn.Module, vector: Tensor, orders: Sequence[Tensor]) -> Te
 
 
 def _permuted(network: nn.Module, names: Sequence[str], vectors: Tensor, orders: Permutations) -> Tensor:
-    """Each network with its hidden neurons in its own orders, [networks, width] for each hidden layer."""
+    """Each network with its hidden neurons in its own order, [networks, width] for each hidden layer."""
     result = vectors.clone()
     named = from_vectors(network, result)
-    for place, (name, (weight, bias)) in enumerate(zip(names, _layers(network, names, vectors), strict=True)):
-        columns = weight if place == 0 else _columns(weight, orders[place - 1])
-        # Views of the result: writing to them writes to it.
-        named[f"{name}.weight"].copy_(columns if place == len(orders) else _rows(columns, orders[place]))
+    for depth, (name, (weight, bias)) in enumerate(zip(names, _layers(network, names, vectors), strict=True)):
+        columns = weight if depth == 0 else _columns(weight, orders[depth - 1])
+        # These are views of the result, so writing to them writes to it.
+        named[f"{name}.weight"].copy_(columns if depth == len(orders) else _rows(columns, orders[depth]))
         if f"{name}.bias" in named:
-            named[f"{name}.bias"].copy_(bias if place == len(orders) else bias.gather(1, orders[place]))
+            named[f"{name}.bias"].copy_(bias if depth == len(orders) else bias.gather(1, orders[depth]))
     return result
 
 
 def _orders(layers: Layers, target: Layers) -> Permutations:
-    """The order of each hidden layer, [networks, width], that brings each network nearest to the target."""
+    """The order of each hidden layer, [networks, width], that brings each network closest to the target."""
     num = len(layers[0][0])
     orders = [torch.arange(weight.shape[1]).repeat(num, 1) for weight, _ in layers[:-1]]
     for attempt in range(_MAX_PASSES):
         changed = False
-        for place, before in enumerate(orders):
-            costs = _incoming(layers, target, orders, place)
+        for depth, current in enumerate(orders):
+            costs = _incoming(layers, target, orders, depth)
             if attempt:
-                costs = costs + _outgoing(layers, target, orders, place)
-            found = torch.from_numpy(np.stack([linear_sum_assignment(cost)[1] for cost in costs.numpy()]))
-            # Among equally good orders the present one stays, so that the passes end.
-            better = _cost(costs, found) < _cost(costs, before)
-            orders[place] = torch.where(better.unsqueeze(1), found, before)
+                costs = costs + _outgoing(layers, target, orders, depth)
+            optimal = torch.from_numpy(np.stack([linear_sum_assignment(cost)[1] for cost in costs.numpy()]))
+            # The current order is kept unless another is strictly better, so that the passes terminate.
+            better = _cost(costs, optimal) < _cost(costs, current)
+            orders[depth] = torch.where(better.unsqueeze(1), optimal, current)
             changed = changed or bool(better.any())
         if attempt and not changed:
             break
@@ -107,23 +107,23 @@ def _orders(layers: Layers, target: Layers) -> Permutations:
 
 
 def _cost(costs: Tensor, order: Tensor) -> Tensor:
-    """Of each network's order, [networks]; costs [networks, target's neurons, own neurons]."""
+    """Cost of each network's order, [networks]; costs [networks, target's neurons, own neurons]."""
     return costs.gather(2, order.unsqueeze(2)).sum(dim=(1, 2))
 
 
-def _incoming(layers: Layers, target: Layers, orders: Permutations, place: int) -> Tensor:
+def _incoming(layers: Layers, target: Layers, orders: Permutations, depth: int) -> Tensor:
     """|difference|^2 of incoming weights and bias, [networks, target's neurons, own neurons]."""
-    weight, bias = layers[place]
-    weight = weight if place == 0 else _columns(weight, orders[place - 1])
+    weight, bias = layers[depth]
+    weight = weight if depth == 0 else _columns(weight, orders[depth - 1])
     own = torch.cat([weight, bias.unsqueeze(2)], dim=2)
-    return _distances(torch.cat([target[place][0], target[place][1].unsqueeze(2)], dim=2), own).square()
+    return _distances(torch.cat([target[depth][0], target[depth][1].unsqueeze(2)], dim=2), own).square()
 
 
-def _outgoing(layers: Layers, target: Layers, orders: Permutations, place: int) -> Tensor:
+def _outgoing(layers: Layers, target: Layers, orders: Permutations, depth: int) -> Tensor:
     """|difference|^2 of outgoing weights, [networks, target's neurons, own neurons]."""
-    weight = layers[place + 1][0]
-    rows = weight if place + 1 == len(orders) else _rows(weight, orders[place + 1])
-    return _distances(target[place + 1][0].mT, rows.mT).square()
+    weight = layers[depth + 1][0]
+    rows = weight if depth + 1 == len(orders) else _rows(weight, orders[depth + 1])
+    return _distances(target[depth + 1][0].mT, rows.mT).square()
 
 
 def _rows(matrices: Tensor, order: Tensor) -> Tensor:
@@ -137,14 +137,14 @@ def _columns(matrices: Tensor, order: Tensor) -> Tensor:
 
 
 def _distances(rows: Tensor, others: Tensor) -> Tensor:
-    """Of all pairs of rows, by differences: those by products would not be 0 for equal rows."""
+    """Distances of all pairs of rows, from differences: computed from products, equal rows would not give 0."""
     rows = rows.expand(len(others), -1, -1)
-    found: Tensor = torch.cdist(rows.contiguous(), others.contiguous(), compute_mode="donot_use_mm_for_euclid_dist")
-    return found
+    distances: Tensor = torch.cdist(rows.contiguous(), others.contiguous(), compute_mode="donot_use_mm_for_euclid_dist")
+    return distances
 
 
 def _linear_names(network: nn.Module) -> list[str]:
-    """Names of the linear layers in their order."""
+    """Names of the linear layers, from input to output."""
     if not is_perceptron(network):
         raise InputError("network: only a Sequential of linear layers and elementwise activations can be aligned")
     return [name for name, module in network.named_children() if isinstance(module, nn.Linear)]

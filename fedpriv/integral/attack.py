@@ -1,9 +1,9 @@
-"""The model comparison attack: who was in the training set, by comparing a model with models of guessed training sets.
+"""The model comparison attack: membership inference by comparing a model with models of guessed training sets.
 
 The intruder knows the architecture, the initial weights, the training algorithm and the order of its batches, some
-records that were used (the background S*), and a pool of candidates that holds the other used ones. They draw training
-sets from the pool, train on each, and rank these generators by how near their model comes to the target. Records that
-the best generators share are taken for members.
+records that were used (the background S*), and a pool of candidates that contains the other used ones. They draw
+training sets from the pool, train on each, and rank these generators by how close their model comes to the target.
+Records that the best generators share are classified as members.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ Inclusion = npt.NDArray[np.bool_]
 Comparison = Literal["largest", "norm", "projection"]
 
 CHANCE = 0.5
-"""Of a guess at who is a member, where half of the candidates are."""
+"""Success rate of guessing membership at random when half of the candidates are members."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Success:
-    """How often the intruder was right.
+    """The success rate of the intruder.
 
     Attributes:
-        mean: share of candidates that were classified rightly, over all trials.
-        low, high: Student's confidence interval of the mean. Trials are the units: candidates of one trial are not
-            independent, and trials that share records of a table are so only nearly.
+        mean: share of correctly classified candidates, over all trials.
+        low, high: Student's t confidence interval of the mean, over trials: candidates within a trial are not
+            independent, and trials that share records of a table are only nearly so.
         num_trials: >= 2.
     """
 
@@ -53,19 +53,19 @@ class Success:
 def draw_generators(
     labels: Indices, background: Indices, class_counts: Indices, num: int, generator: np.random.Generator
 ) -> Indices:
-    """Training sets that the intruder guesses, int64 [num, size]: the background and a uniform draw of the others.
+    """The intruder's guessed training sets, int64 [num, size]: the background and a uniform draw of the others.
 
-    The draw keeps the class counts of the true training set: they are those of the whole, which is no secret.
+    The draw keeps the class counts of the true training set: these follow the whole data set's and are not secret.
 
     Args:
         labels: int64 [candidates], classes of the pool, whose records are numbered from 0.
-        background: S*, the candidates that are known to be used.
+        background: S*, the candidates that are known to have been used.
         class_counts: int64 [classes] of the training set.
         num: >= 1.
         generator: of the draws.
 
     Raises:
-        InputError: a class of the pool cannot fill its part of a training set, or the background is too large for it.
+        InputError: the pool has too few records of a class for a training set, or the background too many.
     """
     drawn = [np.tile(background, (num, 1))]
     for label, count in enumerate(class_counts):
@@ -78,16 +78,16 @@ def draw_generators(
 
 
 def rank_generators(vectors: Vectors, target: Vectors, comparison: Comparison = "norm") -> Indices:
-    """Rows of the models, the one nearest to the target first.
+    """Rows of the models, the one closest to the target first.
 
     Args:
-        vectors: [models, values], aligned to the target where neurons may be permuted.
+        vectors: [models, values], aligned to the target if neurons may be permuted.
         target: [values].
-        comparison: `largest` or `norm`, as in selection, or `projection`: how far a model lies from the models' mean in
-            the target's direction, which sees a target that is a mean of many models better than a distance does.
+        comparison: `largest` or `norm`, as in selection, or `projection`: how far a model lies from the models' mean
+            in the direction of the target, which works better than a distance if the target is a mean of many models.
 
     Raises:
-        InputError: an unknown comparison.
+        InputError: the comparison is unknown.
     """
     if comparison not in get_args(Comparison):
         raise InputError(f"comparison = {comparison!r}: must be one of {', '.join(get_args(Comparison))}")
@@ -103,13 +103,13 @@ def rank_generators(vectors: Vectors, target: Vectors, comparison: Comparison = 
 def membership_scores(
     generators: Indices, order: Indices, num_candidates: int, num_best: int
 ) -> npt.NDArray[np.float64]:
-    """For each candidate the share of the best generators that it is in, [candidates]; 1 is their intersection.
+    """For each candidate, the share of the best generators that contain it, [candidates]; 1 for their intersection.
 
     Args:
         generators: [models, size], as drawn.
-        order: as `rank_generators` gives it.
+        order: from `rank_generators`.
         num_candidates: in the pool.
-        num_best: how many of the best are asked, 1 <= num_best <= models.
+        num_best: how many of the best generators count, 1 <= num_best <= models.
 
     Raises:
         InputError: num_best is out of range.
@@ -125,27 +125,27 @@ def membership_scores(
 def infer_members(
     scores: npt.NDArray[np.float64], unknown: Indices, num_members: int, generator: np.random.Generator
 ) -> Indices:
-    """The candidates that are taken for members: those with the highest scores, ties by lot.
+    """The candidates classified as members: those with the highest scores, with ties broken at random.
 
     Args:
         scores: [candidates].
-        unknown: the candidates to choose among, without the background.
+        unknown: the candidates to choose from, without the background.
         num_members: how many of them are members, which the intruder knows.
-        generator: of the lots.
+        generator: breaks ties.
     """
     order = np.lexsort((generator.random(len(unknown)), -scores[unknown]))
     return np.sort(unknown[order[:num_members]])
 
 
 def success(shares: Sequence[float], confidence: float = 0.95) -> Success:
-    """The mean of the trials' shares of right answers, with its confidence interval.
+    """The mean of the trials' shares of correct answers, with its confidence interval.
 
     Args:
         shares: one for each trial, in [0, 1]; at least two.
         confidence: in (0, 1).
 
     Raises:
-        InputError: fewer than two trials, or a confidence out of range.
+        InputError: there are fewer than two trials, or the confidence is out of range.
     """
     if len(shares) < 2:
         raise InputError(f"trials = {len(shares)}: a confidence interval needs at least 2")

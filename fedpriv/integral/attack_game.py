@@ -1,8 +1,9 @@
-"""Games in which the model comparison attack is played, with targets of several kinds.
+"""Games that play the model comparison attack against targets of several kinds.
 
-In each trial disjoint stratified subsamples are dealt. The target comes from one or some of them. The intruder's pool
-is one subsample that was used, the members, and, for each member that they do not know already, one record of the same
-class that was not used. Within a class members and others are exchangeable, so guessing is right in half of the cases.
+Each trial deals disjoint stratified subsamples. The target is computed from one or more of them. The intruder's pool
+consists of one subsample that was used, the members, and, for each member that they do not know already, one unused
+record of the same class. Within a class, members and others are exchangeable, so random guesses are right half the
+time.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from fedpriv.mechanisms.sources import RandomSource
 
 
 class NoRecommendationError(InputError):
-    """No two models are near enough, so that there is no mean to attack."""
+    """No two models are close enough, so there is no mean to attack."""
 
 
 Train = Callable[[Indices], Tensor]
-"""Models, [networks, values], of training sets, int64 [networks, size]: what owner and intruder train by."""
+"""Trains models, [networks, values], on training sets, int64 [networks, size]; used by owners and intruder."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Target:
-    """A model that was published.
+    """A published model.
 
     Attributes:
         vector: its weights, [values], or what the intruder computes from them.
-        owner: of the subsample that the intruder asks about; it was used.
+        owner: of the subsample under attack, which was used.
         num_generators: how many subsamples were used.
     """
 
@@ -54,14 +55,14 @@ Publish = Callable[[Train, Indices, np.random.Generator], Target]
 
 @dataclass(frozen=True, kw_only=True)
 class Game:
-    """How the intruder proceeds.
+    """The parameters of the attack.
 
     Attributes:
         size: records of a training set, >= 2.
-        num_owners: subsamples that a target may be made of, >= 1.
+        num_owners: subsamples from which a target may be computed, >= 1.
         num_background: used records that the intruder knows beforehand, < size.
-        num_subsamples: that the intruder draws, >= 1.
-        num_best: generators whose intersection tells the members.
+        num_subsamples: drawn by the intruder, >= 1.
+        num_best: generators whose common records are classified as members.
         num_trials: >= 2.
         comparison: how models are compared.
     """
@@ -86,18 +87,19 @@ class Game:
 
 
 def play(network: nn.Module, labels: Indices, game: Game, train: Train, publish: Publish, *, seed: int) -> Success:
-    """How often the intruder was right about candidates that they did not know.
+    """How often the intruder was right about candidates that they did not know beforehand.
 
     Args:
-        network: the architecture, of a kind that `aligned` knows: models are aligned to the target.
-        labels: int64 [records], classes of all records that subsamples are dealt from.
-        game: see there.
-        train: what the intruder trains by, and what `publish` gets.
+        network: the architecture, of a kind that `aligned` supports, since models are aligned to the target.
+        labels: int64 [records], classes of all records from which subsamples are dealt.
+        game: see `Game`.
+        train: the intruder's training algorithm, which is also passed to `publish`.
         publish: makes the target.
-        seed: of everything but the noise of private targets. One seed deals the same subsamples to each kind of target.
+        seed: of everything but the noise of private targets. One seed deals the same subsamples for each kind of
+            target.
 
     Raises:
-        InputError: too few records for the owners and two subsamples more, from which non-members come.
+        InputError: there are too few records for the owners and for two further subsamples, the non-members.
     """
     shares = []
     for trial in range(game.num_trials):
@@ -125,7 +127,7 @@ def _trial(
     unused: Indices,
     generator: np.random.Generator,
 ) -> float:
-    """The share of unknown candidates that are classified rightly; the first of the members are the background."""
+    """The share of unknown candidates that are classified correctly; the first members are the background."""
     wanted = np.bincount(labels[members[game.num_background :]], minlength=int(labels.max()) + 1)
     others = [unused[labels[unused] == label][:count] for label, count in enumerate(wanted)]
     pool = np.concatenate([members, *others])
@@ -135,13 +137,13 @@ def _trial(
     vectors = aligned(network, train(pool[guessed]), target)
     order = attack.rank_generators(vectors.double().numpy(), target.double().numpy(), game.comparison)
     scores = attack.membership_scores(guessed, order, len(pool), game.num_best)
-    found = attack.infer_members(scores, unknown, int(wanted.sum()), generator)
-    # As many members as others are unknown: a member found is another one ruled out.
-    return float(np.mean(found < game.size))
+    inferred = attack.infer_members(scores, unknown, int(wanted.sum()), generator)
+    # Half of the unknown candidates are members, so precision equals accuracy.
+    return float(np.mean(inferred < game.size))
 
 
 def trainer(network: nn.Module, features: Tensor, labels: Tensor, schedule: Schedule, *, seed: int) -> Train:
-    """Plain training of many networks at once; one order of batches for all."""
+    """Plain training of many networks at once, all with the same order of batches."""
 
     def train(records: Indices) -> Tensor:
         return train_stacked(network, features, labels, records, schedule, seed=seed)[schedule.epochs]
@@ -150,7 +152,7 @@ def trainer(network: nn.Module, features: Tensor, labels: Tensor, schedule: Sche
 
 
 def clipped_trainer(network: nn.Module, features: Tensor, labels: Tensor, schedule: PrivateSchedule) -> Train:
-    """The private algorithm without its noise, the best an intruder can do who does not know it."""
+    """The private algorithm without its noise: the best choice of an intruder who does not know the noise."""
 
     def train(records: Indices) -> Tensor:
         return train_clipped_stacked(network, features, labels, records, schedule)
@@ -164,20 +166,20 @@ def plain(train: Train, owners: Indices, generator: np.random.Generator) -> Targ
 
 
 def mean_of_all(train: Train, owners: Indices, generator: np.random.Generator) -> Target:
-    """The mean of all owners' models, however far apart they are."""
+    """The mean of all owners' models, regardless of their distances."""
     return Target(vector=train(owners).mean(dim=0), owner=0, num_generators=len(owners))
 
 
 def recommended_mean(epsilon: float, clustering: Linkage = "first-member", *, others_known: bool = False) -> Publish:
-    """The mean of the largest cluster; the intruder asks about one of its generators.
+    """The mean of the largest cluster; the intruder attacks one of its generators.
 
-    The returned function raises NoRecommendationError where no two models are within epsilon.
+    The returned function raises NoRecommendationError if no two models are within epsilon.
 
     Args:
         epsilon: units of the weights.
         clustering: as for `select`.
-        others_known: the intruder knows all other generators of the cluster. They train on these, take the models off
-            the mean, and are left with the model of the one that they ask about.
+        others_known: the intruder knows all other generators of the cluster. They train on these, subtract the models
+            from the mean, and obtain the model of the generator under attack.
     """
 
     def publish(train: Train, owners: Indices, generator: np.random.Generator) -> Target:
@@ -207,7 +209,7 @@ def private(
     noise_multiplier: float,
     source: RandomSource,
 ) -> Publish:
-    """A model that was trained by DP-SGD on the first owner's records."""
+    """A model trained by DP-SGD on the first owner's records."""
 
     def publish(train: Train, owners: Indices, generator: np.random.Generator) -> Target:
         own = torch.from_numpy(owners[0])

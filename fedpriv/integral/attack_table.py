@@ -28,9 +28,9 @@ class Plan:
     Attributes:
         epsilon: of the integrally private mean, units of weights.
         clustering: of its models.
-        schedule: of the mean's models, and of a plain model beside it.
+        schedule: of the mean's models, and of a plain model for comparison.
         overfit_epochs: of the overfitted models.
-        dp_epsilons: of the DP-SGD models, on add/remove of one record, at delta 1 / (10 N), at most 1e-5.
+        dp_epsilons: of the DP-SGD models, under add-or-remove adjacency, at delta 1 / (10 N), at most 1e-5.
         dp_steps: noisy steps on all records.
         dp_learning_rate: of these steps.
     """
@@ -46,14 +46,14 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """How the attack went against one kind of target.
+    """The result of the attack on one kind of target.
 
     Attributes:
-        name: what the target was.
-        success, low, high: as in `Success`; None where there was no target.
+        name: of the kind of target.
+        success, low, high: as in `Success`; None if there was no target.
         beats_chance: whether the interval lies above one half.
         test_accuracy: of the targets, mean over trials.
-        num_generators: subsamples that a target was made of, mean over trials.
+        num_generators: subsamples used for a target, mean over trials.
         note: why there was no target; otherwise empty.
     """
 
@@ -72,37 +72,39 @@ def attack_table(network: nn.Module, data: Data, game: Game, plan: Plan, *, seed
 
     Args:
         network: with the initial weights, which the intruder knows.
-        data: subsamples are dealt from its training part; the test part only measures the targets.
-        game: how the intruder proceeds.
-        plan: which targets.
-        seed: of everything, the noise included: for data that may be treated as public.
+        data: subsamples are dealt from its training part; the test part is only used to measure the targets.
+        game: parameters of the attack.
+        plan: which targets are attacked.
+        seed: of everything, including the noise; only for data that may be treated as public.
     """
     features, labels = data.train_features, data.train_labels
     short, long = plan.schedule, replace(plan.schedule, epochs=plan.overfit_epochs)
-    by = {how: attack_game.trainer(network, features, labels, how, seed=seed) for how in (short, long)}
+    trainers = {s: attack_game.trainer(network, features, labels, s, seed=seed) for s in (short, long)}
     mean = attack_game.recommended_mean(plan.epsilon, plan.clustering)
-    yield attacked("plain, overfitted", network, data, game, by[long], attack_game.plain, seed)
-    yield attacked("mean of all owners, overfitted", network, data, game, by[long], attack_game.mean_of_all, seed)
-    yield attacked(f"recommended mean, overfitted, {plan.epsilon:g}", network, data, game, by[long], mean, seed)
-    yield attacked("plain, trained as the mean's models", network, data, game, by[short], attack_game.plain, seed)
-    yield attacked(f"recommended mean, {plan.epsilon:g}", network, data, game, by[short], mean, seed)
+    yield attacked("plain, overfitted", network, data, game, trainers[long], attack_game.plain, seed)
+    yield attacked("mean of all owners, overfitted", network, data, game, trainers[long], attack_game.mean_of_all, seed)
+    yield attacked(f"recommended mean, overfitted, {plan.epsilon:g}", network, data, game, trainers[long], mean, seed)
+    yield attacked("plain, trained as the mean's models", network, data, game, trainers[short], attack_game.plain, seed)
+    yield attacked(f"recommended mean, {plan.epsilon:g}", network, data, game, trainers[short], mean, seed)
     bare = attack_game.recommended_mean(plan.epsilon, plan.clustering, others_known=True)
-    yield attacked("the same, all other generators known", network, data, game, by[short], bare, seed)
-    how = PrivateSchedule(steps=plan.dp_steps, learning_rate=plan.dp_learning_rate, expected_batch_size=game.size)
-    train = attack_game.clipped_trainer(network, features, labels, how)
+    yield attacked("the same, all other generators known", network, data, game, trainers[short], bare, seed)
+    dp_schedule = PrivateSchedule(
+        steps=plan.dp_steps, learning_rate=plan.dp_learning_rate, expected_batch_size=game.size
+    )
+    train = attack_game.clipped_trainer(network, features, labels, dp_schedule)
     for epsilon in (None, *plan.dp_epsilons):
-        noise = 0.0 if epsilon is None else noise_multiplier(epsilon, how, game.size)
+        noise = 0.0 if epsilon is None else noise_multiplier(epsilon, dp_schedule, game.size)
         source = SeededSource("integral attack", seed, str(epsilon))
-        publish = attack_game.private(network, features, labels, how, noise_multiplier=noise, source=source)
+        publish = attack_game.private(network, features, labels, dp_schedule, noise_multiplier=noise, source=source)
         name = "DP-SGD without its noise" if epsilon is None else f"DP-SGD, epsilon {epsilon:g}"
         yield attacked(name, network, data, game, train, publish, seed)
 
 
-def noise_multiplier(epsilon: float, how: PrivateSchedule, num_records: int) -> float:
-    """What keeps a schedule on so many records within epsilon, at the default delta."""
-    probability = how.expected_batch_size / num_records
+def noise_multiplier(epsilon: float, schedule: PrivateSchedule, num_records: int) -> float:
+    """The noise multiplier at which a schedule on this many records costs epsilon, at the default delta."""
+    probability = schedule.expected_batch_size / num_records
     delta = default_delta(num_records)
-    return noise_multiplier_for(epsilon, delta, sampling_probability=probability, steps=how.steps)
+    return noise_multiplier_for(epsilon, delta, sampling_probability=probability, steps=schedule.steps)
 
 
 def attacked(name: str, network: nn.Module, data: Data, game: Game, train: Train, publish: Publish, seed: int) -> Row:
@@ -116,15 +118,15 @@ def attacked(name: str, network: nn.Module, data: Data, game: Game, train: Train
         return target
 
     try:
-        found = play(network, data.train_labels.numpy(), game, train, observed, seed=seed)
+        success = play(network, data.train_labels.numpy(), game, train, observed, seed=seed)
     except attack_game.NoRecommendationError as error:
         return Row(name=name, note=str(error))
     return Row(
         name=name,
-        success=found.mean,
-        low=found.low,
-        high=found.high,
-        beats_chance=found.beats_chance,
+        success=success.mean,
+        low=success.low,
+        high=success.high,
+        beats_chance=success.beats_chance,
         test_accuracy=float(np.mean(accuracies)),
         num_generators=float(np.mean(counts)),
     )

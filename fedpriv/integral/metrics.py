@@ -1,4 +1,4 @@
-"""How good networks are, given by their weights."""
+"""Loss, accuracy and F1 of networks given by their weight vectors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fedpriv.integral.networks import from_vectors
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """Of one network on one set of records.
+    """Metrics of one network on one set of records.
 
     Attributes:
         loss: mean cross-entropy, nats.
-        accuracy: in [0, 1]. The F1 score averaged over records (micro) is the same number.
-        f1: mean of the classes' F1 scores (macro), in [0, 1]; it tells a model that knows one class only.
+        accuracy: in [0, 1]; equal to the micro-averaged F1 score.
+        f1: macro-averaged F1 score, in [0, 1]; low for a model that predicts only one class.
     """
 
     loss: float
@@ -44,7 +44,7 @@ def metrics(network: nn.Module, vector: Tensor, features: Tensor, labels: Tensor
 
 
 def majority_class(train_labels: Tensor, labels: Tensor) -> Metrics:
-    """Those of the guess that knows the training records' class distribution and nothing else."""
+    """Metrics of the constant prediction of the training records' class distribution."""
     counts = torch.bincount(train_labels, minlength=int(labels.max()) + 1).double()
     logits = (counts / counts.sum()).log()
     guess = torch.full_like(labels, int(counts.argmax()))

@@ -1,4 +1,4 @@
-"""The paper's four architectures, and the weights of a network as one vector."""
+"""The paper's four architectures, and conversion between a network's weights and one vector."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.ELU, nn.LeakyReLU, nn.
 
 
 def is_perceptron(network: nn.Module) -> bool:
-    """Whether the network is a Sequential of linear layers and elementwise activations, of which none occurs twice."""
+    """Whether the network is a Sequential of elementwise activations and distinct linear layers."""
     modules = list(network) if isinstance(network, nn.Sequential) else []
     linear = [module for module in modules if type(module) is nn.Linear]
     return (
@@ -32,16 +32,16 @@ def is_perceptron(network: nn.Module) -> bool:
 
 
 def perceptron(architecture: str, num_features: int, num_classes: int, *, seed: int) -> nn.Sequential:
-    """A fully connected network with ReLU between its layers and one logit for each class.
+    """A fully connected network with ReLU between its layers and one logit per class.
 
     Args:
         architecture: a key of `HIDDEN`.
         num_features: >= 1.
         num_classes: >= 2.
-        seed: of the initial weights, PyTorch's defaults for a linear layer.
+        seed: of the initial weights, which follow PyTorch's default for linear layers.
 
     Raises:
-        InputError: an unknown architecture.
+        InputError: the architecture is unknown.
     """
     if architecture not in HIDDEN:
         raise InputError(f"architecture = {architecture!r}: must be one of {', '.join(HIDDEN)}")
@@ -55,7 +55,7 @@ def perceptron(architecture: str, num_features: int, num_classes: int, *, seed: 
 
 
 def num_parameters(network: nn.Module) -> int:
-    """Weights and biases together."""
+    """The number of weights and biases."""
     return sum(value.numel() for value in network.parameters())
 
 
@@ -65,11 +65,11 @@ def to_vector(network: nn.Module) -> Tensor:
 
 
 def from_vectors(network: nn.Module, vectors: Tensor) -> dict[str, Tensor]:
-    """{name: [..., *shape]}, views of the weights of one or many networks.
+    """{name: [..., *shape]}, views into the weight vectors of one or many networks.
 
     Args:
         network: gives names and shapes.
-        vectors: [..., values], as `to_vector` orders them.
+        vectors: [..., values], in the order of `to_vector`.
     """
     named = dict(network.named_parameters())
     pieces = torch.split(vectors, [value.numel() for value in named.values()], dim=-1)

@@ -1,4 +1,4 @@
-"""DP-SGD on all weights of a small network, what integrally private models are compared with."""
+"""DP-SGD on all weights of a small network, the baseline for integrally private models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedpriv.training.clipping import add_clipped
 from fedpriv.training.noised_sum import noised_sum
 from fedpriv.training.sampling import PoissonSampler
 
-# Values of per-sample gradients held at once.
+# How many values of per-sample gradients are held in memory at once.
 _VALUES_AT_ONCE = 2**23
 
 
@@ -29,7 +29,7 @@ class PrivateSchedule:
     Attributes:
         steps: noisy steps, >= 1.
         expected_batch_size: B of Poisson sampling.
-        learning_rate: of plain SGD on the noised sum over B.
+        learning_rate: of plain SGD on the noised sum divided by B.
         clip_norm: C, gradient units.
     """
 
@@ -50,14 +50,15 @@ def train_privately(
 ) -> tuple[Tensor, list[Event]]:
     """The weights after training, [values], and one event for each step.
 
-    Guarantee: each step is one Gaussian mechanism on a Poisson sample, with the rate and the noise that its event
-    states, on adding or removing one record; everything else is post-processing. A seeded source protects nobody.
+    Guarantee: under add-or-remove adjacency, each step is one Gaussian mechanism on a Poisson sample with the sampling
+    probability and noise multiplier of its event; everything else is post-processing. A seeded source gives no
+    privacy.
 
     Args:
-        network: where training starts; without any layer that mixes records.
+        network: with the initial weights; no layer may mix records.
         features: [records, ...]; their number is the registered one.
         labels: int64 [records].
-        schedule: see there.
+        schedule: see `PrivateSchedule`.
         noise_multiplier: z >= 0.
         source: of sampling and noise.
 
@@ -72,8 +73,8 @@ def train_privately(
         pieces = torch.split(chosen, max(1, _VALUES_AT_ONCE // len(vector)))
         noised, event = noised_sum(
             (
-                _per_sample(network, vector.unsqueeze(0), features[few].unsqueeze(0), labels[few].unsqueeze(0))[0]
-                for few in pieces
+                _per_sample(network, vector.unsqueeze(0), features[piece].unsqueeze(0), labels[piece].unsqueeze(0))[0]
+                for piece in pieces
             ),
             vector,
             clip_norm=schedule.clip_norm,
@@ -89,41 +90,41 @@ def train_privately(
 def train_clipped_stacked(
     network: nn.Module, features: Tensor, labels: Tensor, records: Indices, schedule: PrivateSchedule
 ) -> Tensor:
-    """The weights, [networks, values], to which `train_privately` would come without noise and sampling.
+    """The weights, [networks, values], that `train_privately` would give without noise and sampling.
 
-    It is what an intruder compares a private model with: all records in every step, each gradient clipped.
+    An intruder compares a private model with these: every step uses all records and clips each gradient.
 
     Args:
         network, features, labels, schedule: as for `train_privately`.
-        records: int64 [networks, size], rows of the data that each network is trained on.
+        records: int64 [networks, size], the rows of the data on which each network is trained.
     """
     rows = torch.from_numpy(records)
     start = to_vector(network).to(features)
     at_once = max(1, _VALUES_AT_ONCE // (len(start) * records.shape[1]))
     return torch.cat(
-        [_clipped(network, start, features[few], labels[few], schedule) for few in torch.split(rows, at_once)]
+        [_clipped(network, start, features[chunk], labels[chunk], schedule) for chunk in torch.split(rows, at_once)]
     )
 
 
-def _clipped(network: nn.Module, start: Tensor, features: Tensor, labels: Tensor, how: PrivateSchedule) -> Tensor:
-    """Clipped gradient descent of some networks; features [networks, size, ...], labels [networks, size]."""
+def _clipped(network: nn.Module, start: Tensor, features: Tensor, labels: Tensor, schedule: PrivateSchedule) -> Tensor:
+    """Clipped gradient descent of several networks; features [networks, size, ...], labels [networks, size]."""
     vectors = start.repeat(len(labels), 1)
     owners = torch.arange(len(labels)).repeat_interleave(labels.shape[1])
-    for _ in range(how.steps):
+    for _ in range(schedule.steps):
         gradients = _per_sample(network, vectors, features, labels)
         totals = torch.zeros_like(vectors)
-        add_clipped(totals, gradients.flatten(0, 1), owners, how.clip_norm, (slice(0, vectors.shape[1]),))
-        vectors = vectors - how.learning_rate * totals / labels.shape[1]
+        add_clipped(totals, gradients.flatten(0, 1), owners, schedule.clip_norm, (slice(0, vectors.shape[1]),))
+        vectors = vectors - schedule.learning_rate * totals / labels.shape[1]
     return vectors
 
 
 def _per_sample(network: nn.Module, vectors: Tensor, features: Tensor, labels: Tensor) -> Tensor:
-    """Each record's gradient by each network's weights, [networks, records, values]."""
+    """Per-sample gradients with respect to each network's weights, [networks, records, values]."""
 
     def loss(weights: Mapping[str, Tensor], record: Tensor, label: Tensor) -> Tensor:
         logits = functional_call(network, dict(weights), (record.unsqueeze(0),))
         return F.cross_entropy(logits, label.unsqueeze(0))
 
     of_records = vmap(grad(loss), in_dims=(None, 0, 0))
-    found = vmap(of_records)(from_vectors(network, vectors), features, labels)
-    return torch.cat([part.flatten(2) for part in found.values()], dim=2)
+    gradients = vmap(of_records)(from_vectors(network, vectors), features, labels)
+    return torch.cat([part.flatten(2) for part in gradients.values()], dim=2)

@@ -1,4 +1,4 @@
-"""The whole procedure on a data set: subsamples, models, clusters, means, and what they are worth."""
+"""The whole procedure on a data set: subsamples, models, clusters, means, and their metrics."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fedpriv.integral.selection import Cluster, Linkage, Measure, check_epsilon,
 from fedpriv.integral.stacked_training import Schedule, train_stacked
 from fedpriv.integral.subsamples import Subsamples, disjoint_subsamples
 
-# Epochs after which recurrence and accuracy are looked at, beside the last.
-LOOKS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
+# Epochs after which recurrence and accuracy are measured, in addition to the last.
+SNAPSHOT_EPOCHS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Data:
-    """Records to choose a model by.
+    """The records from which a model is selected.
 
     Attributes:
         train_features, test_features: [records, ...].
         train_labels, test_labels: int64 [records], classes from 0.
-        classes: their names, for errors.
+        classes: their names, for error messages.
     """
 
     train_features: Tensor
@@ -39,7 +39,7 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is asked of the procedure.
+    """The settings of the procedure.
 
     Attributes:
         subsample_size: N.
@@ -48,8 +48,8 @@ class Settings:
         align: whether each model's neurons are first brought into the order of the first model's.
         schedule: of training.
         seed: of subsamples and batches.
-        epsilons: more of them, at which the trade-off is looked at.
-        keep: more epochs, at which the trade-off is looked at.
+        epsilons: further values at which the trade-off is measured.
+        keep: further epochs at which the trade-off is measured.
     """
 
     subsample_size: int
@@ -61,7 +61,7 @@ class Settings:
     schedule: Schedule = field(default_factory=Schedule)
     seed: int = 0
     epsilons: tuple[float, ...] = ()
-    keep: tuple[int, ...] = LOOKS
+    keep: tuple[int, ...] = SNAPSHOT_EPOCHS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,16 +73,16 @@ class TrainAndTest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
-    """Recurrence and accuracy after some epochs, at some epsilon.
+class Snapshot:
+    """Recurrence and accuracy after a number of epochs, at one epsilon.
 
     Attributes:
         epochs: >= 1.
         epsilon: units of the weights.
-        recurrence: of the largest cluster; 1 means that no two models are that near.
-        k: disjoint generators within epsilon of its mean; 0 where not even two models are a cluster.
-        mean: of the mean, None where there is no cluster of two.
-        plain: of one model of all training records, after as many epochs.
+        recurrence: of the largest cluster; 1 means that no two models are within epsilon.
+        k: disjoint generators within epsilon of its mean; 0 if no two models form a cluster.
+        mean: metrics of the mean; None if no two models form a cluster.
+        plain: metrics of one model trained on all training records for as many epochs.
     """
 
     epochs: int
@@ -95,18 +95,18 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recommendation:
-    """What the procedure found.
+    """The result of the procedure.
 
     Attributes:
         subsamples: the generators.
-        vectors: {epoch: [models, values]}, aligned if that was asked for.
-        clusters: the top ones with two or more members, by falling recurrence; none is a finding too.
-        cluster_sizes: of all clusters, falling.
+        vectors: {epoch: [models, values]}, aligned if requested.
+        clusters: the top clusters with two or more members, most recurrent first; may be empty.
+        cluster_sizes: of all clusters, descending.
         means: metrics of each cluster's mean.
         members: {row: metrics} of the models of these clusters.
-        plain: of one model of all training records.
-        majority: of the guess at the most frequent class.
-        looks: over epochs and epsilon.
+        plain: metrics of one model trained on all training records.
+        majority: metrics of always predicting the most frequent class.
+        snapshots: over epochs and epsilon.
     """
 
     subsamples: Subsamples
@@ -117,20 +117,20 @@ class Recommendation:
     members: Mapping[int, TrainAndTest]
     plain: TrainAndTest
     majority: TrainAndTest
-    looks: tuple[Look, ...]
+    snapshots: tuple[Snapshot, ...]
 
 
 def recommend(network: nn.Module, data: Data, settings: Settings) -> Recommendation:
-    """The means of the most recurrent clusters of models of disjoint subsamples, and what speaks for and against them.
+    """The most recurrent clusters of models trained on disjoint subsamples, with their means and metrics.
 
     Args:
         network: with the initial weights from which all models are trained.
         data: subsamples are dealt from its training part alone.
-        settings: see there.
+        settings: see `Settings`.
 
     Raises:
-        InputError: too few records for two subsamples or for a class in each of them, a value out of range, or a
-            training that diverges.
+        InputError: there are too few records for two subsamples or for a class in each of them, a value is out of
+            range, or training diverges.
 
     Source: Varshney and Torra 2023, Algorithm 1.
     """
@@ -162,9 +162,9 @@ def recommend(network: nn.Module, data: Data, settings: Settings) -> Recommendat
     last = vectors[settings.schedule.epochs]
     clusters = _clusters(last, generators, settings, settings.epsilon)
     chosen = tuple(cluster for cluster in clusters if cluster.recurrence > 1)[: settings.top]
-    plain = {epoch: judged(network, of_epoch[0], data) for epoch, of_epoch in trained(whole).items()}
-    looks = tuple(
-        _look(network, data, settings, epoch, epsilon, of_epoch, generators, plain[epoch])
+    plain = {epoch: evaluate(network, of_epoch[0], data) for epoch, of_epoch in trained(whole).items()}
+    snapshots = tuple(
+        _snapshot(network, data, settings, epoch, epsilon, of_epoch, generators, plain[epoch])
         for epoch, of_epoch in vectors.items()
         for epsilon in sorted({settings.epsilon, *settings.epsilons})
     )
@@ -174,18 +174,18 @@ def recommend(network: nn.Module, data: Data, settings: Settings) -> Recommendat
         vectors=vectors,
         clusters=chosen,
         cluster_sizes=tuple(cluster.recurrence for cluster in clusters),
-        means=tuple(judged(network, torch.from_numpy(cluster.mean), data) for cluster in chosen),
-        members={row: judged(network, last[row], data) for row in rows},
+        means=tuple(evaluate(network, torch.from_numpy(cluster.mean), data) for cluster in chosen),
+        members={row: evaluate(network, last[row], data) for row in rows},
         plain=plain[settings.schedule.epochs],
         majority=TrainAndTest(
             train=majority_class(data.train_labels, data.train_labels),
             test=majority_class(data.train_labels, data.test_labels),
         ),
-        looks=looks,
+        snapshots=snapshots,
     )
 
 
-def judged(network: nn.Module, vector: Tensor, data: Data) -> TrainAndTest:
+def evaluate(network: nn.Module, vector: Tensor, data: Data) -> TrainAndTest:
     """Metrics of a model on both parts of the data."""
     return TrainAndTest(
         train=metrics(network, vector, data.train_features, data.train_labels),
@@ -199,7 +199,7 @@ def _clusters(vectors: Tensor, generators: Sequence[np.ndarray], settings: Setti
     )
 
 
-def _look(
+def _snapshot(
     network: nn.Module,
     data: Data,
     settings: Settings,
@@ -208,14 +208,14 @@ def _look(
     vectors: Tensor,
     generators: Sequence[np.ndarray],
     plain: TrainAndTest,
-) -> Look:
+) -> Snapshot:
     largest = _clusters(vectors, generators, settings, epsilon)[0]
-    found = largest.recurrence > 1
-    return Look(
+    is_cluster = largest.recurrence > 1
+    return Snapshot(
         epochs=epoch,
         epsilon=epsilon,
         recurrence=largest.recurrence,
-        k=largest.anonymity.k if found else 0,
-        mean=judged(network, torch.from_numpy(largest.mean), data) if found else None,
+        k=largest.anonymity.k if is_cluster else 0,
+        mean=evaluate(network, torch.from_numpy(largest.mean), data) if is_cluster else None,
         plain=plain,
     )

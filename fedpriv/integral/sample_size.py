@@ -1,4 +1,4 @@
-"""How many records a network needs, and how many disjoint subsamples that leaves."""
+"""How many records a network needs, and how many disjoint subsamples of that size a data set has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SAMPLES_PER_WEIGHT = 10
 
 @dataclass(frozen=True, kw_only=True)
 class SampleSize:
-    """A subsample size, and what it leaves.
+    """A subsample size and the resulting number of subsamples.
 
     Attributes:
         records: N.
@@ -26,13 +26,13 @@ class SampleSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What the rules say of one network and one data set.
+    """Sample sizes for one network and one data set.
 
     Attributes:
-        num_parameters: weights and biases, which stand for the VC dimension, as in the paper.
-        rule_of_thumb: ten records for each of them.
+        num_parameters: weights and biases, used in place of the VC dimension, as in the paper.
+        rule_of_thumb: ten records per parameter.
         pac: (VC + ln(1 / delta)) / epsilon^2 records. The bound is known up to a constant, taken as 1 here.
-        chosen: the size that was asked about, if any.
+        chosen: the given subsample size, if any.
     """
 
     num_parameters: int
@@ -49,15 +49,15 @@ def advice(
     failure_probability: float = 0.05,
     subsample_size: int | None = None,
 ) -> Advice:
-    """Sample sizes for a network by the rule of thumb and by the PAC form.
+    """Sample sizes for a network by the rule of thumb and by the PAC bound.
 
     Args:
         num_parameters: >= 1.
         num_records: |D| >= 1.
-        excess_loss: the PAC form's epsilon in (0, 1): how much worse than the best network of its kind. It is neither
+        excess_loss: epsilon of the PAC bound, in (0, 1): the excess over the best network of its kind. It is neither
             the epsilon of integral privacy nor that of differential privacy.
-        failure_probability: the PAC form's delta, in (0, 1).
-        subsample_size: a size to be judged, >= 1.
+        failure_probability: delta of the PAC bound, in (0, 1).
+        subsample_size: a size to evaluate as well, >= 1.
 
     Raises:
         InputError: a value is out of range.

@@ -1,8 +1,8 @@
-"""Integrally private model selection: clusters of near models, and their means.
+"""Integrally private model selection: clusters of similar models, and their means.
 
-Models are rows of a matrix of weights; each has a generator, the records that it was trained on. Integral privacy is no
-differential privacy: it says how many disjoint sets of records lead to nearly the same model, not how little one record
-can move what is published.
+Models are rows of a matrix of weights; each has a generator, the records that it was trained on. Integral privacy is
+not differential privacy: it says how many disjoint sets of records lead to nearly the same model, not how little one
+record can change what is published.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _METRICS = {"largest": "chebyshev", "norm": "euclidean"}
 
 @dataclass(frozen=True, kw_only=True)
 class Anonymity:
-    """What k-anonymous integral privacy asks of the generators of a model.
+    """What k-anonymous integral privacy requires of the generators of a model.
 
     Attributes:
-        k: how many there are.
+        k: the number of generators.
         intersection_is_empty: whether no record is in all of them.
         pairwise_disjoint: whether no record is in two of them.
     """
@@ -45,20 +45,20 @@ class Anonymity:
 
     @property
     def holds(self) -> bool:
-        """Whether there are two or more, pairwise disjoint ones, that share no record."""
+        """Whether there are two or more generators, pairwise disjoint and with an empty intersection."""
         return self.k >= 2 and self.intersection_is_empty and self.pairwise_disjoint
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cluster:
-    """Models near each other, and their mean, which is what is recommended.
+    """A cluster of similar models, and their mean, which is recommended.
 
     Attributes:
         members: rows, in the order of the models.
         mean: [values], float64.
-        largest_difference: between any two members, by the measure. With first-member clusters up to 2 epsilon.
+        largest_difference: between any two members, by the measure. Up to 2 epsilon in first-member clusters.
         near_mean: rows of all models within epsilon of the mean, members or not.
-        anonymity: of the mean: of the generators of the models near it.
+        anonymity: of the generators of the models in `near_mean`.
     """
 
     members: tuple[int, ...]
@@ -69,31 +69,32 @@ class Cluster:
 
     @property
     def recurrence(self) -> int:
-        """How many models the cluster has."""
+        """Number of models in the cluster."""
         return len(self.members)
 
 
-def distances(vectors: Vectors, one: Vectors, measure: Measure = "largest") -> Distances:
-    """How far each model is from one, [models], float64.
+def distances(vectors: Vectors, reference: Vectors, measure: Measure = "largest") -> Distances:
+    """The distance of each model from a reference, [models], float64.
 
     Args:
         vectors: [models, values].
-        one: [values].
-        measure: `largest` absolute difference of a weight, the paper's, or `norm`, the L2 norm of all differences.
+        reference: [values].
+        measure: `largest`, the paper's: the largest absolute difference of a weight; or `norm`, the L2 norm of all
+            differences.
 
     Raises:
-        InputError: an unknown measure.
+        InputError: the measure is unknown.
 
     Source: Varshney and Torra 2023, section 3.
     """
     if measure not in get_args(Measure):
         raise InputError(f"measure = {measure!r}: must be one of {', '.join(get_args(Measure))}")
-    gaps = np.abs(np.asarray(vectors, dtype=np.float64) - np.asarray(one, dtype=np.float64))
+    gaps = np.abs(np.asarray(vectors, dtype=np.float64) - np.asarray(reference, dtype=np.float64))
     return np.asarray(gaps.max(axis=1) if measure == "largest" else np.linalg.norm(gaps, axis=1))
 
 
 def first_member_clusters(vectors: Vectors, epsilon: float, measure: Measure = "largest") -> list[tuple[int, ...]]:
-    """Clusters as published: each model joins the first cluster whose *first* member is within epsilon, or opens one.
+    """Clusters as published: a model joins the first cluster whose *first* member is within epsilon, or starts one.
 
     Two members may be up to 2 epsilon apart, and the clusters depend on the order of the models.
 
@@ -106,7 +107,7 @@ def first_member_clusters(vectors: Vectors, epsilon: float, measure: Measure = "
     """
     clusters: list[list[int]] = []
     for row, vector in enumerate(vectors):
-        # [0, values] for the first model, which opens the first cluster.
+        # [0, values] for the first model, which starts the first cluster.
         firsts = vectors[np.array([cluster[0] for cluster in clusters], dtype=np.int64)]
         near = np.flatnonzero(distances(firsts, vector, measure) <= epsilon)
         if len(near):
@@ -117,10 +118,10 @@ def first_member_clusters(vectors: Vectors, epsilon: float, measure: Measure = "
 
 
 def complete_clusters(vectors: Vectors, epsilon: float, measure: Measure = "largest") -> list[tuple[int, ...]]:
-    """Clusters in which *every* two models are within epsilon, by complete linkage.
+    """Clusters in which *any* two models are within epsilon, by complete linkage.
 
-    The mean of such a cluster is within epsilon of each member. Merging is greedy: a cluster of the largest possible
-    size (a maximum clique) may be missed.
+    The mean of such a cluster is within epsilon of each member. Merging is greedy, so a cluster of the largest
+    possible size (a maximum clique) may be missed.
 
     Args:
         vectors: [models, values].
@@ -141,10 +142,10 @@ CLUSTERINGS = {"first-member": first_member_clusters, "complete": complete_clust
 
 
 def anonymity(generators: Sequence[Indices]) -> Anonymity:
-    """What the definition asks of some generators.
+    """The anonymity of a set of generators.
 
     Args:
-        generators: of one model, each the rows that it was trained on.
+        generators: of one model; each is the rows of a training set.
 
     Source: Varshney and Torra 2023, Eq. 2, and "pairwise disjoint generators" above it.
     """
@@ -167,21 +168,22 @@ def select(
     clustering: Linkage = "first-member",
     top: int | None = None,
 ) -> list[Cluster]:
-    """The clusters of models by falling recurrence, ties in the order of their first members.
+    """The clusters of models, most recurrent first, with ties in the order of their first members.
 
-    The mean is a model of its own. It is k-anonymous epsilon-integrally private for the k that its `anonymity` states:
-    the models within epsilon *of the mean* are counted, since members of a first-member cluster may be further away.
+    The mean is a model in its own right. It is k-anonymous epsilon-integrally private for the k in `anonymity`, which
+    counts the models within epsilon *of the mean*, since members of a first-member cluster may be further away.
 
     Args:
         vectors: [models, values], aligned or from one initialisation, finite.
-        generators: for each model the rows it was trained on.
+        generators: the rows on which each model was trained.
         epsilon: finite, >= 0, units of the weights.
         measure: as for `distances`.
         clustering: `first-member`, as published, or `complete`.
-        top: how many clusters; all by default.
+        top: number of clusters to return; all by default.
 
     Raises:
-        InputError: a value is out of range, a weight is not finite, or there is not one generator for each model.
+        InputError: a value is out of range, a weight is not finite, or the number of generators is not that of the
+            models.
 
     Source: Varshney and Torra 2023, Algorithm 1.
     """
@@ -196,15 +198,15 @@ def select(
     if not np.isfinite(vectors).all():
         row = int(np.flatnonzero(~np.isfinite(vectors).all(axis=1))[0])
         raise InputError(f"model {row}: has a weight that is not finite; lower the learning rate")
-    found = sorted(CLUSTERINGS[clustering](vectors, epsilon, measure), key=len, reverse=True)
-    return [_cluster(vectors, generators, members, epsilon, measure) for members in found[:top]]
+    clusters = sorted(CLUSTERINGS[clustering](vectors, epsilon, measure), key=len, reverse=True)
+    return [_cluster(vectors, generators, members, epsilon, measure) for members in clusters[:top]]
 
 
 def check_epsilon(epsilon: float) -> None:
-    """Refuse an epsilon that is no distance.
+    """Refuse an epsilon that is not a distance.
 
     Raises:
-        InputError: not finite, or below 0.
+        InputError: epsilon is not finite, or below 0.
     """
     if not (math.isfinite(epsilon) and epsilon >= 0):
         raise InputError(f"epsilon = {epsilon}: must be finite and >= 0")
@@ -214,7 +216,7 @@ def _cluster(
     vectors: Vectors, generators: Sequence[Indices], members: tuple[int, ...], epsilon: float, measure: Measure
 ) -> Cluster:
     own = vectors[list(members)]
-    # By differences, so that the mean of equal models is that model to the last bit.
+    # Computed from differences, so that the mean of equal models is that model, bit for bit.
     mean = own[0] + (own - own[0]).mean(axis=0)
     near = np.flatnonzero(distances(vectors, mean, measure) <= epsilon).tolist()
     return Cluster(
@@ -227,15 +229,15 @@ def _cluster(
 
 
 def statement(cluster: Cluster, epsilon: float, measure: Measure = "largest") -> str:
-    """What may be said of a cluster's mean, in one sentence."""
-    found = cluster.anonymity
+    """What may be claimed of a cluster's mean, in one sentence."""
+    anonymity = cluster.anonymity
     unit = "largest weight difference" if measure == "largest" else "norm of the difference"
-    if not found.holds:
+    if not anonymity.holds:
         return (
-            f"The mean is not {epsilon:g}-integrally private for any k of at least 2: {found.k} of the generators' "
+            f"The mean is not {epsilon:g}-integrally private for any k of at least 2: {anonymity.k} of the generators' "
             f"models within {epsilon:g} of it ({unit})."
         )
     return (
-        f"The mean is {found.k}-anonymous {epsilon:g}-integrally private ({unit}): {found.k} pairwise disjoint "
-        "generators lead to a model that near, and no record is in all of them. This is no differential privacy."
+        f"The mean is {anonymity.k}-anonymous {epsilon:g}-integrally private ({unit}): {anonymity.k} pairwise disjoint "
+        "generators lead to a model this close, and no record is in all of them. This is not differential privacy."
     )

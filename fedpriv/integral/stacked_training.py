@@ -1,4 +1,4 @@
-"""Many small networks trained at once: parameters stacked along a first dimension, one step for all of them."""
+"""Training of many small networks at once: parameters are stacked along a first dimension, one step updates all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedpriv.integral.subsamples import Indices
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 
 Forward = Callable[[Mapping[str, Tensor], Tensor], Tensor]
-"""Logits, [networks, batch, classes], of stacked weights and their batches, [networks, batch, ...]."""
+"""Logits, [networks, batch, classes], from stacked weights and their batches, [networks, batch, ...]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +28,9 @@ class Schedule:
 
     Attributes:
         epochs: passes over its records, >= 1.
-        batch_size: records of a step, >= 1; the last batch of an epoch may hold fewer.
+        batch_size: records per step, >= 1; the last batch of an epoch may be smaller.
         learning_rate: > 0.
-        optimizer: `sgd` or `adam`, at PyTorch's defaults.
+        optimizer: `sgd` or `adam`, with PyTorch's defaults.
     """
 
     epochs: int = 20
@@ -48,13 +48,13 @@ class Schedule:
 
 
 def batch_order(size: int, schedule: Schedule, seed: int) -> list[list[Tensor]]:
-    """For each epoch its batches, as places within a subsample: one order for all networks.
+    """The batches of each epoch, as indices into a subsample: one order for all networks.
 
-    Two networks then differ by their records alone.
+    Any two networks then differ only by their records.
     """
     generator = np.random.default_rng(seed)
     epochs = [torch.from_numpy(generator.permutation(size)) for _ in range(schedule.epochs)]
-    return [list(torch.split(places, schedule.batch_size)) for places in epochs]
+    return [list(torch.split(order, schedule.batch_size)) for order in epochs]
 
 
 def train_stacked(
@@ -67,56 +67,57 @@ def train_stacked(
     seed: int,
     keep: Collection[int] = (),
 ) -> dict[int, Tensor]:
-    """{epoch: weights of all networks, [networks, values]}, all trained from the weights that `network` has.
+    """{epoch: weights of all networks, [networks, values]}, all trained from the weights of `network`.
 
-    Guarantee: each network's weights are, up to rounding, those that a plain loop over its own records gives.
+    Guarantee: each network's weights are, up to rounding, those of a plain training loop over its own records.
 
     Args:
-        network: logits [batch, classes] of features [batch, ...]; no buffers, and no layer that draws at random.
+        network: logits [batch, classes] of features [batch, ...]; no buffers, and no random layers.
         features: [records, ...].
         labels: int64 [records], classes from 0.
-        records: int64 [networks, size], rows of the data that each network is trained on.
-        schedule: see there; the loss is the mean cross-entropy of a batch.
+        records: int64 [networks, size], the rows of the data on which each network is trained.
+        schedule: see `Schedule`; the loss is the mean cross-entropy of a batch.
         seed: of the order of the batches.
-        keep: epochs to return, beside the last.
+        keep: epochs to return in addition to the last.
 
     Raises:
-        InputError: the network has buffers, which one pass for all would mix.
+        InputError: the network has buffers, which a joint pass would mix.
     """
     if any(True for _ in network.buffers()):
         raise InputError("network: has buffers, such as those of batch normalisation; use a module without them")
-    # In the device and the type of the data, so that the caller chooses both.
+    # On the device and in the dtype of the data, so that the caller chooses both.
     start = to_vector(network).to(features)
     values = start.repeat(len(records), 1)
     weights = {name: part.clone().requires_grad_() for name, part in from_vectors(network, values).items()}
     optimizer = OPTIMIZERS[schedule.optimizer](list(weights.values()), lr=schedule.learning_rate)  # type: ignore[call-arg]
     rows = torch.from_numpy(records).to(features.device)
     forward = _forward(network, features)
-    found: dict[int, Tensor] = {}
+    kept: dict[int, Tensor] = {}
     for epoch, batches in enumerate(batch_order(records.shape[1], schedule, seed), start=1):
-        for places in batches:
-            chosen = rows[:, places]
+        for batch_indices in batches:
+            chosen = rows[:, batch_indices]
             # Several times as fast as features[chosen].
             batch = features.index_select(0, chosen.flatten()).view(*chosen.shape, *features.shape[1:])
             logits = forward(weights, batch)
-            # The networks share no weight: the gradient of the sum is each network's own.
-            loss = F.cross_entropy(logits.flatten(0, 1), labels[chosen].flatten(), reduction="sum") / len(places)
+            # The networks share no weights, so the gradient of the sum is each network's own.
+            loss = F.cross_entropy(logits.flatten(0, 1), labels[chosen].flatten(), reduction="sum")
+            loss = loss / len(batch_indices)
             for part, gradient in zip(weights.values(), torch.autograd.grad(loss, list(weights.values())), strict=True):
                 part.grad = gradient
             optimizer.step()
         if epoch in keep or epoch == schedule.epochs:
-            found[epoch] = torch.cat([part.detach().flatten(1) for part in weights.values()], dim=1)
-    return found
+            kept[epoch] = torch.cat([part.detach().flatten(1) for part in weights.values()], dim=1)
+    return kept
 
 
 def _forward(network: nn.Module, features: Tensor) -> Forward:
-    """One pass of all networks: any module through vmap, and a perceptron, which that slows down, by plain products."""
+    """One forward pass of all networks: by plain products for perceptrons, and by the slower vmap for other modules."""
     if not is_perceptron(network) or features.dim() != 2:
-        found: Forward = vmap(lambda own, batch: functional_call(network, dict(own), (batch,)))
-        return found
+        mapped: Forward = vmap(lambda own, batch: functional_call(network, dict(own), (batch,)))
+        return mapped
 
     def forward(weights: Mapping[str, Tensor], batch: Tensor) -> Tensor:
-        # Features first: backward passes through small products are several times as fast in this order.
+        # Features first: this order makes backward passes through small products several times as fast.
         hidden = batch.mT
         for name, module in network.named_children():
             if not isinstance(module, nn.Linear):

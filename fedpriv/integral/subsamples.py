@@ -1,4 +1,4 @@
-"""Disjoint subsamples with the class distribution of the whole."""
+"""Disjoint subsamples with the class distribution of the whole data set."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Subsamples:
     Attributes:
         records: int64 [subsamples, size], rows of the data; no row occurs twice.
         class_counts: int64 [subsamples, classes].
-        share_left_over: of the data, in no subsample; in [0, 1).
+        share_left_over: share of the data that is in no subsample, in [0, 1).
     """
 
     records: Indices
@@ -30,17 +30,17 @@ class Subsamples:
 
 
 def largest_remainder(quotas: npt.NDArray[np.float64], total: int) -> Indices:
-    """Whole numbers, each the floor or the ceiling of its quota, that sum to `total`; ties go to the smaller index.
+    """Integers that sum to `total`, each the floor or ceiling of its quota; ties go to the smaller index.
 
     Args:
         quotas: >= 0, summing to `total` up to rounding.
         total: >= 0.
     """
-    # A quota that is whole but for rounding is whole, so that no empty class gets a record.
+    # Quotas that are whole up to rounding errors are made whole, so that no empty class gets a record.
     quotas = np.where(np.abs(quotas - np.rint(quotas)) < 1e-9, np.rint(quotas), quotas)
     floors = np.floor(quotas).astype(np.int64)
-    most = np.argsort(-(quotas - floors), kind="stable")[: total - int(floors.sum())]
-    floors[most] += 1
+    largest = np.argsort(-(quotas - floors), kind="stable")[: total - int(floors.sum())]
+    floors[largest] += 1
     return floors
 
 
@@ -48,23 +48,23 @@ def class_counts(class_sizes: Sequence[int], size: int) -> Indices:
     """How many records of each class each subsample gets, int64 [subsamples, classes].
 
     Guarantee: every row sums to `size`; every count is the floor or the ceiling of the subsample's share of the class,
-    size * class / all; no class is asked for more records than it has. Rounding each subsample alone would not ensure
-    the last: two subsamples of 5 from 3 and 7 records would take 2 of the first class each.
+    size * class / all; no class has to give more records than it has. Rounding each subsample separately would not
+    ensure the last: two subsamples of 5 from 3 and 7 records would each take 2 of the first class.
 
-    The records above the floors go to classes by largest remainder over all subsamples together, and are then dealt to
-    the subsamples in turn, class by class: a class has at most one of them for each subsample.
+    The records above the floors are assigned to classes by largest remainder over all subsamples together, and are
+    then dealt to the subsamples in turn, class by class: each subsample gets at most one of them per class.
 
     Args:
         class_sizes: records of each class, >= 0.
         size: N >= 1 of a subsample, at most all records.
     """
     sizes = np.asarray(class_sizes, dtype=np.int64)
-    everything = int(sizes.sum())
-    num_subsamples = everything // size
-    floors = size * sizes // everything
-    left = size - int(floors.sum())
-    fractions = (size * sizes % everything) / everything
-    extras = largest_remainder(num_subsamples * fractions, num_subsamples * left)
+    num_records = int(sizes.sum())
+    num_subsamples = num_records // size
+    floors = size * sizes // num_records
+    num_extra = size - int(floors.sum())
+    fractions = (size * sizes % num_records) / num_records
+    extras = largest_remainder(num_subsamples * fractions, num_subsamples * num_extra)
     counts = np.tile(floors, (num_subsamples, 1))
     classes = np.repeat(np.arange(len(sizes)), extras)
     np.add.at(counts, (np.arange(len(classes)) % num_subsamples, classes), 1)
@@ -74,16 +74,16 @@ def class_counts(class_sizes: Sequence[int], size: int) -> Indices:
 def disjoint_subsamples(
     labels: Indices, size: int, generator: np.random.Generator, *, names: Sequence[str] = ()
 ) -> Subsamples:
-    """floor(|D| / N) disjoint subsamples of N records, each with the class distribution of the whole.
+    """floor(|D| / N) disjoint subsamples of N records, each with the class distribution of the whole data set.
 
     Args:
         labels: int64 [records], classes from 0.
         size: N >= 1.
         generator: deals the records of each class.
-        names: of the classes, for errors.
+        names: of the classes, for error messages.
 
     Raises:
-        InputError: fewer than two subsamples, or a class that does not reach every one of them; with the numbers.
+        InputError: there are fewer than two subsamples, or too few records of a class for every subsample to get one.
 
     Source: Varshney and Torra 2023, section 3.
     """
@@ -108,17 +108,19 @@ def disjoint_subsamples(
 
 
 def _check_every_class(class_sizes: Indices, counts: Indices, size: int, names: Sequence[str]) -> None:
-    """Refuse a size at which some subsample gets no record of a class."""
+    """Refuse a size for which some subsample gets no record of a class."""
     missing = np.flatnonzero((counts.min(axis=0) == 0) & (class_sizes > 0))
     if not len(missing):
         return
     label = int(missing[np.argmin(class_sizes[missing])])
-    name, everything = names[label] if names else label, int(class_sizes.sum())
-    enough = math.ceil(everything / int(class_sizes[label]))
+    name, num_records = names[label] if names else label, int(class_sizes.sum())
+    sufficient = math.ceil(num_records / int(class_sizes[label]))
     advice = (
-        f"a size of at least {enough} has one in each" if enough <= everything // 2 else "merge or leave out this class"
+        f"a size of at least {sufficient} has one in each"
+        if sufficient <= num_records // 2
+        else "merge or leave out this class"
     )
     raise InputError(
-        f"subsample_size = {size}: class {name!r} has {class_sizes[label]} of {everything} records, too few for one in "
-        f"each of {len(counts)} subsamples; {advice}"
+        f"subsample_size = {size}: class {name!r} has {class_sizes[label]} of {num_records} records, too few for one "
+        f"in each of {len(counts)} subsamples; {advice}"
     )

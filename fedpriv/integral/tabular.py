@@ -1,4 +1,4 @@
-"""A table's columns as features, fitted on its training part alone."""
+"""Preprocessing of a table's columns into features, fitted on the training part alone."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Scaling = Literal["standard", "min-max"]
 
 MAX_CLASSES = 100
 
-# Categories of one column beyond these, the rarest ones, share one feature.
+# If a column has more categories than this, the rarest ones share one feature.
 MAX_CATEGORIES = 50
 
-# A category column with more distinct values for each record is a name or an id.
+# A categorical column with more distinct values per record than this is taken for a name or an id.
 _ID_SHARE = 0.5
 
 _MISSING = "(missing)"
@@ -39,9 +39,9 @@ class Table:
     Attributes:
         train_features, test_features: float32 [records, features].
         train_labels, test_labels: int64 [records].
-        classes: names of the labels, by their number.
-        feature_names: as the preprocessing calls them.
-        left_out: {column: why it is no feature}.
+        classes: names of the labels, by number.
+        feature_names: as given by the preprocessing.
+        left_out: {column: why it is not a feature}.
         num_unlabelled: records without a label, which were left out.
     """
 
@@ -64,22 +64,24 @@ def prepare(
     drop: Sequence[str] = (),
     scaling: Scaling = "standard",
 ) -> Table:
-    """The table split by class into a training and a test part, as features of which the training part alone decides.
+    """The table, split by class into a training and a test part, as features that the training part alone determines.
 
-    A column is numeric where all of its training values are; others, and missing numbers, become the training median,
-    and the column is scaled. Everything else is a category: one feature for each, one for
-    missing ones, and none for a category that training never saw. Columns that say nothing are left out.
+    A column is numeric if all of its training values are; it is scaled, and missing values, as well as test values
+    that are not numbers, become the training median. All other columns are categorical: one feature for each category
+    and one for missing values, but none for a category that does not occur in training. Columns without information
+    are left out.
 
     Args:
-        frame: a row for each record, of strings or numbers.
+        frame: one row per record, of strings or numbers.
         target: the column with the class.
         test_fraction: in (0, 1).
         seed: of the split.
-        drop: columns that are not to be features.
+        drop: columns that must not become features.
         scaling: of numeric columns: `standard`, to mean 0 and variance 1, or `min-max`, to [0, 1].
 
     Raises:
-        InputError: no such column, a target that is no class, too few records, or nothing left to learn from.
+        InputError: a column does not exist, the target does not hold classes, there are too few records, or no
+            column is left to learn from.
     """
     _check_columns(frame, target, drop)
     if not 0 < test_fraction < 1:
@@ -93,17 +95,17 @@ def prepare(
     labels = labelled[target].map(str).map(numbers).to_numpy(dtype=np.int64)
     train, test = _split(labels, classes, test_fraction, seed)
     columns = [name for name in frame.columns if name != target and name not in drop]
-    before, after = labelled[columns].iloc[train], labelled[columns].iloc[test]
-    numeric, categorical, left_out = _kinds(before)
+    train_part, test_part = labelled[columns].iloc[train], labelled[columns].iloc[test]
+    numeric, categorical, left_out = _kinds(train_part)
     if not numeric and not categorical:
         raise InputError(f"target = {target!r}: no other column holds anything to learn from; left out: {left_out}")
     preprocessing = _preprocessing(numeric, categorical, scaling)
-    features = preprocessing.fit_transform(_typed(before, numeric, categorical))
+    features = preprocessing.fit_transform(_typed(train_part, numeric, categorical))
     return Table(
         train_features=torch.from_numpy(np.asarray(features, dtype=np.float32)),
         train_labels=torch.from_numpy(labels[train]),
         test_features=torch.from_numpy(
-            np.asarray(preprocessing.transform(_typed(after, numeric, categorical)), dtype=np.float32)
+            np.asarray(preprocessing.transform(_typed(test_part, numeric, categorical)), dtype=np.float32)
         ),
         test_labels=torch.from_numpy(labels[test]),
         classes=classes,
@@ -134,7 +136,7 @@ def _classes(labelled: pd.DataFrame, target: str) -> tuple[str, ...]:
 def _split(
     labels: np.ndarray, classes: Sequence[str], test_fraction: float, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of the training and of the test part, both with the class distribution of the whole."""
+    """Rows of the training and of the test part, both with the class distribution of the whole data set."""
     counts = np.bincount(labels)
     if counts.min() < 2:
         raise InputError(
@@ -151,9 +153,9 @@ def _split(
 
 
 def _kinds(train: pd.DataFrame) -> tuple[list[str], list[str], dict[str, str]]:
-    """Numeric columns, categorical ones, and those left out with the reason, by the training part.
+    """Numeric columns, categorical columns, and those left out, with the reason; by the training part.
 
-    A number that is infinite makes no category of its column; it counts as missing.
+    An infinite number counts as missing and does not make its column categorical.
     """
     numeric, categorical, left_out = [], [], {}
     for name in train.columns:
@@ -177,9 +179,9 @@ def _kinds(train: pd.DataFrame) -> tuple[list[str], list[str], dict[str, str]]:
 
 
 def _numbers(column: pd.Series) -> pd.Series:
-    """The column as floats; NaN for what is no finite number."""
-    found = pd.to_numeric(column, errors="coerce").astype(float)
-    return found.where(found.abs() < math.inf)
+    """The column as floats; NaN for values that are not finite numbers."""
+    numbers = pd.to_numeric(column, errors="coerce").astype(float)
+    return numbers.where(numbers.abs() < math.inf)
 
 
 def _typed(part: pd.DataFrame, numeric: Sequence[str], categorical: Sequence[str]) -> pd.DataFrame:
@@ -190,10 +192,10 @@ def _typed(part: pd.DataFrame, numeric: Sequence[str], categorical: Sequence[str
 
 
 def _preprocessing(numeric: Sequence[str], categorical: Sequence[str], scaling: Scaling) -> ColumnTransformer:
-    # Clipped, so that a test value beyond the training range stays in [0, 1].
+    # Clipped, so that a test value outside the training range stays in [0, 1].
     scaler = StandardScaler() if scaling == "standard" else MinMaxScaler(clip=True)
     numbers = make_pipeline(SimpleImputer(strategy="median"), scaler)
-    # Unseen categories are all zeros where none is rare, and count as rare otherwise.
+    # An unseen category is encoded as all zeros or, if the column has rare categories, as a rare one.
     names = OneHotEncoder(handle_unknown="infrequent_if_exist", max_categories=MAX_CATEGORIES, sparse_output=False)
     return ColumnTransformer(
         [("number", numbers, list(numeric)), ("category", names, list(categorical))],

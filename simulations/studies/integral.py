@@ -27,7 +27,7 @@ from fedpriv.integral.attack_game import Game, plain, recommended_mean, trainer
 from fedpriv.integral.attack_table import Plan, attack_table, attacked, noise_multiplier
 from fedpriv.integral.networks import HIDDEN, perceptron
 from fedpriv.integral.private_training import PrivateSchedule, train_privately
-from fedpriv.integral.procedure import Data, Settings, judged, recommend
+from fedpriv.integral.procedure import Data, Settings, evaluate, recommend
 from fedpriv.integral.selection import select
 from fedpriv.integral.stacked_training import Schedule, train_stacked
 from fedpriv.integral.subsamples import disjoint_subsamples
@@ -110,7 +110,7 @@ def selected(data: Data, source: Source, architecture: str, schedule: Schedule) 
         keep=tuple(range(1, EPOCHS)),
     )
     found = recommend(network, data, settings)
-    looks = [asdict(look) for look in found.looks]
+    looks = [asdict(look) for look in found.snapshots]
     chosen = best_epoch(looks)
     epoch = chosen["epochs"] if chosen else 1
     generators = list(found.subsamples.records)
@@ -123,16 +123,16 @@ def selected(data: Data, source: Source, architecture: str, schedule: Schedule) 
         chosen |= {
             "largest_difference": cluster.largest_difference,
             "complete_recurrence": strict.recurrence,
-            "complete_accuracy": judged(network, torch.from_numpy(strict.mean), data).test.accuracy,
-            "members": [asdict(judged(network, found.vectors[epoch][row], data)) for row in members],
+            "complete_accuracy": evaluate(network, torch.from_numpy(strict.mean), data).test.accuracy,
+            "members": [asdict(evaluate(network, found.vectors[epoch][row], data)) for row in members],
         }
     curves = {}
     if architecture == "dnn-1" and members:
         for at in CURVE:
             own = found.vectors[at][list(members)]
             curves[at] = {
-                "members": [asdict(judged(network, vector, data)) for vector in own],
-                "mean": asdict(judged(network, own.mean(dim=0), data)),
+                "members": [asdict(evaluate(network, vector, data)) for vector in own],
+                "mean": asdict(evaluate(network, own.mean(dim=0), data)),
             }
     return {
         "num_subsamples": len(generators),
@@ -162,7 +162,7 @@ def whole_table(network: torch.nn.Module, data: Data, source: Source, schedule: 
     return {
         "num_subsamples": len(records),
         "recurrence": cluster.recurrence,
-        "accuracy": judged(network, torch.from_numpy(cluster.mean), data).test.accuracy,
+        "accuracy": evaluate(network, torch.from_numpy(cluster.mean), data).test.accuracy,
     }
 
 
@@ -183,7 +183,7 @@ def private(network: torch.nn.Module, data: Data) -> Iterator[dict[str, Any]]:
         )
         cost = spent(events, delta).epsilon
         yield {"epsilon": cost, "asked": epsilon, "delta": delta, "noise_multiplier": noise} | asdict(
-            judged(network, vector, data)
+            evaluate(network, vector, data)
         )
 
 
