@@ -1,4 +1,4 @@
-"""Audit of a whole run by its final model: text canaries in every client's data, scored by how far their loss fell."""
+"""Audit of a whole run through its final model: text canaries in every client's data, scored by their drop in loss."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class CanaryPlan:
 
     Attributes:
         kind: `tokens`, records of random tokens with random labels; or `mislabelled`, the client's own last records,
-            taken out of its data and given a wrong label each.
-        num: of canaries, >= 2; half of them will be in.
+            taken out of its data, each with a wrong label.
+        num: number of canaries, >= 2; each is included with probability 1/2.
         num_tokens: length of a canary of random tokens, >= 3.
 
     Raises:
@@ -53,14 +53,14 @@ class CanaryPlan:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AuditedClient:
-    """A client whose data hold canaries.
+    """A client whose data contain canaries.
 
     Attributes:
-        records: what it trains on: its own records and the canaries that are in.
-        canaries: all of them.
-        included: bool [canaries]; stays with the auditor.
-        num_registered: N_k, own records and all canaries, in or out: the same whatever the coins show. Sampling
-            probability, delta and weights derive from it.
+        records: its training data: its own records and the included canaries.
+        canaries: all of them, included or not.
+        included: bool [canaries]; known to the auditor only.
+        num_registered: N_k, own records and all canaries, included or not, so that it does not depend on the coins.
+            Sampling probability, delta and weights derive from it.
     """
 
     records: Records
@@ -83,10 +83,10 @@ def audited_client(
     Args:
         records: the client's own.
         plan: of the canaries.
-        num_labels: classes, 0 for causal models.
-        vocabulary: of the tokenizer.
-        canary_source: of tokens and labels; the attacker knows them.
-        coins: of the inclusions; nobody but the auditor may know them.
+        num_labels: number of classes, 0 for causal models.
+        vocabulary: size of the tokenizer's vocabulary.
+        canary_source: of tokens and labels, which the attacker knows.
+        coins: source of the inclusions, which only the auditor may know.
 
     Raises:
         InputError: there are too few records, or the plan does not fit them.
@@ -104,9 +104,9 @@ def audited_client(
     else:
         if len(records) <= plan.num:
             raise InputError(f"num = {plan.num}: the client has only {len(records)} records to mislabel")
-        places = range(len(records))
-        own = records.part(places[: -plan.num])
-        canaries = mislabelled_canaries(records.part(places[-plan.num :]), num_labels=num_labels, source=canary_source)
+        indices = range(len(records))
+        own = records.part(indices[: -plan.num])
+        canaries = mislabelled_canaries(records.part(indices[-plan.num :]), num_labels=num_labels, source=canary_source)
     included = inclusions(plan.num, coins)
     return AuditedClient(
         records=inserted(own, canaries, included),
@@ -126,17 +126,17 @@ def audit_run(
     delta: float,
     confidence: float = 0.95,
 ) -> OneRunAudit:
-    """The lower bound of every client's epsilon from a run's initial and final global adapter alone.
+    """A lower bound on the largest client epsilon, from only the initial and final global adapter of a run.
 
-    A canary's score is by how much its loss fell. The guarantee of each client covers its own canaries, and all of them
-    together are covered by the largest epsilon at the largest delta.
+    A canary's score is its drop in loss. The guarantee of each client covers its own canaries, and the largest epsilon
+    at the largest delta covers all of them together.
 
     Args:
         model: of the run; its adapter is changed.
         initial, final: adapters before the first and after the last round.
         clients: with canaries.
         num_guesses: fixed before the run.
-        delta: the largest of the clients.
+        delta: the largest delta of the clients.
         confidence: of the bound.
     """
     before, after = (
@@ -154,12 +154,12 @@ def audit_run(
 
 @torch.no_grad()
 def record_losses(model: TrainingModel, adapter: Adapter, records: Records) -> Array:
-    """[records] Loss of each record under the model with the adapter, which it keeps."""
+    """[records] Loss of each record under the model with the adapter, which stays in the model."""
     lora.write_parameters(model.parameters, adapter)
     losses = np.empty(len(records))
     order = sorted(range(len(records)), key=lambda index: num_tokens((records, index)))
     for begin in range(0, len(order), _RECORDS_PER_PASS):
-        places = order[begin : begin + _RECORDS_PER_PASS]
-        logits, batch = model.logits(records.items(places), cached=True)
-        losses[places] = losses_and_hits(logits, batch)[0].double().cpu().numpy()
+        indices = order[begin : begin + _RECORDS_PER_PASS]
+        logits, batch = model.logits(records.items(indices), cached=True)
+        losses[indices] = losses_and_hits(logits, batch)[0].double().cpu().numpy()
     return losses

@@ -1,10 +1,10 @@
-"""Lower bounds of epsilon from an attacker's guesses: in one run with many canaries, and over many runs.
+"""Lower bounds on epsilon from an attacker's guesses: in one run with many canaries, and over many runs.
 
-One run (Steinke, Nasr and Jagielski 2023): m canaries are in the data with probability 1/2 each, independently, and the
-attacker guesses for some of them whether they are. Under (epsilon, 0)-DP the number of right guesses is at most that of
-randomised response, Binomial(guesses, e^epsilon / (1 + e^epsilon)); delta adds 2 m delta times the largest mean
-probability of the counts just below. How many guesses are made must not depend on the inclusions: it is fixed before
-they are seen, or each number that is tried gets its share of the error probability.
+One run (Steinke, Nasr and Jagielski 2023): each of m canaries is in the data independently with probability 1/2, and
+the attacker guesses for some of them whether they are. Under (epsilon, 0)-DP the number of correct guesses is
+stochastically at most that of randomised response, Binomial(guesses, e^epsilon / (1 + e^epsilon)); delta adds 2 m delta
+times the largest mean probability of the counts just below. The number of guesses must not depend on the inclusions:
+it is fixed before they are seen, or each number that is tried gets its share of the error probability.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _LARGEST_EPSILON = 64.0
 
 @dataclass(frozen=True, kw_only=True)
 class OneRunAudit:
-    """What an audit of one run found.
+    """The result of an audit of one run.
 
     Attributes:
-        epsilon_lower: with probability `confidence` the run is not (epsilon, delta)-DP for any smaller epsilon.
+        epsilon_lower: with probability `confidence`, the run is not (epsilon, delta)-DP for any smaller epsilon.
         delta: in [0, 1).
         confidence: in (0, 1).
         num_canaries: m.
-        num_guesses: of which the bound came.
-        num_correct: how many of these were right.
-        num_tried: numbers of guesses that shared the error probability; 1 where it was fixed beforehand.
+        num_guesses: that gave the bound.
+        num_correct: how many of these were correct.
+        num_tried: how many numbers of guesses shared the error probability; 1 if it was fixed beforehand.
     """
 
     epsilon_lower: float
@@ -56,20 +56,20 @@ def one_run_audit(
     delta: float = 0.0,
     confidence: float = 0.95,
 ) -> OneRunAudit:
-    """The lower bound of epsilon from the scores of canaries in one run.
+    """A lower bound on epsilon from the scores of canaries in one run.
 
-    The canaries with the highest scores are guessed to be in, those with the lowest to be out, as many of both.
+    The canaries with the highest scores are guessed to be in and equally many with the lowest scores to be out.
 
     Args:
         scores: [canaries], finite; a higher score means more likely included.
-        included: bool [canaries], drawn with probability 1/2 each.
-        num_guesses: even, in 2..canaries, fixed before the inclusions were seen; several share the error probability
-            1 - confidence; None takes the ladder of `ladder`.
+        included: bool [canaries], each drawn with probability 1/2.
+        num_guesses: even, in 2..canaries, fixed before the inclusions were seen; several values share the error
+            probability 1 - confidence; None tries the values of `ladder`.
         delta: in [0, 1).
         confidence: in (0, 1).
 
     Raises:
-        InputError: a value is out of range, a score is not finite, or all canaries are in, or none.
+        InputError: a value is out of range, a score is not finite, or all or none of the canaries are included.
 
     Source: Steinke, Nasr and Jagielski 2023, Algorithm 1 and Corollary 5.4.
     """
@@ -79,16 +79,16 @@ def one_run_audit(
     if bad := [int(size) for size in sizes if not 2 <= size <= len(values) or size % 2]:
         raise InputError(f"num_guesses = {bad[0]}: must be even and lie in 2..{len(values)}, the canaries")
     correct = num_correct(values, inside, sizes)
-    found = one_run_epsilon(
+    epsilons = one_run_epsilon(
         num_canaries=len(values),
         num_guesses=sizes,
         num_correct=correct,
         delta=delta,
         confidence=1 - (1 - confidence) / len(sizes),
     )
-    best = int(np.argmax(found))
+    best = int(np.argmax(epsilons))
     return OneRunAudit(
-        epsilon_lower=float(found[best]),
+        epsilon_lower=float(epsilons[best]),
         delta=delta,
         confidence=confidence,
         num_canaries=len(values),
@@ -99,14 +99,14 @@ def one_run_audit(
 
 
 def ladder(num_canaries: int) -> npt.NDArray[np.int64]:
-    """Even numbers of guesses to try, from 10 up by factors of about 1.6, then all canaries; some 14 for 5,000."""
+    """Even numbers of guesses to try: from 10 up by factors of about 1.6, then all canaries; about 14 for 5,000."""
     sizes = 10 * 1.6 ** np.arange(64)
     even = 2 * np.round(sizes[sizes < num_canaries] / 2)
     return np.unique(np.append(even, num_canaries - num_canaries % 2)).astype(np.int64)
 
 
 def num_correct(scores: Array, included: npt.NDArray[np.bool_], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """For each even number of guesses, how many are right. Ties are broken by the canaries' order."""
+    """The number of correct guesses for each even number of guesses; ties are broken by the canaries' order."""
     ordered = included[np.argsort(scores, kind="stable")]
     out_below = np.append(0, np.cumsum(~ordered))
     in_above = np.append(0, np.cumsum(ordered[::-1]))
@@ -121,16 +121,16 @@ def one_run_p_value(
     num_guesses: npt.ArrayLike,
     num_correct: npt.ArrayLike,
 ) -> Array:
-    """Bound of the probability of that many right guesses or more under (epsilon, delta)-DP, in [0, 1].
+    """Upper bound on the probability of at least this many correct guesses under (epsilon, delta)-DP, in [0, 1].
 
-    The published sum over i is a maximum of means: alpha = max_i P[v - i <= X < v] / i for X binomial. A binomial's
-    probabilities rise to one mode and fall, so that these means rise with i up to one place and fall after it, and a
-    bisection finds it: pmf(v - i) is at least the mean of those above it before that place, and below it after.
+    The published sum over i is a maximum of means: alpha = max_i P[v - i <= X < v] / i for X binomial. Binomial
+    probabilities are unimodal, so these means rise with i up to a maximum and then fall, and bisection finds it:
+    pmf(v - i) is at least the mean of those above it before the maximum, and below it afterwards.
 
     Args:
-        epsilon: >= 0; arrays of one shape, or scalars, for this and the next two.
+        epsilon: >= 0; scalars, or arrays of one shape, for this, num_guesses and num_correct.
         delta: in [0, 1).
-        num_canaries: m, the guessed ones and the others.
+        num_canaries: m, whether guessed or not.
         num_guesses: r <= m.
         num_correct: v <= r.
 
@@ -161,9 +161,9 @@ def one_run_epsilon(
     delta: float,
     confidence: float,
 ) -> Array:
-    """The largest epsilon up to which every one is rejected at the level 1 - confidence; 0 where none is.
+    """The largest epsilon such that all smaller ones are rejected at the level 1 - confidence; 0 if none is.
 
-    Every number of guesses is taken for the only one: who looks at several divides the level.
+    Each number of guesses is treated as the only one: a caller that tries several must divide the level.
 
     Args:
         num_canaries, num_guesses, num_correct, delta: as for `one_run_p_value`.
@@ -188,16 +188,16 @@ def many_runs_epsilon(
     delta: float,
     confidence: float = 0.95,
 ) -> float:
-    """The lower bound of epsilon from the two error rates of one test over independent runs, >= 0.
+    """A lower bound on epsilon from the two error rates of one test over independent runs, >= 0.
 
-    (epsilon, delta)-DP bounds every test: FPR + e^epsilon FNR >= 1 - delta, and the other way round. Each rate is
-    replaced by its one-sided Clopper-Pearson upper bound at half the error probability. The threshold must have been
-    fixed on other runs.
+    (epsilon, delta)-DP bounds every test: FPR + e^epsilon FNR >= 1 - delta, and vice versa. Each rate is replaced by
+    its one-sided Clopper-Pearson upper bound at half the error probability. The threshold must have been fixed on
+    other runs.
 
     Args:
-        num_false_positives: of `num_without` runs without the canary, how many were taken for runs with it.
+        num_false_positives: of `num_without` runs without the canary, how many were classified as runs with it.
         num_without: >= 1.
-        num_false_negatives: of `num_with` runs with the canary, how many were taken for runs without it.
+        num_false_negatives: of `num_with` runs with the canary, how many were classified as runs without it.
         num_with: >= 1.
         delta: in [0, 1).
         confidence: in (0, 1).
@@ -221,7 +221,7 @@ def many_runs_epsilon(
 
 
 def clopper_pearson(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
-    """The two-sided Clopper-Pearson interval of a probability; each end errs with at most (1 - confidence) / 2."""
+    """Two-sided Clopper-Pearson interval of a probability; each end fails with probability <= (1 - confidence) / 2."""
     half = (1 - confidence) / 2
     low = stats.beta.ppf(half, successes, trials - successes + 1) if successes else 0.0
     high = stats.beta.isf(half, successes + 1, trials - successes) if successes < trials else 1.0
@@ -232,15 +232,15 @@ def checked_scores(scores: npt.ArrayLike, included: npt.ArrayLike) -> tuple[Arra
     """Scores as float64 and inclusions as bool, both [canaries].
 
     Raises:
-        InputError: they are of unequal length, a score is not finite, an inclusion is neither 0 nor 1, or there is
-            one class only.
+        InputError: their lengths differ, a score is not finite, an inclusion is neither 0 nor 1, or there is only one
+            class.
     """
     values, flags = np.asarray(scores, dtype=float), np.asarray(included)
     if values.ndim != 1 or flags.shape != values.shape:
         raise InputError(f"scores: {values.size} scores and {flags.size} inclusions; must be one of each per canary")
     if not np.isfinite(values).all():
-        place = int(np.flatnonzero(~np.isfinite(values))[0])
-        raise InputError(f"score = {values[place]} at place {place}: must be finite")
+        index = int(np.flatnonzero(~np.isfinite(values))[0])
+        raise InputError(f"score = {values[index]} at place {index}: must be finite")
     if not np.isin(flags, (0, 1)).all():
         raise InputError(f"included = {flags[~np.isin(flags, (0, 1))][0]}: must be 0 or 1")
     inside = flags.astype(bool)

@@ -1,7 +1,8 @@
-"""Canaries: records whose only purpose is to be looked for, each in a client's data with probability 1/2.
+"""Canaries: records inserted only to be detected, each in a client's data with probability 1/2.
 
-The attacker chooses them and knows them; only the coins are hidden. Where a client's registered number N_k counts all
-canaries, in or out, q, delta and the weights do not depend on the coins, as both neighbouring worlds require.
+The attacker chooses and knows them; only the coins are secret. If a client's registered number N_k counts all
+canaries, included or not, then q, delta and the weights do not depend on the coins, as required in both neighbouring
+worlds.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ Flags = npt.NDArray[np.bool_]
 
 
 def inclusions(num: int, source: RandomSource) -> Flags:
-    """Which canaries are in, bool [num], each with probability 1/2.
+    """Which canaries are included, bool [num], each with probability 1/2.
 
     Args:
-        num: of canaries, >= 2.
-        source: of the coins; a secret one in an audit of real data.
+        num: number of canaries, >= 2.
+        source: of the coins; must be secret in an audit of real data.
 
     Raises:
         InputError: there are fewer than two.
@@ -37,16 +38,16 @@ def inclusions(num: int, source: RandomSource) -> Flags:
     return np.asarray(source.bernoulli(num, 0.5).numpy())
 
 
-def coordinate_directions(num: int, places: Sequence[int] | range, dimension: int) -> Tensor:
-    """Unit vectors [num, dimension] along the given places in turn; orthogonal while the places last.
+def coordinate_directions(num: int, coordinates: Sequence[int] | range, dimension: int) -> Tensor:
+    """Unit vectors [num, dimension] along the given coordinates in turn; orthogonal if there are enough of these.
 
     Args:
-        num: of canaries.
-        places: coordinates, each in 0..dimension - 1.
+        num: number of canaries.
+        coordinates: each in 0..dimension - 1.
         dimension: of a gradient.
     """
     directions = torch.zeros(num, dimension)
-    directions[torch.arange(num), torch.tensor([places[i % len(places)] for i in range(num)])] = 1.0
+    directions[torch.arange(num), torch.tensor([coordinates[i % len(coordinates)] for i in range(num)])] = 1.0
     return directions
 
 
@@ -61,15 +62,15 @@ def dense_directions(num: int, dimension: int, source: RandomSource) -> Tensor:
     """Orthogonal unit vectors [num, dimension] with all coordinates +-dimension^-1/2: rows of a Hadamard matrix whose
     columns have random signs.
 
-    Noise that is right for one number and wrong for a vector shows along these, and along no coordinate.
+    They reveal noise that suffices for a scalar but not for a vector, which no single coordinate does.
 
     Args:
-        num: of canaries, 1..dimension.
+        num: number of canaries, 1..dimension.
         dimension: of a gradient, a power of two.
         source: of the signs.
 
     Raises:
-        InputError: dimension is no power of two, or there are more canaries than orthogonal directions.
+        InputError: dimension is not a power of two, or there are more canaries than orthogonal directions.
     """
     if dimension < 1 or dimension & (dimension - 1):
         raise InputError(f"dimension = {dimension}: must be a power of two")
@@ -83,20 +84,20 @@ def dense_directions(num: int, dimension: int, source: RandomSource) -> Tensor:
 def random_token_canaries(
     like: Records, num: int, *, num_labels: int, vocabulary: int, num_tokens: int, source: RandomSource
 ) -> Records:
-    """Records of random tokens with random labels, for a tokenizer's records.
+    """Records of random tokens with random labels, in the format of tokenized records.
 
-    The first and last token of the client's first record, which are special in most vocabularies, stay in place.
+    The first and last token are those of the client's first record, since they are special in most vocabularies.
 
     Args:
-        like: records of the client, at least one, whose features and padding the canaries have.
-        num: of canaries.
-        num_labels: classes, or 0 for causal models.
-        vocabulary: of the tokenizer; tokens are drawn from its upper nine tenths, below which special ones stand.
+        like: records of the client, at least one, whose feature names and padding the canaries share.
+        num: number of canaries.
+        num_labels: number of classes, or 0 for causal models.
+        vocabulary: its size; tokens are drawn from the upper nine tenths, since special tokens have small ids.
         num_tokens: length of a canary, >= 3.
         source: of tokens and labels.
 
     Raises:
-        InputError: a value is out of range, or there is no record to be like.
+        InputError: a value is out of range, or the client has no record.
     """
     if num_tokens < 3 or vocabulary < 10 or not len(like):
         raise InputError(
@@ -114,15 +115,15 @@ def random_token_canaries(
 
 
 def mislabelled_canaries(records: Records, *, num_labels: int, source: RandomSource) -> Records:
-    """The records, each with a label drawn from the wrong ones.
+    """The records, each with a random wrong label.
 
     Args:
-        records: with labels; they must be in the client's data in no other form.
-        num_labels: classes, >= 2.
+        records: with labels; they must not be in the client's data in any other form.
+        num_labels: number of classes, >= 2.
         source: of the labels.
 
     Raises:
-        InputError: the records have no labels, or there is one class.
+        InputError: the records have no labels, or there is only one class.
     """
     if not len(records.labels) or num_labels < 2:
         raise InputError(f"num_labels = {num_labels}: mislabelled canaries need labels and two classes")
@@ -131,10 +132,10 @@ def mislabelled_canaries(records: Records, *, num_labels: int, source: RandomSou
 
 
 def inserted(records: Records, canaries: Records, included: Flags) -> Records:
-    """The records followed by the canaries that are in.
+    """The records, followed by the included canaries.
 
     Raises:
-        InputError: there is not one coin for each canary.
+        InputError: the number of coins is not that of the canaries.
     """
     if len(included) != len(canaries):
         raise InputError(f"included: {len(included)} coins for {len(canaries)} canaries")
@@ -144,6 +145,6 @@ def inserted(records: Records, canaries: Records, included: Flags) -> Records:
 
 
 def _below(end: int, num: int, source: RandomSource) -> Tensor:
-    """Whole numbers in 0..end - 1, uniform to 2^-40 or so, int64 [num]."""
+    """Integers in 0..end - 1, uniform up to about 2^-40, int64 [num]."""
     drawn = (uniform_from_words(source.words(num)) * end).astype(np.int64)
     return torch.from_numpy(np.minimum(drawn, end - 1))

@@ -1,7 +1,7 @@
-"""Tests of what an audit is too weak to see: the noise's scale, its independence, one record's influence, the batches.
+"""Tests of what an audit is too weak to detect: noise scale, independent noise, one record's influence, batch sizes.
 
-Each returns a p-value under the correct mechanism, or a size to hold against its bound. They look inside, with data of
-the tester's choice; none of their outputs on real data may be published.
+Each returns a p-value under the correct mechanism, or a size to compare with its bound. They have access to internals
+and use data of the tester's choice; their outputs on real data must not be published.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 from fedpriv.accounting.sensitivity import clipping_parts, sensitivity_factor
 from fedpriv.audit.harness import LinearModel, Setup, observed, records_of
 
-# By which float32 and the grid of the noise may move a difference that is exactly at its bound, relative.
+# Relative error that float32 and the grid of the noise may add to a difference that is exactly at its bound.
 ROUNDING = 1e-3
 
 
 def noise_scale_p_value(noise: npt.ArrayLike, stddev: float) -> float:
-    """Two-sided p-value of the sum of squares of Gaussian noise, chi-squared with one degree for each value.
+    """Two-sided p-value of the sum of squares of Gaussian noise, chi-squared with one degree of freedom per value.
 
     Args:
-        noise: uploads of a client with nothing drawn, any shape.
-        stddev: claimed, > 0, in the same units.
+        noise: uploads of a client whose samples were empty, any shape.
+        stddev: claimed standard deviation, > 0, in the same units.
     """
     values = np.asarray(noise, dtype=float).ravel()
     statistic = float(((values / stddev) ** 2).sum())
@@ -34,51 +34,51 @@ def noise_scale_p_value(noise: npt.ArrayLike, stddev: float) -> float:
 
 
 def repeated_noise_p_value(noise: npt.ArrayLike) -> float:
-    """p-value of the largest correlation between the noise of any two rounds, Bonferroni over pairs.
+    """p-value of the largest correlation between the noise of any two rounds, with Bonferroni correction over pairs.
 
     If two rounds share noise, their difference has less than twice the variance: its expectation is
     2 (1 - correlation) times the variance of one.
 
     Args:
-        noise: [rounds, values], rounds >= 2, of a client with nothing drawn.
+        noise: [rounds, values], rounds >= 2, of a client whose samples were empty.
     """
     rows = np.asarray(noise, dtype=float)
     correlations = np.corrcoef(rows)[np.triu_indices(len(rows), k=1)]
     largest = min(1.0, float(np.abs(correlations).max()))
-    # Independent normal rows: the correlation has this law exactly.
-    one = 2 * stats.beta.sf((largest + 1) / 2, rows.shape[1] / 2 - 1, rows.shape[1] / 2 - 1)
-    return min(1.0, len(correlations) * float(one))
+    # For independent normal rows the correlation has exactly this distribution.
+    p_value = 2 * stats.beta.sf((largest + 1) / 2, rows.shape[1] / 2 - 1, rows.shape[1] / 2 - 1)
+    return min(1.0, len(correlations) * float(p_value))
 
 
 def batch_size_p_value(sizes: npt.ArrayLike, *, num_records: int, sampling_probability: float) -> float:
     """Two-sided p-value of the spread of batch sizes, by the normal approximation of Binomial(N, q).
 
-    Fixed batches have no spread at all; a Poisson sample's has variance N q (1 - q).
+    Fixed batches have no spread at all; the size of a Poisson sample has variance N q (1 - q).
 
     Args:
         sizes: [batches].
         num_records: N.
-        sampling_probability: q, with N q (1 - q) of some 10 at least.
+        sampling_probability: q, with N q (1 - q) of at least about 10.
     """
     deviations = np.asarray(sizes, dtype=float) - num_records * sampling_probability
     return noise_scale_p_value(deviations, math.sqrt(num_records * sampling_probability * (1 - sampling_probability)))
 
 
 def largest_influence(setup: Setup, *, num_records: int = 5, trials: int = 8, seed: int = 0) -> float:
-    """How far one record moved what is noised, over the claimed bound: at most 1 where clipping is right.
+    """How far one record changed the sum before noise, divided by the claimed bound: at most 1 if clipping is correct.
 
-    Neighbouring batches are sent through the engine with the same noise, which cancels. All records are drawn; their
-    raw gradients, in random directions of all tensors or of one tensor alone, have 1e3 times the clip norm, the last,
-    which is left out next door, 1e6 times.
+    Neighbouring batches are sent through the engine with the same noise, which cancels. All records are sampled. Their
+    raw gradients, in random directions of all tensors or of one tensor alone, have 1e3 times the clip norm, and that
+    of the last record, which the neighbouring batch lacks, has 1e6 times.
 
     Args:
         setup: with q = 1 and a seed, so that noise repeats.
         num_records: in the larger batch.
-        trials: random batches, besides one in each tensor alone.
+        trials: number of random batches over all tensors, in addition to one for each tensor alone.
         seed: of the gradients.
 
     Raises:
-        ValueError: the setup has no seed, or does not draw every record.
+        ValueError: the setup has no seed, or does not sample every record.
     """
     if setup.seed is None or setup.spec.batch_size != setup.num_registered:
         raise ValueError("setup: needs a seed and batch_size = num_registered")
@@ -88,7 +88,7 @@ def largest_influence(setup: Setup, *, num_records: int = 5, trials: int = 8, se
     batches = [_raw_gradients(setup, num_records, None, generator) for _ in range(trials)]
     batches += [_raw_gradients(setup, num_records, name, generator) for name in names]
     model = LinearModel(torch.cat(batches), setup.sizes)
-    # Each batch is a client's; its noise is the same in both calls.
+    # Each batch belongs to one client, whose noise is the same in both calls.
     starts = range(0, len(batches) * num_records, num_records)
     with_it, without = (
         observed(setup, model, [records_of(range(start, start + num)) for start in starts], 0).double()
@@ -97,10 +97,10 @@ def largest_influence(setup: Setup, *, num_records: int = 5, trials: int = 8, se
     return float((with_it - without).square().sum(dim=1).sqrt().max()) / bound
 
 
-def _raw_gradients(setup: Setup, num_records: int, alone: str | None, generator: torch.Generator) -> Tensor:
-    """[records, values] Rows in random directions of all tensors, or of one alone, far longer than the clip norm."""
+def _raw_gradients(setup: Setup, num_records: int, only: str | None, generator: torch.Generator) -> Tensor:
+    """[records, values] Rows in random directions of all tensors, or of only one, far longer than the clip norm."""
     blocks = [
-        torch.randn(num_records, size, generator=generator) * float(alone in (None, name))
+        torch.randn(num_records, size, generator=generator) * float(only in (None, name))
         for name, size in setup.sizes.items()
     ]
     rows = torch.cat(blocks, dim=1)

@@ -1,23 +1,23 @@
-"""Audit of a whole trade-off curve in one run: Gaussian DP, (epsilon, delta)-DP, or the curve that accounting claims.
+"""Audit of a whole trade-off curve in one run: Gaussian DP, (epsilon, delta)-DP, or the accountant's privacy profile.
 
 Let f be the claimed trade-off function, symmetric, and F = 1 - f its blow-up: an event of probability x without a
-canary has at most F(x) with it, and the other way round. The attacker makes exactly g guesses on m canaries; p_l is the
-probability of l right ones. Fix c and, for canary j, the event O_j that j is guessed and at least c - 1 of the *other*
-guesses are right, which does not depend on the bit of j. F is concave, so averaging over the bit, over the other bits
-and over j,
+canary has probability at most F(x) with it, and vice versa. The attacker makes exactly g guesses on m canaries; p_l is
+the probability that l of them are right. Fix c and, for canary j, the event O_j that j is guessed and at least c - 1
+of the *other* guesses are right, which does not depend on the bit of j. F is concave, so averaging over the bit, over
+the other bits and over j,
 
     P[j right and O_j] <= F(P[j wrong and O_j])   gives   sum_{l >= c} l p_l / m <= F(sum_{l >= c-1} (g - l) p_l / m).
 
-With r_i = sum_{l >= i} l p_l / m and h_i = sum_{l >= i} (g - l) p_l / m this reads h_i >= F^{-1}(r_{i+1}) for all i,
+With r_i = sum_{l >= i} l p_l / m and h_i = sum_{l >= i} (g - l) p_l / m this becomes h_i >= F^{-1}(r_{i+1}) for all i,
 and r_0 + h_0 = g / m. Suppose P[at least c right] >= t. Then r_c + h_c >= t g / m and r_c >= t c / m, and the recursion
 
     h_i = max(h_{i+1}, F^{-1}(r_{i+1})),   r_i = r_{i+1} + i / (g - i) (h_i - h_{i+1})
 
-from r_c = t c / m, h_c = t (g - c) / m gives the least possible r_0 + h_0: where it exceeds g / m, t was impossible.
-It is the least: let P_i = (r_i + h_i) m / g be the mass from i on. If a state has dP more mass and dr more r with
-m dr >= i dP >= 0, as has every tail heavier or further up and every mass beyond the required, then so has the next one:
-the required mass falls by at most (g dP - m dr) / (g - i + 1), so dP' >= (m dr - (i - 1) dP) / (g - i + 1) >= 0, and
-m dr' - (i - 1) dP' = m dr - (i - 1) dP >= 0.
+from r_c = t c / m, h_c = t (g - c) / m gives the least possible r_0 + h_0; if it exceeds g / m, then t is impossible.
+Proof that it is the least: let P_i = (r_i + h_i) m / g be the mass from i on. Suppose a state has dP more mass and dr
+more r with m dr >= i dP >= 0, which is true of every tail that is heavier or further up, and of every mass beyond the
+required one. Then the same is true of the next state: the required mass falls by at most (g dP - m dr) / (g - i + 1),
+so dP' >= (m dr - (i - 1) dP) / (g - i + 1) >= 0, and m dr' - (i - 1) dP' = m dr - (i - 1) dP >= 0.
 
 Source: Mahloujifar, Melis and Chaudhuri 2024 (arXiv 2410.22235), for two outcomes and abstentions.
 """
@@ -33,7 +33,7 @@ from scipy import optimize, special
 
 from fedpriv.audit.bounds import Array
 
-# [claims] F^{-1} of each claim at its own x in [0, 1]: the smallest probability that may be blown up to x.
+# [claims] F^{-1} of each claim at its own x in [0, 1]: the smallest probability that can be blown up to x.
 InverseBlowUp = Callable[[Array], Array]
 
 _GRID = 17
@@ -42,41 +42,41 @@ _LARGEST_MU = 16.0
 
 
 def gaussian(mu: npt.ArrayLike) -> InverseBlowUp:
-    """mu-GDP: no test tells the two worlds apart better than N(0, 1) from N(mu, 1)."""
+    """mu-GDP: distinguishing the two worlds is at least as hard as distinguishing N(0, 1) from N(mu, 1)."""
     mu = np.asarray(mu, dtype=float)
     return lambda x: np.asarray(special.ndtr(special.ndtri(x) - mu))
 
 
 def epsilon_delta(epsilon: npt.ArrayLike, delta: npt.ArrayLike) -> InverseBlowUp:
     """(epsilon, delta)-DP."""
-    growth, lost = np.exp(np.asarray(epsilon, dtype=float)), np.asarray(delta, dtype=float)
-    return lambda x: np.asarray(np.maximum(0.0, np.maximum((x - lost) / growth, 1 - lost - growth * (1 - x))))
+    ratio, delta = np.exp(np.asarray(epsilon, dtype=float)), np.asarray(delta, dtype=float)
+    return lambda x: np.asarray(np.maximum(0.0, np.maximum((x - delta) / ratio, 1 - delta - ratio * (1 - x))))
 
 
 def profile(epsilons: Array, deltas: Array) -> InverseBlowUp:
-    """(epsilon_j, delta_j)-DP for all j at once, such as an accountant's curve; fewer points are a weaker claim.
+    """(epsilon_j, delta_j)-DP for all j at once, such as a privacy profile; fewer points make a weaker claim.
 
     Args:
         epsilons: [points], >= 0.
         deltas: [points] or [claims, points].
     """
-    growth = np.exp(epsilons)
+    ratio = np.exp(epsilons)
 
     def inverse(x: Array) -> Array:
         x = x[:, None]
-        lines = np.maximum((x - deltas) / growth, 1 - deltas - growth * (1 - x))
+        lines = np.maximum((x - deltas) / ratio, 1 - deltas - ratio * (1 - x))
         return np.asarray(np.maximum(0.0, lines.max(axis=-1)))
 
     return inverse
 
 
 def p_value(inverse: InverseBlowUp, *, num_canaries: int, num_guesses: int, num_correct: int) -> float:
-    """The bound of the probability of that many right guesses or more under one claim, in [0, 1].
+    """Upper bound on the probability of at least this many correct guesses under one claim, in [0, 1].
 
     Args:
-        inverse: of the claim.
+        inverse: inverse blow-up of the claim.
         num_canaries: m.
-        num_guesses: g <= m, made in every case.
+        num_guesses: g <= m, fixed.
         num_correct: c <= g.
     """
     low, high = 0.0, 1.0
@@ -90,7 +90,7 @@ def p_value(inverse: InverseBlowUp, *, num_canaries: int, num_guesses: int, num_
 def rejected(
     inverse: InverseBlowUp, level: float, num_canaries: int, num_guesses: int, num_correct: int, num_claims: int = 1
 ) -> npt.NDArray[np.bool_]:
-    """[claims] Which claims make that many right guesses or more less likely than the level."""
+    """[claims] Which claims make at least this many correct guesses less likely than the level."""
     m, g, c = num_canaries, num_guesses, num_correct
     r, h = np.full(num_claims, level * c / m), np.full(num_claims, level * (g - c) / m)
     for i in range(c - 1, -1, -1):
@@ -98,7 +98,7 @@ def rejected(
         r, h = r + i / (g - i) * (needed - h), needed
         if (r + h > g / m).all():
             break
-    # A rounding error must not reject: the claim of no privacy at all meets g / m exactly at level 1.
+    # A rounding error must not reject a claim: at level 1 the claim of no privacy at all gives exactly g / m.
     return np.asarray(r + h > g / m * (1 + 1e-12))
 
 
@@ -111,19 +111,19 @@ def largest_rejected(
     num_correct: int,
     confidence: float,
 ) -> float:
-    """The end of the claims rejected at the level 1 - confidence, in a family that weakens with its parameter; >= 0.
+    """The largest parameter rejected at the level 1 - confidence, in a family of weakening claims; >= 0.
 
     Args:
-        claims: of the parameters, [n] >= 0, the inverse blow-ups; a larger parameter claims less privacy.
-        largest: parameter to look for.
+        claims: maps parameters, [n] >= 0, to inverse blow-ups; a larger parameter claims less privacy.
+        largest: upper end of the search.
         num_canaries, num_guesses, num_correct: as for `p_value`.
         confidence: in (0, 1).
     """
     low, high = 0.0, largest
     for _ in range(_PASSES):
         values = np.linspace(low, high, _GRID)
-        found = rejected(claims(values), 1 - confidence, num_canaries, num_guesses, num_correct, _GRID)
-        end = int(np.argmin(found)) if not found.all() else _GRID
+        is_rejected = rejected(claims(values), 1 - confidence, num_canaries, num_guesses, num_correct, _GRID)
+        end = int(np.argmin(is_rejected)) if not is_rejected.all() else _GRID
         if end == 0:
             return 0.0
         if end == _GRID:
@@ -133,7 +133,7 @@ def largest_rejected(
 
 
 def gaussian_mu(*, num_canaries: int, num_guesses: int, num_correct: int, confidence: float = 0.95) -> float:
-    """The lower bound of mu for a run that is claimed to be mu-GDP, as Gaussian noise without sampling is."""
+    """A lower bound on mu for a run that is claimed to be mu-GDP, such as Gaussian noise without sampling."""
     return largest_rejected(
         gaussian,
         _LARGEST_MU,
@@ -145,7 +145,7 @@ def gaussian_mu(*, num_canaries: int, num_guesses: int, num_correct: int, confid
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """The epsilon of mu-GDP at delta, >= 0.
+    """The epsilon that mu-GDP implies at delta, >= 0.
 
     Args:
         mu: >= 0, finite.

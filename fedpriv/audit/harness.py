@@ -1,9 +1,10 @@
-"""The engine under audit: `training.stacked` as it is, on a model of which a record's gradient is whatever one likes.
+"""The engine under audit: `training.stacked` unchanged, on a model whose per-sample gradients can be chosen freely.
 
-The model is linear: its logit is the inner product of the parameters with the record's direction, the other class has
-logit 0. The gradient of a record's loss then points along its direction, away from it for class 0, and a large `scale`
-makes clipping bind: the record's contribution is C times a unit vector, the most that the guarantee covers. Sampling,
-per-sample gradients, clipping, noise, step, upload and event are the product's own; only the forward pass is missing.
+The model is linear: its logit is the inner product of the parameters with the record's direction, and the other class
+has logit 0. The gradient of a record's loss then points along its direction, or against it for class 0, and long rows
+make clipping active: the record's contribution is C times a unit vector, the most that the guarantee covers. Sampling,
+per-sample gradients, clipping, noise, step, upload and event are those of the library; only its forward pass is not
+used.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ A, B, HEAD = "canary.lora_A.weight", "canary.lora_B.weight", "canary.head.weight
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What is audited.
+    """The mechanism under audit.
 
     Attributes:
-        spec: of a round's update; one step of SGD a round.
+        spec: of a round's update; one step of SGD per round.
         num_registered: N_k of every client.
-        rounds: how many.
-        sizes: {tensor name: its number of values}; names say which part a tensor belongs to.
-        seed: of a reproducible audit; None takes the cryptographic source.
+        rounds: number of rounds.
+        sizes: {tensor name: its number of values}; the name determines which part a tensor belongs to.
+        seed: of a reproducible audit; None uses the cryptographic source.
     """
 
     spec: UpdateSpec
@@ -50,25 +51,25 @@ class Setup:
 
     @property
     def dimension(self) -> int:
-        """Values of a gradient."""
+        """Number of values in a gradient."""
         return sum(self.sizes.values())
 
     @property
     def event(self) -> Event:
-        """What the accounting charges one client for all rounds."""
+        """The event charged to one client for all rounds."""
         shapes = {name: torch.empty(1, size) for name, size in self.sizes.items()}
         planned = planned_event(self.spec, self.spec.batch_size / self.num_registered, shapes)
         return planned.with_count(self.rounds * planned.count)
 
     def source(self, *labels: int | str) -> RandomSource:
-        """Independent for other labels."""
+        """A source of randomness, independent for different labels."""
         return SecureSource() if self.seed is None else SeededSource("audit", self.seed, *labels)
 
 
 def update_spec(
     *, noise_multiplier: float, batch_size: int = 1, clip_norm: float = 1.0, rounds: int = 1, **changes: object
 ) -> UpdateSpec:
-    """The specification of one step of SGD a round, with joint clipping and Gaussian noise unless changed."""
+    """The specification of one step of SGD per round, with joint clipping and Gaussian noise unless changed."""
     spec = UpdateSpec(
         num_rounds=rounds,
         local_steps=1,
@@ -85,14 +86,14 @@ def update_spec(
 
 
 class LinearModel(TrainingModel):
-    """What `stacked_updates` asks of a model, for the one that the module describes.
+    """The model described above, with the interface that `stacked_updates` needs.
 
     Args:
-        rows: [records, values], each a record's input; its gradient is -+ half of it where the parameters are 0.
-        sizes: {tensor name: its number of values}, together the values of a row.
+        rows: [records, values], each a record's input; its gradient is -+ half of it when the parameters are 0.
+        sizes: {tensor name: its number of values}, which sum to the values of a row.
     """
 
-    def __init__(self, rows: Tensor, sizes: Mapping[str, int]) -> None:  # no peft model stands behind it
+    def __init__(self, rows: Tensor, sizes: Mapping[str, int]) -> None:  # there is no peft model to initialise
         self._blocks = dict(zip(sizes, torch.split(rows, list(sizes.values()), dim=1), strict=True))
         self._linear = {name: nn.Linear(size, 1, bias=False) for name, size in sizes.items()}
         for layer in self._linear.values():
@@ -104,33 +105,33 @@ class LinearModel(TrainingModel):
         self.adapter_names = {name: name for name in sizes}
 
     def check(self, shapes: Mapping[str, torch.Size]) -> None:
-        """Every tensor is a row, whatever its name makes of it for clipping."""
+        """Accept every shape: each tensor is a row, whichever part its name puts it in."""
 
     def merge(self, merged: object) -> None:
-        """There is no frozen base."""
+        """Do nothing, since there is no frozen base."""
 
     def logits(self, items: Sequence[Item], *, cached: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """Two logits a record, and the records' classes."""
-        places = torch.cat([records.features["input_ids"][index] for records, index in items])
-        inner = [layer(self._blocks[name][places]) for name, layer in self._linear.items()]
+        """Two logits for each record, and the records' classes."""
+        rows = torch.cat([records.features["input_ids"][index] for records, index in items])
+        inner = [layer(self._blocks[name][rows]) for name, layer in self._linear.items()]
         logit = torch.stack(inner).sum(dim=0)
         labels = torch.stack([records.labels[index] for records, index in items])
         return torch.cat([logit, torch.zeros_like(logit)], dim=1), {"labels": labels}
 
     def physical_batches(self, items: Sequence[Item]) -> Iterator[list[int]]:
-        """The records in their order, some at once."""
+        """The records in order, in chunks of bounded size."""
         for begin in range(0, len(items), _RECORDS_AT_ONCE):
             yield list(range(begin, min(begin + _RECORDS_AT_ONCE, len(items))))
 
 
-def records_of(places: Sequence[int], classes: Sequence[int] | None = None) -> Records:
-    """Records of a `LinearModel` by their rows; class 0 moves the upload along the row, class 1 against it."""
-    labels = torch.tensor(classes if classes is not None else [0] * len(places), dtype=torch.int64)
-    return Records({"input_ids": tuple(torch.tensor([place]) for place in places)}, labels, pad_token_id=0)
+def records_of(rows: Sequence[int], classes: Sequence[int] | None = None) -> Records:
+    """Records of a `LinearModel`, by row index; class 0 moves the upload along the row, class 1 against it."""
+    labels = torch.tensor(classes if classes is not None else [0] * len(rows), dtype=torch.int64)
+    return Records({"input_ids": tuple(torch.tensor([row]) for row in rows)}, labels, pad_token_id=0)
 
 
 def observed(setup: Setup, model: LinearModel, data: Sequence[Records], round_: int) -> Tensor:
-    """[clients, values] Sums of clipped gradients with noise, as who sees the uploads finds them, in units of C.
+    """[clients, values] Noised sums of clipped gradients, recovered from the uploads by an observer, in units of C.
 
     Every client starts at zero. The observer knows the step: upload - broadcast = lr / B * (sum + noise), without B
     under `batch` and for noise on the upload, where the sum is the clipped update itself.
@@ -162,11 +163,11 @@ def observed(setup: Setup, model: LinearModel, data: Sequence[Records], round_: 
 
 @dataclass(frozen=True, kw_only=True)
 class Observations:
-    """What an attacker on one run has, canary by canary.
+    """What an attacker observes in one run, for each canary.
 
     Attributes:
         local: [rounds, canaries] inner product of each canary's direction with its client's upload, in units of C.
-        aggregate: [rounds, canaries] the same with the sum of all uploads of the round.
+        aggregate: [rounds, canaries] inner product with the sum of all uploads of the round.
         included: bool [canaries].
     """
 
@@ -182,7 +183,7 @@ def observe(setup: Setup, directions: Tensor, included: np.ndarray, *, num_clien
         setup: of the run.
         directions: unit vectors [canaries, values]; a canary's raw gradient is 100 C times its own.
         included: bool [canaries].
-        num_clients: who share the canaries.
+        num_clients: number of clients, >= 1.
     """
     model = LinearModel(200.0 * setup.spec.clip_norm * directions, setup.sizes)
     own = torch.arange(len(directions)) % num_clients
@@ -199,18 +200,18 @@ def observe(setup: Setup, directions: Tensor, included: np.ndarray, *, num_clien
 
 
 def observe_clients(setup: Setup, bits: np.ndarray) -> Tensor:
-    """[clients] Inner products of client-level canaries, one a client, for noise on the upload.
+    """[clients] Inner products of client-level canaries, one for each client, for noise on the upload.
 
-    A client's whole data are one record; with its bit unset they are replaced by the opposite one. That is the
-    strongest pair that the client-level guarantee covers: their clipped updates lie 2 S apart.
+    Each client's data set is a single record, replaced by the opposite one if the client's bit is unset. This is the
+    strongest pair that the client-level guarantee covers: the clipped updates are 2 S apart.
 
     Args:
         setup: with noise on the upload.
         bits: bool [clients].
     """
     direction = torch.full((1, setup.dimension), setup.dimension**-0.5)
-    # A step of lr / B times half the row must pass S, so that the update is clipped.
-    reach = 100.0 * setup.spec.clip_norm * setup.spec.batch_size / setup.spec.learning_rate
-    model = LinearModel(2 * reach * direction, setup.sizes)
+    # A step of lr / B times half the row must exceed S, so that the update is clipped.
+    gradient_norm = 100.0 * setup.spec.clip_norm * setup.spec.batch_size / setup.spec.learning_rate
+    model = LinearModel(2 * gradient_norm * direction, setup.sizes)
     sums = observed(setup, model, [records_of([0], [0 if bit else 1]) for bit in bits], 0)
     return sums @ direction[0]

@@ -1,7 +1,7 @@
-"""Membership inference on records: scores from losses, and how well they tell members from others.
+"""Membership inference on records: scores from losses, and how well they separate members from non-members.
 
-A score is higher for a record more likely to be a member. On real data the result is itself computed from membership:
-it is a release that no epsilon of the run covers.
+A higher score means that a record is more likely to be a member. On real data the result is itself computed from
+membership: it is a release that no epsilon of the run covers.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from scipy import stats
 from fedpriv.audit.bounds import Array, checked_scores, clopper_pearson
 from fedpriv.errors import InputError
 
-# Variances of so few shadow losses are pooled over records; from here on each record has its own (Carlini et al. 2022).
+# With fewer shadow losses than this, variances are pooled over records; otherwise each record has its own (Carlini et
+# al. 2022).
 _OWN_VARIANCE_FROM = 64
 _SMALLEST_STDDEV = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class AtFalsePositiveRate:
-    """An attack whose threshold lets at most so many non-members pass.
+    """An attack at the threshold that keeps a given false positive rate.
 
     Attributes:
         false_positive_rate: allowed share of non-members, in (0, 1).
-        true_positive_rate: share of members found.
-        low, high: Clopper-Pearson interval of it, the threshold taken as given.
+        true_positive_rate: share of members detected.
+        low, high: Clopper-Pearson interval of the true positive rate, with the threshold taken as given.
     """
 
     false_positive_rate: float
@@ -39,14 +40,14 @@ class AtFalsePositiveRate:
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
-    """How well scores tell members from others.
+    """How well scores separate members from non-members.
 
     Attributes:
-        auc: probability that a member's score is above a non-member's, ties counted half.
-        auc_low, auc_high: DeLong interval of it.
+        auc: probability that a member's score exceeds a non-member's, with ties counted as one half.
+        auc_low, auc_high: DeLong interval of the AUC.
         confidence: of all intervals, in (0, 1).
-        num_members, num_others: records.
-        rates: at each asked-for false positive rate.
+        num_members, num_others: numbers of members and non-members.
+        rates: at each requested false positive rate.
     """
 
     auc: float
@@ -59,7 +60,7 @@ class Membership:
 
 
 def loss_scores(losses: npt.ArrayLike) -> Array:
-    """[records] The loss threshold attack: the lower a record's loss, the more likely it was trained on.
+    """[records] The loss threshold attack: the lower a record's loss, the more likely it is a member.
 
     Source: Yeom et al. 2018.
     """
@@ -67,11 +68,11 @@ def loss_scores(losses: npt.ArrayLike) -> Array:
 
 
 def calibrated_scores(losses: npt.ArrayLike, reference: npt.ArrayLike) -> Array:
-    """[records] By how much the model's loss is below that of a model that saw none of the records.
+    """[records] How far the model's loss is below that of a model that was trained on none of the records.
 
     Args:
         losses: [records] of the model under attack.
-        reference: [records], or [models, records], whose mean counts.
+        reference: [records], or [models, records], whose mean is used.
 
     Raises:
         InputError: the lengths differ, or a loss is not finite.
@@ -86,10 +87,11 @@ def calibrated_scores(losses: npt.ArrayLike, reference: npt.ArrayLike) -> Array:
 
 
 def lira_scores(losses: npt.ArrayLike, shadow_losses: npt.ArrayLike, shadow_members: npt.ArrayLike) -> Array:
-    """[records] The log likelihood ratio of the loss as a member over as another, from shadow models.
+    """[records] The log likelihood ratio of the loss under membership and non-membership, from shadow models.
 
-    Losses are turned into the log odds of the right class, log(p / (1 - p)) with p = e^-loss, and taken as Gaussian for
-    each record, in and out. With fewer than 64 shadow models of either kind, variances are pooled over records.
+    Losses are converted into the log odds of the correct class, log(p / (1 - p)) with p = e^-loss, and modelled for
+    each record as Gaussian, separately for in and out. With fewer than 64 shadow models of either kind, variances are
+    pooled over records.
 
     Args:
         losses: [records] of the model under attack.
@@ -97,7 +99,7 @@ def lira_scores(losses: npt.ArrayLike, shadow_losses: npt.ArrayLike, shadow_memb
         shadow_members: bool [models, records], which records each shadow model was trained on.
 
     Raises:
-        InputError: shapes differ, or a record is in all shadow models or in none.
+        InputError: shapes differ, or a record is in all shadow models or in none of them.
 
     Source: Carlini et al. 2022, Algorithm 1.
     """
@@ -123,60 +125,60 @@ def membership(
     false_positive_rates: Sequence[float] = (0.001, 0.01),
     confidence: float = 0.95,
 ) -> Membership:
-    """How well the scores tell members from others.
+    """How well the scores separate members from non-members.
 
     Args:
         scores: [records], finite.
         members: bool [records].
-        false_positive_rates: in (0, 1). Where there are fewer others than its inverse, none of them may pass.
+        false_positive_rates: in (0, 1). If there are fewer non-members than the inverse of a rate, none may pass.
         confidence: in (0, 1).
 
     Raises:
-        InputError: a value is out of range, or there are no members or no others.
+        InputError: a value is out of range, or there are no members or no non-members.
     """
-    values, inside = checked_scores(scores, members)
+    values, is_member = checked_scores(scores, members)
     if not 0 < confidence < 1:
         raise InputError(f"confidence = {confidence}: must lie in (0, 1), for instance 0.95")
-    found, others = values[inside], values[~inside]
-    auc, stddev = _auc(found, others)
-    reach = float(stats.norm.ppf((1 + confidence) / 2)) * stddev
+    member_scores, other_scores = values[is_member], values[~is_member]
+    auc, stddev = _auc(member_scores, other_scores)
+    half_width = float(stats.norm.ppf((1 + confidence) / 2)) * stddev
     return Membership(
         auc=auc,
-        auc_low=max(0.0, auc - reach),
-        auc_high=min(1.0, auc + reach),
+        auc_low=max(0.0, auc - half_width),
+        auc_high=min(1.0, auc + half_width),
         confidence=confidence,
-        num_members=len(found),
-        num_others=len(others),
-        rates=tuple(_at(rate, found, others, confidence) for rate in false_positive_rates),
+        num_members=len(member_scores),
+        num_others=len(other_scores),
+        rates=tuple(_at_rate(rate, member_scores, other_scores, confidence) for rate in false_positive_rates),
     )
 
 
 def roc(scores: npt.ArrayLike, members: npt.ArrayLike) -> tuple[Array, Array]:
     """False and true positive rates at every threshold, from (0, 0) to (1, 1), both [points]."""
-    values, inside = checked_scores(scores, members)
+    values, is_member = checked_scores(scores, members)
     order = np.argsort(-values, kind="stable")
     last = np.append(np.flatnonzero(np.diff(values[order])), len(values) - 1)  # equal scores pass together
-    passed = np.cumsum(inside[order])[last]
+    passed = np.cumsum(is_member[order])[last]
     return (
-        np.append(0.0, (last + 1 - passed) / (~inside).sum()),
-        np.append(0.0, passed / inside.sum()),
+        np.append(0.0, (last + 1 - passed) / (~is_member).sum()),
+        np.append(0.0, passed / is_member.sum()),
     )
 
 
-def _at(rate: float, found: Array, others: Array, confidence: float) -> AtFalsePositiveRate:
+def _at_rate(rate: float, members: Array, others: Array, confidence: float) -> AtFalsePositiveRate:
     if not 0 < rate < 1:
         raise InputError(f"false_positive_rate = {rate}: must lie in (0, 1)")
     threshold = np.sort(others)[::-1][int(rate * len(others) * (1 + 1e-12))]
-    num = int((found > threshold).sum())
-    low, high = clopper_pearson(num, len(found), confidence)
-    return AtFalsePositiveRate(false_positive_rate=rate, true_positive_rate=num / len(found), low=low, high=high)
+    num = int((members > threshold).sum())
+    low, high = clopper_pearson(num, len(members), confidence)
+    return AtFalsePositiveRate(false_positive_rate=rate, true_positive_rate=num / len(members), low=low, high=high)
 
 
-def _auc(found: Array, others: Array) -> tuple[float, float]:
+def _auc(members: Array, others: Array) -> tuple[float, float]:
     """The area under the curve and its standard deviation (DeLong, DeLong and Clarke-Pearson 1988)."""
-    ranks = stats.rankdata(np.concatenate([found, others]))
-    m, n = len(found), len(others)
-    above = (ranks[:m] - stats.rankdata(found)) / n  # for each member, the share of others below it
+    ranks = stats.rankdata(np.concatenate([members, others]))
+    m, n = len(members), len(others)
+    above = (ranks[:m] - stats.rankdata(members)) / n  # for each member, the share of non-members below it
     below = 1 - (ranks[m:] - stats.rankdata(others)) / m
     variance = sum(float(part.var(ddof=1)) / len(part) for part in (above, below) if len(part) > 1)
     return float(above.mean()), float(np.sqrt(variance))

@@ -12,12 +12,12 @@ from fedpriv.audit.membership import roc
 
 
 def plot_roc(attacks: Mapping[str, npt.ArrayLike], members: npt.ArrayLike, path: Path) -> None:
-    """Write the ROC curves of all attacks, on logarithmic axes, where few false alarms are seen.
+    """Write the ROC curves of all attacks, on logarithmic axes to show low false positive rates.
 
     Args:
         attacks: {name: scores [records]}.
         members: bool [records].
-        path: of a PNG or SVG.
+        path: of the PNG or SVG file.
     """
     figure = Figure(figsize=(5, 5), layout="constrained")
     axes = figure.add_subplot()

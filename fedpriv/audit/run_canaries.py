@@ -1,4 +1,4 @@
-"""Canaries in the clients' data of a run that its own coordinator simulates, and what its final model tells of them."""
+"""Audit of a simulated run: canaries in the clients' data, and a lower bound on epsilon from the final model."""
 
 from __future__ import annotations
 
@@ -15,59 +15,60 @@ from fedpriv.training.workbench import Workbench
 CONFIDENCE = 0.95
 
 
-def audited(config: RunConfig, bench: Workbench, place: int) -> AuditedClient | None:
+def audited(config: RunConfig, bench: Workbench, index: int) -> AuditedClient | None:
     """A client with its canaries; None in a run without an audit.
 
-    The coins take the run's seed, since the auditor has to know them: they protect canaries alone, which nobody owns.
+    The coins use the run's seed, since the auditor has to know them: they protect only canaries, which belong to
+    nobody.
 
     Args:
         config: of the run.
-        bench: that has the client's records.
-        place: of the client among them.
+        bench: with the client's records.
+        index: of the client among the bench's clients.
 
     Raises:
         InputError: there are too few records.
     """
     if not config.audit:
         return None
-    return _audited(bench, place, config.audit, config.audit_canaries, config.seed)
+    return _audited(bench, index, config.audit, config.audit_canaries, config.seed)
 
 
 @lru_cache(maxsize=4096)
-def _audited(bench: Workbench, place: int, kind: str, num: int, seed: int) -> AuditedClient:
-    """One object for each client: what is cached of its records goes by their identity."""
+def _audited(bench: Workbench, index: int, kind: str, num: int, seed: int) -> AuditedClient:
+    """Always the same object for a client, because caches of its records use object identity."""
     return audited_client(
-        bench.client(place),
+        bench.client(index),
         CanaryPlan(kind=cast(Kind, kind), num=num),
         num_labels=len(bench.data.label_names),
         vocabulary=bench.base.model.config.vocab_size,
-        canary_source=SeededSource(seed, place, "canaries"),
-        coins=SeededSource(seed, place, "coins"),
+        canary_source=SeededSource(seed, index, "canaries"),
+        coins=SeededSource(seed, index, "coins"),
     )
 
 
 def audit_of(
     config: RunConfig, bench: Workbench, final: Adapter, *, delta: float, claimed_epsilon: float
 ) -> dict[str, Any] | None:
-    """What the canaries say of the run's epsilon, for its summary; None in a run without an audit.
+    """The audit of the run's epsilon by its canaries, for the summary; None in a run without an audit.
 
-    The number of guesses, half of the canaries, is fixed before anything is seen.
+    The number of guesses, half of the canaries, is fixed beforehand.
 
     Args:
         config: of the run.
-        bench: that has all clients' records; its model gets another adapter.
+        bench: with all clients' records; the adapter of its model is changed.
         final: the global adapter after the last round.
         delta: the largest of the clients.
         claimed_epsilon: the largest of the clients, on the local view; infinite without noise.
     """
-    clients = [audited(config, bench, place) for place in range(len(bench.data.clients))]
-    found = [client for client in clients if client is not None]
-    if not found:
+    maybe_clients = [audited(config, bench, index) for index in range(len(bench.data.clients))]
+    clients = [client for client in maybe_clients if client is not None]
+    if not clients:
         return None
     bench.model.merge({})
-    num_guesses = max(1, sum(len(client.canaries) for client in found) // 2)
+    num_guesses = max(1, sum(len(client.canaries) for client in clients) // 2)
     result = audit_run(
-        bench.model, bench.initial, final, found, num_guesses=num_guesses, delta=delta, confidence=CONFIDENCE
+        bench.model, bench.initial, final, clients, num_guesses=num_guesses, delta=delta, confidence=CONFIDENCE
     )
     refuted = result.epsilon_lower > claimed_epsilon
     return {"kind": config.audit, **asdict(result), "claimed_epsilon": claimed_epsilon, "refuted": refuted}

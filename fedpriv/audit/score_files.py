@@ -1,4 +1,4 @@
-"""Score files: CSV tables of one row for each canary or record."""
+"""Score files: CSV tables with one row for each canary or record."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from fedpriv.errors import InputError
 
 
 def read(path: Path, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Array]:
-    """{column: finite float64 values}, of the required columns and of those optional ones that the file has.
+    """{column: finite float64 values}, for the required columns and the optional ones that the file has.
 
-    A column named `shadow_*` or the like is asked for by its stem with a star, and comes as all that match.
+    An optional name such as `shadow_*` stands for all columns that begin with `shadow_`.
 
     Raises:
-        InputError: no such file, a column is missing, a row has another length, or a value is no finite number.
+        InputError: the file does not exist, a column is missing, a row has another length, or a value is not a finite
+            number.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -38,18 +39,18 @@ def read(path: Path, required: Sequence[str], optional: Sequence[str] = ()) -> d
     for line, row in enumerate(rows[1:], start=2):
         if len(row) != len(header):
             raise InputError(f"{path}, line {line}: {len(row)} values for {len(header)} columns")
-    places = {name: header.index(name) for name in wanted}
+    positions = {name: header.index(name) for name in wanted}
     return {
-        name: np.array([_number(row[place], name, path, line) for line, row in enumerate(rows[1:], start=2)])
-        for name, place in places.items()
+        name: np.array([_number(row[position], name, path, line) for line, row in enumerate(rows[1:], start=2)])
+        for name, position in positions.items()
     }
 
 
 def flags(values: Array, name: str) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """0 and 1 as bool.
+    """The values 0 and 1 as bool.
 
     Raises:
-        InputError: another value.
+        InputError: there is another value.
     """
     if not np.isin(values, (0, 1)).all():
         raise InputError(f"{name} = {values[~np.isin(values, (0, 1))][0]:g}: must be 0 or 1")

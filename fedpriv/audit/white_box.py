@@ -1,4 +1,4 @@
-"""Scores of canaries from what an observer of all uploads sees: the best test of each canary, given the schedule."""
+"""Scores of canaries for an observer of all uploads: the most powerful test of each canary, given the schedule."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from fedpriv.audit.bounds import Array
 
 
 def matched_scores(inner_products: npt.ArrayLike, *, noise_stddev: float, sampling_probability: float) -> Array:
-    """[canaries] The log likelihood ratio of in over out, by each canary's own inner products.
+    """[canaries] The log likelihood ratio of in to out, from each canary's own inner products.
 
-    Along its direction an included canary adds 1 in the rounds that drew it, so a round's inner product y has density
-    (1 - q) phi(y) + q phi(y - 1) against phi(y), with phi of variance s^2, and a likelihood ratio of
-    1 - q + q exp((2 y - 1) / (2 s^2)), whose logarithms add up over rounds. It is the most powerful test where
-    directions are orthogonal and noise is Gaussian.
+    Along its direction an included canary adds 1 in the rounds that sample it, so a round's inner product y has density
+    (1 - q) phi(y) + q phi(y - 1) if it is in and phi(y) if it is out, with phi of variance s^2. The likelihood ratio
+    is 1 - q + q exp((2 y - 1) / (2 s^2)), and its logarithms add up over rounds. This is the most powerful test if
+    directions are orthogonal and the noise is Gaussian.
 
     Args:
         inner_products: [rounds, canaries], in units of the clip norm.
-        noise_stddev: s > 0 of an inner product, in the same units: z for the `local` view's observer, and
-            sqrt(clients) z for one who sees only sums.
+        noise_stddev: s > 0 of an inner product, in the same units: z for the observer of the `local` view, and
+            sqrt(clients) z for an observer of sums only.
         sampling_probability: q in (0, 1].
     """
     ratios = (2 * np.asarray(inner_products, dtype=float) - 1) / (2 * noise_stddev**2)
@@ -37,10 +37,10 @@ def ideal_scores(
     sampling_probability: float,
     generator: np.random.Generator,
 ) -> Array:
-    """[canaries] Scores of an attacker who sees every canary alone under exactly the claimed noise.
+    """[canaries] Scores of an ideal attacker who sees every canary separately under exactly the claimed noise.
 
-    What it finds is the most that `matched_scores` of the real engine can find, and tells beforehand how many guesses
-    to make.
+    They are the best that `matched_scores` of the real engine can achieve, and are used to choose the number of
+    guesses beforehand.
 
     Args:
         included: bool [canaries].
