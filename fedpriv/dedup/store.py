@@ -1,6 +1,6 @@
 """A store of models that share blocks: a folder that at any instant is in either its old or its new state.
 
-`fedpriv.dedup.folder` describes its files. Source: Guan et al., SIGMOD 2025, sections 4.5 and 6.
+`fedpriv.dedup.folder` tells what its files are. Source: Guan et al., SIGMOD 2025, sections 4.5 and 6.
 """
 
 from __future__ import annotations

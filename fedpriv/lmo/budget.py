@@ -1,4 +1,4 @@
-"""What LMO noise may cost, and its scale at that cost."""
+"""The privacy budget of LMO noise, and the scale of noise that meets it."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from fedpriv.accounting.lmo.parameters import LmoAccounting, LmoParameters, Unif
 from fedpriv.accounting.lmo.sampling import sampled_curve
 from fedpriv.errors import InputError
 
-# A scale that is not worth more digits: 1e-7 of the noise.
+# Relative tolerance of the scale.
 _SCALE_TOLERANCE = 1e-7
 
-# How far the scale of parameters is sought from what they are, as factors.
-_FARTHEST = 1e6
+# The scale is searched for within this factor of the given parameters.
+_MAX_FACTOR = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What all releases of a run may cost together, and what kind of releases they are.
+    """The budget for all releases of a run together, and the kind of these releases.
 
     Attributes:
         epsilon: finite and > 0.
         delta: in (0, 1).
-        steps: releases, >= 1; 1 is the paper's budget for each step.
+        steps: number of releases, >= 1; 1 gives the paper's budget for each step.
         sampling_probability: q in (0, 1].
         sensitivity: L2, in units of the clip norm, > 0.
-        dimension: coordinates, >= 1.
-        accounting: `sound`, or `published`, whose figures hold for one number only.
+        dimension: number of coordinates, >= 1.
+        accounting: `sound`, or `published`, which is valid for a scalar query only.
     """
 
     epsilon: float
@@ -62,11 +62,11 @@ class Budget:
 
     @property
     def valid_dimension(self) -> int:
-        """The largest dimension for which the cost is a bound."""
+        """The largest dimension for which the cost is an upper bound."""
         return self.dimension if self.accounting == "sound" else 1
 
     def event(self, parameters: LmoParameters) -> SubsampledLmo:
-        """All releases with noise of these parameters."""
+        """The event of all releases, with noise of these parameters."""
         return SubsampledLmo(
             parameters=parameters,
             sensitivity=self.sensitivity,
@@ -78,21 +78,21 @@ class Budget:
 
 
 def cost(parameters: LmoParameters, budget: Budget) -> float:
-    """Epsilon of all releases by the budget's own accounting; with `published` it is the paper's figure."""
+    """Epsilon of all releases by the budget's accounting; with `published` it is the paper's figure."""
     return spent([budget.event(parameters)], budget.delta, "rdp", unproven=True).epsilon
 
 
-def costs(of: Columns, budget: Budget, orders: npt.NDArray[np.int64], points: int) -> Array:
-    """[...] epsilon of many candidates, never below `cost` by more than its short cuts for tiny epsilons.
+def costs(candidates: Columns, budget: Budget, orders: npt.NDArray[np.int64], points: int) -> Array:
+    """[...] Epsilon of many candidates; below `cost` at most by what its shortcuts for tiny epsilons account for.
 
     Args:
-        of: parameters, arrays of shape [...].
-        budget: kind of the releases.
-        orders: whole, >= 2; fewer are faster and give a larger epsilon.
-        points: of the sound curve's grid, likewise.
+        candidates: parameters, arrays of shape [...].
+        budget: gives delta and the kind of the releases.
+        orders: integers >= 2; fewer are faster and give a larger epsilon.
+        points: of the sound curve's grid; fewer are faster and give a larger epsilon.
     """
     curve = budget.steps * sampled_curve(
-        of,
+        candidates,
         orders,
         accounting=budget.accounting,
         dimension=budget.dimension,
@@ -105,33 +105,33 @@ def costs(of: Columns, budget: Budget, orders: npt.NDArray[np.int64], points: in
     return np.asarray(np.maximum(curve + conversion, 0.0).min(axis=-1))
 
 
-def fitted(parameters: LmoParameters, budget: Budget, *, largest_factor: float = _FARTHEST) -> LmoParameters:
-    """The parameters of u times the largest factor at which the cost is within the budget: the least such noise.
+def fitted(parameters: LmoParameters, budget: Budget, *, largest_factor: float = _MAX_FACTOR) -> LmoParameters:
+    """The parameters with u scaled by the largest factor within the budget, which gives the least such noise.
 
     Args:
-        parameters: what is scaled.
-        budget: what it may cost.
-        largest_factor: by how much at most.
+        parameters: to be scaled.
+        budget: not to be exceeded.
+        largest_factor: upper limit of the factor.
 
     Raises:
         InputError: no noise of this kind within a factor of 1e6 meets the budget.
     """
 
-    farthest = math.log(_FARTHEST)
-    most = min(math.log(largest_factor), farthest)
+    log_limit = math.log(_MAX_FACTOR)
+    log_largest = min(math.log(largest_factor), log_limit)
 
     def excess(log_factor: float) -> float:
-        # Beyond its domain the cost is infinite, of which no root-finder makes anything.
+        # Outside the domain the cost is infinite, which a root-finder cannot handle.
         return min(cost(parameters.scaled(math.exp(log_factor)), budget), 10 * budget.epsilon) - budget.epsilon
 
-    high = min(0.0, most)
+    high = min(0.0, log_largest)
     while excess(high) <= 0:
-        if high == most:
-            return parameters.scaled(math.exp(most))
-        high = min(high + 1.0, most)
+        if high == log_largest:
+            return parameters.scaled(math.exp(log_largest))
+        high = min(high + 1.0, log_largest)
     low = high - 1.0
     while excess(low) > 0:
-        if low < -farthest:
+        if low < -log_limit:
             raise InputError(
                 f"epsilon = {budget.epsilon:g} at delta = {budget.delta:g}: no scale of this noise meets it"
             )
@@ -143,13 +143,13 @@ def fitted(parameters: LmoParameters, budget: Budget, *, largest_factor: float =
 
 
 def laplace(budget: Budget) -> LmoParameters:
-    """Plain Laplace noise, u a constant, of the least scale within the budget."""
+    """Plain Laplace noise (constant u) of the smallest scale within the budget."""
     return fitted(LmoParameters(combination="mixture", uniform=UniformPart(weight=1, low=1, high=1)), budget)
 
 
 def search_orders(budget: Budget) -> npt.NDArray[np.int64]:
-    """Whole orders among those of `cost` that are enough to rank candidates."""
-    few = np.array([*range(2, 17), *range(18, 33, 2), 36, 40, 48, 56, 63, 128, 256, 512, 1024])
-    chosen = few[np.isin(few, WHOLE_ORDERS)]
-    # Sampling needs every order below the largest.
+    """A subset of the integer orders of `cost` that suffices to rank candidates."""
+    sparse = np.array([*range(2, 17), *range(18, 33, 2), 36, 40, 48, 56, 63, 128, 256, 512, 1024])
+    chosen = sparse[np.isin(sparse, WHOLE_ORDERS)]
+    # The bound for sampling needs every order below the largest.
     return chosen if budget.sampling_probability == 1 else chosen[chosen <= 63]

@@ -1,4 +1,4 @@
-"""LMO noise beside Gaussian and Laplace noise of the same cost (the paper's Figures 6, 7 and 10 to 15)."""
+"""LMO noise compared with Gaussian and Laplace noise of the same cost (the paper's Figures 6, 7 and 10 to 15)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedpriv.lmo.search import PARTS, Objective, PartName, SearchSpace, search
 
 EPSILONS = (0.3, 0.7, 2.0, 3.0)
 
-# Average reduction of the noise's size against Gaussian noise: Yang et al., Figure 6.
+# Average reduction of the noise's absolute value against Gaussian noise: Yang et al., Figure 6.
 PAPER_REDUCTION = {0.3: 0.9513, 0.7: 0.9219, 2.0: 0.8771, 3.0: 0.8731}
 
 Record = dict[str, Any]
@@ -35,20 +35,20 @@ def compare(
     ablations: bool = False,
     seed: int = 0,
 ) -> list[Record]:
-    """A record for every epsilon, dimension and kind of noise, all of one cost.
+    """A record for every epsilon, dimension and kind of noise; all noises of one epsilon and dimension cost the same.
 
-    Noise is `gaussian`, `laplace` or `lmo`, the last searched under the scalar curve and, for a larger dimension, the
-    same shape at the scale that the sound curve allows there. Every cost is by rdp. The columns: `variance`, `entropy`
-    (nats), `mean_absolute` and `median_absolute` in units of the clip norm, and by how much the two sizes are below the
-    Gaussian's. `epsilon_at_dimension` is what the scalar noise costs in the largest dimension.
+    Noise is `gaussian`, `laplace` or `lmo`. The last is searched under the scalar curve; in larger dimensions it has
+    the same shape at the scale that the sound curve allows there. All costs are computed by rdp. The columns are
+    `variance`, `entropy` (nats), `mean_absolute` and `median_absolute` in units of the clip norm, and the reduction of
+    the last two against the Gaussian. `epsilon_at_dimension` is the cost of the scalar noise in the largest dimension.
 
     Args:
         budget: delta, steps, sampling and sensitivity; its epsilon and dimension are not used.
-        epsilons: costs to compare at, > 0.
-        dimensions: of the vectors that are noised; 1 is one number, as in the paper.
+        epsilons: costs at which noises are compared, > 0.
+        dimensions: of the noised vectors; 1 is a scalar, as in the paper.
         combination: of the parts of u.
         objective: of the search; the tolerance of `usefulness` is the sensitivity.
-        ablations: search every choice of one, two and three parts, not all three alone.
+        ablations: search every choice of one, two and three parts instead of only all three.
         seed: of the search.
     """
     choices = part_choices() if ablations else [PARTS]
@@ -66,37 +66,38 @@ def compare(
 
 
 def part_choices() -> list[tuple[PartName, ...]]:
-    """Every choice of one, two and three parts."""
+    """All choices of one, two and three parts."""
     return [choice for num in range(1, len(PARTS) + 1) for choice in combinations(PARTS, num)]
 
 
 def reductions(records: Sequence[Record], sensitivity: float = 1.0) -> list[Record]:
-    """By how much noise on one number is smaller in mean than Gaussian noise, beside what the paper reports.
+    """The reduction of mean absolute noise on a scalar against Gaussian noise, next to what the paper reports.
 
-    For every epsilon: `paper`, None where it has no figure; `laplace` and `lmo` (all three parts) of the same cost;
-    `staircase`, which no noise that is epsilon-DP at delta 0 can pass. `..._classical` are against Gaussian noise of
-    standard deviation sqrt(2 log(1.25 / delta)) / epsilon, which is larger, and for epsilon > 1 no guarantee.
+    For every epsilon: `paper`, None if it has no figure; `laplace` and `lmo` (all three parts) of the same cost;
+    `staircase`, the largest reduction of any noise that is epsilon-DP at delta 0. The columns `..._classical` compare
+    with Gaussian noise of standard deviation sqrt(2 log(1.25 / delta)) / epsilon, which is larger and, for
+    epsilon > 1, gives no guarantee.
 
     Args:
-        records: of `compare` for a single release of a number, and all its epsilons.
-        sensitivity: that they are for.
+        records: of `compare`, for a single release of a scalar, at all epsilons.
+        sensitivity: for which they were computed.
     """
-    found = []
+    rows = []
     for epsilon in dict.fromkeys(record["epsilon"] for record in records):
-        here = [record for record in records if (record["epsilon"], record["dimension"]) == (epsilon, 1)]
-        noises = {r["noise"]: r for r in here if r["noise"] != "lmo" or r["parts"] == "+".join(PARTS)}
-        stddev = sensitivity * math.sqrt(2 * math.log(1.25 / here[0]["delta"])) / epsilon
+        scalar = [record for record in records if (record["epsilon"], record["dimension"]) == (epsilon, 1)]
+        noises = {r["noise"]: r for r in scalar if r["noise"] != "lmo" or r["parts"] == "+".join(PARTS)}
+        stddev = sensitivity * math.sqrt(2 * math.log(1.25 / scalar[0]["delta"])) / epsilon
         means = {name: noises[name]["mean_absolute"] for name in ("laplace", "lmo")}
         means["staircase"] = sensitivity * least_mean_absolute(epsilon)
         row: Record = {"epsilon": epsilon, "paper": PAPER_REDUCTION.get(epsilon)}
         row |= {name: 1 - mean / noises["gaussian"]["mean_absolute"] for name, mean in means.items()}
         classical = gaussian_sizes(stddev)["mean_absolute"]
-        found.append(row | {f"{name}_classical": 1 - mean / classical for name, mean in means.items()})
-    return found
+        rows.append(row | {f"{name}_classical": 1 - mean / classical for name, mean in means.items()})
+    return rows
 
 
 def least_mean_absolute(epsilon: float) -> float:
-    """The least mean size of any epsilon-DP noise on one number of sensitivity 1, that of the staircase mechanism.
+    """The least mean absolute value of any epsilon-DP noise on a scalar of sensitivity 1: the staircase mechanism's.
 
     Source: Geng and Viswanath 2014, Theorem 3: e^(epsilon / 2) / (e^epsilon - 1).
     """
@@ -128,18 +129,18 @@ def _at_dimension(budget: Budget, shapes: dict[str, LmoParameters], largest: int
 
 
 def sizes(parameters: LmoParameters) -> Record:
-    """Variance, entropy and sizes of LMO noise, in units of the clip norm; infinite where they are."""
-    of = columns(parameters)
+    """Variance, entropy, and mean and median absolute value of LMO noise, in units of the clip norm; may be inf."""
+    candidates = columns(parameters)
     return {
-        "variance": float(variance(of)),
+        "variance": float(variance(candidates)),
         "entropy": entropy(parameters),
-        "mean_absolute": float(mean_absolute(of)),
+        "mean_absolute": float(mean_absolute(candidates)),
         "median_absolute": float(quantile(parameters, 0.75)),
     }
 
 
 def gaussian_sizes(stddev: float) -> Record:
-    """The same of Gaussian noise."""
+    """The same for Gaussian noise."""
     return {
         "variance": stddev**2,
         "entropy": 0.5 * math.log(2 * math.pi * math.e * stddev**2),

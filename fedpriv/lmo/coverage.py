@@ -1,4 +1,4 @@
-"""How near LMO noise comes to arbitrary noise on a grid (the paper's Algorithm 2)."""
+"""How closely LMO noise approximates arbitrary noise on a grid (the paper's Algorithm 2)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scipy.spatial.distance import cdist
 
 from fedpriv.accounting.lmo.moments import Array, Columns, log_mgf
 from fedpriv.errors import InputError
-from fedpriv.lmo.search import SearchSpace, drawn
+from fedpriv.lmo.search import SearchSpace, sobol_candidates
 
 
 def coverage(
@@ -22,20 +22,20 @@ def coverage(
     num_samples: int = 256,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """For every quantisation and domain size, how far simulated noise is from the nearest LMO noise.
+    """For every quantisation and domain size, the distance of simulated noise from the nearest LMO noise.
 
-    Simulated noise is a histogram of 1 / quantisation throws onto a domain of equal cells. LMO noise of random
-    parameters falls onto the same cells, which cover [-1, 1] clip norms; what lies outside is left out and the rest
-    scaled to one. `kl` (of the simulated noise from LMO noise, nats), `l2` and `emd` (earth mover's distance, in
-    shares of the domain) are means over the simulated noise of the distance to its nearest LMO noise, `..._worst` the
-    largest.
+    A simulated noise is the histogram of 1 / quantisation random draws over equal cells. LMO noise with random
+    parameters is discretised to the same cells, which cover [-1, 1] clip norms; its mass outside is dropped and the
+    rest normalised. `kl` (divergence of the simulated noise from LMO noise, nats), `l2` and `emd` (earth mover's
+    distance, in shares of the domain) are means over simulated noises of the distance to the nearest LMO noise;
+    `..._worst` are the largest.
 
     Args:
         space: of the LMO noise.
         quantisations: in (0, 1].
-        domain_sizes: cells, >= 2.
-        num_samples: of either kind, >= 1.
-        seed: of both.
+        domain_sizes: numbers of cells, >= 2.
+        num_samples: noises of each kind, >= 1.
+        seed: of both kinds.
 
     Raises:
         InputError: an argument is out of range.
@@ -52,7 +52,7 @@ def coverage(
     if num_samples < 1:
         raise InputError(f"num_samples = {num_samples}: must be >= 1")
     generator = np.random.default_rng(seed)
-    noises = drawn(space, num_samples, seed=seed)
+    noises = sobol_candidates(space, num_samples, seed=seed)
     records = []
     for quantisation in quantisations:
         throws = round(1 / quantisation)
@@ -65,21 +65,21 @@ def coverage(
     return records
 
 
-def cell_probabilities(of: Columns, num_cells: int) -> Array:
-    """[n, cells] how much of each noise falls into equal cells of [-1, 1], as shares of what falls into all."""
+def cell_probabilities(candidates: Columns, num_cells: int) -> Array:
+    """[n, cells] Probability of equal cells of [-1, 1] under each noise, normalised to sum to one."""
     edges = np.linspace(-1, 1, num_cells + 1)
-    tails = np.exp(log_mgf(of.with_axes(1), -np.abs(edges))) / 2
+    tails = np.exp(log_mgf(candidates.with_axes(1), -np.abs(edges))) / 2
     shares = np.diff(np.where(edges < 0, tails, 1 - tails))
     return np.asarray(shares / shares.sum(axis=1, keepdims=True))
 
 
 def nearest_distances(simulated: Array, noises: Array) -> dict[str, float]:
-    """Mean and largest distance of rows [m, cells] to their nearest rows [n, cells], each row a distribution."""
+    """Mean and largest distance of rows [m, cells] to the nearest of rows [n, cells]; each row is a distribution."""
     floor = np.maximum(noises, np.finfo(float).tiny)
     kl = special.xlogy(simulated, simulated).sum(axis=1)[:, None] - simulated @ np.log(floor).T
     emd = cdist(simulated.cumsum(axis=1), noises.cumsum(axis=1), "cityblock") / simulated.shape[1]
-    found: dict[str, float] = {}
+    summary: dict[str, float] = {}
     for name, distances in (("kl", kl), ("l2", cdist(simulated, noises)), ("emd", emd)):
         nearest = distances.min(axis=1)
-        found |= {name: float(nearest.mean()), f"{name}_worst": float(nearest.max())}
-    return found
+        summary |= {name: float(nearest.mean()), f"{name}_worst": float(nearest.max())}
+    return summary

@@ -16,18 +16,18 @@ from fedpriv.accounting.lmo.parameters import from_dict
 
 Record = dict[str, Any]
 
-# Laplace noise lies under LMO noise where the search ends there: wide and pale, it shows.
+# Laplace noise is drawn wide and pale, so that it stays visible under LMO noise where the two coincide.
 _STYLES: dict[str, Any] = {"gaussian": {}, "laplace": {"linewidth": 6, "alpha": 0.35}, "lmo": {}}
 
 _SHARES = np.linspace(0.002, 0.998, 400)
 
 
 def write_plots(records: Sequence[Record], folder: Path) -> list[Path]:
-    """The files written: sizes of the noise (Figure 6), its variance and entropy (7), and parts (10 to 15) if given.
+    """Write the plots and return their files: noise sizes (Figure 6), variance and entropy (7), and any ablations.
 
     Args:
-        records: of `lmo_compare.compare`.
-        folder: made if it is not there.
+        records: from `comparison.compare`; with ablations they also give Figures 10 to 15.
+        folder: created if missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
     figures = {"lmo-amplitude.png": _amplitudes(records), "lmo-variance-entropy.png": _against_epsilon(records)}
@@ -39,16 +39,16 @@ def write_plots(records: Sequence[Record], folder: Path) -> list[Path]:
 
 
 def _amplitudes(records: Sequence[Record]) -> Figure:
-    """Quantiles of the noise's size on one number, a panel for each epsilon."""
+    """Quantiles of the absolute value of scalar noise, one panel for each epsilon."""
     scalar = [record for record in records if record["dimension"] == min(r["dimension"] for r in records)]
     epsilons = sorted({record["epsilon"] for record in scalar})
     figure = Figure(figsize=(3.2 * len(epsilons), 3.2), layout="constrained")
-    for place, epsilon in enumerate(epsilons):
-        axes = figure.add_subplot(1, len(epsilons), place + 1)
+    for index, epsilon in enumerate(epsilons):
+        axes = figure.add_subplot(1, len(epsilons), index + 1)
         for record in _main(scalar, epsilon):
             axes.plot(_SHARES, _size_quantiles(record), label=record["noise"], **_STYLES[record["noise"]])
         axes.set(title=f"epsilon {epsilon:g}", yscale="log", xlabel="share of the noise")
-        axes.set_ylabel("size at most, clip norms" if place == 0 else "")
+        axes.set_ylabel("size at most, clip norms" if index == 0 else "")
         axes.legend(frameon=False, fontsize=8)
     return figure
 
@@ -58,31 +58,31 @@ def _against_epsilon(records: Sequence[Record]) -> Figure:
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     dimensions = sorted({record["dimension"] for record in records})
     epsilons = sorted({record["epsilon"] for record in records})
-    for place, column in enumerate(("variance", "entropy")):
-        axes = figure.add_subplot(1, 2, place + 1)
+    for index, column in enumerate(("variance", "entropy")):
+        axes = figure.add_subplot(1, 2, index + 1)
         for dimension, style in zip(dimensions, ("-", "--", ":"), strict=False):
-            here = [record for record in records if record["dimension"] == dimension]
-            lines = zip(*(_main(here, epsilon) for epsilon in epsilons), strict=True)
+            selected = [record for record in records if record["dimension"] == dimension]
+            lines = zip(*(_main(selected, epsilon) for epsilon in epsilons), strict=True)
             for colour, line in enumerate(lines):
                 values = [record[column] for record in line]
                 label = f"{line[0]['noise']}, dimension {dimension}"
-                look = {"color": f"C{colour}", "label": label} | _STYLES[line[0]["noise"]]
-                axes.plot(epsilons, values, style, marker="o", ms=3, **look)
+                options = {"color": f"C{colour}", "label": label} | _STYLES[line[0]["noise"]]
+                axes.plot(epsilons, values, style, marker="o", ms=3, **options)
         axes.set(xlabel="epsilon", ylabel=column, yscale="log" if column == "variance" else "linear")
     axes.legend(frameon=False, fontsize=8)
     return figure
 
 
 def _ablations(records: Sequence[Record]) -> Figure:
-    """Median size on one number by the parts of u, a group of bars for each epsilon."""
+    """Median absolute value of scalar noise by the parts of u, one group of bars for each epsilon."""
     scalar = [record for record in records if record["dimension"] == 1 and record["noise"] == "lmo"]
     epsilons = sorted({record["epsilon"] for record in scalar})
     names = list(dict.fromkeys(record["parts"] for record in scalar))
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     axes: Axes = figure.add_subplot()
-    for place, name in enumerate(names):
+    for index, name in enumerate(names):
         heights = [r["median_absolute"] for e in epsilons for r in scalar if (r["epsilon"], r["parts"]) == (e, name)]
-        axes.bar(np.arange(len(epsilons)) + 0.8 * place / len(names), heights, 0.8 / len(names), label=name)
+        axes.bar(np.arange(len(epsilons)) + 0.8 * index / len(names), heights, 0.8 / len(names), label=name)
     axes.set_xticks(np.arange(len(epsilons)) + 0.35, [f"epsilon {epsilon:g}" for epsilon in epsilons])
     axes.set(ylabel="median size, clip norms", yscale="log")
     axes.legend(frameon=False, fontsize=8)
@@ -90,10 +90,10 @@ def _ablations(records: Sequence[Record]) -> Figure:
 
 
 def _main(records: Sequence[Record], epsilon: float) -> list[Record]:
-    """Gaussian, Laplace and the LMO noise with the most parts, in this order."""
-    here = [record for record in records if record["epsilon"] == epsilon]
-    lmo = max((r for r in here if r["noise"] == "lmo"), key=lambda r: r["parts"].count("+"))
-    return [next(r for r in here if r["noise"] == name) for name in ("gaussian", "laplace")] + [lmo]
+    """Gaussian noise, Laplace noise, and the LMO noise with the most parts, in this order."""
+    selected = [record for record in records if record["epsilon"] == epsilon]
+    lmo = max((r for r in selected if r["noise"] == "lmo"), key=lambda r: r["parts"].count("+"))
+    return [next(r for r in selected if r["noise"] == name) for name in ("gaussian", "laplace")] + [lmo]
 
 
 def _size_quantiles(record: Record) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -1,4 +1,4 @@
-"""The search for LMO noise: the least noise of given ranges that a budget allows (Algorithm 3)."""
+"""The search for LMO noise: the least noise within given ranges that a budget allows (Algorithm 3)."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ PARTS: tuple[PartName, ...] = get_args(PartName)
 
 Range = tuple[float, float]
 
-# The coarse grid, a Sobol sequence; the population and the generations of the optimiser. The sound curve is some 20
-# times as dear as the published one.
+# Points of the coarse Sobol sequence; population and generations of the optimiser. The sound curve takes about 20 times
+# as long to compute as the published one.
 _COARSE = {"published": 2048, "sound": 256}
 _POPULATION, _GENERATIONS = 32, {"published": 60, "sound": 20}
 _POINTS, _BISECTIONS = 48, 14
@@ -40,16 +40,16 @@ _POINTS, _BISECTIONS = 48, 14
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """What noise is searched: parts, how they are combined, and ranges from the smallest to the largest value.
+    """The space of noises to search: parts, their combination, and ranges from the smallest to the largest value.
 
     Attributes:
         combination: `mixture` or `linear`.
-        parts: which distributions take part.
-        weight: of each part, where there are more than one; those of a mixture sum to one.
+        parts: which distributions are used.
+        weight: of each part, if there is more than one; the weights of a mixture sum to one.
         shape, scale, rate, low, high: as in `LmoParameters`.
 
     Raises:
-        InputError: a range is empty or not positive, or no weights within theirs sum to one.
+        InputError: a range is empty or not positive, or no weights within their range sum to one.
 
     Source: Yang et al., Appendix E.1, for the weights; it gives no other ranges, and these are wide.
     """
@@ -88,15 +88,15 @@ RANGES = tuple(field.name for field in fields(SearchSpace))[2:]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """Noise that a search found.
+class SearchResult:
+    """The noise that a search found.
 
     Attributes:
         parameters: of the noise.
-        value: of the objective; of `usefulness` the share of noise beyond the tolerance.
-        epsilon: what it costs, at the budget's delta and by its accounting.
-        valid_dimension: up to which dimension that is a bound.
-        num_candidates: how many shapes were tried.
+        value: of the objective; for `usefulness` the share of noise beyond the tolerance.
+        epsilon: its cost, at the budget's delta and by its accounting.
+        valid_dimension: the largest dimension for which that is an upper bound.
+        num_candidates: number of shapes tried.
     """
 
     parameters: LmoParameters
@@ -108,22 +108,23 @@ class Found:
 
 def search(
     space: SearchSpace, budget: Budget, *, objective: Objective = "variance", tolerance: float = 1.0, seed: int = 0
-) -> Found:
-    """The noise of the space that costs at most the budget and has the least objective, as far as was found.
+) -> SearchResult:
+    """The best noise found in the space, by the objective, among those within the budget.
 
-    Every candidate is a shape, whose largest scale of u within the budget and the ranges follows by bisection. A Sobol
-    sequence covers the shapes, differential evolution refines its best. Equal arguments give equal results.
+    Every candidate is a shape; bisection gives its largest scale of u within the budget and the ranges. A Sobol
+    sequence covers the shapes, and differential evolution refines the best of them. Equal arguments give equal
+    results.
 
     Args:
         space: parts and ranges.
         budget: of one step or of a whole run.
-        objective: what is to be small: variance, mean size, or how often the noise is larger than `tolerance`.
+        objective: to be minimised: variance, mean absolute value, or how often the noise exceeds `tolerance`.
         tolerance: in units of the clip norm, > 0, for `usefulness`.
         seed: of both stages.
 
     Raises:
-        InputError: no noise of the space meets the budget, the objective is infinite for all that do, or an argument is
-            out of range.
+        InputError: no noise of the space meets the budget, the objective is infinite for all noises that do, or an
+            argument is out of range.
 
     Source: Yang et al., Algorithm 3.
     """
@@ -134,12 +135,12 @@ def search(
     orders = search_orders(budget)
 
     def values(units: Array) -> Array:
-        """[n] logs of the objective at [n, axes] shapes, infinite for those that do not fit."""
-        of = _decoded(space, units)
-        factor = _largest_factor(space, of, budget, orders)
+        """[n] Logs of the objective at [n, axes] shapes, infinite for those that exceed the budget."""
+        candidates = _decoded(space, units)
+        factor = _largest_factor(space, candidates, budget, orders)
         fits = np.isfinite(factor)
-        found = measure(of.scaled(np.where(fits, factor, 1.0)), objective, tolerance)
-        return np.where(fits & np.isfinite(found), np.log(np.maximum(found, 1e-300)), np.inf)
+        objectives = measure(candidates.scaled(np.where(fits, factor, 1.0)), objective, tolerance)
+        return np.where(fits & np.isfinite(objectives), np.log(np.maximum(objectives, 1e-300)), np.inf)
 
     num = _COARSE[budget.accounting]
     coarse = _sobol(space, num, seed)
@@ -161,16 +162,16 @@ def search(
     return _finished(space, budget, refined.x, objective, tolerance, num + _POPULATION * refined.nfev, orders)
 
 
-def drawn(space: SearchSpace, num: int, *, seed: int) -> Columns:
-    """`num` candidates spread evenly over the space, those of a Sobol sequence with this seed."""
+def sobol_candidates(space: SearchSpace, num: int, *, seed: int) -> Columns:
+    """`num` candidates spread evenly over the space by a Sobol sequence with this seed."""
     return _decoded(space, _sobol(space, num, seed))
 
 
-def measure(of: Columns, objective: Objective, tolerance: float) -> Array:
-    """[...] the objective of candidates, smaller is better; see `search`."""
+def measure(candidates: Columns, objective: Objective, tolerance: float) -> Array:
+    """[...] The objective of the candidates, smaller is better; see `search`."""
     if objective == "variance":
-        return variance(of)
-    return mean_absolute(of) if objective == "mean-absolute" else np.exp(log_mgf(of, -tolerance))
+        return variance(candidates)
+    return mean_absolute(candidates) if objective == "mean-absolute" else np.exp(log_mgf(candidates, -tolerance))
 
 
 def _finished(
@@ -181,12 +182,12 @@ def _finished(
     tolerance: float,
     num_candidates: int,
     orders: npt.NDArray[np.int64],
-) -> Found:
-    """The candidate at the scale that the full accounting allows."""
-    of = _decoded(space, unit[None, :])
-    shape = of.scaled(_largest_factor(space, of, budget, orders))
+) -> SearchResult:
+    """The final candidate, at the scale that the full accounting allows."""
+    candidates = _decoded(space, unit[None, :])
+    shape = candidates.scaled(_largest_factor(space, candidates, budget, orders))
     parameters = fitted(_parameters(space, shape), budget, largest_factor=float(_factors(space, shape)[1][0]))
-    return Found(
+    return SearchResult(
         parameters=parameters,
         value=float(measure(columns(parameters), objective, tolerance)),
         epsilon=cost(parameters, budget),
@@ -198,8 +199,8 @@ def _finished(
 def _nothing_fits(
     space: SearchSpace, budget: Budget, objective: str, orders: npt.NDArray[np.int64], units: Array
 ) -> str:
-    of = _decoded(space, units)
-    least = float(costs(of.scaled(_factors(space, of)[0]), budget, orders, _POINTS).min())
+    candidates = _decoded(space, units)
+    least = float(costs(candidates.scaled(_factors(space, candidates)[0]), budget, orders, _POINTS).min())
     if least <= budget.epsilon:
         return f"objective = {objective}: infinite for all noise in these ranges; use usefulness, or other parts"
     return (
@@ -208,64 +209,64 @@ def _nothing_fits(
     )
 
 
-def _largest_factor(space: SearchSpace, of: Columns, budget: Budget, orders: npt.NDArray[np.int64]) -> Array:
-    """[n] the largest factor on u within the budget and the ranges, NaN where there is none."""
-    smallest, largest = _factors(space, of)
+def _largest_factor(space: SearchSpace, candidates: Columns, budget: Budget, orders: npt.NDArray[np.int64]) -> Array:
+    """[n] The largest factor on u within the budget and the ranges; NaN if there is none."""
+    smallest, largest = _factors(space, candidates)
 
     def fits(factor: Array) -> npt.NDArray[np.bool_]:
-        return np.asarray(costs(of.scaled(factor), budget, orders, _POINTS) <= budget.epsilon)
+        return np.asarray(costs(candidates.scaled(factor), budget, orders, _POINTS) <= budget.epsilon)
 
-    possible, whole = fits(smallest), fits(largest)
+    smallest_fits, largest_fits = fits(smallest), fits(largest)
     low, high = np.log(smallest), np.log(largest)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        good = fits(np.exp(middle))
-        low, high = np.where(good, middle, low), np.where(good, high, middle)
-    return np.where(whole, largest, np.where(possible, np.exp(low), np.nan))
+        middle_fits = fits(np.exp(middle))
+        low, high = np.where(middle_fits, middle, low), np.where(middle_fits, high, middle)
+    return np.where(largest_fits, largest, np.where(smallest_fits, np.exp(low), np.nan))
 
 
-def _factors(space: SearchSpace, of: Columns) -> tuple[Array, Array]:
-    """[n] by which factors u may be scaled before one of its parameters leaves its range."""
+def _factors(space: SearchSpace, candidates: Columns) -> tuple[Array, Array]:
+    """[n] The smallest and largest factor on u that keep all of its parameters in their ranges."""
     bounds: list[tuple[Array, Range]] = []
     if "gamma" in space.parts:
-        bounds.append((of.scale, space.scale))
+        bounds.append((candidates.scale, space.scale))
     if "exponential" in space.parts:
-        bounds.append((1 / of.rate, (1 / space.rate[1], 1 / space.rate[0])))
+        bounds.append((1 / candidates.rate, (1 / space.rate[1], 1 / space.rate[0])))
     if "uniform" in space.parts:
-        bounds += [(of.low, space.low), (of.high, space.high)]
+        bounds += [(candidates.low, space.low), (candidates.high, space.high)]
     smallest = np.max([low / value for value, (low, _) in bounds], axis=0)
     largest = np.min([high / value for value, (_, high) in bounds], axis=0)
     return np.minimum(smallest, 1.0), np.maximum(largest, 1.0)
 
 
 def _sobol(space: SearchSpace, num: int, seed: int) -> Array:
-    """[num, axes] points of the unit cube; drawn in powers of two, in which the sequence is balanced."""
+    """[num, axes] Points of the unit cube; drawn in powers of two, for which the sequence is balanced."""
     points = qmc.Sobol(len(_axes(space)), seed=seed).random_base2(max(0, (num - 1).bit_length()))
     return np.asarray(points[:num])
 
 
 def _axes(space: SearchSpace) -> list[str]:
-    """What the unit cube's axes stand for."""
+    """The meaning of the unit cube's axes."""
     weights = [f"{name} weight" for name in space.parts] if len(space.parts) > 1 else []
     own: Mapping[str, list[str]] = {"gamma": ["shape", "scale"], "exponential": ["rate"], "uniform": ["low", "high"]}
     return weights + [axis for name in space.parts for axis in own[name]]
 
 
 def _decoded(space: SearchSpace, units: Array) -> Columns:
-    """Candidates at points [n, axes] of the unit cube: logs of the ranges, weights as shares of what is left."""
-    at = dict(zip(_axes(space), units.T, strict=True))
+    """Candidates at points [n, axes] of the unit cube, on a log scale within the ranges; see `_weights`."""
+    unit_by_axis = dict(zip(_axes(space), units.T, strict=True))
     one = np.ones(len(units))
 
-    def value(name: str, without: float = 0.0) -> Array:
-        if name not in at:
-            return one * without
+    def value(name: str, default: float = 0.0) -> Array:
+        if name not in unit_by_axis:
+            return one * default
         low, high = (math.log(bound) for bound in getattr(space, name))
-        return np.asarray(np.exp(low + (high - low) * at[name]))
+        return np.asarray(np.exp(low + (high - low) * unit_by_axis[name]))
 
-    weights = np.stack([at.get(f"{name} weight", one * (name in space.parts)) for name in PARTS])
+    weights = np.stack([unit_by_axis.get(f"{name} weight", one * (name in space.parts)) for name in PARTS])
     if len(space.parts) > 1:
         weights = _weights(space, weights)
-    high = np.maximum(value("high"), space.low[0]) if "high" in at else 0.0 * one
+    high = np.maximum(value("high"), space.low[0]) if "high" in unit_by_axis else 0.0 * one
     return Columns(
         combination=space.combination,
         weights=weights,
@@ -278,27 +279,31 @@ def _decoded(space: SearchSpace, units: Array) -> Columns:
 
 
 def _weights(space: SearchSpace, units: Array) -> Array:
-    """[3, n] weights within their range, those of a mixture summing to one."""
+    """[3, n] Weights within their range; those of a mixture sum to one."""
     low, high = space.weight
     active = np.array([name in space.parts for name in PARTS])[:, None]
     if space.combination == "linear":
         return np.asarray(active * (low + (high - low) * units))
-    spare, room = 1 - low * active.sum(), (high - low) * active
-    # In equal shares to the units, and what would pass a part's room to the others in proportion to theirs.
+    excess, max_increase = 1 - low * active.sum(), (high - low) * active
+    # Divide the excess over the least weights in proportion to the units, cap each share at the part's range, and
+    # distribute the remainder in proportion to what each part can still take.
     shares = active * np.maximum(units, 1e-9)
-    filled = np.minimum(spare * shares / shares.sum(axis=0), room)
-    left = room - filled
-    total = left.sum(axis=0)
-    return np.asarray(active * low + filled + left * (spare - filled.sum(axis=0)) / np.where(total > 0, total, 1.0))
+    increase = np.minimum(excess * shares / shares.sum(axis=0), max_increase)
+    slack = max_increase - increase
+    total = slack.sum(axis=0)
+    remainder = excess - increase.sum(axis=0)
+    return np.asarray(active * low + increase + slack * remainder / np.where(total > 0, total, 1.0))
 
 
-def _parameters(space: SearchSpace, of: Columns) -> LmoParameters:
-    """The one candidate as a record."""
-    gamma, exponential, uniform = (float(weight[0]) for weight in of.weights)
+def _parameters(space: SearchSpace, candidates: Columns) -> LmoParameters:
+    """The single candidate as a record."""
+    weights = dict(zip(PARTS, (float(weight[0]) for weight in candidates.weights), strict=True))
+    shape, scale, rate = float(candidates.shape[0]), float(candidates.scale[0]), float(candidates.rate[0])
+    low, high = float(candidates.low[0]), float(candidates.high[0])
     has = {name: name in space.parts for name in PARTS}
     return LmoParameters(
         combination=space.combination,
-        gamma=GammaPart(weight=gamma, shape=float(of.shape[0]), scale=float(of.scale[0])) if has["gamma"] else None,
-        exponential=ExponentialPart(weight=exponential, rate=float(of.rate[0])) if has["exponential"] else None,
-        uniform=UniformPart(weight=uniform, low=float(of.low[0]), high=float(of.high[0])) if has["uniform"] else None,
+        gamma=GammaPart(weight=weights["gamma"], shape=shape, scale=scale) if has["gamma"] else None,
+        exponential=ExponentialPart(weight=weights["exponential"], rate=rate) if has["exponential"] else None,
+        uniform=UniformPart(weight=weights["uniform"], low=low, high=high) if has["uniform"] else None,
     )

@@ -20,7 +20,7 @@ from fedpriv.lmo.budget import Budget, cost, costs, fitted, laplace, search_orde
 from fedpriv.lmo.comparison import compare, gaussian_sizes, least_mean_absolute, part_choices
 from fedpriv.lmo.coverage import cell_probabilities, coverage, nearest_distances
 from fedpriv.lmo.plots import write_plots
-from fedpriv.lmo.search import PARTS, SearchSpace, drawn, search
+from fedpriv.lmo.search import PARTS, SearchSpace, search, sobol_candidates
 from tests.accounting.lmo.oracle import gamma, uniform
 
 BUDGET = Budget(epsilon=2.0, delta=1e-6)
@@ -115,7 +115,7 @@ def test_what_cannot_be_searched_is_refused_in_one_line(call, part):
 @pytest.mark.parametrize("parts", part_choices(), ids="+".join)
 @pytest.mark.parametrize("combination", ["mixture", "linear"])
 def test_every_candidate_lies_in_the_space(parts, combination):
-    of = drawn(SearchSpace(combination=combination, parts=parts), 200, seed=1)
+    of = sobol_candidates(SearchSpace(combination=combination, parts=parts), 200, seed=1)
     active = np.array([name in parts for name in PARTS])
     assert (of.weights[~active] == 0).all()
     if len(parts) > 1:
@@ -130,7 +130,7 @@ def test_every_candidate_lies_in_the_space(parts, combination):
 
 
 def test_narrow_weights_of_a_mixture_still_sum_to_one():
-    weights = drawn(SearchSpace(weight=(0.2, 0.4)), 500, seed=2).weights
+    weights = sobol_candidates(SearchSpace(weight=(0.2, 0.4)), 500, seed=2).weights
     assert weights.sum(axis=0) == pytest.approx(np.ones(500))
     assert weights.min() >= 0.2 - 1e-12
     assert weights.max() <= 0.4 + 1e-12

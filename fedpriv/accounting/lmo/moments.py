@@ -16,13 +16,13 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """Parameters of many candidates of one combination, all arrays of one shape.
+    """Parameters of many candidates of one combination, as arrays of one shape.
 
-    A part that is left out has weight 0 and scale 0, rate infinity, or low and high 0.
+    An absent part has weight 0 and scale 0, rate infinity, or low and high 0.
 
     Attributes:
         combination: `mixture` or `linear`.
-        weights: [3, ...] of the Gamma, the Exponential and the Uniform part; those of a mixture sum to exactly one.
+        weights: [3, ...] of the Gamma, Exponential and Uniform part; those of a mixture sum to exactly one.
         shape, scale: of the Gamma part.
         rate: of the Exponential part.
         low, high: of the Uniform part.
@@ -37,7 +37,7 @@ class Columns:
     high: Array
 
     def mapped(self, function: Callable[[Array], Array]) -> Columns:
-        """The same after a function on the axes of the candidates."""
+        """The same with a function applied to every array, such as a reshape of the candidates' axes."""
         return Columns(
             combination=self.combination,
             weights=np.stack([function(weight) for weight in self.weights]),
@@ -49,11 +49,11 @@ class Columns:
         )
 
     def with_axes(self, num: int) -> Columns:
-        """The same with `num` axes of length 1 at the end, which meet those of orders and points."""
+        """The same with `num` axes of length 1 appended, to broadcast against orders and points."""
         return self.mapped(lambda column: column.reshape(column.shape + (1,) * num))
 
     def scaled(self, factor: Array | float) -> Columns:
-        """Those of u times the factor: noise divided by it."""
+        """The parameters of u times the factor, which divides the noise by it."""
         return replace(
             self,
             scale=self.scale * factor,
@@ -68,7 +68,7 @@ def columns(parameters: LmoParameters) -> Columns:
     parts = parameters.parts
     gamma, exponential, uniform = (parts.get(name) for name in ("gamma", "exponential", "uniform"))
     weights = np.array([part.weight if part else 0.0 for part in (gamma, exponential, uniform)])
-    # A part that is left out is the constant 0, which is inside every domain.
+    # An absent part is the constant 0, which is inside every domain.
     shape, scale = (gamma.shape, gamma.scale) if isinstance(gamma, GammaPart) else (1.0, 0.0)
     rate = exponential.rate if isinstance(exponential, ExponentialPart) else np.inf
     low, high = (uniform.low, uniform.high) if isinstance(uniform, UniformPart) else (0.0, 0.0)
@@ -83,71 +83,71 @@ def columns(parameters: LmoParameters) -> Columns:
     )
 
 
-def log_mgf(of: Columns, t: npt.ArrayLike) -> Array:
-    """log M(t) = log E[exp(t u)], infinite outside the domain.
+def log_mgf(candidates: Columns, t: npt.ArrayLike) -> Array:
+    """log M(t) = log E[exp(t u)]; infinite outside the domain.
 
     M = sum a_k M_k for a mixture, prod M_k(a_k t) for a linear combination.
 
     Args:
-        of: the candidates.
-        t: any sign; broadcasts against the candidates' arrays.
+        candidates: the candidates.
+        t: of either sign; broadcasts against the candidates' arrays.
 
     Source: Yang et al., Theorem A.4; its Algorithm 3 for the mixture.
     """
     t = np.asarray(t, dtype=float)
-    if of.combination == "linear":
-        gamma, exponential, uniform = _log_parts(of, [weight * t for weight in of.weights])
+    if candidates.combination == "linear":
+        gamma, exponential, uniform = _log_parts(candidates, [weight * t for weight in candidates.weights])
         return np.asarray(gamma + exponential + uniform)
-    logs = [np.where(w > 0, part, 0.0) for w, part in zip(of.weights, _log_parts(of, [t, t, t]), strict=True)]
+    weights = candidates.weights
+    logs = [np.where(w > 0, part, 0.0) for w, part in zip(weights, _log_parts(candidates, [t, t, t]), strict=True)]
     with np.errstate(over="ignore", divide="ignore"):
-        # Near zero, where M - 1 would be lost in the sum of weights.
-        near = np.log1p(np.clip(sum(w * np.expm1(part) for w, part in zip(of.weights, logs, strict=True)), -0.9, 1e300))
-        far = special.logsumexp(np.stack(np.broadcast_arrays(*logs)), axis=0, b=_aligned(of.weights, near.ndim))
+        # Near zero, where adding weights would lose M - 1 to rounding.
+        near = np.log1p(np.clip(sum(w * np.expm1(part) for w, part in zip(weights, logs, strict=True)), -0.9, 1e300))
+        far = special.logsumexp(np.stack(np.broadcast_arrays(*logs)), axis=0, b=_aligned(weights, near.ndim))
     return np.asarray(np.where(np.abs(near) < 0.5, near, far))
 
 
-def tilted_moments(of: Columns, t: npt.ArrayLike) -> tuple[Array, Array]:
-    """E[u exp(t u)] / M(t) and E[u^2 exp(t u)] / M(t), inside the domain; at t = 0 the moments of u."""
+def tilted_moments(candidates: Columns, t: npt.ArrayLike) -> tuple[Array, Array]:
+    """E[u exp(t u)] / M(t) and E[u^2 exp(t u)] / M(t), for t inside the domain; at t = 0 the moments of u."""
     t = np.asarray(t, dtype=float)
-    if of.combination == "linear":
-        mean, variance = _tilted_parts(of, [weight * t for weight in of.weights])
-        first = sum(w * m for w, m in zip(of.weights, mean, strict=True))
-        spread = sum(w * w * v for w, v in zip(of.weights, variance, strict=True))
+    if candidates.combination == "linear":
+        mean, variance = _tilted_parts(candidates, [weight * t for weight in candidates.weights])
+        first = sum(w * m for w, m in zip(candidates.weights, mean, strict=True))
+        spread = sum(w * w * v for w, v in zip(candidates.weights, variance, strict=True))
         return np.asarray(first), np.asarray(spread + first**2)
-    mean, variance = _tilted_parts(of, [t, t, t])
-    whole, parts = log_mgf(of, t), _log_parts(of, [t, t, t])
+    mean, variance = _tilted_parts(candidates, [t, t, t])
+    whole, parts = log_mgf(candidates, t), _log_parts(candidates, [t, t, t])
     with np.errstate(divide="ignore"):
-        shares = [
-            np.exp(np.where(w > 0, np.log(w) + k - whole, -np.inf)) for w, k in zip(of.weights, parts, strict=True)
-        ]
+        pairs = zip(candidates.weights, parts, strict=True)
+        shares = [np.exp(np.where(weight > 0, np.log(weight) + part - whole, -np.inf)) for weight, part in pairs]
     first = sum(share * m for share, m in zip(shares, mean, strict=True))
     second = sum(share * (v + m * m) for share, m, v in zip(shares, mean, variance, strict=True))
     return np.asarray(first), np.asarray(second)
 
 
-def domain_end(of: Columns) -> Array:
-    """The supremum of the t at which M is finite: 1 / theta, lambda, or infinity."""
-    factors = of.weights if of.combination == "linear" else np.ones_like(of.weights)
+def domain_end(candidates: Columns) -> Array:
+    """The supremum of all t for which M(t) is finite: 1 / theta, lambda, or infinity."""
+    factors = candidates.weights if candidates.combination == "linear" else np.ones_like(candidates.weights)
     with np.errstate(divide="ignore"):
-        ends = [1 / (of.scale * factors[0]), of.rate / factors[1]]
-    return np.minimum(*(np.where(w > 0, end, np.inf) for w, end in zip(of.weights[:2], ends, strict=True)))
+        ends = [1 / (candidates.scale * factors[0]), candidates.rate / factors[1]]
+    return np.minimum(*(np.where(w > 0, end, np.inf) for w, end in zip(candidates.weights[:2], ends, strict=True)))
 
 
-def _log_parts(of: Columns, points: list[Array]) -> list[Array]:
-    """log M_k(t_k) of the Gamma, the Exponential and the Uniform part."""
+def _log_parts(candidates: Columns, points: list[Array]) -> list[Array]:
+    """log M_k(t_k) of the Gamma, Exponential and Uniform part."""
     return [
-        of.shape * _log_pole(points[0] * of.scale),
-        _log_pole(points[1] / of.rate),
-        _log_uniform(points[2], of.low, of.high),
+        candidates.shape * _log_pole(points[0] * candidates.scale),
+        _log_pole(points[1] / candidates.rate),
+        _log_uniform(points[2], candidates.low, candidates.high),
     ]
 
 
-def _tilted_parts(of: Columns, points: list[Array]) -> tuple[list[Array], list[Array]]:
-    """First and second derivative of log M_k at t_k: mean and variance of a part under the density ~ exp(t_k u)."""
-    scale = of.scale / (1 - points[0] * of.scale)
-    mean = 1 / (of.rate - points[1])
-    uniform = _tilted_uniform(points[2], of.low, of.high)
-    return [of.shape * scale, mean, uniform[0]], [of.shape * scale**2, mean**2, uniform[1]]
+def _tilted_parts(candidates: Columns, points: list[Array]) -> tuple[list[Array], list[Array]]:
+    """First and second derivative of log M_k at t_k: mean and variance of a part tilted by exp(t_k u)."""
+    scale = candidates.scale / (1 - points[0] * candidates.scale)
+    mean = 1 / (candidates.rate - points[1])
+    uniform = _tilted_uniform(points[2], candidates.low, candidates.high)
+    return [candidates.shape * scale, mean, uniform[0]], [candidates.shape * scale**2, mean**2, uniform[1]]
 
 
 def _log_pole(x: Array) -> Array:
@@ -157,7 +157,7 @@ def _log_pole(x: Array) -> Array:
 
 
 def _log_uniform(t: Array, low: Array, high: Array) -> Array:
-    """log((e^(t high) - e^(t low)) / (t (high - low))), from the end that is larger in the exponent."""
+    """log((e^(t high) - e^(t low)) / (t (high - low))), factored by the larger of the two exponentials."""
     size = np.abs(t) * (high - low)
     large, small = np.maximum(size, 0.01), np.minimum(size, 0.01)
     end = t * np.where(t < 0, low, high) + np.log1p(-np.exp(-large)) - np.log(large)
@@ -165,13 +165,13 @@ def _log_uniform(t: Array, low: Array, high: Array) -> Array:
 
 
 def _tilted_uniform(t: Array, low: Array, high: Array) -> tuple[Array, Array]:
-    """Mean and variance under the density ~ exp(t u) on [low, high]: derivatives of log(sinh(x) / x), x = t half."""
+    """Mean and variance of the density ~ exp(t u) on [low, high]: derivatives of log(sinh(x) / x), x = t half."""
     half = (high - low) / 2
     x = t * half
     size, small = np.maximum(np.abs(x), 0.01), np.clip(x, -0.01, 0.01)
-    # 1 - |coth x - 1/x|: the mean's way from the nearer end, in units of half, without cancellation.
-    way = half * (1 / size - 2 / np.expm1(np.minimum(2 * size, 700.0)))
-    mean = np.where(x < 0, low + way, high - way)
+    # 1 - |coth x - 1/x|: the mean's distance from the nearer end, in units of half, without cancellation.
+    end_distance = half * (1 / size - 2 / np.expm1(np.minimum(2 * size, 700.0)))
+    mean = np.where(x < 0, low + end_distance, high - end_distance)
     variance = half**2 * ((1 / size) ** 2 - (1 / np.sinh(np.minimum(size, 300.0))) ** 2)
     near = np.abs(x) < 0.01
     series = (low + high) / 2 + half * (small / 3 - small**3 / 45)

@@ -10,18 +10,18 @@ from typing import Any, Literal, get_args
 
 from fedpriv.errors import InputError
 
-# `mixture`: u is one of the parts, chosen with probability its weight. `linear`: u is the sum of weight times part,
-# all parts independent.
+# `mixture`: u is one of the parts, chosen with probability equal to its weight. `linear`: u is the weighted sum of the
+# independent parts.
 Combination = Literal["mixture", "linear"]
 
-# How the cost of LMO noise is found. `published` is the paper's curve, which holds for one number and not for a vector:
-# no privacy guarantee, and no budget is ever enforced by it.
+# How the cost of LMO noise is computed. `published` is the paper's curve, which holds for one number and not for a
+# vector: it is no privacy guarantee, and no budget is ever enforced by it.
 LmoAccounting = Literal["published", "sound"]
 
-# Beyond these floating point says nothing: parameters are ratios to the clip norm, and weights are shares.
+# Floating point is unreliable beyond these. Parameters are relative to the clip norm, and weights are shares.
 _SMALLEST, _LARGEST = 1e-9, 1e9
 
-# A Gamma variable of a smaller shape is so often all but zero that the noise leaves the range of a float.
+# A Gamma variable of smaller shape is so often nearly zero that the noise leaves the range of a float.
 _SMALLEST_SHAPE = 0.1
 
 
@@ -41,7 +41,7 @@ class GammaPart:
 
 @dataclass(frozen=True, kw_only=True)
 class ExponentialPart:
-    """Exponential part of u, by its rate lambda > 0: mean 1 / lambda."""
+    """Exponential part of u, given by its rate lambda > 0; mean 1 / lambda."""
 
     weight: float
     rate: float
@@ -53,7 +53,7 @@ class ExponentialPart:
 
 @dataclass(frozen=True, kw_only=True)
 class UniformPart:
-    """Uniform part of u on [low, high], 0 <= low <= high, high > 0; low = high is a point mass, plain Laplace noise."""
+    """Uniform part of u on [low, high], 0 <= low <= high, high > 0; a point mass (Laplace noise) if low = high."""
 
     weight: float
     low: float
@@ -74,11 +74,11 @@ _PARTS: dict[str, type[Part]] = {"gamma": GammaPart, "exponential": ExponentialP
 
 @dataclass(frozen=True, kw_only=True)
 class LmoParameters:
-    """The distribution of u, drawn anew for every coordinate and step; noise is Laplace(1 / u) times the clip norm.
+    """The distribution of u, drawn afresh for every coordinate and step; noise is Laplace(1 / u) times the clip norm.
 
     Attributes:
         combination: `mixture` (weights sum to one) or `linear` (weights are factors).
-        gamma, exponential, uniform: the parts; None is left out, as is a part of weight 0.
+        gamma, exponential, uniform: the parts; None, like weight 0, means that the part is absent.
 
     Raises:
         InputError: the combination is unknown, no part has weight, or a mixture's weights do not sum to one.
@@ -103,12 +103,12 @@ class LmoParameters:
 
     @property
     def parts(self) -> dict[str, Part]:
-        """{name: part} of the parts that have weight."""
-        found = {"gamma": self.gamma, "exponential": self.exponential, "uniform": self.uniform}
-        return {name: part for name, part in found.items() if part is not None and part.weight > 0}
+        """{name: part} of the parts with positive weight."""
+        every = {"gamma": self.gamma, "exponential": self.exponential, "uniform": self.uniform}
+        return {name: part for name, part in every.items() if part is not None and part.weight > 0}
 
     def scaled(self, factor: float) -> LmoParameters:
-        """Parameters of u times the factor: noise divided by it."""
+        """The parameters of u times the factor, which divides the noise by it."""
         gamma, exponential, uniform = self.gamma, self.exponential, self.uniform
         return LmoParameters(
             combination=self.combination,
@@ -120,7 +120,7 @@ class LmoParameters:
 
 
 def to_dict(parameters: LmoParameters) -> dict[str, Any]:
-    """The parameters as plain values, parts that are left out left out; JSON takes them."""
+    """The parameters as plain values that JSON can represent, without the absent parts."""
     return {name: value for name, value in asdict(parameters).items() if value is not None}
 
 
@@ -128,13 +128,13 @@ def from_dict(values: object) -> LmoParameters:
     """The parameters that `to_dict` wrote.
 
     Raises:
-        InputError: one line that names what is wrong.
+        InputError: one line that says what is wrong.
     """
     if not isinstance(values, Mapping):
         raise InputError('parameters: must be a JSON object, such as {"combination": "mixture", "uniform": {...}}')
     known = ("combination", *_PARTS)
-    if odd := sorted(str(name) for name in set(values) - set(known)):
-        raise InputError(f"parameters: {odd[0][:60]!r} is unknown; known are {', '.join(known)}")
+    if unknown := sorted(str(name) for name in set(values) - set(known)):
+        raise InputError(f"parameters: {unknown[0][:60]!r} is unknown; known are {', '.join(known)}")
     if "combination" not in values:
         raise InputError(f"parameters: combination is missing; must be one of {', '.join(get_args(Combination))}")
     parts: dict[str, Any] = {name: _part(name, values[name]) for name in _PARTS if name in values}
@@ -145,7 +145,7 @@ def from_json(text: str) -> LmoParameters:
     """The parameters in a JSON text.
 
     Raises:
-        InputError: the text is no JSON, or no parameters.
+        InputError: the text is not JSON, or does not hold parameters.
     """
     return from_dict(read_json(text))
 
@@ -186,5 +186,5 @@ def _is_number(value: object) -> bool:
 def _short(value: object) -> str:
     try:
         return repr(value)[:60]
-    except ValueError:  # Python refuses to print a whole number of more than 4300 digits
+    except ValueError:  # Python refuses to print an integer of more than 4300 digits
         return "a number out of range"

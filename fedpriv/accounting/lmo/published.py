@@ -1,4 +1,4 @@
-"""Formulas of the LMO-DP paper that do not hold, kept to reproduce it. Nothing else may use them."""
+"""Formulas of the LMO-DP paper that do not hold, kept for reproduction. Nothing else may use them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fedpriv.accounting.lmo.moments import Array, Columns, log_mgf
 from fedpriv.accounting.lmo.renyi import checked_orders
 
 
-def theorem_4_2(of: Columns, orders: npt.ArrayLike, sensitivity: float = 1.0) -> Array:
-    """[orders] the paper's Renyi divergence for a query of sensitivity C. Too small for C > 1: not a guarantee.
+def theorem_4_2(candidates: Columns, orders: npt.ArrayLike, sensitivity: float = 1.0) -> Array:
+    """[orders] The paper's Renyi divergence for a query of sensitivity C. Too small for C > 1: not a guarantee.
 
-    At C = 1 it is the `published` curve. Its proof integrates the density of Laplace(1, b), shifted by 1, over the
+    At C = 1 it equals the `published` curve. Its proof integrates the density of Laplace(1, b), shifted by 1, over the
     intervals of a shift by C; at C = 0 it is not zero.
 
     Args:
-        of: parameters, arrays of shape [].
+        candidates: parameters, arrays of shape [].
         orders: a > 1.
         sensitivity: C >= 0.
 
@@ -26,17 +26,17 @@ def theorem_4_2(of: Columns, orders: npt.ArrayLike, sensitivity: float = 1.0) ->
     """
     a, c = checked_orders(orders), sensitivity
     moments = (
-        a / (2 * a - 1) * np.exp(log_mgf(of, a - 1))
-        + np.exp(log_mgf(of, 1 - c - a)) / 2
-        + np.exp(log_mgf(of, (1 - 2 * c) * a + (c - 1))) / (2 * (1 - 2 * a))
+        a / (2 * a - 1) * np.exp(log_mgf(candidates, a - 1))
+        + np.exp(log_mgf(candidates, 1 - c - a)) / 2
+        + np.exp(log_mgf(candidates, (1 - 2 * c) * a + (c - 1))) / (2 * (1 - 2 * a))
     )
     return np.asarray(np.log(moments) / (a - 1))
 
 
 def equation_1(curve: Array, orders: npt.ArrayLike, delta: float) -> Array:
-    """[orders] the paper's conversion to epsilon at every order, as printed: log((log(1/delta) + eps_a) / a).
+    """[orders] The paper's conversion to epsilon at every order, as printed: log((log(1/delta) + eps_a) / a).
 
-    It is a logarithm of an epsilon, negative for large orders however little noise there is: not a guarantee.
+    This is the logarithm of an epsilon, and is negative at large orders however small the noise: not a guarantee.
 
     Args:
         curve: [orders] Renyi divergences.

@@ -1,24 +1,27 @@
-"""Renyi divergences of LMO noise: as published, for one number, and sound, for a vector with an L2 bound.
+"""Renyi divergences of LMO noise: as published, for a scalar, and sound, for a vector with an L2 bound.
 
-Write u for the random inverse scale, M for its moment generating function, s for how far one record moves a coordinate
-(in units of the clip norm, by which the noise is scaled), and
+Let u be the random inverse scale, M its moment generating function, s the distance by which one record moves a
+coordinate (in units of the clip norm, by which the noise is scaled), and
 
     G(s) = log[(a M((a - 1) s) + (a - 1) M(-a s)) / (2a - 1)] / (a - 1)
 
-for the Renyi divergence of order a between (noise, u) and (noise + s, u). Who sees the noise but not u knows less, so G
-bounds the mechanism's divergence from above, in both directions since the noise is symmetric. That is `published`.
+the Renyi divergence of order a between (noise, u) and (noise + s, u). An observer of the noise but not of u knows less,
+so G is an upper bound on the mechanism's divergence, in both directions since the noise is symmetric. This is
+`published`.
 
-A record moves a vector by (D_1, ..., D_d) with sum D_i^2 <= C^2, and with u drawn for every coordinate divergences
-add up: with g(t) = G(sqrt(t)) the cost is the supremum of sum_i g(D_i^2). With g^ the concave envelope of g on
-[0, C^2], sum_i g(D_i^2) <= sum_i g^(D_i^2) <= d g^(C^2 / d) by Jensen, and d g^(C^2 / d) <= C^2 sup g(t) / t, to which
-it tends as d grows. That is `sound`. It is at least a C^2 E[u^2] / 2, since g(t) = a E[u^2] t / 2 + O(t^1.5).
+A record moves a vector by (D_1, ..., D_d) with sum D_i^2 <= C^2. Since u is drawn for every coordinate, divergences
+add up: with g(t) = G(sqrt(t)), the cost is the supremum of sum_i g(D_i^2). With g^ the concave envelope of g on
+[0, C^2], sum_i g(D_i^2) <= sum_i g^(D_i^2) <= d g^(C^2 / d) by Jensen's inequality, and d g^(C^2 / d) <= C^2 sup g(t) /
+t, its limit for large d. This is `sound`. In that limit it is at least a C^2 E[u^2] / 2, since
+g(t) = a E[u^2] t / 2 + O(t^1.5).
 
-How the envelope is bounded from above on a grid. (1) M is log-convex and sums of log-convex functions are, so G is
+The envelope is bounded from above on a grid. (1) M is log-convex, and so are sums of log-convex functions, so G is
 convex: between two grid points G lies below its chord in s, which is concave in t = s^2 and at most
-(G_2 - G_1) (s_2 - s_1) / (4 (s_1 + s_2)) above its chord in t. Points lifted by this gap have an envelope that g never
-passes. (2) In the first cell log(1 + y) <= y and e^-ax <= e^(a-1)x give g(t) <= a t E[u^2 e^((a-1) s u)] / 2, which
-rises in s, so its value at the cell's end gives a line above g. (3) For every slope, the line of that slope which no
-lifted point passes bounds the envelope, so an inexact minimum over slopes still is a bound.
+(G_2 - G_1) (s_2 - s_1) / (4 (s_1 + s_2)) above its chord in t. Lifting the points by this gap gives an envelope that g
+never exceeds. (2) In the first cell, log(1 + y) <= y and e^-ax <= e^(a-1)x give g(t) <= a t E[u^2 e^((a-1) s u)] / 2,
+where the expectation increases with s, so its value at the end of the cell gives a line above g. (3) For every slope,
+the lowest line of that slope above all lifted points bounds the envelope, so an inexact minimum over slopes is still a
+bound.
 """
 
 from __future__ import annotations
@@ -31,26 +34,27 @@ import numpy.typing as npt
 from fedpriv.accounting.lmo.moments import Array, Columns, domain_end, log_mgf, tilted_moments
 from fedpriv.errors import InputError
 
-# Grid points of the envelope, from where G is a parabola to 1e-5 up to the sensitivity: it is then some 1e-5 too large.
+# Grid points of the envelope, from where G is a parabola to within 1e-5 up to the sensitivity; the result is then about
+# 1e-5 too large.
 POINTS = 4096
 _SMALLEST_STEP = 1e-5
 
 _BISECTIONS = 48
 
-# Below this sensitivity squares leave the range of a float; a larger one never costs less.
+# Below this sensitivity squares would underflow; a larger sensitivity never costs less.
 _SMALLEST_SENSITIVITY = 1e-9
 
-# What rounding may do to a curve, relative: near s = 0 the first-order terms of G cancel.
+# Relative rounding error of a curve: near s = 0 the first-order terms of G cancel.
 _ROUNDING = 1e-9
 
 
-def published(of: Columns, orders: npt.ArrayLike, sensitivity: float = 1.0) -> Array:
-    """[..., orders] Renyi divergence of noise on one number, u revealed; infinite where (a - 1) s leaves M's domain.
+def published(candidates: Columns, orders: npt.ArrayLike, sensitivity: float = 1.0) -> Array:
+    """[..., orders] Renyi divergence of noise on a scalar with u revealed; infinite if (a - 1) s leaves M's domain.
 
-    Guarantee: an upper bound for one real-valued query; equal to it if u is a constant. For a vector it is none.
+    Guarantee: an upper bound for one real-valued query, exact if u is a constant. Not a bound for a vector.
 
     Args:
-        of: parameters, arrays of shape [...].
+        candidates: parameters, arrays of shape [...].
         orders: a > 1, [orders].
         sensitivity: s >= 0, in units of the noise's scale.
 
@@ -61,19 +65,19 @@ def published(of: Columns, orders: npt.ArrayLike, sensitivity: float = 1.0) -> A
     """
     orders = checked_orders(orders)
     _check_sensitivity(sensitivity)
-    return _divergence(of.with_axes(1), orders, np.full(orders.shape, float(sensitivity)))
+    return _divergence(candidates.with_axes(1), orders, np.full(orders.shape, float(sensitivity)))
 
 
 def sound(
-    of: Columns, orders: npt.ArrayLike, *, dimension: float, sensitivity: float = 1.0, points: int = POINTS
+    candidates: Columns, orders: npt.ArrayLike, *, dimension: float, sensitivity: float = 1.0, points: int = POINTS
 ) -> Array:
-    """[..., orders] upper bound of the Renyi divergence of noise on a vector; infinite outside M's domain.
+    """[..., orders] Upper bound on the Renyi divergence of noise on a vector; infinite outside M's domain.
 
-    Guarantee: an upper bound for every query into R^dimension that one record moves by at most `sensitivity` in L2, u
-    and the Laplace variable drawn independently for every coordinate. See the module's text for the proof.
+    Guarantee: an upper bound for every query into R^dimension with L2 sensitivity `sensitivity`, if u and the Laplace
+    variable are drawn independently for every coordinate. See the module docstring for the proof.
 
     Args:
-        of: parameters, arrays of shape [...].
+        candidates: parameters, arrays of shape [...].
         orders: a > 1, [orders].
         dimension: d >= 1; infinity gives the limit.
         sensitivity: C > 0, in units of the noise's scale (the clip norm).
@@ -87,13 +91,13 @@ def sound(
     if not dimension >= 1:
         raise InputError(f"dimension = {dimension}: must be >= 1")
     if dimension == 1 or sensitivity == 0:
-        return published(of, orders, sensitivity)
+        return published(candidates, orders, sensitivity)
     sensitivity = max(sensitivity, _SMALLEST_SENSITIVITY)
-    wide = of.with_axes(1)
+    wide = candidates.with_axes(1)
     inside = (orders - 1) * sensitivity < domain_end(wide)
-    # Outside the domain any finite number will do until the end.
+    # Outside the domain any finite value will do, since it is replaced at the end.
     reach = np.where(inside, sensitivity, 0.5 * domain_end(wide) / (orders - 1))
-    t, y = _lifted(of, orders, np.where(np.isfinite(reach), reach, sensitivity), points)
+    t, y = _lifted(candidates, orders, np.where(np.isfinite(reach), reach, sensitivity), points)
     steepest = (y[..., 1:] / t[..., 1:]).max(axis=-1)
     limit = sensitivity**2 * steepest
     if math.isfinite(dimension):
@@ -101,17 +105,17 @@ def sound(
     return np.where(inside, limit * (1 + _ROUNDING), np.inf)
 
 
-def quadratic_limit(of: Columns, orders: npt.ArrayLike, sensitivity: float = 1.0) -> Array:
-    """[..., orders] a C^2 E[u^2] / 2, which `sound` is never below as the dimension grows."""
+def quadratic_limit(candidates: Columns, orders: npt.ArrayLike, sensitivity: float = 1.0) -> Array:
+    """[..., orders] a C^2 E[u^2] / 2, a lower bound on `sound` in the limit of large dimensions."""
     orders = checked_orders(orders)
-    return np.asarray(orders * sensitivity**2 * tilted_moments(of.with_axes(1), 0.0)[1] / 2)
+    return np.asarray(orders * sensitivity**2 * tilted_moments(candidates.with_axes(1), 0.0)[1] / 2)
 
 
 def checked_orders(orders: npt.ArrayLike) -> Array:
     """The orders as an array.
 
     Raises:
-        InputError: one is not finite and > 1.
+        InputError: an order is not finite and > 1.
     """
     array = np.atleast_1d(np.asarray(orders, dtype=float))
     if bad := [float(order) for order in array if not 1 < order < math.inf]:
@@ -119,13 +123,13 @@ def checked_orders(orders: npt.ArrayLike) -> Array:
     return array
 
 
-def check_domain(of: Columns, order: float, sensitivity: float) -> None:
-    """Refuse an order at which the moments that the curve needs do not exist.
+def check_domain(candidates: Columns, order: float, sensitivity: float) -> None:
+    """Refuse an order for which the moments in the curve do not exist.
 
     Raises:
         InputError: (order - 1) sensitivity is not inside the domain of M.
     """
-    end = float(domain_end(of))
+    end = float(domain_end(candidates))
     if not (order - 1) * sensitivity < end:
         raise InputError(
             f"order = {order:g}: (order - 1) * sensitivity must be < {end:.6g}, where the Gamma or Exponential part "
@@ -138,9 +142,9 @@ def _check_sensitivity(sensitivity: float) -> None:
         raise InputError(f"sensitivity = {sensitivity}: must be finite and >= 0")
 
 
-def _divergence(of: Columns, orders: Array, s: Array) -> Array:
-    """G(s), see the module's text, for arrays that broadcast against each other."""
-    up, down = log_mgf(of, (orders - 1) * s), log_mgf(of, -orders * s)
+def _divergence(candidates: Columns, orders: Array, s: Array) -> Array:
+    """G(s), as in the module docstring, for arrays that broadcast against each other."""
+    up, down = log_mgf(candidates, (orders - 1) * s), log_mgf(candidates, -orders * s)
     with np.errstate(over="ignore"):
         excess = (orders * np.expm1(up) + (orders - 1) * np.expm1(down)) / (2 * orders - 1)
         near = np.log1p(np.maximum(excess, 0.0))
@@ -148,9 +152,9 @@ def _divergence(of: Columns, orders: Array, s: Array) -> Array:
     return np.asarray(np.where(near < 0.5, near, far) / (orders - 1))
 
 
-def _lifted(of: Columns, orders: Array, reach: Array, points: int) -> tuple[Array, Array]:
-    """[..., orders, points] t and heights whose concave envelope g never passes on [0, reach^2]."""
-    wide = of.with_axes(1)
+def _lifted(candidates: Columns, orders: Array, reach: Array, points: int) -> tuple[Array, Array]:
+    """[..., orders, points] t and heights whose concave envelope g never exceeds on [0, reach^2]."""
+    wide = candidates.with_axes(1)
     size = np.sqrt(tilted_moments(wide, 0.0)[1])
     first = np.minimum(reach / 2, _SMALLEST_STEP / (orders * size))
     exponents = np.linspace(0.0, 1.0, points - 1)
@@ -158,7 +162,7 @@ def _lifted(of: Columns, orders: Array, reach: Array, points: int) -> tuple[Arra
         [np.zeros((*first.shape, 1)), first[..., None] * (reach / first)[..., None] ** exponents], axis=-1
     )
     column = orders[:, None]
-    g = _divergence(of.with_axes(2), column, s)
+    g = _divergence(candidates.with_axes(2), column, s)
     gaps = np.diff(g)[..., 1:] * np.diff(s)[..., 1:] / (4 * (s[..., 1:-1] + s[..., 2:]))
     lifted = g.copy()
     lifted[..., 1:-1] += gaps
@@ -170,9 +174,9 @@ def _lifted(of: Columns, orders: Array, reach: Array, points: int) -> tuple[Arra
 
 
 def _envelope(t: Array, y: Array, at: float, steepest: Array) -> Array:
-    """[...] upper bound of the concave envelope of the points [..., points] at one t, by bisection over slopes."""
+    """[...] Upper bound on the concave envelope of the points [..., points] at one t, by bisection over slopes."""
     low, high = np.zeros_like(steepest), steepest
-    best = high * at  # the line of slope `steepest` through 0, which no point passes
+    best = high * at  # the line of slope `steepest` through 0, which lies above all points
     for _ in range(_BISECTIONS):
         slope = (low + high) / 2
         heights = y - slope[..., None] * t
