@@ -23,10 +23,10 @@ INTRODUCTION = """\
 # Integrally private model selection, measured
 
 Algorithm 1 of Varshney and Torra 2023 on Adult (32,561 records) and AI4I 2020 (10,000, without ids and the five
-columns that tell the kind of failure, which leaves the paper's 8 features). 70 % of the records are for training,
-split by class, and preprocessing is fitted on them alone; subsamples of 1000 and 500 come from these. All models
-start from one initialisation and see their batches of 32 in one order. Epsilon is 0.05 by the largest weight
-difference. CPU, torch 2.13, seed 0. What the terms mean: [docs/integral.md](../docs/integral.md).
+columns that reveal the kind of failure, which leaves the paper's 8 features). 70 % of the records are for training,
+split by class, and preprocessing is fitted on them alone; subsamples of 1000 and 500 are drawn from these. All models
+start from the same initialisation and see their batches of 32 in the same order. Epsilon is 0.05 by the largest weight
+difference. CPU, torch 2.13, seed 0. The terms are explained in [docs/integral.md](../docs/integral.md).
 
     python -m simulations.studies.integral select --data FOLDER
     python -m simulations.studies.integral attack --data FOLDER
@@ -35,32 +35,33 @@ difference. CPU, torch 2.13, seed 0. What the terms mean: [docs/integral.md](../
 """
 
 DIFFERENCES = """\
-### Where ours differ from the paper's, and why
+### Where our results differ from the paper's, and why
 
-- **How many models.** The paper has 47 and 19, one less than 48,842 / 1000 and 10,000 / 500: its subsamples come from
-  all records, those of the 30 % test part included. Ours come from the training part, and Adult here has 32,561
-  records. The column `all records` repeats the published way, the test records among the trained ones. The 89
-  recurring models of 47 (Adult, DNN-2) cannot be.
-- **What is not given.** Initialisation, epochs, optimiser, batches, scaling and the kind of F1 are not in the paper;
-  on them recurrence depends more than on anything else, as the table and the plots show. Table 2 calls one
-  column accuracy and F1, which micro-averaged F1 is; ours is macro-averaged, and tells a model that knows one class
-  only.
+- **Number of models.** The paper has 47 and 19, one less than 48,842 / 1000 and 10,000 / 500: its subsamples come from
+  all records, including those of the 30 % test part. Ours come from the training part, and Adult here has 32,561
+  records. The column `all records` repeats the published procedure, which trains on test records too. 89 recurring
+  models out of 47 (Adult, DNN-2) are impossible.
+- **What the paper does not state.** Initialisation, epochs, optimiser, batches, scaling and the kind of F1 are not in
+  the paper; recurrence depends on these more than on anything else, as the table and the plots show. Table 2 has one
+  column for both accuracy and F1, which is correct for micro-averaged F1; ours is macro-averaged, and exposes a model
+  that predicts only one class.
 - **The epoch** of each row is the one at which the mean of the largest cluster is best on *training* records, among
-  those with two models or more in it; ties go to the larger cluster.
-- **Recurrence pulls against accuracy.** Models are within 0.05 because they have hardly left their common start. On
-  AI4I 0.966 is the majority class: of the paper's four accuracies there one is below it and one 0.002 above.
+  the epochs at which that cluster has at least two models; ties go to the larger cluster.
+- **Recurrence and accuracy are in conflict.** Models are within 0.05 because they have hardly left their common start.
+  On AI4I, 0.966 is the accuracy of the majority class: of the paper's four accuracies there, one is below it and one is
+  0.002 above it.
 """
 
 
 ATTACK_READING = """\
-- Plain models tell their members, whether overfitted or hardly trained: without noise, a model is a function of its
-  records, and the intruder knows the rest. So do the models of DP-SGD without its noise.
-- The recommended mean and the mean of *all* overfitted models, none within 0.05 of another, stand alike: what hides a
-  member from this intruder is the averaging with models of records that they do not know, not epsilon. Take these
-  records as known, and the mean tells as much as a plain model.
-- With 10 records a model none of the targets is better than the majority class. With the paper's 1000, where the mean
-  has learnt something, this attack finds nobody, not even by a plain model: some hundreds of guesses at 1000 of 2000
-  records all overlap by about half with the truth. That the mean resists there says nothing for it.
+- Plain models reveal their members, whether overfitted or hardly trained: without noise, a model is a function of its
+  records, and the intruder knows everything else. So do DP-SGD models without noise.
+- The recommended mean resists no better than the mean of *all* overfitted models, no two of which are within 0.05: what
+  hides a member from this intruder is the averaging with models of records that they do not know, not epsilon. If
+  these records are known, the mean reveals as much as a plain model.
+- With 10 records per model, no target is better than the majority class. With the paper's 1000, where the mean has
+  learnt something, this attack finds no members, not even from a plain model: a few hundred guesses at 1000 of 2000
+  records all overlap with the true set by about half. So it says nothing in favour of the mean that it resists there.
 """
 
 
@@ -111,12 +112,12 @@ def _selection_table(selections: Sequence[Line]) -> str:
         row += [f"{count} of {PUBLISHED_MODELS[line['data']]}, {accuracy:.4f}"]
         rows.append(row)
     headers = (
-        "", "training", "", "epoch", "recurrence (k)", "complete linkage", "farthest two", "accuracy of the mean", "F1",
-        "plain model, same epoch", f"plain, {epochs} epochs", "majority", "all records", "paper",
+        "", "training", "", "epoch", "recurrence (k)", "complete linkage", "largest distance", "accuracy of the mean",
+        "F1", "plain model, same epoch", f"plain, {epochs} epochs", "majority", "all records", "paper",
     )  # fmt: skip
     note = (
-        "k counts the models within 0.05 of the *mean*, which a first-member cluster's members need not be. Complete "
-        "linkage: the size of the largest cluster in which every two models are within 0.05. Accuracies are of test "
+        "k counts the models within 0.05 of the *mean*, which members of a first-member cluster need not be. Complete "
+        "linkage: the size of the largest cluster in which any two models are within 0.05. Accuracies are on test "
         "records; `all records` gives recurrence and accuracy at the same epoch."
     )
     return "## Recurrence and accuracy at epsilon 0.05 (Table 2)\n\n" + _table(headers, rows) + "\n\n" + note
@@ -133,9 +134,9 @@ def _private_table(selections: Sequence[Line]) -> str:
             rows.append([line["data"], f"{private['delta']:.1e}", *(f"{value:.3f}" for value in values)])
     return (
         "## DP-SGD on the whole training part, DNN-1\n\n"
-        "300 noisy steps, expected batch 512, learning rate 0.5, clip norm 1; epsilon by pld for one record added or "
-        "removed. It is another promise than integral privacy: the two epsilons share nothing but their name.\n\n"
-        + _table(("", "delta", "epsilon", "noise multiplier", "test accuracy", "F1", "loss"), rows)
+        "300 noisy steps, expected batch size 512, learning rate 0.5, clip norm 1; epsilon by pld under add-or-remove "
+        "adjacency. This is a different guarantee from integral privacy: the two epsilons have nothing in common but "
+        "their name.\n\n" + _table(("", "delta", "epsilon", "noise multiplier", "test accuracy", "F1", "loss"), rows)
     )
 
 
@@ -144,8 +145,8 @@ def _attack_tables(attacks: Sequence[Line]) -> str:
         "## The model comparison attack (section 2)\n\n"
         "Adult, DNN-1. The intruder knows the initial weights, the order of batches and, for each of "
         f"{attacks[0]['game']['num_trials']} targets, {2 * attacks[0]['game']['size']} candidates, half of which were "
-        f"used; trains on {attacks[0]['game']['num_subsamples']} guesses; and takes for members what the best "
-        f"{attacks[0]['game']['num_best']} share. Chance is 0.5. Intervals: Student's, 95 %, over targets."
+        f"used. They train on {attacks[0]['game']['num_subsamples']} guesses and classify as members the records that "
+        f"the best {attacks[0]['game']['num_best']} share. Chance is 0.5. Intervals: Student's t, 95 %, over targets."
     ]
     parts += [f"Compared by `{line['comparison']}`:\n\n" + _target_table(line["rows"]) for line in attacks]
     return "\n\n".join(parts)
@@ -191,7 +192,7 @@ def _plots(folder: Path, selections: Sequence[Line]) -> str:
         "integral-f1.png": (
             _curves(selections, "train", "f1", "F1, training records"),
             "F1 on training records (Figure 3): the models of the table's cluster (light) and their mean (dark), "
-            "followed over all epochs, whether or not they are near each other by then.",
+            "followed over all epochs, whether or not they are close to each other by then.",
         ),
         "integral-loss.png": (
             _curves(selections, "train", "loss", "loss, training records"),
@@ -203,7 +204,7 @@ def _plots(folder: Path, selections: Sequence[Line]) -> str:
             "(filled) and test records (hollow), and the plain model on both (solid, dashed).",
         ),
     }
-    lines = [f"## Plots\n\nOf the training way `{selections[0]['way']}`.\n"]
+    lines = [f"## Plots\n\nFor the training setting `{selections[0]['way']}`.\n"]
     for name, (figure, title) in figures.items():
         figure.savefig(folder / name, dpi=110, metadata={"Software": None})
         lines.append(f"{title}\n\n![{title}]({name})\n")

@@ -50,7 +50,7 @@ def main() -> None:
     paths = arguments.run.glob("variants/*/variant.json")
     described = {path.parent.name: json.loads(path.read_text()) for path in paths}
     wrong: list[str] = []
-    print("| store | targets | C.R. in bytes % | validations | largest drop | epsilon, largest rise | by basic |")
+    print("| store | targets | C.R. in bytes % | validations | largest drop | largest rise of epsilon | by basic |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for path in arguments.stores:
         with Store(path, read_only=True) as store:

@@ -72,12 +72,13 @@ def _local(lines: Sequence[Line]) -> str:
     return f"""## The correct engine, seen by the server (local view)
 
 `{COMMAND} local` ({len(found)} runs, {seconds:.0f} s). Gradient canaries along orthogonal coordinates, scaled to the
-clip norm, in the data of five clients with N_k = 1000, through `training.stacked` as it is (Poisson sample, per-sample
-gradients, clipping, noise, step, upload); matched scores. Medians over the seeds of the lower bounds: *one run*
-(Steinke et al. 2023) with the number of guesses fixed on pilots of the ideal attacker; *ideal*, an attacker who sees
-each canary alone under exactly the claimed noise, on other coins, with as many guesses; *searched*, the best of the
-ladder of numbers of guesses, each paid for; *f-DP* (Mahloujifar et al. 2024) against the schedule's whole privacy
-curve, with its own number of guesses, as the epsilon of the last noise level rejected (a grid of {FAMILY}).
+clip norm, in the data of five clients with N_k = 1000, through the unchanged `training.stacked` (Poisson sample,
+per-sample gradients, clipping, noise, step, upload); matched scores. Medians over seeds of the lower bounds: *one run*
+(Steinke et al. 2023) with the number of guesses fixed on pilot runs of the ideal attacker; *ideal*, an attacker who
+sees each canary separately under exactly the claimed noise, with other coins and the same number of guesses;
+*searched*, the best number of guesses on the ladder, each paid for; *f-DP* (Mahloujifar et al. 2024) against the
+schedule's whole privacy profile, with its own number of guesses, as the epsilon of the last noise level rejected (a
+grid of {FAMILY}).
 
 {_table(header, rows)}"""
 
@@ -95,9 +96,9 @@ def _views(lines: Sequence[Line]) -> str:
     header = ["schedule", "claim local", "found", "claim rho", "found", "claim aggregate", "found", "seeds"]
     return f"""## The three views on one schedule
 
-`{COMMAND} views`. 4000 canaries of five clients on coordinates of their own in 4096 dimensions, at a local claim of 4.
+`{COMMAND} views`. 4000 canaries of five clients, each along its own coordinate of 4096, at a local claim of 4.
 `rho` is another claim about the observer of `local`; the observer of `aggregate` sees only the sum of the five uploads.
-Medians of the one-run bound, numbers of guesses fixed on pilots.
+Medians of the one-run bound, with numbers of guesses fixed on pilot runs.
 
 {_table(header, rows)}"""
 
@@ -125,7 +126,7 @@ def _clients(lines: Sequence[Line]) -> str:
     header = ["claim", "clients", "guesses", "one run", "ideal", "largest", "above the claim"]
     return f"""## Client-level: noise on the upload
 
-`{COMMAND} clients`. One round; every client is a canary whose whole data are one record or the opposite one.
+`{COMMAND} clients`. One round; every client is a canary, whose data set is a single record or the opposite one.
 
 {_table(header, rows)}"""
 
@@ -150,10 +151,10 @@ def _broken(lines: Sequence[Line]) -> str:
     header += ["median (limit)"]
     return f"""## Deliberately broken mechanisms
 
-`{COMMAND} broken` (or `python -m tests.audit.self_check`; the tests hold all to 19 of 20). The audit flags a lower
-bound above the claim; noise scale, repeated noise and batch sizes flag a p-value below the limit; influence is flagged
-above the limit, in units of the claimed sensitivity. Under LMO nothing of the mechanism is broken but its accounting:
-the correct one is the same noise under `sound`.
+`{COMMAND} broken` (or `python -m tests.audit.self_check`; the tests require 19 of 20 for each). The audit flags a
+lower bound above the claim; noise scale, repeated noise and batch sizes flag a p-value below the limit; influence is
+flagged above the limit, in units of the claimed sensitivity. Under LMO only the accounting is broken, not the
+mechanism: the correct one is the same noise under `sound`.
 
 {_table(header, rows)}"""
 
@@ -182,14 +183,14 @@ def _coverage(lines: Sequence[Line]) -> str:
     sizes = graded[0]["num_sizes"] if graded else 0
     return f"""## How often the bounds are wrong
 
-`{COMMAND} coverage`: the share of 2,000 trials in which the 95 % bound exceeds the truth; 5 % are allowed, within a
-binomial error of 0.5 points. Under an exactly epsilon-DP mechanism, and under exactly Gaussian noise for the f-DP
-bound:
+`{COMMAND} coverage`: the share of 2,000 trials in which the 95 % bound exceeds the true value; 5 % are allowed, with a
+binomial standard error of 0.5 points. Under an exactly epsilon-DP mechanism, and under exactly Gaussian noise for the
+f-DP bound:
 
 {_table(["mechanism", "epsilon", "canaries", "above"], rows)}
 
-Graded scores (randomised response, each answer with a size that tells nothing), and the number of guesses fixed, the
-best of {sizes} taken as if it had been fixed, or the best of {sizes} with each paid for:
+Graded scores (randomised response, where each answer has a magnitude without information), with the number of guesses
+fixed, the best of {sizes} treated as if it had been fixed, or the best of {sizes} with each paid for:
 
 {_table(["epsilon", "canaries", "fixed", "best, unpaid", "best, paid"], others)}"""
 
@@ -205,7 +206,7 @@ def _membership(lines: Sequence[Line]) -> str:
             auc = "{:.3f} [{:.3f}, {:.3f}]".format(*attack["auc"])
             claim = "infinite" if line["epsilon"] is None else f"{line['epsilon']:.2f}"
             rows.append([line["condition"], claim, name, auc, *rates])
-    header = ["run", "epsilon", "attack", "AUC", "found at 0.1 % false alarms", "at 1 %"]
+    header = ["run", "epsilon", "attack", "AUC", "true positives at 0.1 % false positives", "at 1 %"]
     losses = "; ".join(
         f"{line['condition']}: {line['loss_members']:.3f} and {line['loss_others']:.3f}" for line in found
     )
@@ -213,9 +214,10 @@ def _membership(lines: Sequence[Line]) -> str:
     return f"""## Membership inference on records of the embedded corpus
 
 `{COMMAND} membership` ({sum(line["seconds"] for line in found):.0f} s). MiniLM with LoRA in its last layer and a
-head, 3 clients of 150 records each, every one in with probability 1/2 ({found[0]["num_members"]} members,
-{found[0]["num_others"]} others, too few for a false alarm rate of 0.1 %: there none may pass), trained for 60 steps;
-8 shadow runs of the stacked engine on the same pool, side by side. Mean loss of members and of others, {losses}.
+head, 3 clients with a pool of 150 records each, every record included with probability 1/2
+({found[0]["num_members"]} members and {found[0]["num_others"]} non-members, which are too few for a false positive
+rate of 0.1 %, so none may pass there), trained for 60 steps; 8 shadow runs of the stacked engine on the same pool, in
+parallel. Mean loss of members and of non-members, {losses}.
 
 {_table(header, rows)}
 
@@ -236,11 +238,11 @@ def _full_model(lines: Sequence[Line]) -> str:
         ]
         for line in found
     ]
-    header = ["run", "largest epsilon", "right guesses", "lower bound", "test accuracy"]
+    header = ["run", "largest epsilon", "correct guesses", "lower bound", "test accuracy"]
     return f"""## One run of the real model, black-box
 
 `{COMMAND} full-model` ({sum(line["seconds"] for line in found):.0f} s). The default model (MiniLM, LoRA in its last
 layer) on the embedded corpus, {found[0]["num_canaries"]} canaries of random tokens with random labels among the five
-hospitals' records; score: by how far a canary's loss fell from the initial to the final model.
+hospitals' records; the score is a canary's drop in loss from the initial to the final model.
 
 {_table(header, rows)}"""

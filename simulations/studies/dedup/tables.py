@@ -59,10 +59,10 @@ def study(models: Sequence[Line], runs: Sequence[Line]) -> str:
 
 
 def _closing(models: Sequence[Line], runs: Sequence[Line], checked: Line) -> str:
-    """What the second look found, and what the study took."""
+    """The result of the independent check, and the running times."""
     found = (
         "{stores} stores, {violations} violations; of {private_targets} targets that were validated privately, "
-        "{private_beyond} are beyond their utility bound, which private validation keeps up to its noise only.".format(
+        "{private_beyond} exceed their utility bound, which private validation guarantees only up to its noise.".format(
             **checked
         )
         if checked
@@ -70,12 +70,12 @@ def _closing(models: Sequence[Line], runs: Sequence[Line], checked: Line) -> str
     )
     seconds = sum(model["seconds"] for model in models), sum(run["seconds"] for run in runs)
     return (
-        "### The second look, and what all of it took\n\n"
-        "`check` puts every variant together from the store's rows, holds each block against those of the target and "
-        "its bases, counts correct answers in a loop of its own, and composes the uploads named in the descriptions by "
+        "### Independent check, and running times\n\n"
+        "`check` reassembles every variant from the store's rows, compares each block with those of the target and its "
+        "bases, counts correct answers in a loop of its own, and composes the uploads named in the descriptions by "
         f"dp-accounting's `PLDAccountant`. {found}\n\n"
-        f"Training {len(models)} models took {seconds[0]:.0f} s, the {len(runs)} cells {seconds[1]:.0f} s, one thread "
-        "each and one to three processes at a time on 2 virtual cores that others used too."
+        f"Training {len(models)} models took {seconds[0]:.0f} s and the {len(runs)} cells {seconds[1]:.0f} s, with one "
+        "thread each, and one to three processes at a time on 2 shared virtual cores."
     )
 
 
@@ -85,25 +85,25 @@ def _introduction() -> str:
 ```
 python -m simulations.studies.dedup train     # the models, and a folder of variants for each scenario
 python -m simulations.studies.dedup run       # every cell of the tables below
-python -m simulations.studies.dedup check     # a second look at every store, by other means
+python -m simulations.studies.dedup check     # an independent check of every store
 python -m simulations.studies.dedup tables    # this part of the page
 ```
 
 Scikit-learn's digits (8x8 pixels), split once: 200 public records, 550 and 200 to train on, 600 to validate, 247 to
 test. A vision transformer (three layers of width 64, patches of 4x4, 102,538 weights, blocks of 128) and a perceptron
 (two hidden layers of 192, 51,466 weights, blocks of 64). All weights are trained by DP-SGD (40 steps, Poisson sampling
-of 0.4 of the records, clip norm 1, mean of the last 20 iterates), each model on its own from one start that saw public
-records only. delta is {DELTA:g}. Sampling and noise are **seeded**, so that the study can be repeated: the records are
-public, nobody is protected. Shapes, learning rates and public steps were chosen by validation accuracy among some forty
-settings, before any deduplication; one training seed, so differences of a few points between neighbouring rows mean
-little.
+of 0.4 of the records, clip norm 1, mean of the last 20 iterates), each model separately from one start that was
+trained on public records only. delta is {DELTA:g}. Sampling and noise are **seeded**, so that the study can be
+repeated; the records are public, so nobody needs protection. Architectures, learning rates and public steps were
+chosen by validation accuracy among about forty settings, before any deduplication. There is one training seed, so
+differences of a few points between neighbouring rows mean little.
 
-The shapes are the paper's (Guan et al. 2025, Table 1). Its data sets have 60,000 records and more; in A2 and A3, whose
-data are the fewest here, all epsilons and epsilon bounds are five times the paper's. C.R. is the paper's compression
-ratio: distinct blocks after over before, base included (section 5.1.3). C.R. in bytes is what the store's files take,
-manifests, hashes and biases included, over the models' tensors (`Store.compression_ratio`); models of half a megabyte
-feel what their manifests take. Smaller is better, and 1 / models is the least possible. One validation record is
-0.0017 of accuracy."""
+The scenarios are the paper's (Guan et al. 2025, Table 1). Its data sets have 60,000 records and more; in A2 and A3,
+which have the smallest data sets here, all epsilons and epsilon bounds are five times the paper's. C.R. is the paper's
+compression ratio: the number of distinct blocks after deduplication over that before, base included (section 5.1.3).
+C.R. in bytes is the size of the store's files, including manifests, hashes and biases, over that of the models'
+tensors (`Store.compression_ratio`); for models of half a megabyte the size of the manifests matters. Smaller is
+better, and 1 / models is the least possible. One validation record is 0.0017 of accuracy."""
 
 
 def _scenarios(here: Sequence[Scenario], known: Mapping[str, Line]) -> str:
@@ -133,10 +133,10 @@ def _scenarios(here: Sequence[Scenario], known: Mapping[str, Line]) -> str:
     return (
         "### Scenarios (Table 1)\n\n"
         + _table(headers, rows)
-        + "\n\nA2's base is A3's first model, of another task and other records. "
-        "`mirrored` is the second task: digits seen from behind. "
-        f"Less accurate than their public start are {', '.join(below)} models: noise and so few records cost them more "
-        "than they brought. Deduplication is shown on them all the same."
+        + "\n\nA2's base is A3's first model, trained on another task and other records. "
+        "`mirrored` is the second task: mirror images of the digits. "
+        f"Models less accurate than their public start: {', '.join(below)}. For these, noise cost more than so few "
+        "records brought. Deduplication is applied to them in the same way."
     )
 
 
@@ -152,11 +152,11 @@ def _algorithms(here: Sequence[Scenario], runs: Sequence[Line]) -> str:
         "### Search algorithms on public validation (Table 2)\n\n"
         "C.R. % (in bytes %), number of validations, largest accuracy drop on the validation records.\n\n"
         + _table(("", *(scenario.name for scenario in here)), rows)
-        + "\n\n`-20` and `-30` are blocks a validation; `drd` and `dred` leave ranges of fewer than 30. "
-        "`all or nothing` replaces a whole model by its base or leaves it: where its C.R. is 100, no model was one too "
-        f"many. `mcts-20` ends after {MCTS_ITERATIONS} iterations. `mistique-20` takes weights for the same that round "
-        f"to the same multiple of {MINHASH_STEP:g} standard deviations of a model's "
-        "weights; by 0.02 and 0.1 of them, tried first, hardly any two blocks of A1 and B1 were similar."
+        + "\n\n`-20` and `-30` are blocks per validation; `drd` and `dred` skip ranges of fewer than 30 blocks. "
+        "`all or nothing` replaces a whole model by its base or leaves it as it is; a C.R. of 100 means that no model "
+        f"could be replaced. `mcts-20` ends after {MCTS_ITERATIONS} iterations. `mistique-20` treats weights as equal "
+        f"that round to the same multiple of {MINHASH_STEP:g} standard deviations of a model's weights; with 0.02 and "
+        "0.1, tried first, hardly any two blocks of A1 and B1 were similar."
     )
 
 
@@ -175,12 +175,13 @@ def _claim(here: Sequence[Scenario], runs: Sequence[Line]) -> str:
                         (scenario.name, f"`{name}`", f"{few[0]} / {few[1]}", f"{points:+.1f}", met, f"{kept:.0%}")
                     )
     headers = (
-        "", "", "validations, its / `greedy-20`'s", "C.R., points more", "met", "blocks that `greedy-20` leaves",
+        "", "", "validations / `greedy-20`'s", "C.R., difference in points", "met", "blocks that `greedy-20` keeps",
     )  # fmt: skip
     return (
         "### The claim: fewer validations than `greedy-20`, at a C.R. at most 5 points worse\n\n"
         + _table(headers, rows)
-        + "\n\nThe more blocks must stay, the more often a range fails and is halved, and each failure is a validation."
+        + "\n\nThe more blocks must be kept, the more often a range fails and is halved, and each failure costs a "
+        "validation."
     )
 
 
@@ -197,9 +198,9 @@ def _unseen(here: Sequence[Scenario], runs: Sequence[Line]) -> str:
         rows.append(row)
     return (
         "### The drop on records that the search never saw\n\n"
-        "Mean drop of the targets on the 600 validation records and on the 247 test records (one is 0.0040), and how "
-        "many targets are beyond their bound on the latter. The bound is promised for the validation records only.\n\n"
-        + _table(("", *(scenario.name for scenario in here)), rows)
+        "Mean drop of the targets on the 600 validation records and on the 247 test records (one record is 0.0040), "
+        "and how many targets exceed their bound on the latter. The bound is guaranteed for the validation records "
+        "only.\n\n" + _table(("", *(scenario.name for scenario in here)), rows)
     )
 
 
@@ -213,10 +214,10 @@ def _private(here: Sequence[Scenario], runs: Sequence[Line]) -> str:
     epsilons = ", ".join(f"{scenario.name} {scenario.validation_epsilon:g}" for scenario in here)
     return (
         "### Private validation by the Sparse Vector Technique (Table 3)\n\n"
-        f"C.R. %, number of validations (means over {SVT_SEEDS} seeds of the noise), largest drop of all, and for how "
-        "many targets the utility bound really held. Cut-off 3, 600 records, one run's epsilon: "
-        f"{epsilons}; so every target stays within its epsilon bound. Weights are weighed by the 200 public records, "
-        "at no cost.\n\n" + _table(("", *(scenario.name for scenario in here)), rows)
+        f"C.R. %, number of validations (means over {SVT_SEEDS} seeds of the noise), largest drop of all, and number "
+        "of targets for which the utility bound really held. Cut-off 3, 600 records, epsilon of one run: "
+        f"{epsilons}; with these, every target stays within its epsilon bound. Saliency is measured on the 200 public "
+        "records, at no cost.\n\n" + _table(("", *(scenario.name for scenario in here)), rows)
     )
 
 
@@ -288,9 +289,9 @@ def _thresholds(here: Sequence[Scenario], runs: Sequence[Line]) -> str:
             ("", *(f"{100 * threshold:.1f} points" for threshold in THRESHOLDS), "own bound, order of utilities kept"),
             rows,
         )
-        + "\n\nThe last column: accuracy may fall no lower than that of the next less accurate variant on the same "
-        "data, the library's fairness rule. Everywhere else, as in the paper's experiments, all variants of a scenario "
-        "state one utility, so that only the bound limits the drop."
+        + "\n\nIn the last column, accuracy may not fall below that of the next less accurate variant on the same "
+        "data, which is the library's fairness rule. Everywhere else, as in the paper's experiments, all variants of "
+        "a scenario declare the same utility, so that only the bound limits the drop."
     )
 
 
@@ -311,7 +312,7 @@ def _bases(here: Sequence[Scenario], runs: Sequence[Line]) -> str:
     return (
         "### Base selection, `dred`, epsilon bounds relaxed to the sum of the first three epsilons (Figure 6)\n\n"
         + _table(
-            ("", "strategy", "bound", "targets", "C.R. %", "validations", "largest drop", "epsilons rose by, in all"),
+            ("", "strategy", "bound", "targets", "C.R. %", "validations", "largest drop", "total rise of epsilons"),
             rows,
         )
     )
@@ -330,8 +331,9 @@ def _epsilons(here: Sequence[Scenario], runs: Sequence[Line]) -> str:
     return (
         f"### What deduplicated variants cost, `drd`, by each composition at delta {DELTA:g}\n\n"
         + _table(("", "epsilon before", "`basic`", "`accountant`", "`provenance`", "own bound"), rows)
-        + "\n\nThe models were trained apart and share no release, so here `provenance` is `accountant`. By `basic`, "
-        f"which shares one delta among the models, {num_beyond} of {len(rows)} targets would be beyond their bounds."
+        + "\n\nThe models were trained separately and share no release, so here `provenance` equals `accountant`. By "
+        f"`basic`, which splits one delta among the models, {num_beyond} of {len(rows)} targets would exceed their "
+        "bounds."
     )
 
 
