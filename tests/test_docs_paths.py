@@ -1,0 +1,67 @@
+"""Every path, link and module that the documentation names exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("results/*.md"))]
+PACKAGES = "fedpriv|clients|server|simulations|tests"
+
+# Files that a run writes, such as clients.csv or server.key, look like modules.
+OUTPUT = ("csv", "json", "key", "sqlite", "toml", "yaml")
+
+
+def named_paths(text: str) -> set[str]:
+    """Repository paths that a page names, such as fedpriv/errors.py or docs/, without globs and run output."""
+    sources = re.findall(rf"(?<![\w./-])(?:{PACKAGES}|docs)/[\w./*<>{{}}-]*", text)
+    pages = re.findall(r"(?<![\w./-])results/[\w.-]+\.(?:md|png)\b", text)
+    return {path.rstrip(".") for path in (*sources, *pages) if not re.search(r"[*<>{}]", path)}
+
+
+def named_modules(text: str) -> set[str]:
+    """Dotted names of this repository that a page names, such as fedpriv.dedup.pipeline.Evaluator."""
+    names = re.findall(rf"(?<![\w./-])(?:{PACKAGES})(?:\.[A-Za-z_]\w*)+(?![\w/])", text)
+    return {name for name in names if not name.endswith(OUTPUT)}
+
+
+def resolves(dotted: str) -> bool:
+    """Whether a dotted name is a package, a module, or a name that occurs in one."""
+    path, parts = ROOT, dotted.split(".")
+    while parts and (path / parts[0]).is_dir():
+        path /= parts.pop(0)
+    if parts and (path / f"{parts[0]}.py").is_file():
+        path /= f"{parts.pop(0)}.py"
+    source = path / "__init__.py" if path.is_dir() else path
+    return not parts or (source.is_file() and re.search(rf"\b{parts[0]}\b", source.read_text()) is not None)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_path_that_a_page_names_exists(page: Path) -> None:
+    missing = sorted(path for path in named_paths(page.read_text()) if not (ROOT / path).exists())
+    assert not missing, f"{page.name} names {missing}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_relative_link_of_a_page_leads_to_a_file(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    local = [target.split("#")[0] for target in targets if not target.startswith(("http:", "https:", "#", "mailto:"))]
+    missing = sorted(target for target in local if not (page.parent / target).exists())
+    assert not missing, f"{page.name} links to {missing}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_module_that_a_page_names_exists(page: Path) -> None:
+    missing = sorted(name for name in named_modules(page.read_text()) if not resolves(name))
+    assert not missing, f"{page.name} names {missing}"
+
+
+def test_a_wrong_path_or_module_would_be_found() -> None:
+    assert named_paths("see `fedpriv/no_such.py`.") == {"fedpriv/no_such.py"}
+    assert named_modules("call `fedpriv.errors.InputError` of") == {"fedpriv.errors.InputError"}
+    assert resolves("fedpriv.errors.InputError")
+    assert not resolves("fedpriv.errors.NoSuchError")
+    assert not resolves("fedpriv.no_such.thing")
