@@ -15,10 +15,11 @@ from fedpriv.accounting.law import Accountant
 from fedpriv.dedup.algorithms import Positions, algorithm
 from fedpriv.dedup.algorithms.mistique import minhash_similarity
 from fedpriv.dedup.base_selection import Assignment, Selection
+from fedpriv.dedup.block_saliency import by_block
 from fedpriv.dedup.blocks import Layout, layout_of
 from fedpriv.dedup.distance import nearest
 from fedpriv.dedup.planning import Settings, cost_of, plan
-from fedpriv.dedup.saliency import Saliency, by_block
+from fedpriv.dedup.saliency import Saliency
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.validation import PrivateRecords, PrivateValidation, PublicValidator, allowed_drop
 from fedpriv.dedup.variants import Described
