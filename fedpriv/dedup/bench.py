@@ -227,7 +227,7 @@ def _prepared(
         return setting, {name: _digest(store.restore(name)) for name in store.names}
 
 
-class _Plain:
+class _PlainArm:
     """The plain files, loaded into the workload's model."""
 
     def __init__(self, setting: _Setting) -> None:
@@ -244,7 +244,7 @@ class _Plain:
         return self._files.misses, self._files.bytes_read
 
 
-class _Shared:
+class _StoreArm:
     """A registry that loads into the workload's model."""
 
     def __init__(self, store: Store, memory_bytes: int, setting: _Setting) -> None:
@@ -267,21 +267,21 @@ def _warm(setting: _Setting, in_files: Mapping[str, str], stored: Mapping[str, s
         _check_loads(loader, setting.queries, expected)
         return _timed(loader, setting)
 
-    plain = arm(_Plain(setting), in_files)
+    plain = arm(_PlainArm(setting), in_files)
     with Store(setting.store, read_only=True) as store:
-        return Comparison(plain=plain, store=arm(_Shared(store, setting.memory_bytes, setting), stored))
+        return Comparison(plain=plain, store=arm(_StoreArm(store, setting.memory_bytes, setting), stored))
 
 
 def _cold(setting: _Setting) -> tuple[Comparison, bool]:
     """Both arms with an empty page cache, and whether it was verified to be empty."""
     dropped = []
-    plain = _timed(_Plain(setting), setting, lambda name: dropped.append(drop([setting.files[name]])))
+    plain = _timed(_PlainArm(setting), setting, lambda name: dropped.append(drop([setting.files[name]])))
     dropped.append(drop(_files_of(setting.store)))
     started = perf_counter()
     with Store(setting.store, read_only=True) as store:
         remaining_bytes = setting.memory_bytes - store.bytes_stored
         fits = remaining_bytes >= max(_sizes(store))
-        shared = _Shared(store, remaining_bytes if fits else setting.memory_bytes, setting)
+        shared = _StoreArm(store, remaining_bytes if fits else setting.memory_bytes, setting)
         opening = perf_counter() - started
 
         def before(_name: str) -> None:

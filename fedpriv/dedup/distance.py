@@ -66,7 +66,10 @@ def nearest(
     if len(base_blocks) == 0:
         raise ValueError("base_blocks: must hold at least one block")
     size = _tile_size(target_blocks.shape[1], memory_bytes)
-    targets, bases = _Side(target_blocks, _squares(target_blocks)), _Side(base_blocks, _squares(base_blocks))
+    targets, bases = (
+        _Normed(target_blocks, _squares(target_blocks)),
+        _Normed(base_blocks, _squares(base_blocks)),
+    )
     best = _initial_best(target_blocks, base_blocks, metric)
     compare = _compare_sums if metric == "l1" else _compare_products
     for rows in _tiles(len(target_blocks), size):
@@ -118,25 +121,25 @@ def _metric(name: str) -> Callable[[Vector, Vector], float]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Side:
+class _Normed:
     """Blocks [n, d] and their squared norms, float64 [n]."""
 
     blocks: Blocks
     squares: Vector
 
-    def part(self, rows: slice) -> _Side:
-        return _Side(self.blocks[rows], self.squares[rows])
+    def part(self, rows: slice) -> _Normed:
+        return _Normed(self.blocks[rows], self.squares[rows])
 
 
 @dataclass(frozen=True, eq=False)
-class _Best:
+class _Nearest:
     """The nearest base block found so far for each target, and its distance; updated in place."""
 
     indices: npt.NDArray[np.int64]
     distances: Vector
 
-    def part(self, rows: slice) -> _Best:
-        return _Best(self.indices[rows], self.distances[rows])
+    def part(self, rows: slice) -> _Nearest:
+        return _Nearest(self.indices[rows], self.distances[rows])
 
 
 def _squares(blocks: Blocks) -> Vector:
@@ -148,16 +151,16 @@ def _squares(blocks: Blocks) -> Vector:
     return squares
 
 
-def _initial_best(targets: Blocks, bases: Blocks, metric: str) -> _Best:
+def _initial_best(targets: Blocks, bases: Blocks, metric: str) -> _Nearest:
     """Start of the search: in models of common origin, nearest blocks are mostly at the same position."""
-    best = _Best(np.zeros(len(targets), dtype=np.int64), np.full(len(targets), np.inf))
+    best = _Nearest(np.zeros(len(targets), dtype=np.int64), np.full(len(targets), np.inf))
     if metric != "l1":
         num = min(len(targets), len(bases))
         best.indices[:num], best.distances[:num] = np.arange(num), aligned(targets[:num], bases[:num], metric)
     return best
 
 
-def _compare_sums(targets: _Side, bases: _Side, first: int, best: _Best, metric: str) -> None:
+def _compare_sums(targets: _Normed, bases: _Normed, first: int, best: _Nearest, metric: str) -> None:
     """Update the best match of a tile's targets for l1, by float64 sums."""
     values = np.zeros((len(targets.blocks), len(bases.blocks)))
     for columns in _tiles(targets.blocks.shape[1], _CHUNK):
@@ -169,7 +172,7 @@ def _compare_sums(targets: _Side, bases: _Side, first: int, best: _Best, metric:
     best.distances[better] = distances[better]
 
 
-def _compare_products(targets: _Side, bases: _Side, first: int, best: _Best, metric: str) -> None:
+def _compare_products(targets: _Normed, bases: _Normed, first: int, best: _Nearest, metric: str) -> None:
     """Update the best match of a tile's targets, exactly, among the bases that the bounds do not exclude."""
     exact = METRICS[metric]
     candidates = _candidates_by_prefix(targets, bases, best.distances) if metric == "l2" else None
@@ -186,12 +189,12 @@ def _compare_products(targets: _Side, bases: _Side, first: int, best: _Best, met
                 best.indices[row], best.distances[row] = first + index, distance
 
 
-def _candidates_by_prefix(targets: _Side, bases: _Side, distances: Vector) -> npt.NDArray[np.bool_] | None:
+def _candidates_by_prefix(targets: _Normed, bases: _Normed, distances: Vector) -> npt.NDArray[np.bool_] | None:
     """The candidates by the first values alone, whose l2 distance is a lower bound; None if they leave too many."""
     target_prefix, base_prefix = targets.blocks[:, :_CHUNK], bases.blocks[:, :_CHUNK]
     near = _candidates(
-        _Side(target_prefix, _squares(target_prefix)),
-        _Side(base_prefix, _squares(base_prefix)),
+        _Normed(target_prefix, _squares(target_prefix)),
+        _Normed(base_prefix, _squares(base_prefix)),
         distances,
         "l2",
         prefix=True,
@@ -200,7 +203,7 @@ def _candidates_by_prefix(targets: _Side, bases: _Side, distances: Vector) -> np
 
 
 def _candidates(
-    targets: _Side, bases: _Side, distances: Vector, metric: str, prefix: bool = False
+    targets: _Normed, bases: _Normed, distances: Vector, metric: str, prefix: bool = False
 ) -> npt.NDArray[np.bool_]:
     """Which bases may be as near as the best so far and as any other in the tile, [targets, bases].
 

@@ -96,7 +96,7 @@ def read(path: Path, sha256: str) -> bytes:
         raise ValueError(f"{name} is missing")
     content = path.read_bytes()
     if hashlib.sha256(content).hexdigest() != sha256:
-        raise ValueError(f"{name} is damaged: its SHA-256 is another")
+        raise ValueError(f"{name} is damaged: its SHA-256 does not match")
     return content
 
 

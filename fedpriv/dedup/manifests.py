@@ -104,7 +104,7 @@ class Index:
         except (ValueError, TypeError, KeyError, AttributeError):
             raise ValueError("damaged: not the JSON of an index") from None
         if content != _sealed({"version": version, **values}):
-            raise ValueError("damaged: its SHA-256 is another")
+            raise ValueError("damaged: its SHA-256 does not match")
         if version != VERSION:
             raise ValueError(f"version {version}: this fedpriv reads version {VERSION}")
         return cls(**{**values, "models": {name: Files(**files) for name, files in values["models"].items()}})

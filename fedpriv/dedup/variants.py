@@ -101,7 +101,7 @@ def read_tensors(folder: Path) -> dict[str, NDArray[Any]]:
     """
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
-        raise InputError(f"{folder}: holds {len(files)} safetensors files; a variant is one")
+        raise InputError(f"{folder}: holds {len(files)} safetensors files; a variant has exactly one")
     try:
         return {name: np.asarray(tensor) for name, tensor in safetensors.numpy.load_file(files[0]).items()}
     except (OSError, ValueError, safetensors.SafetensorError) as error:

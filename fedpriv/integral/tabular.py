@@ -96,7 +96,7 @@ def prepare(
     train, test = _split(labels, classes, test_fraction, seed)
     columns = [name for name in frame.columns if name != target and name not in drop]
     train_part, test_part = labelled[columns].iloc[train], labelled[columns].iloc[test]
-    numeric, categorical, left_out = _kinds(train_part)
+    numeric, categorical, left_out = _column_kinds(train_part)
     if not numeric and not categorical:
         raise InputError(f"target = {target!r}: no other column holds anything to learn from; left out: {left_out}")
     preprocessing = _preprocessing(numeric, categorical, scaling)
@@ -152,7 +152,7 @@ def _split(
     return np.sort(train), np.sort(test)
 
 
-def _kinds(train: pd.DataFrame) -> tuple[list[str], list[str], dict[str, str]]:
+def _column_kinds(train: pd.DataFrame) -> tuple[list[str], list[str], dict[str, str]]:
     """Numeric columns, categorical columns, and those left out, with the reason; by the training part.
 
     An infinite number counts as missing and does not make its column categorical.

@@ -11,8 +11,8 @@ so G is an upper bound on the mechanism's divergence, in both directions since t
 
 A record moves a vector by (D_1, ..., D_d) with sum D_i^2 <= C^2. Since u is drawn for every coordinate, divergences
 add up: with g(t) = G(sqrt(t)), the cost is the supremum of sum_i g(D_i^2). With g^ the concave envelope of g on
-[0, C^2], sum_i g(D_i^2) <= sum_i g^(D_i^2) <= d g^(C^2 / d) by Jensen's inequality, and d g^(C^2 / d) <= C^2 sup g(t) /
-t, its limit for large d. This is `sound`. In that limit it is at least a C^2 E[u^2] / 2, since
+[0, C^2], sum_i g(D_i^2) <= sum_i g^(D_i^2) <= d g^(C^2 / d) by Jensen's inequality, and d g^(C^2 / d) is at most its
+limit for large d, C^2 sup g(t) / t. This is `sound`. In that limit it is at least a C^2 E[u^2] / 2, since
 g(t) = a E[u^2] t / 2 + O(t^1.5).
 
 The envelope is bounded from above on a grid. (1) M is log-convex, and so are sums of log-convex functions, so G is
@@ -173,15 +173,15 @@ def _lifted(candidates: Columns, orders: Array, reach: Array, points: int) -> tu
     return s**2, lifted
 
 
-def _envelope(t: Array, y: Array, at: float, steepest: Array) -> Array:
-    """[...] Upper bound on the concave envelope of the points [..., points] at one t, by bisection over slopes."""
+def _envelope(t: Array, y: Array, position: float, steepest: Array) -> Array:
+    """[...] Upper bound on the concave envelope of the points [..., points] at a position, by bisection over slopes."""
     low, high = np.zeros_like(steepest), steepest
-    best = high * at  # the line of slope `steepest` through 0, which lies above all points
+    best = high * position  # the line of slope `steepest` through 0, which lies above all points
     for _ in range(_BISECTIONS):
         slope = (low + high) / 2
         heights = y - slope[..., None] * t
         touched = heights.argmax(axis=-1)[..., None]
-        best = np.minimum(best, slope * at + np.take_along_axis(heights, touched, axis=-1)[..., 0])
-        beyond = np.take_along_axis(t, touched, axis=-1)[..., 0] > at
+        best = np.minimum(best, slope * position + np.take_along_axis(heights, touched, axis=-1)[..., 0])
+        beyond = np.take_along_axis(t, touched, axis=-1)[..., 0] > position
         low, high = np.where(beyond, slope, low), np.where(beyond, high, slope)
     return best
