@@ -89,7 +89,7 @@ def log_mgf(candidates: Columns, t: npt.ArrayLike) -> Array:
     M = sum a_k M_k for a mixture, prod M_k(a_k t) for a linear combination.
 
     Args:
-        candidates: the candidates.
+        candidates: parameters, arrays of shape [...].
         t: of either sign; broadcasts against the candidates' arrays.
 
     Source: Yang et al., Theorem A.4; its Algorithm 3 for the mixture.
