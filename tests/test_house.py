@@ -106,6 +106,12 @@ def test_arrows_only_point_down(package, forbidden):
         assert not bad, f"{file} imports {bad}"
 
 
+def test_nothing_outside_the_tests_imports_them():
+    for package in ("fedpriv", "clients", "server", "simulations"):
+        for file, names in imported_by(package).items():
+            assert not [name for name in names if name == "tests" or name.startswith("tests.")], file
+
+
 def test_nothing_imports_the_command_line():
     for package in ("fedpriv", "clients", "server", "simulations"):
         for file, names in imported_by(package).items():

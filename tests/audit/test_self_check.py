@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from tests.audit import self_check
-from tests.audit.self_check import CLAIM, SEEDS, audit_of_lmo, audited, cases, finding, finding_of_correct, setup
+from simulations.studies.audit import broken_mechanisms as broken
+from simulations.studies.audit import self_check
+from simulations.studies.audit.self_check import (
+    CLAIM,
+    SEEDS,
+    audit_of_lmo,
+    audited,
+    cases,
+    finding,
+    finding_of_correct,
+    setup,
+)
 
 CASES = {case.name: case for case in cases()}
 
@@ -29,10 +40,6 @@ def test_single_coordinates_cannot_see_published_accounting():
 
 def test_noise_at_half_the_multiplier_is_too_little_for_the_audit_to_flag():
     """Why the noise's scale has a test of its own: the true epsilon is some 9, what is found stays below the claim."""
-    import torch
-
-    from tests.audit import broken
-
     directions = torch.eye(self_check.DIMENSION)
     with broken.half_the_noise():
         found = audited(setup(0), directions, 100, CLAIM)

@@ -3,7 +3,7 @@
     python -m simulations.studies.audit run|tables [--out results/studies/audit] [--only local,views,...]
 
 `run` makes the audits, one JSON line each; what is there is not computed again. `tables` writes results/audit.md and
-its plots. The broken mechanisms live in tests/audit and are run by `run --only broken`.
+its plots. `run --only broken` makes the self-check: what each detector says of mechanisms broken on purpose.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from simulations.studies.audit import coverage, full_model, membership_runs, tables, white_box_runs
+from simulations.studies.audit import coverage, full_model, membership_runs, self_check, tables, white_box_runs
 from simulations.studies.dedup.lines import append, lines
 
 Run = tuple[str, Callable[[], dict[str, Any]]]
@@ -65,10 +65,8 @@ def runs(kind: str, plots: Path) -> Iterator[Run]:
         for mu, num, size in ((0.925, 500, 40), (0.925, 1000, 500), (0.25, 1000, 200)):
             yield f"gaussian | {mu} | {num} | {size}", functools.partial(coverage.gaussian, mu, num, size, 0)
     elif kind == "broken":
-        from tests.audit import self_check  # broken mechanisms are no part of the product or of its studies
-
-        for row in self_check.cases():
-            yield f"broken | {row.name}", lambda row=row: {"kind": "broken", **self_check.row_of(row)}
+        for case in self_check.cases():
+            yield f"broken | {case.name}", functools.partial(self_check.run, case)
     elif kind == "membership":
         for condition in membership_runs.CONDITIONS:
             plot = plots / f"audit-roc-{condition.replace(' ', '-')}.png"

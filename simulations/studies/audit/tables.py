@@ -151,7 +151,7 @@ def _broken(lines: Sequence[Line]) -> str:
     header += ["median (limit)"]
     return f"""## Deliberately broken mechanisms
 
-`{COMMAND} broken` (or `python -m tests.audit.self_check`; the tests require 19 of 20 for each). The audit flags a
+`{COMMAND} broken` (the tests require 19 of 20 for each). The audit flags a
 lower bound above the claim; noise scale, repeated noise and batch sizes flag a p-value below the limit; influence is
 flagged above the limit, in units of the claimed sensitivity. Under LMO only the accounting is broken, not the
 mechanism: the correct one is the same noise under `sound`.

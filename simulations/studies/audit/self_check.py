@@ -1,6 +1,6 @@
 """The self-check: what each detector says of the correct mechanism and of a broken one, seed by seed.
 
-`python -m tests.audit.self_check` prints the table; the tests hold it to its rates, and the study copies it to results.
+`python -m simulations.studies.audit run --only broken` runs it; the tests hold it to its rates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedpriv.audit import canaries, checks
 from fedpriv.audit.bounds import one_run_audit
 from fedpriv.audit.harness import HEAD, A, B, LinearModel, Setup, observe, observed, records_of, update_spec
 from fedpriv.audit.white_box import matched_scores
-from tests.audit import broken
+from simulations.studies.audit import broken_mechanisms as broken
 
 SEEDS = range(20)
 # Of the statistical tests: 20 seeds of 5 tests give a false alarm with probability 1e-4.
@@ -229,11 +229,12 @@ def finding_of_correct(case: Case, seed: int) -> Finding:
     return case.detect(seed)
 
 
-def row_of(case: Case, seeds: range = SEEDS) -> dict[str, Any]:
-    """How often the broken and the correct mechanism are flagged."""
+def run(case: Case, seeds: range = SEEDS) -> dict[str, Any]:
+    """How often the broken and the correct mechanism are flagged, as a line of the study."""
     found = [finding(case, seed) for seed in seeds]
     right = [finding_of_correct(case, seed) for seed in seeds]
     return {
+        "kind": "broken",
         "name": case.name,
         "detector": case.detector,
         "configuration": case.configuration,
@@ -245,9 +246,3 @@ def row_of(case: Case, seeds: range = SEEDS) -> dict[str, Any]:
         "median_correct": float(np.median([one.value for one in right])),
         "limit_correct": right[0].limit,
     }
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for case in cases():
-        print(json.dumps(row_of(case)), flush=True)

@@ -1,4 +1,4 @@
-"""Mechanisms that are broken on purpose, each by one replaced piece of the engine. They exist in tests alone."""
+"""Mechanisms that are broken on purpose, each by one replaced piece of the engine. Only the audit's self-check runs them."""
 
 from __future__ import annotations
 
