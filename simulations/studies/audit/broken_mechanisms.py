@@ -1,85 +1,95 @@
-"""Mechanisms that are broken on purpose, each by one replaced piece of the engine. Only the audit's self-check runs them."""
+"""Mechanisms broken on purpose, each by replacing one piece of the engine; only the audit's self-check runs them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
+from fedpriv.accounting.law import Event
 from fedpriv.audit.harness import A
 from fedpriv.mechanisms.registry import MECHANISMS
+from fedpriv.mechanisms.request import NoiseRequest
+from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training import stacked
-from fedpriv.training.clipping import add_clipped, clipped_rows
+from fedpriv.training.clipping import Parts, add_clipped, clipped_rows
 from fedpriv.training.sampling import PoissonSampler
 
+Broken = AbstractContextManager[Any]
 
-def _noise(change: Callable[..., torch.Tensor]):
-    """Gaussian noise whose events claim what they should, and whose sums are changed."""
+
+def _noise_changed(change: Callable[[Tensor, Tensor, float], Tensor]) -> Broken:
+    """Gaussian noise whose events claim what they should, but whose result is `change(sums, noised, clip_norm)`."""
     gaussian = MECHANISMS["gaussian"]
     add_noise = gaussian.add_noise
 
-    def changed(sums, request, sources):
+    def changed(sums: Tensor, request: NoiseRequest, sources: Sequence[RandomSource]) -> tuple[Tensor, list[Event]]:
         noised, events = add_noise(sums, request, sources)
-        return change(sums, noised, clip_norm=request.clip_norm), events
+        return change(sums, noised, request.clip_norm), events
 
     return patch.object(gaussian, "add_noise", changed)
 
 
-def no_noise():
-    """The sums leave as they are."""
-    return _noise(lambda sums, noised, **_: sums.clone())
+def no_noise() -> Broken:
+    """The sums are released as they are."""
+    return _noise_changed(lambda sums, noised, clip_norm: sums.clone())
 
 
-def noise_on_a_only(sizes):
-    """B and a head get none."""
-    start, place = 0, {}
-    for name, size in sizes.items():
-        place[name], start = slice(start, start + size), start + size
+def noise_on_a_only(sizes: Mapping[str, int]) -> Broken:
+    """B and a head get no noise."""
+    names = list(sizes)
+    start = sum(sizes[name] for name in names[: names.index(A)])
+    columns = slice(start, start + sizes[A])
 
-    def change(sums, noised, **_):
+    def change(sums: Tensor, noised: Tensor, clip_norm: float) -> Tensor:
         result = sums.clone()
-        result[:, place[A]] = noised[:, place[A]]
+        result[:, columns] = noised[:, columns]
         return result
 
-    return _noise(change)
+    return _noise_changed(change)
 
 
-def noise_not_scaled():
+def noise_not_scaled() -> Broken:
     """The standard deviation is z, whatever C is."""
-    return _noise(lambda sums, noised, clip_norm, **_: sums + (noised - sums) / clip_norm)
+    return _noise_changed(lambda sums, noised, clip_norm: sums + (noised - sums) / clip_norm)
 
 
-def half_the_noise():
+def half_the_noise() -> Broken:
     """The noise multiplier is half of what is claimed."""
-    return _noise(lambda sums, noised, **_: sums + (noised - sums) / 2)
+    return _noise_changed(lambda sums, noised, clip_norm: sums + (noised - sums) / 2)
 
 
-def same_noise_every_round():
-    """Every round's source starts anew."""
-    made = {}
+def same_noise_every_round() -> Broken:
+    """Every round adds the noise of the first."""
+    first: list[Tensor] = []
 
-    def change(sums, noised, **_):
-        return sums + made.setdefault("noise", noised - sums)
+    def change(sums: Tensor, noised: Tensor, clip_norm: float) -> Tensor:
+        if not first:
+            first.append(noised - sums)
+        return sums + first[0]
 
-    return _noise(change)
+    return _noise_changed(change)
 
 
-def mean_clipped():
-    """The batch's mean is clipped, and taken times the batch's size for the sum."""
+def mean_clipped() -> Broken:
+    """The mean of the batch is clipped, then multiplied by the batch size to give the sum."""
 
-    def add(totals, rows, owners, clip_norm, parts):
+    def add(totals: Tensor, rows: Tensor, owners: Tensor, clip_norm: float, parts: Parts) -> None:
         for owner in owners.unique().tolist():
-            mine = rows[owners == owner]
-            totals[owner] += len(mine) * clipped_rows(mine.mean(dim=0, keepdim=True), clip_norm, parts)[0]
+            own = rows[owners == owner]
+            totals[owner] += len(own) * clipped_rows(own.mean(dim=0, keepdim=True), clip_norm, parts)[0]
 
     return patch.object(stacked, "add_clipped", add)
 
 
-def head_unclipped(head_size):
-    """The last values, a head's, go past the clipping."""
+def head_unclipped(head_size: int) -> Broken:
+    """The last values, those of a head, bypass the clipping."""
 
-    def add(totals, rows, owners, clip_norm, parts):
+    def add(totals: Tensor, rows: Tensor, owners: Tensor, clip_norm: float, parts: Parts) -> None:
         body = rows.clone()
         body[:, -head_size:] = 0
         add_clipped(totals, body, owners, clip_norm, parts)
@@ -88,12 +98,13 @@ def head_unclipped(head_size):
     return patch.object(stacked, "add_clipped", add)
 
 
-def fixed_batches():
+def fixed_batches() -> Broken:
     """Every batch has the expected size: shuffled, not Poisson."""
 
-    def draw(self, num_records):
+    def draw(self: PoissonSampler, num_records: int) -> list[int]:
         size = min(num_records, self.expected_batch_size)
         order = torch.argsort(self.source.normal(num_records))
-        return order[:size].tolist()
+        chosen: list[int] = order[:size].tolist()
+        return chosen
 
     return patch.object(PoissonSampler, "draw", draw)
