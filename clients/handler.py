@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 
 from clients.node import IDENTITY_KEY, NAME_KEY, bench_of, client_of, configuration, journal_of, place_of, policy_of
 from fedpriv import protocol
@@ -80,19 +80,19 @@ def reply(message: Message, context: Context, update: ClientUpdate | Exception) 
 
     An exception's text can hold a record, so it stays in this node's log.
     """
-    note = partial(journal_of(context).write, **_place(message))
+    journal = journal_of(context).of(**_run_and_round(message))
     if isinstance(update, guard.AlreadyReleasedError):
-        note("sent_again")
+        journal.write("sent_again")
         return _upload(message, update.content)
     if isinstance(update, ClientUpdate):
         try:
             content = _settled(message, context, update)
-            note("released")
+            journal.write("released")
             return _upload(message, content)
         except Exception as error:  # the upload must not leave, and neither must the error's text
             update = error
     code, reason = _refusal(update)
-    note({protocol.RETIRED: "retired", protocol.REFUSED: "refused"}.get(code, "failed"), reason=reason)
+    journal.write({protocol.RETIRED: "retired", protocol.REFUSED: "refused"}.get(code, "failed"), reason=reason)
     return Message(Error(code, reason), reply_to=message)
 
 
@@ -114,9 +114,11 @@ def _refusal(error: Exception) -> tuple[int, str]:
     return protocol.FAILED, "failed; this node's log says why"
 
 
-def _place(message: Message) -> dict[str, str | int]:
-    """Run and round that a train message names, for the journal; as far as it is one."""
-    fields = message.content.config_records.get(protocol.INSTRUCTION, {}) if message.has_content() else {}
+def _run_and_round(message: Message) -> dict[str, str | int]:
+    """The run and the round for the journal, where the message names them."""
+    fields: Mapping[str, object] = {}
+    if message.has_content():
+        fields = message.content.config_records.get(protocol.INSTRUCTION, fields)
     return {name: value for name in ("run", "round") if isinstance(value := fields.get(name), (str, int))}
 
 
@@ -199,7 +201,9 @@ def _is_irrelevant(adapter: Adapter, broadcast: Broadcast, spec: UpdateSpec, rou
 
 def _upload(message: Message, content: bytes) -> Message:
     release, arrays = protocol.unpack_reply(content)
-    records: dict[str, ArrayRecord | ConfigRecord] = {protocol.RELEASE: ConfigRecord(protocol.pack_release(release))}
+    records: dict[str, ArrayRecord | MetricRecord | ConfigRecord] = {
+        protocol.RELEASE: ConfigRecord(protocol.pack_release(release))
+    }
     if arrays:
         records[protocol.ADAPTER] = ArrayRecord(arrays)
     return Message(RecordDict(records), reply_to=message)

@@ -56,7 +56,8 @@ def require_approval(path: Path) -> None:
     def verify(fab: Any, trusted_entities: dict[str, str]) -> bool:
         return is_approved(fab.content, Path(trusted_entities["approved-fabs"]))
 
-    start_client_internal._pull_and_store_message = pull_approved
+    # It hands on whatever Flower passes, so its signature is wider than that of Flower's function.
+    start_client_internal._pull_and_store_message = pull_approved  # type: ignore[assignment]
     start_client_internal._verify_fab = verify
 
 

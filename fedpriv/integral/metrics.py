@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from sklearn.metrics import f1_score  # type: ignore[import-untyped]
+from sklearn.metrics import f1_score
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F

@@ -16,7 +16,7 @@ from fedpriv.errors import InputError
 from fedpriv.integral.networks import from_vectors, is_perceptron, to_vector
 from fedpriv.integral.subsamples import Indices
 
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 
 Forward = Callable[[Mapping[str, Tensor], Tensor], Tensor]
 """Logits, [networks, batch, classes], from stacked weights and their batches, [networks, batch, ...]."""
@@ -89,7 +89,7 @@ def train_stacked(
     start = to_vector(network).to(features)
     values = start.repeat(len(records), 1)
     weights = {name: part.clone().requires_grad_() for name, part in from_vectors(network, values).items()}
-    optimizer = OPTIMIZERS[schedule.optimizer](list(weights.values()), lr=schedule.learning_rate)  # type: ignore[call-arg]
+    optimizer = OPTIMIZERS[schedule.optimizer](list(weights.values()), lr=schedule.learning_rate)
     rows = torch.from_numpy(records).to(features.device)
     forward = _forward(network, features)
     kept: dict[int, Tensor] = {}

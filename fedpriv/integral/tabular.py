@@ -10,11 +10,11 @@ from typing import Literal, get_args
 import numpy as np
 import pandas as pd
 import torch
-from sklearn.compose import ColumnTransformer  # type: ignore[import-untyped]
-from sklearn.impute import SimpleImputer  # type: ignore[import-untyped]
-from sklearn.model_selection import train_test_split  # type: ignore[import-untyped]
-from sklearn.pipeline import make_pipeline  # type: ignore[import-untyped]
-from sklearn.preprocessing import MinMaxScaler, OneHotEncoder, StandardScaler  # type: ignore[import-untyped]
+from sklearn.compose import ColumnTransformer
+from sklearn.impute import SimpleImputer
+from sklearn.model_selection import train_test_split
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import MinMaxScaler, OneHotEncoder, StandardScaler
 from torch import Tensor
 
 from fedpriv.errors import InputError

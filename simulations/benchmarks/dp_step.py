@@ -93,7 +93,11 @@ def dp_step(model: TrainingModel, records: Records, source: RandomSource) -> Cal
     )
     sampler = FixedBatches(num_registered=100 * BATCH, expected_batch_size=BATCH, source=source)
     task = UpdateTask(adapter=read(model.peft_model), data=records, spec=spec, round=1, sampler=sampler, noise=source)
-    return lambda: local_update(model, task) and None
+
+    def steps() -> None:
+        local_update(model, task)
+
+    return steps
 
 
 def opacus_step(model: TrainingModel, records: Records) -> Callable[[], None]:

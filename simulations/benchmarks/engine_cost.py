@@ -17,6 +17,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
@@ -94,8 +95,9 @@ def head(records: Records, num: int) -> Records:
 
 def own_apps(num_clients: int, rounds: int) -> float:
     """Seconds of fedpriv's own apps on the in-process grid, from registration to the report, with empty training."""
+    from clients.app import app as client_app
     from fedpriv.config import parse
-    from fedpriv.training.local_update import ClientUpdate, planned_event
+    from fedpriv.training.local_update import ClientUpdate, UpdateTask, planned_event
     from fedpriv.training.workbench import workbench
     from server.app import make_app
     from server.coordinator import LogObserver
@@ -116,7 +118,7 @@ def own_apps(num_clients: int, rounds: int) -> float:
         for client in range(num_clients):
             bench.client(client)
 
-        def untrained(tasks):
+        def untrained(tasks: Sequence[UpdateTask]) -> list[ClientUpdate | Exception]:
             return [
                 ClientUpdate(
                     adapter=task.adapter,
@@ -129,7 +131,7 @@ def own_apps(num_clients: int, rounds: int) -> float:
         bench.test = head(bench.test, 8)  # the server's tests are no part of the engine
         started = time.perf_counter()
         with task_identity(1):
-            grid = LocalGrid(federation.contexts(config), untrained, federation.client_app)
+            grid = LocalGrid(federation.contexts(config), untrained, client_app)
             make_app(LogObserver())(grid, federation.server_context(config))
         return time.perf_counter() - started
 

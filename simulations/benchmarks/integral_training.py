@@ -15,6 +15,7 @@ import copy
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,13 @@ def one_by_one(
                 optimizer.step()
         found.append(to_vector(model))
     return torch.stack(found)
+
+
+def together(
+    network: nn.Module, features: Tensor, labels: Tensor, records: Indices, schedule: Schedule, *, seed: int
+) -> Tensor:
+    """The weights, [networks, values], of all networks trained at once."""
+    return train_stacked(network, features, labels, records, schedule, seed=seed)[schedule.epochs]
 
 
 def records_of(data: Path | None, target: str, seed: int) -> tuple[Tensor, Tensor]:
@@ -94,14 +102,12 @@ def main() -> None:
     ratios, gaps = {}, {}
     for name in HIDDEN:
         network = perceptron(name, features.shape[1], int(labels.max()) + 1, seed=arguments.seed)
-        given = (network, features, labels, records, schedule)
+        training = (network, features, labels, records, schedule)
         # The first pass of a process pays for loading; it is not measured.
         train_stacked(network, features, labels, records[:2], Schedule(epochs=1), seed=0)
-        stacked, together = best_of(
-            arguments.repeats, lambda given=given: train_stacked(*given, seed=arguments.seed)[arguments.epochs]
-        )
-        looped, apart = best_of(arguments.repeats, lambda given=given: one_by_one(*given, seed=arguments.seed))
-        ratios[name], gaps[name] = looped / stacked, float((together - apart).abs().max())
+        stacked, weights = best_of(arguments.repeats, partial(together, *training, seed=arguments.seed))
+        looped, expected = best_of(arguments.repeats, partial(one_by_one, *training, seed=arguments.seed))
+        ratios[name], gaps[name] = looped / stacked, float((weights - expected).abs().max())
         judged = f"target {TARGET:g}" if name in JUDGED else "bound by arithmetic, no target"
         print(
             f"{name}: {len(records)} models of {size} records, {looped:.2f} s one by one, {stacked:.2f} s together, "

@@ -31,7 +31,7 @@ def connect(address: str = "", *, num_cpus: int | None = None) -> Any:
         import ray
     except ModuleNotFoundError:
         raise InputError("Ray is not installed: pip install -e '.[federation,ray]'; or use one process") from None
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address:
             _check_reachable(address)

@@ -92,7 +92,7 @@ def select_all(folder: Path, out: Path) -> None:
                 if (name, way, architecture) in done:
                     continue
                 began = time.perf_counter()
-                line = {"data": name, "way": way, "architecture": architecture}
+                line: dict[str, Any] = {"data": name, "way": way, "architecture": architecture}
                 line |= selected(data_of(folder, name, scaling), SOURCES[name], architecture, schedule)
                 line["seconds"] = time.perf_counter() - began
                 append(out / "select.jsonl", line)

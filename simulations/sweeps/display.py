@@ -92,9 +92,10 @@ def pivot_table(pivoted: pd.DataFrame) -> Table:
     table.add_column(str(pivoted.index.name))
     for column in columns:
         table.add_column(f"{pivoted.columns.names[1]} = {column}" if two_keys else "accuracy", justify="right")
-    for index, row in pivoted.iterrows():
-        cells = [[row[(part, c)] if two_keys else row[part] for part in ("mean", "std", "count")] for c in columns]
-        table.add_row(str(index), *(_cell(*cell) for cell in cells))
+    # The pivot's columns are all means, then all standard deviations, then all counts.
+    values = pivoted.to_numpy(dtype=float).reshape(len(pivoted), 3, len(columns))
+    for index, row in zip(pivoted.index, values, strict=True):
+        table.add_row(str(index), *(_cell(mean, std, count) for mean, std, count in row.T))
     return table
 
 

@@ -102,7 +102,7 @@ def _set_aside(folder: Path, unfinished: Path) -> None:
 def _in_this_process(
     runs: Sequence[PlannedRun], out: Path, at_once: int, states: dict[str, str], on_change: OnChange
 ) -> dict[str, str]:
-    errors = {}
+    errors: dict[str, str] = {}
     for run in runs:
         states[run.key] = "running"
         on_change(states)
@@ -119,7 +119,8 @@ def _on_ray(
 ) -> dict[str, str]:
     ray = ray_session.connect(num_cpus=at_once)
     remote = ray.remote(num_cpus=1, max_retries=0)(_on_one_core)
-    waiting, active, errors = list(runs), {}, {}
+    waiting, errors = list(runs), dict[str, str]()
+    active: dict[Any, PlannedRun] = {}
     try:
         while waiting or active:
             while waiting and len(active) < at_once:

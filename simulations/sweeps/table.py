@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
 
@@ -81,7 +81,8 @@ def pivot(frame: pd.DataFrame, sweep: Sweep) -> pd.DataFrame | None:
     if not keys or done.empty:
         return None
     cells = done.groupby(keys, dropna=False)["accuracy"].agg(["mean", "std", "count"])
-    return cells.unstack(keys[1]) if len(keys) == 2 else cells
+    # Only a series of one key would become a series.
+    return cast(pd.DataFrame, cells.unstack(keys[1])) if len(keys) == 2 else cells
 
 
 def write(frame: pd.DataFrame, pivoted: pd.DataFrame | None, out: Path) -> None:
