@@ -9,7 +9,7 @@ protects against someone who sees only the weighted sums; it holds only under co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -114,21 +114,6 @@ def aggregate_scale(sizes: Mapping[int, int], client: int, *, colluding: int = 0
     others = sorted(size for other, size in sizes.items() if other != client)
     honest = others[: max(0, len(others) - colluding)]
     return max(1.0, math.sqrt(math.fsum(size**2 for size in [*honest, sizes[client]])) / sizes[client])
-
-
-def aggregate_noise_multiplier(
-    weights: Sequence[float], noise_multipliers: Sequence[float], client: int, *, factor: float = 1.0
-) -> float:
-    """Effective noise multiplier of one client on the `aggregate` view: sqrt(sum_j w_j^2 z_j^2) / (w_k factor_k).
-
-    Args:
-        weights: w_j = rho_j lr_j C_j / B_j of the clients whose noise counts (without / B_j under `batch` clipping).
-        noise_multipliers: z_j of the same clients.
-        client: k, the place of the client in both.
-        factor: sensitivity factor of the client's clipping rule, >= 1.
-    """
-    noise = math.sqrt(math.fsum((w * z) ** 2 for w, z in zip(weights, noise_multipliers, strict=True)))
-    return noise / (weights[client] * factor)
 
 
 def aggregate_objections(

@@ -24,8 +24,3 @@ def difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Adapt
 def norm(adapter: Mapping[str, Tensor]) -> float:
     """L2 norm over all tensors together."""
     return math.sqrt(math.fsum(float(tensor.double().square().sum()) for tensor in adapter.values()))
-
-
-def num_parameters(adapter: Mapping[str, Tensor]) -> int:
-    """The number of values in the adapter."""
-    return sum(tensor.numel() for tensor in adapter.values())

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar
 
 from fedpriv.accounting.accountants import check_delta, spent
 from fedpriv.accounting.events import EpsilonDelta, Event, PureEpsilon, group
@@ -20,7 +20,6 @@ from fedpriv.accounting.views import Release, View
 from fedpriv.ledger.entries import Key
 
 Method = Literal["basic", "accountant", "provenance"]
-METHODS: tuple[Method, ...] = get_args(Method)
 
 
 @dataclass(frozen=True, kw_only=True)

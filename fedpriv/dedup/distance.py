@@ -97,18 +97,6 @@ def aligned(target_blocks: Blocks, base_blocks: Blocks, metric: str = "l2") -> V
     return np.array([exact(a.astype(np.float64), b.astype(np.float64)) for a, b in pairs], dtype=np.float64)
 
 
-def between_models(target_blocks: Blocks, base_blocks: Blocks, metric: str = "l2") -> float:
-    """The distance of two models of one architecture, the mean of `aligned`, by which base models are chosen.
-
-    Raises:
-        InputError: an unknown metric.
-        ValueError: the shapes differ, or there is no block.
-    """
-    if len(target_blocks) == 0:
-        raise ValueError("target_blocks: must hold at least one block")
-    return float(aligned(target_blocks, base_blocks, metric).mean())
-
-
 def least_memory(block_size: int) -> int:
     """The smallest `memory_bytes` for blocks of this many values, bytes."""
     return _bytes(1, block_size)

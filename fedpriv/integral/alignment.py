@@ -56,23 +56,6 @@ def aligned(network: nn.Module, vectors: Tensor, reference: Tensor) -> Tensor:
     return torch.cat(result)
 
 
-def permuted(network: nn.Module, vector: Tensor, orders: Sequence[Tensor]) -> Tensor:
-    """The weights, [values], with the neurons of each hidden layer in the given order; the function is unchanged.
-
-    Args:
-        network: as for `aligned`.
-        vector: [values].
-        orders: for each hidden layer a permutation, int64 [width].
-
-    Raises:
-        InputError: the network is of another kind, or the number of orders is wrong.
-    """
-    names = _linear_names(network)
-    if len(orders) != len(names) - 1:
-        raise InputError(f"orders: {len(orders)} of them for {len(names) - 1} hidden layers; give one for each")
-    return _permuted(network, names, vector.unsqueeze(0), [order.unsqueeze(0) for order in orders])[0]
-
-
 def _permuted(network: nn.Module, names: Sequence[str], vectors: Tensor, orders: Permutations) -> Tensor:
     """Each network with its hidden neurons in its own order, [networks, width] for each hidden layer."""
     result = vectors.clone()

@@ -21,7 +21,6 @@ from fedpriv.errors import InputError
 from fedpriv.integral.selection import Measure, Vectors, distances
 from fedpriv.integral.subsamples import Indices
 
-Inclusion = npt.NDArray[np.bool_]
 Comparison = Literal["largest", "norm", "projection"]
 
 CHANCE = 0.5

@@ -13,7 +13,6 @@ from fedpriv.accounting.accountants import spent
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.views import (
     Release,
-    aggregate_noise_multiplier,
     aggregate_objections,
     aggregate_scale,
     default_delta,
@@ -107,7 +106,7 @@ def test_smallest_rho_bar_is_the_smallest_over_all_who_may_survive(sizes):
 def test_aggregate_noise_is_the_sums_over_the_clients_own_weight():
     # Equal z, C, B and lr: z_eff rho_bar / rho_k, worked by hand for sizes 3, 4, 5 of 12.
     weights, sizes = [3 / 12, 4 / 12, 5 / 12], {0: 3, 1: 4, 2: 5}
-    noise = aggregate_noise_multiplier(weights, [2.0] * 3, 1, factor=math.sqrt(2))
+    noise = math.hypot(*(weight * 2.0 for weight in weights)) / (weights[1] * math.sqrt(2))
     assert noise == pytest.approx(2 / math.sqrt(2) * math.sqrt(50) / 4)
     assert aggregate_scale(sizes, 1) == pytest.approx(math.sqrt(50) / 4)
     release = Release(event=EVENT, rho_bar=0.6, aggregate_scale=aggregate_scale(sizes, 1))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedpriv.dedup import distance
-from fedpriv.dedup.distance import METRICS, aligned, between_models, least_memory, nearest
+from fedpriv.dedup.distance import METRICS, aligned, least_memory, nearest
 from fedpriv.errors import InputError
 
 every_metric = pytest.mark.parametrize("metric", sorted(METRICS))
@@ -127,18 +127,17 @@ def test_aligned_blocks_are_compared_at_the_same_place(metric):
     targets, bases = random_blocks(0, 6, 40), random_blocks(1, 6, 40)
     expected = [brute_force(targets[k : k + 1], bases[k : k + 1], metric)[1][0] for k in range(6)]
     np.testing.assert_allclose(aligned(targets, bases, metric), expected, rtol=1e-9)
-    assert between_models(targets, bases, metric) == pytest.approx(np.mean(expected))
-    assert between_models(targets, targets, metric) == 0
+    assert aligned(targets, targets, metric).tolist() == [0.0] * 6
 
 
-@pytest.mark.parametrize("compare", [nearest, aligned, between_models])
+@pytest.mark.parametrize("compare", [nearest, aligned])
 def test_unknown_metrics_are_refused_with_the_known_ones(compare):
     blocks = random_blocks(0, 2, 3)
     with pytest.raises(InputError, match="distance = 'bogus': known are l2, l1, cosine"):
         compare(blocks, blocks, "bogus")
 
 
-@pytest.mark.parametrize("compare", [nearest, aligned, between_models])
+@pytest.mark.parametrize("compare", [nearest, aligned])
 def test_blocks_of_other_sizes_are_refused(compare):
     with pytest.raises(ValueError, match="shape"):
         compare(random_blocks(0, 2, 3), random_blocks(0, 2, 4))
@@ -158,8 +157,6 @@ def test_no_target_gives_nothing_and_no_base_is_refused():
     assert [len(found) for found in nearest(bases[:0], bases)] == [0, 0]
     with pytest.raises(ValueError, match="at least one block"):
         nearest(bases, bases[:0])
-    with pytest.raises(ValueError, match="at least one block"):
-        between_models(bases[:0], bases[:0])
 
 
 def test_too_little_memory_is_refused_with_what_is_needed():

@@ -10,8 +10,9 @@ from torch import nn
 from torch.func import functional_call
 
 from fedpriv.errors import InputError
-from fedpriv.integral.alignment import aligned, permuted
+from fedpriv.integral.alignment import aligned
 from fedpriv.integral.networks import HIDDEN, from_vectors, num_parameters, perceptron, to_vector
+from tests.integral.permuted import permuted
 
 
 def random_orders(network, generator):
@@ -81,5 +82,3 @@ def test_what_cannot_be_aligned_is_refused():
     network = nn.Sequential(nn.Conv1d(1, 2, 3), nn.ReLU())
     with pytest.raises(InputError, match="can be aligned"):
         aligned(network, to_vector(network).unsqueeze(0), to_vector(network))
-    with pytest.raises(InputError, match="one for each"):
-        permuted(perceptron("dnn-1", 3, 2, seed=0), torch.zeros(94), [torch.arange(5)])

@@ -15,6 +15,7 @@ from fedpriv.integral import attack, attack_game
 from fedpriv.integral.attack_game import Game, NoRecommendationError, Target, play
 from fedpriv.integral.networks import perceptron, to_vector
 from fedpriv.integral.stacked_training import Schedule
+from tests.integral.permuted import permuted
 
 NETWORK = nn.Sequential(nn.Linear(29, 1))  # 30 weights, no hidden layer: the order of neurons is out of the game
 LABELS = np.arange(3000) % 2
@@ -86,8 +87,6 @@ def test_a_permuted_target_is_aligned_first():
     def shuffled(train, owners, generator):
         target = attack_game.plain(train, owners, generator)
         orders = [torch.from_numpy(generator.permutation(width)) for width in (5, 10, 5)]
-        from fedpriv.integral.alignment import permuted
-
         return replace(target, vector=permuted(network, target.vector, orders))
 
     game = Game(size=10, num_owners=2, num_subsamples=100, num_best=5, num_trials=6)

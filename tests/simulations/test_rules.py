@@ -18,7 +18,6 @@ from transformers import AutoModelForSequenceClassification
 import fedpriv
 from clients import handler
 from fedpriv import protocol
-from fedpriv.adapters.arithmetic import num_parameters
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import parse
 from fedpriv.data.records import tokenize
@@ -156,7 +155,7 @@ def test_full_weights_of_one_round_are_the_uploads_average(small_run, tmp_path):
     sizes = [len(client) for client in bench.data.clients]
     parts = [load_file(folder / "variants" / f"client-{k}" / "adapter_model.safetensors") for k in range(3)]
     merged = load_file(folder / "variants" / "global" / "adapter_model.safetensors")
-    assert num_parameters(merged) > 30_000
+    assert sum(tensor.numel() for tensor in merged.values()) > 30_000
     for name, tensor in merged.items():
         expected = sum(size * part[name].double() for size, part in zip(sizes, parts, strict=True)) / sum(sizes)
         torch.testing.assert_close(tensor.double(), expected, atol=1e-7, rtol=1e-6)
