@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fedpriv.accounting.events import Event
 from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.config import RunConfig
 from fedpriv.data.records import Item, Records
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
 from fedpriv.training.local_update import UpdateSpec, UpdateTask, planned_event
@@ -67,22 +68,18 @@ class Setup:
 
 
 def update_spec(
-    *, noise_multiplier: float, batch_size: int = 1, clip_norm: float = 1.0, rounds: int = 1, **changes: object
+    *, noise_multiplier: float, batch_size: int = 1, clip_norm: float = 1.0, rounds: int = 1, **changes: Any
 ) -> UpdateSpec:
     """The specification of one step of SGD per round, with joint clipping and Gaussian noise unless changed."""
-    spec = UpdateSpec(
-        num_rounds=rounds,
+    config = RunConfig(
+        rounds=rounds,
         local_steps=1,
         batch_size=batch_size,
-        optimizer="sgd",
         learning_rate=1.0,
-        weight_decay=0.0,
-        clipping="joint",
         clip_norm=clip_norm,
         noise_multiplier=noise_multiplier,
-        noise_on="gradients",
     )
-    return replace(spec, **changes)  # type: ignore[arg-type]
+    return replace(UpdateSpec.of(config), **changes)
 
 
 class LinearModel(TrainingModel):

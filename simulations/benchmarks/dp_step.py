@@ -27,6 +27,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 
 from fedpriv.adapters import LoraSettings, attach, load_base, read
+from fedpriv.config import RunConfig
 from fedpriv.data.records import Records, collate
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
@@ -79,17 +80,8 @@ def plain_step(model: TrainingModel, records: Records) -> Callable[[], None]:
 
 def dp_step(model: TrainingModel, records: Records, source: RandomSource) -> Callable[[], None]:
     """A local update."""
-    spec = UpdateSpec(
-        num_rounds=1,
-        local_steps=STEPS,
-        batch_size=BATCH,
-        optimizer="sgd",
-        learning_rate=0.1,
-        weight_decay=0.0,
-        clipping="joint",
-        clip_norm=1.0,
-        noise_multiplier=1.0,
-        noise_on="gradients",
+    spec = UpdateSpec.of(
+        RunConfig(rounds=1, local_steps=STEPS, batch_size=BATCH, learning_rate=0.1, noise_multiplier=1.0)
     )
     sampler = FixedBatches(num_registered=100 * BATCH, expected_batch_size=BATCH, source=source)
     task = UpdateTask(adapter=read(model.peft_model), data=records, spec=spec, round=1, sampler=sampler, noise=source)

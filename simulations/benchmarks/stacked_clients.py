@@ -21,6 +21,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 
 from fedpriv.adapters import LoraSettings, attach, load_base, read
+from fedpriv.config import RunConfig
 from fedpriv.data.records import Records
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
@@ -30,18 +31,7 @@ from fedpriv.training.stacked import execute_one_by_one, execute_stacked
 from simulations.tiny_bert import make_tiny_bert
 
 BATCH, TOKENS, RECORDS, STEPS = 8, 32, 80, 4
-SPEC = UpdateSpec(
-    num_rounds=10,
-    local_steps=STEPS,
-    batch_size=BATCH,
-    optimizer="sgd",
-    learning_rate=0.1,
-    weight_decay=0.0,
-    clipping="joint",
-    clip_norm=1.0,
-    noise_multiplier=1.0,
-    noise_on="gradients",
-)
+SPEC = UpdateSpec.of(RunConfig(local_steps=STEPS, batch_size=BATCH, learning_rate=0.1, noise_multiplier=1.0))
 
 
 def make_model(name: str, layers: str, *, prefix_cache: bool) -> TrainingModel:

@@ -21,7 +21,7 @@ from fedpriv.accounting.sensitivity import CLIPPING_RULES, NOISE_PLACES
 from fedpriv.adapters import read
 from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX, Product, factors_of
 from fedpriv.aggregation.rules import RULES
-from fedpriv.config import parse
+from fedpriv.config import RunConfig, parse
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SecureSource, SeededSource
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
@@ -35,18 +35,7 @@ from simulations.engines.ray_actors import RayExecutor
 
 # Clients of very different sizes: one draws nothing at all, one every record.
 SIZES = (40, 3, 0, 90, 12)
-SPEC = UpdateSpec(
-    num_rounds=5,
-    local_steps=3,
-    batch_size=6,
-    optimizer="sgd",
-    learning_rate=0.5,
-    weight_decay=0.0,
-    clipping="joint",
-    clip_norm=0.7,
-    noise_multiplier=0.8,
-    noise_on="gradients",
-)
+SPEC = UpdateSpec.of(RunConfig(rounds=5, batch_size=6, clip_norm=0.7, noise_multiplier=0.8))
 
 
 def make_tasks(model, records, **changes) -> list[UpdateTask]:

@@ -12,6 +12,7 @@ from scipy import stats
 from fedpriv.accounting.lmo import density as lmo_density
 from fedpriv.accounting.lmo import parameters as lmo_parameters
 from fedpriv.adapters import LoraSettings, attach, load_base, read
+from fedpriv.config import RunConfig
 from fedpriv.data.records import Records
 from fedpriv.mechanisms.sources import SecureSource, SeededSource
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
@@ -22,17 +23,8 @@ from fedpriv.training.stacked import local_update
 # The smallest tensor, a bias of 3, gives 3 * 200 = 600 values; at this false-alarm rate the accepted range of the
 # variance is about +-29%, while scales of 2/3 and 3/2 change it by -56% and +125%.
 NUM_UPLOADS, FALSE_ALARM = 200, 1e-6
-SPEC = UpdateSpec(
-    num_rounds=1,
-    local_steps=1,
-    batch_size=16,
-    optimizer="sgd",
-    learning_rate=0.5,
-    weight_decay=0.0,
-    clipping="joint",
-    clip_norm=2.5,
-    noise_multiplier=1.3,
-    noise_on="gradients",
+SPEC = UpdateSpec.of(
+    RunConfig(rounds=1, local_steps=1, batch_size=16, learning_rate=0.5, clip_norm=2.5, noise_multiplier=1.3)
 )
 SCALE = 1.3 * 2.5 * 0.5 / 16
 

@@ -9,6 +9,7 @@ import torch
 
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.adapters import read
+from fedpriv.config import RunConfig
 from fedpriv.mechanisms.sources import SecureSource, SeededSource
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
 from fedpriv.training.losses import losses_and_hits
@@ -16,18 +17,7 @@ from fedpriv.training.model import TrainingModel
 from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import execute_one_by_one, local_update
 
-SPEC = UpdateSpec(
-    num_rounds=5,
-    local_steps=3,
-    batch_size=8,
-    optimizer="sgd",
-    learning_rate=0.5,
-    weight_decay=0.0,
-    clipping="joint",
-    clip_norm=0.7,
-    noise_multiplier=0.0,
-    noise_on="gradients",
-)
+SPEC = UpdateSpec.of(RunConfig(local_steps=3, batch_size=8, learning_rate=0.5, clip_norm=0.7, noise_multiplier=0.0))
 
 
 def make_task(model, records, *, num_registered=40, seed=0, adapter=None, **changes):

@@ -11,6 +11,7 @@ import torch
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.sensitivity import CLIPPING_RULES, UPLOAD_FACTOR, clipping_parts, sensitivity_factor
 from fedpriv.adapters import lora, read
+from fedpriv.config import RunConfig
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training import stacked as module
 from fedpriv.training.local_update import UpdateSpec, UpdateTask, planned_event
@@ -19,17 +20,8 @@ from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import local_update
 
 CLIP_NORM, BATCH = 0.8, 4
-SPEC = UpdateSpec(
-    num_rounds=1,
-    local_steps=1,
-    batch_size=BATCH,
-    optimizer="sgd",
-    learning_rate=1.0,
-    weight_decay=0.0,
-    clipping="joint",
-    clip_norm=CLIP_NORM,
-    noise_multiplier=0.0,
-    noise_on="gradients",
+SPEC = UpdateSpec.of(
+    RunConfig(rounds=1, local_steps=1, batch_size=BATCH, learning_rate=1.0, clip_norm=CLIP_NORM, noise_multiplier=0.0)
 )
 
 
