@@ -34,5 +34,5 @@ def register(message: Message, context: Context) -> Message:
     log.info("clients use %s", fedpriv.__file__)
     try:
         return handler.register(message, context)
-    except Exception as error:  # as above: it may name a column or a label
+    except Exception as error:  # as above, since it may name a column or a label
         return handler.reply(message, context, error)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 
-from clients.node import IDENTITY_KEY, NAME_KEY, bench_of, client_of, configuration, journal_of, place_of, policy_of
+from clients.node import IDENTITY_KEY, NAME_KEY, bench_of, client_of, configuration, index_of, journal_of, policy_of
 from fedpriv import protocol
 from fedpriv.adapters.arithmetic import Adapter, difference
 from fedpriv.aggregation import cmfl as relevance
@@ -34,7 +34,7 @@ _secure = SecureSource()
 
 
 def prepare(message: Message, context: Context) -> UpdateTask:
-    """The task that a train message asks for, once the guard has let it pass and has charged it.
+    """The task that a train message asks for, after the guard has checked and charged it.
 
     Raises:
         AlreadyReleasedError: the message was answered before; `reply` sends the stored answer again.
@@ -46,8 +46,8 @@ def prepare(message: Message, context: Context) -> UpdateTask:
     bench = bench_of(config, context)
     client = client_of(context, bench.num_clients)
     policy = policy_of(config, context, client)
-    place = place_of(config, client)
-    data, size = _records(config, bench, place), _size(config, bench, place)
+    index = index_of(config, client)
+    data, size = _records(config, bench, index), _size(config, bench, index)
     key, spec, broadcast = _request(message, client, bench.initial)
     data_set = guard.registered(policy, str(client), size)
     num_registered = data_set.num_records if data_set else size
@@ -59,7 +59,7 @@ def prepare(message: Message, context: Context) -> UpdateTask:
     )
     event = planned_event(spec, sampler.sampling_probability, bench.initial)
     guard.check_limits(spec, event, key.round, policy.limits)
-    # What could not be trained would be charged for nothing.
+    # Before the charge, since an update that cannot be trained must cost nothing.
     bench.model.check({name: tensor.shape for name, tensor in broadcast.adapter.items()})
     bench.model.check_merged(broadcast.merged)
     guard.charge(policy, key, event, data_set, noise_source=config.noise_source)
@@ -76,9 +76,9 @@ def prepare(message: Message, context: Context) -> UpdateTask:
 
 
 def reply(message: Message, context: Context, update: ClientUpdate | Exception) -> Message:
-    """The upload, once it is stored, or an error that tells no more than that the guard refused or training failed.
+    """The upload, once it is stored, or an error that says only that the guard refused or that training failed.
 
-    An exception's text can hold a record, so it stays in this node's log.
+    An exception's text may contain a record, so it stays in this node's log.
     """
     journal = journal_of(context).of(**_run_and_round(message))
     if isinstance(update, guard.AlreadyReleasedError):
@@ -97,7 +97,7 @@ def reply(message: Message, context: Context, update: ClientUpdate | Exception) 
 
 
 def _refusal(error: Exception) -> tuple[int, str]:
-    """The code and text of an error reply; what else is known of it goes to this node's log."""
+    """The code and text of an error reply; the details go to this node's log."""
     if isinstance(error, guard.RetiredError):
         log.warning("retired: %s", error)
         return protocol.RETIRED, f"retired: {error}"
@@ -107,7 +107,7 @@ def _refusal(error: Exception) -> tuple[int, str]:
     if isinstance(error, LedgerError):
         log.error("refused: %s", error)
         return protocol.REFUSED, "refused: this node's ledger cannot be used; its log says why"
-    if isinstance(error, InputError):  # names a key, a column or a label of the node's own, so it stays here
+    if isinstance(error, InputError):  # it may name the node's own keys, columns or labels
         log.error("failed: %s", error)
     else:
         log.error("failed: %s", trace_without_message(error))
@@ -123,23 +123,23 @@ def _run_and_round(message: Message) -> dict[str, str | int]:
 
 
 def register(message: Message, context: Context) -> Message:
-    """The client's registration: partition id, registered number of records, name for display, data set id."""
+    """The client's registration: partition id, registered number of records, display name and data set id."""
     config = configuration(context)
     bench = bench_of(config, context)
     try:
         client = client_of(context, bench.num_clients)
     except ValueError as error:
         return Message(Error(protocol.REFUSED, str(error)), reply_to=message)
-    place, policy, node = place_of(config, client), policy_of(config, context, client), context.node_config
-    records, size = bench.data.clients[place], _size(config, bench, place)
+    index, policy, node = index_of(config, client), policy_of(config, context, client), context.node_config
+    records, size = bench.data.clients[index], _size(config, bench, index)
     data_set = guard.registered(policy, str(client), size)
     if data_set is not None:
         guard.log_content(policy, data_set, repr(records).encode(), size)
     registration = protocol.Registration(
         client=client,
         num_records=data_set.num_records if data_set else size,
-        name=str(node.get(NAME_KEY) or bench.data.client_names[place] or f"client-{client}"),
-        # Without a ledger of its own a node remembers nothing: its spending attaches to this run alone.
+        name=str(node.get(NAME_KEY) or bench.data.client_names[index] or f"client-{client}"),
+        # A node without a ledger remembers nothing, so its spending attaches to this run alone.
         data_set=data_set.id if data_set else secrets.token_hex(16),
         keeps_replies=data_set is not None,
         software=protocol.SOFTWARE,
@@ -152,20 +152,20 @@ def register(message: Message, context: Context) -> Message:
     return Message(RecordDict({protocol.REGISTRATION: content}), reply_to=message)
 
 
-def _records(config: RunConfig, bench: Workbench, place: int) -> Records:
-    """What the client trains on: with the canaries that are in, where the run is audited."""
-    client = audited(config, bench, place)
-    return client.records if client else bench.client(place)
+def _records(config: RunConfig, bench: Workbench, index: int) -> Records:
+    """What the client trains on; in an audited run, with the canaries that are included."""
+    client = audited(config, bench, index)
+    return client.records if client else bench.client(index)
 
 
-def _size(config: RunConfig, bench: Workbench, place: int) -> int:
-    """How many records the client registers: with all canaries, in or out, where the run is audited."""
-    client = audited(config, bench, place)
-    return client.num_registered if client else len(bench.data.clients[place])
+def _size(config: RunConfig, bench: Workbench, index: int) -> int:
+    """How many records the client registers; in an audited run, with all canaries, included or not."""
+    client = audited(config, bench, index)
+    return client.num_registered if client else len(bench.data.clients[index])
 
 
 def _request(message: Message, client: int, initial: Adapter) -> tuple[Key, UpdateSpec, Broadcast]:
-    """What a train message asks for, and the key by which it is one release."""
+    """What a train message asks for, and the key under which it counts as one release."""
     run, round_, spec = protocol.unpack_instruction(message.content.config_records[protocol.INSTRUCTION])
     records = message.content.array_records
     for record in records.values():
@@ -177,7 +177,7 @@ def _request(message: Message, client: int, initial: Adapter) -> tuple[Key, Upda
 
 
 def _settled(message: Message, context: Context, update: ClientUpdate) -> bytes:
-    """The reply as it may be sent: stored, where the node keeps a ledger."""
+    """The content of the reply; it is stored first if the node keeps a ledger."""
     config = configuration(context)
     bench = bench_of(config, context)
     client = client_of(context, bench.num_clients)
@@ -192,7 +192,7 @@ def _settled(message: Message, context: Context, update: ClientUpdate) -> bytes:
 
 
 def _is_irrelevant(adapter: Adapter, broadcast: Broadcast, spec: UpdateSpec, round_: int) -> bool:
-    """Whether the update points elsewhere than the federation last went; before its first update nothing does."""
+    """Whether the update points away from the federation's last step; before the first step no update does."""
     if not broadcast.signs or not spec.relevance_threshold:
         return False
     share = relevance.relevance(difference(adapter, broadcast.adapter), broadcast.signs)

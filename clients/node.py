@@ -1,4 +1,4 @@
-"""What a data holder's own node configuration says; no run's configuration changes it."""
+"""What a data holder's node configuration says; no run's configuration changes it."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ EVENTS_KEY = "events"
 
 @lru_cache(maxsize=4)
 def _parsed(items: tuple[tuple[str, Scalar], ...]) -> RunConfig:
-    """A node sees one configuration in every message of a run; checking it takes longer than an empty round."""
+    """The checked configuration, cached: every message carries it, and checking takes longer than an empty round."""
     return parse(dict(items))
 
 
 def configuration(context: Context) -> RunConfig:
-    """The run's configuration, if this node takes part in such a run.
+    """The run's configuration, if this node takes part in such runs.
 
     Raises:
-        RefusedError: the run would have the node use other records than its holder named.
+        RefusedError: the run would use records other than those that the holder named.
     """
     config = _parsed(tuple(context.run_config.items()))
     if DATA_KEY in context.node_config and config.data != ON_NODES:
@@ -67,7 +67,7 @@ def configuration(context: Context) -> RunConfig:
 
 
 def trusts_run_config(context: Context) -> bool:
-    """Whether the holder also starts the runs."""
+    """Whether the node's holder also starts the runs."""
     return bool(context.node_config.get(TRUST_KEY)) or os.environ.get(TRUST_VARIABLE) == "1"
 
 
@@ -88,7 +88,7 @@ def client_of(context: Context, num_clients: int) -> int:
     """The partition id.
 
     Raises:
-        ValueError: it is none of this run.
+        ValueError: no client of this run has it.
     """
     client = context.node_config.get(CLIENT_KEY)
     if not isinstance(client, int) or not 0 <= client < num_clients:
@@ -96,22 +96,22 @@ def client_of(context: Context, num_clients: int) -> int:
     return client
 
 
-def place_of(config: RunConfig, client: int) -> int:
-    """Where the client's records are among those that this process has."""
+def index_of(config: RunConfig, client: int) -> int:
+    """The client's index among the data holders whose records this process has."""
     return 0 if config.data == ON_NODES else client
 
 
 def journal_of(context: Context) -> Journal:
-    """Where the node notes its events, if anywhere."""
+    """The journal of the node's events; it writes nothing unless the node names a file."""
     path = context.node_config.get(EVENTS_KEY)
     return Journal(Path(str(path)) if path else None, client=context.node_config.get(CLIENT_KEY))
 
 
 def policy_of(config: RunConfig, context: Context, client: int) -> NodePolicy:
-    """What the node allows: on the synthetic corpus anything, on a holder's data only what it agreed to.
+    """What the node allows: anything on the synthetic corpus, and on a holder's data only what the holder agreed to.
 
-    Ledger, budget, delta and policy file are the holder's own; a node that trusts the run takes what the holder left
-    open from it.
+    Ledger, budget, delta and policy file are the holder's own. A node that trusts the run takes from it what the holder
+    left open.
     """
     trusted = trusts_run_config(context)
     node = context.node_config
@@ -130,7 +130,7 @@ def policy_of(config: RunConfig, context: Context, client: int) -> NodePolicy:
         return policy
     if ledger is None and config.ledger:
         policy = replace(policy, ledger=Path(f"{config.ledger}.nodes") / f"{client}.sqlite")
-    # A node sees its own uploads alone: it holds its budget on the `local` view, which is too strict for `aggregate`.
+    # A node sees only its own uploads, so it enforces budgets on the `local` view, which is too strict for `aggregate`.
     budget = config.budget_of(client) if config.privacy_view != "aggregate" else None
     return replace(
         policy,
