@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-# Before transformers and flwr are imported: nothing of a run is told to anyone, and quiet tokenizers may fork.
+# Set before flwr and transformers are imported: no telemetry, and no warning when a process with tokenizers forks.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -40,7 +40,7 @@ def run(
     engine: Annotated[str | None, typer.Option(help="How clients are run: stacked, in-process or ray.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results; by default a new one in results/.")] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Go on with an interrupted run: its folder, or one of its checkpoints.")
+        Path | None, typer.Option(help="Resume an interrupted run, from its folder or one of its checkpoints.")
     ] = None,
 ) -> None:
     """Run one federation and write its folder: tables, adapters, summary and report.
@@ -55,11 +55,11 @@ def run(
 
         python -m simulations run --resume /tmp/medquad
     """
-    with _failures_in_one_line("interrupted; --resume goes on after the last finished round"):
+    with _failures_in_one_line("interrupted; --resume continues after the last finished round"):
         if resume is None:
             resolved = _resolve(config, override or [], engine, out)
         elif config or override or engine or out:
-            raise InputError("--resume: a run goes on as it began; give nothing beside it")
+            raise InputError("--resume: a run keeps the configuration it began with; give no other option")
         else:
             resolved = _resumed(resume.expanduser().absolute())
         from simulations.display import TerminalObserver
@@ -74,15 +74,15 @@ def sweep(
     config: Annotated[Path, typer.Argument(help="TOML file: run keys, and a [grid] or [[runs]] of what varies.")],
     engine: Annotated[str | None, typer.Option(help="How clients are run: stacked or in-process.")] = None,
     max_parallel: Annotated[
-        int | None, typer.Option(help="Runs at a time; by default one a core. 1 needs no Ray.")
+        int | None, typer.Option(help="Runs at a time; by default one per core. 1 needs no Ray.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder; by default results/sweeps/NAME. Finished runs stay.")
+        Path | None, typer.Option(help="Folder; by default results/sweeps/NAME. Finished runs are kept.")
     ] = None,
 ) -> None:
     """Run many federations, one for each point of a grid, and write sweep.csv, a pivot and plots.
 
-    Started again, it runs only what is not finished.
+    Started again, it runs only what is unfinished.
 
     Examples:
 
@@ -93,7 +93,7 @@ def sweep(
     from simulations.sweeps import command
 
     console, finished = Console(), False
-    with _failures_in_one_line("interrupted; finished runs stay, start again to go on"):
+    with _failures_in_one_line("interrupted; finished runs are kept, start again to continue"):
         _quiet()
         folder = (out or RESULTS / "sweeps" / config.stem).expanduser().absolute()
         finished = command.sweep(config, folder, engine=engine, max_parallel=max_parallel, console=console)
@@ -103,7 +103,7 @@ def sweep(
 
 @contextlib.contextmanager
 def _failures_in_one_line(interrupted: str) -> Iterator[None]:
-    """End with the exit code that belongs to what went wrong, and one line on stderr."""
+    """Report a failure in one line on stderr, and end with its exit code."""
     console = Console(stderr=True)
     try:
         yield
@@ -119,7 +119,7 @@ def _failures_in_one_line(interrupted: str) -> Iterator[None]:
 
 
 def _resumed(path: Path) -> RunConfig:
-    """The configuration that a run began with, told to go on."""
+    """The configuration that a run began with, set to resume."""
     from server.checkpoint import run_folder_of
 
     values = configuration.read(run_folder_of(path) / "config.toml")

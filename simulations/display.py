@@ -1,4 +1,4 @@
-"""What a run shows in the terminal: progress by rounds, and a closing table of what every client spent."""
+"""What a run shows in the terminal: progress round by round, and a closing table of what every client spent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TerminalObserver:
         self._delta = 0.0
 
     def started(self, config: RunConfig, registrations: Sequence[Registration]) -> None:
-        """Say what begins, and open the progress display."""
+        """Say which run begins, and open the progress display."""
         self._close()
         self._bytes = 0
         self._delta = max(config.delta or default_delta(r.num_records) for r in registrations)
@@ -51,7 +51,7 @@ class TerminalObserver:
             TextColumn("round {task.completed}/{task.total}"),
             TextColumn("{task.description}"),
             TimeElapsedColumn(),
-            BarColumn(bar_width=24),  # last, since a narrow terminal cuts what is last
+            BarColumn(bar_width=24),  # last, since a narrow terminal cuts off the end
             console=self._console,
             disable=not self._console.is_terminal,
         )
@@ -72,7 +72,7 @@ class TerminalObserver:
             self._console.print(f"round {row.round}: {line} | {row.seconds:.1f} s", soft_wrap=True)
 
     def _spent(self, row: RoundRow) -> str:
-        """The largest epsilons with their delta; a run without noise has none to show."""
+        """The largest epsilons with their delta; empty for a run without noise."""
         if row.epsilon_local_max == float("inf"):
             return ""
         local, rho = format_bound(row.epsilon_local_max), format_bound(row.epsilon_rho_max)
@@ -101,7 +101,7 @@ def _clients_table(summary: dict[str, Any]) -> Table:
     content = client_table(summary["clients"], summary["accountant"])
     table = Table(title=content.caption, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for position, header in enumerate(content.headers):
-        # On a narrow terminal a name may be cut, a figure never.
+        # A narrow terminal may cut a name, but never a figure.
         width = max(len(header), *(len(row[position]) for row in content.rows))
         justify: Literal["left", "right"] = "right" if position else "left"
         table.add_column(header, justify=justify, no_wrap=True, min_width=width if position else None)

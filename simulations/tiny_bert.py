@@ -1,4 +1,4 @@
-"""A model small enough for thousands of simulated federations, made on the spot: nothing is downloaded."""
+"""A model small enough for thousands of simulated federations, made on the spot without a download."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import BertConfig, BertForSequenceClassification, BertTokenize
 
 
 def make_tiny_bert(folder: Path, words: Iterable[str]) -> Path:
-    """A random BERT of 2 layers and width 64 with a tokenizer of the given words, saved as transformers does."""
+    """A random BERT of 2 layers and width 64 with a tokenizer of the given words, saved for transformers."""
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *dict.fromkeys(words)]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "vocab.txt").write_text("\n".join(vocabulary))

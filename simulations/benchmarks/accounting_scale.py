@@ -1,9 +1,9 @@
-"""What the account of many clients costs in time, and how wide its brackets are.
+"""How long accounting for many clients takes, and how wide its brackets are.
 
     python -m simulations.benchmarks.accounting_scale [--clients 10000] [--seed 0]
 
-Every client has its own number of records (log-uniform from 100 to 100,000, batches of 64), its own part in 50 to 100
-rounds and its own delta; all have noise multiplier 1. One by one means `curves.spent` for a sample, times the clients.
+Every client has its own number of records (log-uniform from 100 to 100,000, batches of 64), its own number of rounds
+(50 to 100) and its own delta; all have noise multiplier 1. The time one by one is that of a sample, extrapolated.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def make_clients(num_clients: int, seed: int) -> tuple[list[SubsampledGaussian],
 
 
 def measure(events: list[SubsampledGaussian], deltas: list[float], accountant: Accountant) -> Measured:
-    """All clients at once, then the first few one by one: their order is random."""
+    """Account for all clients at once, then for the first few one by one; their order is random."""
     started = time.perf_counter()
     brackets = epsilons(events, deltas, accountant, workers=WORKERS)
     seconds = time.perf_counter() - started
@@ -75,14 +75,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     events, deltas = make_clients(arguments.clients, arguments.seed)
-    found = {accountant: measure(events, deltas, accountant) for accountant in TARGETS}
+    measured = {accountant: measure(events, deltas, accountant) for accountant in TARGETS}
     print("accountant  seconds  one by one  median width  largest width  median excess of the upper bound")
-    for accountant, row in found.items():
+    for accountant, row in measured.items():
         print(
             f"{accountant:10}  {row.seconds:7.2f}  {row.one_by_one:10.0f}  {row.median_width:12.2%}  "
             f"{row.largest_width:13.2%}  {row.median_excess:12.3%}"
         )
-    for accountant, row in found.items():
+    for accountant, row in measured.items():
         how = f"{accountant}, {WORKERS} processes" if accountant == "pld" else accountant
         print(
             json.dumps(

@@ -1,11 +1,11 @@
-"""What the search for the nearest blocks of many models costs in time and memory.
+"""How much time and memory the search for the nearest blocks of many models takes.
 
     python -m simulations.benchmarks.dedup_distance [--models 10] [--values 22000000] [--block-size 16384] [--seed 0]
 
 The models lie in one memory-mapped file. They descend from two starts, half of them from each, with a tenth of a
-start's size as noise: pairs with one start have one near block for each block, the others have none, and all of theirs
-are about as far. The search runs once for each pair, on one core in a process of its own. What counts is that process's
-peak of resident memory, the file's pages included.
+start's size as noise: in pairs with one start each block has one near block; in the other pairs all
+blocks are about equally far apart. The search runs once for each pair, on one core in its own process. The memory is
+that process's peak of resident memory, the file's pages included.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def search(file: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print what was found and then the claim as a JSON line."""
+    """Print the measurements and then the claim as a JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=int, default=10)
     parser.add_argument("--values", type=int, default=22_000_000)

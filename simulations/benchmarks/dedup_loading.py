@@ -1,12 +1,12 @@
-"""What loading costs when variants share blocks: a store's registry against plain safetensors files.
+"""How fast variants that share blocks are loaded: a store's registry against plain safetensors files.
 
     python -m simulations.benchmarks.dedup_loading [--variants 12] [--queries 100] [--repeats 3]
 
 Models of MiniLM's shape (22.7 million float32 values): a base, and variants with a tenth of the base's blocks of
-16,384 values replaced, at random. Random queries each want one of them loaded into a built model, in which it then
-classifies one batch. Both arms may use as much memory as a third of the models takes; `fedpriv.dedup.bench` tells what
-both do, cold and warm. The rival reads files through safetensors, and in a second claim straight into the memory of a
-model, which is faster.
+16,384 values replaced, at random. Each random query loads one of them into a built model, which then runs one batch.
+Both arms may use as much memory as a third of the models takes; `fedpriv.dedup.bench` describes what both do, cold and
+warm. The rival reads files through safetensors, and in a second claim straight into the memory of a model, which is
+faster.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Encoding:
 
     @torch.inference_mode()
     def infer(self) -> None:
-        """Of one batch."""
+        """Run one batch."""
         self.model(self._tokens)
 
 
@@ -56,7 +56,7 @@ def make_variants(folder: Path, model: torch.nn.Module, num_variants: int) -> No
             if number:
                 changed = generator.random(layout.num_blocks) < REPLACED
                 blocks[changed] += generator.standard_normal((changed.sum(), BLOCK_SIZE), np.float32)
-            # Through tensors, since a tensor's last block is padded with zeros.
+            # Through tensors, because a tensor's last block is padded with zeros.
             store.add(f"v{number}", layout, *layout.to_blocks(layout.from_blocks(blocks, extras)))
 
 
@@ -76,7 +76,11 @@ def main() -> None:
     parser.add_argument("--variants", type=int, default=12)
     parser.add_argument("--queries", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="where 1.3 GB may lie for a while, on a disk; default the system's")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="a folder with 1.3 GB free; default the system's temporary one",
+    )
     arguments = parser.parse_args()
     workload = Encoding()
     found: dict[tuple[str, Reader], list[Comparison]] = {}

@@ -3,11 +3,11 @@
     python -m simulations.benchmarks.dp_step [--steps 120] [--seeded]
 
 All arms run the whole encoder (no prefix cache) on equal batches of 8 records of 32 tokens with SGD. The plain arm
-is what a user would write without privacy: a forward pass in eval mode, `loss.mean().backward()`, an optimizer
-step. The DP arm is the library's own local update with its sampler replaced by the same fixed batches. The rival is
-Opacus' GradSampleModule (hooks) with its DPOptimizer on the same peft model, its noise from torch's generator. The
-arms take turns of four steps, one local update, and ratios are those of the medians. Peak memory is that of a fresh
-process for each arm while it steps.
+is what a user would write without differential privacy: a forward pass in eval mode, `loss.mean().backward()`, an
+optimizer step. The DP arm is the library's own local update with its sampler replaced by the same fixed batches. The
+rival is Opacus' GradSampleModule (hooks) with its DPOptimizer on the same peft model, its noise from torch's generator.
+The arms take turns of four steps, one local update, and ratios are those of the medians. Peak memory is that of a fresh
+process for each arm while it takes steps.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def plain_step(model: TrainingModel, records: Records) -> Callable[[], None]:
 
 
 def dp_step(model: TrainingModel, records: Records, source: RandomSource) -> Callable[[], None]:
-    """A local update."""
+    """The library's local update."""
     spec = UpdateSpec.of(
         RunConfig(rounds=1, local_steps=STEPS, batch_size=BATCH, learning_rate=0.1, noise_multiplier=1.0)
     )
@@ -98,7 +98,7 @@ def opacus_step(model: TrainingModel, records: Records) -> Callable[[], None]:
     from opacus.optimizers import DPOptimizer
 
     parameters = list(model.parameters.values())
-    # Opacus takes activations in train mode only; without dropout that is the same forward pass.
+    # Opacus records activations in train mode only; without dropout the forward pass is the same.
     for module in model.peft_model.train().modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -131,7 +131,7 @@ def alternate(arms: dict[str, Callable[[], None]], steps: int) -> dict[str, floa
 
 
 def peak_during(run: Callable[[], None]) -> int:
-    """Bytes resident at most; loading the model took more, so the kernel's mark is set anew first."""
+    """Peak resident bytes; the kernel's mark is reset first, since loading the model took more."""
     Path("/proc/self/clear_refs").write_text("5")
     for _ in range(3):
         run()
@@ -140,14 +140,14 @@ def peak_during(run: Callable[[], None]) -> int:
 
 
 def peak_memory(arm: str, layers: str) -> int:
-    """Bytes resident at most while a fresh process takes some steps of the arm, the model included."""
+    """Peak resident bytes of a fresh process, the model included, while it takes some steps of the arm."""
     command = [sys.executable, "-m", "simulations.benchmarks.dp_step", "--memory-of", arm, "--layers", layers]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return int(done.stdout.splitlines()[-1])
 
 
 def make_arms(layers: str, source: RandomSource) -> dict[str, Callable[[], Callable[[], None]]]:
-    """What builds the step of each arm."""
+    """{arm: function that builds its step}."""
     records = make_records()
     return {
         "plain": lambda: plain_step(make_model(layers), records),
@@ -183,13 +183,15 @@ def main() -> None:
             f"{peaks['opacus'] / peaks['plain']:.3f}"
         )
     setting = f"MiniLM, batch {BATCH}, {TOKENS} tokens, {name} noise"
-    for claim, found, target in (
+    for claim, by_layers, target in (
         (f"DP step / non-private LoRA step, {setting}", ratios, TARGETS[name]),
         (f"peak memory, DP / non-private, {setting}", memory, 1.10),
     ):
-        worst = max(found.values())
+        worst = max(by_layers.values())
         print(
-            json.dumps({"claim": claim, "ratio": worst, "by_layers": found, "target": target, "met": worst <= target})
+            json.dumps(
+                {"claim": claim, "ratio": worst, "by_layers": by_layers, "target": target, "met": worst <= target}
+            )
         )
 
 

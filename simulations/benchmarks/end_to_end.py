@@ -1,13 +1,13 @@
-"""Whole federations against the same apps under Flower's own Ray engine.
+"""Whole federations, compared with the same apps under Flower's own Ray engine.
 
     python -m simulations.benchmarks.end_to_end [--setting minilm|tiny] [--rounds 10]
 
 Setting `minilm`: 50 clients of 80 messages of the embedded corpus, 5 local steps of 8 expected records a round, MiniLM
 with LoRA in the last two layers. Setting `tiny`: 100 clients of 40 messages, a BERT of 2 layers and width 64 with LoRA
 in all layers. Ours is the stacked engine. The rival runs the unchanged ServerApp and ClientApp by `run_simulation`, one
-core for each of Ray's actors: the same mathematics, guard, ledger and report, one client at a time in each actor, with
-the prefix cache and without. Everything is seeded (`simulate = true`), so all arms train the same models; times are of
-whole runs, Ray's start and end and loading the model included, each in a fresh process.
+core per Ray actor: the same mathematics, guard, ledger and report, one client at a time in each actor, with and without
+the prefix cache. Everything is seeded (`simulate = true`), so all arms train the same models; times are of
+whole runs in fresh processes, including Ray's start and end and loading the model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Flower would join whatever cluster Ray last noted on this machine, be it long dead.
+# Otherwise Flower joins the cluster that Ray last used on this machine, even one that no longer exists.
 os.environ["RAY_ADDRESS"] = "local"
 
 from flwr.app import Context, Message
@@ -57,14 +57,14 @@ class Configured(ClientApp):
         self._run_config = run_config
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """What the app answers."""
+        """The app's reply."""
         # Flower refuses a context that comes back changed.
         configured = Context(context.run_id, context.node_id, context.node_config, context.state, self._run_config)
         return client_app(message, configured)
 
 
 def configuration(setting: str, folder: Path, rounds: int) -> RunConfig:
-    """Of the run."""
+    """The configuration of a run."""
     values: dict[str, Any] = {
         "partition": "iid",
         "num_clients": 50,

@@ -1,11 +1,11 @@
-"""What an engine costs before anything is trained: the in-process grid against Flower's own Ray engine.
+"""What an engine costs without any training: the in-process grid against Flower's own Ray engine.
 
     python -m simulations.benchmarks.engine_cost [--clients 10 100] [--rounds 10]
 
 Both arms run the same ServerApp (Flower's FedAvg, no evaluation) and the same ClientApp, which sends back the 1 MB
-array that it got. The rival is `flwr.simulation.run_simulation` with one core a client, started and ended as a user
-would: its time includes Ray's. The in-process grid has nothing to start. A last figure, fedpriv's own apps with empty
-training, shows what guard, charge, ledger, accounts and report cost.
+array that it received. The rival is `flwr.simulation.run_simulation` with one core per client, started and ended as a
+user would, so its time includes Ray's. The in-process grid has nothing to start. A last figure, fedpriv's own apps with
+empty training, shows what guard, charge, ledger, accounts and report cost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Flower would join whatever cluster Ray last noted on this machine, be it long dead.
+# Otherwise Flower joins the cluster that Ray last used on this machine, even one that no longer exists.
 os.environ["RAY_ADDRESS"] = "local"
 
 import numpy as np
@@ -41,7 +41,7 @@ TARGETS = {10: 30.0, 100: 25.0}
 
 
 def make_client_app() -> ClientApp:
-    """Sends back what it got."""
+    """A ClientApp that sends back what it received."""
     app = ClientApp()
 
     @app.train()
@@ -53,7 +53,7 @@ def make_client_app() -> ClientApp:
 
 
 def make_server_app(num_clients: int, rounds: int) -> ServerApp:
-    """Flower's FedAvg over all clients."""
+    """A ServerApp with Flower's FedAvg over all clients."""
     app = ServerApp()
 
     @app.main()
@@ -128,7 +128,7 @@ def own_apps(num_clients: int, rounds: int) -> float:
                 for task in tasks
             ]
 
-        bench.test = head(bench.test, 8)  # the server's tests are no part of the engine
+        bench.test = head(bench.test, 8)  # the server's evaluation is not part of the engine
         started = time.perf_counter()
         with task_identity(1):
             grid = LocalGrid(federation.contexts(config), untrained, client_app)

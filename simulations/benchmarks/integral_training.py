@@ -1,11 +1,11 @@
-"""Training the models of all subsamples at once, against one after another.
+"""Training the models of all subsamples at once, compared with one after another.
 
     python -m simulations.benchmarks.integral_training [--data adult.csv --target income] [--models 47] [--epochs 5]
 
-One after another is a plain PyTorch loop, with the same initial weights and batches. Without a CSV the records are
-drawn at random in Adult's shape, 32,561 of 108 features: what a step costs does not depend on their values. The
-subsamples are disjoint, so that 47 of them have 692 records each. Both ways run on one core, which suits networks
-this small best; times are the least of the repeats.
+One after another is a plain PyTorch loop with the same initial weights and batches. Without a CSV the records are drawn
+at random in Adult's shape, 32,561 of 108 features; the cost of a step does not depend on their values. The subsamples
+are disjoint, so 47 of them have 692 records each. Both ways run on one core, which suits such small networks best;
+times are the least of the repeats.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ def one_by_one(
     network: nn.Module, features: Tensor, labels: Tensor, records: Indices, schedule: Schedule, *, seed: int
 ) -> Tensor:
     """The weights, [networks, values], by a plain loop over networks and batches."""
-    found = []
+    weights = []
     for rows in torch.from_numpy(records):
         model = copy.deepcopy(network)
         optimizer = OPTIMIZERS[schedule.optimizer](model.parameters(), lr=schedule.learning_rate)
         for batches in batch_order(records.shape[1], schedule, seed):
-            for places in batches:
-                chosen = rows[places]
+            for positions in batches:
+                chosen = rows[positions]
                 optimizer.zero_grad()
                 F.cross_entropy(model(features[chosen]), labels[chosen]).backward()
                 optimizer.step()
-        found.append(to_vector(model))
-    return torch.stack(found)
+        weights.append(to_vector(model))
+    return torch.stack(weights)
 
 
 def together(
@@ -74,13 +74,13 @@ def records_of(data: Path | None, target: str, seed: int) -> tuple[Tensor, Tenso
 
 
 def best_of(repeats: int, run: Callable[[], Tensor]) -> tuple[float, Tensor]:
-    """The least seconds, and what the last run gave."""
+    """The least seconds, and the result of the last run."""
     seconds = []
     for _ in range(repeats):
         began = time.perf_counter()
-        found = run()
+        result = run()
         seconds.append(time.perf_counter() - began)
-    return min(seconds), found
+    return min(seconds), result
 
 
 def main() -> None:
@@ -103,7 +103,7 @@ def main() -> None:
     for name in HIDDEN:
         network = perceptron(name, features.shape[1], int(labels.max()) + 1, seed=arguments.seed)
         training = (network, features, labels, records, schedule)
-        # The first pass of a process pays for loading; it is not measured.
+        # The first pass of a process includes loading and is not measured.
         train_stacked(network, features, labels, records[:2], Schedule(epochs=1), seed=0)
         stacked, weights = best_of(arguments.repeats, partial(together, *training, seed=arguments.seed))
         looped, expected = best_of(arguments.repeats, partial(one_by_one, *training, seed=arguments.seed))

@@ -1,9 +1,9 @@
-"""What the prefix cache saves: local updates with it against the same updates through the whole model.
+"""What the prefix cache saves: local updates with it, compared with the same updates through the whole model.
 
     python -m simulations.benchmarks.prefix_cache [--repeats 7]
 
 MiniLM with LoRA in the last one or two of six layers, one client of 80 records of 32 tokens, batches of 8 expected
-records, SGD, seeded noise. Both arms are the library's own code and take turns; what filling the cache costs is told
+records, SGD, seeded noise. Both arms are the library's own code and take turns; the cost of filling the cache is given
 in steps without it. Ratios are those of the medians.
 """
 
@@ -22,7 +22,7 @@ RECORDS = make_records(0)
 
 
 def seconds(model: TrainingModel) -> float:
-    """Of one local update."""
+    """Seconds of one local update."""
     (task,) = make_tasks(model, [RECORDS])
     started = time.perf_counter()
     local_update(model, task)

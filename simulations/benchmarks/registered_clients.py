@@ -3,8 +3,8 @@
     python -m simulations.benchmarks.registered_clients [--registered 1000 10000] [--sampled 100] [--rounds 20]
 
 A tiny BERT (2 layers, width 64), 4 records a client, LoRA in all layers, 2 local steps, seeded; the stacked engine,
-from registration to report. Each size runs in a fresh process that prints its peak resident memory, and beside it the
-peak before the first round, which holds data and registrations. The claim is on what the rounds add.
+from registration to report. Each size runs in a fresh process, which prints its peak resident memory and the peak
+before the first round, with data and registrations. The claim is about what the rounds add.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WORDS = [f"word{number}" for number in range(500)]
 
 
 class Peak(LogObserver):
-    """Notes the peak when rounds begin."""
+    """Records the peak of memory when the rounds begin."""
 
     before = 0
 
@@ -46,7 +46,7 @@ class Peak(LogObserver):
 
 
 def peak_memory() -> int:
-    """Bytes resident at most so far."""
+    """Peak resident bytes so far."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return 1024 * int(line.split()[1])
 
@@ -105,12 +105,12 @@ def main() -> None:
         command = [sys.executable, "-m", "simulations.benchmarks.registered_clients", "--one", str(registered)]
         command += ["--sampled", str(arguments.sampled), "--rounds", str(arguments.rounds)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        found = json.loads(done.stdout.splitlines()[-1])
-        added.append((found["peak"] - found["before"]) / 2**20)
+        measured = json.loads(done.stdout.splitlines()[-1])
+        added.append((measured["peak"] - measured["before"]) / 2**20)
         print(
             f"{registered} registered, {arguments.sampled} sampled, {arguments.rounds} rounds: peak "
-            f"{found['peak'] / 2**20:.0f} MiB, of which {added[-1]:.0f} MiB came with the rounds; "
-            f"{found['seconds']:.1f} s"
+            f"{measured['peak'] / 2**20:.0f} MiB, of which {added[-1]:.0f} MiB came with the rounds; "
+            f"{measured['seconds']:.1f} s"
         )
     few, many = arguments.registered
     claim = f"memory that {arguments.rounds} rounds add, {many} registered clients / {few}"

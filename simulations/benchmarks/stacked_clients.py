@@ -1,9 +1,9 @@
-"""What stacking saves: a round of 16 clients side by side against the same clients one at a time.
+"""What stacking saves: a round of 16 clients at once, compared with the same clients one at a time.
 
     python -m simulations.benchmarks.stacked_clients [--clients 16] [--repeats 9]
 
 Batches of 8 expected records of 32 tokens, 4 local steps, SGD, seeded noise, LoRA of rank 8 on query and value. Both
-arms are the library's own code, the rival with a stack of one; they take turns, and ratios are those of the medians.
+arms are the library's own code, the rival with a stack of one. They take turns, and ratios are those of the medians.
 """
 
 from __future__ import annotations

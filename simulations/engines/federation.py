@@ -37,7 +37,7 @@ def run(config: RunConfig, observer: Observer) -> None:
 
 @contextmanager
 def _executor(config: RunConfig, observer: Observer) -> Iterator[Execute]:
-    """What trains a round's clients; engines differ in nothing else."""
+    """What trains a round's clients: all that engines differ in."""
     if config.engine == "ray":
         with RayExecutor(config) as execute:
             yield execute
@@ -45,15 +45,15 @@ def _executor(config: RunConfig, observer: Observer) -> Iterator[Execute]:
     model = workbench(config).model
     if config.engine == "stacked" and clients_at_once(model) == 1:
         observer.notice(
-            f"engine = stacked: memory_limit_mb = {config.memory_limit_mb} holds one client at a time; the run goes on "
-            "in-process"
+            f"engine = stacked: memory_limit_mb = {config.memory_limit_mb} holds one client at a time; the run "
+            "continues in-process"
         )
     one_by_one = config.engine == "in-process" or clients_at_once(model) == 1
     yield partial(execute_one_by_one if one_by_one else execute_stacked, model)
 
 
 def contexts(config: RunConfig) -> list[Context]:
-    """The nodes of the simulation. Who simulates owns all data, so they trust the run's configuration."""
+    """The nodes of the simulation. Whoever simulates owns all data, so they trust the run's configuration."""
     run_config, num_clients = to_flower(config), len(workbench(config).data.clients)
     return [
         Context(

@@ -20,7 +20,7 @@ def empty_run(run_id: int) -> Run:
 
 
 def set_message_id(message: Message, message_id: str) -> None:
-    """Give a message the id that Flower's link would give it on delivery; it has no public setter."""
+    """Give a message the id that Flower's link would give it on delivery; there is no public setter."""
     message.metadata.__dict__["_message_id"] = message_id
 
 

@@ -21,7 +21,7 @@ class LocalGrid(Grid):
 
     Args:
         contexts: one for each node, kept for the whole run as Flower keeps them.
-        execute: trains a batch of tasks; None leaves training to the app, a message at a time.
+        execute: trains a batch of tasks; None leaves training to the app, one message at a time.
         evaluate: the ClientApp, which answers every other message.
     """
 
@@ -63,7 +63,7 @@ class LocalGrid(Grid):
         messages = list(messages)
         for message in messages:
             set_message_id(message, uuid.uuid4().hex)
-        # Strategies put one RecordDict into every message; a node may change its own copy.
+        # Strategies put one RecordDict into every message, and a node may change its copy.
         delivered = [copy.deepcopy(message) for message in messages]
         ids = [message.metadata.message_id for message in delivered]
         self._replies.update(zip(ids, self._answer(delivered), strict=True))
@@ -74,7 +74,7 @@ class LocalGrid(Grid):
         return [self._replies.pop(message_id) for message_id in message_ids if message_id in self._replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Deliver the messages and return all replies; there is nothing to wait for, so no timeout."""
+        """Deliver the messages and return all replies at once; the timeout has no effect."""
         return self.pull_messages(self.push_messages(messages))
 
     def _answer(self, messages: Sequence[Message]) -> list[Message]:

@@ -24,13 +24,13 @@ from fedpriv.training.stacked import execute_stacked
 from fedpriv.training.workbench import load_model, workbench
 from simulations.engines import ray_session
 
-# Sources of an actor's own: a secure stream never leaves the process that keyed it.
+# An actor has a source of its own: a secure stream never leaves the process that keyed it.
 _secure = SecureSource()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Parcel:
-    """An UpdateTask as it travels: records and adapters are in the object store, a secure source stays behind."""
+    """An UpdateTask as it is sent: records and adapters lie in the object store, and a secure source is left out."""
 
     adapter: Any
     merged: Any
@@ -48,7 +48,7 @@ class RayExecutor:
 
     Actors are made when a round first needs them, so that a round of few clients holds no more cores or GPUs than
     clients. An actor that dies is replaced, and its share is tried once more; after that its clients count as failed.
-    The clients were charged before, and stay so.
+    They were charged before, and stay charged.
 
     Args:
         config: of the run; `ray_address` and `ray_workers` say where and how many.
@@ -97,8 +97,8 @@ class RayExecutor:
     def _collect(self, k: int, sent: Any, share: list[_Parcel]) -> list[ClientUpdate | Exception]:
         for attempt in ("first", "second"):
             try:
-                found: list[ClientUpdate | Exception] = self._ray.get(sent)
-                return found
+                updates: list[ClientUpdate | Exception] = self._ray.get(sent)
+                return updates
             except self._ray.exceptions.RayActorError as error:
                 logging.getLogger("flwr").warning("a Ray actor died in its %s attempt: %s", attempt, error)
                 self._actors[k] = self._start_actor()
@@ -128,7 +128,7 @@ class RayExecutor:
 
 
 class _Adapters:
-    """The adapters of a round in the object store: equal ones, as all clients of a round get, once."""
+    """The adapters of a round in the object store; equal ones, such as a common broadcast, are stored once."""
 
     def __init__(self, put: Callable[[Adapter], Any]) -> None:
         self._put = put
@@ -144,7 +144,7 @@ class _Adapters:
 
 
 class _Worker:
-    """An actor: the frozen base and the records of the clients that it was sent."""
+    """An actor, which holds the frozen base and the records of the clients that it was sent."""
 
     def __init__(self, config: RunConfig, num_labels: int) -> None:
         if not torch.cuda.is_available():

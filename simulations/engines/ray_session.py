@@ -1,4 +1,4 @@
-"""Ray, started on this machine or joined at an address; the one place that starts it."""
+"""The one place that starts Ray on this machine or joins a cluster."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fedpriv.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Ray would change what devices a worker without a GPU sees, and warns that it will stop doing so.
+# Otherwise Ray hides the devices from a worker without a GPU, and warns that it will stop doing so.
 _ENVIRONMENT = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 
 def connect(address: str = "", *, num_cpus: int | None = None) -> Any:
-    """The module `ray`, connected; whoever calls this ends with `ray.shutdown()`.
+    """The module `ray`, connected; the caller ends with `ray.shutdown()`.
 
     Args:
         address: of an existing cluster, which gets this project's code; empty starts Ray on this machine.
@@ -39,7 +39,7 @@ def connect(address: str = "", *, num_cpus: int | None = None) -> Any:
             ray.init(address=address, runtime_env=code, **quiet)
         else:
             environment = {"env_vars": {"PYTHONPATH": str(ROOT), **_ENVIRONMENT}}
-            # `local`: without an address Ray would join whatever cluster it finds on this machine.
+            # `local`, since without an address Ray would join any cluster that it finds on this machine.
             ray.init("local", num_cpus=num_cpus, include_dashboard=False, runtime_env=environment, **quiet)
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(f"ray_address = {address!r}: no Ray cluster to join ({str(error).splitlines()[0]})") from None

@@ -3,9 +3,9 @@
     python -m simulations.studies.integral select|attack|attack-useful|page [--data FOLDER]
 
 FOLDER holds the UCI tables adult.csv.gz and ai4i2020.csv.gz with header lines. `select` trains the models of all
-subsamples and looks at recurrence and accuracy after every epoch, `attack` plays the model comparison attack on small
-training sets, `attack-useful` on sets of the paper's size, each writing JSON lines; `page` makes results/integral.md
-and its plots of them. What is there is not computed again, but for `attack-useful`.
+subsamples and measures recurrence and accuracy after every epoch, `attack` runs the model comparison attack on small
+training sets and `attack-useful` on sets of the paper's size; each writes JSON lines. `page` makes results/integral.md
+and its plots from them. Results that are there are not computed again, except those of `attack-useful`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CURVE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 18, 20)
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A table of the study and what the paper says of it (Tables 1 and 2)."""
+    """A table of the study and its settings in the paper (Tables 1 and 2)."""
 
     file: str
     target: str
@@ -53,7 +53,7 @@ class Source:
 
 SOURCES = {
     "Adult": Source(file="adult.csv.gz", target="income", subsample_size=1000),
-    # Ids, and the five columns that say which kind of failure it was.
+    # Ids, and the five columns that state the kind of failure.
     "AI4I": Source(
         file="ai4i2020.csv.gz",
         target="Machine failure",
@@ -70,7 +70,7 @@ WAYS: dict[str, tuple[Scaling, Schedule]] = {
 
 
 def data_of(folder: Path, name: str, scaling: Scaling = "standard") -> Data:
-    """A table's training and test part, 70 to 30."""
+    """A table's training and test parts, 70 to 30."""
     source = SOURCES[name]
     frame = load_table(str(folder / source.file)).to_pandas()
     table = prepare(frame, source.target, drop=source.drop, scaling=scaling)
@@ -100,7 +100,7 @@ def select_all(folder: Path, out: Path) -> None:
 
 
 def selected(data: Data, source: Source, architecture: str, schedule: Schedule) -> dict[str, Any]:
-    """Looks after every epoch, the curves of the chosen cluster's models, and the published protocol."""
+    """Recurrence and accuracy after every epoch, curves of the chosen cluster's models, and the published protocol."""
     network = perceptron(architecture, data.train_features.shape[1], len(data.classes), seed=0)
     settings = Settings(
         subsample_size=source.subsample_size,
@@ -109,14 +109,14 @@ def selected(data: Data, source: Source, architecture: str, schedule: Schedule) 
         epsilons=(0.1, 0.2),
         keep=tuple(range(1, EPOCHS)),
     )
-    found = recommend(network, data, settings)
-    looks = [asdict(look) for look in found.snapshots]
+    recommendation = recommend(network, data, settings)
+    looks = [asdict(look) for look in recommendation.snapshots]
     chosen = best_epoch(looks)
     epoch = chosen["epochs"] if chosen else 1
-    generators = list(found.subsamples.records)
+    generators = list(recommendation.subsamples.records)
     members: tuple[int, ...] = ()
     if chosen:
-        vectors = found.vectors[epoch].numpy()
+        vectors = recommendation.vectors[epoch].numpy()
         strict = select(vectors, generators, epsilon=EPSILON, clustering="complete", top=1)[0]
         (cluster,) = select(vectors, generators, epsilon=EPSILON, top=1)
         members = cluster.members
@@ -124,12 +124,12 @@ def selected(data: Data, source: Source, architecture: str, schedule: Schedule) 
             "largest_difference": cluster.largest_difference,
             "complete_recurrence": strict.recurrence,
             "complete_accuracy": evaluate(network, torch.from_numpy(strict.mean), data).test.accuracy,
-            "members": [asdict(evaluate(network, found.vectors[epoch][row], data)) for row in members],
+            "members": [asdict(evaluate(network, recommendation.vectors[epoch][row], data)) for row in members],
         }
     curves = {}
     if architecture == "dnn-1" and members:
         for at in CURVE:
-            own = found.vectors[at][list(members)]
+            own = recommendation.vectors[at][list(members)]
             curves[at] = {
                 "members": [asdict(evaluate(network, vector, data)) for vector in own],
                 "mean": asdict(evaluate(network, own.mean(dim=0), data)),
@@ -139,21 +139,21 @@ def selected(data: Data, source: Source, architecture: str, schedule: Schedule) 
         "looks": looks,
         "chosen": chosen,
         "curves": curves,
-        "majority": asdict(found.majority),
-        "plain": asdict(found.plain),
+        "majority": asdict(recommendation.majority),
+        "plain": asdict(recommendation.plain),
         "whole_table": whole_table(network, data, source, schedule, epoch),
         "private": list(private(network, data)) if architecture == "dnn-1" else [],
     }
 
 
 def best_epoch(looks: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The look at which the mean of a cluster of two or more has the best accuracy on *training* records."""
-    found = [look for look in looks if look["epsilon"] == EPSILON and look["mean"] is not None]
-    return max(found, key=lambda look: (look["mean"]["train"]["accuracy"], look["recurrence"]), default=None)
+    """The epoch's look in which the mean of a cluster of two or more is most accurate on *training* records."""
+    with_mean = [look for look in looks if look["epsilon"] == EPSILON and look["mean"] is not None]
+    return max(with_mean, key=lambda look: (look["mean"]["train"]["accuracy"], look["recurrence"]), default=None)
 
 
 def whole_table(network: torch.nn.Module, data: Data, source: Source, schedule: Schedule, epoch: int) -> dict[str, Any]:
-    """Recurrence and test accuracy with subsamples of all records, those of the test included, as the paper counts."""
+    """Recurrence and test accuracy with subsamples of all records, test records included, as in the paper."""
     features = torch.cat([data.train_features, data.test_features])
     labels = torch.cat([data.train_labels, data.test_labels])
     records = disjoint_subsamples(labels.numpy(), source.subsample_size, np.random.default_rng(0)).records
@@ -168,16 +168,16 @@ def whole_table(network: torch.nn.Module, data: Data, source: Source, schedule: 
 
 def private(network: torch.nn.Module, data: Data) -> Iterator[dict[str, Any]]:
     """DP-SGD on the whole training part at three epsilons."""
-    how = PrivateSchedule(steps=300, expected_batch_size=512, learning_rate=0.5)
+    schedule = PrivateSchedule(steps=300, expected_batch_size=512, learning_rate=0.5)
     num_records = len(data.train_labels)
     delta = default_delta(num_records)
     for epsilon in (0.1, 0.5, 1.0):
-        noise = noise_multiplier(epsilon, how, num_records)
+        noise = noise_multiplier(epsilon, schedule, num_records)
         vector, events = train_privately(
             network,
             data.train_features,
             data.train_labels,
-            how,
+            schedule,
             noise_multiplier=noise,
             source=SeededSource("integral study", str(epsilon)),
         )
@@ -205,7 +205,7 @@ def attack_all(folder: Path, out: Path, trials: int) -> None:
 
 
 def attack_useful(folder: Path, out: Path) -> None:
-    """A line for targets of the paper's subsample size, where the recommended mean has learnt something."""
+    """One line for targets of the paper's subsample size, at which the recommended mean has learnt something."""
     data = data_of(folder, "Adult")
     network = perceptron("dnn-3", data.train_features.shape[1], len(data.classes), seed=0)
     epsilon, epochs = 0.1, 7
@@ -238,8 +238,8 @@ def main() -> None:
     elif arguments.step == "attack-useful":
         attack_useful(arguments.data, arguments.out)
     else:
-        found = (lines(arguments.out / f"{name}.jsonl") for name in ("select", "attack", "attack-useful"))
-        integral_page.write(arguments.page, *found)
+        results = (lines(arguments.out / f"{name}.jsonl") for name in ("select", "attack", "attack-useful"))
+        integral_page.write(arguments.page, *results)
 
 
 if __name__ == "__main__":

@@ -161,9 +161,9 @@ def _useful_table(line: Line) -> str:
     )
 
 
-def _target_table(found: Sequence[Line]) -> str:
+def _target_table(targets: Sequence[Line]) -> str:
     rows = []
-    for row in found:
+    for row in targets:
         if row["note"]:
             rows.append((row["name"], "", "", "", "", row["note"]))
             continue
@@ -215,15 +215,15 @@ def _recurrence(selections: Sequence[Line]) -> Figure:
     """The share of models in the largest cluster and the accuracy of its mean; a row for each table."""
     names = list(dict.fromkeys(line["data"] for line in selections))
     figure = Figure(figsize=(9, 3.2 * len(names)), layout="constrained")
-    for place, name in enumerate(names):
-        share, accuracy = (figure.add_subplot(len(names), 2, 2 * place + column) for column in (1, 2))
+    for row, name in enumerate(names):
+        share, accuracy = (figure.add_subplot(len(names), 2, 2 * row + column) for column in (1, 2))
         for line in _first_way(selections, name):
             looks = [look for look in line["looks"] if look["epsilon"] == EPSILON]
-            found = [look for look in looks if look["mean"]]
+            with_mean = [look for look in looks if look["mean"]]
             shares = [look["recurrence"] / line["num_subsamples"] for look in looks]
             share.plot([look["epochs"] for look in looks], shares, marker=".", label=line["architecture"].upper())
-            values = [look["mean"]["test"]["accuracy"] for look in found]
-            accuracy.plot([look["epochs"] for look in found], values, marker=".")
+            values = [look["mean"]["test"]["accuracy"] for look in with_mean]
+            accuracy.plot([look["epochs"] for look in with_mean], values, marker=".")
             accuracy.axhline(line["majority"]["test"]["accuracy"], color="grey", linestyle=":")
         share.set(title=f"{name}: models in the largest cluster", xlabel="epochs", ylim=(0, 1.05))
         accuracy.set(title=f"{name}: test accuracy of its mean (dotted: majority)", xlabel="epochs")
@@ -235,11 +235,11 @@ def _curves(selections: Sequence[Line], part: str, metric: str, label: str) -> F
     """Members of the chosen cluster (light), their mean (dark), the plain model (black) and DP-SGD (dashed), DNN-1."""
     chosen = [line for line in _first_way(selections, None) if line["architecture"] == "dnn-1" and line["curves"]]
     figure = Figure(figsize=(4.5 * max(len(chosen), 1), 3.4), layout="constrained")
-    for place, line in enumerate(chosen):
-        axes = figure.add_subplot(1, len(chosen), place + 1)
+    for column, line in enumerate(chosen, start=1):
+        axes = figure.add_subplot(1, len(chosen), column)
         epochs = [int(epoch) for epoch in line["curves"]]
         for member in zip(*(curve["members"] for curve in line["curves"].values()), strict=True):
-            axes.plot(epochs, [found[part][metric] for found in member], color="tab:blue", alpha=0.2, linewidth=0.8)
+            axes.plot(epochs, [epoch[part][metric] for epoch in member], color="tab:blue", alpha=0.2, linewidth=0.8)
         means = [curve["mean"][part][metric] for curve in line["curves"].values()]
         axes.plot(epochs, means, color="tab:blue", linewidth=2, label="mean of the cluster's models")
         plain = [look for look in line["looks"] if look["epsilon"] == EPSILON]
@@ -261,8 +261,8 @@ def _members(selections: Sequence[Line]) -> Figure:
     """F1 of each member (light), of the mean (filled on training, hollow on test records) and of the plain model."""
     names = list(dict.fromkeys(line["data"] for line in selections))
     figure = Figure(figsize=(4.5 * len(names), 3.4), layout="constrained")
-    for place, name in enumerate(names):
-        axes = figure.add_subplot(1, len(names), place + 1)
+    for column, name in enumerate(names, start=1):
+        axes = figure.add_subplot(1, len(names), column)
         lines = [line for line in _first_way(selections, name) if line["chosen"]]
         for x, line in enumerate(lines):
             chosen = line["chosen"]

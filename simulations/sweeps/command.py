@@ -18,7 +18,7 @@ from simulations.sweeps.spending import total
 def sweep(path: Path, out: Path, *, engine: str | None, max_parallel: int | None, console: Console) -> bool:
     """Run the file's sweep, write its tables, and return whether all runs are finished.
 
-    Interrupted, it writes the tables of what is finished before it stops.
+    When interrupted, it still writes the tables of the finished runs.
 
     Raises:
         InputError: the file, an option or the machine cannot be used; before anything is run.
@@ -28,7 +28,7 @@ def sweep(path: Path, out: Path, *, engine: str | None, max_parallel: int | None
     if at_once < 1:
         raise InputError(f"max_parallel = {at_once}: must be >= 1")
     if at_once > 1 and any(run.config.engine == "ray" for run in planned.runs):
-        raise InputError("engine = ray: takes all cores for each run; use --max-parallel 1, or another engine")
+        raise InputError("engine = ray: each run takes all cores; use --max-parallel 1, or another engine")
     out.mkdir(parents=True, exist_ok=True)
     errors: dict[str, str] = {}
     try:
@@ -40,7 +40,7 @@ def sweep(path: Path, out: Path, *, engine: str | None, max_parallel: int | None
 
 
 def _write(planned: Sweep, out: Path, errors: dict[str, str], console: Console) -> int:
-    """Tables and plots, and how many runs are finished."""
+    """Write tables and plots, and return how many runs are finished."""
     spent = total(attempts(planned, out))
     frame = table.tidy(planned, out, errors, spent)
     pivoted = table.pivot(frame, planned)

@@ -23,12 +23,12 @@ _STYLES = {"waiting": "dim", "running": "bold", "done": "green", "failed": "bold
 
 
 class SweepDisplay:
-    """Follows a sweep; a context manager. Without a terminal it prints a line for each run that ends.
+    """Follows a sweep; a context manager. Without a terminal it prints one line for each run that ends.
 
     Args:
         console: where to.
         sweep: the plan.
-        out: the sweep's folder, whose runs' tables tell how far they are.
+        out: the sweep's folder; the runs' tables in it show their progress.
     """
 
     def __init__(self, console: Console, sweep: Sweep, out: Path) -> None:
@@ -55,11 +55,11 @@ class SweepDisplay:
         if self._console.is_terminal:
             self._live.refresh()
             return
-        for place, run in enumerate(self._sweep.runs, start=1):
+        for number, run in enumerate(self._sweep.runs, start=1):
             state = states[run.key]
             if state in ("done", "failed") and before.get(run.key) != state:
-                found = "was finished before" if not before else state
-                self._console.print(f"run {place}/{len(self._sweep.runs)} {_name(run)}: {found}", soft_wrap=True)
+                outcome = "was finished before" if not before else state
+                self._console.print(f"run {number}/{len(self._sweep.runs)} {_name(run)}: {outcome}", soft_wrap=True)
 
     def _table(self) -> RenderableType:
         counts = [f"{sum(s == state for s in self._states.values())} {state}" for state in _STYLES]
@@ -76,12 +76,12 @@ class SweepDisplay:
         return table
 
     def _visible(self) -> list[PlannedRun]:
-        """As many runs as the terminal has lines for, the running ones first."""
-        room = max(3, self._console.height - 7)
+        """As many runs as the terminal has lines for, running ones first."""
+        num_lines = max(3, self._console.height - 7)
         order = {"running": 0, "failed": 1, "waiting": 2, "done": 3}
-        if len(self._sweep.runs) <= room:
+        if len(self._sweep.runs) <= num_lines:
             return list(self._sweep.runs)
-        return sorted(self._sweep.runs, key=lambda run: order[self._states.get(run.key, "waiting")])[:room]
+        return sorted(self._sweep.runs, key=lambda run: order[self._states.get(run.key, "waiting")])[:num_lines]
 
 
 def pivot_table(pivoted: pd.DataFrame) -> Table:
@@ -110,7 +110,7 @@ def _name(run: PlannedRun) -> str:
 
 
 def _progress(folder: Path) -> tuple[int, str, str]:
-    """The last round that a run has written, its accuracy and epsilon; a finished run's epsilon is its final one."""
+    """A run's last written round, with accuracy and epsilon; of a finished run, the final epsilon."""
     if (folder / "summary.json").is_file():
         summary = json.loads((folder / "summary.json").read_text())
         epsilon = tables.parse_epsilon(summary["epsilon_local_max"])

@@ -15,13 +15,13 @@ from fedpriv.config import RunConfig
 from fedpriv.data import federated
 from fedpriv.errors import InputError
 
-# In a sweep's file `batch_size = "auto"` is B = min(64, N_k / 4) of the smallest client, so that K compares like with
-# like; any number of clients has records enough for 1.
+# In a sweep's file `batch_size = "auto"` is B = min(64, N_k / 4) of the smallest client, and at least 1, so that runs
+# with different numbers of clients can be compared.
 AUTO = "auto"
 _LARGEST_AUTO = 64
 
-# What every run of a sweep has of its own.
-_OWN = ("out", "ledger")
+# Keys that the sweep sets for every run.
+_SET_BY_SWEEP = ("out", "ledger")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,9 @@ class PlannedRun:
     """One run of a sweep.
 
     Attributes:
-        key: digest of the configuration as asked, which names the run's folder.
-        varied: {configuration key: value} of what differs between runs.
-        config: of the run, without a folder; its batch size is 1 where it is `auto`.
+        key: digest of the configuration as written, which names the run's folder.
+        varied: {configuration key: value} of the keys that differ between runs.
+        config: of the run, without a folder; an `auto` batch size is 1 here.
         auto_batch: whether the batch size follows the smallest client.
     """
 
@@ -60,7 +60,7 @@ class Sweep:
     Attributes:
         title: for plots.
         keys: what varies, in the file's order.
-        runs: each once, in the order of the grid, the last key fastest.
+        runs: without repeats, in the order of the grid, the last key varying fastest.
     """
 
     title: str
@@ -99,13 +99,13 @@ def _check(path: Path, grid: Any, listed: Any) -> None:
 
 
 def _planned(values: dict[str, Any], varied: dict[str, Any], keys: tuple[str, ...]) -> PlannedRun:
-    for key in _OWN:
+    for key in _SET_BY_SWEEP:
         if values.get(key):
-            raise InputError(f"{key} = {values[key]!r}: every run of a sweep has its own; leave it out")
+            raise InputError(f"{key} = {values[key]!r}: the sweep sets it for every run; leave it out")
     auto = values.get("batch_size") == AUTO
     config = configuration.parse({**values, "batch_size": 1} if auto else values)
-    asked = json.dumps([asdict(config), auto], sort_keys=True)
-    key = hashlib.sha256(asked.encode()).hexdigest()[:16]
-    # What only other runs name is the base's, or the default.
-    told = {name: varied.get(name, getattr(config, name)) for name in keys}
-    return PlannedRun(key=key, varied=told, config=config, auto_batch=auto)
+    written = json.dumps([asdict(config), auto], sort_keys=True)
+    key = hashlib.sha256(written.encode()).hexdigest()[:16]
+    # A key that only other runs name has the value of the base, or the default.
+    complete = {name: varied.get(name, getattr(config, name)) for name in keys}
+    return PlannedRun(key=key, varied=complete, config=config, auto_batch=auto)

@@ -17,11 +17,11 @@ from simulations.sweeps.table import PRIVACY_KEYS, settings
 
 _INK, _GRID = "#1d2126", "#d5d9de"
 _COLOURS = ("#00589c", "#b84300", "#007557", "#a03d80", "#8a6000", "#2379ad", "#5a5a5a", "#6f6a00")
-_MARKERS = "os^DvPX"  # not as many as colours, so that no pair of both comes twice soon
+_MARKERS = "os^DvPX"  # fewer than colours, so that their combinations repeat late
 
 
 def write(frame: pd.DataFrame, sweep: Sweep, out: Path) -> list[Path]:
-    """Draw what makes sense for what varies, as PNG and SVG, and return the PNGs."""
+    """Draw the plots that suit the varied keys, as PNG and SVG, and return the paths of the PNGs."""
     done = frame[frame["status"] == "done"]
     if done.empty:
         return []
@@ -52,19 +52,19 @@ def accuracy_against(done: pd.DataFrame, sweep: Sweep, x: str, label: str, *, lo
     done, keys = settings(done, sweep)
     private = (*PRIVACY_KEYS, "privacy")
     others = [key for key in keys if key != x and not (x == "epsilon_local_max" and key in private)]
-    places = _places(done[x].astype(float))
-    for place, (name, line) in enumerate(_lines(done, others)):
-        points = line.assign(place=line[x].astype(float).fillna(math.inf).map(lambda v: places.get(v, v)))
+    positions = _position_of_infinity(done[x].astype(float))
+    for index, (name, line) in enumerate(_lines(done, others)):
+        points = line.assign(position=line[x].astype(float).fillna(math.inf).map(lambda v: positions.get(v, v)))
         points = points.groupby(keys or [x], dropna=False).agg(
-            x=("place", "mean"), mean=("accuracy", "mean"), spread=("accuracy", "std")
+            x=("position", "mean"), mean=("accuracy", "mean"), spread=("accuracy", "std")
         )
         points = points.sort_values("x")
         axes.errorbar(
             points["x"],
             points["mean"],
             yerr=points["spread"].fillna(0.0),
-            color=_COLOURS[place % len(_COLOURS)],
-            marker=_MARKERS[place % len(_MARKERS)],
+            color=_COLOURS[index % len(_COLOURS)],
+            marker=_MARKERS[index % len(_MARKERS)],
             markersize=5,
             linewidth=1.4,
             capsize=3,
@@ -76,15 +76,15 @@ def accuracy_against(done: pd.DataFrame, sweep: Sweep, x: str, label: str, *, lo
         values = sorted(done[x].unique())
         axes.set_xticks(values, [f"{value:g}" for value in values])
         axes.minorticks_off()
-    elif math.inf in places:
+    elif math.inf in positions:
         finite = sorted({round(value, 1) for value in done[x].astype(float).dropna() if math.isfinite(value)})
-        axes.set_xticks([*finite, places[math.inf]], [*(f"{value:g}" for value in finite), "no noise"])
+        axes.set_xticks([*finite, positions[math.inf]], [*(f"{value:g}" for value in finite), "no noise"])
     _legend(axes)
     return figure
 
 
-def _places(values: pd.Series) -> dict[float, float]:
-    """Where an infinite value stands: to the right of the others."""
+def _position_of_infinity(values: pd.Series) -> dict[float, float]:
+    """{infinity: where it is drawn}, to the right of all finite values; empty if all are finite."""
     finite = values[values.notna() & (values != math.inf)]
     return {} if len(finite) == len(values) else {math.inf: 1.25 * float(finite.max()) if len(finite) else 1.0}
 
@@ -93,14 +93,14 @@ def bytes_against_accuracy(done: pd.DataFrame, sweep: Sweep) -> Figure:
     """Mean accuracy with the seeds' standard deviation over what all clients sent and received, by setting."""
     figure, axes = _axes(sweep.title, "bytes sent and received by all clients")
     done, keys = settings(done.assign(bytes=done["bytes_up"] + done["bytes_down"]), sweep)
-    for place, (name, line) in enumerate(_lines(done, keys)):
+    for index, (name, line) in enumerate(_lines(done, keys)):
         axes.errorbar(
             [line["bytes"].mean()],
             [line["accuracy"].mean()],
             yerr=[line["accuracy"].std() if len(line) > 1 else 0.0],
             linestyle="",
-            color=_COLOURS[place % len(_COLOURS)],
-            marker=_MARKERS[place % len(_MARKERS)],
+            color=_COLOURS[index % len(_COLOURS)],
+            marker=_MARKERS[index % len(_MARKERS)],
             markersize=5,
             capsize=3,
             label=name or "with DP",
@@ -114,7 +114,7 @@ def bytes_against_accuracy(done: pd.DataFrame, sweep: Sweep) -> Figure:
 
 
 def _legend(axes: Axes) -> None:
-    """Within the axes where it is short, else to their right, where it hides nothing."""
+    """Place a short legend within the axes, and a long one to their right, where it hides nothing."""
     if len(axes.get_legend_handles_labels()[0]) > 5:
         axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     else:
@@ -132,14 +132,14 @@ def _lines(done: pd.DataFrame, keys: list[str]) -> list[tuple[str, pd.DataFrame]
 
 
 def _named(key: str, value: object) -> str:
-    """Rules and privacy speak for themselves, other values need their key."""
+    """The value alone for aggregation rules and privacy, else with its key."""
     if key in ("aggregation", "privacy"):
         return str(value)
     return f"{key} = {value:g}" if isinstance(value, float) else f"{key} = {value}"
 
 
 def _draw_references(axes: Axes, done: pd.DataFrame) -> None:
-    """The mean accuracy without noise, where it was run, and chance; what is far off is named and not drawn."""
+    """Draw chance and, where it was measured, the mean accuracy without noise; one far below the runs is only named."""
     low, high = float(done["accuracy"].min()), float(done["accuracy"].max())
     for column, label, style in (
         ("accuracy_non_private", "z = 0, clipping kept", "--"),

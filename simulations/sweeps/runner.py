@@ -1,4 +1,4 @@
-"""Runs what a sweep lacks, in this process or in parallel on Ray; a failing run is recorded and the others go on."""
+"""Runs what a sweep still lacks, in this process or in parallel on Ray; a run that fails does not stop the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNFINISHED = "unfinished"
 
 _POLL_SECONDS = 0.5
 
-# Told of every change: {run's key: `waiting`, `running`, `done` or `failed`}.
+# Called at every change with {run's key: `waiting`, `running`, `done` or `failed`}.
 OnChange = Callable[[Mapping[str, str]], None]
 
 
@@ -31,7 +31,7 @@ def is_finished(run: PlannedRun, out: Path) -> bool:
 
 
 def attempts(sweep: Sweep, out: Path) -> list[Path]:
-    """The folders of all runs and of earlier attempts at them, which may have released something as well."""
+    """The folders of all runs and of earlier attempts, which may have released something too."""
     own = [out / run.key for run in sweep.runs if (out / run.key).is_dir()]
     return own + sorted(path for path in (out / UNFINISHED).glob("*") if path.is_dir())
 
@@ -41,9 +41,9 @@ def run_all(sweep: Sweep, out: Path, *, at_once: int, on_change: OnChange) -> di
 
     Args:
         sweep: the plan.
-        out: the sweep's folder; a run's is in it, named by its key.
-        at_once: how many runs go on at a time; 1 stays in this process, more need Ray.
-        on_change: shows progress.
+        out: the sweep's folder; each run has a folder in it, named by its key.
+        at_once: how many runs to execute at a time; 1 stays in this process, more need Ray.
+        on_change: called at every change.
 
     Raises:
         InputError: Ray is needed and not installed.
@@ -55,8 +55,8 @@ def run_all(sweep: Sweep, out: Path, *, at_once: int, on_change: OnChange) -> di
         _set_aside(out / run.key, out / UNFINISHED)
     if not missing:
         return {}
-    run_them = _in_this_process if at_once == 1 else _on_ray
-    return run_them(missing, out, at_once, states, on_change)
+    run_missing = _in_this_process if at_once == 1 else _on_ray
+    return run_missing(missing, out, at_once, states, on_change)
 
 
 def run_one(run: PlannedRun, folder: Path) -> str | None:
@@ -72,7 +72,7 @@ def run_one(run: PlannedRun, folder: Path) -> str | None:
 
 
 class _Silent:
-    """An observer that tells nobody: the sweep's display reads what each run writes."""
+    """An observer that shows nothing: the sweep's display reads what each run writes."""
 
     def started(self, config: RunConfig, registrations: Sequence[Registration]) -> None:
         """A series begins."""
@@ -89,7 +89,7 @@ class _Silent:
 
 
 def _set_aside(folder: Path, unfinished: Path) -> None:
-    """Keep what an unfinished attempt released: its ledger counts in the sweep's sum."""
+    """Keep the folder of an unfinished attempt: its ledger counts in the sweep's sum."""
     if not folder.is_dir():
         return
     unfinished.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""What all runs of a sweep cost together: the honest bound for whoever picks the best of them."""
+"""What all runs of a sweep cost together, which bounds the cost of picking the best of them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Total:
     """The sum of a sweep's ledgers, on the `local` view.
 
     Attributes:
-        epsilon: no record of any client has spent more, over all runs; 0 without any.
-        delta: that goes with it.
-        num_runs: how many runs it holds, unfinished ones included.
+        epsilon: the most that any record has spent over all runs; 0 without runs.
+        delta: of that epsilon.
+        num_runs: how many runs are counted, unfinished ones included.
     """
 
     epsilon: float
@@ -37,9 +37,9 @@ class Total:
 def total(folders: Sequence[Path]) -> Total:
     """The sum of the ledgers in the runs' folders.
 
-    Runs whose records lie with the same clients are composed client by client and converted once, at the largest delta
-    of each client. Where runs share records out differently, a record's client in one is any client in another: the
-    groups' largest epsilons and deltas add up (basic composition).
+    Runs that give every client the same records are composed client by client and converted once, at each client's
+    largest delta. Where runs distribute records differently, a record may belong to any client of another run: there
+    the groups' largest epsilons and deltas add up (basic composition).
 
     Raises:
         LedgerError: a ledger is damaged.
@@ -49,7 +49,7 @@ def total(folders: Sequence[Path]) -> Total:
     for folder in folders:
         path = folder / "ledger.sqlite"
         if not path.is_file():
-            continue  # it ended before its first charge
+            continue  # the run ended before its first charge
         num_runs += 1
         clients = groups[_holders(configuration.parse(configuration.read(folder / "config.toml")))]
         with reader.reading(path) as db:
@@ -64,7 +64,7 @@ def total(folders: Sequence[Path]) -> Total:
 
 
 def _largest(clients: Sequence[tuple[list[Event], float]]) -> tuple[float, float]:
-    """The largest epsilon of clients with their events, and the largest delta; equal histories are computed once."""
+    """The largest epsilon and the largest delta of any client; equal histories are computed once."""
     histories = {(frozenset(group(events)), delta) for events, delta in clients}
     return (
         max((spent(events, delta).epsilon for events, delta in histories), default=0.0),
@@ -73,8 +73,8 @@ def _largest(clients: Sequence[tuple[list[Event], float]]) -> tuple[float, float
 
 
 def _holders(config: RunConfig) -> tuple[object, ...]:
-    """What fixes which client holds which record."""
-    by_nature = config.partition_rule == "natural" or (config.data == EMBEDDED and config.partition == "auto")
-    # The seed shuffles records among clients. Where they belong to one by nature it only splits off the test set.
-    seed = None if by_nature else config.seed
+    """The settings that decide which client holds which record."""
+    is_natural = config.partition_rule == "natural" or (config.data == EMBEDDED and config.partition == "auto")
+    # The seed shuffles records among clients; under a natural partition it only splits off the test set.
+    seed = None if is_natural else config.seed
     return (*(getattr(config, key) for key in _DATA_KEYS), seed)

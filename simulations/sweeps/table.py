@@ -1,4 +1,4 @@
-"""A sweep as tables: one tidy row a run, and a pivot of the mean accuracy over seeds."""
+"""A sweep as tables: one tidy row per run, and a pivot of the mean accuracy over seeds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedpriv import config as configuration
 from simulations.sweeps.plan import Sweep
 from simulations.sweeps.spending import Total
 
-# Each of these is a target that the finished run's epsilon stands for.
+# Keys that decide how private a run is; the finished run's epsilon stands for them.
 PRIVACY_KEYS = ("target_epsilon", "noise_multiplier", "budget_epsilon")
 
 _FIGURES = (
@@ -24,13 +24,13 @@ _FIGURES = (
 
 
 def tidy(sweep: Sweep, out: Path, errors: Mapping[str, str], spent: Total) -> pd.DataFrame:
-    """One row a run: what varied, how it ended, its figures, and what the whole sweep spent.
+    """One row per run: the varied keys, how it ended, its figures, and what the whole sweep spent.
 
     Args:
         sweep: the plan.
         out: the sweep's folder.
         errors: {run's key: why it failed}.
-        spent: by all runs together; the same in every row.
+        spent: the cost of all runs together, the same in every row.
     """
     rows = []
     for run in sweep.runs:
@@ -50,9 +50,9 @@ def tidy(sweep: Sweep, out: Path, errors: Mapping[str, str], spent: Total) -> pd
 
 
 def settings(frame: pd.DataFrame, sweep: Sweep) -> tuple[pd.DataFrame, list[str]]:
-    """The table with the keys by which runs differ, seeds aside; several keys that say how private a run is are one.
+    """The table with the keys in which runs differ, other than the seed; several keys of privacy become one.
 
-    That one is called `privacy` and says `epsilon 2`, `z 1.5` or `no noise`.
+    That one is called `privacy`, with values such as `epsilon 2`, `z 1.5` or `no noise`.
     """
     keys = [key for key in sweep.keys if key != "seed"]
     private = [key for key in keys if key in PRIVACY_KEYS]
@@ -73,7 +73,7 @@ def _privacy(row: Any) -> str:
 def pivot(frame: pd.DataFrame, sweep: Sweep) -> pd.DataFrame | None:
     """Mean accuracy, its standard deviation over seeds and the number of runs, by the first two settings.
 
-    None where nothing but the seed varies, or no run is done.
+    None if only the seed varies, or no run is done.
     """
     frame, keys = settings(frame, sweep)
     keys = keys[:2]
@@ -81,14 +81,14 @@ def pivot(frame: pd.DataFrame, sweep: Sweep) -> pd.DataFrame | None:
     if not keys or done.empty:
         return None
     cells = done.groupby(keys, dropna=False)["accuracy"].agg(["mean", "std", "count"])
-    # Only a series of one key would become a series.
+    # Unstacking gives a series only for an index of one level.
     return cast(pd.DataFrame, cells.unstack(keys[1])) if len(keys) == 2 else cells
 
 
 def write(frame: pd.DataFrame, pivoted: pd.DataFrame | None, out: Path) -> None:
     """sweep.csv, sweep.parquet and pivot.csv."""
     frame.to_csv(out / "sweep.csv", index=False)
-    # A key may hold numbers in one run and lists or nothing in another; Parquet wants one type a column.
+    # A key may hold a number in one run and a list or nothing in another; Parquet needs one type per column.
     mixed = {name: str for name in frame.columns if frame[name].map(type).nunique() > 1 and frame[name].dtype == object}
     frame.astype(mixed).to_parquet(out / "sweep.parquet", index=False)
     if pivoted is not None:

@@ -90,7 +90,7 @@ def test_auto_batch_is_a_quarter_of_the_smallest_client_and_at_most_64(write, tm
         ({"grid": {"rank": []}}, "grid.rank"),
         ({"grid": {"rank": 4}}, "grid.rank = 4"),
         ({"runs": []}, "runs = "),
-        ({"ledger": "a.sqlite"}, "ledger = 'a.sqlite': every run of a sweep has its own"),
+        ({"ledger": "a.sqlite"}, "ledger = 'a.sqlite': the sweep sets it for every run"),
         ({"runs": [{"out": "x"}]}, "out = 'x'"),
     ],
 )

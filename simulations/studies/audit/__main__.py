@@ -2,8 +2,8 @@
 
     python -m simulations.studies.audit run|tables [--out results/studies/audit] [--only local,views,...]
 
-`run` makes the audits, one JSON line each; what is there is not computed again. `tables` writes results/audit.md and
-its plots. `run --only broken` makes the self-check: what each detector says of mechanisms broken on purpose.
+`run` makes the audits, one JSON line each, and skips those that are there. `tables` writes results/audit.md and its
+plots. `run --only broken` makes the self-check: what each detector says of mechanisms broken on purpose.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def main() -> None:
     parser.add_argument("--page", type=Path, default=Path("results/audit.md"))
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(KINDS))
     arguments = parser.parse_args()
-    if odd := [name for name in arguments.only if name not in KINDS]:
-        parser.error(f"only = {odd[0]}: known are {', '.join(KINDS)}")
+    if unknown := [name for name in arguments.only if name not in KINDS]:
+        parser.error(f"only = {unknown[0]}: known are {', '.join(KINDS)}")
     torch.set_num_threads(1)
     if arguments.step == "tables":
         tables.write(arguments.page, lines(arguments.out / "runs.jsonl"))
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def runs(kind: str, plots: Path) -> Iterator[Run]:
-    """(key, function that makes the line) of a kind."""
+    """(key, function that makes the line) of every audit of a kind."""
     if kind == "local":
         yield from white_box_runs.local_runs()
     elif kind == "views":

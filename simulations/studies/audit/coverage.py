@@ -1,4 +1,4 @@
-"""How often the bounds exceed the truth: exactly epsilon-DP and exactly Gaussian mechanisms, many trials."""
+"""How often the bounds exceed the truth, over many trials of exactly epsilon-DP and exactly Gaussian mechanisms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def randomised_response(epsilon: float, num_canaries: int, seed: int) -> dict[st
     """The share of trials in which the one-run bound exceeds epsilon, all canaries guessed."""
     generator = np.random.default_rng([21, seed])
     right = generator.binomial(num_canaries, special.expit(epsilon), size=TRIALS)
-    found = one_run_epsilon(
+    bounds = one_run_epsilon(
         num_canaries=num_canaries, num_guesses=num_canaries, num_correct=right, delta=0.0, confidence=CONFIDENCE
     )
     return {
@@ -26,15 +26,15 @@ def randomised_response(epsilon: float, num_canaries: int, seed: int) -> dict[st
         "epsilon": epsilon,
         "num_canaries": num_canaries,
         "trials": TRIALS,
-        "num_exceeding": int((found > epsilon).sum()),
-        "median": float(np.median(found)),
+        "num_exceeding": int((bounds > epsilon).sum()),
+        "median": float(np.median(bounds)),
     }
 
 
 def graded(epsilon: float, num_canaries: int, seed: int) -> dict[str, Any]:
-    """The same with graded scores, where the number of guesses may be fixed, searched for, or searched for and paid.
+    """The same with graded scores and a number of guesses that is fixed, searched for, or searched for and paid for.
 
-    Each canary's answer is randomised response, and its score the answer's sign times a size that tells nothing.
+    Each canary's answer is randomised response; its score is the answer's sign times an uninformative size.
     """
     generator = np.random.default_rng([22, seed])
     sizes = ladder(num_canaries)

@@ -18,7 +18,7 @@ from fedpriv.training.stacked import execute_stacked
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """A client of one federation: its records, and N_k, which need not be their number."""
+    """A client of one federation: its records, and N_k, which need not equal their number."""
 
     records: Records
     num_registered: int
@@ -27,7 +27,7 @@ class Holder:
 def train(
     model: TrainingModel, federations: Sequence[Sequence[Holder]], spec: UpdateSpec, *, seed: int
 ) -> tuple[list[Adapter], tuple[Event, ...]]:
-    """The final global adapter of each federation, and what a client of the first has been charged in all.
+    """The final global adapter of each federation, and the total charge of the first client of the first one.
 
     Args:
         model: shared by all; every federation starts from its initial adapter.
@@ -40,26 +40,26 @@ def train(
     for round_ in range(1, spec.num_rounds + 1):
         tasks = [
             UpdateTask(
-                adapter=adapters[place],
+                adapter=adapters[federation],
                 data=holder.records,
                 spec=spec,
                 round=round_,
                 sampler=PoissonSampler(
                     num_registered=holder.num_registered,
                     expected_batch_size=spec.batch_size,
-                    source=SeededSource(seed, place, client, round_, "inclusion"),
+                    source=SeededSource(seed, federation, client, round_, "inclusion"),
                 ),
-                noise=SeededSource(seed, place, client, round_, "noise"),
+                noise=SeededSource(seed, federation, client, round_, "noise"),
             )
-            for place, holders in enumerate(federations)
+            for federation, holders in enumerate(federations)
             for client, holder in enumerate(holders)
         ]
         updates = iter(execute_stacked(model, tasks))
-        for place, holders in enumerate(federations):
+        for federation, holders in enumerate(federations):
             uploads = [_upload(next(updates)) for _ in holders]
             weights = weights_by_size({client: holder.num_registered for client, holder in enumerate(holders)})
-            adapters[place] = weighted_average([upload.adapter for upload in uploads], list(weights.values()))
-            if place == 0:
+            adapters[federation] = weighted_average([upload.adapter for upload in uploads], list(weights.values()))
+            if federation == 0:
                 charged.append(uploads[0].event)
     return adapters, group(charged)
 

@@ -23,7 +23,7 @@ CONDITIONS = {"no noise": 0.0, "the default run's noise": 1.88}
 
 
 def full_model_run(condition: str) -> dict[str, Any]:
-    """The default model and schedule, its last layer trained, 300 canaries in all."""
+    """Audit the default model and schedule with its last layer trained and 300 canaries in all."""
     began = time.perf_counter()
     bench = Workbench(parse({"layers": "last-1", "max_length": 32, "simulate": True}))
     labels = len(bench.data.label_names)
@@ -43,18 +43,18 @@ def full_model_run(condition: str) -> dict[str, Any]:
     )
     holders = [Holder(records=client.records, num_registered=client.num_registered) for client in clients]
     order = sorted(range(len(holders)), key=lambda client: holders[client].num_registered)
-    # The first is the smallest client, whose epsilon is the largest.
+    # The smallest client comes first: `train` returns its charge, and its epsilon is the largest.
     (final,), events = train(bench.model, [[holders[client] for client in order]], spec, seed=0)
-    found = audit_run(bench.model, bench.initial, final, clients, num_guesses=GUESSES, delta=DELTA)
+    result = audit_run(bench.model, bench.initial, final, clients, num_guesses=GUESSES, delta=DELTA)
     lora.write_parameters(bench.model.parameters, final)
     return {
         "kind": "full model",
         "condition": condition,
         "epsilon": spent(events, DELTA).epsilon if CONDITIONS[condition] else None,
-        "num_canaries": found.num_canaries,
-        "num_guesses": found.num_guesses,
-        "num_correct": found.num_correct,
-        "epsilon_lower": found.epsilon_lower,
+        "num_canaries": result.num_canaries,
+        "num_guesses": result.num_guesses,
+        "num_correct": result.num_correct,
+        "epsilon_lower": result.epsilon_lower,
         "test_accuracy": evaluate(bench.model, bench.test).accuracy,
         "seconds": time.perf_counter() - began,
     }

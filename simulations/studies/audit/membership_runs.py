@@ -1,4 +1,4 @@
-"""Membership inference on records of the embedded corpus: a target run and shadow runs side by side."""
+"""Membership inference on records of the embedded corpus: a target run and its shadow runs, trained together."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from simulations.studies.audit.federations import Holder, train
 DELTA = 1e-5
 CLIENTS, POOL, SHADOWS = 3, 150, 8
 ROUNDS, STEPS, BATCH = 3, 20, 50
-# Noise multipliers: none with clipping alone, and one for which the accounting says what it costs.
+# Noise multipliers: clipping alone, and one with a finite epsilon.
 CONDITIONS = {"no noise": 0.0, "noise": 2.0}
 
 
 def membership_run(condition: str, plot: Path) -> dict[str, Any]:
     """Train the target and its shadow models, attack the target three ways, and plot the ROC curves.
 
-    Every record of the pool is in each federation with probability 1/2. The shadow models are trained on the same
-    pool, the strongest setting; the reference of the calibrated attack is the mean of those without the record.
+    Each federation includes every record of the pool with probability 1/2. The shadow models are trained on the same
+    pool, the strongest setting for the attacker; the calibrated attack's reference is the mean of those without the
+    record.
     """
     began = time.perf_counter()
     bench = Workbench(parse({"layers": "last-1", "max_length": 16, "simulate": True}))

@@ -22,11 +22,11 @@ CLAIMS = (1.0, 2.0, 4.0, 8.0)
 CANARIES = (500, 1000, 5000)
 CLIENTS = 5
 SEEDS = 20
-# Records of every client, canaries in and out among them; enough for a batch of a tenth.
+# Registered records of every client, included and excluded canaries among them; enough for batches of a tenth.
 REGISTERED = 1000
 PILOTS = 12
-# How many claims the family has by which the f-DP bound is found: the schedule with noise from 3 times that of the
-# smallest claim down to 0.8 times that of the largest.
+# How many claims the f-DP bound is searched among: the schedule with noise from 3 times that of the smallest claim down
+# to 0.8 times that of the largest.
 FAMILY = 48
 _POINTS = np.concatenate([[0.0], np.geomspace(0.01, 20, 150)])
 
@@ -65,23 +65,23 @@ def setup(schedule: Schedule, epsilon: float, seed: int, dimension: int) -> Setu
     return Setup(spec=spec, num_registered=REGISTERED, rounds=schedule.rounds, seed=seed, sizes=sizes)
 
 
-def own_coordinates(num: int, dimension: int, *, apart: bool) -> Tensor:
-    """Unit vectors along coordinates for canaries dealt out to the clients in turn.
+def own_coordinates(num: int, dimension: int, *, disjoint: bool) -> Tensor:
+    """Unit vectors along coordinates, for canaries that are dealt out to the clients in turn.
 
     Args:
         num: of canaries.
         dimension: of a gradient.
-        apart: whether canaries of different clients have different coordinates, as who sees sums needs.
+        disjoint: whether canaries of different clients have different coordinates, as an observer of sums needs.
     """
     directions = torch.zeros(num, dimension)
-    places = torch.arange(num) if apart else torch.arange(num) // CLIENTS
-    directions[torch.arange(num), places] = 1.0
+    coordinates = torch.arange(num) if disjoint else torch.arange(num) // CLIENTS
+    directions[torch.arange(num), coordinates] = 1.0
     return directions
 
 
 @dataclass(frozen=True, kw_only=True)
 class Guesses:
-    """Numbers of guesses for both bounds, fixed on pilots, and what an ideal attacker finds with them (median)."""
+    """Numbers of guesses for both bounds, fixed on pilots, and an ideal attacker's median bounds with them."""
 
     one_run: int
     f_dp: int
@@ -91,7 +91,7 @@ class Guesses:
 
 @cache
 def guesses(schedule: Schedule, epsilon: float, num_canaries: int, stddev_factor: float = 1.0) -> Guesses:
-    """The numbers with the largest median over pilots: ideal attackers on coins of their own."""
+    """The numbers of guesses with the largest median bound over pilots: ideal attackers with coins of their own."""
     noise = stddev_factor * noise_for(schedule, epsilon)
     sizes = ladder(num_canaries)
     by_one_run, by_f_dp = [], []
@@ -107,11 +107,11 @@ def guesses(schedule: Schedule, epsilon: float, num_canaries: int, stddev_factor
             generator=generator,
         )
         by_one_run.append(lower_bounds(num_canaries, sizes, num_correct(scores, included, sizes)))
-        right = num_correct(scores, included, f_sizes)
+        correct = num_correct(scores, included, f_sizes)
         by_f_dp.append(
             [
-                f_dp_epsilon(schedule, num_canaries, int(size), int(good))
-                for size, good in zip(f_sizes, right, strict=True)
+                f_dp_epsilon(schedule, num_canaries, int(size), int(count))
+                for size, count in zip(f_sizes, correct, strict=True)
             ]
         )
     medians, f_medians = np.median(by_one_run, axis=0), np.median(by_f_dp, axis=0)
@@ -123,28 +123,28 @@ def guesses(schedule: Schedule, epsilon: float, num_canaries: int, stddev_factor
     )
 
 
-def lower_bounds(num_canaries: int, sizes: np.ndarray, right: np.ndarray) -> Array:
+def lower_bounds(num_canaries: int, sizes: np.ndarray, correct: np.ndarray) -> Array:
     """The one-run bound for each number of guesses taken alone."""
     return one_run_epsilon(
-        num_canaries=num_canaries, num_guesses=sizes, num_correct=right, delta=DELTA, confidence=CONFIDENCE
+        num_canaries=num_canaries, num_guesses=sizes, num_correct=correct, delta=DELTA, confidence=CONFIDENCE
     )
 
 
 @cache
-def f_dp_epsilon(schedule: Schedule, num_canaries: int, num_guesses: int, right: int) -> float:
-    """The epsilon of the last claim of the family that is rejected, 0 where none is.
+def f_dp_epsilon(schedule: Schedule, num_canaries: int, num_guesses: int, correct: int) -> float:
+    """The epsilon of the last claim of the family that is rejected; 0 if none is.
 
-    Every claim is the whole curve of the schedule at the noise that gives the epsilon: of Gaussian DP at q = 1.
+    Every claim is the schedule's whole privacy curve at the noise that gives the epsilon; at q = 1, Gaussian DP.
     """
     inverse, epsilons = _family(schedule)
-    found = f_dp.rejected(inverse, 1 - CONFIDENCE, num_canaries, num_guesses, right, len(epsilons))
-    end = int(np.argmin(found)) if not found.all() else len(epsilons)
+    rejected = f_dp.rejected(inverse, 1 - CONFIDENCE, num_canaries, num_guesses, correct, len(epsilons))
+    end = int(np.argmin(rejected)) if not rejected.all() else len(epsilons)
     return float(epsilons[end - 1]) if end else 0.0
 
 
 @cache
 def _family(schedule: Schedule) -> tuple[f_dp.InverseBlowUp, Array]:
-    """Inverse blow-ups and epsilons of the schedule with less and less noise, by the accountant's whole curves."""
+    """Inverse blow-up functions and epsilons of the schedule as its noise falls, from the accountant's whole curves."""
     most, least = 3 * noise_for(schedule, min(CLAIMS)), 0.8 * noise_for(schedule, max(CLAIMS))
     deltas, epsilons = [], []
     for noise_multiplier in np.geomspace(most, least, FAMILY):

@@ -15,7 +15,7 @@ COMMAND = "python -m simulations.studies.audit run --only"
 
 
 def write(page: Path, lines: Sequence[Line]) -> None:
-    """Write the page; a part whose lines are missing is left out."""
+    """Write the page, without the parts whose lines are missing."""
     parts = [_local(lines), _views(lines), _clients(lines), _broken(lines), _coverage(lines), _membership(lines)]
     body = "\n\n".join(part for part in [HEAD, *parts, _full_model(lines)] if part)
     page.write_text(body + "\n")
@@ -48,22 +48,22 @@ def _local(lines: Sequence[Line]) -> str:
     rows = []
     groups = sorted({(line["schedule"], line["claim"], line["num_canaries"]) for line in found}, reverse=False)
     for schedule, claim, num in groups:
-        of = [e for e in found if (e["schedule"], e["claim"], e["num_canaries"]) == (schedule, claim, num)]
-        ideal = _median(of, "ideal_one_run")
+        group = [e for e in found if (e["schedule"], e["claim"], e["num_canaries"]) == (schedule, claim, num)]
+        ideal = _median(group, "ideal_one_run")
         rows.append(
             [
                 schedule,
                 f"{claim:g}",
                 num,
-                of[0]["num_guesses"],
-                f"{_median(of, 'one_run'):.2f}",
+                group[0]["num_guesses"],
+                f"{_median(group, 'one_run'):.2f}",
                 f"{ideal:.2f}",
-                f"{100 * _median(of, 'one_run') / ideal:.0f} %" if ideal > 0 else "",
-                f"{_median(of, 'searched'):.2f}",
-                f"{_median(of, 'f_dp'):.2f}",
-                f"{_median(of, 'ideal_f_dp'):.2f}",
-                f"{max(max(e['one_run'], e['searched'], e['f_dp']) for e in of):.2f}",
-                f"{sum(max(e['one_run'], e['searched'], e['f_dp']) > e['claim'] for e in of)} of {len(of)}",
+                f"{100 * _median(group, 'one_run') / ideal:.0f} %" if ideal > 0 else "",
+                f"{_median(group, 'searched'):.2f}",
+                f"{_median(group, 'f_dp'):.2f}",
+                f"{_median(group, 'ideal_f_dp'):.2f}",
+                f"{max(max(e['one_run'], e['searched'], e['f_dp']) for e in group):.2f}",
+                f"{sum(max(e['one_run'], e['searched'], e['f_dp']) > e['claim'] for e in group)} of {len(group)}",
             ]
         )
     header = ["schedule", "claim", "canaries", "guesses", "one run", "ideal", "share", "searched", "f-DP", "ideal f-DP"]
@@ -89,10 +89,10 @@ def _views(lines: Sequence[Line]) -> str:
         return ""
     rows = []
     for schedule in dict.fromkeys(line["schedule"] for line in found):
-        of = [line for line in found if line["schedule"] == schedule]
-        claims = [f"{of[0][f'claim_{view}']:.2f}" for view in ("local", "rho", "aggregate")]
-        local, total = f"{_median(of, 'local'):.2f}", f"{_median(of, 'aggregate'):.2f}"
-        rows.append([schedule, claims[0], local, claims[1], local, claims[2], total, len(of)])
+        group = [line for line in found if line["schedule"] == schedule]
+        claims = [f"{group[0][f'claim_{view}']:.2f}" for view in ("local", "rho", "aggregate")]
+        local, total = f"{_median(group, 'local'):.2f}", f"{_median(group, 'aggregate'):.2f}"
+        rows.append([schedule, claims[0], local, claims[1], local, claims[2], total, len(group)])
     header = ["schedule", "claim local", "found", "claim rho", "found", "claim aggregate", "found", "seeds"]
     return f"""## The three views on one schedule
 
@@ -109,18 +109,18 @@ def _clients(lines: Sequence[Line]) -> str:
         return ""
     rows = []
     for claim in sorted({line["claim"] for line in found}):
-        of = [line for line in found if line["claim"] == claim]
-        above = sum(line["one_run"] > line["claim"] for line in of)
-        largest = max(line["one_run"] for line in of)
+        group = [line for line in found if line["claim"] == claim]
+        above = sum(line["one_run"] > line["claim"] for line in group)
+        largest = max(line["one_run"] for line in group)
         rows.append(
             [
                 f"{claim:g}",
-                of[0]["num_canaries"],
-                of[0]["num_guesses"],
-                f"{_median(of, 'one_run'):.2f}",
-                f"{_median(of, 'ideal_one_run'):.2f}",
+                group[0]["num_canaries"],
+                group[0]["num_guesses"],
+                f"{_median(group, 'one_run'):.2f}",
+                f"{_median(group, 'ideal_one_run'):.2f}",
                 f"{largest:.2f}",
-                f"{above} of {len(of)}",
+                f"{above} of {len(group)}",
             ]
         )
     header = ["claim", "clients", "guesses", "one run", "ideal", "largest", "above the claim"]

@@ -1,4 +1,4 @@
-"""White-box audits of the correct engine: one line for each claim, schedule, number of canaries and seed."""
+"""White-box audits of the correct engine, one line for each claim, schedule, number of canaries and seed."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def local_runs() -> Iterator[tuple[str, Any]]:
 
 
 def local_run(schedule: Schedule, epsilon: float, num: int, seed: int) -> dict[str, Any]:
-    """Audit one run of the engine by what the server sees, beside an ideal attacker on other coins."""
+    """Audit one run of the engine by what the server sees, and an ideal attacker with other coins beside it."""
     began = time.perf_counter()
     dimension = num // CLIENTS
-    of = setup(schedule, epsilon, seed, dimension)
-    included = inclusions(num, of.source("coins"))
-    seen = observe(of, own_coordinates(num, dimension, apart=False), included, num_clients=CLIENTS)
-    noise, q = of.spec.noise_multiplier, schedule.sampling_probability
+    audited = setup(schedule, epsilon, seed, dimension)
+    included = inclusions(num, audited.source("coins"))
+    seen = observe(audited, own_coordinates(num, dimension, disjoint=False), included, num_clients=CLIENTS)
+    noise, q = audited.spec.noise_multiplier, schedule.sampling_probability
     scores = matched_scores(seen.local, noise_stddev=noise, sampling_probability=q)
     fixed = guesses(schedule, epsilon, num)
     generator = np.random.default_rng([11, seed])
@@ -62,7 +62,7 @@ def local_run(schedule: Schedule, epsilon: float, num: int, seed: int) -> dict[s
         "kind": "local",
         "schedule": schedule.name,
         "claim": epsilon,
-        "accounted": spent([of.event], DELTA).epsilon,
+        "accounted": spent([audited.event], DELTA).epsilon,
         "num_canaries": num,
         "seed": seed,
         "num_guesses": fixed.one_run,
@@ -76,10 +76,10 @@ def local_run(schedule: Schedule, epsilon: float, num: int, seed: int) -> dict[s
 
 def _bounds(schedule: Schedule, scores: Array, included: np.ndarray, fixed: Guesses) -> dict[str, float]:
     sizes = np.array([fixed.one_run, fixed.f_dp])
-    right = num_correct(scores, included, sizes)
+    correct = num_correct(scores, included, sizes)
     return {
-        "one_run": float(lower_bounds(len(scores), sizes[:1], right[:1])[0]),
-        "f_dp": f_dp_epsilon(schedule, len(scores), fixed.f_dp, int(right[1])),
+        "one_run": float(lower_bounds(len(scores), sizes[:1], correct[:1])[0]),
+        "f_dp": f_dp_epsilon(schedule, len(scores), fixed.f_dp, int(correct[1])),
     }
 
 
@@ -91,26 +91,26 @@ def view_runs() -> Iterator[tuple[str, Any]]:
 
 
 def view_run(schedule: Schedule, seed: int) -> dict[str, Any]:
-    """Audit one run by its uploads and by their sums. `rho` has the observer of `local` and another claim."""
-    of = setup(schedule, VIEW_CLAIM, seed, VIEW_DIMENSION)
-    included = inclusions(VIEW_CANARIES, of.source("coins"))
-    directions = own_coordinates(VIEW_CANARIES, VIEW_DIMENSION, apart=True)
-    seen = observe(of, directions, included, num_clients=CLIENTS)
+    """Audit one run by its uploads and by their sums; `rho` has the observer of `local` but another claim."""
+    audited = setup(schedule, VIEW_CLAIM, seed, VIEW_DIMENSION)
+    included = inclusions(VIEW_CANARIES, audited.source("coins"))
+    directions = own_coordinates(VIEW_CANARIES, VIEW_DIMENSION, disjoint=True)
+    seen = observe(audited, directions, included, num_clients=CLIENTS)
     rho_bar = CLIENTS**-0.5
     release = Release(
-        event=of.event, rho_bar=rho_bar, aggregate_scale=aggregate_scale(dict.fromkeys(range(CLIENTS), 1), 0)
+        event=audited.event, rho_bar=rho_bar, aggregate_scale=aggregate_scale(dict.fromkeys(range(CLIENTS), 1), 0)
     )
-    found = {}
+    bounds = {}
     for view, inner, factor in (("local", seen.local, 1.0), ("aggregate", seen.aggregate, CLIENTS**0.5)):
         scores = matched_scores(
             inner,
-            noise_stddev=factor * of.spec.noise_multiplier,
+            noise_stddev=factor * audited.spec.noise_multiplier,
             sampling_probability=schedule.sampling_probability,
         )
         size = np.array([guesses(schedule, VIEW_CLAIM, VIEW_CANARIES, factor).one_run])
-        found[view] = float(lower_bounds(VIEW_CANARIES, size, num_correct(scores, included, size))[0])
+        bounds[view] = float(lower_bounds(VIEW_CANARIES, size, num_correct(scores, included, size))[0])
     claims = {f"claim_{view}": spent([release.seen_by(view)], DELTA).epsilon for view in ("local", "rho", "aggregate")}
-    return {"kind": "views", "schedule": schedule.name, "seed": seed, **found, **claims}
+    return {"kind": "views", "schedule": schedule.name, "seed": seed, **bounds, **claims}
 
 
 def client_runs() -> Iterator[tuple[str, Any]]:
@@ -124,14 +124,14 @@ def client_run(epsilon: float, seed: int, num_clients: int = 1000) -> dict[str, 
     """Audit one round of noise on the upload; a client is a canary, its data replaced or not."""
     once = Schedule(name="one upload", rounds=1, sampling_probability=1.0)
     noise_multiplier = 2 * noise_for(once, epsilon)  # the factor of replacement
-    of = Setup(
+    audited = Setup(
         spec=update_spec(noise_multiplier=noise_multiplier, noise_on="upload", clip_norm=0.5),
         num_registered=1,
         seed=100 * CLAIMS.index(epsilon) + seed,
         sizes={"canary.lora_A.weight": 8, "canary.lora_B.weight": 8},
     )
-    bits = inclusions(num_clients, of.source("coins"))
-    scores = observe_clients(of, bits).numpy().astype(float)
+    bits = inclusions(num_clients, audited.source("coins"))
+    scores = observe_clients(audited, bits).numpy().astype(float)
     size = np.array([guesses(once, epsilon, num_clients).one_run])
     generator = np.random.default_rng([12, CLAIMS.index(epsilon), seed])
     coins = generator.random(num_clients) < 0.5
@@ -145,7 +145,7 @@ def client_run(epsilon: float, seed: int, num_clients: int = 1000) -> dict[str, 
     return {
         "kind": "clients",
         "claim": epsilon,
-        "accounted": spent([of.event], DELTA).epsilon,
+        "accounted": spent([audited.event], DELTA).epsilon,
         "num_canaries": num_clients,
         "seed": seed,
         "num_guesses": int(size[0]),

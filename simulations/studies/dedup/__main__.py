@@ -3,8 +3,8 @@
     python -m simulations.studies.dedup train|run|check|tables [--out results/studies/dedup] [--scenarios A1,B1]
 
 `train` trains the models and writes a folder of variants for each scenario, `run` deduplicates them in every way of
-the study, one JSON line for each, `check` looks at every store anew, and `tables` writes the study's part of
-results/dedup.md. What is there is not computed again.
+the study, one JSON line for each, `check` verifies every store by other means, and `tables` writes the study's part of
+results/dedup.md. Results that are there are not computed again.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def main() -> None:
     parser.add_argument("--page", type=Path, default=Path("results/dedup.md"))
     parser.add_argument("--scenarios", type=lambda text: text.split(","), default=list(SCENARIOS))
     arguments = parser.parse_args()
-    if odd := [name for name in arguments.scenarios if name not in SCENARIOS]:
-        parser.error(f"scenarios = {odd[0]}: known are {', '.join(SCENARIOS)}")
+    if unknown := [name for name in arguments.scenarios if name not in SCENARIOS]:
+        parser.error(f"scenarios = {unknown[0]}: known are {', '.join(SCENARIOS)}")
     torch.set_num_threads(1)
     chosen = [SCENARIOS[name] for name in arguments.scenarios]
     try:

@@ -1,4 +1,4 @@
-"""The cells of the study: every way in which a scenario is deduplicated, each under a key of its own."""
+"""The cells of the study: every way in which a scenario is deduplicated, each with its own key."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Cell:
 
     Attributes:
         scenario: by name.
-        table: that it belongs to.
-        row: what it differs in, within the table.
+        table: the results table that it belongs to.
+        row: its row in that table.
         algorithm: a key of `ALGORITHMS`.
         block_size: values in a block.
         saliency, aggregation, metric, strategy: see `fedpriv.dedup.planning.Settings`.
-        epsilon_bound, utility_bound: of every variant; None takes the scenario's.
-        ordered: whether the order of utilities is kept too, which cuts the utility bounds.
+        epsilon_bound, utility_bound: for every variant; None takes the scenario's.
+        ordered: whether the order of utilities is kept too, which tightens the utility bounds.
         cutoff: of private validation; None validates on public records.
         seed: of private validation.
     """

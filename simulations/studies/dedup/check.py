@@ -1,8 +1,8 @@
-"""A second look at every store of the study, by other means than those that made it.
+"""An independent check of every store of the study, by other means than those that made it.
 
-Each variant is put together from the store's rows by its manifest, its accuracy is counted by a plain loop, and its
-epsilon is computed from the JSON of the variants' descriptions by dp-accounting itself. All of it is held against the
-bounds in the descriptions beside the store.
+Each variant is assembled from the store's rows by its manifest, its accuracy is counted by a plain loop, and its
+epsilon is computed from the JSON of the variants' descriptions by dp-accounting itself. The results are compared with
+the bounds in the descriptions beside the store.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from simulations.studies.dedup.lines import lines
 from simulations.studies.dedup.networks import network
 from simulations.studies.dedup.scenarios import SCENARIOS, Scenario
 
-# Of what pld's grid may add to an epsilon, in our accountant or in dp-accounting's.
+# How much pld's grid may add to an epsilon, relative, in our accountant or in dp-accounting's.
 TOLERANCE = 2e-3
 
 Descriptions = Mapping[str, Mapping[str, Any]]
 
 
 def check_all(out: Path) -> bool:
-    """Print a line for each cell and write a summary to `check.json`; whether every cell is within its bounds.
+    """Print a line for each cell, write a summary to `check.json`, and return whether every cell is within its bounds.
 
     Raises:
         InputError: there are no results.
@@ -45,15 +45,15 @@ def check_all(out: Path) -> bool:
         raise InputError(f"out = {str(out)!r}: holds no results; train and run come first")
     summary = {"stores": 0, "violations": 0, "private_targets": 0, "private_beyond": 0}
     for line in done:
-        found = list(violations(out, line))
-        # A private validation promises its bound up to its noise only.
-        beyond = [each for each in found if each.startswith("utility")] if line["cell"]["cutoff"] else []
-        wrong = [each for each in found if each not in beyond]
+        problems = list(violations(out, line))
+        # Private validation promises its bound only up to its noise.
+        missed = [each for each in problems if each.startswith("utility")] if line["cell"]["cutoff"] else []
+        wrong = [each for each in problems if each not in missed]
         summary["stores"] += 1
         summary["violations"] += len(wrong)
         summary["private_targets"] += len(_targets(line)) if line["cell"]["cutoff"] else 0
-        summary["private_beyond"] += len(beyond)
-        print(f"{line['key']}: {'; '.join(wrong) or 'within its bounds'}{_noted(beyond)}", flush=True)
+        summary["private_beyond"] += len(missed)
+        print(f"{line['key']}: {'; '.join(wrong) or 'within its bounds'}{_noted(missed)}", flush=True)
     print(json.dumps(summary))
     (out / "check.json").write_text(json.dumps(summary) + "\n")
     return not summary["violations"]
@@ -101,14 +101,14 @@ def _of_variant(
 def _of_others(
     store: Store, name: str, bases: Sequence[str], originals: Path, restored: Mapping[str, NDArray[Any]]
 ) -> Iterator[str]:
-    """What a variant holds that neither it nor any of its bases held at first."""
+    """What a variant holds that neither its original nor any of its bases holds."""
     size, extras = store.manifest(name).layout.block_size, store.extras(name)
-    found = {each: safetensors.numpy.load_file(originals / each / "model.safetensors") for each in (name, *bases)}
-    known = {row for tensors in found.values() for row in _rows(tensors, set(extras), size)}
+    files = {each: safetensors.numpy.load_file(originals / each / "model.safetensors") for each in (name, *bases)}
+    known = {row for tensors in files.values() for row in _rows(tensors, set(extras), size)}
     if num := sum(row not in known for row in _rows(restored, set(extras), size)):
         yield f"blocks {name}: {num} neither its own nor of a base"
-    if odd := [key for key, value in extras.items() if value.tobytes() != found[name][key].tobytes()]:
-        yield f"extras {name}: {', '.join(odd)} changed"
+    if changed := [key for key, value in extras.items() if value.tobytes() != files[name][key].tobytes()]:
+        yield f"extras {name}: {', '.join(changed)} changed"
 
 
 def _rows(tensors: Mapping[str, NDArray[Any]], extras: Set[str], size: int) -> Iterator[bytes]:
@@ -133,7 +133,7 @@ def by_hand(store: Store, name: str) -> dict[str, NDArray[Any]]:
 
 
 def consulted(store: Store, name: str) -> list[str]:
-    """The variants that a variant's blocks were taken from or compared with, over any number of steps."""
+    """The variants that a variant's blocks were taken from or compared with, directly or through other variants."""
     bases = store.manifest(name).provenance["bases"]
     return sorted({each for base in bases for each in (base, *consulted(store, base))})
 
@@ -142,11 +142,11 @@ def num_correct(tensors: Mapping[str, NDArray[Any]], architecture: Any, task: Ta
     """How many records a model answers correctly, one record after another."""
     model = network(architecture)
     model.load_state_dict({name: torch.tensor(value) for name, value in tensors.items()})
-    records, found = digits(split, task), 0
+    records, correct = digits(split, task), 0
     with torch.no_grad():
         for image, label in zip(records.images.split(50), records.labels.split(50), strict=True):
-            found += sum(int(logits.argmax()) == int(right) for logits, right in zip(model(image), label, strict=True))
-    return found
+            correct += sum(int(logits.argmax()) == int(true) for logits, true in zip(model(image), label, strict=True))
+    return correct
 
 
 def epsilon(described: Sequence[Mapping[str, Any]]) -> float:

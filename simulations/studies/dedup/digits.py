@@ -13,7 +13,7 @@ from torch import Tensor
 Task = Literal["upright", "mirrored"]
 Split = Literal["public", "train", "other", "validation", "test"]
 
-# Records of each split, in this order of one fixed permutation; no record is in two of them.
+# Records of each split, cut in this order from one fixed permutation, so that no record is in two of them.
 SIZES: dict[Split, int] = {"public": 200, "train": 550, "other": 200, "validation": 600, "test": 247}
 
 
@@ -32,13 +32,13 @@ class Digits:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def part(self, place: int, num_parts: int) -> Digits:
-        """One of so many disjoint parts of about equal size."""
-        return Digits(self.images[place::num_parts], self.labels[place::num_parts])
+    def part(self, index: int, num_parts: int) -> Digits:
+        """One of `num_parts` disjoint parts of about equal size."""
+        return Digits(self.images[index::num_parts], self.labels[index::num_parts])
 
 
 def digits(split: Split, task: Task = "upright") -> Digits:
-    """The records of a split; `mirrored` ones are seen from behind."""
+    """The records of a split; `mirrored` flips them left to right."""
     bunch = load_digits()
     order = np.random.default_rng(0).permutation(len(bunch.target))
     begin = sum(size for name, size in SIZES.items() if list(SIZES).index(name) < list(SIZES).index(split))

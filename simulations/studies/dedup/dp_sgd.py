@@ -17,7 +17,7 @@ from fedpriv.training.noised_sum import noised_sum
 from fedpriv.training.sampling import PoissonSampler
 from simulations.studies.dedup.digits import Digits
 
-# Rows of per-sample gradients held at once.
+# Per-sample gradients held in memory at once.
 _ROWS = 128
 
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
@@ -30,8 +30,8 @@ class Schedule:
     Attributes:
         steps: noisy steps, >= 1.
         expected_batch_size: B of Poisson sampling.
-        learning_rate: of the optimizer on the noised sum over B.
-        optimizer: `sgd` or `adam`; post-processing.
+        learning_rate: of the optimizer, applied to the noised sum over B.
+        optimizer: `sgd` or `adam`; it is post-processing.
         clip_norm: C, gradient units.
     """
 
@@ -49,8 +49,8 @@ def per_sample_rows(model: nn.Module, parameters: Mapping[str, Tensor], records:
         logits = functional_call(model, dict(values), (image.unsqueeze(0),))
         return F.cross_entropy(logits, label.unsqueeze(0))
 
-    found = vmap(grad(loss), in_dims=(None, 0, 0))(dict(parameters), records.images, records.labels)
-    return torch.cat([found[name].flatten(1) for name in parameters], dim=1)
+    gradients = vmap(grad(loss), in_dims=(None, 0, 0))(dict(parameters), records.images, records.labels)
+    return torch.cat([gradients[name].flatten(1) for name in parameters], dim=1)
 
 
 def train_privately(
@@ -67,7 +67,7 @@ def train_privately(
     states; everything else is post-processing. With a seeded source it protects nobody.
 
     Args:
-        model: without any layer that mixes records.
+        model: has no layer that mixes records.
         records: registered number and data, at least one.
         schedule: see there.
         noise_multiplier: z >= 0.
@@ -110,7 +110,7 @@ def _pieces(flat: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def train_publicly(model: nn.Module, records: Digits, *, steps: int, learning_rate: float = 1e-3) -> None:
-    """Train all weights in place on public records, all of them in every step, by Adam."""
+    """Train all weights in place by Adam on public records, with all records in every step."""
     optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
     for _ in range(steps):
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""What the study tells the deduplication of its models: correct answers, and how much each weight matters."""
+"""How the study evaluates its models for deduplication: correct answers, and how much each weight matters."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class DigitsEvaluator:
     Args:
         architecture: of the models.
         validation: the records that answers are counted on.
-        saliency_records: by which weights are weighed; public ones, whatever the validation records are.
+        saliency_records: public records on which the saliency of weights is measured.
         saliency: name of the measure.
-        private: whose the validation records are, where they count as private.
+        private: the data set of the validation records, if they count as private.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Results as JSON lines: one is whole or not there."""
+"""Results as JSON lines, each written whole or not at all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a file; none where there is no file."""
+    """All whole lines of a file; none if the file is missing."""
     if not path.is_file():
         return []
     text = path.read_text()
@@ -16,11 +16,11 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def append(path: Path, line: dict[str, Any]) -> None:
-    """Add a line, after what an interrupted writer left of one is cut off."""
+    """Append a line, after removing the fragment that an interrupted writer may have left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         file.seek(0)
-        found = file.read()
-        if not found.endswith(b"\n"):
-            file.truncate(found.rfind(b"\n") + 1)
+        content = file.read()
+        if not content.endswith(b"\n"):
+            file.truncate(content.rfind(b"\n") + 1)
         file.write(json.dumps(line).encode() + b"\n")

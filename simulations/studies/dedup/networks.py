@@ -1,4 +1,4 @@
-"""The networks of the study: plain modules whose records never meet, so that per-sample gradients are exact."""
+"""The networks of the study: plain modules that never mix records, so that per-sample gradients are exact."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Perceptron(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits, [records, 10], of images [records, 8, 8]."""
-        found: Tensor = self.layers(images.flatten(1))
-        return found
+        logits: Tensor = self.layers(images.flatten(1))
+        return logits
 
 
 class VisionTransformer(nn.Module):
@@ -48,12 +48,12 @@ class VisionTransformer(nn.Module):
         x = self.embedding(patches.reshape(len(images), len(self.places), -1)) + self.places
         for layer in self.layers:
             x = layer(x)
-        found: Tensor = self.head(self.norm(x).mean(dim=1))
-        return found
+        logits: Tensor = self.head(self.norm(x).mean(dim=1))
+        return logits
 
 
 class Encoder(nn.Module):
-    """Attention and a feed-forward layer, each normed before and added to what came in."""
+    """Attention and a feed-forward layer, each with a norm before it and a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -63,13 +63,13 @@ class Encoder(nn.Module):
         self.hidden, self.back = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[records, patches, width] of the same."""
+        """[records, patches, width], as the input."""
         shape = *x.shape[:2], 3, self.heads, -1
         q, k, v = self.qkv(self.before_attention(x)).reshape(shape).permute(2, 0, 3, 1, 4)
         weights = (q @ k.transpose(2, 3) / q.shape[-1] ** 0.5).softmax(dim=-1)
         x = x + self.out((weights @ v).transpose(1, 2).reshape(x.shape))
-        found: Tensor = x + self.back(F.gelu(self.hidden(self.before_hidden(x))))
-        return found
+        result: Tensor = x + self.back(F.gelu(self.hidden(self.before_hidden(x))))
+        return result
 
 
 def network(architecture: Architecture, seed: int = 0) -> nn.Module:

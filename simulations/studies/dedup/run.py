@@ -1,4 +1,4 @@
-"""Deduplicating the scenarios in every way of the study, one line and one store for each."""
+"""Deduplication of the scenarios in every way of the study, with one line and one store for each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_all(out: Path, scenarios: Sequence[Scenario]) -> None:
     """Run every cell that has no line in `runs.jsonl` yet.
 
     Raises:
-        InputError: a scenario's models were not trained.
+        InputError: a scenario's models have not been trained.
     """
     for scenario in scenarios:
         if not (out / "variants" / scenario.name).is_dir():
@@ -49,13 +49,13 @@ def run_all(out: Path, scenarios: Sequence[Scenario]) -> None:
 
 
 def run_cell(out: Path, scenario: Scenario, cell: Cell) -> dict[str, Any]:
-    """Deduplicate into a fresh store under `cells`, beside the descriptions that it was held to; the line of it."""
+    """Deduplicate into a fresh store under `cells`, next to the descriptions with its bounds; the line of results."""
     folder, originals = out / "cells" / cell.key, out / "variants" / scenario.name
-    if folder.exists():  # of a run that was interrupted
+    if folder.exists():  # left by an interrupted run
         shutil.rmtree(folder)
-    found = {path.name: path for path in sorted(originals.iterdir())}
-    tensors: dict[str, Tensors] = {name: variants.read_tensors(path) for name, path in found.items()}
-    described = bounded([variants.read(path) for path in found.values()], cell)
+    paths = {path.name: path for path in sorted(originals.iterdir())}
+    tensors: dict[str, Tensors] = {name: variants.read_tensors(path) for name, path in paths.items()}
+    described = bounded([variants.read(path) for path in paths.values()], cell)
     for each in described:
         (folder / "variants" / each.name).mkdir(parents=True)
         variants.describe(folder / "variants" / each.name, each)
@@ -77,7 +77,7 @@ def run_cell(out: Path, scenario: Scenario, cell: Cell) -> dict[str, Any]:
 def bounded(described: Sequence[Described], cell: Cell) -> list[Described]:
     """The descriptions as a cell needs them.
 
-    Where utilities need not keep their order, all state one, the least; of private records nothing was measured.
+    Where utilities need not keep their order, all variants state the least one; on private records none is stated.
     """
     least = min(each.utility for each in described if each.utility is not None)
     stated = None if cell.cutoff else least
@@ -95,7 +95,7 @@ def bounded(described: Sequence[Described], cell: Cell) -> list[Described]:
 def deduplicated(
     described: Sequence[Described], tensors: Mapping[str, Tensors], scenario: Scenario, cell: Cell, store: Store
 ) -> list[Outcome]:
-    """What became of each variant, all of them stored."""
+    """The outcome for each variant; all variants are stored."""
     name, options = ALGORITHMS[cell.algorithm]
     settings = Settings(
         block_size=cell.block_size,
@@ -110,7 +110,7 @@ def deduplicated(
     evaluator = DigitsEvaluator(
         scenario.models[0].architecture,
         validation,
-        # Weighing by public records costs private ones nothing.
+        # Saliency measured on public records costs private ones nothing.
         saliency_records=digits("public", scenario.task) if cell.cutoff else validation,
         saliency=cell.saliency,
         private=PrivateRecords(data_set="validation", delta=DELTA) if cell.cutoff else None,
@@ -133,16 +133,16 @@ def block_ratio(store: Store, tensors: Mapping[str, Tensors], block_size: int) -
 
 
 def drops(store: Store, tensors: Mapping[str, Tensors], scenario: Scenario) -> dict[str, dict[str, float]]:
-    """{split: {variant of the scenario's task: by how much its accuracy fell}}; the records are public, after all."""
-    found: dict[str, dict[str, float]] = {}
+    """{split: {variant of the scenario's task: by how much its accuracy fell}}; the records are in truth public."""
+    result: dict[str, dict[str, float]] = {}
     for split in ("validation", "test"):
         records = digits(split, scenario.task)
         evaluator = DigitsEvaluator(scenario.models[0].architecture, records, saliency_records=records)
-        found[split] = {
+        result[split] = {
             model.name: (
                 evaluator.count_correct(tensors[model.name]) - evaluator.count_correct(store.restore(model.name))
             )
             / len(records)
             for model in scenario.models
         }
-    return found
+    return result

@@ -1,7 +1,7 @@
-"""The scenarios: which models, trained on which records at which epsilons, within which bounds.
+"""The scenarios: which models are trained on which records, at which epsilons and within which bounds.
 
 Shaped like A1 to A4 and B1 of Guan et al. 2025, Table 1. Its data sets hold 60,000 records and more, ours 110 to 550;
-so where it asks for epsilons below one on the least data (A2, A3), all epsilons of a scenario are five times as large.
+so where it has epsilons below one on the fewest records (A2, A3), all epsilons of the scenario are five times as large.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Model:
 
     Attributes:
         architecture: of the network.
-        task: that it learns.
-        split: whose records it learns from.
-        part: (place, number of parts) of the split.
-        epsilon: that its training costs at most, at `DELTA`.
+        task: what it learns.
+        split: the records that it learns from.
+        part: (index, number of parts) of the split.
+        epsilon: the most that its training may cost, at `DELTA`.
     """
 
     architecture: Architecture
@@ -35,7 +35,7 @@ class Model:
 
     @property
     def data_set(self) -> str:
-        """Id of the records: no two of these ids share any."""
+        """Id of the records; different ids share no record."""
         return self.split if self.part == (0, 1) else f"{self.split}-{self.part[0]}-of-{self.part[1]}"
 
     @property
@@ -45,7 +45,7 @@ class Model:
 
     @property
     def records(self) -> Digits:
-        """What it is trained on."""
+        """The records that it is trained on."""
         return digits(self.split, self.task).part(*self.part)
 
 
@@ -55,12 +55,12 @@ class Scenario:
 
     Attributes:
         name: as in the paper's Table 1.
-        models: that may be targets, or bases of each other.
-        base: of another task, whose own accuracy is not looked at.
+        models: possible targets, and bases of each other.
+        base: a model of another task, whose own accuracy does not count.
         task: of the validation records.
-        epsilon_bound, utility_bound: of every model.
-        validation_epsilon: of a target's private validation, so that every target stays within its epsilon bound.
-        fairness: `outcome` where epsilons lie closer than the base's.
+        epsilon_bound, utility_bound: for every model.
+        validation_epsilon: of a target's private validation, which keeps every target within its epsilon bound.
+        fairness: `outcome` where the epsilons differ by less than the base's epsilon.
         block_size: values in a block.
     """
 
@@ -85,8 +85,8 @@ def _models(architecture: Architecture, task: Task, split: Split, *epsilons: flo
 
 
 _PARTS = tuple(
-    Model(architecture="vit", task="upright", split="train", epsilon=epsilon, part=(place, 5))
-    for place, epsilon in enumerate((1.0, 2.0, 4.0, 8.0, 10.0))
+    Model(architecture="vit", task="upright", split="train", epsilon=epsilon, part=(index, 5))
+    for index, epsilon in enumerate((1.0, 2.0, 4.0, 8.0, 10.0))
 )
 
 SCENARIOS = {

@@ -1,4 +1,4 @@
-"""The study's part of results/dedup.md, from the lines that training and deduplication wrote."""
+"""The study's part of results/dedup.md, made from the lines of training and deduplication."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Line = Mapping[str, Any]
 
 
 def write(page: Path, out: Path) -> None:
-    """Rewrite what stands between the two markers of a page, which is made if it is missing.
+    """Rewrite the text between the two markers of a page, which is made if it is missing.
 
     Raises:
         InputError: the page has one marker without the other, or there are no results.
@@ -60,7 +60,7 @@ def study(models: Sequence[Line], runs: Sequence[Line]) -> str:
 
 def _closing(models: Sequence[Line], runs: Sequence[Line], checked: Line) -> str:
     """The result of the independent check, and the running times."""
-    found = (
+    result = (
         "{stores} stores, {violations} violations; of {private_targets} targets that were validated privately, "
         "{private_beyond} exceed their utility bound, which private validation guarantees only up to its noise.".format(
             **checked
@@ -73,7 +73,7 @@ def _closing(models: Sequence[Line], runs: Sequence[Line], checked: Line) -> str
         "### Independent check, and running times\n\n"
         "`check` reassembles every variant from the store's rows, compares each block with those of the target and its "
         "bases, counts correct answers in a loop of its own, and composes the uploads named in the descriptions by "
-        f"dp-accounting's `PLDAccountant`. {found}\n\n"
+        f"dp-accounting's `PLDAccountant`. {result}\n\n"
         f"Training {len(models)} models took {seconds[0]:.0f} s and the {len(runs)} cells {seconds[1]:.0f} s, with one "
         "thread each, and one to three processes at a time on 2 shared virtual cores."
     )
@@ -224,10 +224,10 @@ def _private(here: Sequence[Scenario], runs: Sequence[Line]) -> str:
 def _private_cell(found: Sequence[Line], scenario: Scenario) -> str:
     if not found:
         return ""
-    held = [drop <= scenario.utility_bound + 1e-9 for run in found for drop in _target_drops(run).values()]
+    within = [drop <= scenario.utility_bound + 1e-9 for run in found for drop in _target_drops(run).values()]
     return (
         f"{_percent(found, 'block_ratio')}, {mean(run['num_validations'] for run in found):.0f}, "
-        f"{max(map(_largest, found)):.3f}, {sum(held)} of {len(held)}"
+        f"{max(map(_largest, found)):.3f}, {sum(within)} of {len(within)}"
     )
 
 

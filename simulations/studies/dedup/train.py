@@ -1,7 +1,7 @@
-"""Training the study's models, and writing each scenario's folder of variants.
+"""Training of the study's models, and each scenario's folder of variants.
 
 The records are public, so sampling and noise are seeded and the study can be repeated; real data would need
-`SecureSource`. Each model starts from weights that were trained on a public slice, of both tasks.
+`SecureSource`. Each model starts from weights trained on public records of both tasks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LEARNING_RATES: dict[Architecture, float] = {"mlp": 2.0, "vit": 0.5}
 
 
 def start(architecture: Architecture) -> Tensors:
-    """The weights that all models of an architecture start from, by public records alone."""
+    """The weights that all models of an architecture start from, trained on public records alone."""
     both = [digits("public", "upright"), digits("public", "mirrored")]
     records = Digits(torch.cat([each.images for each in both]), torch.cat([each.labels for each in both]))
     model = network(architecture)
@@ -49,7 +49,7 @@ def start(architecture: Architecture) -> Tensors:
 def schedule(model: Model) -> tuple[Schedule, float]:
     """How a model is trained, and the noise multiplier that keeps it within its epsilon.
 
-    The learning rate falls with the noise of a mean gradient, by a rule that looks at no record.
+    The learning rate falls with the noise of a mean gradient, by a rule that depends on no record.
     """
     num_records = len(model.records)
     batch_size = round(SHARE * num_records)
@@ -59,16 +59,16 @@ def schedule(model: Model) -> tuple[Schedule, float]:
 
 
 def trained(model: Model, weights: Tensors, *, private: bool = True) -> tuple[Tensors, list[SubsampledGaussian]]:
-    """A model's weights and one event for each step; without noise, at the same schedule, where not private."""
+    """A model's weights and one event for each step; if not private, the same schedule without noise."""
     how, noise = schedule(model)
-    found = load(network(model.architecture), weights)
+    trainee = load(network(model.architecture), weights)
     source = SeededSource("dedup study", model.name)
-    events = train_privately(found, model.records, how, noise_multiplier=noise if private else 0.0, source=source)
-    return to_arrays(found), events
+    events = train_privately(trainee, model.records, how, noise_multiplier=noise if private else 0.0, source=source)
+    return to_arrays(trainee), events
 
 
 def history(model: Model, events: Sequence[SubsampledGaussian]) -> History:
-    """One upload for each step: what the model is a function of, besides public records."""
+    """One upload for each step: all that the model depends on besides public records."""
     steps = enumerate(events, start=1)
     return History(
         name=model.name,
@@ -78,13 +78,13 @@ def history(model: Model, events: Sequence[SubsampledGaussian]) -> History:
     )
 
 
-def write_scenario(folder: Path, scenario: Scenario, found: dict[str, tuple[Tensors, History]]) -> None:
+def write_scenario(folder: Path, scenario: Scenario, models: dict[str, tuple[Tensors, History]]) -> None:
     """Write the folder of a scenario's variants, each with its accuracy on the public validation records."""
     validation = digits("validation", scenario.task)
     architecture = scenario.models[0].architecture
     evaluator = DigitsEvaluator(architecture, validation, saliency_records=validation)
     for model in scenario.all_models:
-        tensors, past = found[model.name]
+        tensors, past = models[model.name]
         described = Described(
             name=model.name,
             architecture=model.architecture,
@@ -99,7 +99,7 @@ def write_scenario(folder: Path, scenario: Scenario, found: dict[str, tuple[Tens
 
 
 def train_all(out: Path, scenarios: Sequence[Scenario]) -> None:
-    """Train what is not there yet, and write the scenarios' folders and `models.jsonl`, a line for each model."""
+    """Train the missing models, and write the scenarios' folders and `models.jsonl`, one line for each model."""
     known = {line["name"]: line for line in lines(out / "models.jsonl")}
     starts: dict[Architecture, Tensors] = {}
     for scenario in scenarios:
@@ -109,12 +109,12 @@ def train_all(out: Path, scenarios: Sequence[Scenario]) -> None:
             if model.name not in known:
                 known[model.name] = _trained(out, model, starts[model.architecture])
                 append(out / "models.jsonl", known[model.name])
-        found = {model.name: _read(out, model) for model in scenario.all_models}
-        write_scenario(out / "variants" / scenario.name, scenario, found)
+        models = {model.name: _read(out, model) for model in scenario.all_models}
+        write_scenario(out / "variants" / scenario.name, scenario, models)
 
 
 def _trained(out: Path, model: Model, weights: Tensors) -> dict[str, Any]:
-    """Train a model, keep it, and tell its accuracies, those of its start and of the same training without noise."""
+    """Train and keep a model; the line has its accuracy, that of its start and that of training without noise."""
     began = time.perf_counter()
     tensors, events = trained(model, weights)
     seconds = time.perf_counter() - began
@@ -149,12 +149,12 @@ def _trained(out: Path, model: Model, weights: Tensors) -> dict[str, Any]:
 
 def accuracies(model: Model, tensors: Tensors) -> dict[str, float]:
     """Accuracy on the validation and on the test records of the model's task."""
-    found = {}
+    result = {}
     for split in ("validation", "test"):
         records = digits(split, model.task)
         evaluator = DigitsEvaluator(model.architecture, records, saliency_records=records)
-        found[split] = evaluator.count_correct(tensors) / len(records)
-    return found
+        result[split] = evaluator.count_correct(tensors) / len(records)
+    return result
 
 
 def _read(out: Path, model: Model) -> tuple[Tensors, History]:
