@@ -48,15 +48,15 @@ def search(file: Path) -> dict[str, float]:
         Seconds, peak resident bytes, and the share of blocks in pairs with one start that found their relative.
     """
     models = np.load(file, mmap_mode="r")
-    started, found, related = time.perf_counter(), 0, 0
+    started, num_found, num_related = time.perf_counter(), 0, 0
     for base, target in itertools.combinations(range(len(models)), 2):
         indices, _ = nearest(models[target], models[base])
         if (target - base) % 2 == 0:
-            found += int((indices == np.arange(len(indices))).sum())
-            related += len(indices)
+            num_found += int((indices == np.arange(len(indices))).sum())
+            num_related += len(indices)
     seconds = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"seconds": seconds, "bytes": peak, "found": found / max(related, 1)}
+    return {"seconds": seconds, "bytes": peak, "found": num_found / max(num_related, 1)}
 
 
 def main() -> None:

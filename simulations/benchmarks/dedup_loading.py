@@ -83,7 +83,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     workload = Encoding()
-    found: dict[tuple[str, Reader], list[Comparison]] = {}
+    measurements: dict[tuple[str, Reader], list[Comparison]] = {}
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         store = Path(name) / "store"
         make_variants(store, workload.model, arguments.variants)
@@ -93,13 +93,13 @@ def main() -> None:
                 report = bench(store, files, num_queries=arguments.queries, reader=reader, workload=workload)
                 for kind, measured in (("cold", report.cold), ("warm", report.warm)):
                     if measured is not None:
-                        found.setdefault((kind, reader), []).append(measured)
+                        measurements.setdefault((kind, reader), []).append(measured)
                         print(line_of(f"{kind}, {reader}", measured), flush=True)
     print(
         f"{report.num_queries} queries over {report.num_variants} variants, {report.memory_bytes} bytes for each arm; "
         f"page cache dropped: {report.page_cache_dropped}; the claims are medians of {arguments.repeats}"
     )
-    for (kind, reader), comparisons in found.items():
+    for (kind, reader), comparisons in measurements.items():
         ratio, target = float(np.median([each.load_ratio for each in comparisons])), TARGETS[kind]
         claim = f"{kind} loading of variants, plain safetensors files ({reader} reads) / registry"
         print(json.dumps({"claim": claim, "ratio": ratio, "target": target, "met": ratio >= target}))

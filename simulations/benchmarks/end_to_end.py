@@ -133,16 +133,19 @@ def main() -> None:
         return
     lines = []
     for setting in arguments.setting:
-        found = {}
+        measured = {}
         for arm in ("stacked", "ray", *TARGETS[setting]):
             command = [sys.executable, "-m", "simulations.benchmarks.end_to_end", "--arm", arm, "--setting", setting]
             done = subprocess.run([*command, "--rounds", str(arguments.rounds)], stdout=subprocess.PIPE, text=True)
             if done.returncode:
                 raise SystemExit(f"{setting}, {arm}: failed")
-            found[arm] = json.loads(done.stdout.splitlines()[-1])
-            print(f"{setting}, {arm}: {found[arm]['seconds']:.1f} s, accuracy {found[arm]['accuracy']:.4f}", flush=True)
+            measured[arm] = json.loads(done.stdout.splitlines()[-1])
+            print(
+                f"{setting}, {arm}: {measured[arm]['seconds']:.1f} s, accuracy {measured[arm]['accuracy']:.4f}",
+                flush=True,
+            )
         for arm, target in TARGETS[setting].items():
-            ratio = found[arm]["seconds"] / found["stacked"]["seconds"]
+            ratio = measured[arm]["seconds"] / measured["stacked"]["seconds"]
             claim = f"end to end, {setting}, {arm} / stacked"
             lines.append({"claim": claim, "ratio": ratio, "target": target, "met": ratio >= target})
     for line in lines:

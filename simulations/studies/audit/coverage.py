@@ -16,9 +16,9 @@ TRIALS, CONFIDENCE = 2000, 0.95
 def randomised_response(epsilon: float, num_canaries: int, seed: int) -> dict[str, Any]:
     """The share of trials in which the one-run bound exceeds epsilon, all canaries guessed."""
     generator = np.random.default_rng([21, seed])
-    right = generator.binomial(num_canaries, special.expit(epsilon), size=TRIALS)
+    correct = generator.binomial(num_canaries, special.expit(epsilon), size=TRIALS)
     bounds = one_run_epsilon(
-        num_canaries=num_canaries, num_guesses=num_canaries, num_correct=right, delta=0.0, confidence=CONFIDENCE
+        num_canaries=num_canaries, num_guesses=num_canaries, num_correct=correct, delta=0.0, confidence=CONFIDENCE
     )
     return {
         "kind": "coverage",
@@ -38,17 +38,17 @@ def graded(epsilon: float, num_canaries: int, seed: int) -> dict[str, Any]:
     """
     generator = np.random.default_rng([22, seed])
     sizes = ladder(num_canaries)
-    right = np.empty((TRIALS, len(sizes)), dtype=np.int64)
+    correct = np.empty((TRIALS, len(sizes)), dtype=np.int64)
     for trial in range(TRIALS):
         included = generator.random(num_canaries) < 0.5
         truthful = generator.random(num_canaries) < special.expit(epsilon)
         signs = np.where(included == truthful, 1.0, -1.0)
-        right[trial] = num_correct(signs * generator.random(num_canaries), included, sizes)
+        correct[trial] = num_correct(signs * generator.random(num_canaries), included, sizes)
     fixed = len(sizes) // 2
 
     def bound(confidence: float) -> np.ndarray:
         return one_run_epsilon(
-            num_canaries=num_canaries, num_guesses=sizes, num_correct=right, delta=0.0, confidence=confidence
+            num_canaries=num_canaries, num_guesses=sizes, num_correct=correct, delta=0.0, confidence=confidence
         )
 
     alone = bound(CONFIDENCE)

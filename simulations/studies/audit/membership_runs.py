@@ -74,10 +74,10 @@ def membership_run(condition: str, plot: Path) -> dict[str, Any]:
         "seconds": time.perf_counter() - began,
         "attacks": {
             name: {
-                "auc": [found.auc, found.auc_low, found.auc_high],
-                "rates": [[r.false_positive_rate, r.true_positive_rate, r.low, r.high] for r in found.rates],
+                "auc": [result.auc, result.auc_low, result.auc_high],
+                "rates": [[r.false_positive_rate, r.true_positive_rate, r.low, r.high] for r in result.rates],
             }
-            for name, found in results.items()
+            for name, result in results.items()
         },
     }
 

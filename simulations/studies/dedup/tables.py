@@ -109,21 +109,21 @@ better, and 1 / models is the least possible. One validation record is 0.0017 of
 def _scenarios(here: Sequence[Scenario], known: Mapping[str, Line]) -> str:
     rows, below = [], []
     for scenario in here:
-        found = [known[model.name] for model in scenario.models]
-        num_below = sum(each["accuracy"]["validation"] < each["accuracy_start"]["validation"] for each in found)
-        below.append(f"{scenario.name} {num_below} of {len(found)}")
+        models = [known[model.name] for model in scenario.models]
+        num_below = sum(each["accuracy"]["validation"] < each["accuracy_start"]["validation"] for each in models)
+        below.append(f"{scenario.name} {num_below} of {len(models)}")
         rows.append(
             (
                 scenario.name,
                 f"{scenario.models[0].architecture}, {scenario.task}, {scenario.models[0].split}"
-                + (f" in {len(found)} disjoint parts" if scenario.models[0].part[1] > 1 else ""),
-                ", ".join(f"{each['epsilon']:.4g}" for each in found),
+                + (f" in {len(models)} disjoint parts" if scenario.models[0].part[1] > 1 else ""),
+                ", ".join(f"{each['epsilon']:.4g}" for each in models),
                 f"{scenario.epsilon_bound:g}",
                 f"{scenario.utility_bound:.3f}",
-                f"{found[0]['accuracy_start']['validation']:.3f}",
-                ", ".join(f"{each['accuracy']['validation']:.3f}" for each in found),
-                ", ".join(f"{each['accuracy']['test']:.3f}" for each in found),
-                ", ".join(f"{each['accuracy_without_noise']['validation']:.3f}" for each in found),
+                f"{models[0]['accuracy_start']['validation']:.3f}",
+                ", ".join(f"{each['accuracy']['validation']:.3f}" for each in models),
+                ", ".join(f"{each['accuracy']['test']:.3f}" for each in models),
+                ", ".join(f"{each['accuracy_without_noise']['validation']:.3f}" for each in models),
             )
         )
     headers = (
@@ -145,8 +145,8 @@ def _algorithms(here: Sequence[Scenario], runs: Sequence[Line]) -> str:
     for name in ALGORITHMS:
         row = [f"`{name}`"]
         for scenario in here:
-            found = _of(runs, scenario, "algorithms", name)
-            row.append(_cell(found) if found else "")
+            cells = _of(runs, scenario, "algorithms", name)
+            row.append(_cell(cells) if cells else "")
         rows.append(row)
     return (
         "### Search algorithms on public validation (Table 2)\n\n"
@@ -221,27 +221,27 @@ def _private(here: Sequence[Scenario], runs: Sequence[Line]) -> str:
     )
 
 
-def _private_cell(found: Sequence[Line], scenario: Scenario) -> str:
-    if not found:
+def _private_cell(cells: Sequence[Line], scenario: Scenario) -> str:
+    if not cells:
         return ""
-    within = [drop <= scenario.utility_bound + 1e-9 for run in found for drop in _target_drops(run).values()]
+    within = [drop <= scenario.utility_bound + 1e-9 for run in cells for drop in _target_drops(run).values()]
     return (
-        f"{_percent(found, 'block_ratio')}, {mean(run['num_validations'] for run in found):.0f}, "
-        f"{max(map(_largest, found)):.3f}, {sum(within)} of {len(within)}"
+        f"{_percent(cells, 'block_ratio')}, {mean(run['num_validations'] for run in cells):.0f}, "
+        f"{max(map(_largest, cells)):.3f}, {sum(within)} of {len(within)}"
     )
 
 
 def _cutoffs(runs: Sequence[Line]) -> str:
     rows = []
     for cutoff in CUTOFFS:
-        found = _of(runs, SCENARIOS["A4"], "cut-off", str(cutoff))
-        if found:
+        cells = _of(runs, SCENARIOS["A4"], "cut-off", str(cutoff))
+        if cells:
             rows.append(
                 (
                     cutoff,
-                    _percent(found, "block_ratio"),
-                    f"{max(map(_largest, found)):.4f}",
-                    f"{mean(run['num_validations'] for run in found):.0f}",
+                    _percent(cells, "block_ratio"),
+                    f"{max(map(_largest, cells)):.4f}",
+                    f"{mean(run['num_validations'] for run in cells):.0f}",
                 )
             )
     if not rows:
@@ -260,10 +260,10 @@ def _ablation(runs: Sequence[Line]) -> str:
         ("A1", "distance", ("l1", "l2", "cosine")),
     ):
         for value in values:
-            found = _of(runs, SCENARIOS[name], table, str(value))
-            if found:
-                percents = _percent(found, "block_ratio"), _percent(found, "bytes_ratio")
-                counts = found[0]["num_validations"], f"{_largest(found[0]):.4f}"
+            cells = _of(runs, SCENARIOS[name], table, str(value))
+            if cells:
+                percents = _percent(cells, "block_ratio"), _percent(cells, "bytes_ratio")
+                counts = cells[0]["num_validations"], f"{_largest(cells[0]):.4f}"
                 rows.append((f"{name}, {table}", f"`{value}`", *percents, *counts))
     if not rows:
         return ""
@@ -275,11 +275,15 @@ def _ablation(runs: Sequence[Line]) -> str:
 def _thresholds(here: Sequence[Scenario], runs: Sequence[Line]) -> str:
     rows = []
     for scenario in here:
-        found = [_of(runs, scenario, "threshold", str(threshold)) for threshold in THRESHOLDS]
-        if any(found):
+        by_threshold = [_of(runs, scenario, "threshold", str(threshold)) for threshold in THRESHOLDS]
+        if any(by_threshold):
             ordered = _of(runs, scenario, "ordered utilities", "dred")
             rows.append(
-                (scenario.name, *(_percent(each, "block_ratio") for each in found), _percent(ordered, "block_ratio"))
+                (
+                    scenario.name,
+                    *(_percent(each, "block_ratio") for each in by_threshold),
+                    _percent(ordered, "block_ratio"),
+                )
             )
     if not rows:
         return ""
@@ -346,13 +350,13 @@ def _of(runs: Iterable[Line], scenario: Scenario, table: str, row: str) -> list[
     return [run for run in runs if (run["cell"]["scenario"], run["cell"]["table"], run["cell"]["row"]) == wanted]
 
 
-def _cell(found: Sequence[Line]) -> str:
-    percents = _percent(found, "block_ratio"), _percent(found, "bytes_ratio")
-    return f"{percents[0]} ({percents[1]}), {found[0]['num_validations']}, {_largest(found[0]):.4f}"
+def _cell(cells: Sequence[Line]) -> str:
+    percents = _percent(cells, "block_ratio"), _percent(cells, "bytes_ratio")
+    return f"{percents[0]} ({percents[1]}), {cells[0]['num_validations']}, {_largest(cells[0]):.4f}"
 
 
-def _percent(found: Sequence[Line], name: str) -> str:
-    return f"{100 * mean(run[name] for run in found):.1f}" if found else ""
+def _percent(cells: Sequence[Line], name: str) -> str:
+    return f"{100 * mean(run[name] for run in cells):.1f}" if cells else ""
 
 
 def _target_drops(run: Line) -> dict[str, float]:
