@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from fedpriv.accounting.law import Event
+from fedpriv.accounting.events import Event
 from fedpriv.audit.harness import A
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.mechanisms.request import NoiseRequest

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
-from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.events import Event
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training.noised_sum import noised_sum
 from fedpriv.training.sampling import PoissonSampler
@@ -60,7 +60,7 @@ def train_privately(
     *,
     noise_multiplier: float,
     source: RandomSource,
-) -> list[SubsampledGaussian]:
+) -> list[Event]:
     """Train all weights in place, and return one event for each step.
 
     Guarantee: each step is one Gaussian mechanism on a Poisson sample, with the rate and the noise that its event

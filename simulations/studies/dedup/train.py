@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedpriv.accounting.calibration import noise_multiplier_for
-from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.events import Event
 from fedpriv.dedup import variants
 from fedpriv.dedup.composition import History, Upload
 from fedpriv.dedup.variants import Described
@@ -58,7 +58,7 @@ def schedule(model: Model) -> tuple[Schedule, float]:
     return Schedule(steps=STEPS, expected_batch_size=batch_size, learning_rate=rate), noise
 
 
-def trained(model: Model, weights: Tensors, *, private: bool = True) -> tuple[Tensors, list[SubsampledGaussian]]:
+def trained(model: Model, weights: Tensors, *, private: bool = True) -> tuple[Tensors, list[Event]]:
     """A model's weights and one event for each step; if not private, the same schedule without noise."""
     how, noise = schedule(model)
     trainee = load(network(model.architecture), weights)
@@ -67,7 +67,7 @@ def trained(model: Model, weights: Tensors, *, private: bool = True) -> tuple[Te
     return to_arrays(trainee), events
 
 
-def history(model: Model, events: Sequence[SubsampledGaussian]) -> History:
+def history(model: Model, events: Sequence[Event]) -> History:
     """One upload for each step: all that the model depends on besides public records."""
     steps = enumerate(events, start=1)
     return History(
