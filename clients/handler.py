@@ -80,7 +80,7 @@ def reply(message: Message, context: Context, update: ClientUpdate | Exception) 
 
     An exception's text may contain a record, so it stays in this node's log.
     """
-    journal = journal_of(context).of(**_run_and_round(message))
+    journal = journal_of(context).with_fields(**_run_and_round(message))
     if isinstance(update, guard.AlreadyReleasedError):
         journal.write("sent_again")
         return _upload(message, update.content)

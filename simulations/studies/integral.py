@@ -139,8 +139,8 @@ def selected(data: Data, source: Source, architecture: str, schedule: Schedule) 
         "looks": looks,
         "chosen": chosen,
         "curves": curves,
-        "majority": asdict(found.majority),
-        "plain": asdict(found.plain),
+        "majority": asdict(recommendation.majority),
+        "plain": asdict(recommendation.plain),
         "whole_table": whole_table(network, data, source, schedule, epoch),
         "private": list(private(network, data)) if architecture == "dnn-1" else [],
     }
