@@ -23,16 +23,16 @@ from fedpriv.errors import InputError, TooFewClientsError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
 from fedpriv.reports.page import write_report
+from fedpriv.runs.rows import ClientRow, RoundRow
+from fedpriv.runs.writer import RunFolder
 from fedpriv.training.evaluation import Evaluation, evaluate
 from fedpriv.training.workbench import Workbench, workbench
 from fedpriv.vault import guard
 from server import checkpoint, registry
 from server.bookkeeping import Books, check_budget_and_view
 from server.checkpoint import Checkpoint
-from server.history import ClientRow, RoundRow
 from server.noise import calibrated, with_mechanism_parameters
 from server.registration import Nodes, register_nodes
-from server.run_folder import RunFolder
 from server.strategy import RuleStrategy
 from server.summary import Outcome, summarize
 

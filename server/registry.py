@@ -26,9 +26,9 @@ from fedpriv.dedup.store import Store
 from fedpriv.dedup.variants import Described
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
+from fedpriv.runs.writer import RunFolder
 from fedpriv.training.workbench import Workbench
 from server import recurrence
-from server.run_folder import RunFolder
 from server.summary import Outcome
 
 log = logging.getLogger("flwr")

@@ -25,12 +25,12 @@ from fedpriv.config import RunConfig
 from fedpriv.errors import TooFewClientsError
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.protocol import Broadcast, Registration
+from fedpriv.runs.rows import ClientRow, RoundRow
 from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.vault import guard
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
-from server.history import ClientRow, RoundRow
 from server.replies import Asked, MalformedError, read_reply
 from server.wire import wire_bytes
 

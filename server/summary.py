@@ -13,9 +13,9 @@ from fedpriv.accounting.views import VIEWS
 from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.config import RunConfig
+from fedpriv.runs.rows import ClientRow, RoundRow
 from fedpriv.training.workbench import Workbench
 from server.bookkeeping import objections_to_aggregate
-from server.history import ClientRow, RoundRow
 from server.strategy import RuleStrategy
 
 Costs = Mapping[str, Mapping[int, PrivacySpent | None]]

@@ -17,7 +17,7 @@ from fedpriv.accounting.views import default_delta
 from fedpriv.config import RunConfig
 from fedpriv.protocol import Registration
 from fedpriv.reports.tables import client_table, format_bound, format_bytes, format_delta
-from server.history import RoundRow
+from fedpriv.runs.rows import RoundRow
 
 
 class TerminalObserver:

@@ -15,8 +15,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fedpriv.reports import plots, series, tables
-from fedpriv.reports.run_folder import RunFolder, read_run
 from fedpriv.reports.tables import Table
+from fedpriv.runs.reader import RunFolder, read_run
 
 FILE_NAME = "report.html"
 

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedpriv.reports.status import ClientStatus, RunStatus, is_troubled
 from fedpriv.reports.tables import MISSING, format_bound, format_bytes, format_delta, format_percent, format_seconds
+from fedpriv.runs.status import ClientStatus, RunStatus, is_troubled
 
 # Of more clients only those are listed that somebody should look at.
 MAX_CLIENTS = 40

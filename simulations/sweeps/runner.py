@@ -13,7 +13,7 @@ import torch
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError, LedgerError, TooFewClientsError
 from fedpriv.protocol import Registration
-from server.history import RoundRow
+from fedpriv.runs.rows import RoundRow
 from simulations.engines import federation, ray_session
 from simulations.sweeps.plan import PlannedRun, Sweep
 

@@ -31,13 +31,13 @@ from fedpriv.config import RunConfig, parse
 from fedpriv.ledger.entries import CHARGED, RELEASED, Entry, entries
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
-from fedpriv.reports.status import read_status
+from fedpriv.runs.status import read_status
+from fedpriv.runs.writer import RunFolder
 from fedpriv.training.workbench import workbench
 from fedpriv.vault import guard
 from server import checkpoint, registry
 from server.bookkeeping import Books
 from server.coordinator import LogObserver
-from server.run_folder import RunFolder
 from server.strategy import RuleStrategy
 from simulations.engines import federation
 from simulations.engines.grid import LocalGrid

@@ -33,14 +33,14 @@ from fedpriv.config import RunConfig, parse
 from fedpriv.ledger.entries import CHARGED, RELEASED, Entry, entries
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
+from fedpriv.runs.rows import ClientRow, RoundRow
+from fedpriv.runs.writer import RunFolder
 from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.local_update import ClientUpdate, UpdateTask, planned_event
 from fedpriv.training.workbench import workbench
 from server import strategy as server_strategy
 from server.bookkeeping import Books
-from server.history import ClientRow, RoundRow
 from server.registration import register_nodes
-from server.run_folder import RunFolder
 from server.strategy import RuleStrategy
 from simulations.engines import federation
 from simulations.engines.flower_private import SERVER_NODE_ID, set_message_id, task_identity

@@ -20,7 +20,7 @@ from fedpriv.config import RunConfig, to_toml
 from fedpriv.errors import InputError
 from fedpriv.journal import Journal
 from fedpriv.protocol import Registration
-from server.history import ClientRow, RoundRow
+from fedpriv.runs.rows import ClientRow, RoundRow
 
 Row = TypeVar("Row", RoundRow, ClientRow)
 

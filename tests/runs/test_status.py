@@ -21,12 +21,12 @@ from fedpriv.cli import main as cli
 from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.protocol import Registration
-from fedpriv.reports.status import MAX_EVENTS, RunStatus, read_status
 from fedpriv.reports.status_display import MAX_CLIENTS, show
+from fedpriv.runs.rows import ClientRow, RoundRow
+from fedpriv.runs.status import MAX_EVENTS, RunStatus, read_status
+from fedpriv.runs.writer import RunFolder
 from server import checkpoint
 from server.checkpoint import Checkpoint
-from server.history import ClientRow, RoundRow
-from server.run_folder import RunFolder
 
 NOW = 1_800_000_000.0
 SIZES = {0: 1200, 1: 900, 2: 300}
@@ -389,7 +389,7 @@ def test_json_is_one_object_of_full_precision_under_snake_case_keys(write_run: W
 def test_reading_writes_nothing_and_loads_no_torch(write_run: WriteRun) -> None:
     folder = write_run()
     before = {path: path.stat().st_mtime for path in folder.rglob("*")}
-    code = f"import sys; from fedpriv import cli; cli.app(['status', {str(folder)!r}], standalone_mode=False)"
+    code = f"import sys; from fedpriv.cli import main as cli; cli.app(['status', {str(folder)!r}], standalone_mode=False)"
     code += "; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
     assert {path: path.stat().st_mtime for path in folder.rglob("*")} == before
