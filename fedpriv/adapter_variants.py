@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from peft import get_peft_model_state_dict
 from torch import Tensor, nn
 
-from fedpriv import config as configuration
 from fedpriv.dedup import saliency
 from fedpriv.dedup.named_view import named_view
 from fedpriv.dedup.saliency import Saliency
+from fedpriv.runs.files import read_config
 from fedpriv.training.evaluation import evaluate
 from fedpriv.training.losses import losses_and_hits
 from fedpriv.training.workbench import Workbench, workbench
@@ -61,7 +61,7 @@ class AdapterEvaluator:
         Raises:
             InputError: there is no run, or its data or model are no longer available.
         """
-        config = configuration.parse(configuration.read(folder / "config.toml"))
+        config = read_config(folder)
         return cls(workbench(config), num_records=config.dedup_records, seed=config.seed)
 
     @property

@@ -28,9 +28,9 @@ from fedpriv.adapters.merged import Merged
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.errors import InputError
 from fedpriv.protocol import Registration
+from fedpriv.runs import files
 
 VERSION = 2
-FOLDER = "checkpoint"
 _KEPT = 2
 _STATE, _TENSORS = "state.json", "tensors.safetensors"
 
@@ -65,8 +65,9 @@ def write(run_folder: Path, checkpoint: Checkpoint) -> None:
 
     It is complete on disk before its folder has its name.
     """
-    parent = run_folder / FOLDER
-    final, making = parent / _name(checkpoint.round), parent / f"{_name(checkpoint.round)}.tmp"
+    parent = run_folder / files.CHECKPOINTS
+    name = files.checkpoint_name(checkpoint.round)
+    final, making = parent / name, parent / f"{name}.tmp"
     shutil.rmtree(making, ignore_errors=True)
     making.mkdir(parents=True)
     bases = _Bases(checkpoint)
@@ -107,9 +108,9 @@ def read_last(run_folder: Path, initial: Adapter) -> Checkpoint:
     Raises:
         InputError: there is none, or it is damaged or of another version; one line that names it, and the one before.
     """
-    if run_folder.parent.name == FOLDER:
+    if run_folder.parent.name == files.CHECKPOINTS:
         return _read(run_folder, initial)
-    found = sorted(path for path in (run_folder / FOLDER).glob("round-[0-9]*") if not path.name.endswith(".tmp"))
+    found = files.checkpoints(run_folder)
     if not found:
         raise InputError(f"resume = {str(run_folder)!r}: holds no checkpoint; the run ended before its first round")
     try:
@@ -117,11 +118,6 @@ def read_last(run_folder: Path, initial: Adapter) -> Checkpoint:
     except InputError as error:
         offer = f"; the one before is {found[-2]}, resume from that" if len(found) > 1 else ""
         raise InputError(f"{error}{offer}") from None
-
-
-def run_folder_of(path: Path) -> Path:
-    """The run's folder, where a path names it or one of its checkpoints."""
-    return path.parent.parent if path.parent.name == FOLDER else path
 
 
 def _read(path: Path, initial: Adapter) -> Checkpoint:
@@ -208,10 +204,6 @@ def _packages() -> dict[str, str]:
 
 def _digest_line(content: bytes) -> bytes:
     return f"{hashlib.sha256(content).hexdigest()}\n".encode()
-
-
-def _name(round_: int) -> str:
-    return f"round-{round_:06}"
 
 
 def _sync(folder: Path) -> None:

@@ -23,8 +23,9 @@ from fedpriv.errors import InputError, TooFewClientsError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
 from fedpriv.reports.page import write_report
+from fedpriv.runs import files
 from fedpriv.runs.rows import ClientRow, RoundRow
-from fedpriv.runs.writer import RunFolder
+from fedpriv.runs.writer import RunWriter
 from fedpriv.training.evaluation import Evaluation, evaluate
 from fedpriv.training.workbench import Workbench, workbench
 from fedpriv.vault import guard
@@ -115,7 +116,7 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
         if resumed and not ledger.has_entry(*resumed.ledger):
             raise InputError(f"ledger {path}: is not the one of the run, or lacks what the checkpoint has seen")
         series = _Series(config, bench, nodes, ledger, resumed)
-        folder.keep(series.registrations)
+        folder.write_registrations(series.registrations)
         if config.caveat:
             observer.notice(f"{config.caveat}; this run has NO privacy guarantee")
         announce_budgets(series.books, config, series.names, observer)
@@ -129,8 +130,8 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     comparison = None
     if config.compares:
         plain = config.without_noise
-        shutil.rmtree(folder.path / "comparison", ignore_errors=True)  # it costs nobody anything, so it starts anew
-        inner = RunFolder.created(folder.path / "comparison", plain)
+        shutil.rmtree(folder.path / files.COMPARISON, ignore_errors=True)  # it costs nobody anything, so it starts anew
+        inner = RunWriter.created(folder.path / files.COMPARISON, plain)
         comparison = _Series(plain, bench, nodes, None).run(grid, inner, observer)
         inner.finish(summarize(plain, bench, comparison, None))
     registry.keep(config, bench, folder, outcome, series.registrations, uploads)
@@ -147,17 +148,17 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     return folder.path
 
 
-def _folder(config: RunConfig, resumed: Checkpoint | None) -> RunFolder:
+def _folder(config: RunConfig, resumed: Checkpoint | None) -> RunWriter:
     """A new folder, or that of the run that goes on.
 
     Raises:
         InputError: the folder holds a run, or this configuration is not what the checkpoint was written with.
     """
     if resumed is None:
-        return RunFolder.created(Path(config.out).absolute(), config)
+        return RunWriter.created(Path(config.out).absolute(), config)
     if config.digest != resumed.digest:
         raise InputError(f"resume = {config.resume!r}: its checkpoint was written with another configuration")
-    return RunFolder.reopened(checkpoint.run_folder_of(Path(config.resume)), round_=resumed.round)
+    return RunWriter.reopened(files.run_folder_of(Path(config.resume)), round_=resumed.round)
 
 
 def _check_as_before(config: RunConfig) -> None:
@@ -168,8 +169,7 @@ def _check_as_before(config: RunConfig) -> None:
     """
     if not config.resume:
         return
-    path = checkpoint.run_folder_of(Path(config.resume)) / "config.toml"
-    began = configuration.parse(configuration.read(path))
+    began = files.read_config(files.run_folder_of(Path(config.resume)))
     # Where noise follows a target, the folder's file has what was calibrated, and is calibrated again.
     free = {*configuration.PLACES, *(["noise_multiplier"] if began.target_epsilon else [])}
     differing = [key for key in configuration.KEYS if getattr(began, key) != getattr(config, key)]
@@ -247,7 +247,7 @@ class _Series:
         self._config, self._bench, self._nodes, self._ledger, self._resumed = config, bench, nodes, ledger, resumed
         self._after = resumed.round if resumed else 0
 
-    def run(self, grid: Grid, folder: RunFolder, observer: Observer) -> Outcome:
+    def run(self, grid: Grid, folder: RunWriter, observer: Observer) -> Outcome:
         """All rounds, told to the folder and the observer, with a checkpoint after each where a ledger stands."""
         bench = self._bench
 

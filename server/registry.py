@@ -26,7 +26,8 @@ from fedpriv.dedup.store import Store
 from fedpriv.dedup.variants import Described
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
-from fedpriv.runs.writer import RunFolder
+from fedpriv.runs import files
+from fedpriv.runs.writer import RunWriter
 from fedpriv.training.workbench import Workbench
 from server import recurrence
 from server.summary import Outcome
@@ -46,7 +47,7 @@ def uploads_in(ledger: Ledger, run: str, registrations: Iterable[Registration]) 
     ]
 
 
-def keep_round(bench: Workbench, folder: RunFolder, round_: int, model: GlobalModel) -> None:
+def keep_round(bench: Workbench, folder: RunWriter, round_: int, model: GlobalModel) -> None:
     """Keep the global model after a round as a variant."""
     _save(bench, folder.variant(f"round-{round_}"), model.adapter, model.merged)
 
@@ -54,7 +55,7 @@ def keep_round(bench: Workbench, folder: RunFolder, round_: int, model: GlobalMo
 def keep(
     config: RunConfig,
     bench: Workbench,
-    folder: RunFolder,
+    folder: RunWriter,
     outcome: Outcome,
     registrations: Iterable[Registration],
     uploads: Iterable[Upload],
@@ -93,7 +94,7 @@ def keep(
 def keep_recurring(
     config: RunConfig,
     bench: Workbench,
-    folder: RunFolder,
+    folder: RunWriter,
     outcome: Outcome,
     registrations: Iterable[Registration],
     uploads: Iterable[Upload],
@@ -111,11 +112,11 @@ def keep_recurring(
     return recurrence.as_summary(config, found, RECURRING)
 
 
-def deduplicate(config: RunConfig, bench: Workbench, folder: RunFolder) -> None:
+def deduplicate(config: RunConfig, bench: Workbench, folder: RunWriter) -> None:
     """Store the run's variants by the blocks that they share, validated on the server's test set."""
-    path = folder.path / "store"
+    path = folder.path / files.STORE
     shutil.rmtree(path, ignore_errors=True)  # of an interrupted attempt
-    found = [variants.read(file.parent) for file in sorted((folder.path / "variants").glob(f"*/{variants.FILE}"))]
+    found = [variants.read(file.parent) for file in sorted((folder.path / files.VARIANTS).glob(f"*/{variants.FILE}"))]
     settings = Settings(algorithm=config.dedup, block_size=config.dedup_block_size, fairness="outcome")
     with Store(path) as store:
         outcomes = pipeline.deduplicate(

@@ -20,6 +20,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from fedpriv import config as configuration
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError, LedgerError, TooFewClientsError
+from fedpriv.runs.files import CONFIG, run_folder_of
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
 
@@ -120,9 +121,7 @@ def _failures_in_one_line(interrupted: str) -> Iterator[None]:
 
 def _resumed(path: Path) -> RunConfig:
     """The configuration that a run began with, set to resume."""
-    from server.checkpoint import run_folder_of
-
-    values = configuration.read(run_folder_of(path) / "config.toml")
+    values = configuration.read(run_folder_of(path) / CONFIG)
     return configuration.parse(values | {"resume": str(path)})
 
 

@@ -17,6 +17,7 @@ from fedpriv.accounting.views import default_delta
 from fedpriv.config import RunConfig
 from fedpriv.protocol import Registration
 from fedpriv.reports.tables import client_table, format_bound, format_bytes, format_delta
+from fedpriv.runs.files import REPORT
 from fedpriv.runs.rows import RoundRow
 
 
@@ -89,7 +90,7 @@ class TerminalObserver:
             names = ", ".join(summary["unmoved_tensors"][:5])
             self._console.print(Panel(f"TRAINING CHANGED NOTHING in: {names}", style="bold red"))
         self._console.print(f"results  {folder}", soft_wrap=True)
-        self._console.print(f"report   {folder / 'report.html'}", soft_wrap=True)
+        self._console.print(f"report   {folder / REPORT}", soft_wrap=True)
 
     def _close(self) -> None:
         if self._progress is not None:

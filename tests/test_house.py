@@ -93,6 +93,7 @@ def imported_by(package: str) -> dict[str, set[str]]:
         ("fedpriv/accounting", ("torch", "fedpriv.training", "fedpriv.adapters", "fedpriv.mechanisms")),
         ("fedpriv/mechanisms", ("fedpriv.training", "fedpriv.adapters", "fedpriv.data")),
         ("fedpriv/adapters", ("fedpriv.training", "fedpriv.data", "fedpriv.accounting")),
+        ("fedpriv/runs", ("fedpriv.reports", "fedpriv.training.workbench")),
         ("fedpriv/dedup", ("fedpriv.data", "fedpriv.reports", "fedpriv.vault.guard", "fedpriv.training.workbench")),
         ("clients", ("server", "simulations")),
         ("server", ("clients", "simulations")),

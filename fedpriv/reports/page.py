@@ -14,11 +14,11 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from fedpriv.reports import plots, series, tables
+from fedpriv.reports import plots, series, stored_variants, tables
 from fedpriv.reports.tables import Table
-from fedpriv.runs.reader import RunFolder, read_run
-
-FILE_NAME = "report.html"
+from fedpriv.runs import files
+from fedpriv.runs.reader import FinishedRun, read_run
+from fedpriv.runs.rows import parse_epsilon
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,8 @@ def write_report(run_dir: Path) -> Path:
         InputError: one line that names the missing or wrong file, column or key, and what would be right.
     """
     page = render(read_run(run_dir))
-    path = run_dir / FILE_NAME
-    unfinished = run_dir / f".{FILE_NAME}.{os.getpid()}"
+    path = run_dir / files.REPORT
+    unfinished = run_dir / f".{files.REPORT}.{os.getpid()}"
     try:
         unfinished.write_text(page, encoding="utf-8")
         unfinished.replace(path)
@@ -55,7 +55,7 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def render(run: RunFolder) -> str:
+def render(run: FinishedRun) -> str:
     """The page as HTML. Every string of the run is escaped; only the plots are markup."""
     environment = Environment(
         loader=PackageLoader("fedpriv.reports"),
@@ -84,6 +84,8 @@ def render(run: RunFolder) -> str:
         audit=summary.get("audit"),
         audit_bound=_audit_bound(summary),
         recurring=tables.recurrence_table((summary.get("integral") or {}).get("clusters")),
+        stored_variants=stored_variants.variant_table(run.stored) if run.stored else None,
+        stored_sizes=stored_variants.size_table(run.stored, summary.get("base_model_bytes")) if run.stored else None,
         clients=tables.client_table(summary["clients"], _accountant(summary)),
         charged=_charged(run),
         failures=_failures(run),
@@ -92,7 +94,7 @@ def render(run: RunFolder) -> str:
     )
 
 
-def why_not_private(run: RunFolder) -> list[str]:
+def why_not_private(run: FinishedRun) -> list[str]:
     """The reasons why a run protects nobody; empty for a private run."""
     reasons, delta = [], run.summary["delta_max"]
     if run.summary["noise_source"] != "secure":
@@ -121,7 +123,7 @@ def _earlier(summary: Mapping[str, Any]) -> str | None:
     most = max((client["earlier_runs"] for client in summary["clients"]), default=0)
     if not most:
         return None
-    alone = max((tables.parse_epsilon(c["epsilon_local_this_run"]) for c in summary["clients"]), default=0.0)
+    alone = max((parse_epsilon(c["epsilon_local_this_run"]) for c in summary["clients"]), default=0.0)
     return (
         f"up to {most} earlier run{'s' if most != 1 else ''}; this run alone cost at most {tables.format_bound(alone)}"
     )
@@ -145,14 +147,14 @@ def _accountant(summary: Mapping[str, Any]) -> str:
     return "pld" if summary["accountant"] == "pld" else f"{summary['accountant']}, an upper bound"
 
 
-def _accuracy_without_noise(run: RunFolder) -> float | None:
+def _accuracy_without_noise(run: FinishedRun) -> float | None:
     accuracy: float | None = run.summary["accuracy_non_private"]
     if accuracy is None and run.comparison_summary is not None:
         accuracy = run.comparison_summary.get("accuracy")
     return accuracy
 
 
-def _charged(run: RunFolder) -> dict[str, str]:
+def _charged(run: FinishedRun) -> dict[str, str]:
     """The parameters that the accountant was given, over all clients and rounds."""
     names = {
         "noise_multiplier": "noise multiplier z",
@@ -164,13 +166,13 @@ def _charged(run: RunFolder) -> dict[str, str]:
     return {name: tables.format_range(run.clients[column]) for column, name in names.items()}
 
 
-def _failures(run: RunFolder) -> dict[str, int]:
+def _failures(run: FinishedRun) -> dict[str, int]:
     """How often a client's reply failed, by its status."""
     failed = run.clients.loc[run.clients["status"] != "ok", "status"].fillna("unknown")
     return {str(status): int(count) for status, count in failed.value_counts().sort_index().items()}
 
 
-def _quality_panels(run: RunFolder) -> list[Panel]:
+def _quality_panels(run: FinishedRun) -> list[Panel]:
     name = "this run" if why_not_private(run) else "with DP"
     accuracy = series.compared(run.rounds, run.comparison_rounds, "test_accuracy", name)
     loss = series.compared(run.rounds, run.comparison_rounds, "test_loss", name)
@@ -188,7 +190,7 @@ def _quality_panels(run: RunFolder) -> list[Panel]:
     ]
 
 
-def _epsilon_panels(run: RunFolder) -> list[Panel]:
+def _epsilon_panels(run: FinishedRun) -> list[Panel]:
     delta = f"at its δ (at most {tables.format_delta(run.summary['delta_max'])})"
     panels = []
     for view, against in (("local", "against the server"), ("rho", "by Theorem 1 of DP-LoRA")):
@@ -200,7 +202,7 @@ def _epsilon_panels(run: RunFolder) -> list[Panel]:
     return panels
 
 
-def _traffic_panels(run: RunFolder) -> list[Panel]:
+def _traffic_panels(run: FinishedRun) -> list[Panel]:
     each = series.traffic(run.rounds)
     titles = {
         "round": ("Bytes in each round", "All clients together.", each[each.index > 0]),

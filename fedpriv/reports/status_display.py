@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedpriv.reports.tables import MISSING, format_bound, format_bytes, format_delta, format_percent, format_seconds
-from fedpriv.runs.status import ClientStatus, RunStatus, is_troubled
+from fedpriv.runs.status import ClientStatus, RunStatus
 
 # Of more clients only those are listed that somebody should look at.
 MAX_CLIENTS = 40
@@ -91,7 +91,7 @@ def _client_table(run: RunStatus) -> Table:
             header, justify="right" if figure else "left", no_wrap=True, min_width=width if position else None
         )
     for client, (*cells, status, counts) in zip(clients, rows, strict=True):
-        style = "red" if is_troubled(client) else ""
+        style = "red" if client.is_troubled else ""
         table.add_row(*map(Text, cells), Text(status, style=style), Text(counts))
     return table
 
@@ -115,15 +115,15 @@ def _listed(clients: tuple[ClientStatus, ...]) -> list[ClientStatus]:
     """All clients, or of many those in trouble."""
     if len(clients) <= MAX_CLIENTS:
         return list(clients)
-    return [client for client in clients if is_troubled(client)][:MAX_CLIENTS]
+    return [client for client in clients if client.is_troubled][:MAX_CLIENTS]
 
 
 def _notes(run: RunStatus) -> Iterable[Text]:
     """How many clients are not listed, and what was wrong with those in trouble."""
     listed = _listed(run.clients)
-    troubled = [client for client in listed if is_troubled(client)]
+    troubled = [client for client in listed if client.is_troubled]
     if left := len(run.clients) - len(listed):
-        num_troubled = sum(map(is_troubled, run.clients))
+        num_troubled = sum(client.is_troubled for client in run.clients)
         also = f", {num_troubled - len(troubled)} of them in trouble" if num_troubled > len(troubled) else ""
         yield Text(f"{left:,} more clients{also}; --json lists all", style="dim")
     for client in troubled:

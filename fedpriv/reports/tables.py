@@ -10,6 +10,8 @@ from typing import Any
 
 import pandas as pd
 
+from fedpriv.runs.rows import parse_epsilon
+
 INFINITY = "∞"
 MISSING = "–"
 
@@ -21,22 +23,6 @@ class Table:
     caption: str
     headers: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-
-
-def parse_epsilon(value: object) -> float:
-    """The epsilon that a record holds; null, NaN and "inf" all mean that there is no bound.
-
-    Raises:
-        ValueError: the value is no number, or below 0.
-    """
-    if value is None:
-        return math.inf
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError(f"epsilon = {value!r}: must be a number >= 0, null or inf")
-    epsilon = float(value)
-    if epsilon < 0:
-        raise ValueError(f"epsilon = {value!r}: must be >= 0")
-    return math.inf if math.isnan(epsilon) else epsilon
 
 
 def format_bound(epsilon: float | str | None) -> str:

@@ -1,10 +1,8 @@
-"""What a finished run left in its folder, read and checked before anything is shown of it."""
+"""Reads and checks the folder of a finished run, before any of it is shown."""
 
 from __future__ import annotations
 
-import json
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,11 @@ from typing import Any
 import pandas as pd
 
 from fedpriv.errors import InputError
-from fedpriv.reports.stored_variants import StoredVariants, read_stored
-from fedpriv.reports.tables import parse_epsilon
+from fedpriv.runs import files
+from fedpriv.runs.rows import ClientRow, RoundRow, column_types, parse_epsilon
+from fedpriv.runs.stored_variants import StoredVariants, read_stored
 
+# The columns that a report needs; what they hold is declared with the rows.
 ROUND_COLUMNS = (
     "round",
     "num_selected",
@@ -37,8 +37,8 @@ CLIENT_COLUMNS = (
     "epsilon_local",
     "epsilon_rho",
 )
-TEXT_COLUMNS = ("status",)
-SPENT_KEYS = (
+COMPARISON_COLUMNS = ("round", "test_accuracy", "test_loss")
+CLIENT_KEYS = (
     "client",
     "num_records",
     "rounds",
@@ -61,7 +61,7 @@ WORDS = {"noise_source": ("secure", "seeded"), "accountant": ("pld", "rdp"), "un
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFolder:
+class FinishedRun:
     """A finished run: its settings, its rounds, what each client spent, and its comparison run, if any."""
 
     name: str
@@ -75,59 +75,44 @@ class RunFolder:
     comparison_summary: Mapping[str, Any] | None
 
 
-def read_run(run_dir: Path) -> RunFolder:
-    """The run that the folder holds.
+def read_run(run_dir: Path) -> FinishedRun:
+    """The run in the folder.
 
     Raises:
         InputError: one line that names the missing or wrong file, column or key, and what would be right.
     """
     if not run_dir.is_dir():
         raise InputError(f"{run_dir}: no such folder; give the folder that a finished run wrote")
-    comparison = run_dir / "comparison"
+    comparison = run_dir / files.COMPARISON
     compared = comparison.is_dir()
-    summary = _read_summary(run_dir / "summary.json")
-    return RunFolder(
+    return FinishedRun(
         name=run_dir.resolve().name,
-        config=_parse(run_dir / "config.toml", tomllib.loads),
-        environment=_parse(run_dir / "environment.json", json.loads),
-        rounds=_read_table(run_dir / "rounds.csv", ROUND_COLUMNS),
-        clients=_read_table(run_dir / "clients.csv", CLIENT_COLUMNS),
-        summary=summary,
-        stored=read_stored(run_dir, summary.get("base_model_bytes")),
-        comparison_rounds=_read_table(comparison / "rounds.csv", ("round", "test_accuracy", "test_loss"))
-        if compared
-        else None,
-        comparison_summary=_read_comparison(comparison / "summary.json") if compared else None,
+        summary=_read_summary(run_dir / files.SUMMARY),
+        config=files.read_values(run_dir / files.CONFIG),
+        environment=files.read_values(run_dir / files.ENVIRONMENT),
+        rounds=_read_table(run_dir / files.ROUNDS, RoundRow, ROUND_COLUMNS),
+        clients=_read_table(run_dir / files.CLIENTS, ClientRow, CLIENT_COLUMNS),
+        stored=read_stored(run_dir),
+        comparison_rounds=_read_table(comparison / files.ROUNDS, RoundRow, COMPARISON_COLUMNS) if compared else None,
+        comparison_summary=_read_comparison(comparison / files.SUMMARY) if compared else None,
     )
 
 
-def _parse(path: Path, loads: Callable[[str], Any]) -> dict[str, Any]:
-    """The keys and values of a TOML or JSON file."""
-    try:
-        values = loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise _missing(path) from None
-    except ValueError as error:
-        raise InputError(f"{path}: not valid {path.suffix[1:]} ({_one_line(error)})") from None
-    if not isinstance(values, dict):
-        raise InputError(f"{path}: must hold keys and values, holds a {type(values).__name__}")
-    return values
-
-
-def _read_table(path: Path, columns: Sequence[str]) -> pd.DataFrame:
-    """The columns of a CSV file, numbers where numbers belong."""
+def _read_table(path: Path, kind: type[RoundRow | ClientRow], columns: Sequence[str]) -> pd.DataFrame:
+    """The columns of a CSV file, with numbers in all but the text columns."""
     try:
         table = pd.read_csv(path)
     except FileNotFoundError:
-        raise _missing(path) from None
+        raise files.missing(path) from None
     except ValueError as error:
         raise InputError(f"{path}: not a CSV file with a header ({_one_line(error)})") from None
+    types = column_types(kind)
     for column in columns:
         if column not in table:
             raise InputError(f"{path}: column {column} is missing; the file needs {', '.join(columns)}")
-        if column not in TEXT_COLUMNS:
+        if types[column] != "str":
             table[column] = _numbers(path, table[column])
-    if "client" not in columns and table.empty:
+    if kind is RoundRow and table.empty:
         raise InputError(f"{path}: holds no round; a finished run has at least round 0")
     return table[list(columns)]
 
@@ -143,12 +128,12 @@ def _numbers(path: Path, column: pd.Series) -> pd.Series:
 
 
 def _read_summary(path: Path) -> dict[str, Any]:
-    summary = _parse(path, json.loads)
+    summary = files.read_values(path)
     for key in (*SUMMARY_KEYS, *WORDS, "engine", "clients"):
         if key not in summary:
             raise InputError(f"{path}: key {key} is missing; a finished run writes it")
     for key, words in WORDS.items():
-        # Unknown is refused: a word that we cannot explain would leave the reader with a wrong guarantee.
+        # Unknown is refused: a word that the report cannot explain would leave its reader with a wrong guarantee.
         if not str(summary[key]).startswith(words):
             raise InputError(f"{path}: {key} = {summary[key]!r}: must be {' or '.join(words)}")
     for key in FLAGS:
@@ -158,13 +143,13 @@ def _read_summary(path: Path) -> dict[str, Any]:
     _check_epsilons(path, "", summary, ("epsilon_local_max", "epsilon_rho_max"))
     if not isinstance(summary["clients"], list):
         raise InputError(f"{path}: clients must be a list with one entry per client")
-    for place, client in enumerate(summary["clients"]):
-        _check_client(path, f"clients[{place}]", client)
+    for index, client in enumerate(summary["clients"]):
+        _check_client(path, f"clients[{index}]", client)
     return summary
 
 
 def _read_comparison(path: Path) -> dict[str, Any]:
-    summary = _parse(path, json.loads)
+    summary = files.read_values(path)
     if "accuracy" not in summary:
         raise InputError(f"{path}: key accuracy is missing; a finished comparison run writes it")
     _check_numbers(path, "", summary, ("accuracy",))
@@ -172,8 +157,8 @@ def _read_comparison(path: Path) -> dict[str, Any]:
 
 
 def _check_client(path: Path, name: str, client: object) -> None:
-    if not isinstance(client, dict) or not client.keys() >= set(SPENT_KEYS):
-        raise InputError(f"{path}: {name} is incomplete; an entry needs {', '.join(SPENT_KEYS)}")
+    if not isinstance(client, dict) or not client.keys() >= set(CLIENT_KEYS):
+        raise InputError(f"{path}: {name} is incomplete; an entry needs {', '.join(CLIENT_KEYS)}")
     _check_numbers(
         path, f"{name}.", client, ("num_records", "rounds", "earlier_runs", "delta", "bytes_up", "bytes_down")
     )
@@ -194,10 +179,6 @@ def _check_epsilons(path: Path, prefix: str, values: Mapping[str, Any], keys: Se
             parse_epsilon(values[key])
         except ValueError:
             raise InputError(f"{path}: {prefix}{key} = {values[key]!r}: must be a number >= 0 or inf") from None
-
-
-def _missing(path: Path) -> InputError:
-    return InputError(f"{path}: no such file; a report needs the folder of a finished run, which holds it")
 
 
 def _one_line(error: Exception) -> str:

@@ -1,16 +1,27 @@
-"""What happened in a run, as rows: one for each round, one for each client and round."""
+"""The rows of a run's tables, where every column is declared once, and how a table's text is read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import csv
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from fedpriv.errors import InputError
+
+USABLE = ("ok", "silent")
+"""The statuses of a reply that the round can use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRow:
     """A row of rounds.csv; round 0 is the untrained model.
 
-    `num_late` counts replies to earlier rounds that arrived in this one. Epsilons are cumulative, earlier runs on the
-    same data sets included, by the rdp accountant; `aggregate` is None where that view does not hold.
+    `num_late` counts replies to earlier rounds that arrived during this one. Epsilons are cumulative, include earlier
+    runs on the same data sets, and come from the rdp accountant; `aggregate` is None where that view does not hold.
     """
 
     round: int
@@ -32,11 +43,11 @@ class RoundRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientRow:
-    """A row of clients.csv: what one client did in one round, and what it has spent after it, by rdp.
+    """A row of clients.csv: what one client did in one round, and what it has spent by then, computed by rdp.
 
     `status` is `ok`, `silent`, `malformed`, `refused`, `retired`, `failed` or `no reply`, and `detail` says what was
-    wrong. Bytes are those of the serialised messages. `seconds` runs from sending the instruction to the reply's
-    creation.
+    wrong. Bytes are those of the serialised messages. `seconds` runs from when the instruction was sent to when the
+    reply was created.
     """
 
     round: int
@@ -57,3 +68,65 @@ class ClientRow:
     bytes_up: int
     bytes_down: int
     seconds: float
+
+
+def column_types(kind: type[RoundRow | ClientRow]) -> dict[str, str]:
+    """{column: its type as it is declared}, in the order of the file."""
+    return {field.name: str(field.type) for field in fields(kind)}
+
+
+def read_rows(
+    path: Path, kind: type[RoundRow | ClientRow], columns: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+    """The rows of a table that are whole, as {column: value}; the last may be half written, now or when a run died.
+
+    Args:
+        path: rounds.csv or clients.csv.
+        kind: which rows it holds.
+        columns: those that are needed, so that tables with fewer columns can be read too; None for all.
+
+    Raises:
+        InputError: a column is missing, or a line is damaged.
+    """
+    types = column_types(kind)
+    needed = {name: types[name] for name in (types if columns is None else columns)}
+    with path.open(newline="", encoding="utf-8") as file:
+        text = file.read()
+    reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
+    rows = []
+    for row in reader:
+        try:
+            rows.append({name: _parse_cell(name, type_, row[name]) for name, type_ in needed.items()})
+        except KeyError as error:
+            raise InputError(f"{path}: column {error.args[0]} is missing; a run of this version writes it") from None
+        except ValueError as error:
+            raise InputError(f"{path}: line {reader.line_num} is damaged ({error})") from None
+    return rows
+
+
+def parse_epsilon(value: object) -> float:
+    """The epsilon that a record holds; null, NaN and "inf" all mean that there is no bound.
+
+    Raises:
+        ValueError: the value is no number, or below 0.
+    """
+    if value is None:
+        return math.inf
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError(f"epsilon = {value!r}: must be a number >= 0, null or inf")
+    epsilon = float(value)
+    if epsilon < 0:
+        raise ValueError(f"epsilon = {value!r}: must be >= 0")
+    return math.inf if math.isnan(epsilon) else epsilon
+
+
+def _parse_cell(name: str, type_: str, text: str | None) -> Any:
+    if text is None:
+        raise ValueError(f"{name}: the line ends before it")
+    if type_ == "str":
+        return text
+    if type_ == "int":
+        return int(text)
+    if type_ == "float | None" and not text:
+        return None
+    return parse_epsilon(text) if name.startswith("epsilon_") else float(text)

@@ -16,6 +16,7 @@ import tomli_w
 
 from fedpriv import config as configuration
 from fedpriv.deployment.flower import CONNECTION, FlowerError, environment, flwr, program_folder
+from fedpriv.runs.files import CONFIG, run_folder_of
 from server.deploy.folder import Coordinator
 
 COMPLETED = "finished:completed"
@@ -85,9 +86,7 @@ def _absolute(path: object) -> str:
 
 def _original_configuration(path: Path) -> dict[str, Any]:
     """The configuration with which an interrupted run was started."""
-    from server.checkpoint import run_folder_of  # slow to import
-
-    return configuration.read(run_folder_of(path) / "config.toml")
+    return configuration.read(run_folder_of(path) / CONFIG)
 
 
 def _submit(coordinator: Coordinator, values: dict[str, Any]) -> str:

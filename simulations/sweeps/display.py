@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping
@@ -17,6 +16,8 @@ from rich.live import Live
 from rich.table import Table
 
 from fedpriv.reports import tables
+from fedpriv.runs import files
+from fedpriv.runs.rows import RoundRow, read_rows
 from simulations.sweeps.plan import PlannedRun, Sweep
 
 _STYLES = {"waiting": "dim", "running": "bold", "done": "green", "failed": "bold red"}
@@ -111,15 +112,14 @@ def _name(run: PlannedRun) -> str:
 
 def _progress(folder: Path) -> tuple[int, str, str]:
     """A run's last written round, with accuracy and epsilon; of a finished run, the final epsilon."""
-    if (folder / "summary.json").is_file():
-        summary = json.loads((folder / "summary.json").read_text())
-        epsilon = tables.parse_epsilon(summary["epsilon_local_max"])
-        return summary["num_rounds"], f"{summary['accuracy']:.4f}", tables.format_bound(epsilon)
+    if files.is_finished(folder):
+        summary = files.read_values(folder / files.SUMMARY)
+        return summary["num_rounds"], f"{summary['accuracy']:.4f}", tables.format_bound(summary["epsilon_local_max"])
     try:
-        rounds = pd.read_csv(folder / "rounds.csv")
-    except (FileNotFoundError, pd.errors.ParserError):  # not begun, or a row is being written
+        rounds = read_rows(folder / files.ROUNDS, RoundRow, ("round", "test_accuracy", "epsilon_local_max"))
+    except FileNotFoundError:  # not begun
         return 0, "", ""
-    if rounds.empty:
+    if not rounds:
         return 0, "", ""
-    last = rounds.iloc[-1]
-    return int(last["round"]), f"{last['test_accuracy']:.4f}", tables.format_bound(float(last["epsilon_local_max"]))
+    last = rounds[-1]
+    return last["round"], f"{last['test_accuracy']:.4f}", tables.format_bound(last["epsilon_local_max"])

@@ -13,6 +13,7 @@ import torch
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError, LedgerError, TooFewClientsError
 from fedpriv.protocol import Registration
+from fedpriv.runs import files
 from fedpriv.runs.rows import RoundRow
 from simulations.engines import federation, ray_session
 from simulations.sweeps.plan import PlannedRun, Sweep
@@ -26,8 +27,8 @@ OnChange = Callable[[Mapping[str, str]], None]
 
 
 def is_finished(run: PlannedRun, out: Path) -> bool:
-    """Whether the run's folder is complete: the summary is written last."""
-    return (out / run.key / "summary.json").is_file()
+    """Whether the run is finished."""
+    return files.is_finished(out / run.key)
 
 
 def attempts(sweep: Sweep, out: Path) -> list[Path]:

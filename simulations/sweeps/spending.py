@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedpriv import config as configuration
 from fedpriv.accounting.accountants import spent
 from fedpriv.accounting.events import Event, group
 from fedpriv.config import EMBEDDED, RunConfig
 from fedpriv.ledger import entries, reader
+from fedpriv.runs.files import LEDGER, read_config
 
 _DATA_KEYS = (
     *("data", "test_data", "test_fraction", "text_column", "text_pair_column", "label_column", "client_column"),
@@ -47,11 +47,11 @@ def total(folders: Sequence[Path]) -> Total:
     groups: defaultdict[tuple[object, ...], dict[str, tuple[list[Event], float]]] = defaultdict(dict)
     num_runs = 0
     for folder in folders:
-        path = folder / "ledger.sqlite"
+        path = folder / LEDGER
         if not path.is_file():
             continue  # the run ended before its first charge
         num_runs += 1
-        clients = groups[_holders(configuration.parse(configuration.read(folder / "config.toml")))]
+        clients = groups[_holders(read_config(folder))]
         with reader.reading(path) as db:
             for data_set in entries.data_sets(db):
                 events, delta = clients.get(data_set.client, ([], 0.0))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import pandas as pd
 
-from fedpriv import config as configuration
+from fedpriv.runs import files
 from simulations.sweeps.plan import Sweep
 from simulations.sweeps.spending import Total
 
@@ -36,9 +35,9 @@ def tidy(sweep: Sweep, out: Path, errors: Mapping[str, str], spent: Total) -> pd
     for run in sweep.runs:
         folder = out / run.key
         row: dict[str, Any] = dict(run.varied)
-        if (folder / "summary.json").is_file():
-            summary = json.loads((folder / "summary.json").read_text())
-            resolved = configuration.read(folder / "config.toml")
+        if files.is_finished(folder):
+            summary = files.read_values(folder / files.SUMMARY)
+            resolved = files.read_values(folder / files.CONFIG)
             row |= {"status": "done", **{name: summary[name] for name in _FIGURES}}
             row |= {"noise_multiplier": resolved["noise_multiplier"], "batch_size": resolved["batch_size"]}
         else:

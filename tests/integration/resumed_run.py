@@ -32,7 +32,7 @@ from fedpriv.ledger.entries import CHARGED, RELEASED, Entry, entries
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from fedpriv.runs.status import read_status
-from fedpriv.runs.writer import RunFolder
+from fedpriv.runs.writer import RunWriter
 from fedpriv.training.workbench import workbench
 from fedpriv.vault import guard
 from server import checkpoint, registry
@@ -50,7 +50,7 @@ PHASES = {
     "computing": [(federation, "execute_one_by_one"), (federation, "execute_stacked")],
     "storing the reply": [(guard, "settle")],
     "aggregating": [(RuleStrategy, "_close")],
-    "writing tables": [(RunFolder, "add"), (RunFolder, "_write_tables")],
+    "writing tables": [(RunWriter, "add"), (RunWriter, "_write_tables")],
     "writing the checkpoint": [(checkpoint, "write")],
     "saving the results": [(registry, "keep")],
 }

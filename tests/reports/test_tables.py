@@ -13,8 +13,8 @@ from fedpriv.reports.tables import (
     format_percent,
     format_range,
     format_seconds,
-    parse_epsilon,
 )
+from fedpriv.runs.rows import parse_epsilon
 
 
 def test_an_epsilon_is_shown_with_its_delta_and_rounded_up() -> None:

@@ -22,9 +22,10 @@ from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.protocol import Registration
 from fedpriv.reports.status_display import MAX_CLIENTS, show
+from fedpriv.runs.events import MAX_EVENTS
 from fedpriv.runs.rows import ClientRow, RoundRow
-from fedpriv.runs.status import MAX_EVENTS, RunStatus, read_status
-from fedpriv.runs.writer import RunFolder
+from fedpriv.runs.status import RunStatus, read_status
+from fedpriv.runs.writer import RunWriter
 from server import checkpoint
 from server.checkpoint import Checkpoint
 
@@ -108,7 +109,7 @@ def write_run(tmp_path: Path) -> WriteRun:
     def write(
         name: str = "run", *, rounds: int = 3, seconds_ago: float = 12.0, checkpoints: bool = True, **config: Any
     ) -> Path:
-        folder = RunFolder.created(tmp_path / name, parse({"rounds": 10, "round_seconds": 60.0, **config}))
+        folder = RunWriter.created(tmp_path / name, parse({"rounds": 10, "round_seconds": 60.0, **config}))
         for round_ in range(rounds + 1):
             failed = ("failed", "training failed") if round_ == 2 else ("ok", "")
             clients = [client_row(round_, c, *(failed if c == 1 else ("ok", ""))) for c in SIZES] if round_ else []
@@ -318,7 +319,7 @@ def test_every_line_fits_a_terminal_of_80_columns(write_run: WriteRun) -> None:
 
 
 def test_of_many_clients_those_in_trouble_are_listed(tmp_path: Path) -> None:
-    folder = RunFolder.created(tmp_path / "many", parse({}))
+    folder = RunWriter.created(tmp_path / "many", parse({}))
     rows = [client_row(1, c, "malformed" if c % 50 == 7 else "ok", "A: holds NaN" * (c % 50 == 7)) for c in range(200)]
     folder.add(round_row(0, []), [])
     folder.add(round_row(1, rows), rows)
@@ -389,7 +390,9 @@ def test_json_is_one_object_of_full_precision_under_snake_case_keys(write_run: W
 def test_reading_writes_nothing_and_loads_no_torch(write_run: WriteRun) -> None:
     folder = write_run()
     before = {path: path.stat().st_mtime for path in folder.rglob("*")}
-    code = f"import sys; from fedpriv.cli import main as cli; cli.app(['status', {str(folder)!r}], standalone_mode=False)"
+    code = (
+        f"import sys; from fedpriv.cli import main as cli; cli.app(['status', {str(folder)!r}], standalone_mode=False)"
+    )
     code += "; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
     assert {path: path.stat().st_mtime for path in folder.rglob("*")} == before

@@ -34,7 +34,7 @@ from fedpriv.ledger.entries import CHARGED, RELEASED, Entry, entries
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from fedpriv.runs.rows import ClientRow, RoundRow
-from fedpriv.runs.writer import RunFolder
+from fedpriv.runs.writer import RunWriter
 from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.local_update import ClientUpdate, UpdateTask, planned_event
 from fedpriv.training.workbench import workbench
@@ -227,7 +227,7 @@ def run_rounds(folder: Path) -> dict[str, Any]:
         for client in range(NUM_BUDGETS):
             event, delta = books.event(client), books.accounts.deltas[client]
             contexts[client].node_config[BUDGET_KEY] = 1.0001 * spent([event] * ROUNDS_OF_BUDGET, delta).epsilon
-        tables, resident = RunFolder.created(folder / "run", config), {}
+        tables, resident = RunWriter.created(folder / "run", config), {}
 
         def on_round(row: RoundRow, rows: list[ClientRow]) -> None:
             tables.add(row, rows)

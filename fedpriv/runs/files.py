@@ -1,0 +1,90 @@
+"""The names of a run folder's files, and what is read from it without its tables."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fedpriv import config as configuration
+from fedpriv.config import RunConfig
+from fedpriv.errors import InputError
+
+CONFIG = "config.toml"
+ENVIRONMENT = "environment.json"
+REGISTRATIONS = "registrations.json"
+ROUNDS = "rounds.csv"
+CLIENTS = "clients.csv"
+EVENTS = "events.jsonl"
+LEDGER = "ledger.sqlite"
+SUMMARY = "summary.json"  # written last: it marks the run as finished
+REPORT = "report.html"
+
+CHECKPOINTS = "checkpoint"
+COMPARISON = "comparison"  # a run folder of its own, of the rounds without noise
+VARIANTS = "variants"
+STORE = "store"
+
+_CHECKPOINT_PREFIX = "round-"
+
+
+def is_finished(run_dir: Path) -> bool:
+    """Whether the run in the folder is finished."""
+    return (run_dir / SUMMARY).is_file()
+
+
+def read_config(run_dir: Path) -> RunConfig:
+    """The resolved configuration of the run in the folder.
+
+    Raises:
+        InputError: the file is missing, or holds no valid configuration.
+    """
+    return configuration.parse(configuration.read(run_dir / CONFIG))
+
+
+def read_values(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    """The keys and values of a TOML or JSON file; none if it is optional and missing.
+
+    Raises:
+        InputError: the file is missing, damaged, or holds something else.
+    """
+    loads: Callable[[str], Any] = tomllib.loads if path.suffix == ".toml" else json.loads
+    try:
+        values = loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if optional:
+            return {}
+        raise missing(path) from None
+    except ValueError as error:
+        raise InputError(f"{path}: not valid {path.suffix[1:]} ({' '.join(str(error).split())})") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: must hold keys and values, holds a {type(values).__name__}")
+    return values
+
+
+def missing(path: Path) -> InputError:
+    """The error for a file that a finished run's folder should hold."""
+    return InputError(f"{path}: no such file; give the folder of a finished run, which holds it")
+
+
+def checkpoint_name(round_: int) -> str:
+    """The name of the folder that holds the checkpoint after a round."""
+    return f"{_CHECKPOINT_PREFIX}{round_:06}"
+
+
+def checkpoint_round(checkpoint: Path) -> int:
+    """The round after which a checkpoint was written, from the name of its folder."""
+    return int(checkpoint.name.removeprefix(_CHECKPOINT_PREFIX))
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """The folders of the run's complete checkpoints, the last round last."""
+    found = (run_dir / CHECKPOINTS).glob(f"{_CHECKPOINT_PREFIX}[0-9]*")
+    return sorted(path for path in found if path.name.removeprefix(_CHECKPOINT_PREFIX).isdigit())
+
+
+def run_folder_of(path: Path) -> Path:
+    """The run's folder, given that folder or one of its checkpoints."""
+    return path.parent.parent if path.parent.name == CHECKPOINTS else path
