@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fedpriv.dedup import saliency
 from fedpriv.dedup.named_view import named_view
 from fedpriv.dedup.saliency import Saliency
+from fedpriv.dedup.validation import PrivateRecords
 from fedpriv.runs.files import read_config
 from fedpriv.training.evaluation import evaluate
 from fedpriv.training.losses import losses_and_hits
@@ -43,7 +44,7 @@ class AdapterEvaluator:
         model: the run's model.
     """
 
-    private = None
+    private: PrivateRecords | None = None
 
     def __init__(self, bench: Workbench, *, num_records: int = 0, seed: int = 0) -> None:
         chosen = np.random.default_rng(seed).permutation(len(bench.test))[: num_records or None]

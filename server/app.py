@@ -11,7 +11,8 @@ from flwr.serverapp import Grid, ServerApp
 import fedpriv
 from fedpriv.config import parse
 from fedpriv.errors import InputError
-from server.coordinator import LogObserver, Observer, run
+from server.coordinator import run
+from server.observer import LogObserver, Observer
 
 log = logging.getLogger("flwr")
 

@@ -1,4 +1,4 @@
-"""The coordinator's books: every client's account, its budget, and the ledger behind both."""
+"""The coordinator's books: every client's account and budget, and the ledger behind both."""
 
 from __future__ import annotations
 
@@ -7,77 +7,45 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Literal, overload
 
 from torch import Tensor
 
 from fedpriv.accounting.calibration import rounds_within
 from fedpriv.accounting.events import Event, Unit
 from fedpriv.accounting.law import Accountant
-from fedpriv.accounting.views import Release, View, aggregate_objections, aggregate_scale, rho_bar, smallest_rho_bars
+from fedpriv.accounting.views import Release, View, aggregate_scale, rho_bar, smallest_rho_bars
 from fedpriv.aggregation.fedavg import weights_by_size
-from fedpriv.aggregation.rules import RULES
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
 from fedpriv.ledger.accounts import Accounts
 from fedpriv.ledger.entries import RELEASED, Charge, DataSet, Key
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.protocol import Registration
 from fedpriv.training.local_update import UpdateSpec, planned_event
+from server.aggregate_view import objections_to_aggregate
 
 log = logging.getLogger("flwr")
 
-# Up to this many clients the rounds that a budget allows are counted by pld; beyond, by rdp, which allows fewer.
-_COUNTED_BY_PLD = 32
-
-
-def check_budget_and_view(config: RunConfig, num_clients: int) -> None:
-    """Refuse budgets or ranks that are not one for each client, and the `aggregate` view where it does not hold.
-
-    Raises:
-        InputError: names the key, or every condition that fails.
-    """
-    if len(config.budget_epsilon) not in (0, 1, num_clients):
-        raise InputError(
-            f"budget_epsilon = {list(config.budget_epsilon)}: has {len(config.budget_epsilon)} entries for "
-            f"{num_clients} clients; give one number for all, or one for each"
-        )
-    if len(config.client_ranks) not in (0, num_clients):
-        raise InputError(
-            f"client_ranks = {list(config.client_ranks)}: has {len(config.client_ranks)} entries for {num_clients} "
-            "clients; give one for each"
-        )
-    if config.privacy_view == "aggregate" and (objections := objections_to_aggregate(config)):
-        raise InputError(f"privacy_view = aggregate: does not hold: {'; '.join(objections)}")
-
-
-def objections_to_aggregate(config: RunConfig) -> tuple[str, ...]:
-    """Why the `aggregate` view does not hold for the run."""
-    return aggregate_objections(
-        local_steps=config.local_steps,
-        optimizer=config.optimizer,
-        noise_on=config.noise_on,
-        linear=RULES[config.aggregation].linear and config.upload_codec == "float32",
-        uploads_hidden=config.uploads_hidden,
-        noise_adds_up=MECHANISMS[config.mechanism].noise_adds_up,
-    )
+# Up to this many clients, the rounds that a budget allows are counted by pld; beyond, by rdp, which allows fewer.
+_MAX_COUNTED_BY_PLD = 32
 
 
 class Books:
-    """Charges clients before they compute and records what happened after.
+    """Charges clients before they compute, and records afterwards what happened.
 
     Args:
         config: of the run.
         run: its random id.
         registrations: of the clients.
         initial: the adapter; what noise costs depends on its tensors.
-        ledger: durable record, which knows earlier runs; None for a series that nothing pays for.
-        resumed_after: the last round that the run had finished when it was interrupted; None for a new run. What the
-            ledger holds of later rounds was charged: a node that gives the same bytes again is asked under that
-            charge, any other is charged anew.
+        ledger: the durable record, which knows earlier runs; None for a series of rounds that costs nothing.
+        resumed_after: the last round that the run had finished when it was interrupted; None for a new run. The ledger
+            may hold charges of later rounds: a node that repeats its reply to the byte is asked under its old charge,
+            any other is charged again.
 
     Raises:
-        InputError: a registration, delta or unit does not fit what the ledger holds of the data set.
+        InputError: a registration, delta or unit contradicts what the ledger holds of the data set.
         LedgerError: the ledger cannot be written.
     """
 
@@ -108,23 +76,29 @@ class Books:
         self._events = {c: planned_event(spec, spec.batch_size / size, initial) for c, size in self.sizes.items()}
         self._budgets = {client: config.budget_of(client) for client in self.sizes}
         self._round = 0
-        self._held: dict[int, dict[Key, Release]] = {client: {} for client in self.sizes}
-        self._taken: set[Key] = set()
+        self._reusable: dict[int, dict[Key, Release]] = {client: {} for client in self.sizes}
+        self._known_keys: set[Key] = set()
         if ledger is not None:
             for client in self.sizes:
                 self._register(ledger, client)
             if resumed_after is not None:
                 repeats = {r.client for r in registrations if r.keeps_replies or config.noise_source == "seeded"}
-                self._take_up(ledger, resumed_after, repeats)
-        self._taken_up = {client: self.accounts.num_releases(client) for client in self.sizes}
+                self._resume(ledger, resumed_after, repeats)
+        self._num_before = {client: self.accounts.num_releases(client) for client in self.sizes}
 
-    def _take_up(self, ledger: Ledger, after: int, repeats: set[int]) -> None:
-        """Account for what the ledger holds of this run, but for charges that the next rounds will use again."""
+    def _resume(self, ledger: Ledger, after: int, repeats: set[int]) -> None:
+        """Account for what the ledger holds of this run, except for charges that later rounds can use again.
+
+        Args:
+            ledger: of the run.
+            after: the last finished round.
+            repeats: the clients that repeat their reply to the byte when they are asked again.
+        """
         for client, data_set in self._data_sets.items():
             for key, release in ledger.releases_of(data_set, self._run):
-                self._taken.add(key)
+                self._known_keys.add(key)
                 if key.round > after and client in repeats:
-                    self._held[client][key] = release
+                    self._reusable[client][key] = release
                 else:
                     self.accounts.record(client, release)
 
@@ -147,18 +121,24 @@ class Books:
         return self._events[client]
 
     def effective_noise_multiplier(self, client: int) -> float:
-        """Of one of the client's releases."""
+        """The effective noise multiplier of one of the client's releases."""
         return self._events[client].effective_noise_multiplier
 
     @property
     def units(self) -> set[Unit]:
-        """What the run's releases protect: one unit, since all clients follow one instruction."""
+        """What the run's releases protect: a single unit, since all clients follow the same instruction."""
         return {event.unit for event in self._events.values()}
 
-    def epsilon_so_far(self, client: int, view: View) -> float | None:
-        """A bound of what the client has spent, quick enough to show after every round; None where the view fails.
+    @overload
+    def epsilon_so_far(self, client: int, view: Literal["local", "rho"]) -> float: ...
 
-        By rdp; on the view of the budget no more than the budget, which pld has found to be kept.
+    @overload
+    def epsilon_so_far(self, client: int, view: View) -> float | None: ...
+
+    def epsilon_so_far(self, client: int, view: View) -> float | None:
+        """An upper bound of what the client has spent, cheap enough for every round; None if the view does not hold.
+
+        It is computed by rdp. On the view of the budget it is at most the budget, which pld has shown to be kept.
         """
         cost = self.accounts.spent(client, view, "rdp")
         if cost is None:
@@ -168,8 +148,14 @@ class Books:
             return cost.epsilon
         return min(cost.epsilon, budget)
 
+    @overload
+    def largest_so_far(self, view: Literal["local", "rho"]) -> float: ...
+
+    @overload
+    def largest_so_far(self, view: View) -> float | None: ...
+
     def largest_so_far(self, view: View) -> float | None:
-        """The largest `epsilon_so_far` of all clients; None where the view does not hold for one of them."""
+        """The largest `epsilon_so_far` over all clients; None if the view does not hold for one of them."""
         costs = [self.epsilon_so_far(client, view) for client in self.sizes]
         return None if None in costs else max(cost for cost in costs if cost is not None)
 
@@ -177,12 +163,12 @@ class Books:
     def rounds_allowed(self) -> dict[int, int]:
         """For each client with a budget, in how many of the run's rounds it may take part, counted from the start.
 
-        The worst case over who survives each round counts, so on other views than `local` it may turn out to be more.
+        This assumes the worst case over who survives each round, so on views other than `local` it may become more.
         """
         accountant: Accountant = "pld" if self._counts_by_pld else "rdp"
         worst = self._worst(self.sizes)
         return {
-            client: self._taken_up[client]
+            client: self._num_before[client]
             + rounds_within(
                 budget,
                 self.accounts.deltas[client],
@@ -197,10 +183,10 @@ class Books:
 
     @property
     def _counts_by_pld(self) -> bool:
-        return len(self.sizes) <= _COUNTED_BY_PLD
+        return len(self.sizes) <= _MAX_COUNTED_BY_PLD
 
     def within_budget(self, selected: Iterable[int]) -> list[int]:
-        """The clients whose budget allows another round, whoever survives it; the others are retired."""
+        """The clients whose budget allows another round, whichever clients survive it; the others are retired."""
         selected = [client for client in selected if client not in self.retired]
         worst = self._worst({client: self.sizes[client] for client in selected})
         for client, release in worst.items():
@@ -212,7 +198,7 @@ class Books:
         budget, view = self._budgets[client], self._config.privacy_view
         if budget is None:
             return True
-        if view == "local":  # there every round costs the same, so counting is enough
+        if view == "local":  # every round costs the same, so counting is enough
             if self.accounts.num_releases(client) < self.rounds_allowed[client]:
                 return True
             if self._counts_by_pld:
@@ -220,21 +206,21 @@ class Books:
         return self.accounts.fits(client, release, view, budget)
 
     def retire(self, client: int, reason: str) -> None:
-        """Leave the client out from now on."""
+        """Do not ask the client any more."""
         log.info("client %s retires: %s", client, reason)
         self.retired[client] = reason
 
     @property
     def active(self) -> list[int]:
-        """The clients that may still be asked."""
+        """The clients that may still be asked, in order."""
         return [client for client in sorted(self.sizes) if client not in self.retired]
 
     def charge(self, round_: int, requests: Mapping[int, str]) -> None:
-        """Charge clients of a round, durably, before any of them is asked; more may follow before it is settled.
+        """Charge clients durably before any of them is asked; a round may charge more clients until it is settled.
 
         Args:
             round_: from 1.
-            requests: {client: digest of what it is asked}.
+            requests: {client: digest of its request}.
 
         Raises:
             LedgerError: the charge cannot be written, so nobody may be asked.
@@ -243,9 +229,9 @@ class Books:
         new = []
         for client, release in self._worst({client: self.sizes[client] for client in requests}).items():
             key = Key(run=self._run, client=str(client), round=round_, request=requests[client])
-            again = self._held[client].pop(key, None) is not None
-            while not again and key in self._taken:
-                # Asked before the server died, and what is computed now is another release.
+            reused = self._reusable[client].pop(key, None) is not None
+            while not reused and key in self._known_keys:
+                # The client was asked the same before the server died, but what it computes now is another release.
                 key = replace(key, request=hashlib.sha256(f"{key.request} again".encode()).hexdigest())
             charge = Charge(
                 key=key,
@@ -254,7 +240,7 @@ class Books:
                 noise_source=self._config.noise_source,
             )
             self._charged[client] = charge
-            if not again:
+            if not reused:
                 new.append(charge)
         if self._ledger is not None and new:
             self._ledger.charge(new)
@@ -262,11 +248,11 @@ class Books:
     def settle(self, replies: Mapping[int, str]) -> None:
         """Record what happened in the round that was charged.
 
-        Every charged client pays: who was asked may have released something, whether or not it arrived. One whose
-        upload is not in the sum pays as if it were.
+        Every charged client pays: a client that was asked may have released something, whether or not it arrived. A
+        client whose upload is not in the sum pays as if it were.
 
         Args:
-            replies: {client: digest of its upload} of those in the sum.
+            replies: {client: digest of its reply} of those in the sum.
 
         Raises:
             LedgerError: it cannot be written.
@@ -276,22 +262,22 @@ class Books:
             release = self._release(client, {c: self.sizes[c] for c in {*replies, client}})
             self.accounts.record(client, release)
             if self._ledger is not None and (
-                charge.key not in self._taken or self._ledger.phase(charge.key) != RELEASED
+                charge.key not in self._known_keys or self._ledger.phase(charge.key) != RELEASED
             ):
                 done.append((replace(charge, release=release), replies.get(client)))
         if self._ledger is not None and done:
             self._ledger.release(done)
         self._charged = {}
-        self.count_held(self._round)
+        self.count_unused(self._round)
 
-    def count_held(self, up_to: int) -> None:
-        """Account for charges of rounds up to this one that were made before an interruption and not used again."""
-        for client, held in self._held.items():
-            for key in [key for key in held if key.round <= up_to]:
-                self.accounts.record(client, held.pop(key))
+    def count_unused(self, up_to: int) -> None:
+        """Account for charges of rounds up to this one that an interrupted attempt made and no round used again."""
+        for client, charges in self._reusable.items():
+            for key in [key for key in charges if key.round <= up_to]:
+                self.accounts.record(client, charges.pop(key))
 
     def _worst(self, sizes: Mapping[int, int]) -> dict[int, Release]:
-        """One round's releases, on the worst assumption about who survives it: for `aggregate`, nobody else."""
+        """One round's releases in the worst case over who survives it; for `aggregate` that is nobody else."""
         scale = 1.0 if self._aggregate_holds else None
         return {
             client: Release(event=self._events[client], rho_bar=smallest, aggregate_scale=scale)
@@ -299,7 +285,7 @@ class Books:
         }
 
     def _release(self, client: int, sizes: Mapping[int, int]) -> Release:
-        """The client's release in a round whose sum holds these sizes."""
+        """The client's release in a round whose sum holds uploads of clients with these sizes."""
         scale = None
         if self._aggregate_holds:
             scale = aggregate_scale(sizes, client, colluding=self._config.colluding_clients)
@@ -315,5 +301,5 @@ def _check_registered(known: DataSet, client: int, size: int, delta: float) -> N
         if registered != claimed:
             raise InputError(
                 f"{name} = {claimed}: client {client} registered its data set {known.id[:8]} with {registered}, which "
-                "stays; register other data as a new data set"
+                "is final; register other data as a new data set"
             )

@@ -1,4 +1,4 @@
-"""What the server accepts from a client: anything malformed is refused by name."""
+"""Reads a client's reply; anything malformed is refused by name."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class MalformedError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Asked:
-    """What a client was asked, by which its reply is judged.
+class ExpectedReply:
+    """What a client's reply must match, given what the client was asked.
 
     Attributes:
-        round: of the run.
-        event: what the instruction costs; the reply must state the same.
-        num_records: N_k as registered; likewise.
-        spec: says how the upload is written.
-        broadcast: names and shapes that the upload must have.
+        round: that the reply must state.
+        event: that the reply must state, which is what the instruction costs.
+        num_records: that the reply must state, which is N_k as registered.
+        spec: says how the upload is encoded.
+        broadcast: has the names and shapes that the upload must have.
         initial: the tensors at the start of the run.
         max_norm: the largest L2 norm that the update may have; None for any.
     """
@@ -42,19 +42,19 @@ class Asked:
     max_norm: float | None = None
 
 
-def read_reply(reply: Message, asked: Asked) -> tuple[Adapter | None, str]:
-    """The uploaded adapter, or None from a client that stays silent; and the reply's digest, as its own ledger has it.
+def read_reply(reply: Message, expected: ExpectedReply) -> tuple[Adapter | None, str]:
+    """The uploaded adapter, or None from a client that stays silent; and the digest that the client's ledger records.
 
     Args:
-        reply: without an error.
-        asked: of its client.
+        reply: one without an error.
+        expected: of its client.
 
     Raises:
         MalformedError: one line that names what is wrong.
     """
     try:
         release = protocol.unpack_release(reply.content.config_records[protocol.RELEASE])
-        _check_release(release, asked)
+        _check_release(release, expected)
         records = reply.content.array_records
         if release.silent:
             if records:
@@ -64,7 +64,7 @@ def read_reply(reply: Message, asked: Asked) -> tuple[Adapter | None, str]:
             raise MalformedError(f"records {', '.join(records) or 'none'}, not {protocol.ADAPTER}")
         protocol.check_arrays({name: array.data for name, array in records[protocol.ADAPTER].items()})
         arrays = dict(records[protocol.ADAPTER].to_torch_state_dict())
-        adapter = protocol.unpack_upload(arrays, asked.broadcast, asked.spec, asked.initial)
+        adapter = protocol.unpack_upload(arrays, expected.broadcast, expected.spec, expected.initial)
     except MalformedError:
         raise
     except (KeyError, ValueError, TypeError, EOFError, OSError) as error:
@@ -72,20 +72,20 @@ def read_reply(reply: Message, asked: Asked) -> tuple[Adapter | None, str]:
     for name, tensor in adapter.items():
         if not torch.isfinite(tensor).all():
             raise MalformedError(f"{name}: holds NaN or infinity")
-    size = norm(difference(adapter, asked.broadcast.adapter))
-    if asked.max_norm is not None and size > asked.max_norm:
-        raise MalformedError(f"its update has norm {size:.4g}, max_update_norm is {asked.max_norm:g}")
+    size = norm(difference(adapter, expected.broadcast.adapter))
+    if expected.max_norm is not None and size > expected.max_norm:
+        raise MalformedError(f"its update has norm {size:.4g}, max_update_norm is {expected.max_norm:g}")
     return adapter, _digest(release, arrays)
 
 
-def _check_release(release: Release, asked: Asked) -> None:
-    if release.round != asked.round:
-        raise MalformedError(f"reply of round {release.round} in round {asked.round}")
-    if release.event != asked.event:
-        raise MalformedError(f"reply paid {release.event}, the instruction costs {asked.event}")
-    if release.num_records != asked.num_records:
-        raise MalformedError(f"reply claims {release.num_records} records, registered are {asked.num_records}")
-    if release.silent and not asked.broadcast.signs:
+def _check_release(release: Release, expected: ExpectedReply) -> None:
+    if release.round != expected.round:
+        raise MalformedError(f"reply of round {release.round} in round {expected.round}")
+    if release.event != expected.event:
+        raise MalformedError(f"reply paid {release.event}, the instruction costs {expected.event}")
+    if release.num_records != expected.num_records:
+        raise MalformedError(f"reply claims {release.num_records} records, registered are {expected.num_records}")
+    if release.silent and not expected.broadcast.signs:
         raise MalformedError("silent, though it was not asked to judge its update")
 
 

@@ -15,7 +15,7 @@ from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.config import RunConfig
 from fedpriv.runs.rows import ClientRow, RoundRow
 from fedpriv.training.workbench import Workbench
-from server.bookkeeping import objections_to_aggregate
+from server.aggregate_view import objections_to_aggregate
 from server.strategy import RuleStrategy
 
 Costs = Mapping[str, Mapping[int, PrivacySpent | None]]

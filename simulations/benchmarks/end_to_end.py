@@ -38,7 +38,7 @@ from clients.app import app as client_app
 from fedpriv.config import RunConfig, Scalar, parse, to_flower
 from fedpriv.data import hospital
 from server.app import make_app
-from server.coordinator import LogObserver
+from server.observer import LogObserver
 from simulations.engines import federation
 from simulations.tiny_bert import make_tiny_bert
 

@@ -100,7 +100,7 @@ def own_apps(num_clients: int, rounds: int) -> float:
     from fedpriv.training.local_update import ClientUpdate, UpdateTask, planned_event
     from fedpriv.training.workbench import workbench
     from server.app import make_app
-    from server.coordinator import LogObserver
+    from server.observer import LogObserver
     from simulations.engines import federation
 
     with tempfile.TemporaryDirectory() as folder:

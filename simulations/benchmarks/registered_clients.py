@@ -28,7 +28,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from fedpriv.config import RunConfig, parse
 from fedpriv.protocol import Registration
-from server.coordinator import LogObserver
+from server.observer import LogObserver
 from simulations.engines import federation
 from simulations.tiny_bert import make_tiny_bert
 

@@ -29,7 +29,7 @@ from fedpriv.training.model import TrainingModel
 from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import clients_at_once, execute_one_by_one, execute_stacked
 from fedpriv.training.workbench import workbench
-from server.coordinator import LogObserver
+from server.observer import LogObserver
 from simulations.engines import federation
 from simulations.engines.ray_actors import RayExecutor
 

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from fedpriv.config import parse
-from server.coordinator import LogObserver
+from server.observer import LogObserver
 from simulations.engines import federation
 from tests.deployment.sites import Federation, read_ledger, wait_until
 

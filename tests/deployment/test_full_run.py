@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from fedpriv.config import parse
-from server.coordinator import LogObserver
+from server.observer import LogObserver
 from simulations.engines import federation
 
 pytestmark = pytest.mark.deployment

@@ -34,7 +34,7 @@ from fedpriv.ledger.reader import reading, verify_with_head
 from fedpriv.training.local_update import UpdateSpec, planned_event
 from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.training.workbench import workbench
-from server.coordinator import LogObserver
+from server.observer import LogObserver
 from simulations.engines import federation
 from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid

@@ -37,7 +37,7 @@ from fedpriv.training.workbench import workbench
 from fedpriv.vault import guard
 from server import checkpoint, registry
 from server.bookkeeping import Books
-from server.coordinator import LogObserver
+from server.observer import LogObserver
 from server.strategy import RuleStrategy
 from simulations.engines import federation
 from simulations.engines.grid import LocalGrid
@@ -49,7 +49,7 @@ PHASES = {
     "charging": [(Books, "charge"), (guard, "charge")],
     "computing": [(federation, "execute_one_by_one"), (federation, "execute_stacked")],
     "storing the reply": [(guard, "settle")],
-    "aggregating": [(RuleStrategy, "_close")],
+    "aggregating": [(RuleStrategy, "_close_round")],
     "writing tables": [(RunWriter, "add"), (RunWriter, "_write_tables")],
     "writing the checkpoint": [(checkpoint, "write")],
     "saving the results": [(registry, "keep")],

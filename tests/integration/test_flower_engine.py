@@ -18,7 +18,7 @@ import pytest
 
 import fedpriv
 from fedpriv.config import parse, to_flower
-from server.coordinator import LogObserver
+from server.observer import LogObserver
 from simulations.engines import federation
 from tests.processes import free_port
 

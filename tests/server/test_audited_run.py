@@ -13,7 +13,7 @@ from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.training.workbench import workbench
 from fedpriv.vault.guard import RefusedError
-from server.coordinator import LogObserver
+from server.observer import LogObserver
 from simulations.engines import federation
 
 AUDIT = {"audit": "tokens", "audit_canaries": 60}

@@ -19,7 +19,7 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
 from server import checkpoint
 from server.checkpoint import Checkpoint, read_last, write
-from server.coordinator import LogObserver
+from server.observer import LogObserver
 from simulations import __main__ as command
 from simulations.engines import federation
 
@@ -173,7 +173,7 @@ def test_a_run_does_not_go_on_without_its_ledger(interrupted):
     values, folder = interrupted
     for file in folder.glob("ledger.sqlite*"):
         file.unlink()
-    with pytest.raises(InputError, match=r"ledger\.sqlite: is not there"):
+    with pytest.raises(InputError, match=r"ledger\.sqlite: is missing"):
         resume(values, folder)
     Ledger(folder / "ledger.sqlite").close()
     with pytest.raises(InputError, match=r"ledger\.sqlite: is not the one of the run"):
@@ -193,5 +193,5 @@ def test_the_command_line_resumes_with_the_run_s_own_configuration(interrupted):
     assert refused.exit_code == 2
     done = runner.invoke(command.app, ["run", "--resume", str(folder)])
     assert done.exit_code == 0, done.output
-    assert "goes on after round 2" in " ".join(done.output.split())
+    assert "resumes after round 2" in " ".join(done.output.split())
     assert json.loads((folder / "summary.json").read_text())["num_rounds"] == 4

@@ -21,8 +21,8 @@ from fedpriv.training.local_update import UpdateSpec, planned_event
 from fedpriv.training.workbench import workbench
 from fedpriv.vault import guard
 from fedpriv.vault.policy import Limits
-from server.coordinator import LogObserver
 from server.noise import calibrated
+from server.observer import LogObserver
 from simulations.engines import federation
 
 UNIFORM = '{"combination": "mixture", "uniform": {"weight": 1.0, "low": 0.1, "high": 0.5}}'

@@ -38,7 +38,7 @@ from fedpriv.runs.writer import RunWriter
 from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.local_update import ClientUpdate, UpdateTask, planned_event
 from fedpriv.training.workbench import workbench
-from server import strategy as server_strategy
+from server import exchange
 from server.bookkeeping import Books
 from server.registration import register_nodes
 from server.strategy import RuleStrategy
@@ -200,7 +200,7 @@ def expected_status(fates: dict[Place, str], place: Place) -> str:
 def run_rounds(folder: Path) -> dict[str, Any]:
     """All rounds of the real strategy and books over the grid: what a process of its own leaves beside its files."""
     config, fates, clock = configuration(folder), fates_of(1), Clock()
-    server_strategy.time = clock
+    exchange.time = clock
     bench = workbench(config)
     client_of = {id(bench.client(client)): client for client in range(NUM_CLIENTS)}
 
@@ -383,7 +383,7 @@ def test_in_a_whole_round_an_error_in_the_links_own_name_counts_for_the_client_i
 
 
 def test_a_late_reply_that_comes_twice_costs_its_client_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_strategy, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(exchange, "_POLL_SECONDS", 0.0)
     seen = []
     strategy = make_strategy(on_round=lambda row, clients: seen.append(clients))
 

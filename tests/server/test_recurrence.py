@@ -13,7 +13,7 @@ from fedpriv.adapters.merged import factors_of, non_lora_tensors
 from fedpriv.config import parse
 from fedpriv.dedup import variants
 from fedpriv.errors import InputError
-from server.coordinator import LogObserver
+from server.observer import LogObserver
 from simulations.engines import federation
 
 

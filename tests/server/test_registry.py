@@ -28,7 +28,7 @@ from fedpriv.reports.page import write_report
 from fedpriv.training.evaluation import evaluate
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import workbench
-from server.coordinator import LogObserver
+from server.observer import LogObserver
 from simulations.engines import federation
 
 # With small blocks there are many of them; a bound of a twentieth is two of the 48 test records.

@@ -137,7 +137,7 @@ def test_too_few_replies_end_the_run_after_the_round_is_reported_and_charged():
 
 
 def test_a_round_ends_at_its_deadline_and_what_comes_later_is_counted_and_discarded(monkeypatch):
-    monkeypatch.setattr("server.strategy._POLL_SECONDS", 0.0)
+    monkeypatch.setattr("server.exchange._POLL_SECONDS", 0.0)
     seen = []
     strategy = make_strategy(on_round=lambda row, clients: seen.append((row, clients)))
 
@@ -245,7 +245,7 @@ def test_malformed_adapter_is_refused_by_name_and_counted_and_the_round_goes_on(
     messages = ask(strategy)
     bad = answer(strategy, messages[1], 0.0, adapter=bad_arrays(case))
     with pytest.raises(MalformedError, match=named):
-        read_reply(bad, strategy._asked(1))
+        read_reply(bad, strategy._expected_reply(1))
     arrays, _ = strategy.aggregate_train(1, [answer(strategy, messages[0], 3.0), bad])
     assert arrays.to_torch_state_dict()["B"].tolist() == pytest.approx([3.0] * 4)
     row = strategy._rows[1]
@@ -265,14 +265,14 @@ def test_malformed_adapter_is_refused_by_name_and_counted_and_the_round_goes_on(
 def test_reply_that_claims_something_else_is_refused_by_name(claims, named):
     strategy = make_strategy()
     with pytest.raises(MalformedError, match=named):
-        read_reply(answer(strategy, ask(strategy)[0], 1.0, **claims), strategy._asked(0))
+        read_reply(answer(strategy, ask(strategy)[0], 1.0, **claims), strategy._expected_reply(0))
 
 
 def test_reply_without_a_release_is_refused():
     strategy = make_strategy()
     reply = Message(RecordDict({protocol.ADAPTER: ArrayRecord(ADAPTER)}), reply_to=ask(strategy)[0])
     with pytest.raises(MalformedError, match="malformed reply"):
-        read_reply(reply, strategy._asked(0))
+        read_reply(reply, strategy._expected_reply(0))
 
 
 def test_update_beyond_the_norm_bound_is_refused_and_one_at_the_bound_is_not():

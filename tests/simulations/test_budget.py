@@ -14,7 +14,7 @@ from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.ledger.entries import data_sets, releases
 from fedpriv.ledger.reader import reading, verify_with_head
-from server.coordinator import LogObserver
+from server.observer import LogObserver
 from simulations.engines import federation
 from tests.tiny import write_table
 

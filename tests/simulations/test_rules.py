@@ -25,7 +25,7 @@ from fedpriv.errors import InputError
 from fedpriv.training.evaluation import evaluate
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import workbench
-from server.coordinator import LogObserver
+from server.observer import LogObserver
 from simulations.engines import federation
 
 

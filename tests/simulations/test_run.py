@@ -29,7 +29,7 @@ from fedpriv.data.records import tokenize
 from fedpriv.training.evaluation import evaluate
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import workbench
-from server.coordinator import LogObserver
+from server.observer import LogObserver
 from server.summary import unmoved
 from simulations.engines import federation
 

@@ -1,0 +1,55 @@
+"""Follows a run from outside: an observer is told of every step worth showing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from fedpriv.config import RunConfig
+from fedpriv.protocol import Registration
+from fedpriv.runs.rows import RoundRow
+
+log = logging.getLogger("flwr")
+
+
+class Observer(Protocol):
+    """Follows a run; the terminal display is one."""
+
+    def started(self, config: RunConfig, registrations: Sequence[Registration]) -> None:
+        """A series of rounds begins: those of the private run, or of its comparison."""
+
+    def notice(self, text: str) -> None:
+        """Something that whoever started the run should know before it goes on."""
+
+    def round_done(self, row: RoundRow) -> None:
+        """A round is over."""
+
+    def finished(self, folder: Path, summary: dict[str, Any]) -> None:
+        """Everything is written."""
+
+
+class LogObserver:
+    """Writes to the log, for runs without a terminal of their own."""
+
+    def started(self, config: RunConfig, registrations: Sequence[Registration]) -> None:
+        """Log who takes part."""
+        kind = f"z = {config.noise_multiplier}" if config.noise_multiplier else "comparison, z = 0"
+        sizes = ", ".join(f"{r.client}: {r.num_records}" for r in registrations)
+        log.info("run with %s; records by client: %s", kind, sizes)
+
+    def notice(self, text: str) -> None:
+        """Log the text as a warning."""
+        log.warning("%s", text)
+
+    def round_done(self, row: RoundRow) -> None:
+        """Log a round's figures."""
+        log.info(
+            "round %s: accuracy %.4f, epsilon local <= %.3f, rho <= %.3f",
+            *(row.round, row.test_accuracy, row.epsilon_local_max, row.epsilon_rho_max),
+        )
+
+    def finished(self, folder: Path, summary: dict[str, Any]) -> None:
+        """Log where the results are."""
+        log.info("accuracy %.4f; results in %s", summary["accuracy"], folder)

@@ -1,0 +1,81 @@
+"""What a run that is resumed must have in common with its beginning: configuration, nodes, folder and ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fedpriv import config as configuration
+from fedpriv.config import RunConfig
+from fedpriv.errors import InputError
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.runs import files
+from fedpriv.runs.writer import RunWriter
+from server.checkpoint import Checkpoint
+from server.registration import Nodes
+
+
+def check_configuration(config: RunConfig) -> None:
+    """Refuse to resume a run with a configuration other than the one it began with.
+
+    Raises:
+        InputError: names the keys that differ.
+    """
+    if not config.resume:
+        return
+    began = files.read_config(files.run_folder_of(Path(config.resume)))
+    # With a target epsilon, the folder's file holds the calibrated noise multiplier, which is calibrated again.
+    free = {*configuration.PLACES, *(["noise_multiplier"] if began.target_epsilon else [])}
+    differing = [key for key in configuration.KEYS if getattr(began, key) != getattr(config, key)]
+    if named := ", ".join(key for key in differing if key not in free):
+        raise InputError(f"resume = {config.resume!r}: the run began with another configuration; {named} differ")
+
+
+def first_registrations(nodes: Nodes, resumed: Checkpoint) -> Nodes:
+    """The nodes with the registrations that the run began with.
+
+    Raises:
+        InputError: a node is missing or new, or registers something else.
+    """
+    before = {registration.client: registration for registration in resumed.registrations}
+    if changed := sorted(before.keys() ^ nodes.keys()):
+        raise InputError(f"partition-id {', '.join(map(str, changed))}: the run that is resumed began with other nodes")
+    for client, (_, now) in nodes.items():
+        then = before[client]
+        # A node without a ledger does not know its earlier data sets, and names a new one every time.
+        names = ("num_records", "keeps_replies") + ("data_set",) * now.keeps_replies
+        for name in names:
+            if getattr(now, name) != getattr(then, name):
+                raise InputError(
+                    f"{name} = {getattr(now, name)}: client {client} began this run with {getattr(then, name)}"
+                )
+    return {client: (node_id, before[client]) for client, (node_id, _) in nodes.items()}
+
+
+def reopened_folder(config: RunConfig, resumed: Checkpoint) -> RunWriter:
+    """The folder of the run that is resumed.
+
+    Raises:
+        InputError: this configuration is not the one that the checkpoint was written with, or a table is damaged.
+    """
+    if config.digest != resumed.digest:
+        raise InputError(f"resume = {config.resume!r}: its checkpoint was written with another configuration")
+    return RunWriter.reopened(files.run_folder_of(Path(config.resume)), round_=resumed.round)
+
+
+@contextmanager
+def reopened_ledger(path: Path, resumed: Checkpoint) -> Iterator[Ledger]:
+    """The ledger that the run began with, open for writing.
+
+    Raises:
+        InputError: it is missing, or does not hold what the run had recorded at its checkpoint.
+    """
+    if not path.exists():
+        raise InputError(f"ledger {path}: is missing; a run is resumed with the ledger that it began with")
+    with Ledger(path) as ledger:
+        if not ledger.has_entry(*resumed.ledger):
+            raise InputError(
+                f"ledger {path}: is not the one of the run, or lacks entries that were there at the checkpoint"
+            )
+        yield ledger

@@ -1,0 +1,133 @@
+"""One round as the server sees it: what each client was sent, what it replied, and what of that can be used."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flwr.app import Message, RecordDict
+
+from fedpriv import protocol
+from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.protocol import Broadcast
+from fedpriv.runs.rows import USABLE
+from server.replies import ExpectedReply, MalformedError, read_reply
+
+log = logging.getLogger("flwr")
+
+_STATUS_OF_ERROR = {protocol.REFUSED: "refused", protocol.RETIRED: "retired"}
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What all clients of one rank are sent in a round.
+
+    Attributes:
+        broadcast: the model as these clients read it.
+        content: of the message.
+        num_bytes: of the content when it is sent.
+        digest: of the broadcast and the instruction; charges are keyed by it.
+    """
+
+    broadcast: Broadcast
+    content: RecordDict
+    num_bytes: int
+    digest: str
+
+
+class Status(NamedTuple):
+    """How a round ended for a client; see `ClientRow`."""
+
+    name: str
+    detail: str = ""
+
+
+class Upload(NamedTuple):
+    """The adapter that a client uploaded, and the digest of its reply."""
+
+    adapter: Adapter
+    digest: str
+
+
+class Round:
+    """The requests and replies of a round, by partition id.
+
+    Args:
+        number: from 1.
+
+    Attributes:
+        requests: what each client was asked.
+        messages: the messages that carried the requests.
+        replies: the first reply of each client that replied, with or without an error.
+        statuses: of every client that was asked; `no reply` until there is one.
+        uploads: of the clients whose status is `ok`.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.requests: dict[int, Request] = {}
+        self.messages: dict[int, Message] = {}
+        self.replies: dict[int, Message] = {}
+        self.statuses: dict[int, Status] = {}
+        self.uploads: dict[int, Upload] = {}
+
+    @property
+    def num_usable(self) -> int:
+        """How many replies the round can use; one from a client that stays silent is among them."""
+        return sum(status.name in USABLE for status in self.statuses.values())
+
+    def message_to(self, client: int, node_id: int, request: Request) -> Message:
+        """The message that carries the request to the client, which counts as asked from now on."""
+        message = Message(request.content, node_id, "train", group_id=str(self.number))
+        self.requests[client], self.messages[client] = request, message
+        self.statuses[client] = Status("no reply")
+        return message
+
+    def collect(self, replies: Iterable[Message], expected: Callable[[int], ExpectedReply]) -> dict[int, str]:
+        """Judge replies; of each client only the first one counts.
+
+        Args:
+            replies: in any order, from any node.
+            expected: {client: what a reply of it must match}.
+
+        Returns:
+            {client: reason} of those that replied that their budget is spent.
+        """
+        clients = {message.metadata.dst_node_id: client for client, message in self.messages.items()}
+        retired = {}
+        for reply in replies:
+            client = self._subject_of(reply) if reply.has_error() else None
+            client = clients.get(reply.metadata.src_node_id) if client is None else client
+            if client is None or client in self.replies:
+                log.warning("round %s: ignored an unexpected reply of node %s", self.number, reply.metadata.src_node_id)
+                continue
+            self.replies[client] = reply
+            status = self.statuses[client] = self._judge(client, reply, expected)
+            if status.name == "retired":
+                retired[client] = status.detail or "its node's budget is spent"
+            if status.detail:
+                log.warning("round %s, client %s: %s", self.number, client, status.detail)
+        return retired
+
+    def _judge(self, client: int, reply: Message, expected: Callable[[int], ExpectedReply]) -> Status:
+        """The status that a reply gives its client; a sound upload is kept."""
+        if reply.has_error():
+            reason = " ".join((reply.error.reason or "").split())
+            return Status(_STATUS_OF_ERROR.get(reply.error.code, "failed"), reason)
+        try:
+            adapter, digest = read_reply(reply, expected(client))
+        except MalformedError as error:
+            return Status("malformed", str(error))
+        if adapter is None:
+            return Status("silent")
+        self.uploads[client] = Upload(adapter, digest)
+        return Status("ok")
+
+    def _subject_of(self, error: Message) -> int | None:
+        """The client whose message an error answers: when the link gives up on a node, it replies in its own name."""
+        message_id = error.metadata.reply_to_message_id
+        # A message has no id before it is pushed, so the ids cannot be indexed beforehand.
+        sent = self.messages.items()
+        return next((client for client, message in sent if message.metadata.message_id == message_id), None)

@@ -1,0 +1,129 @@
+"""A series of rounds with its books, checkpoints and tables: the private run, or its comparison."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+from flwr.app import ArrayRecord
+from flwr.serverapp import Grid
+
+from fedpriv.adapters import lora
+from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.config import RunConfig
+from fedpriv.errors import TooFewClientsError
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.runs.rows import ClientRow, RoundRow
+from fedpriv.runs.writer import RunWriter
+from fedpriv.training.evaluation import Evaluation, evaluate
+from fedpriv.training.workbench import Workbench
+from server import checkpoint, registry
+from server.bookkeeping import Books
+from server.checkpoint import Checkpoint
+from server.observer import Observer
+from server.registration import Nodes
+from server.strategy import RuleStrategy
+from server.summary import Outcome
+
+
+class Series:
+    """The rounds of the private run, or those of its comparison, which no ledger records.
+
+    Args:
+        config: of these rounds.
+        bench: the model and the server's data.
+        nodes: that take part.
+        ledger: records the private run; None for its comparison.
+        resumed: the checkpoint from which the run resumes; None for a new run.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        bench: Workbench,
+        nodes: Nodes,
+        ledger: Ledger | None,
+        resumed: Checkpoint | None = None,
+    ) -> None:
+        self.run_id = resumed.run if resumed else secrets.token_hex(16)
+        self.registrations = [registration for _, registration in nodes.values()]
+        self.names = {registration.client: registration.name for registration in self.registrations}
+        self.books = Books(
+            config,
+            self.run_id,
+            self.registrations,
+            initial=bench.initial,
+            ledger=ledger,
+            resumed_after=resumed.round if resumed else None,
+        )
+        for client, reason in (resumed.retired if resumed else {}).items():
+            self.books.retire(client, reason)
+        self._config, self._bench, self._nodes, self._ledger, self._resumed = config, bench, nodes, ledger, resumed
+        self._after = resumed.round if resumed else 0
+
+    def run(self, grid: Grid, writer: RunWriter, observer: Observer) -> Outcome:
+        """Run all rounds and write them to the run's folder, with a checkpoint after each if there is a ledger."""
+        bench = self._bench
+
+        def test(model: GlobalModel) -> Evaluation:
+            bench.model.merge(model.merged)
+            lora.write_parameters(bench.model.parameters, model.adapter)
+            return evaluate(bench.model, bench.test)
+
+        def on_round(row: RoundRow, clients: list[ClientRow]) -> None:
+            writer.add(row, clients)
+            if row.round in self._config.variant_rounds:
+                registry.keep_round(bench, writer, row.round, strategy.model)
+            if self._ledger is not None:
+                checkpoint.write(writer.path, self._checkpoint(row.round, strategy))
+                journal.write("checkpoint", round=row.round)
+            observer.round_done(row)
+
+        writer.journal = journal = writer.journal.with_fields(run=self.run_id)
+        journal.write("rounds_begin", round=self._after, num_clients=len(self.registrations))
+        started = time.monotonic() - sum(row.seconds for row in writer.rounds)
+        observer.started(self._config, self.registrations)
+        strategy = RuleStrategy(
+            self._config,
+            self._nodes,
+            books=self.books,
+            run=self.run_id,
+            initial=bench.initial,
+            resumed=self._resumed,
+            evaluate=test,
+            on_round=on_round,
+        )
+        try:
+            strategy.start(
+                grid,
+                ArrayRecord(strategy.model.adapter),
+                num_rounds=self._config.rounds,
+                timeout=self._config.round_seconds,
+            )
+        except TooFewClientsError as error:
+            journal.write("stopped", reason=str(error))
+            raise
+        journal.write("rounds_end", round=writer.rounds[-1].round, reason=strategy.stopped)
+        self.books.count_unused(self._config.rounds)
+        if strategy.stopped:
+            observer.notice(f"the run ended early: {strategy.stopped}")
+        return Outcome(
+            run_id=self.run_id,
+            rows=writer.rounds,
+            client_rows=writer.clients,
+            strategy=strategy,
+            names=self.names,
+            seconds=time.monotonic() - started,
+        )
+
+    def _checkpoint(self, round_: int, strategy: RuleStrategy) -> Checkpoint:
+        return Checkpoint(
+            run=self.run_id,
+            round=round_,
+            digest=self._config.digest,
+            ledger=self._ledger.last if self._ledger else (0, ""),
+            registrations=tuple(self.registrations),
+            retired=self.books.retired,
+            model=strategy.model,
+            uploads=strategy.uploads,
+        )
