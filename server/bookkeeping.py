@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +23,7 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
 from fedpriv.training.local_update import UpdateSpec, planned_event
 from server.aggregate_view import objections_to_aggregate
+from server.earlier_charges import EarlierCharges
 
 log = logging.getLogger("flwr")
 
@@ -76,8 +76,7 @@ class Books:
         self._events = {c: planned_event(spec, spec.batch_size / size, initial) for c, size in self.sizes.items()}
         self._budgets = {client: config.budget_of(client) for client in self.sizes}
         self._round = 0
-        self._reusable: dict[int, dict[Key, Release]] = {client: {} for client in self.sizes}
-        self._known_keys: set[Key] = set()
+        self._earlier_charges = EarlierCharges()
         if ledger is not None:
             for client in self.sizes:
                 self._register(ledger, client)
@@ -96,10 +95,9 @@ class Books:
         """
         for client, data_set in self._data_sets.items():
             for key, release in ledger.releases_of(data_set, self._run):
-                self._known_keys.add(key)
-                if key.round > after and client in repeats:
-                    self._reusable[client][key] = release
-                else:
+                reusable = key.round > after and client in repeats
+                self._earlier_charges.add(key, release, reusable=reusable)
+                if not reusable:
                     self.accounts.record(client, release)
 
     def _register(self, ledger: Ledger, client: int) -> None:
@@ -229,10 +227,7 @@ class Books:
         new = []
         for client, release in self._worst({client: self.sizes[client] for client in requests}).items():
             key = Key(run=self._run, client=str(client), round=round_, request=requests[client])
-            reused = self._reusable[client].pop(key, None) is not None
-            while not reused and key in self._known_keys:
-                # The client was asked the same before the server died, but what it computes now is another release.
-                key = replace(key, request=hashlib.sha256(f"{key.request} again".encode()).hexdigest())
+            key, is_paid = self._earlier_charges.key_for(key)
             charge = Charge(
                 key=key,
                 data_set=self._data_sets[client],
@@ -240,7 +235,7 @@ class Books:
                 noise_source=self._config.noise_source,
             )
             self._charged[client] = charge
-            if not reused:
+            if not is_paid:
                 new.append(charge)
         if self._ledger is not None and new:
             self._ledger.charge(new)
@@ -262,7 +257,7 @@ class Books:
             release = self._release(client, {c: self.sizes[c] for c in {*replies, client}})
             self.accounts.record(client, release)
             if self._ledger is not None and (
-                charge.key not in self._known_keys or self._ledger.phase(charge.key) != RELEASED
+                charge.key not in self._earlier_charges or self._ledger.phase(charge.key) != RELEASED
             ):
                 done.append((replace(charge, release=release), replies.get(client)))
         if self._ledger is not None and done:
@@ -272,9 +267,8 @@ class Books:
 
     def count_unused(self, up_to: int) -> None:
         """Account for charges of rounds up to this one that an interrupted attempt made and no round used again."""
-        for client, charges in self._reusable.items():
-            for key in [key for key in charges if key.round <= up_to]:
-                self.accounts.record(client, charges.pop(key))
+        for client, release in self._earlier_charges.pop_unused(up_to):
+            self.accounts.record(client, release)
 
     def _worst(self, sizes: Mapping[int, int]) -> dict[int, Release]:
         """One round's releases in the worst case over who survives it; for `aggregate` that is nobody else."""
