@@ -18,7 +18,7 @@ log = logging.getLogger("flwr")
 
 
 def make_app(observer: Observer) -> ServerApp:
-    """The ServerApp that tells the observer how its run goes on."""
+    """The ServerApp whose run reports to the observer."""
     app = ServerApp()
 
     @app.main()
@@ -28,7 +28,7 @@ def make_app(observer: Observer) -> ServerApp:
         for key, path in (("out", config.out or "."), ("ledger", config.ledger), ("resume", config.resume)):
             if path and not Path(path).is_absolute():
                 raise InputError(
-                    f"{key} = {path!r}: must be an absolute path, since Flower works in a folder of its own"
+                    f"{key} = {path!r}: must be an absolute path, since Flower runs in a folder of its own"
                 )
         run(grid, config, observer)
 

@@ -1,7 +1,7 @@
-"""Checkpoints: what a run needs to go on after its server died, written after every round, all or nothing.
+"""Checkpoints: what a run needs to resume after its server died, written after every round, all or nothing.
 
-A checkpoint holds nothing that was not uploaded or public: no record, no state of a secure stream, and not who was
-sampled. What was spent stands in the ledger alone.
+A checkpoint holds only what was uploaded or is public: no record, no state of a secure stream, and not which records
+were sampled. What was spent is in the ledger alone.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Checkpoint:
     """A run after one of its rounds.
 
     Attributes:
-        run: the run's random id; requests, charges and stored replies are known by it.
+        run: the run's random id, which is part of the key of requests, charges and stored replies.
         round: the last finished one; 0 before the first.
-        digest: of the configuration, with the noise multiplier that was calibrated.
-        ledger: (number, digest) of the last entry of the ledger; (0, "") without one.
-        registrations: of all nodes, which stay as they are.
-        retired: {client: why}.
+        digest: of the configuration, with the calibrated noise multiplier.
+        ledger: (number, digest) of the last entry of the ledger; (0, "") without a ledger.
+        registrations: of all nodes; they do not change during a run.
+        retired: {client: reason}.
         model: the global model.
         uploads: {client: (its last upload, what had been merged when it was trained)}.
     """
@@ -61,15 +61,15 @@ class Checkpoint:
 
 
 def write(run_folder: Path, checkpoint: Checkpoint) -> None:
-    """Write the checkpoint beside the earlier ones, of which the last stays, and drop what is older.
+    """Write the checkpoint, keep the one before it, and delete older ones.
 
-    It is complete on disk before its folder has its name.
+    The folder gets its name once everything in it is on disk.
     """
     parent = run_folder / files.CHECKPOINTS
     name = files.checkpoint_name(checkpoint.round)
-    final, making = parent / name, parent / f"{name}.tmp"
-    shutil.rmtree(making, ignore_errors=True)
-    making.mkdir(parents=True)
+    final, temporary = parent / name, parent / f"{name}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
     bases = _Bases(checkpoint)
     tensors = safetensors.torch.save({name: t.contiguous().clone() for name, t in _tensors(checkpoint, bases)})
     state = {
@@ -86,13 +86,13 @@ def write(run_folder: Path, checkpoint: Checkpoint) -> None:
     }
     text = json.dumps(state, indent=2).encode()
     for name, content in ((_TENSORS, tensors), (_STATE, text), (f"{_STATE}.sha256", _digest_line(text))):
-        with (making / name).open("wb") as file:
+        with (temporary / name).open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-    _sync(making)
+    _sync(temporary)
     shutil.rmtree(final, ignore_errors=True)
-    making.rename(final)
+    temporary.rename(final)
     _sync(parent)
     for older in sorted(parent.glob("round-[0-9]*"))[:-_KEPT]:
         shutil.rmtree(older)
@@ -102,38 +102,38 @@ def read_last(run_folder: Path, initial: Adapter) -> Checkpoint:
     """The last checkpoint of a run.
 
     Args:
-        run_folder: of the run, or one of its checkpoints, to go back to that.
+        run_folder: the run's folder, or one of its checkpoints to go back to.
         initial: the tensors that the run started from.
 
     Raises:
-        InputError: there is none, or it is damaged or of another version; one line that names it, and the one before.
+        InputError: there is none, or it is damaged or of another version; one line that names it and the one before.
     """
     if run_folder.parent.name == files.CHECKPOINTS:
         return _read(run_folder, initial)
-    found = files.checkpoints(run_folder)
-    if not found:
+    checkpoints = files.checkpoints(run_folder)
+    if not checkpoints:
         raise InputError(f"resume = {str(run_folder)!r}: holds no checkpoint; the run ended before its first round")
     try:
-        return _read(found[-1], initial)
+        return _read(checkpoints[-1], initial)
     except InputError as error:
-        offer = f"; the one before is {found[-2]}, resume from that" if len(found) > 1 else ""
-        raise InputError(f"{error}{offer}") from None
+        remedy = f"; the one before is {checkpoints[-2]}, resume from that" if len(checkpoints) > 1 else ""
+        raise InputError(f"{error}{remedy}") from None
 
 
 def _read(path: Path, initial: Adapter) -> Checkpoint:
     try:
-        text, seal = (path / _STATE).read_bytes(), (path / f"{_STATE}.sha256").read_bytes()
+        text, digest = (path / _STATE).read_bytes(), (path / f"{_STATE}.sha256").read_bytes()
         content = (path / _TENSORS).read_bytes()
     except OSError as error:
         raise InputError(f"checkpoint {path}: damaged: {error.strerror or error}") from None
-    if seal != _digest_line(text):
+    if digest != _digest_line(text):
         raise InputError(f"checkpoint {path}: damaged: {_STATE} was changed after it was written")
     state = json.loads(text)
     if state.get("version") != VERSION:
         raise InputError(f"checkpoint {path}: version {state.get('version')!r}; this fedpriv reads version {VERSION}")
-    for package, here in _packages().items():
-        if (wrote := state["packages"].get(package)) != here:
-            raise InputError(f"checkpoint {path}: was written with {package} {wrote}, here is {here}")
+    for package, installed in _packages().items():
+        if (writer := state["packages"].get(package)) != installed:
+            raise InputError(f"checkpoint {path}: was written with {package} {writer}; {installed} is installed")
     if hashlib.sha256(content).hexdigest() != state["tensors"]:
         raise InputError(f"checkpoint {path}: damaged: {_TENSORS} was changed after it was written")
     try:
@@ -145,7 +145,7 @@ def _read(path: Path, initial: Adapter) -> Checkpoint:
 def _from(state: Mapping[str, Any], tensors: Mapping[str, Tensor], initial: Adapter) -> Checkpoint:
     model = GlobalModel(
         initial=initial,
-        # In the order of the start: sums over tensors are then the same to the bit.
+        # In the order of the initial tensors, so that sums over tensors are the same to the bit.
         adapter={name: tensors[f"adapter/{name}"] for name in initial},
         merged=merged.from_tensors(_under("base 0", tensors)),
         last_update=_under("last_update", tensors),
@@ -168,7 +168,7 @@ def _from(state: Mapping[str, Any], tensors: Mapping[str, Tensor], initial: Adap
 
 
 class _Bases:
-    """The merged weights that a checkpoint speaks of, each once: the model's, and what uploads were trained on."""
+    """The merged weights in a checkpoint, each once: the model's, and those that uploads were trained on."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.all = [checkpoint.model.merged]
@@ -177,7 +177,7 @@ class _Bases:
                 self.all.append(base)
 
     def index(self, base: Merged) -> int:
-        return next(place for place, known in enumerate(self.all) if known is base)
+        return next(index for index, known in enumerate(self.all) if known is base)
 
 
 def _tensors(checkpoint: Checkpoint, bases: _Bases) -> Iterator[tuple[str, Tensor]]:
@@ -198,7 +198,7 @@ def _under(group: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _packages() -> dict[str, str]:
-    """What must be the same for a run to go on as it began."""
+    """The versions that must be the same for a run to resume as it began."""
     return {"fedpriv": fedpriv.__version__, "flwr": version("flwr"), "torch": torch.__version__}
 
 

@@ -1,4 +1,4 @@
-"""Which clients' variants of the last round recur: integral privacy in a federation, beside the run's epsilons."""
+"""Clients' variants of the last round that recur: integral privacy in a federation, beside the run's epsilons."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from server.summary import Outcome
 
 
 def recurring(config: RunConfig, outcome: Outcome) -> list[RecurringVariants]:
-    """Clusters of the clients whose uploads count in the last round, by falling recurrence; none without a threshold.
+    """Clusters of the clients whose uploads the last round used, most recurrent first; none without a threshold.
 
-    Uploads of one round started from one model, so they are compared by what they add to it.
+    All uploads of a round were trained from one model, so they are compared by what they add to it.
     """
     if config.integral_epsilon is None:
         return []
@@ -29,23 +29,23 @@ def recurring(config: RunConfig, outcome: Outcome) -> list[RecurringVariants]:
     )
 
 
-def as_summary(config: RunConfig, found: Iterable[RecurringVariants], mean: str) -> dict[str, Any] | None:
-    """What the run's summary and report say of it; None where nobody asked.
+def as_summary(config: RunConfig, clusters: Iterable[RecurringVariants], mean: str) -> dict[str, Any] | None:
+    """The entry for the run's summary; None without a threshold.
 
     Args:
         config: of the run.
-        found: by `recurring`.
-        mean: name of the variant that holds the mean of the first of them.
+        clusters: from `recurring`.
+        mean: name of the variant that holds the mean of the first cluster.
     """
     if config.integral_epsilon is None:
         return None
-    clusters = [
+    entries = [
         {
-            "clients": list(each.clients),
-            "recurrence": each.recurrence,
-            "k": each.k,
-            "largest_difference": each.largest_difference,
+            "clients": list(cluster.clients),
+            "recurrence": cluster.recurrence,
+            "k": cluster.k,
+            "largest_difference": cluster.largest_difference,
         }
-        for each in found
+        for cluster in clusters
     ]
-    return {"epsilon": config.integral_epsilon, "mean": mean if clusters else None, "clusters": clusters}
+    return {"epsilon": config.integral_epsilon, "mean": mean if entries else None, "clusters": entries}

@@ -1,4 +1,4 @@
-"""Who takes part: every node registers its partition id and N_k once, before the first round."""
+"""Registration: every node states its partition id and N_k once, before the first round."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Nodes = dict[int, tuple[int, Registration]]
 def register_nodes(grid: Grid, *, num_expected: int, wait: float, node_keys: Path | None = None) -> Nodes:
     """The nodes that take part, ordered by partition id.
 
-    Weights, sampling probabilities and delta come from these numbers from now on; no later reply changes them. Nodes
-    that connect while others are waited for are asked as well.
+    Weights, sampling probabilities and delta come from these numbers; no later reply changes them. Nodes that connect
+    during the wait are asked as well.
 
     Args:
         grid: Flower's connection to the nodes.
         num_expected: how many nodes to wait for.
-        wait: seconds to wait for them; after that the run goes on with those that are there.
-        node_keys: folder with the public key of each node, as PARTITION-ID.pub; None asks for no signature.
+        wait: seconds to wait for them; after that the run starts with those that registered.
+        node_keys: folder with the public key of each node, as PARTITION-ID.pub; None requires no signature.
 
     Raises:
         InputError: no node registered, or two nodes claim one partition id.
@@ -50,24 +50,24 @@ def register_nodes(grid: Grid, *, num_expected: int, wait: float, node_keys: Pat
         for reply in list(grid.pull_messages(list(waiting))) if waiting else ():
             node_id = waiting.pop(reply.metadata.reply_to_message_id)
             if reply.has_error() and reply.metadata.src_node_id != node_id:
-                # The link gave up on a node that was gone; if it comes back it is asked again.
+                # The link gave up on a node that was gone; the node is asked again if it comes back.
                 log.warning("node %s: %s", node_id, _one_line(reply.error.reason))
                 continue
             answered.add(node_id)
-            _take(reply, node_id, nodes, node_keys)
+            _add(reply, node_id, nodes, node_keys)
         if len(nodes) >= num_expected or time.monotonic() > deadline:
             break
         time.sleep(_POLL_SECONDS)
     if not nodes:
         raise InputError(
-            f"{len(answered)} nodes answered within {wait:.0f} s, none of which can take part; the log says why"
+            f"{len(answered)} nodes answered within {wait:.0f} s, and none of them can take part; the log says why"
         )
     if len(nodes) < num_expected:
-        log.warning("%s of %s nodes registered in %.0f s; the run goes on with them", len(nodes), num_expected, wait)
+        log.warning("%s of %s nodes registered in %.0f s; the run starts with them", len(nodes), num_expected, wait)
     return dict(sorted(nodes.items()))
 
 
-def _take(reply: Message, node_id: int, nodes: Nodes, node_keys: Path | None) -> None:
+def _add(reply: Message, node_id: int, nodes: Nodes, node_keys: Path | None) -> None:
     """Add the node if its registration is sound."""
     try:
         registration = read_registration(reply, node_keys)
@@ -80,10 +80,10 @@ def _take(reply: Message, node_id: int, nodes: Nodes, node_keys: Path | None) ->
 
 
 def read_registration(reply: Message, node_keys: Path | None) -> Registration:
-    """What a node registers.
+    """The registration in a node's reply.
 
     Raises:
-        ValueError: one line on why the node cannot take part.
+        ValueError: one line that says why the node cannot take part.
     """
     if reply.has_error():
         raise ValueError(_one_line(reply.error.reason))

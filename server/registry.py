@@ -1,4 +1,4 @@
-"""The variants of a run: kept as peft adapters, described by the uploads that they descend from, and deduplicated."""
+"""The variants of a run: stored as peft adapters, described by the uploads that went into them, and deduplicated."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RECURRING = "integral-mean"
 
 
 def uploads_in(ledger: Ledger, run: str, registrations: Iterable[Registration]) -> list[Upload]:
-    """Everything that the run was charged for, as the server sees it: whatever was charged may have been uploaded."""
+    """All uploads that the run was charged for: whatever was charged may have been uploaded."""
     return [
         upload
         for registration in registrations
@@ -47,25 +47,25 @@ def uploads_in(ledger: Ledger, run: str, registrations: Iterable[Registration]) 
     ]
 
 
-def keep_round(bench: Workbench, folder: RunWriter, round_: int, model: GlobalModel) -> None:
-    """Keep the global model after a round as a variant."""
-    _save(bench, folder.variant(f"round-{round_}"), model.adapter, model.merged)
+def keep_round(bench: Workbench, writer: RunWriter, round_: int, model: GlobalModel) -> None:
+    """Store the global model after a round as a variant."""
+    _save(bench, writer.variant(f"round-{round_}"), model.adapter, model.merged)
 
 
 def keep(
     config: RunConfig,
     bench: Workbench,
-    folder: RunWriter,
+    writer: RunWriter,
     outcome: Outcome,
     registrations: Iterable[Registration],
     uploads: Iterable[Upload],
 ) -> None:
-    """Keep the final global model and the clients' last uploads as variants, and describe all that were kept.
+    """Store the final global model and the clients' last uploads as variants, and describe all variants.
 
     Args:
-        config: of the run; says which variants it keeps.
+        config: of the run; says which variants are stored.
         bench: of the run.
-        folder: where they are kept.
+        writer: of the folder in which they are stored.
         outcome: of the private rounds.
         registrations: of the clients.
         uploads: all of the run.
@@ -73,61 +73,61 @@ def keep(
     uploads, strategy = list(uploads), outcome.strategy
     by_client = {registration.client: registration for registration in registrations}
     deltas = {r.data_set: strategy.books.accounts.deltas[r.client] for r in by_client.values()}
-    _save(bench, folder.variant(FINAL), strategy.model.adapter, strategy.model.merged)
+    _save(bench, writer.variant(FINAL), strategy.model.adapter, strategy.model.merged)
     accuracies = {row.round: row.test_accuracy for row in outcome.rows}
     last = outcome.rows[-1].round
     rounds = {FINAL: last, **{f"round-{n}": n for n in config.variant_rounds if n <= last}}
     for name, round_ in rounds.items():
         ancestors = global_ancestors(uploads, outcome.run_id, round_)
-        _describe(config, folder.variant(name), History(name=name, ancestors=ancestors), deltas, accuracies[round_])
+        _describe(config, writer.variant(name), History(name=name, ancestors=ancestors), deltas, accuracies[round_])
     if not config.variant_clients:
         return
-    # A client's upload that counted in no round is no variant of it.
-    of = {row.client: row.round for row in outcome.client_rows if row.status == "ok"}
+    # The last round that used an upload of the client; an upload that no round used is not a variant.
+    last_used = {row.client: row.round for row in outcome.client_rows if row.status == "ok"}
     for client, (adapter, merged) in sorted(strategy.uploads.items()):
-        path = folder.variant(f"client-{client}")
+        path = writer.variant(f"client-{client}")
         _save(bench, path, adapter, merged)
-        ancestors = client_ancestors(uploads, outcome.run_id, of[client], by_client[client].data_set)
+        ancestors = client_ancestors(uploads, outcome.run_id, last_used[client], by_client[client].data_set)
         _describe(config, path, History(name=path.name, ancestors=ancestors), deltas, None)
 
 
 def keep_recurring(
     config: RunConfig,
     bench: Workbench,
-    folder: RunWriter,
+    writer: RunWriter,
     outcome: Outcome,
     registrations: Iterable[Registration],
     uploads: Iterable[Upload],
 ) -> dict[str, Any] | None:
-    """Keep the mean of the most recurrent variants of the last round as a variant; what the summary says of them."""
-    found = recurrence.recurring(config, outcome)
-    if found:
-        # All started from one model; what that had gained is in the mean as well.
-        client = int(found[0].clients[0].removeprefix("client-"))
-        path = folder.variant(RECURRING)
-        _save(bench, path, found[0].mean, outcome.strategy.uploads[client][1])
+    """Store the mean of the most recurrent variants of the last round as a variant; returns the summary's entry."""
+    clusters = recurrence.recurring(config, outcome)
+    if clusters:
+        # All were trained from one model, so what had been merged into that model belongs to the mean as well.
+        client = int(clusters[0].clients[0].removeprefix("client-"))
+        path = writer.variant(RECURRING)
+        _save(bench, path, clusters[0].mean, outcome.strategy.uploads[client][1])
         ancestors = global_ancestors(uploads, outcome.run_id, outcome.rows[-1].round)
         deltas = {r.data_set: outcome.strategy.books.accounts.deltas[r.client] for r in registrations}
         _describe(config, path, History(name=path.name, ancestors=ancestors), deltas, None)
-    return recurrence.as_summary(config, found, RECURRING)
+    return recurrence.as_summary(config, clusters, RECURRING)
 
 
-def deduplicate(config: RunConfig, bench: Workbench, folder: RunWriter) -> None:
-    """Store the run's variants by the blocks that they share, validated on the server's test set."""
-    path = folder.path / files.STORE
-    shutil.rmtree(path, ignore_errors=True)  # of an interrupted attempt
-    found = [variants.read(file.parent) for file in sorted((folder.path / files.VARIANTS).glob(f"*/{variants.FILE}"))]
+def deduplicate(config: RunConfig, bench: Workbench, writer: RunWriter) -> None:
+    """Deduplicate the run's variants into its store, validated on the server's test set."""
+    store_path = writer.path / files.STORE
+    shutil.rmtree(store_path, ignore_errors=True)  # left by an interrupted attempt
+    paths = sorted((writer.path / files.VARIANTS).glob(f"*/{variants.FILE}"))
     settings = Settings(algorithm=config.dedup, block_size=config.dedup_block_size, fairness="outcome")
-    with Store(path) as store:
+    with Store(store_path) as store:
         outcomes = pipeline.deduplicate(
-            found,
-            lambda name: variants.read_tensors(folder.variant(name)),
+            [variants.read(path.parent) for path in paths],
+            lambda name: variants.read_tensors(writer.variant(name)),
             AdapterEvaluator(bench, num_records=config.dedup_records, seed=config.seed),
             store,
             settings,
         )
         log.info("%s variants in %s of %s bytes", len(outcomes), store.bytes_stored, store.bytes_logical)
-        folder.journal.write(
+        writer.journal.write(
             "deduplicated",
             num_variants=len(outcomes),
             bytes_stored=store.bytes_stored,
@@ -158,6 +158,6 @@ def _describe(
 
 
 def _shapes_digest(tensors: Mapping[str, NDArray[np.generic]]) -> str:
-    """Adapters of one model whose ranks differ share no blocks."""
+    """A digest of the tensors' shapes: adapters of one model share blocks only if these are equal."""
     shapes = {name: tensors[name].shape for name in sorted(tensors)}
     return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:12]

@@ -41,7 +41,7 @@ def summarize(config: RunConfig, bench: Workbench, outcome: Outcome, comparison:
     costs["epsilon_local_this_run"] = accounts.final("local", this_run_only=True)
     clients = [_client(client, costs, outcome) for client in outcome.strategy.books.sizes]
     labels = bench.data.label_names
-    still = unmoved(outcome.strategy.model)
+    unmoved = unmoved_tensors(outcome.strategy.model)
     return {
         "accuracy": rows[-1].test_accuracy,
         "accuracy_initial": rows[0].test_accuracy,
@@ -60,8 +60,8 @@ def summarize(config: RunConfig, bench: Workbench, outcome: Outcome, comparison:
         "budget_epsilon": list(config.budget_epsilon),
         "privacy_view": config.privacy_view,
         "stopped_early": outcome.strategy.stopped,
-        "adapters_moved": not still,
-        "unmoved_tensors": still,
+        "adapters_moved": not unmoved,
+        "unmoved_tensors": unmoved,
         "aggregation": config.aggregation,
         "upload_codec": outcome.strategy.spec.codec,
         "num_silent": sum(row.num_silent for row in rows),
@@ -96,7 +96,7 @@ def _client(client: int, costs: Costs, outcome: Outcome) -> dict[str, Any]:
 
 
 def _frozen_bytes(bench: Workbench) -> int:
-    """What the frozen model takes that every variant is an adapter of."""
+    """The size of the frozen model that every variant is an adapter of."""
     trained = {id(parameter) for parameter in bench.model.parameters.values()}
     return sum(p.numel() * p.element_size() for p in bench.model.peft_model.parameters() if id(p) not in trained)
 
@@ -111,13 +111,13 @@ def _unproven(outcome: Outcome) -> float:
 
 
 def _largest(costs: Iterable[PrivacySpent | None]) -> float | None:
-    """The largest epsilon; None where the view does not hold for a client."""
+    """The largest epsilon; None if the view does not hold for a client."""
     epsilons = [cost.epsilon if cost else None for cost in costs]
     return None if None in epsilons else max((e for e in epsilons if e is not None), default=0.0)
 
 
-def unmoved(model: GlobalModel) -> list[str]:
-    """The tensors that training left as they were, and whose layer's frozen weight gained nothing either."""
+def unmoved_tensors(model: GlobalModel) -> list[str]:
+    """The tensors that training did not change, in layers into whose frozen weight nothing was merged either."""
     return [
         name
         for name, start in model.initial.items()

@@ -104,7 +104,7 @@ def test_damaged_checkpoint_is_refused_by_name_and_the_one_before_is_offered(tmp
 def test_checkpoint_of_another_version_or_package_is_refused(tmp_path, monkeypatch):
     write(tmp_path, make())
     monkeypatch.setattr(checkpoint, "_packages", lambda: {"flwr": "9.9"})
-    with pytest.raises(InputError, match=r"was written with flwr \d\S*, here is 9\.9"):
+    with pytest.raises(InputError, match=r"was written with flwr \d\S*; 9\.9 is installed"):
         read_last(tmp_path, INITIAL)
     monkeypatch.setattr(checkpoint, "VERSION", 2)
     with pytest.raises(InputError, match="version 1; this fedpriv reads version 2"):

@@ -30,7 +30,7 @@ from fedpriv.training.evaluation import evaluate
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import workbench
 from server.observer import LogObserver
-from server.summary import unmoved
+from server.summary import unmoved_tensors
 from simulations.engines import federation
 
 
@@ -156,8 +156,8 @@ def test_a_run_that_moved_nothing_says_so(small_run, tmp_path):
     assert summary(still)["adapters_moved"] is False
     assert summary(still)["unmoved_tensors"]
     start = {"a": torch.ones(2)}
-    assert unmoved(GlobalModel(initial=start, adapter={"a": torch.ones(2)})) == ["a"]
-    assert unmoved(GlobalModel(initial=start, adapter={"a": torch.zeros(2)})) == []
+    assert unmoved_tensors(GlobalModel(initial=start, adapter={"a": torch.ones(2)})) == ["a"]
+    assert unmoved_tensors(GlobalModel(initial=start, adapter={"a": torch.zeros(2)})) == []
 
 
 def test_clients_are_sampled_by_partition_id_and_the_seed(small_run, tmp_path):
