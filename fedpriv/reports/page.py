@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a finished run: what it reached, and what it cost every data holder."""
+"""A finished run as one self-contained HTML page: what it achieved, and what it cost every data holder."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Panel:
 
 
 def write_report(run_dir: Path) -> Path:
-    """The path of `report.html`, written into the folder of a finished run from the files in it.
+    """Write `report.html` into the folder of a finished run, from the files in it, and return its path.
 
-    The page loads nothing: no script, font, picture or style from elsewhere. The same folder gives the same
-    bytes. The file appears whole or not at all; an older report stays until the new one is complete.
+    The page loads no script, font, picture or style from elsewhere. The same folder gives the same bytes. The file is
+    written atomically; an older report stays until the new one is complete.
 
     Args:
         run_dir: holds config.toml, environment.json, rounds.csv, clients.csv, summary.json and, after a
@@ -56,7 +56,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def render(run: FinishedRun) -> str:
-    """The page as HTML. Every string of the run is escaped; only the plots are markup."""
+    """The page as HTML. All text from the run is escaped; only the plots are markup."""
     environment = Environment(
         loader=PackageLoader("fedpriv.reports"),
         autoescape=True,
@@ -78,7 +78,7 @@ def render(run: FinishedRun) -> str:
         accuracy_without_noise=_accuracy_without_noise(run),
         epsilon_local=tables.format_epsilon(summary["epsilon_local_max"], summary["delta_max"]),
         epsilon_aggregate=_epsilon_aggregate(summary),
-        earlier=_earlier(summary),
+        earlier=_earlier_runs(summary),
         retired=_retired(summary),
         epsilon_rho=tables.format_epsilon(summary["epsilon_rho_max"], summary["delta_max"]),
         audit=summary.get("audit"),
@@ -98,7 +98,7 @@ def why_not_private(run: FinishedRun) -> list[str]:
     """The reasons why a run protects nobody; empty for a private run."""
     reasons, delta = [], run.summary["delta_max"]
     if run.summary["noise_source"] != "secure":
-        reasons.append("its noise came from a seeded generator: whoever knows the seed can take the noise off")
+        reasons.append("its noise came from a seeded generator: whoever knows the seed can subtract the noise")
     if (as_published := run.summary.get("epsilon_as_published_max")) is not None:
         reasons.append(
             f"{run.summary.get('caveat') or 'its noise was accounted for without proof'}; the figure found so, "
@@ -112,25 +112,26 @@ def why_not_private(run: FinishedRun) -> list[str]:
 
 
 def _epsilon_aggregate(summary: Mapping[str, Any]) -> str | None:
-    """The `aggregate` view's largest epsilon; None where the view does not hold."""
+    """The `aggregate` view's largest epsilon; None if the view does not hold."""
     if summary["aggregate_objections"] or "epsilon_aggregate_max" not in summary:
         return None
     return tables.format_epsilon(summary["epsilon_aggregate_max"], summary["delta_max"])
 
 
-def _earlier(summary: Mapping[str, Any]) -> str | None:
-    """What earlier runs on the same data have to do with the figures; None without any."""
-    most = max((client["earlier_runs"] for client in summary["clients"]), default=0)
-    if not most:
+def _earlier_runs(summary: Mapping[str, Any]) -> str | None:
+    """How many earlier runs on the same data the figures include; None if there were none."""
+    num_earlier = max((client["earlier_runs"] for client in summary["clients"]), default=0)
+    if not num_earlier:
         return None
     alone = max((parse_epsilon(c["epsilon_local_this_run"]) for c in summary["clients"]), default=0.0)
     return (
-        f"up to {most} earlier run{'s' if most != 1 else ''}; this run alone cost at most {tables.format_bound(alone)}"
+        f"up to {num_earlier} earlier run{'s' if num_earlier != 1 else ''}; this run alone cost at most "
+        f"{tables.format_bound(alone)}"
     )
 
 
 def _audit_bound(summary: Mapping[str, Any]) -> str | None:
-    """The audit's lower bound; None without an audit."""
+    """The audit's lower bound of epsilon; None without an audit."""
     audit = summary.get("audit")
     if not audit:
         return None
@@ -139,7 +140,7 @@ def _audit_bound(summary: Mapping[str, Any]) -> str | None:
 
 
 def _retired(summary: Mapping[str, Any]) -> dict[str, int]:
-    """Clients that retired before the end, with the rounds that they took part in."""
+    """Clients that retired before the end, and in how many rounds they took part."""
     return {str(c.get("name", c["client"])): c["rounds"] for c in summary["clients"] if c["retired"]}
 
 
@@ -155,7 +156,7 @@ def _accuracy_without_noise(run: FinishedRun) -> float | None:
 
 
 def _charged(run: FinishedRun) -> dict[str, str]:
-    """The parameters that the accountant was given, over all clients and rounds."""
+    """The parameters that the accountant was given, as ranges over all clients and rounds."""
     names = {
         "noise_multiplier": "noise multiplier z",
         "effective_noise_multiplier": "effective noise multiplier",
@@ -203,10 +204,10 @@ def _epsilon_panels(run: FinishedRun) -> list[Panel]:
 
 
 def _traffic_panels(run: FinishedRun) -> list[Panel]:
-    each = series.traffic(run.rounds)
+    traffic = series.traffic(run.rounds)
     titles = {
-        "round": ("Bytes in each round", "All clients together.", each[each.index > 0]),
-        "total": ("Bytes so far", "Summed over the rounds.", each.cumsum()),
+        "round": ("Bytes in each round", "All clients together.", traffic[traffic.index > 0]),
+        "total": ("Bytes so far", "Summed over the rounds.", traffic.cumsum()),
     }
     return [
         _panel(
@@ -226,5 +227,5 @@ def _panel(title: str, note: str, svg: str, frame: pd.DataFrame, format_value: p
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:
-    """Settings as text: a string as it stands, anything else as JSON."""
+    """Settings as text: strings unchanged, anything else as JSON."""
     return {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in values.items()}

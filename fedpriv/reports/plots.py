@@ -14,7 +14,7 @@ from fedpriv.reports.series import merge_equal
 from fedpriv.reports.svg import GRID, INK, SERIES, to_svg
 from fedpriv.reports.tables import INFINITY, format_bound, format_bytes, format_number, format_percent
 
-# Points. Small enough that a telephone shows the text at its size, large enough for a half column.
+# In points: small enough that a telephone shows the text at its size, large enough for half a column.
 WIDTH, HEIGHT = 340.0, 215.0
 LEFT, BOTTOM, TOP = 46.0, 34.0, 8.0
 FONT_SIZE, LABEL_GAP, CHARACTER = 9.0, 11.5, 5.2
@@ -49,8 +49,8 @@ def epsilon_plot(frame: pd.DataFrame, *, title: str, name: str) -> str:
 
     Args:
         frame: from `series.epsilon`; infinite values are named, not drawn.
-        title: what a screen reader is told that the plot shows.
-        name: a word unique on the page.
+        title: what the plot shows, for a screen reader.
+        name: a word that is unique on the page.
     """
     banded = "highest" in frame
     labels = list(frame.columns) if banded else _labels_of(frame, "client ")
@@ -87,15 +87,15 @@ def describe(frame: pd.DataFrame, title: str, format_value: Format) -> str:
 
 def spread(targets: Sequence[float], gap: float, high: float) -> list[float]:
     """Positions near the targets, in their order, at least gap apart and none above high."""
-    order = sorted(range(len(targets)), key=lambda place: targets[place])
-    placed = [0.0] * len(targets)
+    order = sorted(range(len(targets)), key=lambda index: targets[index])
+    positions = [0.0] * len(targets)
     below = -math.inf
-    for place in order:
-        below = placed[place] = max(targets[place], below + gap)
+    for index in order:
+        below = positions[index] = max(targets[index], below + gap)
     above = high + gap
-    for place in reversed(order):
-        above = placed[place] = min(placed[place], above - gap)
-    return placed
+    for index in reversed(order):
+        above = positions[index] = min(positions[index], above - gap)
+    return positions
 
 
 def _axes(labels: Sequence[str], format_value: Format) -> tuple[Figure, Axes]:
@@ -117,14 +117,14 @@ def _axes(labels: Sequence[str], format_value: Format) -> tuple[Figure, Axes]:
 
 
 def _draw_lines(axes: Axes, frame: pd.DataFrame, prefix: str = "") -> list[Label]:
-    """Draws each distinct line once; returns what to write at its end. Infinity is written at the top."""
+    """Draw each distinct line once; returns a label for each end, at the top where a line ends at infinity."""
     labels: list[Label] = []
     first, final = float(frame.index.min()), float(frame.index.max())
     margin = 0.03 * max(1.0, final - first)
     axes.set_xlim(first - margin, final + margin)
-    for place, (names, values) in enumerate(merge_equal(frame).items()):
+    for index, (names, values) in enumerate(merge_equal(frame).items()):
         finite = values.replace(math.inf, math.nan)
-        style = place % len(SERIES)
+        style = index % len(SERIES)
         marker = MARKERS[style] if len(frame) <= 25 else ""
         axes.plot(
             finite.index,
@@ -145,15 +145,15 @@ def _draw_lines(axes: Axes, frame: pd.DataFrame, prefix: str = "") -> list[Label
 
 
 def _draw_labels(axes: Axes, labels: Sequence[Label]) -> None:
-    """Writes each label beside its line's end, moved apart where labels would overlap, with a leader."""
+    """Write each label beside its line's end, with a leader, moved apart from labels that it would overlap."""
     low, high = axes.get_ylim()
     height = HEIGHT - BOTTOM - TOP
     ends = [height * (min(y, high) - low) / (high - low) for _, _, y, _ in labels]
-    for (text, x, y, colour), end, place in zip(labels, ends, spread(ends, LABEL_GAP, height), strict=True):
+    for (text, x, y, colour), end, position in zip(labels, ends, spread(ends, LABEL_GAP, height), strict=True):
         axes.annotate(
             text,
             xy=(x, min(y, high)),
-            xytext=(12, place - end),
+            xytext=(12, position - end),
             textcoords="offset points",
             color=colour,
             fontsize=FONT_SIZE,
@@ -179,7 +179,7 @@ def _labels_of(frame: pd.DataFrame, prefix: str = "") -> list[str]:
 
 
 def _label(names: Sequence[str], num_lines: int, prefix: str) -> str:
-    """`client 3`; one line that several share names up to three of them, or says that it is everybody's."""
+    """`client 3`; a line that several clients share names up to three of them, or says that it stands for all."""
     if prefix and len(names) == num_lines > 1:
         return f"all {num_lines}"
     shown = ", ".join(names[:3])

@@ -1,4 +1,4 @@
-"""What each plot shows, as a table: the index is the round, a column is a line. Drawn and tabulated alike."""
+"""The data of each plot, which is also shown as a table: the index is the round, and each column is a line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 import pandas as pd
 
-# More lines than this cannot be told apart: quantiles over the clients stand in for them.
+# More lines than this cannot be told apart, and are replaced by quantiles over the clients.
 MAX_LINES = 8
 
 
@@ -15,10 +15,10 @@ def compared(rounds: pd.DataFrame, comparison: pd.DataFrame | None, column: str,
     """A column of `rounds.csv` over the rounds, beside that of the comparison run if there is one.
 
     Args:
-        rounds: round and the column; a round written twice (a resumed run) counts as last written.
+        rounds: round and the column; if a round is written twice (a resumed run), its last row counts.
         comparison: the same of the run with z = 0, or None.
         column: such as `test_accuracy`.
-        name: what the run itself is called, such as `with DP`.
+        name: the label of the run itself, such as `with DP`.
     """
     lines = {name: _by_round(rounds)[column]}
     if comparison is not None:
@@ -29,13 +29,13 @@ def compared(rounds: pd.DataFrame, comparison: pd.DataFrame | None, column: str,
 def epsilon(clients: pd.DataFrame, rounds: pd.DataFrame, view: Literal["local", "rho"]) -> pd.DataFrame:
     """Each client's cumulative epsilon after each round.
 
-    What a client spent stays spent in the rounds that it misses. An epsilon that a successful reply
-    lacks counts as infinite.
+    A client's epsilon stays the same in rounds that it misses. A missing epsilon of a successful reply counts as
+    infinite.
 
     Args:
-        clients: round, client, status and epsilon_<view>, a row per client and round.
-        rounds: round; its values are the index.
-        view: who observes, see `fedpriv.accounting.views`.
+        clients: round, client, status and epsilon_<view>; one row per client and round.
+        rounds: round, which becomes the index.
+        view: see `fedpriv.accounting.views`.
 
     Returns:
         A column per client; beyond MAX_LINES clients the highest, the 90% and 10% quantiles and the median.
@@ -59,13 +59,13 @@ def epsilon(clients: pd.DataFrame, rounds: pd.DataFrame, view: Literal["local", 
 
 
 def traffic(rounds: pd.DataFrame) -> pd.DataFrame:
-    """Bytes that all clients together sent and received in each round."""
+    """The bytes that all clients together sent and received in each round."""
     sent = _by_round(rounds)[["bytes_up", "bytes_down"]].fillna(0.0)
     return sent.rename(columns={"bytes_up": "sent", "bytes_down": "received"}).rename_axis("round")
 
 
 def merge_equal(frame: pd.DataFrame) -> dict[tuple[str, ...], pd.Series]:
-    """The distinct lines of a frame, each under the names of all columns that hold it, in column order."""
+    """The distinct lines of a frame, each with the names of all columns that are equal to it, in column order."""
     groups: dict[tuple[float, ...], list[str]] = {}
     for name in frame.columns:
         values = frame[name].astype(float).fillna(-math.inf)

@@ -14,17 +14,17 @@ from rich.text import Text
 from fedpriv.reports.tables import MISSING, format_bound, format_bytes, format_delta, format_percent, format_seconds
 from fedpriv.runs.status import ClientStatus, RunStatus
 
-# Of more clients only those are listed that somebody should look at.
+# If there are more clients, only those in trouble are listed.
 MAX_CLIENTS = 40
 _STYLES = {"finished": "bold green", "running": "bold cyan", "interrupted": "bold red"}
 _HEADERS = ("client", "records", "round", "ε local", "δ", "status", "rounds by status")
-_SHOWN_FIRST = ("time", "event", "run", "round", "client")
+_SHOWN_APART = ("time", "event", "run", "round", "client")
 
 
 def show(run: RunStatus, console: Console) -> None:
     """Print the status."""
     console.print(_figures(run))
-    if run.resume_command:  # apart from the table, so that it can be copied whole
+    if run.resume_command:  # outside the table, so that it can be copied in one piece
         console.print(f"\nresume with\n  {_printable(run.resume_command)}", soft_wrap=True, markup=False)
     if run.clients:
         console.print()
@@ -80,15 +80,15 @@ def _bound(epsilon: float | None) -> str:
 
 
 def _client_table(run: RunStatus) -> Table:
-    """On a narrow terminal a name may be cut, a figure never."""
+    """The clients' table; on a narrow terminal a name may be cut, but never a figure."""
     clients = _listed(run.clients)
     rows = [_client_cells(client) for client in clients]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_edge=False)
     for position, header in enumerate(_HEADERS):
         width = max(len(line) for cell in (header, *(row[position] for row in rows)) for line in cell.split("\n"))
-        figure = header not in ("client", "status", _HEADERS[-1])
+        is_figure = header not in ("client", "status", _HEADERS[-1])
         table.add_column(
-            header, justify="right" if figure else "left", no_wrap=True, min_width=width if position else None
+            header, justify="right" if is_figure else "left", no_wrap=True, min_width=width if position else None
         )
     for client, (*cells, status, counts) in zip(clients, rows, strict=True):
         style = "red" if client.is_troubled else ""
@@ -112,20 +112,20 @@ def _client_cells(client: ClientStatus) -> tuple[str, ...]:
 
 
 def _listed(clients: tuple[ClientStatus, ...]) -> list[ClientStatus]:
-    """All clients, or of many those in trouble."""
+    """All clients, or only those in trouble if there are many."""
     if len(clients) <= MAX_CLIENTS:
         return list(clients)
     return [client for client in clients if client.is_troubled][:MAX_CLIENTS]
 
 
 def _notes(run: RunStatus) -> Iterable[Text]:
-    """How many clients are not listed, and what was wrong with those in trouble."""
+    """How many clients are not listed, and what is wrong with those in trouble."""
     listed = _listed(run.clients)
     troubled = [client for client in listed if client.is_troubled]
-    if left := len(run.clients) - len(listed):
+    if num_unlisted := len(run.clients) - len(listed):
         num_troubled = sum(client.is_troubled for client in run.clients)
         also = f", {num_troubled - len(troubled)} of them in trouble" if num_troubled > len(troubled) else ""
-        yield Text(f"{left:,} more clients{also}; --json lists all", style="dim")
+        yield Text(f"{num_unlisted:,} more clients{also}; --json lists all", style="dim")
     for client in troubled:
         if reason := client.retired or client.detail:
             yield Text.assemble((f"client {client.client}: ", "red"), _printable(reason))
@@ -136,18 +136,18 @@ def _event_lines(run: RunStatus) -> Iterable[Text]:
     yield Text(f"last of {run.num_events:,} events (UTC){unreadable}", style="dim")
     width = max((len(_printable(event["event"])) for event in run.events), default=0)
     for event in run.events:
-        told = {name: value for name, value in event.items() if value not in (None, "")}
-        places = [f"{name} {told[name]}" for name in ("round", "client") if name in told]
+        fields = {name: value for name, value in event.items() if value not in (None, "")}
+        keys = [f"{name} {fields[name]}" for name in ("round", "client") if name in fields]
         others = [
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-            for name, value in told.items()
-            if name not in _SHOWN_FIRST
+            for name, value in fields.items()
+            if name not in _SHOWN_APART
         ]
         moment = _printable(str(event["time"])[:19].replace("T", " "))
-        name, rest = _printable(event["event"]), _printable(", ".join([*places, *others]))
+        name, rest = _printable(event["event"]), _printable(", ".join([*keys, *others]))
         yield Text.assemble((moment, "dim"), f"  {name:<{width}}  {rest}")
 
 
 def _printable(text: Any) -> str:
-    """Names and reasons come from others: nothing in them may steer the terminal."""
+    """The text without control characters: names and reasons come from others, and must not control the terminal."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(text))

@@ -1,4 +1,4 @@
-"""A matplotlib figure as one inline SVG that takes its colours from the page, in light and in dark."""
+"""A matplotlib figure as one inline SVG that takes its colours from the page, in light and dark mode."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import re
 import matplotlib
 from matplotlib.figure import Figure
 
-# Colours that occur nowhere else: what is drawn in them takes the page's colour when it is shown.
+# Placeholder colours that occur nowhere else; each is replaced by a colour of the page.
 INK = "#010203"
 GRID = "#010204"
-SERIES = tuple(f"#0102{place:02x}" for place in range(16, 24))
+SERIES = tuple(f"#0102{blue:02x}" for blue in range(16, 24))
 
-# Fallbacks for an SVG outside a page: Okabe and Ito's hues, darkened until text in them is readable on white.
+# Fallbacks for an SVG outside a page: Okabe and Ito's hues, darkened so that text in them is readable on white.
 _FALLBACKS = ("#00589c", "#b84300", "#007557", "#a03d80", "#8a6000", "#2379ad", "#5a5a5a", "#6f6a00")
 _CSS = {INK: "var(--ink, #1d2126)", GRID: "var(--grid, #d5d9de)"} | {
-    sentinel: f"var(--series-{place}, {fallback})"
-    for place, (sentinel, fallback) in enumerate(zip(SERIES, _FALLBACKS, strict=True), start=1)
+    sentinel: f"var(--series-{number}, {fallback})"
+    for number, (sentinel, fallback) in enumerate(zip(SERIES, _FALLBACKS, strict=True), start=1)
 }
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 
 def to_svg(figure: Figure, *, name: str, description: str) -> str:
-    """The figure as an SVG element; its text is text, its bytes depend on the figure and the name alone.
+    """The figure as an SVG element; text stays text, and the bytes depend on the figure and the name alone.
 
     Args:
-        figure: drawn in INK, GRID and SERIES on a transparent ground.
-        name: a word unique on the page; every id in the SVG starts with it.
-        description: what a screen reader says instead of the picture.
+        figure: drawn in INK, GRID and SERIES on a transparent background.
+        name: a word that is unique on the page; every id in the SVG starts with it.
+        description: what a screen reader reads out instead of the picture.
     """
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": f"fedpriv-{name}", "svg.fonttype": "none"}):
@@ -46,7 +46,7 @@ def to_svg(figure: Figure, *, name: str, description: str) -> str:
 
 
 def _open_tag(body: str, description: str) -> str:
-    """The root tag without a fixed size, so that the page decides how wide a plot is."""
+    """The root tag without a fixed size, so that the page decides how wide the plot is."""
     box = re.search(r'viewBox="[^"]*"', body)
     assert box is not None  # matplotlib always writes one
     label = html.escape(description, quote=True)

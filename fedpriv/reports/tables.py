@@ -1,4 +1,4 @@
-"""Numbers as a reader meets them, in the terminal and on the page. What bounds a risk is rounded up."""
+"""Numbers as text, for the terminal and the page. Bounds on privacy loss are rounded up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MISSING = "–"
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A caption, column headers and rows of ready text; every row is as long as the headers."""
+    """A caption, column headers and rows of text; every row has one cell for each header."""
 
     caption: str
     headers: tuple[str, ...]
@@ -26,26 +26,26 @@ class Table:
 
 
 def format_bound(epsilon: float | str | None) -> str:
-    """An epsilon alone, rounded up to three figures, for a cell beside its delta; the sign for infinity."""
+    """An epsilon rounded up to three figures, for a cell beside its delta; ∞ if there is no bound."""
     bound = parse_epsilon(epsilon)
     if math.isinf(bound):
         return INFINITY
     if 0 < bound < 0.001 or bound >= 1e6:
         return _round_up(bound, figures=2)
-    places = 3 if bound < 1 else 2 if bound < 10 else 1 if bound < 100 else 0
-    return str(Decimal(repr(bound)).quantize(Decimal(1).scaleb(-places), rounding=ROUND_CEILING))
+    num_decimals = 3 if bound < 1 else 2 if bound < 10 else 1 if bound < 100 else 0
+    return str(Decimal(repr(bound)).quantize(Decimal(1).scaleb(-num_decimals), rounding=ROUND_CEILING))
 
 
 def format_delta(delta: float | None) -> str:
-    """A delta rounded up to two figures, such as `1e-5`; a dash where there is none."""
+    """A delta rounded up to two figures, such as `1e-5`; a dash if there is none."""
     return MISSING if delta is None or not math.isfinite(delta) else _round_up(delta, figures=2)
 
 
 def format_epsilon(epsilon: float | str | None, delta: float | None) -> str:
-    """An epsilon with the delta it holds at: `ε = 1.83 at δ = 1e-5`. An epsilon is never shown without one.
+    """An epsilon with its delta: `ε = 1.83 at δ = 1e-5`. An epsilon is never shown without one.
 
     Args:
-        epsilon: >= 0; null, NaN and "inf" are shown as the sign for infinity.
+        epsilon: >= 0; None, NaN and "inf" are shown as ∞.
         delta: in (0, 1).
     """
     return f"ε = {format_bound(epsilon)} at δ = {format_delta(delta)}"
@@ -56,19 +56,19 @@ def format_bytes(num_bytes: float | None) -> str:
     if num_bytes is None or not math.isfinite(num_bytes):
         return MISSING
     size, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
-    # 999.5 kB would round to 1e+03 kB: it is 1 MB already.
+    # 999.5 kB would be rounded to 1e+03 kB, so it is shown as 1 MB.
     while abs(size) >= 999.5 and len(units) > 1:
         size, units = size / 1000, units[1:]
     return f"{size:.4g} {units[0]}" if abs(size) >= 999.5 else f"{size:.3g} {units[0]}"
 
 
 def format_percent(share: float | None) -> str:
-    """A share in [0, 1] as a percentage with one decimal; a dash where it was not measured."""
+    """A share in [0, 1] as a percentage with one decimal; a dash if it was not measured."""
     return MISSING if share is None or not math.isfinite(share) else f"{100 * share:.1f}%"
 
 
 def format_number(value: float | None) -> str:
-    """A plain quantity with three figures, such as a loss; a dash where it was not measured."""
+    """A plain quantity with three figures, such as a loss; a dash if it was not measured."""
     return MISSING if value is None or not math.isfinite(value) else f"{value:.3g}"
 
 
@@ -83,7 +83,7 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def format_range(values: pd.Series) -> str:
-    """`0.04` where all values are one, else `0.03 to 0.05`; what is missing does not count."""
+    """`0.04` if all values are equal, else `0.03 to 0.05`; missing values are ignored."""
     present = values.dropna()
     if present.empty:
         return MISSING
@@ -92,12 +92,12 @@ def format_range(values: pd.Series) -> str:
 
 
 def client_table(clients: Iterable[Mapping[str, Any]], accountant: str) -> Table:
-    """What each client gave and spent: the final figures of `summary.json`, a row per client.
+    """What each client sent and spent: the final figures of `summary.json`, a row per client.
 
     Args:
         clients: entries with client, num_records, rounds, epsilon_local, epsilon_rho, delta, bytes_up and
             bytes_down.
-        accountant: who computed the epsilons, such as `pld`; it stands in the caption.
+        accountant: the one that computed the epsilons, such as `pld`; it is named in the caption.
     """
     headers = ("client", "records", "rounds", "ε local", "ε rho", "δ", "sent", "received")
     rows = tuple(
@@ -117,7 +117,7 @@ def client_table(clients: Iterable[Mapping[str, Any]], accountant: str) -> Table
 
 
 def recurrence_table(clusters: Iterable[Mapping[str, Any]] | None) -> Table | None:
-    """Which clients' variants recur, a row per cluster; None where nobody compared them.
+    """The clusters of clients whose variants recur, a row per cluster; None if they were not compared.
 
     Args:
         clusters: entries with clients, recurrence, k and largest_difference.
@@ -138,7 +138,7 @@ def recurrence_table(clusters: Iterable[Mapping[str, Any]] | None) -> Table | No
 
 
 def series_table(frame: pd.DataFrame, caption: str, format_value: Callable[[float], str]) -> Table:
-    """A plot's numbers: a row per round, a column per line."""
+    """The numbers of a plot: a row per round, a column per line."""
     headers = (str(frame.index.name), *map(str, frame.columns))
     rows = tuple(
         (f"{index:g}", *map(format_value, values))
@@ -148,7 +148,7 @@ def series_table(frame: pd.DataFrame, caption: str, format_value: Callable[[floa
 
 
 def _round_up(value: float, figures: int) -> str:
-    """At most so many figures, rounded up, without padding: 0.05, 1e-5, 8.4e-6."""
+    """The value rounded up to at most so many figures, without trailing zeros: 0.05, 1e-5, 8.4e-6."""
     number = Decimal(repr(float(value)))
     last = Decimal(1).scaleb(number.adjusted() - figures + 1)
     rounded = number.quantize(last, rounding=ROUND_CEILING).normalize()
