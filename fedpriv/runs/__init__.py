@@ -1,1 +1,1 @@
-"""A run's folder: the files in it, their rows, who writes and who reads them, and the status that they show."""
+"""A run's folder: its files and their rows, the code that writes and reads them, and the status that they show."""

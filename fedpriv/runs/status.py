@@ -16,7 +16,7 @@ from fedpriv.runs.events import read_events
 from fedpriv.runs.rows import USABLE, ClientRow, RoundRow, parse_epsilon, read_rows
 
 State = Literal["running", "interrupted", "finished"]
-# What a run writes while it goes on; its comparison follows the private rounds.
+# What a run writes until it ends; its comparison follows the private rounds.
 _SIGNS_OF_LIFE = (
     *(files.ROUNDS, files.CLIENTS, files.EVENTS),
     *(files.CHECKPOINTS, f"{files.CHECKPOINTS}/*", f"{files.COMPARISON}/*.csv"),
