@@ -106,8 +106,8 @@ def test_checkpoint_of_another_version_or_package_is_refused(tmp_path, monkeypat
     monkeypatch.setattr(checkpoint, "_packages", lambda: {"flwr": "9.9"})
     with pytest.raises(InputError, match=r"was written with flwr \d\S*; 9\.9 is installed"):
         read_last(tmp_path, INITIAL)
-    monkeypatch.setattr(checkpoint, "VERSION", 2)
-    with pytest.raises(InputError, match="version 1; this fedpriv reads version 2"):
+    monkeypatch.setattr(checkpoint, "VERSION", 3)
+    with pytest.raises(InputError, match="version 2; this fedpriv reads version 3"):
         read_last(tmp_path, INITIAL)
 
 
