@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from fedpriv.mechanisms.registry import MECHANISMS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -90,8 +93,17 @@ def imported_by(package: str) -> dict[str, set[str]]:
     ("package", "forbidden"),
     [
         ("fedpriv", ("clients", "server", "simulations", "flwr", "ray")),
-        ("fedpriv/accounting", ("torch", "fedpriv.training", "fedpriv.adapters", "fedpriv.mechanisms")),
-        ("fedpriv/mechanisms", ("fedpriv.training", "fedpriv.adapters", "fedpriv.data")),
+        (
+            "fedpriv/accounting",
+            ("torch", "fedpriv.training", "fedpriv.adapters", "fedpriv.mechanisms", "fedpriv.ledger", "fedpriv.lmo"),
+        ),
+        (
+            "fedpriv/mechanisms",
+            ("fedpriv.training", "fedpriv.adapters", "fedpriv.data", "fedpriv.ledger", "fedpriv.lmo"),
+        ),
+        ("fedpriv/ledger", ("torch", "fedpriv.training", "fedpriv.adapters", "fedpriv.mechanisms", "fedpriv.vault")),
+        ("fedpriv/lmo", ("torch", "fedpriv.training", "fedpriv.mechanisms", "fedpriv.ledger", "fedpriv.vault")),
+        ("fedpriv/training", ("fedpriv.ledger", "fedpriv.vault", "fedpriv.runs", "fedpriv.reports", "fedpriv.audit")),
         ("fedpriv/adapters", ("fedpriv.training", "fedpriv.data", "fedpriv.accounting")),
         ("fedpriv/runs", ("fedpriv.reports", "fedpriv.training.workbench")),
         ("fedpriv/dedup", ("fedpriv.data", "fedpriv.reports", "fedpriv.vault.guard", "fedpriv.training.workbench")),
@@ -111,6 +123,26 @@ def test_nothing_outside_the_tests_imports_them():
     for package in ("fedpriv", "clients", "server", "simulations"):
         for file, names in imported_by(package).items():
             assert not [name for name in names if name == "tests" or name.startswith("tests.")], file
+
+
+# Registries, and what lists the rooms of the library.
+NAMES_EVERY_MECHANISM = {
+    "fedpriv/__init__.py",
+    "fedpriv/accounting/events.py",
+    "fedpriv/cli/main.py",
+    "fedpriv/mechanisms/registry.py",
+}
+
+
+# Gaussian noise is the default, and many a formula is about it by name.
+@pytest.mark.parametrize("mechanism", sorted(set(MECHANISMS) - {"gaussian"}))
+def test_a_mechanism_is_named_in_its_own_files_and_the_registries_alone(mechanism):
+    named = re.compile(rf"(?<![a-z]){mechanism}", re.IGNORECASE)
+    for package in ("fedpriv", "clients", "server", "simulations/engines", "simulations/sweeps"):
+        for path in (ROOT / package).rglob("*.py"):
+            file = path.relative_to(ROOT)
+            if mechanism not in {part.removesuffix(".py") for part in file.parts} and named.search(path.read_text()):
+                assert str(file) in NAMES_EVERY_MECHANISM, file
 
 
 def test_nothing_imports_the_command_line():
