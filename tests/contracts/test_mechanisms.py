@@ -28,8 +28,8 @@ from fedpriv.mechanisms.sources import SecureSource, SeededSource
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.workbench import workbench
 from fedpriv.vault import guard
-from server.coordinator import LogObserver
 from server.noise import calibrated
+from server.observer import LogObserver
 from simulations.engines import federation
 from tests.contracts.laplace import Laplace, SubsampledLaplace
 
