@@ -49,9 +49,9 @@ def prepare(message: Message, context: Context) -> UpdateTask:
     index = index_of(config, client)
     data, size = _records(config, bench, index), _size(config, bench, index)
     key, spec, broadcast = _request(message, client, bench.initial)
-    data_set = guard.registered(policy, str(client), size)
+    data_set = guard.registered_data_set(policy, str(client), size)
     num_registered = data_set.num_records if data_set else size
-    guard.check(spec, policy, noise_source=config.noise_source, num_registered=num_registered)
+    guard.check_instruction(spec, policy, noise_source=config.noise_source, num_registered=num_registered)
     sampler = PoissonSampler(
         num_registered=num_registered,
         expected_batch_size=spec.batch_size,
@@ -132,7 +132,7 @@ def register(message: Message, context: Context) -> Message:
         return Message(Error(protocol.REFUSED, str(error)), reply_to=message)
     index, policy, node = index_of(config, client), policy_of(config, context, client), context.node_config
     records, size = bench.data.clients[index], _size(config, bench, index)
-    data_set = guard.registered(policy, str(client), size)
+    data_set = guard.registered_data_set(policy, str(client), size)
     if data_set is not None:
         guard.log_content(policy, data_set, repr(records).encode(), size)
     registration = protocol.Registration(
@@ -188,7 +188,7 @@ def _settled(message: Message, context: Context, update: ClientUpdate) -> bytes:
     release = Release(round=key.round, event=update.event, num_records=update.num_records, silent=silent)
     content = protocol.pack_reply(release, arrays)
     policy = policy_of(config, context, client)
-    return content if policy.ledger is None else guard.settle(policy, key, update.event, content)
+    return content if policy.ledger is None else guard.store_reply(policy, key, update.event, content)
 
 
 def _is_irrelevant(adapter: Adapter, broadcast: Broadcast, spec: UpdateSpec, round_: int) -> bool:

@@ -25,7 +25,7 @@ def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callabl
 
     Args:
         package: its `__name__`.
-        file: its `__file__`. No export may bear the name of another of the package's modules, which would hide it.
+        file: its `__file__`. No export may share its name with another module of the package, which would hide it.
     """
     origins = _listed_imports(Path(file).read_text(encoding="utf-8"))
 

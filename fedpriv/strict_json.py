@@ -1,4 +1,4 @@
-"""JSON as its standard has it: without NaN and infinities, which Python's `json` writes by default."""
+"""Standard JSON: without the NaN and infinities that Python's `json` writes by default."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def dumps(value: Any, *, indent: int | None = None) -> str:
 
     Args:
         value: what `json.dumps` takes.
-        indent: spaces of each level; None writes a single line.
+        indent: spaces per level; None writes a single line.
 
     Raises:
         TypeError: the value holds something that JSON cannot express.

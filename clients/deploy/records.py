@@ -36,6 +36,6 @@ def register(node: Node) -> DataSet:
     from fedpriv.vault import guard  # slow to import
 
     policy = guard.NodePolicy(ledger=node.ledger, budget_epsilon=node.budget_epsilon, delta=node.delta)
-    data_set = guard.registered(policy, str(node.partition_id), num_records(node))
+    data_set = guard.registered_data_set(policy, str(node.partition_id), num_records(node))
     assert data_set is not None, "a node with a ledger registers its data"
     return data_set

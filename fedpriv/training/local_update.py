@@ -1,4 +1,4 @@
-"""What a local update is, and the seam behind which engines differ; `stacked.py` carries it out."""
+"""What a local update takes and returns, the same for every engine; `stacked.py` computes it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training.sampling import PoissonSampler
 
 OPTIMIZERS = ("sgd", "adamw")
-# Values that a trained tensor takes while it is trained: any, or three around its start.
+# Values that a tensor may take in training: any, or three around its initial one.
 QUANTIZATIONS = ("none", "ternary")
 
 
@@ -38,13 +38,13 @@ class UpdateSpec:
         weight_decay: >= 0, for `adamw`.
         clipping: the clipping rule.
         clip_norm: C > 0, gradient units.
-        noise_multiplier: z >= 0, noise over clip norm; what the mechanism's noise is multiplied by.
-        noise_on: `gradients`, each step's noised sum; or `upload`, plain steps and noise on the clipped update, where
-            `clip_norm` is S, in units of the parameters.
-        codec: how the upload is written.
-        quantization: `none`, or `ternary`, where broadcast and upload are ternary differences to the run's start.
+        noise_multiplier: z >= 0, noise relative to the clip norm; it scales the mechanism's noise.
+        noise_on: `gradients` noises the sum of every step; `upload` trains without noise and noises the clipped
+            update, where `clip_norm` is S, in units of the parameters.
+        codec: how the upload is encoded.
+        quantization: `none`, or `ternary`, where broadcast and upload are ternary differences from the run's start.
         relevance_threshold: v_0 in [0, 1]; with 0 every client uploads.
-        mechanism: of the noise, by its name in `MECHANISMS`.
+        mechanism: name of the noise mechanism in `MECHANISMS`.
         mechanism_parameters: as the mechanism reads them; empty for one that takes none.
     """
 
@@ -79,7 +79,7 @@ class UpdateSpec:
 
     @property
     def broadcast_codec(self) -> str:
-        """How the server writes what a client starts from."""
+        """The codec of the adapter that a client starts from."""
         return "ternary" if self.quantization == "ternary" else "float32"
 
 
@@ -90,10 +90,10 @@ class UpdateTask:
     Attributes:
         adapter: the broadcast adapter, float32.
         data: the client's records.
-        spec: what to do.
-        round: which round of the run this is, from 1.
-        sampler: draws the batches, and knows its probability.
-        noise: where the release noise comes from.
+        spec: how to compute it.
+        round: the run's round, from 1.
+        sampler: draws the batches, and knows its sampling probability.
+        noise: source of the release noise.
         merged: what aggregation has added to the frozen weights.
     """
 
@@ -127,12 +127,12 @@ Execute = Callable[[Sequence[UpdateTask]], list[ClientUpdate | Exception]]
 def noise_request(
     spec: UpdateSpec, sampling_probabilities: Sequence[float], dimension: int, num_parts: int
 ) -> NoiseRequest:
-    """One release by a specification: of a step's sums, or of the update where the noise is on the upload.
+    """One release under a specification: of a step's sums or, with noise on the upload, of the update.
 
     Args:
         spec: of the update.
         sampling_probabilities: [clients], q in [0, 1], of a step.
-        dimension: values of a client's adapter.
+        dimension: number of values in a client's adapter.
         num_parts: how many parts the clipping rule clips.
 
     Raises:
@@ -151,15 +151,15 @@ def noise_request(
 
 
 def planned_event(spec: UpdateSpec, sampling_probability: float, adapter: Mapping[str, Tensor]) -> Event:
-    """The event that a local update by this specification returns, for charging it before anything is computed.
+    """The event that a local update under this specification returns, so that it can be charged in advance.
 
     Args:
         spec: of the update.
         sampling_probability: q in [0, 1].
-        adapter: all trainable tensors; how many values they have is part of what some noise costs.
+        adapter: all trainable tensors; the cost of some mechanisms depends on their number of values.
 
     Raises:
-        ValueError: the clipping rule or the mechanism is unknown, or its parameters make no sense.
+        ValueError: the clipping rule or the mechanism is unknown, or its parameters are invalid.
     """
     dimension = sum(tensor.numel() for tensor in adapter.values())
     num_parts = len(clipping_parts(spec.clipping, adapter))

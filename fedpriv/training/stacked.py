@@ -1,8 +1,8 @@
 """Local updates (DP-LoRA, Liu et al., Algorithm 1) of one client, or of many in one pass of the frozen base.
 
-The adapters of K clients are the rows of one matrix [K, values]. Each step runs the records that all of them drew
-through the base together, every record with its own client's adapter; gradients, clipping and sums are per record and
-client, noise comes from each client's own source, and the optimizer steps all rows at once.
+The adapters of K clients are the rows of one matrix [K, values]. In each step, the records that all of them sampled
+pass through the base together, every record with its own client's adapter. Gradients are computed and clipped per
+record and summed per client, noise comes from each client's own source, and the optimizer steps all rows at once.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 from fedpriv.training.weights import trained_weights
 
-# Floats held for each value of an adapter and client: start, parameter, gradient, two of AdamW, and what a step needs.
-_COPIES = 8
+# Floats kept per client and adapter value: start, parameter, gradient, AdamW's two moments, and what a step needs.
+_FLOATS_PER_VALUE = 8
 
 
 def local_update(model: TrainingModel, task: UpdateTask) -> ClientUpdate:
-    """`stacked_updates` of one client."""
+    """`stacked_updates` for a single client."""
     return stacked_updates(model, [task])[0]
 
 
@@ -41,17 +41,17 @@ def stacked_updates(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[C
 
     With noise on the gradients, each step of a client is: Poisson sample, per-sample gradients of all trainable
     tensors, clipping by the rule, sum, noise, division by the expected batch size, optimizer step. An empty
-    sample counts as a zero gradient. With noise on the upload, the steps are plain and the whole update is clipped and
-    noised. A client's result depends on the others by rounding alone.
+    sample counts as a zero gradient. With noise on the upload, the steps add no noise, and the whole update is clipped
+    and noised. The other clients affect a client's result through rounding alone.
 
-    Guarantee: (epsilon, delta)-DP of every client's update by its event, for the event's unit.
+    Guarantee: every client's update is (epsilon, delta)-DP at the cost of its event, for the event's unit.
 
     Args:
-        model: whose frozen base and trainable layers are used; its own adapter stays as it is.
-        tasks: at least one, all with one specification, one shape of adapter and one merged base.
+        model: supplies the frozen base and the trainable layers; its own adapter is left unchanged.
+        tasks: at least one, all with the same specification, adapter shapes and merged base.
 
     Raises:
-        ValueError: the specifications or shapes differ, or a task does not fit the model.
+        ValueError: the specifications, shapes or merged bases differ, or a task does not fit the model.
     """
     clients = _Clients.of(model, tasks)
     model.merge(tasks[0].merged)
@@ -63,18 +63,18 @@ def stacked_updates(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[C
         if on_upload:
             gradients = _plain_gradients(clients, weights.values())
         else:
-            gradients, of_step = _private_gradients(clients, weights.values())
-            for collected, event in zip(events, of_step, strict=True):
+            gradients, step_events = _private_gradients(clients, weights.values())
+            for collected, event in zip(events, step_events, strict=True):
                 collected.append(event)
         weights.step(gradients)
     trained = weights.values()
     if on_upload:
-        trained, of_upload = _noised_uploads(clients, trained)
-        events = [[event] for event in of_upload]
+        trained, upload_events = _noised_uploads(clients, trained)
+        events = [[event] for event in upload_events]
     return [
         ClientUpdate(
             adapter=clients.layout.unflatten_one(row),
-            event=_charged(collected, plan),
+            event=_charged_event(collected, plan),
             num_records=task.sampler.num_registered,
         )
         for row, collected, plan, task in zip(trained.cpu(), events, planned, tasks, strict=True)
@@ -82,7 +82,7 @@ def stacked_updates(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[C
 
 
 def execute_one_by_one(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[ClientUpdate | Exception]:
-    """Run the tasks in turn; a failing one is its exception, and the others go on."""
+    """Run the tasks in turn; one that fails yields its exception, and the others go on."""
     results: list[ClientUpdate | Exception] = []
     for task in tasks:
         try:
@@ -93,32 +93,32 @@ def execute_one_by_one(model: TrainingModel, tasks: Sequence[UpdateTask]) -> lis
 
 
 def execute_stacked(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[ClientUpdate | Exception]:
-    """Run the tasks side by side, as many at once as the model's memory limit takes; a failing one is its exception.
+    """Run the tasks together, as many at once as the model's memory limit allows; one that fails yields its exception.
 
-    A stack with a failing client is run again one by one: nothing of it was released, and noise is drawn anew.
+    If a client fails, its stack runs again one by one: nothing was released from it, and noise is drawn anew.
     """
     results: dict[int, ClientUpdate | Exception] = {}
-    alike: defaultdict[Hashable, list[int]] = defaultdict(list)
-    for place, task in enumerate(tasks):
-        alike[task.spec, tuple(tensor.shape for tensor in task.adapter.values())].append(place)
+    stackable: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for index, task in enumerate(tasks):
+        stackable[task.spec, tuple(tensor.shape for tensor in task.adapter.values())].append(index)
     at_once = clients_at_once(model)
-    for places in alike.values():
-        for begin in range(0, len(places), at_once):
-            stack = places[begin : begin + at_once]
-            results.update(zip(stack, _one_stack(model, [tasks[place] for place in stack]), strict=True))
-    return [results[place] for place in range(len(tasks))]
+    for indices in stackable.values():
+        for begin in range(0, len(indices), at_once):
+            stack = indices[begin : begin + at_once]
+            results.update(zip(stack, _one_stack(model, [tasks[index] for index in stack]), strict=True))
+    return [results[index] for index in range(len(tasks))]
 
 
 def clients_at_once(model: TrainingModel) -> int:
-    """How many clients' adapters, with what a step makes of them, the model's memory limit holds; at least 1."""
+    """How many clients' adapters, with a step's gradients and optimizer state, fit the memory limit; at least 1."""
     num_values = sum(parameter.numel() for parameter in model.parameters.values())
-    return max(1, model.memory_limit // (4 * _COPIES * num_values))
+    return max(1, model.memory_limit // (4 * _FLOATS_PER_VALUE * num_values))
 
 
 def _one_stack(model: TrainingModel, tasks: Sequence[UpdateTask]) -> Sequence[ClientUpdate | Exception]:
     try:
         return stacked_updates(model, tasks)
-    except Exception:  # which client's it is, only its own run tells
+    except Exception:  # only separate runs tell which client failed
         return execute_one_by_one(model, tasks)
 
 
@@ -128,9 +128,9 @@ class _Clients:
 
     Attributes:
         model, tasks: as given.
-        spec: of all tasks.
-        layout: of an adapter.
-        broadcast: [clients, values], the adapters that they start from.
+        spec: the tasks' common specification.
+        layout: of an adapter's values in a row.
+        broadcast: [clients, values], the adapters that the clients start from.
     """
 
     model: TrainingModel
@@ -143,9 +143,9 @@ class _Clients:
     def of(model: TrainingModel, tasks: Sequence[UpdateTask]) -> _Clients:
         spec = tasks[0].spec
         if any(task.spec != spec for task in tasks):
-            raise ValueError("tasks: those of one stack must have one specification")
+            raise ValueError("tasks: all of one stack must have the same specification")
         if any(not same_merged(task.merged, tasks[0].merged) for task in tasks):
-            raise ValueError("tasks: those of one stack must have one merged base")
+            raise ValueError("tasks: all of one stack must have the same merged base")
         shapes = {name: tensor.shape for name, tensor in tasks[0].adapter.items()}
         model.check(shapes)
         layout = Layout.of(shapes, clipping_parts(spec.clipping, shapes))
@@ -153,8 +153,8 @@ class _Clients:
         return _Clients(model=model, tasks=tasks, spec=spec, layout=layout, broadcast=broadcast)
 
 
-def _charged(events: Sequence[Event], planned: Event) -> Event:
-    """The events of an update as one, which must be what was planned and charged."""
+def _charged_event(events: Sequence[Event], planned: Event) -> Event:
+    """The update's events as one, which must equal the event that was planned and charged."""
     (event,) = group(events)
     if event != planned:
         raise RuntimeError(f"the update cost {event}, but {planned} was planned and charged")
@@ -162,7 +162,7 @@ def _charged(events: Sequence[Event], planned: Event) -> Event:
 
 
 def _plain_gradients(clients: _Clients, parameters: Tensor) -> Tensor:
-    """The gradients of one step without clipping or noise; what they reveal, the noise on the upload hides."""
+    """[clients, values] The gradients of one step without clipping or noise; the noise on the upload protects them."""
     totals = torch.zeros_like(parameters)
     for rows, owners in _gradient_rows(clients, parameters, _drawn(clients)):
         add_finite(totals, rows, owners)
@@ -181,7 +181,7 @@ def _noised_uploads(clients: _Clients, trained: Tensor) -> tuple[Tensor, Sequenc
 
 
 def _private_gradients(clients: _Clients, parameters: Tensor) -> tuple[Tensor, Sequence[Event]]:
-    """The noised gradients of one step, [clients, values], and the events that pay for them."""
+    """[clients, values] The noised gradients of one step, and the events that pay for them."""
     spec, parts, batch_rule = clients.spec, clients.layout.parts, clients.spec.clipping == "batch"
     drawn = _drawn(clients)
     totals = torch.zeros_like(parameters)
@@ -191,7 +191,7 @@ def _private_gradients(clients: _Clients, parameters: Tensor) -> tuple[Tensor, S
         else:
             add_clipped(totals, rows, owners, spec.clip_norm, parts)
     if batch_rule:
-        # Algorithm 1 to the letter: the realised batch's mean is clipped, and its noise is not divided by B.
+        # Algorithm 1 to the letter: the mean over the realised batch is clipped, and its noise is not divided by B.
         sizes = torch.tensor([max(len(indices), 1) for indices in drawn], device=totals.device)
         totals = clipped_rows(totals / sizes.unsqueeze(1), spec.clip_norm, parts)
     noised, events = _noised(clients, totals)
@@ -199,7 +199,7 @@ def _private_gradients(clients: _Clients, parameters: Tensor) -> tuple[Tensor, S
 
 
 def _noised(clients: _Clients, sums: Tensor) -> tuple[Tensor, Sequence[Event]]:
-    """The sums with the specification's noise, and the events that pay for it."""
+    """The sums with the specified noise, and the events that pay for it."""
     spec, layout = clients.spec, clients.layout
     probabilities = [task.sampler.sampling_probability for task in clients.tasks]
     request = noise_request(spec, probabilities, layout.size, len(layout.parts))
@@ -214,25 +214,25 @@ def _drawn(clients: _Clients) -> list[list[int]]:
 def _gradient_rows(
     clients: _Clients, parameters: Tensor, drawn: Sequence[Sequence[int]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Per-sample gradients [records, values] of the drawn records with their owners, a physical batch at a time."""
+    """[records, values] Per-sample gradients of the drawn records, and each record's client, by physical batch."""
     model, layout = clients.model, clients.layout
     by_name = layout.unflatten(parameters)
     stacked = {module: by_name[name] for module, name in model.adapter_names.items()}
     for cached in (True, False):
-        who = [k for k, task in enumerate(clients.tasks) if _pays_to_cache(task) == cached]
-        items: list[Item] = [(clients.tasks[k].data, index) for k in who for index in drawn[k]]
-        owners = torch.tensor([k for k in who for _ in drawn[k]], dtype=torch.int64, device=parameters.device)
-        for places in model.physical_batches(items):
-            piece = [items[place] for place in places]
+        selected = [k for k, task in enumerate(clients.tasks) if _caching_pays_off(task) == cached]
+        items: list[Item] = [(clients.tasks[k].data, index) for k in selected for index in drawn[k]]
+        owners = torch.tensor([k for k in selected for _ in drawn[k]], dtype=torch.int64, device=parameters.device)
+        for positions in model.physical_batches(items):
+            batch = [items[position] for position in positions]
 
-            def losses(piece: list[Item] = piece, cached: bool = cached) -> Tensor:
-                return losses_and_hits(*model.logits(piece, cached=cached))[0]
+            def losses(batch: list[Item] = batch, cached: bool = cached) -> Tensor:
+                return losses_and_hits(*model.logits(batch, cached=cached))[0]
 
-            stack = Stack(parameters=stacked, owners=owners[places])
+            stack = Stack(parameters=stacked, owners=owners[positions])
             gradients, _ = per_sample_gradients(model.layers, losses, stack)
             yield layout.flatten({model.adapter_names[name]: g for name, g in gradients.items()}), stack.owners
 
 
-def _pays_to_cache(task: UpdateTask) -> bool:
-    """Whether a record is drawn at least once in the run, on average: below that the prefix cache cannot pay."""
+def _caching_pays_off(task: UpdateTask) -> bool:
+    """Whether the run draws a record at least once on average; if not, the prefix cache cannot pay off."""
     return task.spec.num_rounds * task.spec.local_steps * task.sampler.sampling_probability >= 1

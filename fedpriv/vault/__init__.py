@@ -11,7 +11,7 @@ An instruction with less noise than the holder allows is refused before anything
 ...     check_limits(UpdateSpec.of(RunConfig()), event, 1, Limits())
 ... except RefusedError as refusal:
 ...     print(refusal)
-noise_multiplier: its effective value 0.1 is below this node's 0.3
+noise_multiplier: its effective value 0.1 is below this node's minimum 0.3
 """
 
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fedpriv.vault.guard import NodePolicy as NodePolicy
     from fedpriv.vault.guard import RefusedError as RefusedError
     from fedpriv.vault.guard import RetiredError as RetiredError
-    from fedpriv.vault.guard import check as check
+    from fedpriv.vault.guard import check_instruction as check_instruction
     from fedpriv.vault.guard import check_limits as check_limits
     from fedpriv.vault.policy import Limits as Limits
 else:

@@ -25,22 +25,22 @@ log = logging.getLogger(__name__)
 
 
 class RefusedError(Exception):
-    """The guard refuses; nothing was computed. Its text holds public values only, so it may be sent."""
+    """The guard refused before anything was computed; the message holds public values only, so it may be sent."""
 
 
 class RetiredError(RefusedError):
-    """The guard refuses because the budget of the data is spent; it will refuse every later request as well."""
+    """The guard refused because the data's budget is spent; it will refuse every later request too."""
 
 
 class AlreadyReleasedError(Exception):
-    """The request was answered before: the stored reply goes out again, and nothing is computed.
+    """The request was answered before: the stored reply is sent again, and nothing is computed.
 
     Args:
         content: the stored reply.
     """
 
     def __init__(self, content: bytes) -> None:
-        super().__init__("answered before; the stored reply is sent again")
+        super().__init__("already answered; the stored reply is sent again")
         self.content = content
 
 
@@ -51,14 +51,14 @@ class NodePolicy:
     Attributes:
         allow_not_private: the holder agrees to releases that no epsilon covers, because its data are public or
             the whole federation is its own simulation.
-        ledger: where the node keeps its own account; None only where `allow_unrecorded`.
+        ledger: the node's own ledger; None is allowed only with `allow_unrecorded`.
         allow_unrecorded: the holder agrees to releases that only the coordinator's ledger records.
-        budget_epsilon: what all runs on the data may cost together, against the server; None sets no bound.
-        delta: for the budget; None is 1/(10 N_k), at most 1e-5.
-        limits: what an instruction may ask for; None lets pass whatever makes sense.
+        budget_epsilon: the most that all runs on the data may cost together, on the `local` view; None sets no bound.
+        delta: of the budget, in (0, 1); None means 1/(10 N_k), at most 1e-5.
+        limits: what an instruction may ask for; None allows every valid instruction.
 
     Raises:
-        InputError, ValueError: a budget or delta that bounds nothing.
+        InputError, ValueError: the budget or delta is out of range.
     """
 
     allow_not_private: bool = False
@@ -75,7 +75,7 @@ class NodePolicy:
             check_delta(self.delta)
 
 
-def check(spec: UpdateSpec, policy: NodePolicy, *, noise_source: str, num_registered: int) -> None:
+def check_instruction(spec: UpdateSpec, policy: NodePolicy, *, noise_source: str, num_registered: int) -> None:
     """Refuse an instruction that would not protect the holder's records.
 
     Raises:
@@ -115,7 +115,7 @@ def check(spec: UpdateSpec, policy: NodePolicy, *, noise_source: str, num_regist
     if spec.noise_multiplier == 0:
         raise RefusedError("noise_multiplier = 0: this node releases nothing without noise")
     if caveat := MECHANISMS[spec.mechanism].caveat(spec.mechanism_parameters):
-        raise RefusedError(f"mechanism_parameters: this is no privacy guarantee ({caveat}); this node needs one")
+        raise RefusedError(f"mechanism_parameters: their cost is no privacy guarantee ({caveat}); this node needs one")
     if noise_source != "secure":
         raise RefusedError(f"noise source = {noise_source}: this node releases nothing with seeded noise")
 
@@ -131,10 +131,10 @@ def check_limits(spec: UpdateSpec, event: Event, round_: int, limits: Limits | N
     """Refuse an instruction that is less private than the data holder agreed to.
 
     Args:
-        spec: of the update.
+        spec: the update that the coordinator asks for.
         event: what it would cost.
-        round_: of the run.
-        limits: of the node; None refuses nothing.
+        round_: the run's round, from 1.
+        limits: of the node; None checks the round alone.
 
     Raises:
         RefusedError: one line with the name, the value and the limit.
@@ -145,37 +145,39 @@ def check_limits(spec: UpdateSpec, event: Event, round_: int, limits: Limits | N
         return
     noise, probability = event.effective_noise_multiplier, event.sampling_probability
     if noise < limits.min_effective_noise_multiplier:
-        least = limits.min_effective_noise_multiplier
-        raise RefusedError(f"noise_multiplier: its effective value {noise:g} is below this node's {least:g}")
+        minimum = limits.min_effective_noise_multiplier
+        raise RefusedError(f"noise_multiplier: its effective value {noise:g} is below this node's minimum {minimum:g}")
     if event.unit == "record" and probability > limits.max_sampling_probability:
-        most = limits.max_sampling_probability
-        raise RefusedError(f"batch_size: its sampling probability {probability:g} is above this node's {most:g}")
-    for name, asked, most in (
+        maximum = limits.max_sampling_probability
+        raise RefusedError(
+            f"batch_size: its sampling probability {probability:g} is above this node's maximum {maximum:g}"
+        )
+    for name, value, maximum in (
         ("local_steps", spec.local_steps, limits.max_local_steps),
         ("num_rounds", spec.num_rounds, limits.max_rounds),
         ("clip_norm", spec.clip_norm, limits.max_clip_norm),
     ):
-        if asked > most:
-            raise RefusedError(f"{name} = {asked:g}: is above this node's {most:g}")
+        if value > maximum:
+            raise RefusedError(f"{name} = {value:g}: above this node's maximum {maximum:g}")
 
 
 def check_run(*, public: bool, simulate: bool, comparison: bool, noise_multiplier: float) -> None:
-    """Refuse a run whose configuration asks for releases without noise on data that are not public.
+    """Refuse a run that would release something without noise from data that are not public.
 
     Raises:
         InputError: one line with the key, the value and what would be right.
     """
     if public or simulate:
         return
-    remedy = "only for public data (public_data = true) or a run marked simulate = true"
+    remedy = "allowed only on public data (public_data = true) or in a run marked simulate = true"
     if noise_multiplier == 0:
         raise InputError(f"noise_multiplier = 0: {remedy}")
     if comparison:
-        raise InputError(f"comparison = true: it runs without noise, {remedy}")
+        raise InputError(f"comparison = true: a run without noise is {remedy}")
 
 
 def request_digest(broadcast: Broadcast, spec: UpdateSpec) -> str:
-    """SHA-256, in hex, of everything that an upload depends on beside data, noise and the key's other parts."""
+    """SHA-256, in hex, of all that an upload depends on, except the data, the noise and the key's other parts."""
     digest = hashlib.sha256(repr(sorted(asdict(spec).items())).encode())
     for part, tensors in broadcast.tensors().items():
         for name, tensor in sorted(tensors.items()):
@@ -184,10 +186,10 @@ def request_digest(broadcast: Broadcast, spec: UpdateSpec) -> str:
     return digest.hexdigest()
 
 
-def registered(policy: NodePolicy, client: str, num_records: int) -> DataSet | None:
-    """The client's data set in the node's own ledger, registered on first use; None where the node keeps none.
+def registered_data_set(policy: NodePolicy, client: str, num_records: int) -> DataSet | None:
+    """The client's data set in the node's own ledger, registered on first use; None if the node keeps no ledger.
 
-    N_k stays what it was when the data set was registered, whatever the file holds by now.
+    N_k stays as it was registered, however many records the client has now.
 
     Raises:
         LedgerError: the ledger cannot be used.
@@ -199,56 +201,58 @@ def registered(policy: NodePolicy, client: str, num_records: int) -> DataSet | N
 
 
 def log_content(policy: NodePolicy, data_set: DataSet, content: bytes, num_records: int) -> None:
-    """Note in the node's own ledger and log that the records changed, which resets nothing."""
+    """Note in the node's own ledger and in its log that the records changed; this resets no spending."""
     if policy.ledger is None:
         return
     with Ledger(policy.ledger) as ledger:
         if ledger.log_content(data_set, content):
-            log.warning("the records of %s changed; what was spent on them stays spent", data_set.id)
+            log.warning("the records of %s changed; what was spent on them remains spent", data_set.id)
     if num_records != data_set.num_records:
-        log.warning("%s records are there, %s are registered and stay so", num_records, data_set.num_records)
+        log.warning("found %s records; the registered number, %s, stays in force", num_records, data_set.num_records)
 
 
 def charge(policy: NodePolicy, key: Key, event: Event, data_set: DataSet | None, *, noise_source: str) -> None:
-    """Charge a release to the node's own ledger, durably, before anything is computed, where it keeps one.
+    """Charge a release to the node's own ledger, if it keeps one, durably and before anything is computed.
 
-    A release without noise, which `check` lets pass on public data and in simulations only, is nothing that a ledger
-    could bound, and is not recorded.
+    A release without noise, which `check_instruction` allows only on public data and in simulations, is not recorded,
+    since no ledger can bound its cost.
 
     Raises:
         AlreadyReleasedError: the same request was answered before.
-        RetiredError: the budget does not allow it.
-        RefusedError: the same request was answered before, and the reply is no longer kept; or the unit of the
-            release differs from what was released on these data.
+        RetiredError: the budget does not allow the release.
+        RefusedError: the same request was answered before, but the reply is no longer kept; or earlier releases of
+            these data have another unit.
         LedgerError: the ledger cannot be used.
     """
     if policy.ledger is None or data_set is None or not event.is_noised:
         return
-    # What the round's other clients add is not known here: the node's own account is the `local` view.
-    asked = Charge(key=key, data_set=data_set.id, release=Release(event=event, rho_bar=1.0), noise_source=noise_source)
+    # A node does not know the noise of the round's other clients, so its own ledger keeps the `local` view.
+    release = Release(event=event, rho_bar=1.0)
+    new_charge = Charge(key=key, data_set=data_set.id, release=release, noise_source=noise_source)
     with Ledger(policy.ledger) as ledger:
         phase = ledger.phase(key)
         if phase == RELEASED:
             if (content := ledger.stored(key)) is None:
-                raise RefusedError(f"round {key.round}: was answered before, and its reply is no longer kept")
+                raise RefusedError(f"round {key.round}: already answered, and the reply is no longer kept")
             raise AlreadyReleasedError(content)
-        if phase == CHARGED:  # a crash before the reply was stored: nothing was released for this charge
+        if phase == CHARGED:  # a crash came before the reply was stored: nothing was released for this charge
             return
-        history = [release.event for release in ledger.releases(data_set.id)]
+        history = [earlier.event for earlier in ledger.releases(data_set.id)]
         if any(earlier.unit != event.unit for earlier in history):
             raise RefusedError(
-                f"noise_on: earlier releases here have another unit than {event.unit}, and do not add up"
+                f"noise_on: its unit is the {event.unit}; earlier releases of these data have another, "
+                "and the two do not compose"
             )
         budget = policy.budget_epsilon
         if budget is not None and not stays_within([*history, event], data_set.delta, budget):
             cost = spent(history, data_set.delta).epsilon
-            log.warning("round %s would pass the budget: %.4f of %s is spent", key.round, cost, budget)
-            raise RetiredError("budget_epsilon: another round would pass this node's budget")
-        ledger.charge([asked])
+            log.warning("round %s would exceed the budget: %.4f of %s is spent", key.round, cost, budget)
+            raise RetiredError("budget_epsilon: another round would exceed this node's budget")
+        ledger.charge([new_charge])
 
 
-def settle(policy: NodePolicy, key: Key, event: Event, content: bytes) -> bytes:
-    """Store a reply before it is sent, and return what is to be sent: if one was stored before, that one.
+def store_reply(policy: NodePolicy, key: Key, event: Event, content: bytes) -> bytes:
+    """Store a reply before it is sent, and return the reply to send: an earlier one if one was stored.
 
     Raises:
         LedgerError: it cannot be stored, so it must not be sent.

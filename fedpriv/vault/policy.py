@@ -14,14 +14,14 @@ from fedpriv.errors import InputError
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class Limits:
-    """What a data holder lets a coordinator ask for; its node's policy file may say otherwise, key by key.
+    """What a data holder lets a coordinator ask for; the node's policy file overrides it key by key.
 
     Attributes:
-        min_effective_noise_multiplier: noise over the sensitivity that the clipping rule gives.
-        max_sampling_probability: q = B / N_k.
+        min_effective_noise_multiplier: noise relative to the sensitivity under the clipping rule.
+        max_sampling_probability: of q = B / N_k.
         max_local_steps: noisy steps in a round.
-        max_rounds: of a run.
-        max_clip_norm: C, beyond which nothing is clipped in earnest.
+        max_rounds: rounds in a run.
+        max_clip_norm: of C; a larger one would hardly clip anything.
     """
 
     min_effective_noise_multiplier: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.3
@@ -32,7 +32,7 @@ class Limits:
 
     @staticmethod
     def read(path: Path) -> Limits:
-        """The limits of a policy file: TOML with some of these keys, the others at their defaults.
+        """The limits in a policy file: TOML with any of these keys; the others keep their defaults.
 
         Raises:
             InputError: one line that names the file, and the key and value that are wrong.

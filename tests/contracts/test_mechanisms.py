@@ -289,7 +289,9 @@ def test_an_unknown_mechanism_is_refused_by_config_and_guard():
         parse({"mechanism": "quantum"})
     spec = dataclasses.replace(UpdateSpec.of(parse({})), mechanism="quantum")
     with pytest.raises(guard.RefusedError, match="mechanism = 'quantum': must be one of"):
-        guard.check(spec, guard.NodePolicy(allow_unrecorded=True), noise_source="secure", num_registered=100)
+        guard.check_instruction(
+            spec, guard.NodePolicy(allow_unrecorded=True), noise_source="secure", num_registered=100
+        )
 
 
 def test_a_node_limits_every_mechanism_by_its_effective_noise(name):

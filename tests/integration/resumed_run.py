@@ -48,7 +48,7 @@ WHOLE_RUN = "the whole run"
 PHASES = {
     "charging": [(Books, "charge"), (guard, "charge")],
     "computing": [(federation, "execute_one_by_one"), (federation, "execute_stacked")],
-    "storing the reply": [(guard, "settle")],
+    "storing the reply": [(guard, "store_reply")],
     "aggregating": [(RuleStrategy, "_close_round")],
     "writing tables": [(RunWriter, "add"), (RunWriter, "_write_tables")],
     "writing the checkpoint": [(checkpoint, "write")],

@@ -136,9 +136,9 @@ OWN = guard.NodePolicy(allow_unrecorded=True)
     ],
 )
 def test_a_node_refuses_noise_that_protects_nothing(changes, message):
-    guard.check(SPEC, OWN, noise_source="secure", num_registered=100)
+    guard.check_instruction(SPEC, OWN, noise_source="secure", num_registered=100)
     with pytest.raises(guard.RefusedError, match=message):
-        guard.check(replace(SPEC, **changes), OWN, noise_source="secure", num_registered=100)
+        guard.check_instruction(replace(SPEC, **changes), OWN, noise_source="secure", num_registered=100)
 
 
 def test_a_node_limits_lmo_noise_by_its_gaussian_equal(small_run):

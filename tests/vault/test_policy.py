@@ -25,12 +25,12 @@ def check(limits: Limits | None = Limits(), *, probability=0.1, round_=1, **chan
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"noise_multiplier": 0.0}, "noise_multiplier: its effective value 0 is below this node's 0.3"),
+        ({"noise_multiplier": 0.0}, "noise_multiplier: its effective value 0 is below this node's minimum 0.3"),
         ({"noise_multiplier": 0.4, "clipping": "split"}, "effective value 0.282843 is below"),
-        ({"probability": 1.0}, "batch_size: its sampling probability 1 is above this node's 0.5"),
-        ({"local_steps": 300}, "local_steps = 300: is above this node's 100"),
-        ({"num_rounds": 10**6}, r"num_rounds = 1e\+06: is above this node's 1000"),
-        ({"clip_norm": 1e9}, r"clip_norm = 1e\+09: is above this node's 100"),
+        ({"probability": 1.0}, "batch_size: its sampling probability 1 is above this node's maximum 0.5"),
+        ({"local_steps": 300}, "local_steps = 300: above this node's maximum 100"),
+        ({"num_rounds": 10**6}, r"num_rounds = 1e\+06: above this node's maximum 1000"),
+        ({"clip_norm": 1e9}, r"clip_norm = 1e\+09: above this node's maximum 100"),
         ({"round_": 11}, r"round = 11: must lie in 1\.\.10"),
         ({"round_": 0}, r"round = 0: must lie in 1\.\.10"),
     ],
