@@ -1,4 +1,4 @@
-"""The configuration of a run: one flat, frozen list of keys, the same in TOML, after `-c` and under `flwr run`."""
+"""The configuration of a run: one flat, frozen list of keys, the same in TOML, after `-c` and with `flwr run`."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ from fedpriv.errors import InputError
 from fedpriv.mechanisms.registry import MECHANISMS, with_present_keys
 
 EMBEDDED = "embedded"
-# Every node trains on what its own configuration names, and the server knows of it what is registered.
+# Every node trains on the data that its own configuration names; the server knows only what the node registers.
 ON_NODES = "on-nodes"
 
 Scalar = str | int | float | bool
 
-# Keys that say only where things are written, or where a run goes on.
-PLACES = ("out", "ledger", "node_keys", "resume")
+# Keys that only say where a run's files are. They do not affect its results, so its digest leaves them out.
+LOCATION_KEYS = ("out", "ledger", "node_keys", "resume")
 
 
 def _split(value: object) -> object:
-    """Flower's run configuration holds no lists: `a,b` stands for one there, or a JSON list where a comma is meant."""
+    """Flower's run configuration has no lists: `a,b` stands for one, or a JSON list if an item holds a comma."""
     if isinstance(value, str):
         if value.startswith("["):
             try:
                 return tuple(json.loads(value))
             except ValueError:
-                raise ValueError(f"{value}: starts like a JSON list but is none") from None
+                raise ValueError(f"{value}: starts like a JSON list but is not one") from None
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return value
 
 
-def _alone(value: object) -> object:
-    """One number stands for all clients."""
+def _one_for_all(value: object) -> object:
+    """A single number holds for all clients."""
     return (value,) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 def _none_if_empty(value: object) -> object:
-    """TOML has no null: the empty string stands for one."""
+    """TOML has no null, so the empty string stands for it."""
     return None if value == "" else value
 
 
 def _text_of_number(value: object) -> object:
-    """One layer's number is a number in TOML."""
+    """In TOML, the index of a single layer is a number."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _rule_by_any_name(value: object) -> object:
-    """Other libraries call the same clipping rules otherwise."""
+    """Other libraries have other names for the same clipping rules."""
     return clipping_rule(value) if isinstance(value, str) else value
 
 
@@ -65,14 +65,14 @@ Layers = Annotated[str, BeforeValidator(_text_of_number), Field(pattern=r"^(all|
 Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
 Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_split)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Budgets = Annotated[tuple[Positive, ...], BeforeValidator(_split), BeforeValidator(_alone)]
+Budgets = Annotated[tuple[Positive, ...], BeforeValidator(_split), BeforeValidator(_one_for_all)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class RunConfig:
-    """Everything that a run depends on but its data. docs/configuration.md explains each key.
+    """Everything that a run depends on, except its data. docs/configuration.md explains each key.
 
     Raises:
         pydantic.ValidationError: a value has the wrong type or is out of range; `parse` turns it into one line.
@@ -134,7 +134,7 @@ class RunConfig:
     colluding_clients: Annotated[int, Field(ge=0)] = 0
     delta: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, BeforeValidator(_none_if_empty)] = None
 
-    # the variants that a run leaves behind, and how the server stores them
+    # the variants that a run keeps, and how the server stores them
     variant_rounds: Sizes = ()
     variant_clients: bool = True
     dedup: Literal["", "drd", "dred", "greedy", "mcts", "dedup", "mistique"] = ""
@@ -175,7 +175,7 @@ class RunConfig:
         if self.audit:
             self._check_audit()
         if self.integral_epsilon is not None and self.uploads_hidden:
-            raise ValueError("integral_epsilon: compares single uploads, which uploads_hidden = true says nobody sees")
+            raise ValueError("integral_epsilon: compares single uploads; with uploads_hidden = true, nobody sees those")
         if max(self.variant_rounds, default=0) > self.rounds:
             raise ValueError(f"variant_rounds = {list(self.variant_rounds)}: the run has {self.rounds} rounds")
         if self.weight_decay > 0 and self.optimizer == "sgd":
@@ -183,10 +183,10 @@ class RunConfig:
         if self.client_ranks and self.aggregation != "flora":
             raise ValueError(
                 f"client_ranks = {list(self.client_ranks)}: aggregation = {self.aggregation} averages tensors of one "
-                "shape; clients of different rank need flora"
+                "shape; clients of different ranks need flora"
             )
         if self.aggregation == "t-fedavg" and self.upload_codec not in ("float32", "ternary"):
-            raise ValueError(f"upload_codec = {self.upload_codec}: t-fedavg sends ternary codes; leave it out")
+            raise ValueError(f"upload_codec = {self.upload_codec}: t-fedavg sends ternary codes; leave the key out")
         self._check_mechanism()
         if self.noise_on == "upload" and self.clipping != "joint":
             raise ValueError(
@@ -197,7 +197,7 @@ class RunConfig:
     def _check_audit(self) -> None:
         if self.data == ON_NODES:
             raise ValueError(
-                "audit: its canaries go into the clients' data, which are on their nodes; audit a simulation"
+                "audit: its canaries go into the clients' data, which are on their nodes; audit a simulation instead"
             )
         if self.aggregation in ("fedex-lora", "flora"):
             raise ValueError(f"audit: the global model of aggregation = {self.aggregation} is more than one adapter")
@@ -210,7 +210,7 @@ class RunConfig:
             raise ValueError(f"mechanism = {self.mechanism}: needs mechanism_parameters, {mechanism.parameters_hint}")
         if self.client_ranks and mechanism.cost_depends_on_dimension:
             raise ValueError(
-                f"client_ranks: the noise of mechanism = {self.mechanism} costs each number of values another epsilon; "
+                f"client_ranks: with mechanism = {self.mechanism}, epsilon depends on the adapter's number of values; "
                 "use gaussian"
             )
         if self.mechanism_parameters_are_a_file:
@@ -218,19 +218,19 @@ class RunConfig:
         mechanism.checked(self.mechanism_parameters, self.noise_multiplier)
         if self.caveat and (self.target_epsilon or self.budget_epsilon):
             raise ValueError(
-                f"mechanism_parameters: this is no privacy guarantee ({self.caveat}), so no target or budget of "
-                "epsilon holds by it"
+                f"mechanism_parameters: their cost is no privacy guarantee ({self.caveat}), so no target or budget of "
+                "epsilon can be kept"
             )
 
     @property
     def mechanism_parameters_are_a_file(self) -> bool:
         """Whether the mechanism's parameters are still to be read from a file."""
-        takes_some = bool(MECHANISMS[self.mechanism].parameters_hint)
-        return takes_some and not self.mechanism_parameters.lstrip().startswith("{")
+        takes_parameters = bool(MECHANISMS[self.mechanism].parameters_hint)
+        return takes_parameters and not self.mechanism_parameters.lstrip().startswith("{")
 
     @property
     def caveat(self) -> str:
-        """Why the run's epsilon is no privacy guarantee by its kind of accounting; empty where it is one."""
+        """Why the run's epsilon, as it is accounted for, is no privacy guarantee; empty if it is one."""
         return MECHANISMS[self.mechanism].caveat(self.mechanism_parameters)
 
     @property
@@ -239,7 +239,7 @@ class RunConfig:
         return self.public_data or self.data == EMBEDDED
 
     def budget_of(self, client: int) -> float | None:
-        """The budget of epsilon of a client, by partition id; None without one."""
+        """A client's budget of epsilon, by partition id; None if it has none."""
         if not self.budget_epsilon:
             return None
         return self.budget_epsilon[client if len(self.budget_epsilon) > 1 else 0]
@@ -250,21 +250,21 @@ class RunConfig:
 
     @property
     def compares(self) -> bool:
-        """Whether a comparison run follows; unless said, wherever releases without noise are allowed."""
+        """Whether a comparison run follows; by default, wherever releases without noise are allowed."""
         if self.noise_multiplier == 0:
             return False
         return self.comparison if self.comparison is not None else self.data_are_public or self.simulate
 
     @property
     def partition_rule(self) -> str:
-        """How records are shared out; `auto` is by the client column where one is named, else evenly at random."""
+        """How records are split among clients; `auto` means `natural` if a client column is set, else `iid`."""
         if self.partition != "auto":
             return self.partition
         return "natural" if self.client_column else "iid"
 
     @property
     def noise_source(self) -> str:
-        """`seeded` in a run marked `simulate`, else `secure`."""
+        """`seeded` in a run marked `simulate`, otherwise `secure`."""
         return "seeded" if self.simulate else "secure"
 
     @property
@@ -289,8 +289,8 @@ class RunConfig:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of every key but those that say only where things are."""
-        values = {key: value for key, value in asdict(self).items() if key not in PLACES}
+        """SHA-256, in hex, of all keys except `LOCATION_KEYS`."""
+        values = {key: value for key, value in asdict(self).items() if key not in LOCATION_KEYS}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
@@ -313,7 +313,7 @@ def parse(values: Mapping[str, Any]) -> RunConfig:
         return RunConfig(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        # A validator of ours names key and value itself; pydantic's messages need both put in front.
+        # Our own validators name key and value; pydantic's messages need both in front.
         message = first["msg"].removeprefix("Value error, ")
         if not first["loc"]:
             raise InputError(message) from None
@@ -325,7 +325,7 @@ def read(path: Path) -> dict[str, Any]:
     """The key-value pairs of a TOML file, not yet checked.
 
     Raises:
-        InputError: the file is missing or is no TOML.
+        InputError: the file is missing or is not TOML.
     """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -336,7 +336,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
-    """The values of `key=value` pairs as given after `-c`; a value is TOML where it can be, else text.
+    """The values of `key=value` pairs as given after `-c`; a value that is not TOML is text.
 
     Raises:
         InputError: a pair has no `=`.
@@ -355,19 +355,20 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
 
 def to_toml(config: RunConfig) -> str:
     """The resolved configuration as TOML; `parse` of it gives the same configuration."""
-    return tomli_w.dumps({key: list(v) if isinstance(v, tuple) else v for key, v in _present(config)})
+    return tomli_w.dumps({key: list(v) if isinstance(v, tuple) else v for key, v in _without_null(config)})
 
 
 def to_flower(config: RunConfig) -> dict[str, Scalar]:
     """The configuration as Flower's run configuration, which holds scalars only."""
-    return {key: _joined(v) if isinstance(v, tuple) else v for key, v in _present(config)}
+    return {key: _joined(v) if isinstance(v, tuple) else v for key, v in _without_null(config)}
 
 
 def _joined(values: tuple[Any, ...]) -> str:
-    """`a,b`, or a JSON list where that would be read as something else."""
+    """`a,b`, or a JSON list if `a,b` would be read as something else."""
     text = ",".join(map(str, values))
     return text if _split(text) == tuple(map(str, values)) else json.dumps(list(values))
 
 
-def _present(config: RunConfig) -> list[tuple[str, Any]]:
+def _without_null(config: RunConfig) -> list[tuple[str, Any]]:
+    """Keys and values, with the empty string for None."""
     return [(key, "" if value is None else value) for key, value in asdict(config).items()]

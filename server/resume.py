@@ -26,7 +26,7 @@ def check_configuration(config: RunConfig) -> None:
         return
     began = files.read_config(files.run_folder_of(Path(config.resume)))
     # With a target epsilon, the folder's file holds the calibrated noise multiplier, which is calibrated again.
-    free = {*configuration.PLACES, *(["noise_multiplier"] if began.target_epsilon else [])}
+    free = {*configuration.LOCATION_KEYS, *(["noise_multiplier"] if began.target_epsilon else [])}
     differing = [key for key in configuration.KEYS if getattr(began, key) != getattr(config, key)]
     if named := ", ".join(key for key in differing if key not in free):
         raise InputError(f"resume = {config.resume!r}: the run began with another configuration; {named} differ")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.aggregation.rules import RULES
-from fedpriv.config import KEYS, PLACES, RunConfig, parse, parse_overrides, read, to_flower, to_toml
+from fedpriv.config import KEYS, LOCATION_KEYS, RunConfig, parse, parse_overrides, read, to_flower, to_toml
 from fedpriv.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -281,7 +281,7 @@ OTHER |= {
 }
 
 
-@pytest.mark.parametrize("key", sorted(set(KEYS) - {*PLACES, "aggregation"}))
+@pytest.mark.parametrize("key", sorted(set(KEYS) - {*LOCATION_KEYS, "aggregation"}))
 def test_digest_depends_on_every_other_key_with_a_choice(key):
     base = RunConfig(optimizer="adamw", aggregation="cmfl" if key == "audit" else "flora")
     if key in ("mechanism", "mechanism_parameters"):
