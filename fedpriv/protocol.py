@@ -1,4 +1,4 @@
-"""What server and clients say to each other: plain scalars, and beside them tensors as named arrays."""
+"""Messages between server and clients: plain scalars, and tensors as named arrays."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedpriv.aggregation import cmfl as relevance
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training.local_update import UpdateSpec
 
-# Names of the records in a message. Arrays down are adapter, merged and signs, arrays up are the adapter.
+# Names of a message's records. The server sends the arrays adapter, merged and signs; a client sends adapter alone.
 ADAPTER = "adapter"
 MERGED = "merged"
 SIGNS = "signs"
@@ -40,10 +40,10 @@ RETIRED = 102
 
 VERSION = 5
 
-# Characters of what a node says of itself.
-_LONGEST = 200
+# The longest text, in characters, that a registration may hold.
+_MAX_TEXT_LENGTH = 200
 
-# What a node runs; releases from unequal ones are not mixed in a run.
+# What a node runs; all nodes of a run must run the same.
 SOFTWARE = f"fedpriv {fedpriv.__version__}"
 
 Arrays = Mapping[str, Mapping[str, Tensor]]
@@ -52,12 +52,12 @@ Arrays = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Broadcast:
-    """What a client gets to know of the global model.
+    """What a client learns of the global model.
 
     Attributes:
-        adapter: the tensors that it starts from.
+        adapter: the tensors that the client starts from.
         merged: what aggregation has added to the frozen weights.
-        signs: of the last global update, where the client is to compare its own with it.
+        signs: signs of the last global update, if the client is to compare its own update with them.
     """
 
     adapter: Adapter
@@ -71,13 +71,13 @@ class Broadcast:
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """What a client says of its upload.
+    """What a client states about its upload.
 
     Attributes:
-        round: of the run.
+        round: the run's round, from 1.
         event: the privacy event that was charged for it.
-        num_records: N_k as registered; the server checks it, and weighs by its own.
-        silent: the client was charged, but holds its update back as irrelevant.
+        num_records: N_k as registered; the server compares it with its own N_k, which sets the weight.
+        silent: the client was charged, but withholds its update as irrelevant.
     """
 
     round: int
@@ -91,13 +91,13 @@ class Registration:
     """What a client states once, before training; all of it is public.
 
     Attributes:
-        client: the partition id, by which the server samples.
+        client: the partition id, by which the server samples clients.
         num_records: N_k, registered, >= 1.
         name: for display.
-        data_set: the random id that spending attaches to.
+        data_set: random id of the data set, to which spending is charged.
         keeps_replies: whether the node stores its replies, so that the same request gets the same bytes again.
-        software: what the node runs.
-        signature: of `statement_of` by the node's key, in base64; empty from a node without one.
+        software: name and version of what the node runs.
+        signature: the node's signature of `statement_of`, in base64; empty if it has no key.
     """
 
     client: int
@@ -110,9 +110,9 @@ class Registration:
 
 
 def check_arrays(arrays: Mapping[str, bytes]) -> None:
-    """Refuse arrays that hold objects, or whose header asks for another amount of memory than their bytes fill.
+    """Refuse arrays that hold objects, or whose header claims more or fewer bytes than follow it.
 
-    Reading an array allocates what its header says, so this comes first.
+    Reading an array allocates what its header claims, so check before reading.
 
     Args:
         arrays: {name: NumPy's file format}.
@@ -131,9 +131,9 @@ def check_arrays(arrays: Mapping[str, bytes]) -> None:
         shape, _, dtype = read_header(stream)
         if dtype.hasobject:
             raise ValueError(f"{name}: holds objects")
-        claimed, there = math.prod(shape) * dtype.itemsize, len(data) - stream.tell()
-        if claimed != there:
-            raise ValueError(f"{name}: claims {claimed} bytes, {there} are there")
+        claimed, actual = math.prod(shape) * dtype.itemsize, len(data) - stream.tell()
+        if claimed != actual:
+            raise ValueError(f"{name}: claims {claimed} bytes, but holds {actual}")
 
 
 def pack_instruction(run: str, round_: int, spec: UpdateSpec) -> dict[str, Any]:
@@ -147,22 +147,22 @@ def unpack_instruction(fields: Mapping[str, Any]) -> tuple[str, int, UpdateSpec]
     Raises:
         ValueError: another version, or a missing, unknown or mistyped field.
     """
-    rest = _versioned(fields)
+    rest = _without_version(fields)
     run, round_ = _typed(rest, "run", str), _typed(rest, "round", int)
     types = {"str": str, "int": int, "float": float}
     values = {name: _typed(rest, name, types[kind]) for name, kind in UpdateSpec.__annotations__.items()}
-    _refuse_rest("instruction", rest)
+    _refuse_unknown("instruction", rest)
     return run, round_, UpdateSpec(**values)
 
 
 def pack_broadcast(broadcast: Broadcast, spec: UpdateSpec, initial: Adapter, source: RandomSource) -> Arrays:
-    """A broadcast as arrays; records that would be empty are left out.
+    """A broadcast as arrays; empty records are left out.
 
     Args:
-        broadcast: what to say.
-        spec: says how the adapter is written.
+        broadcast: what to send.
+        spec: says how the adapter is encoded.
         initial: the tensors at the start of the run, to which ternary codes refer.
-        source: of a codec's rounding.
+        source: of the randomness in a codec's rounding.
     """
     arrays: dict[str, Mapping[str, Tensor]] = {
         ADAPTER: codecs.encode(broadcast.adapter, initial, spec.broadcast_codec, source)
@@ -177,13 +177,13 @@ def pack_broadcast(broadcast: Broadcast, spec: UpdateSpec, initial: Adapter, sou
 
 
 def unpack_broadcast(arrays: Arrays, spec: UpdateSpec, initial: Adapter) -> Broadcast:
-    """What `pack_broadcast` wrote, as far as the codec keeps it.
+    """The broadcast that `pack_broadcast` wrote, to the codec's precision.
 
     Raises:
         ValueError: a record or array is missing, unknown or malformed.
     """
-    if odd := sorted(arrays.keys() - {ADAPTER, MERGED, SIGNS}):
-        raise ValueError(f"broadcast: unknown records {', '.join(odd)}")
+    if unknown := sorted(arrays.keys() - {ADAPTER, MERGED, SIGNS}):
+        raise ValueError(f"broadcast: unknown records {', '.join(unknown)}")
     if ADAPTER not in arrays:
         raise ValueError(f"broadcast: {ADAPTER} is missing")
     adapter = dict(arrays[ADAPTER])
@@ -192,7 +192,7 @@ def unpack_broadcast(arrays: Arrays, spec: UpdateSpec, initial: Adapter) -> Broa
     signs = {}
     if SIGNS in arrays:
         if arrays[SIGNS].keys() != {SIGNS}:
-            raise ValueError(f"{SIGNS}: must hold one array of this name")
+            raise ValueError(f"{SIGNS}: must hold exactly one array, of this name")
         signs = relevance.unpack_signs(arrays[SIGNS][SIGNS], adapter)
     return Broadcast(adapter=adapter, merged=merged.from_tensors(arrays.get(MERGED, {})), signs=signs)
 
@@ -200,7 +200,7 @@ def unpack_broadcast(arrays: Arrays, spec: UpdateSpec, initial: Adapter) -> Broa
 def pack_upload(
     adapter: Adapter, broadcast: Broadcast, spec: UpdateSpec, initial: Adapter, source: RandomSource
 ) -> dict[str, Tensor]:
-    """A trained adapter as the specification's codec writes it."""
+    """A trained adapter, encoded by the specification's codec."""
     return codecs.encode(adapter, _reference(broadcast, spec, initial), spec.codec, source)
 
 
@@ -208,45 +208,45 @@ def unpack_upload(arrays: Mapping[str, Tensor], broadcast: Broadcast, spec: Upda
     """The adapter that an upload carries.
 
     Raises:
-        ValueError: an array that is missing, too many, or of another type or shape.
+        ValueError: an array is missing, unexpected, or of the wrong type or shape.
     """
     return codecs.decode(arrays, _reference(broadcast, spec, initial), spec.codec)
 
 
 def _reference(broadcast: Broadcast, spec: UpdateSpec, initial: Adapter) -> Adapter:
-    """What an upload's codec refers to: ternary training takes three values around the start of the run."""
+    """The tensors that an upload is encoded against: the run's initial ones in ternary training, else the broadcast."""
     return initial if spec.quantization == "ternary" else broadcast.adapter
 
 
 def pack_release(release: Release) -> dict[str, Any]:
-    """What a client says of its upload, as scalars."""
+    """What a client states about its upload, as scalars."""
     return {"version": VERSION, **asdict(release), "event": events.to_json(release.event)}
 
 
 def unpack_release(fields: Mapping[str, Any]) -> Release:
-    """What a client says of its upload.
+    """What a client states about its upload.
 
     Raises:
         ValueError: another version, or a missing, unknown or mistyped field.
     """
-    rest = _versioned(fields)
+    rest = _without_version(fields)
     release = Release(
         round=_typed(rest, "round", int),
         event=events.from_json(_typed(rest, "event", str)),
         num_records=_typed(rest, "num_records", int),
         silent=_typed(rest, "silent", bool),
     )
-    _refuse_rest("release", rest)
+    _refuse_unknown("release", rest)
     return release
 
 
 def pack_reply(release: Release, arrays: Mapping[str, Tensor]) -> bytes:
-    """A reply as bytes, to be stored before it is sent: its scalars as JSON, a line end, the arrays as safetensors."""
+    """A reply as bytes, to be stored before it is sent: scalars as JSON, a newline, and the arrays as safetensors."""
     return f"{json.dumps(pack_release(release), sort_keys=True)}\n".encode() + safetensors.torch.save(dict(arrays))
 
 
 def unpack_reply(content: bytes) -> tuple[Release, dict[str, Tensor]]:
-    """What a stored reply says and carries."""
+    """The scalars and arrays of a stored reply."""
     release, _, arrays = content.partition(b"\n")
     return unpack_release(json.loads(release)), safetensors.torch.load(arrays)
 
@@ -257,7 +257,7 @@ def pack_registration(registration: Registration) -> dict[str, Any]:
 
 
 def statement_of(registration: Registration) -> bytes:
-    """What a node signs: all that it registers."""
+    """The bytes that a node signs: everything that it registers."""
     fields = pack_registration(replace(registration, signature=""))
     return json.dumps(fields, sort_keys=True).encode()
 
@@ -268,7 +268,7 @@ def unpack_registration(fields: Mapping[str, Any]) -> Registration:
     Raises:
         ValueError: another version, a missing or mistyped field, or a value out of range.
     """
-    rest = _versioned(fields)
+    rest = _without_version(fields)
     registration = Registration(
         client=_typed(rest, "client", int),
         num_records=_typed(rest, "num_records", int),
@@ -278,16 +278,17 @@ def unpack_registration(fields: Mapping[str, Any]) -> Registration:
         software=_typed(rest, "software", str),
         signature=_typed(rest, "signature", str),
     )
-    _refuse_rest("registration", rest)
+    _refuse_unknown("registration", rest)
     for name in ("name", "data_set", "software", "signature"):
-        if len(getattr(registration, name)) > _LONGEST:
-            raise ValueError(f"{name}: has {len(getattr(registration, name))} characters; at most {_LONGEST}")
+        if (length := len(getattr(registration, name))) > _MAX_TEXT_LENGTH:
+            raise ValueError(f"{name}: has {length} characters; at most {_MAX_TEXT_LENGTH} are allowed")
     if registration.client < 0 or registration.num_records < 1 or not registration.data_set:
         raise ValueError(f"registration: {registration}: needs client >= 0, num_records >= 1 and a data set id")
     return registration
 
 
-def _versioned(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _without_version(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the fields without the version, which must be the one that this code speaks."""
     rest = dict(fields)
     version = rest.pop("version", None)
     if type(version) is not int or version != VERSION:
@@ -295,13 +296,13 @@ def _versioned(fields: Mapping[str, Any]) -> dict[str, Any]:
     return rest
 
 
-def _refuse_rest(kind: str, rest: Mapping[str, Any]) -> None:
+def _refuse_unknown(kind: str, rest: Mapping[str, Any]) -> None:
     if rest:
         raise ValueError(f"{kind}: unknown fields {', '.join(sorted(rest))}")
 
 
 def _typed(fields: dict[str, Any], name: str, kind: type) -> Any:
-    """Take a field out, refusing a missing one or one of another type."""
+    """Take out a field; refuse it if it is missing or of another type."""
     if name not in fields:
         raise ValueError(f"{name}: missing")
     value = fields.pop(name)

@@ -91,7 +91,7 @@ def test_whole_numbers_serve_as_floats_but_not_the_reverse():
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (b"(3,), }" + b" " * 12, b"(1000000000000,), }", "claims 4000000000000 bytes, 12 are there"),
+        (b"(3,), }" + b" " * 12, b"(1000000000000,), }", "claims 4000000000000 bytes, but holds 12"),
         (b"<f4", b"|O8", "holds objects"),
         (b"\x93NUMPY\x01", b"\x93NUMPY\x09", "unknown version"),
     ],
