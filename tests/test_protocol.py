@@ -1,4 +1,4 @@
-"""What travels reads back exactly, and every field that is missing, mistyped or unknown is refused by name."""
+"""Messages read back exactly, and every field that is missing, mistyped or unknown is refused by name."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.config import RunConfig
 from fedpriv.training.local_update import UpdateSpec
 
+SPEC = UpdateSpec.of(RunConfig())
 EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.25, count=3)
 MESSAGES = {
-    "instruction": (protocol.pack_instruction("run", 3, UpdateSpec.of(RunConfig())), protocol.unpack_instruction),
+    "instruction": (protocol.pack_instruction("run", 3, SPEC), protocol.unpack_instruction),
     "release": (
         protocol.pack_release(protocol.Release(round=3, event=EVENT, num_records=40)),
         protocol.unpack_release,
@@ -28,6 +29,10 @@ MESSAGES = {
     ),
 }
 FIELDS = [(kind, field) for kind, (packed, _) in MESSAGES.items() for field in packed]
+
+
+def test_instruction_reads_back_exactly():
+    assert protocol.unpack_instruction(protocol.pack_instruction("run", 7, SPEC)) == ("run", 7, SPEC)
 
 
 @given(st.integers(1, 10**6), st.floats(0, 1e6), st.floats(0, 1), st.integers(1, 10**9), st.booleans())
@@ -89,6 +94,31 @@ def test_whole_numbers_serve_as_floats_but_not_the_reverse():
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 1}, "version = 1"),
+        ({"round": "1"}, "round = '1'"),
+        ({"round": True}, "round = True"),
+        ({"clip_norm": "1"}, "clip_norm = '1'"),
+        ({"extra": 1}, "unknown fields extra"),
+        ({"optimizer": None}, "optimizer: missing"),
+    ],
+)
+def test_a_malformed_instruction_is_refused_with_name_and_value(change, message):
+    packed, unpack = MESSAGES["instruction"]
+    fields = {name: value for name, value in {**packed, **change}.items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        unpack(fields)
+
+
+@pytest.mark.parametrize("change", [{"num_records": 0}, {"client": -1}])
+def test_an_impossible_registration_is_refused(change):
+    packed, unpack = MESSAGES["registration"]
+    with pytest.raises(ValueError, match="needs client >= 0"):
+        unpack({**packed, **change})
+
+
+@pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         (b"(3,), }" + b" " * 12, b"(1000000000000,), }", "claims 4000000000000 bytes, but holds 12"),
@@ -96,12 +126,12 @@ def test_whole_numbers_serve_as_floats_but_not_the_reverse():
         (b"\x93NUMPY\x01", b"\x93NUMPY\x09", "unknown version"),
     ],
 )
-def test_an_array_is_judged_by_its_header_before_memory_is_taken(old, new, message):
+def test_an_array_with_a_wrong_header_is_refused_before_memory_is_allocated(old, new, message):
     stream = BytesIO()
     np.save(stream, np.zeros(3, dtype=np.float32))
     data = stream.getvalue()
     protocol.check_arrays({"a": data})
-    harmed = data.replace(old, new)
-    assert harmed != data
+    damaged = data.replace(old, new)
+    assert damaged != data
     with pytest.raises(ValueError, match=f"a: .*{message}"):
-        protocol.check_arrays({"a": harmed})
+        protocol.check_arrays({"a": damaged})

@@ -1,4 +1,4 @@
-"""The guard at its borders: what it just allows, what it just refuses, and how it says so."""
+"""What the guard refuses, where exactly it draws the line, and how it says so."""
 
 from __future__ import annotations
 
@@ -11,15 +11,22 @@ from hypothesis import strategies as st
 
 from fedpriv.accounting.sensitivity import CLIPPING_RULES
 from fedpriv.config import RunConfig
+from fedpriv.errors import InputError
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.vault import guard
 
 SPEC = UpdateSpec.of(RunConfig())
 STRICT = guard.NodePolicy(allow_unrecorded=True)
+OPEN = guard.NodePolicy(allow_unrecorded=True, allow_not_private=True)
 
 
-def check(num_registered=100, **changes):
-    guard.check(dataclasses.replace(SPEC, **changes), STRICT, noise_source="secure", num_registered=num_registered)
+def check(policy=STRICT, *, noise_source="secure", num_registered=100, **changes):
+    spec = dataclasses.replace(SPEC, **changes)
+    guard.check_instruction(spec, policy, noise_source=noise_source, num_registered=num_registered)
+
+
+def test_a_private_instruction_passes():
+    check(num_registered=400)
 
 
 @pytest.mark.parametrize("rule", CLIPPING_RULES)
@@ -28,20 +35,20 @@ def test_every_known_clipping_rule_passes(rule):
 
 
 @pytest.mark.parametrize("batch_size", [1, 100])
-def test_batch_may_be_one_record_or_all(batch_size):
+def test_a_batch_may_be_one_record_or_all(batch_size):
     check(batch_size=batch_size)
 
 
 @given(st.integers(-5, 300), st.integers(1, 200))
-def test_batch_passes_exactly_within_the_registered_records(batch_size, registered):
+def test_a_batch_passes_exactly_if_it_is_within_the_registered_records(batch_size, registered):
     if 1 <= batch_size <= registered:
-        check(registered, batch_size=batch_size)
+        check(num_registered=registered, batch_size=batch_size)
     else:
         with pytest.raises(guard.RefusedError, match=rf"batch_size = {batch_size}: must lie in 1\.\.{registered}"):
-            check(registered, batch_size=batch_size)
+            check(num_registered=registered, batch_size=batch_size)
 
 
-def test_refusal_names_the_value_in_one_line():
+def test_a_refusal_names_the_value_in_one_line():
     with pytest.raises(guard.RefusedError, match=r"clip_norm = -2\.5: must be finite and > 0") as caught:
         check(clip_norm=-2.5)
     assert "\n" not in str(caught.value)
@@ -54,17 +61,72 @@ def test_a_node_is_strict_unless_its_operator_says_otherwise():
 
 
 @pytest.mark.parametrize("noise_source", ["seeded", "Secure", "", "none"])
-def test_only_the_secure_source_is_secure(noise_source):
+def test_a_strict_node_refuses_every_noise_source_but_secure(noise_source):
     with pytest.raises(guard.RefusedError, match="noise source"):
-        guard.check(SPEC, STRICT, noise_source=noise_source, num_registered=100)
+        check(noise_source=noise_source)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -1.0])
-def test_learning_rate_that_makes_no_sense_is_refused_before_the_charge(value):
+def test_an_invalid_learning_rate_is_refused(value):
     with pytest.raises(guard.RefusedError, match="learning_rate"):
         check(learning_rate=value)
 
 
-def test_unknown_optimizer_is_refused_before_the_charge():
+def test_an_unknown_optimizer_is_refused():
     with pytest.raises(guard.RefusedError, match="optimizer"):
         check(optimizer="lion")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"noise_multiplier": -1.0},
+        {"noise_multiplier": math.nan},
+        {"noise_multiplier": math.inf},
+        {"clip_norm": 0.0},
+        {"clip_norm": math.inf},
+        {"clip_norm": math.nan},
+        {"local_steps": 0},
+        {"batch_size": 401},
+        {"batch_size": 0},
+        {"clipping": "none"},
+    ],
+)
+@pytest.mark.parametrize("policy", [STRICT, OPEN], ids=["strict", "open"])
+def test_an_invalid_instruction_is_refused_by_every_node(policy, change):
+    (key,) = change
+    with pytest.raises(guard.RefusedError, match=key):
+        check(policy, num_registered=400, **change)
+
+
+def test_only_a_node_that_allows_it_releases_without_noise_or_with_seeded_noise():
+    with pytest.raises(guard.RefusedError, match="noise_multiplier = 0"):
+        check(noise_multiplier=0.0)
+    with pytest.raises(guard.RefusedError, match="seeded"):
+        check(noise_source="seeded")
+    check(OPEN, noise_multiplier=0.0)
+    check(OPEN, noise_source="seeded")
+
+
+@pytest.mark.parametrize(
+    ("public", "simulate", "comparison", "noise_multiplier", "allowed"),
+    [
+        (False, False, False, 1.0, True),
+        (False, False, True, 1.0, False),
+        (False, False, False, 0.0, False),
+        (True, False, True, 0.0, True),
+        (False, True, True, 0.0, True),
+    ],
+)
+def test_a_run_without_noise_needs_public_data_or_simulate(public, simulate, comparison, noise_multiplier, allowed):
+    arguments = {
+        "public": public,
+        "simulate": simulate,
+        "comparison": comparison,
+        "noise_multiplier": noise_multiplier,
+    }
+    if allowed:
+        guard.check_run(**arguments)
+    else:
+        with pytest.raises(InputError, match="public_data"):
+            guard.check_run(**arguments)
