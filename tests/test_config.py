@@ -1,4 +1,4 @@
-"""Every key is checked once; what a run resolved to can be read back."""
+"""Every key is checked, and a resolved configuration can be read back."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("key", BAD)
-def test_bad_value_is_one_line_with_key_and_value(key):
+def test_a_bad_value_is_refused_in_one_line_with_key_and_value(key):
     with pytest.raises(InputError) as caught:
         parse({key: BAD[key]})
     message = str(caught.value)
@@ -151,7 +151,7 @@ def test_embedded_configuration_is_the_default():
     assert parse(read(ROOT / "simulations" / "configs" / "embedded.toml")) == RunConfig()
 
 
-def test_overrides_are_toml_where_they_can_be():
+def test_overrides_are_read_as_toml_or_else_as_text():
     assert parse_overrides(["rounds=3", "data=a b.csv", "simulate=true", "client_sizes=[1, 2]", "delta="]) == {
         "rounds": 3,
         "data": "a b.csv",
@@ -163,7 +163,7 @@ def test_overrides_are_toml_where_they_can_be():
         parse_overrides(["rounds"])
 
 
-def test_file_that_is_missing_or_no_toml_is_refused(tmp_path):
+def test_a_file_that_is_missing_or_not_toml_is_refused(tmp_path):
     with pytest.raises(InputError, match="no such configuration file"):
         read(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("rounds = = 3")
@@ -171,7 +171,7 @@ def test_file_that_is_missing_or_no_toml_is_refused(tmp_path):
         read(tmp_path / "bad.toml")
 
 
-def test_digest_ignores_where_results_go_and_nothing_else():
+def test_digest_ignores_where_results_go_but_not_the_seed():
     base = RunConfig()
     assert replace(base, out="/elsewhere").digest == base.digest
     assert replace(base, seed=1).digest != base.digest
@@ -189,7 +189,7 @@ def test_digest_ignores_where_results_go_and_nothing_else():
         ({"noise_multiplier": 0.0}, False),
     ],
 )
-def test_a_comparison_follows_only_where_it_is_allowed(values, expected):
+def test_a_comparison_follows_by_default_only_where_releases_without_noise_are_allowed(values, expected):
     assert parse(values).compares is expected
 
 
@@ -200,18 +200,18 @@ TEXTS = [field.name for field in fields(RunConfig) if isinstance(field.default, 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0], ids=str)
 @pytest.mark.parametrize("key", FLOATS)
-def test_no_float_takes_nan_infinity_or_a_negative(key, bad):
+def test_no_float_key_accepts_nan_infinity_or_a_negative_number(key, bad):
     with pytest.raises(InputError, match=rf"^{key} = "):
         parse({key: bad})
 
 
 @pytest.mark.parametrize("key", TEXTS)
-def test_no_text_takes_a_number(key):
+def test_no_text_key_accepts_a_number(key):
     with pytest.raises(InputError, match=rf"^{key} = 3: "):
         parse({key: 3})
 
 
-def test_every_key_is_met_by_a_bad_value():
+def test_every_key_is_tested_with_a_bad_value():
     assert set(KEYS) - set(BAD) - set(FLOATS) - set(TEXTS) == {"target_modules", "labels"}
     for key in ("target_modules", "labels"):
         with pytest.raises(InputError, match=rf"^{key} = 5: "):
@@ -222,17 +222,17 @@ def test_every_key_is_met_by_a_bad_value():
     ("key", "right"),
     [("rank", "greater than or equal to 1"), ("optimizer", "'sgd' or 'adamw'"), ("test_fraction", "less than 1")],
 )
-def test_message_says_what_would_be_right(key, right):
+def test_a_refusal_says_what_would_be_right(key, right):
     with pytest.raises(InputError, match=right):
         parse({key: BAD[key]})
 
 
-def test_negative_seed_is_refused_before_numpy_meets_it():
+def test_a_negative_seed_is_refused():
     with pytest.raises(InputError, match="seed = -1"):
         parse({"seed": -1})
 
 
-# Real label names hold commas ("Diseases, rare"); under Flower the list travels as one text.
+# Real label names contain commas ("Diseases, rare"); Flower's form of the list is a single text.
 @pytest.mark.parametrize("labels", [["rare, old", "new"], [" padded", "b"], ["", "b"]])
 def test_any_label_survives_the_flower_form(labels):
     config = parse({"labels": labels})
@@ -244,15 +244,15 @@ def test_a_configuration_cannot_be_changed():
         RunConfig().rounds = 3
 
 
-def test_later_override_wins_and_spaces_do_not_count():
+def test_a_later_override_wins_and_spaces_around_it_are_ignored():
     assert parse_overrides(["rounds=3", " rounds = 4 ", "model='a=b'"]) == {"rounds": 4, "model": "a=b"}
 
 
-def test_layers_can_be_named_by_one_number_in_an_override():
+def test_an_override_may_give_a_single_layer_as_a_number():
     assert parse(parse_overrides(["layers=3"])).layers == "3"
 
 
-# Keys that cannot be raised by one, extended by a letter or turned over.
+# Another value for every key that cannot be increased by one, extended by a letter or negated.
 OTHER = {"task": "CAUSAL_LM", "layers": "all", "partition": "iid", "clipping": "split", "privacy_view": "rho"}
 OTHER |= {
     "engine": "flower",
@@ -282,7 +282,7 @@ OTHER |= {
 
 
 @pytest.mark.parametrize("key", sorted(set(KEYS) - {*LOCATION_KEYS, "aggregation"}))
-def test_digest_depends_on_every_other_key_with_a_choice(key):
+def test_digest_depends_on_every_key_but_locations(key):
     base = RunConfig(optimizer="adamw", aggregation="cmfl" if key == "audit" else "flora")
     if key in ("mechanism", "mechanism_parameters"):
         base = replace(base, mechanism="lmo", mechanism_parameters="lmo.json")

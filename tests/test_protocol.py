@@ -79,14 +79,14 @@ def test_unknown_field_is_refused_by_name(kind):
 
 
 @pytest.mark.parametrize("kind", MESSAGES)
-def test_reading_leaves_the_message_as_it_was(kind):
+def test_reading_leaves_the_message_unchanged(kind):
     packed, unpack = MESSAGES[kind]
     before = dict(packed)
     unpack(packed)
     assert packed == before
 
 
-def test_whole_numbers_serve_as_floats_but_not_the_reverse():
+def test_an_int_is_accepted_as_a_float_but_not_the_reverse():
     packed, unpack = MESSAGES["instruction"]
     assert unpack({**packed, "clip_norm": 2})[2].clip_norm == 2.0
     with pytest.raises(ValueError, match=r"local_steps = 2\.0: must be of type int"):

@@ -1,4 +1,4 @@
-"""Clipping bounds what one record can do, whatever its gradient is, by every rule, and to its own client alone."""
+"""Clipping bounds the effect of one record, whatever its gradient, under every rule, and on its own client alone."""
 
 from __future__ import annotations
 
@@ -65,24 +65,24 @@ def test_small_gradients_pass_unchanged_and_large_ones_keep_their_direction():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
-def test_non_finite_record_counts_as_zero_and_spares_the_others(bad):
+def test_a_non_finite_record_counts_as_zero_and_leaves_the_others_unchanged(bad):
     rows = random_rows(3, seed=1)
     rows[1, :3] = bad
     torch.testing.assert_close(clipped_sum(rows), clipped_sum(rows[[0, 2]]))
     assert not clipped_rows(rows, 1.0, JOINT)[1].any()
 
 
-def test_no_record_gives_zero():
+def test_the_sum_of_no_records_is_zero():
     assert norm(clipped_sum(random_rows(0, seed=0))) == 0
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, -1.0, math.inf, math.nan])
-def test_clip_norm_out_of_range_is_refused(clip_norm):
+def test_a_clip_norm_out_of_range_is_refused(clip_norm):
     with pytest.raises(ValueError, match="clip_norm"):
         clipped_sum(random_rows(1, seed=0), clip_norm)
 
 
-def test_each_part_is_clipped_apart():
+def test_each_part_is_clipped_separately():
     rows = random_rows(1, seed=0, scale=10.0)
     rows[:, TWO[1]] *= 1e-3
     result = clipped_sum(rows, 1.0, TWO)
@@ -99,7 +99,7 @@ def test_a_non_finite_part_drops_the_whole_record():
     assert torch.equal(totals[0], rows[1])
 
 
-def test_clipped_mean_of_two_batches_differs_by_at_most_two_c_a_part():
+def test_clipped_means_of_two_batches_differ_by_at_most_two_c_in_each_part():
     big = random_rows(1, 0, 50.0)
     one, other = (clipped_rows(sign * big, 1.0, TWO)[0] for sign in (1, -1))
     assert 0.99 * 2 * math.sqrt(2) <= norm(one - other) <= 2 * math.sqrt(2)

@@ -1,4 +1,4 @@
-"""A local update is Algorithm 1: what was sampled is accounted, every tensor is noised, cuts change nothing."""
+"""A local update is Algorithm 1: the event states how it sampled, every tensor is noised, batching changes nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model(encoder):
 
 
 def by_hand(peft_model, task, model):
-    """Algorithm 1 with one plain backward pass for each record, no noise, SGD."""
+    """Algorithm 1 with one plain backward pass per record, SGD, and no noise."""
     parameters = {model.adapter_names[n]: p for n, p in peft_model.named_parameters() if p.requires_grad}
     source = SeededSource(0, "inclusion")
     for _ in range(task.spec.local_steps):
@@ -64,7 +64,7 @@ def test_update_without_noise_equals_algorithm_1_by_hand(model, make_records):
     expected = by_hand(model.peft_model, task, model)
     update = local_update(model, task)
     for name, tensor in expected.items():
-        assert not torch.equal(tensor, task.adapter[name]), f"{name} did not move, the test would be blind"
+        assert not torch.equal(tensor, task.adapter[name]), f"{name} did not move, so the test would prove nothing"
         torch.testing.assert_close(update.adapter[name], tensor, atol=2e-6, rtol=1e-4)
 
 
@@ -72,17 +72,17 @@ def test_update_without_noise_equals_algorithm_1_by_hand(model, make_records):
 def test_memory_limit_does_not_change_the_result(encoder, make_records, optimizer):
     records = make_records(40)
     results = []
-    for limit in (2**30, 1):  # all at once; one record a pass
+    for limit in (2**30, 1):  # all at once; one record per pass
         model = TrainingModel(encoder(layers="last-1"), memory_limit=limit)
         assert len(list(model.physical_batches(records.items(range(10))))) == (1 if limit > 1 else 10)
-        # With noise, since AdamW would blow rounding errors of vanishing gradients up to whole steps.
+        # With noise: AdamW would amplify rounding errors in vanishing gradients to whole steps.
         task = make_task(model, records, optimizer=optimizer, noise_multiplier=0.5)
         results.append(local_update(model, task).adapter)
     for name in results[0]:
         torch.testing.assert_close(results[0][name], results[1][name], atol=1e-5, rtol=1e-4)
 
 
-def test_event_carries_what_the_sampler_drew_with(model, make_records):
+def test_the_event_states_the_probability_that_the_sampler_drew_with(model, make_records):
     task = make_task(model, make_records(40), num_registered=50, noise_multiplier=1.5)
     update = local_update(model, task)
     expected = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=8 / 50, count=3)
@@ -90,7 +90,7 @@ def test_event_carries_what_the_sampler_drew_with(model, make_records):
     assert update.num_records == 50
 
 
-def test_empty_batches_still_get_noise_and_are_charged(model, make_records):
+def test_empty_batches_are_noised_and_charged(model, make_records):
     task = make_task(model, make_records(0), noise_multiplier=1.0)
     update = local_update(model, task)
     assert update.event.count == 3
@@ -112,7 +112,7 @@ def test_noise_comes_from_the_given_source_alone(model, make_records):
         assert not torch.equal(one[name], secure[name])
 
 
-def test_adamw_has_no_state_from_earlier_rounds(model, make_records):
+def test_adamw_keeps_no_state_from_earlier_rounds(model, make_records):
     task = make_task(model, make_records(40), optimizer="adamw", learning_rate=0.01)
     first = local_update(model, task).adapter
     fresh = make_task(model, make_records(40), optimizer="adamw", learning_rate=0.01, adapter=task.adapter)
@@ -123,21 +123,21 @@ def test_adamw_has_no_state_from_earlier_rounds(model, make_records):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_causal_models_train(causal, make_records, kind):
+def test_an_update_moves_every_tensor_of_a_causal_model(causal, make_records, kind):
     model = TrainingModel(causal(kind, layers="last-1"), memory_limit=2**30)
     task = make_task(model, make_records(40, classes=0), clip_norm=10.0)
     update = local_update(model, task)
     assert all(not torch.equal(update.adapter[name], task.adapter[name]) for name in update.adapter)
 
 
-def test_frozen_base_stays_as_it_was_and_in_eval_mode(model, make_records):
+def test_the_frozen_base_stays_unchanged_and_in_eval_mode(model, make_records):
     frozen = {n: p.clone() for n, p in model.peft_model.named_parameters() if not p.requires_grad}
     local_update(model, make_task(model, make_records(40), noise_multiplier=1.0))
     assert all(torch.equal(p, frozen[n]) for n, p in model.peft_model.named_parameters() if n in frozen)
     assert not any(module.training for module in model.peft_model.modules())
 
 
-def test_a_failing_task_is_its_exception_and_the_others_go_on(model, make_records):
+def test_a_failing_task_yields_its_exception_and_the_others_go_on(model, make_records):
     good, bad = make_task(model, make_records(40)), make_task(model, make_records(40), optimizer="lion")
     results = execute_one_by_one(model, [bad, good])
     assert isinstance(results[0], ValueError)

@@ -1,4 +1,4 @@
-"""No record's loss depends on another, nor on the batch's size; padding predicts nothing."""
+"""No record's loss depends on other records or on the batch size, and padding is never a target."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch.nn import functional as F
 from fedpriv.training.losses import IGNORED, causal_losses, losses_and_hits, next_token_targets
 
 
-def test_targets_leave_out_padding_on_either_side():
+def test_targets_exclude_padding_on_either_side():
     right = {"input_ids": torch.tensor([[5, 6, 7, 0]]), "attention_mask": torch.tensor([[1, 1, 1, 0]])}
     left = {"input_ids": torch.tensor([[0, 5, 6, 7]]), "attention_mask": torch.tensor([[0, 1, 1, 1]])}
     assert next_token_targets(right).tolist() == [[6, 7, IGNORED]]
     assert next_token_targets(left).tolist() == [[IGNORED, 6, 7]]
 
 
-def test_causal_loss_is_each_records_own_mean():
+def test_causal_loss_is_the_mean_over_each_records_own_targets():
     logits = torch.randn(2, 4, 9, generator=torch.Generator().manual_seed(0))
     targets = torch.tensor([[3, 4, IGNORED], [1, IGNORED, IGNORED]])
     first = F.cross_entropy(logits[0, :2], torch.tensor([3, 4]))
@@ -23,7 +23,7 @@ def test_causal_loss_is_each_records_own_mean():
     torch.testing.assert_close(causal_losses(logits, targets), torch.stack([first, second]))
 
 
-def test_record_without_a_target_costs_nothing():
+def test_a_record_without_a_target_has_zero_loss():
     assert causal_losses(torch.randn(1, 3, 5), torch.full((1, 2), IGNORED)).tolist() == [0.0]
 
 

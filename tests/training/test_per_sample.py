@@ -1,4 +1,4 @@
-"""Per-sample gradients equal a loop over single samples; what cannot be differentiated is refused by name."""
+"""Per-sample gradients equal a loop over single samples; unsupported layers are refused by name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def assert_equal_to_loop(model: nn.Module, batch: dict[str, Tensor]) -> None:
     assert fast.keys() == slow.keys() == trained
     for name in slow:
         scale = slow[name].abs().max()
-        assert scale > 0, f"{name}: the oracle sees no gradient, so the test would be blind"
+        assert scale > 0, f"{name}: the oracle sees no gradient, so the test would prove nothing"
         torch.testing.assert_close(fast[name], slow[name], atol=2e-6 * max(1.0, float(scale)), rtol=1e-4, msg=name)
 
 
@@ -83,11 +83,11 @@ def test_minilm_gradients_equal_the_loop(make_records, move_adapter, attention):
     assert_equal_to_loop(model, collate(make_records(5, vocabulary=2000).items()))
 
 
-def test_every_linear_layer_may_be_trained(encoder, make_records):
+def test_every_linear_layer_can_be_trained(encoder, make_records):
     model = encoder(target_modules=("query", "key", "value", "dense"))
     layers = trainable_layers(model)
     assert any("intermediate" in name for name in layers)
-    # The pooler's own dense layer is bypassed by mean pooling, so its adapter has a zero gradient by right.
+    # The pooler's own dense layer is bypassed by mean pooling, so its adapter's gradient is rightly zero.
     unused = [name for name in layers if "pooler" in name]
     batch = collate(make_records(4).items())
     gradients, _ = per_sample_gradients(layers, lambda: forward_losses(model, batch))
@@ -95,14 +95,14 @@ def test_every_linear_layer_may_be_trained(encoder, make_records):
         assert not gradients[f"{name}.weight"].any()
 
 
-def test_no_gradient_is_formed_for_the_frozen_base(encoder, make_records):
+def test_no_parameter_accumulates_a_gradient(encoder, make_records):
     model = encoder()
     batch = collate(make_records(3).items())
     per_sample_gradients(trainable_layers(model), lambda: forward_losses(model, batch))
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_head_is_tapped_inside_peft_and_its_original_stays_frozen(encoder):
+def test_the_head_that_is_trained_is_the_copy_inside_peft(encoder):
     layers = trainable_layers(encoder())
     assert any(name.endswith("classifier.modules_to_save.default") for name in layers)
     assert not any("original_module" in name for name in layers)
@@ -121,7 +121,7 @@ class Checkpointed(nn.Module):
         return self.head(hidden.tanh()).squeeze(-1).square()
 
 
-def test_gradient_checkpointing_does_not_disturb():
+def test_gradient_checkpointing_leaves_per_sample_gradients_unchanged():
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     results = []
     for recompute in (False, True):
@@ -131,14 +131,14 @@ def test_gradient_checkpointing_does_not_disturb():
         torch.testing.assert_close(results[1][name], results[0][name])
 
 
-def test_layer_called_twice_is_refused_by_name():
+def test_a_layer_called_twice_is_refused_by_name():
     layer = nn.Linear(3, 3)
     model = nn.Sequential(layer, nn.Tanh(), layer)
     with pytest.raises(ValueError, match="0: called twice"):
         per_sample_gradients(trainable_layers(model), lambda: model(torch.ones(2, 3)).sum(dim=1))
 
 
-def test_layer_over_flattened_records_is_refused_by_name():
+def test_a_layer_over_flattened_records_is_refused_by_name():
     model = nn.Sequential(nn.Linear(3, 1))
     with pytest.raises(ValueError, match="first dimension is 8, not the batch's 2"):
         per_sample_gradients(trainable_layers(model), lambda: model(torch.ones(8, 3)).view(2, 4).sum(dim=1))
@@ -150,13 +150,13 @@ def test_dora_is_refused_by_name(tiny_causal_base):
         trainable_layers(model)
 
 
-def test_trainable_embedding_is_refused_by_name(tiny_causal_base):
+def test_a_trainable_embedding_is_refused_by_name(tiny_causal_base):
     model = get_peft_model(tiny_causal_base("llama").model, LoraConfig(target_modules=["embed_tokens"]))
     with pytest.raises(ValueError, match="lora_embedding_A"):
         trainable_layers(model)
 
 
-def test_trainable_output_embedding_is_refused(tiny_causal_base):
+def test_a_trainable_output_embedding_is_refused_by_name(tiny_causal_base):
     config = LoraConfig(target_modules=["c_attn"], modules_to_save=["lm_head"], fan_in_fan_out=True)
     with pytest.raises(ValueError, match="lm_head"):
         trainable_layers(get_peft_model(tiny_causal_base("gpt2").model, config))
@@ -170,12 +170,12 @@ def test_two_active_adapters_are_refused(tiny_causal_base):
         trainable_layers(model)
 
 
-def test_layer_norm_is_refused_by_name():
+def test_a_trainable_layer_norm_is_refused_by_name():
     with pytest.raises(ValueError, match=r"1\.weight: a trainable parameter of a LayerNorm"):
         trainable_layers(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
 
 
-def test_a_layer_with_hooks_of_others_is_refused_by_name():
+def test_a_layer_with_foreign_hooks_is_refused_by_name():
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="0: has hooks"):

@@ -44,7 +44,7 @@ def test_encoder_gradients_are_the_same_with_the_cache(encoder, make_records):
     assert_same(model, make_records(12))
 
 
-def test_the_prefix_is_really_skipped(encoder, make_records):
+def test_a_cached_pass_does_not_run_the_prefix(encoder, make_records):
     model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
     records = make_records(12)
     model.logits(records.items([0, 1]), cached=True)
@@ -58,20 +58,22 @@ def test_the_prefix_is_really_skipped(encoder, make_records):
     handle.remove()
 
 
-def test_beyond_the_memory_bound_states_go_to_a_file_and_stay_the_same(encoder, make_records, tmp_path, monkeypatch):
+def test_beyond_the_memory_limit_states_go_to_a_private_file_and_gradients_stay_the_same(
+    encoder, make_records, tmp_path, monkeypatch
+):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     records = make_records(12)
     model = TrainingModel(encoder(layers="last-1"), memory_limit=1)
     assert_same(model, records)
     assert model.cache.bytes_in_memory == 0
     (file,) = tmp_path.glob("fedpriv-prefix-*/states.f32")
-    assert file.parent.stat().st_mode & 0o077 == 0, "others could read the states"
+    assert file.parent.stat().st_mode & 0o077 == 0, "other users could read the states"
     del records
     gc.collect()
     assert not file.parent.exists()
 
 
-def test_memory_is_given_back_with_the_records(encoder, make_records):
+def test_cached_states_are_freed_with_their_records(encoder, make_records):
     model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
     records = make_records(12)
     model.logits(records.items([0]), cached=True)
@@ -82,12 +84,12 @@ def test_memory_is_given_back_with_the_records(encoder, make_records):
     assert model.cache.bytes_in_memory == 0
 
 
-def test_no_prefix_where_the_first_layer_is_trained(encoder):
+def test_there_is_no_prefix_if_the_first_layer_is_trained(encoder):
     assert find_prefix(encoder(layers="all")) is None
     assert TrainingModel(encoder(layers="0"), memory_limit=2**30).cache is None
 
 
-def test_states_do_not_depend_on_the_batch_they_are_drawn_in(encoder, make_records):
+def test_a_records_states_do_not_depend_on_its_batch(encoder, make_records):
     model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
     records = make_records(12)
     alone = model.cache.hidden(records.items([5]))[0]

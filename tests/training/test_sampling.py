@@ -1,4 +1,4 @@
-"""Batches are Poisson samples with exactly the probability that is accounted."""
+"""Batches are Poisson samples with exactly the probability that is accounted for."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def test_batch_size_is_binomial(source):
     assert accepts(batch_sizes(source))
 
 
-def test_the_test_rejects_other_rates_and_fixed_batches():
+def test_the_binomial_test_rejects_other_rates_and_fixed_batch_sizes():
     assert not accepts(batch_sizes(SeededSource(0), 2 / 3))
     assert not accepts(batch_sizes(SeededSource(0), 3 / 2))
-    assert not accepts([BATCH] * NUM_DRAWS), "batches of fixed size are no Poisson sampling"
+    assert not accepts([BATCH] * NUM_DRAWS), "batches of fixed size are not Poisson samples"
 
 
-def test_every_record_is_drawn_equally_often_and_apart_from_others():
+def test_records_are_drawn_equally_often_and_independently():
     sampler = PoissonSampler(num_registered=4, expected_batch_size=1, source=SeededSource(0))
     draws = [frozenset(sampler.draw(4)) for _ in range(4000)]
     sets = [frozenset(i for i in range(4) if mask >> i & 1) for mask in range(16)]
@@ -49,18 +49,18 @@ def test_every_record_is_drawn_equally_often_and_apart_from_others():
     assert stats.chisquare(observed, expected).pvalue > FALSE_ALARM
 
 
-def test_probability_is_that_of_the_registered_number_whatever_is_there():
+def test_the_probability_follows_the_registered_number_not_the_actual_one():
     sampler = PoissonSampler(num_registered=200, expected_batch_size=50, source=SeededSource(0))
     assert sampler.sampling_probability == 0.25
     sampler.draw(10)
     assert sampler.sampling_probability == 0.25
 
 
-def test_whole_client_is_drawn_at_probability_one():
+def test_every_record_is_drawn_at_probability_one():
     assert PoissonSampler(num_registered=7, expected_batch_size=7, source=SeededSource(0)).draw(7) == list(range(7))
 
 
 @pytest.mark.parametrize(("registered", "batch"), [(10, 11), (10, 0), (0, 1)])
-def test_impossible_batch_is_refused(registered, batch):
+def test_an_impossible_batch_size_is_refused(registered, batch):
     with pytest.raises(InputError):
         PoissonSampler(num_registered=registered, expected_batch_size=batch, source=SeededSource(0))

@@ -1,4 +1,4 @@
-"""Each rule's sensitivity, found through the real update: neighbouring batches reach the bound and never pass it."""
+"""Each rule's sensitivity, measured in the real update: neighbouring batches reach the bound and never exceed it."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def model(encoder):
 
 
 class Everyone(PoissonSampler):
-    """Draws every record, so that two runs differ in one record alone."""
+    """Draws every record, so that two runs differ in one record only."""
 
     def draw(self, num_records):
         return list(range(num_records))
 
 
 def rows_of(clients, gradients):
-    """The gradients as the update has them, all of the stack's only client."""
+    """The gradients in the layout of the update, all of the only client in the stack."""
     rows = clients.layout.flatten(gradients)
     return rows, torch.zeros(len(rows), dtype=torch.int64)
 
 
 def released(model, records, rule, gradients, monkeypatch):
-    """What a step would add noise to, for records whose per-sample gradients are as given."""
+    """The sum that a step would add noise to, for records with the given per-sample gradients."""
     monkeypatch.setattr(module, "_gradient_rows", lambda clients, *_: iter([rows_of(clients, gradients)]))
     spec = dataclasses.replace(SPEC, clipping=rule)
     sampler = Everyone(num_registered=BATCH, expected_batch_size=BATCH, source=SeededSource(0))
@@ -56,24 +56,25 @@ def released(model, records, rule, gradients, monkeypatch):
     return {name: (start[name].double() - update.adapter[name].double()) * step for name in start}
 
 
-def gap(one, other):
+def distance(one, other):
+    """L2 distance over all tensors."""
     return math.sqrt(sum(float((one[name] - other[name]).square().sum()) for name in one))
 
 
 def batch_of(model, rows):
-    """Gradients of a batch from one scale a record: all coordinates alike, with that sign and size."""
+    """Gradients of a batch, from one number per record, which all its coordinates take."""
     return {name: torch.stack([torch.full(p.shape, row) for row in rows]) for name, p in model.parameters.items()}
 
 
 @pytest.mark.parametrize("rule", CLIPPING_RULES)
-def test_worst_case_neighbours_reach_the_bound_and_never_pass_it(model, make_records, monkeypatch, rule):
+def test_worst_case_neighbours_reach_the_bound_and_never_exceed_it(model, make_records, monkeypatch, rule):
     parts = clipping_parts(rule, model.parameters)
     bound = sensitivity_factor(rule, len(parts)) * CLIP_NORM
-    # The removed record is huge; under `batch` it outweighs small records of the other sign.
+    # The removed record is huge: under `batch` it outweighs the small records of opposite sign.
     rows = [1e4, -1.0, -1.0]
     with_it = released(model, make_records(3), rule, batch_of(model, rows), monkeypatch)
     without = released(model, make_records(2), rule, batch_of(model, rows[1:]), monkeypatch)
-    assert 0.99 * bound <= gap(with_it, without) <= bound * (1 + 1e-6)
+    assert 0.99 * bound <= distance(with_it, without) <= bound * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("rule", CLIPPING_RULES)
@@ -85,11 +86,11 @@ def test_random_neighbours_stay_within_the_bound(model, make_records, monkeypatc
     bound = sensitivity_factor(rule, len(clipping_parts(rule, model.parameters))) * CLIP_NORM
     with_it = released(model, make_records(4), rule, rows, monkeypatch)
     without = released(model, make_records(3), rule, {n: g[:3] for n, g in rows.items()}, monkeypatch)
-    assert gap(with_it, without) <= bound * (1 + 1e-6)
+    assert distance(with_it, without) <= bound * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("rule", CLIPPING_RULES)
-def test_event_carries_the_effective_noise_multiplier(model, make_records, rule):
+def test_the_event_states_the_effective_noise_multiplier(model, make_records, rule):
     spec = dataclasses.replace(SPEC, clipping=rule, noise_multiplier=2.0, local_steps=2)
     sampler = PoissonSampler(num_registered=40, expected_batch_size=BATCH, source=SeededSource(0))
     task = UpdateTask(
@@ -106,7 +107,7 @@ def test_event_carries_the_effective_noise_multiplier(model, make_records, rule)
     assert update.event == planned_event(spec, 0.1, update.adapter)
 
 
-def test_batch_rule_adds_noise_that_is_not_divided_by_the_batch_size(model, make_records):
+def test_the_batch_rule_does_not_divide_its_noise_by_the_batch_size(model, make_records):
     start = read(model.peft_model)
     scales = {}
     for rule in ("joint", "batch"):
@@ -117,7 +118,7 @@ def test_batch_rule_adds_noise_that_is_not_divided_by_the_batch_size(model, make
         )
         adapter = local_update(model, task).adapter
         scales[rule] = torch.cat([(adapter[name] - start[name]).flatten() for name in start])
-    # The rules' parts lie in another order, and so do the same noise values.
+    # The rules order the parts, and so the same noise values, differently.
     batch, joint = scales["batch"].sort().values, scales["joint"].sort().values
     torch.testing.assert_close(batch, BATCH * joint, atol=1e-6, rtol=1e-4)
 
@@ -125,8 +126,8 @@ def test_batch_rule_adds_noise_that_is_not_divided_by_the_batch_size(model, make
 UPLOAD = dataclasses.replace(SPEC, noise_on="upload", local_steps=2, learning_rate=50.0)
 
 
-def sent(model, records, rows, monkeypatch, **changes):
-    """The update of a client with noise on the upload, for records whose per-sample gradients are as given."""
+def uploaded(model, records, rows, monkeypatch, **changes):
+    """A client's update with noise on the upload, for records with the given per-sample gradients, and its event."""
     gradients = batch_of(model, rows) if rows else None
     monkeypatch.setattr(
         module, "_gradient_rows", lambda clients, *_: iter([rows_of(clients, gradients)] if gradients else [])
@@ -147,32 +148,32 @@ def sent(model, records, rows, monkeypatch, **changes):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_replacing_a_clients_data_or_one_record_reaches_twice_s_and_never_passes_it(
+def test_replacing_one_record_moves_an_upload_by_up_to_twice_s_and_never_more(
     model, make_records, monkeypatch, optimizer
 ):
     bound = UPLOAD_FACTOR * CLIP_NORM
-    one, _ = sent(model, make_records(2), [1.0, -1.1], monkeypatch, optimizer=optimizer)
-    other, _ = sent(model, make_records(2), [1.0, 0.9], monkeypatch, optimizer=optimizer)  # one record is replaced
-    assert 0.99 * bound <= gap(one, other) <= bound * (1 + 1e-5)
+    one, _ = uploaded(model, make_records(2), [1.0, -1.1], monkeypatch, optimizer=optimizer)
+    other, _ = uploaded(model, make_records(2), [1.0, 0.9], monkeypatch, optimizer=optimizer)  # one record is replaced
+    assert 0.99 * bound <= distance(one, other) <= bound * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_no_pair_of_uploads_lies_further_apart(model, make_records, monkeypatch, seed):
+def test_random_uploads_differ_by_at_most_twice_s(model, make_records, monkeypatch, seed):
     rows = (10.0 ** torch.empty(6).uniform_(-6, 6, generator=torch.Generator().manual_seed(seed))).tolist()
-    one, _ = sent(model, make_records(3), rows[:3], monkeypatch)
-    other, _ = sent(model, make_records(3), [-row for row in rows[3:]], monkeypatch)
-    assert gap(one, other) <= UPLOAD_FACTOR * CLIP_NORM * (1 + 1e-5)
+    one, _ = uploaded(model, make_records(3), rows[:3], monkeypatch)
+    other, _ = uploaded(model, make_records(3), [-row for row in rows[3:]], monkeypatch)
+    assert distance(one, other) <= UPLOAD_FACTOR * CLIP_NORM * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("rows", [[], [math.nan], [math.inf, 1.0], [3e38, 3e38]], ids=str)
-def test_an_update_that_is_empty_or_not_finite_stays_bounded(model, make_records, monkeypatch, rows):
-    update, _ = sent(model, make_records(len(rows)), rows, monkeypatch)
+def test_an_empty_or_non_finite_update_stays_bounded(model, make_records, monkeypatch, rows):
+    update, _ = uploaded(model, make_records(len(rows)), rows, monkeypatch)
     length = math.sqrt(sum(float(tensor.square().sum()) for tensor in update.values()))
     assert length <= CLIP_NORM * (1 + 1e-5)
 
 
-def test_noise_on_the_upload_has_the_claimed_scale_and_event(model, make_records, monkeypatch):
-    update, event = sent(model, make_records(0), [], monkeypatch, noise_multiplier=3.0)
+def test_noise_on_the_upload_has_the_stated_scale_and_event(model, make_records, monkeypatch):
+    update, event = uploaded(model, make_records(0), [], monkeypatch, noise_multiplier=3.0)
     values = torch.cat([tensor.flatten() for tensor in update.values()])
     assert float(values.std()) == pytest.approx(3.0 * CLIP_NORM, rel=5 / math.sqrt(2 * len(values)))
     assert event == SubsampledGaussian(noise_multiplier=1.5, sampling_probability=1.0, unit="client")

@@ -1,4 +1,4 @@
-"""A data holder's limits: what they just let pass, what they refuse, and that nothing is charged for it."""
+"""A data holder's limits: what they allow, and what they refuse by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check(limits: Limits | None = Limits(), *, probability=0.1, round_=1, **chan
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "message"),
     [
         ({"noise_multiplier": 0.0}, "noise_multiplier: its effective value 0 is below this node's minimum 0.3"),
         ({"noise_multiplier": 0.4, "clipping": "split"}, "effective value 0.282843 is below"),
@@ -35,24 +35,24 @@ def check(limits: Limits | None = Limits(), *, probability=0.1, round_=1, **chan
         ({"round_": 0}, r"round = 0: must lie in 1\.\.10"),
     ],
 )
-def test_what_is_less_private_than_agreed_is_refused_by_name(changes, named):
-    with pytest.raises(guard.RefusedError, match=named) as caught:
+def test_an_instruction_less_private_than_agreed_is_refused_by_name(changes, message):
+    with pytest.raises(guard.RefusedError, match=message) as caught:
         check(**changes)
     assert "\n" not in str(caught.value)
 
 
-def test_the_limits_themselves_pass():
+def test_an_instruction_exactly_at_the_limits_passes():
     limits = Limits(min_effective_noise_multiplier=1.0, max_sampling_probability=0.25, max_clip_norm=3.0)
     check(limits, noise_multiplier=1.0, probability=0.25, local_steps=100, num_rounds=1000, clip_norm=3.0)
 
 
-def test_noise_on_the_upload_counts_by_its_own_factor_and_needs_no_sampling():
+def test_noise_on_the_upload_is_judged_by_its_own_factor_and_needs_no_sampling():
     check(noise_on="upload", noise_multiplier=0.61, probability=1.0)
     with pytest.raises(guard.RefusedError, match=r"effective value 0\.295"):
         check(noise_on="upload", noise_multiplier=0.59)
 
 
-def test_without_limits_only_nonsense_is_refused():
+def test_without_limits_only_an_impossible_round_is_refused():
     check(None, noise_multiplier=0.0, probability=1.0, local_steps=10**6, clip_norm=1e9)
     with pytest.raises(guard.RefusedError, match="round = 11"):
         check(None, round_=11)
@@ -64,7 +64,7 @@ def test_a_policy_file_replaces_defaults_key_by_key(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("text", "message"),
     [
         ("max_rounds = 0", "max_rounds = 0: input should be greater than or equal to 1"),
         ("min_effective_noise_multiplier = -1.0", "min_effective_noise_multiplier = -1.0"),
@@ -73,10 +73,10 @@ def test_a_policy_file_replaces_defaults_key_by_key(tmp_path):
         ("max_rounds = = 3", "not a TOML file"),
     ],
 )
-def test_a_policy_file_that_says_something_else_is_refused_in_one_line(tmp_path, text, named):
+def test_an_invalid_policy_file_is_refused_in_one_line(tmp_path, text, message):
     path = tmp_path / "policy.toml"
     path.write_text(text)
-    with pytest.raises(InputError, match=named) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         Limits.read(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
