@@ -43,7 +43,7 @@ VERSION = 5
 # The longest text, in characters, that a registration may hold.
 _MAX_TEXT_LENGTH = 200
 
-# What a node runs; all nodes of a run must run the same.
+# What a node runs; all nodes of a run must run the same version.
 SOFTWARE = f"fedpriv {fedpriv.__version__}"
 
 Arrays = Mapping[str, Mapping[str, Tensor]]
