@@ -1,7 +1,7 @@
-"""Mechanisms: what adds noise, where its randomness comes from, and the events that pay for it.
+"""Mechanisms: they add noise, drawn from a source of randomness, and state the event that pays for it.
 
-Comparisons with a threshold by the Sparse Vector Technique. The seed makes this example repeatable; a release that
-leaves its data holder draws from a `SecureSource()`.
+Comparisons with a threshold by the Sparse Vector Technique. The seed makes this example reproducible; a release that
+leaves the data holder must draw from a `SecureSource()`.
 
 >>> from fedpriv.mechanisms import SeededSource, SparseVector
 >>> vector = SparseVector(epsilon=1.0, cutoff=1, sensitivity=1, source=SeededSource("example"))

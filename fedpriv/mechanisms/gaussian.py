@@ -14,12 +14,12 @@ from fedpriv.mechanisms.grid import on_grid
 from fedpriv.mechanisms.request import NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource, normal_from_words
 
-# Float64 noise of small adapters is made for several clients in one go, of large ones client by client.
+# Float64 noise is drawn for several clients at once if their adapters are small, otherwise client by client.
 _VALUES_AT_ONCE = 2**20
 
 
 class Gaussian:
-    """N(0, (z C)^2) on every coordinate: one subsampled Gaussian with the effective noise multiplier z / factor.
+    """N(0, (z C)^2) on every coordinate: a subsampled Gaussian with the effective noise multiplier z / factor.
 
     A noise multiplier of 0 adds nothing, and its event costs infinity.
 
@@ -31,7 +31,7 @@ class Gaussian:
     cost_depends_on_dimension = False
 
     def checked(self, parameters: str, noise_multiplier: float) -> str:
-        """The empty text: Gaussian noise has no parameters but its multiplier."""
+        """The empty string: Gaussian noise has no parameters apart from its multiplier."""
         if parameters:
             raise InputError(f"mechanism_parameters = {parameters[:60]!r}: mechanism = gaussian takes none")
         return ""
@@ -55,7 +55,7 @@ class Gaussian:
     def add_noise(
         self, sums: Tensor, request: NoiseRequest, sources: Sequence[RandomSource]
     ) -> tuple[Tensor, list[Event]]:
-        """The sums plus Gaussian noise, on a grid, and their events."""
+        """The sums plus Gaussian noise, rounded to a grid, and their events."""
         request.check_fits(sums, sources)
         events = self.planned_events(request)
         scale = request.noise_multiplier * request.clip_norm
@@ -64,10 +64,10 @@ class Gaussian:
         noised = torch.empty_like(sums)
         at_once = max(1, _VALUES_AT_ONCE // max(request.dimension, 1))
         for begin in range(0, len(sources), at_once):
-            some = sums[begin : begin + at_once]
-            words = np.concatenate([source.words(some.shape[1]) for source in sources[begin : begin + at_once]])
-            noise = normal_from_words(words).mul_(scale).view(some.shape).to(some.device)
-            noised[begin : begin + at_once] = on_grid(noise.add_(some), scale)
+            block = sums[begin : begin + at_once]
+            words = np.concatenate([source.words(block.shape[1]) for source in sources[begin : begin + at_once]])
+            noise = normal_from_words(words).mul_(scale).view(block.shape).to(block.device)
+            noised[begin : begin + at_once] = on_grid(noise.add_(block), scale)
         return noised, events
 
 

@@ -1,4 +1,4 @@
-"""Rounding of a noised release, so that its last digits tell nothing."""
+"""Rounding of a noised release, so that its last digits reveal nothing."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from torch import Tensor
 
 
 def on_grid(values: Tensor, scale: float) -> Tensor:
-    """The values, in place, rounded to multiples of a power of two, some 2^-18 of the noise's size.
+    """The values, rounded in place to multiples of a power of two, some 2^-18 of the size of the noise.
 
-    Which floats a sum with noise can reach depends on the sum, and tells it (Mironov 2012). After rounding, a step of
-    post-processing, all sums reach the same points, each by some 2^46 words in the middle of the distribution.
+    Which floats a noised sum can take depends on the sum, and can reveal it (Mironov 2012). After rounding, which is
+    post-processing, all sums reach the same points, each from some 2^46 words in the middle of the distribution.
 
     Args:
         values: of any shape, changed in place.
-        scale: standard deviation, or another typical size, of the noise, > 0.
+        scale: standard deviation, or another typical size, of the noise; > 0.
     """
     step = 2.0 ** (math.floor(math.log2(scale)) - 18)
-    # In place: the values are a power of two times their quotients, so both steps are exact.
+    # The step is a power of two, so dividing and multiplying by it are exact.
     return values.div_(step).round_().mul_(step)

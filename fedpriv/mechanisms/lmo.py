@@ -24,16 +24,16 @@ from fedpriv.mechanisms.grid import on_grid
 from fedpriv.mechanisms.request import NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource, laplace_from_words, uniform_from_words
 
-# u below this gives noise beyond every float; it is drawn with probability 0 to some hundred digits.
+# A smaller u gives noise that no float can hold; the probability of drawing one is 0 to some hundred digits.
 _SMALLEST_U = 1e-290
 
 
 class Lmo:
     """Laplace noise of random scale, times z C, on every coordinate.
 
-    Its parameters are those of the noise as JSON, and beside them `accounting`: `sound` where it is left out, or
-    `published`, which changes no noise and is no guarantee. The inverse scale u is drawn for every coordinate: one for
-    all of them would need another bound, so there is none.
+    Its parameters are those of the noise as JSON, plus `accounting`: `sound`, the default, or `published`, which does
+    not change the noise and is not a guarantee. The inverse scale u is drawn afresh for every coordinate; sharing one u
+    would need a different bound, so it is not offered.
 
     Source: Yang et al., Algorithm 1, line 7.
     """
@@ -43,7 +43,7 @@ class Lmo:
     cost_depends_on_dimension = True
 
     def checked(self, parameters: str, noise_multiplier: float) -> str:
-        """The parameters as JSON of one line, accounting only where it is not `sound`."""
+        """The parameters as one line of JSON, with `accounting` only if it is not `sound`."""
         if noise_multiplier == 0:
             raise InputError("noise_multiplier = 0: multiplies the LMO noise, so it must be > 0")
         noise, accounting = _read(parameters)
@@ -55,7 +55,7 @@ class Lmo:
         return PUBLISHED_CAVEAT if _read(parameters)[1] == "published" else ""
 
     def planned_events(self, request: NoiseRequest) -> list[Event]:
-        """[clients] subsampled LMO noise with as many coordinates as the request has."""
+        """[clients] events of subsampled LMO noise, with the number of coordinates that the request states."""
         noise, accounting = _read(self.checked(request.parameters, request.noise_multiplier))
         multiplied = noise.scaled(1 / request.noise_multiplier)
         return [
@@ -74,7 +74,7 @@ class Lmo:
     def add_noise(
         self, sums: Tensor, request: NoiseRequest, sources: Sequence[RandomSource]
     ) -> tuple[Tensor, list[Event]]:
-        """The sums plus LMO noise, on a grid, and their events."""
+        """The sums plus LMO noise, rounded to a grid, and their events."""
         request.check_fits(sums, sources)
         events = self.planned_events(request)
         parameters = _read(request.parameters)[0].scaled(1 / request.noise_multiplier)
@@ -84,7 +84,7 @@ class Lmo:
         for total, result, source in zip(sums, noised, sources, strict=True):
             noise = torch.from_numpy(lmo_noise(parameters, total.numel(), source))
             noise = noise.mul_(request.clip_norm).to(total.device)
-            # Without a finite mean a value may pass the largest float32, and one infinity would spoil the model.
+            # Noise without a finite mean may exceed the largest float32, and a single infinity would ruin the model.
             result.copy_(on_grid(noise.add_(total), scale).clamp_(-largest, largest))
         return noised, events
 
@@ -94,10 +94,10 @@ MECHANISM = Lmo()
 
 @lru_cache(maxsize=64)
 def _read(text: str) -> tuple[LmoParameters, LmoAccounting]:
-    """The noise that a mechanism's parameters describe, and how it is accounted for.
+    """The noise that the mechanism's parameters describe, and how it is accounted for.
 
     Raises:
-        InputError: names what is wrong.
+        InputError: the parameters are invalid; the message says what is wrong.
     """
     try:
         values = lmo_parameters.read_json(text)
@@ -115,8 +115,8 @@ def lmo_noise(parameters: LmoParameters, num: int, source: RandomSource) -> Arra
 
     Args:
         parameters: the distribution of u.
-        num: how many, >= 0.
-        source: where the randomness comes from.
+        num: number of values, >= 0.
+        source: source of the randomness.
     """
     u = np.maximum(inverse_scales(parameters, num, source), _SMALLEST_U)
     return np.asarray(laplace_from_words(source.words(num)) / u)
@@ -131,11 +131,11 @@ def inverse_scales(parameters: LmoParameters, num: int, source: RandomSource) ->
         return _draw(parts[0], num, source)
     u = np.empty(num)
     weights = columns(parameters).weights
-    borders = np.cumsum(weights[weights > 0])[:-1]
-    chosen = np.searchsorted(borders, uniform_from_words(source.words(num)))
-    for number, part in enumerate(parts):
-        places = np.flatnonzero(chosen == number)
-        u[places] = _draw(part, len(places), source)
+    boundaries = np.cumsum(weights[weights > 0])[:-1]
+    part_indices = np.searchsorted(boundaries, uniform_from_words(source.words(num)))
+    for index, part in enumerate(parts):
+        coordinates = np.flatnonzero(part_indices == index)
+        u[coordinates] = _draw(part, len(coordinates), source)
     return u
 
 
@@ -152,22 +152,22 @@ def _draw(part: Part, num: int, source: RandomSource) -> Array:
 def _gamma(shape: float, num: int, source: RandomSource) -> Array:
     """Gamma variables of scale 1 by rejection from a transformed normal (Marsaglia and Tsang 2000).
 
-    Exact for shape >= 1; below that Gamma(shape + 1) times uniform^(1 / shape) is.
+    Exact for shape >= 1; for a smaller shape, Gamma(shape + 1) times uniform^(1 / shape) is.
     """
     if shape < 1:
         uniform = uniform_from_words(source.words(num))
         return np.asarray(_gamma(shape + 1, num, source) * uniform ** (1 / shape))
     d = shape - 1 / 3
     values = np.empty(num)
-    left = np.arange(num)
-    while left.size:  # a try succeeds with probability 0.95 or more
-        normal = source.normal(left.size).numpy()
-        uniform = uniform_from_words(source.words(left.size))
+    pending = np.arange(num)
+    while pending.size:  # an attempt succeeds with probability 0.95 or more
+        normal = source.normal(pending.size).numpy()
+        uniform = uniform_from_words(source.words(pending.size))
         cube = (1 + normal / math.sqrt(9 * d)) ** 3
         positive = np.maximum(cube, 1e-300)
         accepted = (cube > 0) & (np.log(uniform) < normal**2 / 2 + d - d * cube + d * np.log(positive))
-        values[left[accepted]] = d * cube[accepted]
-        left = left[~accepted]
+        values[pending[accepted]] = d * cube[accepted]
+        pending = pending[~accepted]
     return values
 
 

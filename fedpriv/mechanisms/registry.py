@@ -1,4 +1,4 @@
-"""The mechanisms by name. A new one is a file with an object `MECHANISM`, and a line in `MECHANISMS`."""
+"""The mechanisms by name. To add one, write a file with an object `MECHANISM` and a line in `MECHANISMS`."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ if TYPE_CHECKING:
 
 
 class Mechanism(Protocol):
-    """Noise of one kind: what it costs, checked and planned from public numbers, and the noise itself."""
+    """One kind of noise: its parameters are checked and its cost is planned from public numbers; it draws the noise."""
 
     @property
     def parameters_hint(self) -> str:
-        """What its parameters are and where they come from, for a message; empty where it takes none."""
+        """What its parameters are and where to get them, for messages; empty if it takes none."""
 
     @property
     def noise_adds_up(self) -> bool:
-        """As `Event.noise_adds_up` of its events: only then does the `aggregate` view hold."""
+        """`Event.noise_adds_up` of its events; the `aggregate` view holds only if this is true."""
 
     @property
     def cost_depends_on_dimension(self) -> bool:
-        """Whether clients with different numbers of values pay differently, which `client_ranks` would need."""
+        """Whether clients that noise different numbers of values pay differently; `client_ranks` would need that."""
 
     def checked(self, parameters: str, noise_multiplier: float) -> str:
-        """The parameters in one canonical line, if they and the noise multiplier make sense together.
+        """The parameters as one canonical line, after a check that they and the noise multiplier are valid together.
 
         Raises:
-            InputError: one line with the name, the value and what would be right.
+            InputError: they are not; one line with the name, the value and what would be valid.
         """
 
     def caveat(self, parameters: str) -> str:
-        """As `Event.caveat` of its events with these parameters; empty where their cost is a privacy guarantee."""
+        """`Event.caveat` of its events with these parameters; empty if their cost is a privacy guarantee."""
 
     def planned_events(self, request: NoiseRequest) -> list[Event]:
-        """[clients] what the request costs, from public inputs, before anything is computed.
+        """[clients] the cost of the request, from public inputs, before anything is computed.
 
         Raises:
             ValueError: a value is out of range.
@@ -51,27 +51,27 @@ class Mechanism(Protocol):
     def add_noise(
         self, sums: Tensor, request: NoiseRequest, sources: Sequence[RandomSource]
     ) -> tuple[Tensor, list[Event]]:
-        """Each client's sum with noise on every coordinate, and the event of each release: the planned ones.
+        """Each client's sum with noise on every coordinate, and the event of each release, equal to the planned one.
 
-        Guarantee: where adding or removing one record moves a client's sum by at most `sensitivity_factor * clip_norm`
-        in L2, and a record is included with its `sampling_probabilities` entry, the client's result costs what its
-        event costs, if that is a guarantee.
+        Guarantee: if adding or removing one record moves a client's sum by at most `sensitivity_factor * clip_norm` in
+        L2, and each record is included with the probability in `sampling_probabilities`, the client's result costs what
+        its event states, provided that the event is a guarantee.
 
         Args:
-            sums: float32 [clients, values], all trainable tensors together: sums of clipped gradients.
-            request: of the release.
-            sources: [clients], where each client's noise comes from.
+            sums: float32 [clients, values], all trainable tensors together: sums of clipped per-sample gradients.
+            request: describes the release.
+            sources: [clients], the source of each client's noise.
 
         Raises:
-            ValueError: a value is out of range, or there is not one probability and source for each client.
+            ValueError: a value is out of range, or there is not exactly one probability and one source per client.
         """
 
 
 class Registry(MutableMapping[str, Mechanism]):
-    """Mechanisms by name, each imported when it is first asked for: the names alone cost no import of torch.
+    """Mechanisms by name, each imported on first use, so that listing the names does not import torch.
 
     Args:
-        modules: {name: module that has the mechanism as `MECHANISM`}.
+        modules: {name: module that defines the mechanism as `MECHANISM`}.
     """
 
     def __init__(self, modules: Mapping[str, str]) -> None:
@@ -96,10 +96,10 @@ class Registry(MutableMapping[str, Mechanism]):
         return len(self._entries)
 
     def named(self, name: str) -> Mechanism:
-        """The mechanism of this name.
+        """The mechanism with this name.
 
         Raises:
-            InputError: it is unknown; the message lists the known ones.
+            InputError: the name is unknown; the message lists the known ones.
         """
         if name not in self._entries:
             raise InputError(f"mechanism = {name[:60]!r}: must be one of {', '.join(self)}")
@@ -115,10 +115,10 @@ MECHANISMS = Registry(
 
 
 def with_present_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Configuration values by their present keys: up to version 0.1, LMO noise had two keys of its own.
+    """Configuration values under the current keys: up to version 0.1, LMO noise had two keys of its own.
 
     Raises:
-        InputError: a former key has a value that has no place any more.
+        InputError: a former key has a value that can no longer be expressed by itself.
     """
     values = dict(values)
     parameters, accounting = values.pop("lmo_parameters", ""), values.pop("lmo_accounting", "sound")

@@ -1,4 +1,4 @@
-"""What a mechanism is asked to noise, in public numbers alone."""
+"""What a mechanism is asked to add noise to, described by public numbers alone."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseRequest:
-    """One release of every client of a stack, all of one specification.
+    """One release by each client of a stack, all with the same specification.
 
     Attributes:
-        parameters: of the mechanism, as it reads them; empty for a mechanism that takes none.
+        parameters: parameters of the mechanism, as text that it parses; empty for a mechanism that takes none.
         noise_multiplier: z >= 0, noise over clip norm.
-        clip_norm: C > 0, in units of what is noised.
+        clip_norm: C > 0, in units of the noised quantity.
         sensitivity_factor: L2 sensitivity over C, >= 1, from the clipping rule.
-        dimension: how many values of a client are noised, >= 1.
+        dimension: number of values per client that receive noise, >= 1.
         sampling_probabilities: [clients], q in [0, 1], from the samplers that drew the batches.
-        count: how many such releases are planned, >= 1.
+        count: number of such releases that are planned, >= 1.
         unit: what is protected.
 
     Raises:
-        ValueError: clip_norm or sensitivity_factor is out of range; a mechanism's events check the rest.
+        ValueError: clip_norm or sensitivity_factor is out of range; the mechanism's events check the rest.
     """
 
     noise_multiplier: float
@@ -48,10 +48,10 @@ class NoiseRequest:
             raise ValueError(f"sensitivity_factor = {self.sensitivity_factor}: must be finite and >= 1")
 
     def check_fits(self, sums: Tensor, sources: Sequence[RandomSource]) -> None:
-        """Refuse sums, [clients, values], or sources, [clients], that are not those of this request.
+        """Refuse sums, [clients, values], or sources, [clients], that do not fit this request.
 
         Raises:
-            ValueError: there is not one of each for every client, or the number of values differs.
+            ValueError: there is not exactly one of each per client, or the number of values differs.
         """
         if not len(sums) == len(self.sampling_probabilities) == len(sources):
             raise ValueError(

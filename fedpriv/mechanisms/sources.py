@@ -1,7 +1,7 @@
-"""Where randomness comes from: a cryptographic stream for releases, a seeded one for simulations.
+"""Sources of randomness: a cryptographic stream for releases, a seeded one for simulations.
 
-Release noise and Poisson inclusion come from `SecureSource`. Whoever can predict the inclusion voids the
-amplification by sampling, and whoever can predict the noise voids everything, so no seed fixes that stream.
+Release noise and Poisson sampling use `SecureSource`. Anyone who can predict which records are sampled defeats the
+amplification by sampling, and anyone who can predict the noise defeats everything, so no seed determines that stream.
 `SeededSource` exists for runs marked `simulate`, which are reported as not private.
 """
 
@@ -27,7 +27,7 @@ class RandomSource(ABC):
     """What a mechanism or a sampler draws from: a stream of uniform words."""
 
     name: str
-    """`secure` or `seeded`, as the run's record shows it."""
+    """`secure` or `seeded`, as shown in the record of a run."""
 
     @abstractmethod
     def words(self, num: int) -> Words:
@@ -45,15 +45,15 @@ class RandomSource(ABC):
 def normal_from_words(words: Words) -> Tensor:
     """Standard normal values by inverting the distribution function, float64, one for each 64-bit word.
 
-    A word picks one of 2^64 equal cells of (0, 1), and the value is that of the cell's middle. The lower half is
-    inverted and the upper one mirrored: near 0 a float64 resolves every cell, near 1 it could not. Every value is
-    finite (at most 9.2 in size), and the two tails mirror each other.
+    A word selects one of 2^64 equal cells of (0, 1), and the value is the quantile at the middle of the cell. The lower
+    half is inverted and the upper half mirrored: a float64 resolves every cell near 0, but could not near 1. Every
+    value is finite (at most 9.2 in size), and the two tails mirror each other.
 
     Args:
         words: uniform 64-bit words.
     """
-    # By torch, whose operations use all cores. A word's top bit, as the sign of an int64, says which half it is in, and
-    # in the upper half its complement is the mirrored cell.
+    # In torch, whose operations use all cores. A word's top bit, as the sign of an int64, tells which half it is in; in
+    # the upper half, the word's complement is the mirrored cell.
     signed = torch.from_numpy(words.view(np.int64))
     upper = signed < 0
     cells = torch.where(upper, ~signed, signed).double()
@@ -62,9 +62,9 @@ def normal_from_words(words: Words) -> Tensor:
 
 
 def uniform_from_words(words: Words) -> npt.NDArray[np.float64]:
-    """Uniform values in (0, 1], float64, one for each 64-bit word: the middle of the word's cell of 2^-64.
+    """Uniform values in (0, 1], float64, one for each 64-bit word: the middle of the word's cell of width 2^-64.
 
-    Near 0 a float64 resolves every cell; near 1 it rounds, in the last 2^-54 to 1.
+    A float64 resolves every cell near 0; near 1 it rounds, within the last 2^-54 to 1.
 
     Args:
         words: uniform 64-bit words.
@@ -75,8 +75,8 @@ def uniform_from_words(words: Words) -> npt.NDArray[np.float64]:
 def laplace_from_words(words: Words) -> npt.NDArray[np.float64]:
     """Laplace values of scale 1 by inverting the distribution function, float64, one for each 64-bit word.
 
-    The top bit is the sign, the other 63 pick a cell of (0, 1] whose middle is inverted: sizes up to 44, at which a
-    cell's own width is the probability that is left, and resolved to 2^-53 near 0.
+    The top bit is the sign; the other 63 select a cell of (0, 1] whose middle is inverted. Sizes reach 44, where the
+    remaining probability is the width of a single cell, and have a resolution of 2^-53 near 0.
 
     Args:
         words: uniform 64-bit words.
@@ -88,7 +88,7 @@ def laplace_from_words(words: Words) -> npt.NDArray[np.float64]:
 def bernoulli_from_words(words: Words, probability: float) -> Tensor:
     """Coins, bool, one for each 64-bit word; true with floor(probability * 2^64) / 2^64.
 
-    Rounding the probability down is the private direction: less sampling never costs more.
+    Rounding the probability down is safe for privacy: less sampling never costs more.
 
     Args:
         words: uniform 64-bit words.
@@ -107,8 +107,8 @@ def bernoulli_from_words(words: Words, probability: float) -> Tensor:
 class SecureSource(RandomSource):
     """A stream of AES-256 in counter mode, keyed by the operating system.
 
-    Key and counter belong to one process: a forked child takes a new key before its first draw, and the
-    object refuses to be pickled or copied, so that no two processes ever draw the same noise.
+    Key and counter belong to one process: a forked child takes a new key before its first draw, and the object
+    cannot be pickled or copied, so no two processes ever draw the same noise.
     """
 
     name = "secure"
@@ -117,12 +117,12 @@ class SecureSource(RandomSource):
         self._rekey()
 
     def _rekey(self) -> None:
-        # A lock that another thread held while the process forked would stay locked in the child: it takes a new one.
+        # A lock that another thread held during the fork would stay locked in the child, so the child makes a new one.
         self._pid, self._lock = os.getpid(), threading.Lock()
         self._stream = Cipher(algorithms.AES256(os.urandom(32)), modes.CTR(bytes(16))).encryptor()
 
     def words(self, num: int) -> Words:
-        """The next `num` words of the stream; no other draw, in whatever thread or process, gets any of them."""
+        """The next `num` words of the stream; no other draw, in any thread or process, gets any of them."""
         if self._pid != os.getpid():
             self._rekey()
         with self._lock:
@@ -133,11 +133,11 @@ class SecureSource(RandomSource):
 
 
 class SeededSource(RandomSource):
-    """A reproducible stream for runs marked `simulate`. It protects nobody.
+    """A reproducible stream for runs marked `simulate`. It protects nobody's privacy.
 
     Args:
-        labels: what the stream is for, such as (seed, client, round, "noise"); other labels give an
-            independent stream.
+        labels: what the stream is for, such as (seed, client, round, "noise"); different labels give independent
+            streams.
     """
 
     name = "seeded"
