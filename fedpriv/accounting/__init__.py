@@ -1,6 +1,6 @@
-"""What releases cost in privacy: events, the accountants that compose them, and the noise that a budget requires.
+"""The privacy cost of releases: events, the accountants that compose them, and the noise that a budget requires.
 
-Forty noisy steps on Poisson samples of 64 out of 1,200 records on average:
+Forty noisy steps on Poisson samples of, on average, 64 of 1,200 records:
 
 >>> from fedpriv.accounting import SubsampledGaussian, epsilon_of, noise_multiplier_for
 >>> steps = SubsampledGaussian(noise_multiplier=1.2, sampling_probability=64 / 1200, count=40)

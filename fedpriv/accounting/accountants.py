@@ -18,10 +18,10 @@ from fedpriv.accounting.subsampled_gaussian import quiet_absl
 
 ORDERS = rdp.RdpAccountant().orders
 
-# The orders at which a bound of any mechanism on a sample is known.
-WHOLE_ORDERS = np.array([int(order) for order in ORDERS if float(order).is_integer()])
+# The orders at which a bound for any mechanism under Poisson sampling is known.
+INTEGER_ORDERS = np.array([int(order) for order in ORDERS if float(order).is_integer()])
 
-# Above this, pld takes minutes or gigabytes, and nobody needs the digits.
+# Above this epsilon, pld takes minutes or gigabytes, and nobody needs its precision.
 PLD_LIMIT = 100.0
 
 FINEST_INTERVAL = 1e-4
@@ -29,15 +29,15 @@ FINEST_INTERVAL = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacySpent:
-    """An epsilon with its delta and how it was found.
+    """An epsilon, its delta, and how it was computed.
 
     Attributes:
-        epsilon: >= 0, infinite when a release had no noise.
+        epsilon: >= 0, infinite if a release had no noise.
         delta: in (0, 1).
-        accountant: the one that gave the number.
-        upper_bound_only: True where the requested accountant was too costly, or does not know an event, and rdp
-            stands in for it.
-        is_guarantee: False where an event's accounting is not proven, see `Event.caveat`.
+        accountant: the one that gave epsilon.
+        upper_bound_only: True if the requested accountant is too expensive, or does not support an event, and rdp
+            was used instead.
+        is_guarantee: False if the accounting of an event is not proven, see `Event.caveat`.
     """
 
     epsilon: float
@@ -52,49 +52,48 @@ def spent(
 ) -> PrivacySpent:
     """What the composition of all events costs at the given delta.
 
-    Events are composed first and converted once. With `pld`, a composition whose rdp epsilon exceeds 100 is
-    answered by rdp, marked as an upper bound. So is one with an event whose privacy loss distribution is not known.
+    Events are composed first and converted once. If `pld` is requested but the rdp epsilon exceeds 100, or an event
+    has no known privacy loss distribution, rdp answers instead and the result is marked as an upper bound.
 
     An (e, d)-DP release is dominated by one that reveals everything with probability d and is e-DP otherwise
-    (Kairouz, Oh and Viswanath 2015): its d is taken off delta, and the rest composed as a pure e.
+    (Kairouz, Oh and Viswanath 2015): d is subtracted from delta, and the rest is composed as pure e-DP.
 
     Args:
-        events: in any order, of one unit; none at all costs nothing.
+        events: in any order, all of one unit; no events cost nothing.
         delta: in (0, 1).
         accountant: `pld` (tight) or `rdp` (fast, looser).
-        unproven: give the figure also where an event is no guarantee, marked as such; without this it is infinite, so
-            that no budget is ever enforced by it.
+        unproven: give a finite figure, marked as such, even if an event carries no guarantee; by default it is
+            infinite, so that no budget is ever enforced by it.
 
     Raises:
-        ValueError: delta is outside (0, 1), the accountant is unknown, an event is none of the vocabulary, or
-            events protect different units.
+        ValueError: delta is outside (0, 1), the accountant is unknown, an event is of an unknown type, or events
+            protect different units.
     """
     check_delta(delta)
     check_accountant(accountant)
-    composition, left = _sampled(_checked(events), delta)
+    composition, remaining_delta = _participating(_checked(events), delta)
     proven = all(event.is_guarantee for event in composition)
     if not composition:
-        return PrivacySpent(epsilon=0.0 if left > 0 else math.inf, delta=delta, accountant=accountant)
-    if left <= 0 or not all(event.is_noised for event in composition) or not (proven or unproven):
+        return PrivacySpent(epsilon=0.0 if remaining_delta > 0 else math.inf, delta=delta, accountant=accountant)
+    if remaining_delta <= 0 or not all(event.is_noised for event in composition) or not (proven or unproven):
         return PrivacySpent(epsilon=math.inf, delta=delta, accountant=accountant, is_guarantee=proven)
-    by_rdp = _rdp_epsilon(composition, left)
-    if accountant == "rdp" or by_rdp > PLD_LIMIT or not all(event.has_pld for event in composition):
-        stands_in = accountant == "pld"
+    rdp_epsilon = _rdp_epsilon(composition, remaining_delta)
+    if accountant == "rdp" or rdp_epsilon > PLD_LIMIT or not all(event.has_pld for event in composition):
+        is_fallback = accountant == "pld"
         return PrivacySpent(
-            epsilon=by_rdp, delta=delta, accountant="rdp", upper_bound_only=stands_in, is_guarantee=proven
+            epsilon=rdp_epsilon, delta=delta, accountant="rdp", upper_bound_only=is_fallback, is_guarantee=proven
         )
-    by_pld = _pld_epsilon(composition, left, _value_interval(composition, by_rdp))
-    return PrivacySpent(epsilon=by_pld, delta=delta, accountant="pld", is_guarantee=proven)
+    pld_epsilon = _pld_epsilon(composition, remaining_delta, _value_interval(composition, rdp_epsilon))
+    return PrivacySpent(epsilon=pld_epsilon, delta=delta, accountant="pld", is_guarantee=proven)
 
 
 def stays_within(events: Iterable[Event], delta: float, budget: float) -> bool:
     """Whether the composition costs at most (budget, delta).
 
-    pld decides. Where rdp, which is cheaper and as valid a bound, stays clearly below the budget, pld, which then
-    nearly always does too, is not asked.
+    pld decides, unless rdp, which is cheaper and just as valid a bound, is already clearly below the budget.
 
     Raises:
-        ValueError: as for `spent`, or the budget bounds nothing.
+        ValueError: as for `spent`, or the budget is not finite and > 0.
     """
     if not 0 < budget < math.inf:
         raise ValueError(f"budget = {budget}: must be finite and > 0")
@@ -106,10 +105,10 @@ def delta_spent(events: Iterable[Event], epsilon: float, accountant: Accountant 
     """The smallest delta, in [0, 1], for which the composition is (epsilon, delta)-DP by the accountant.
 
     Args:
-        events: as for `spent`; 1 where one of them is no guarantee.
+        events: as for `spent`; delta is 1 if one of them carries no guarantee.
         epsilon: >= 0, finite.
-        accountant: `pld` or `rdp`; where the composition's rdp epsilon at delta 1e-5 exceeds 100, or the privacy loss
-            distribution of an event is not known, rdp answers.
+        accountant: `pld` or `rdp`; rdp answers if the composition's rdp epsilon at delta 1e-5 exceeds 100, or the
+            privacy loss distribution of an event is not known.
 
     Raises:
         ValueError: as for `spent`, or epsilon is negative or not finite.
@@ -117,19 +116,19 @@ def delta_spent(events: Iterable[Event], epsilon: float, accountant: Accountant 
     if not 0 <= epsilon < math.inf:
         raise ValueError(f"epsilon = {epsilon}: must be finite and >= 0")
     check_accountant(accountant)
-    composition, left = _sampled(_checked(events), 1.0)
+    composition, remaining_delta = _participating(_checked(events), 1.0)
     if not composition:
-        return 1.0 - left
+        return 1.0 - remaining_delta
     if not all(event.is_noised and event.is_guarantee for event in composition):
         return 1.0
-    by_rdp = _rdp_epsilon(composition, 1e-5)
-    if by_rdp == math.inf:
+    rdp_epsilon = _rdp_epsilon(composition, 1e-5)
+    if rdp_epsilon == math.inf:
         return 1.0
-    if accountant == "rdp" or by_rdp > PLD_LIMIT or not all(event.has_pld for event in composition):
-        rest = float(rdp_privacy_accountant.compute_delta(ORDERS, _total_curve(composition), epsilon)[0])
+    if accountant == "rdp" or rdp_epsilon > PLD_LIMIT or not all(event.has_pld for event in composition):
+        converted = float(rdp_privacy_accountant.compute_delta(ORDERS, _total_curve(composition), epsilon)[0])
     else:
-        rest = float(total_loss(composition, FINEST_INTERVAL).get_delta_for_epsilon(epsilon))
-    return min(1.0, 1.0 - left + rest)
+        converted = float(total_loss(composition, FINEST_INTERVAL).get_delta_for_epsilon(epsilon))
+    return min(1.0, 1.0 - remaining_delta + converted)
 
 
 def check_delta(delta: float) -> None:
@@ -145,23 +144,23 @@ def check_accountant(accountant: str) -> None:
 
 
 def total_loss(events: Iterable[Event], value_interval: float) -> Any:
-    """The privacy loss distribution of the whole composition, from above.
+    """A privacy loss distribution that bounds the whole composition from above.
 
-    It starts from the identity as dp-accounting's accountant does, which cuts 1e-15 off the tails: a bound without
-    that cut would be as valid, but below the library's.
+    Like dp-accounting's accountant, it starts from the identity, which truncates 1e-15 of the tails. Without that
+    truncation the bound would be just as valid, but lower than the library's.
 
     Args:
-        events: each of a known privacy loss distribution.
-        value_interval: of the discretised privacy loss, > 0.
+        events: each with a known privacy loss distribution.
+        value_interval: value discretization interval of the privacy loss, > 0.
     """
     with quiet_absl():
         losses = (event.pld(value_interval) for event in events)
-        nothing = pld.privacy_loss_distribution.identity(value_interval)
-        return reduce(lambda total, loss: total.compose(loss), losses, nothing)
+        identity = pld.privacy_loss_distribution.identity(value_interval)
+        return reduce(lambda total, loss: total.compose(loss), losses, identity)
 
 
 def epsilon_of_curve(curve: Array, delta: float) -> float:
-    """Epsilon of a Renyi curve at `ORDERS`; infinite where the curve is so at every order.
+    """Epsilon of a Renyi curve at `ORDERS`; infinite if the curve is infinite at every order.
 
     Source: Canonne, Kamath and Steinke 2020, Proposition 12, by dp-accounting.
     """
@@ -169,7 +168,7 @@ def epsilon_of_curve(curve: Array, delta: float) -> float:
 
 
 def _checked(events: Iterable[Event]) -> tuple[Event, ...]:
-    """The events, grouped, if they belong to the vocabulary and protect one unit."""
+    """The events, grouped, after a check that their types are known and that they protect one unit."""
     events = tuple(events)
     for event in events:
         check_known(event)
@@ -178,8 +177,8 @@ def _checked(events: Iterable[Event]) -> tuple[Event, ...]:
     return tuple(sorted(group(events), key=repr))
 
 
-def _sampled(events: Iterable[Event], delta: float) -> tuple[tuple[Event, ...], float]:
-    """The events in which a record may take part, and what their own deltas leave of delta."""
+def _participating(events: Iterable[Event], delta: float) -> tuple[tuple[Event, ...], float]:
+    """The events in which a record may take part, and what remains of delta after subtracting their own deltas."""
     composition = tuple(event for event in events if event.sampling_probability > 0)
     for event in composition:
         delta -= event.total_delta
@@ -187,7 +186,7 @@ def _sampled(events: Iterable[Event], delta: float) -> tuple[tuple[Event, ...], 
 
 
 def _rdp_epsilon(events: tuple[Event, ...], delta: float) -> float:
-    """Renyi curves added up and converted once; never more than the sum of the largest privacy losses."""
+    """The sum of the Renyi curves, converted once; at most the sum of the largest privacy losses."""
     return min(epsilon_of_curve(_total_curve(events), delta), math.fsum(event.max_loss for event in events))
 
 
@@ -202,35 +201,35 @@ def _single_curve(event: Event) -> Array:
     return event.rdp(ORDERS)
 
 
-def _value_interval(events: tuple[Event, ...], by_rdp: float) -> float:
-    """How coarsely privacy losses may be discretised for some 5e-4 of epsilon, found by measuring; 10 times faster.
+def _value_interval(events: tuple[Event, ...], rdp_epsilon: float) -> float:
+    """A value discretization interval that costs some 5e-4 of epsilon, as measured, and is 10 times faster.
 
-    Every interval gives an upper bound, and its points are among those of the finest one, dp-accounting's default: the
-    answer is never below the library's. Small epsilons, small losses (q / z of one release) and pure ones, which are
-    rounded up to the grid, get the finest.
+    Every interval gives an upper bound, and its grid points are among those of the finest one, dp-accounting's
+    default, so the result is never below the library's. Small epsilons, small losses (q / z of one release) and pure
+    epsilons, which are rounded up to the grid, get the finest interval.
     """
     smallest_loss = min(event.loss_scale for event in events)
-    if smallest_loss == 0 or by_rdp < 1:
+    if smallest_loss == 0 or rdp_epsilon < 1:
         return FINEST_INTERVAL
-    wanted = min(math.sqrt(5e-5 * by_rdp / sum(event.count for event in events)), smallest_loss / 4)
-    multiple = max(multiple for multiple in (1, 2, 5, 10, 20) if multiple <= max(1.0, wanted / FINEST_INTERVAL))
+    coarsest = min(math.sqrt(5e-5 * rdp_epsilon / sum(event.count for event in events)), smallest_loss / 4)
+    multiple = max(multiple for multiple in (1, 2, 5, 10, 20) if multiple <= max(1.0, coarsest / FINEST_INTERVAL))
     return FINEST_INTERVAL * multiple
 
 
 @lru_cache(maxsize=4096)
 def _pld_epsilon(events: tuple[Event, ...], delta: float, value_interval: float) -> float:
-    """By privacy loss distributions; equal histories, common across clients, are computed once."""
+    """Epsilon by privacy loss distributions; equal histories, common across clients, are computed once."""
     return float(total_loss(events, value_interval).get_epsilon_for_delta(delta))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClosedForm:
-    """The DP-LoRA paper's number, and whether it may be believed.
+    """The DP-LoRA paper's epsilon, and whether its conditions hold.
 
     Attributes:
         epsilon: c2 q sqrt(T ln(1/delta)) / (rho_bar sigma).
         conditions_hold: whether every condition of the theorem holds for constants c1 and c2.
-        violated: the conditions that do not, in words.
+        violated: the conditions that do not hold, as text.
     """
 
     epsilon: float
@@ -241,19 +240,19 @@ class ClosedForm:
 def closed_form(events: Iterable[Event], delta: float, *, c1: float = 1.0, c2: float = 2.0) -> ClosedForm:
     """The DP-LoRA paper's epsilon of a composition, and whether its conditions hold: for reproduction only.
 
-    It neither enforces nor calibrates, and is no guarantee: the theorem's constants exist but are not known, and even
-    where the conditions hold for c1 = 1, c2 = 2 the number can be below the true epsilon (q = 0.04, sigma = 1,
-    T = 1e5: 86 against 197).
+    It is not a guarantee, and is used neither to enforce a budget nor to calibrate: the theorem's constants exist but
+    are not known, and even where the conditions hold for c1 = 1, c2 = 2 the result can be below the true epsilon
+    (q = 0.04, sigma = 1, T = 1e5: 86 against 197).
 
     Args:
-        events: equal subsampled Gaussians as the `rho` view sees them, with noise multiplier rho_bar sigma.
+        events: identical subsampled Gaussians as the `rho` view sees them, with noise multiplier rho_bar sigma.
         delta: in (0, 1).
         c1: constant of the range of validity, epsilon < c1 q^2 T.
         c2: constant of the noise bound.
 
     Raises:
-        ValueError: delta is out of range, or the events are not one subsampled Gaussian over and over: the theorem
-            knows one q and one sigma.
+        ValueError: delta is out of range, or the events are not all the same subsampled Gaussian: the theorem knows
+            one q and one sigma.
 
     Source: Liu et al., Theorem 1 (Eq. 9); conditions of Abadi et al. 2016, Theorem 1.
     """
@@ -262,14 +261,14 @@ def closed_form(events: Iterable[Event], delta: float, *, c1: float = 1.0, c2: f
     if not grouped:
         return ClosedForm(epsilon=0.0, conditions_hold=False, violated=("epsilon < c1 q^2 T",))
     if len(grouped) > 1 or not isinstance(grouped[0], SubsampledGaussian):
-        raise ValueError("accountant = closed-form: knows one noise multiplier and one sampling probability only")
-    scaled, q, steps = grouped[0].noise_multiplier, grouped[0].sampling_probability, grouped[0].count
-    if scaled == 0:
+        raise ValueError("accountant = closed-form: supports only one noise multiplier and one sampling probability")
+    noise_multiplier, q, steps = grouped[0].noise_multiplier, grouped[0].sampling_probability, grouped[0].count
+    if noise_multiplier == 0:
         return ClosedForm(epsilon=math.inf, conditions_hold=False, violated=("rho_bar * sigma >= 1",))
-    epsilon = c2 * q * math.sqrt(steps * math.log(1 / delta)) / scaled
+    epsilon = c2 * q * math.sqrt(steps * math.log(1 / delta)) / noise_multiplier
     conditions = {
-        "rho_bar * sigma >= 1": scaled >= 1,
-        "q < 1 / (16 rho_bar * sigma)": q < 1 / (16 * scaled),
+        "rho_bar * sigma >= 1": noise_multiplier >= 1,
+        "q < 1 / (16 rho_bar * sigma)": q < 1 / (16 * noise_multiplier),
         "epsilon < c1 q^2 T": epsilon < c1 * q**2 * steps,
     }
     violated = tuple(name for name, holds in conditions.items() if not holds)

@@ -1,4 +1,4 @@
-"""How much noise a target epsilon needs, and how many steps a budget allows."""
+"""How much noise a target epsilon needs, and how many rounds a budget allows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedpriv.accounting.events import Event, SubsampledGaussian
 from fedpriv.accounting.law import Accountant
 from fedpriv.accounting.subsampled_gaussian import MAX_NOISE
 
-# All releases of one client, with the given noise multiplier.
+# All releases of one client as a function of the noise multiplier.
 Schedule = Callable[[float], Event]
 
 _MAX_ROUNDS = 10**9
@@ -33,9 +33,9 @@ def noise_multiplier_for(
         epsilon: target, finite, > 0.
         delta: in (0, 1).
         sampling_probability: q in (0, 1].
-        steps: noisy steps in all, >= 1.
-        scale: what turns z into the effective noise multiplier: 1 / sensitivity factor, times rho_bar on the
-            `rho` view; > 0.
+        steps: total number of noisy steps, >= 1.
+        scale: what z is multiplied by to give the effective noise multiplier: 1 / sensitivity factor, times rho_bar
+            on the `rho` view; > 0.
         accountant: `pld` or `rdp`.
 
     Raises:
@@ -53,12 +53,12 @@ def noise_multiplier_for(
 
 
 def calibrate(schedule: Schedule, epsilon: float, delta: float, accountant: Accountant = "pld") -> float:
-    """The smallest noise multiplier, of whatever mechanism, that keeps a schedule within (epsilon, delta).
+    """The smallest noise multiplier, for any mechanism, that keeps a schedule within (epsilon, delta).
 
-    Guarantee: the schedule with the returned noise costs at most epsilon by the accountant that `spent` takes.
+    Guarantee: the schedule with the returned noise costs at most epsilon by the accountant that `spent` uses.
 
     Args:
-        schedule: the releases by their noise multiplier; more noise must not cost more.
+        schedule: the releases as a function of the noise multiplier; more noise must not cost more.
         epsilon: target, finite, > 0.
         delta: in (0, 1).
         accountant: `pld` or `rdp`.
@@ -70,15 +70,15 @@ def calibrate(schedule: Schedule, epsilon: float, delta: float, accountant: Acco
     if not (math.isfinite(epsilon) and epsilon > 0):
         raise ValueError(f"epsilon = {epsilon}: must be finite and > 0")
 
-    def holds(z: float, by: Accountant) -> bool:
-        return spent([schedule(z)], delta, by).epsilon <= epsilon
+    def suffices(z: float, accountant: Accountant) -> bool:
+        return spent([schedule(z)], delta, accountant).epsilon <= epsilon
 
-    # rdp is fast and hardly ever below pld: it finds the neighbourhood, the requested accountant the value.
+    # rdp is fast and hardly ever below pld: it finds the neighbourhood, then the requested accountant the value.
     tolerance = 1e-7 if accountant == "rdp" else 1e-4
-    multiplier = _smallest(lambda z: holds(z, "rdp"), start=1.0, tolerance=tolerance)
+    multiplier = _smallest(lambda z: suffices(z, "rdp"), start=1.0, tolerance=tolerance)
     if accountant == "rdp" or not schedule(multiplier).has_pld:
         return multiplier
-    return _smallest(lambda z: holds(z, "pld"), start=multiplier, tolerance=tolerance)
+    return _smallest(lambda z: suffices(z, "pld"), start=multiplier, tolerance=tolerance)
 
 
 def calibrate_all(clients: Iterable[tuple[Schedule, float]], epsilon: float, accountant: Accountant = "pld") -> float:
@@ -92,7 +92,8 @@ def calibrate_all(clients: Iterable[tuple[Schedule, float]], epsilon: float, acc
     Raises:
         ValueError: a value is out of range, there is no client, or no noise suffices.
     """
-    # The client sampled most needs the most noise; the others are checked, and rarely need more for their delta.
+    # The client with the highest sampling probability usually needs the most noise. The others are checked, and rarely
+    # need more because of their delta.
     distinct = {(schedule(1.0), delta): schedule for schedule, delta in clients}
     ordered = sorted(distinct, key=lambda client: (-client[0].sampling_probability, client[1]))
     if not ordered:
@@ -105,20 +106,20 @@ def calibrate_all(clients: Iterable[tuple[Schedule, float]], epsilon: float, acc
     return multiplier
 
 
-def _smallest(holds: Callable[[float], bool], *, start: float, tolerance: float) -> float:
-    """The smallest z for which a monotone condition holds, from above, to a relative tolerance."""
+def _smallest(suffices: Callable[[float], bool], *, start: float, tolerance: float) -> float:
+    """The smallest z that suffices, up to a relative tolerance and never below it; `suffices` must be monotone."""
     low = high = start
-    while not holds(high):
+    while not suffices(high):
         low, high = high, 1.5 * high
         if high > MAX_NOISE:
             raise ValueError(f"no noise multiplier up to {MAX_NOISE:g} meets the target; raise epsilon or delta")
-    while low == high or holds(low):
+    while low == high or suffices(low):
         low, high = low / 1.5, low
         if low < 1 / MAX_NOISE:
             return high
     while high > low * (1 + tolerance):
         middle = math.sqrt(low * high)
-        low, high = (low, middle) if holds(middle) else (middle, high)
+        low, high = (low, middle) if suffices(middle) else (middle, high)
     return high
 
 
@@ -131,18 +132,18 @@ def rounds_within(
     at_most: int | None = None,
     accountant: Accountant = "pld",
 ) -> int:
-    """The largest number of whole rounds whose cost stays within (epsilon, delta); 0 if not even one does.
+    """The largest number of rounds whose cost stays within (epsilon, delta); 0 if not even one does.
 
     Args:
         epsilon: budget, finite, > 0.
         delta: in (0, 1).
-        each_round: what one round costs on the view that is asked for.
-        spent_before: what was released before, on the same view.
-        at_most: ask no further than this number of rounds; None asks until the budget ends.
+        each_round: the event of one round, on the view in question.
+        spent_before: the events released before, on the same view.
+        at_most: the number of rounds after which the search stops; None searches until the budget is used up.
         accountant: `pld` or `rdp`.
 
     Raises:
-        ValueError: a value is out of range, or the budget never ends (more than 1e9 rounds).
+        ValueError: a value is out of range, or the budget is never used up (more than 1e9 rounds).
     """
     if not (math.isfinite(epsilon) and epsilon > 0):
         raise ValueError(f"epsilon = {epsilon}: must be finite and > 0")

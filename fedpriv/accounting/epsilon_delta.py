@@ -1,4 +1,4 @@
-"""Releases of which no more is known than epsilon, or epsilon and delta."""
+"""Releases of which only epsilon, or epsilon and delta, is known."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from fedpriv.accounting.law import (
 
 
 class _StatedCost(Event):
-    """What both events share: a pure epsilon that is composed, once a delta of its own is taken off."""
+    """What both events share: a pure epsilon, composed after any delta of their own has been subtracted."""
 
     epsilon: float
     has_pld: ClassVar[bool] = True
 
     def rdp(self, orders: npt.ArrayLike) -> Array:
-        """[orders] that of randomised response, which dominates every epsilon-DP mechanism."""
+        """[orders] the curve of randomised response, which dominates every epsilon-DP mechanism."""
         return self.count * _randomised_response(self.epsilon, np.asarray(orders, dtype=float))
 
     def pld(self, value_interval: float) -> Any:
-        """That of randomised response, with epsilon rounded up to the grid."""
+        """The distribution of randomised response, with epsilon rounded up to the grid."""
         return _single_loss(self.epsilon, value_interval).self_compose(self.count)
 
     def with_noise(self, factor: float) -> Self:
@@ -45,7 +45,7 @@ class _StatedCost(Event):
 
     @property
     def effective_noise_multiplier(self) -> float:
-        """0: the event says nothing of its noise."""
+        """0: the event says nothing about its noise."""
         return 0.0
 
     @property
@@ -56,11 +56,11 @@ class _StatedCost(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class PureEpsilon(_StatedCost):
-    """`count` releases that are epsilon-DP each, by whatever mechanism.
+    """`count` releases that are epsilon-DP each, by any mechanism.
 
     Attributes:
         epsilon: >= 0, finite.
-        count: how many such releases, >= 1.
+        count: number of releases, >= 1.
         unit: what is protected.
 
     Raises:
@@ -78,15 +78,15 @@ class PureEpsilon(_StatedCost):
 
 @dataclass(frozen=True, kw_only=True)
 class EpsilonDelta(_StatedCost):
-    """`count` releases that are (epsilon, delta)-DP each, by whatever mechanism.
+    """`count` releases that are (epsilon, delta)-DP each, by any mechanism.
 
-    Each is dominated by a release that reveals everything with probability delta and is epsilon-DP otherwise: delta
-    is taken off the composition's, and the rest composed as a pure epsilon.
+    Each is dominated by a release that reveals everything with probability delta and is epsilon-DP otherwise: its
+    delta is subtracted from that of the composition, and the rest is composed as a pure epsilon.
 
     Attributes:
         epsilon: >= 0, finite.
         delta: in [0, 1].
-        count: how many such releases, >= 1.
+        count: number of releases, >= 1.
         unit: what is protected.
 
     Raises:
@@ -119,6 +119,6 @@ def _randomised_response(epsilon: float, orders: Array) -> Array:
 
 @lru_cache(maxsize=64)
 def _single_loss(epsilon: float, value_interval: float) -> Any:
-    """The privacy loss distribution of one release, as dp-accounting's own accountant makes it."""
+    """The privacy loss distribution of one release, as dp-accounting's own accountant builds it."""
     parameters = pld.common.DifferentialPrivacyParameters(epsilon, 0.0)
     return pld.privacy_loss_distribution.from_privacy_parameters(parameters, value_interval)

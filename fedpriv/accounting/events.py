@@ -1,4 +1,4 @@
-"""Privacy events: what a release cost, in a vocabulary that serialises and refuses what it does not know."""
+"""Privacy events by name: they describe what a release costs, convert to JSON, and unknown ones are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 VERSION = 1
 
-# The vocabulary, by the name that an event has in ledgers and messages. A new law of noise is a line here.
+# Every type of event, by its name in ledgers and messages. A new noise distribution adds a line here.
 EVENTS: dict[str, type[Event]] = {
     "subsampled_gaussian": SubsampledGaussian,
     "pure_epsilon": PureEpsilon,
@@ -37,10 +37,10 @@ EVENTS: dict[str, type[Event]] = {
 
 
 def group(events: Iterable[Event]) -> tuple[Event, ...]:
-    """The same composition with equal events merged into one with the summed count.
+    """The same composition, with equal events merged into one event with the summed count.
 
-    Composition does not depend on order, so the cost is unchanged; accountants then work once for each
-    distinct event instead of once for each round.
+    Composition does not depend on order, so the cost is unchanged; accountants then do their work once per distinct
+    event instead of once per round.
     """
     counts: Counter[Event] = Counter()
     for event in events:
@@ -49,7 +49,7 @@ def group(events: Iterable[Event]) -> tuple[Event, ...]:
 
 
 def check_known(event: object) -> None:
-    """Refuse an event that is not of the vocabulary, whose cost nobody can know."""
+    """Refuse an event of an unknown type, whose cost nobody can know."""
     if type(event) not in EVENTS.values():
         raise ValueError(f"event {event!r}: unknown, so its cost is unknown")
 
@@ -58,10 +58,10 @@ def to_json(event: Event) -> str:
     """The event as one line of JSON with its kind and the format's version.
 
     Raises:
-        ValueError: the event is not of the vocabulary.
+        ValueError: the event is of an unknown type.
     """
     check_known(event)
-    kind = next(name for name, law in EVENTS.items() if type(event) is law)
+    kind = next(name for name, event_type in EVENTS.items() if type(event) is event_type)
     return json.dumps({"version": VERSION, "kind": kind, **event.to_fields()}, sort_keys=True)
 
 
@@ -69,7 +69,7 @@ def from_json(text: str) -> Event:
     """The event that `to_json` wrote.
 
     Raises:
-        ValueError: the text is no event of this version and vocabulary, or a value is out of range.
+        ValueError: the text is not an event of this version and a known kind, or a value is out of range.
     """
     try:
         fields = json.loads(text)

@@ -1,6 +1,6 @@
-"""What every privacy event answers for itself, so that no accountant asks which kind it is.
+"""The interface of privacy events: each answers an accountant's questions itself, so nobody branches on its type.
 
-A law of noise is one file with a class that derives from `Event`, and one line in `events.EVENTS`.
+A new noise distribution is one file with a subclass of `Event` and one line in `events.EVENTS`.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 
-# What the two worlds of a guarantee differ in. `record`: one record of one client added or removed. `client`: one
-# client's whole data, or one record of it, replaced. Guarantees of different units never add up to one epsilon.
+# How neighbouring data sets differ. `record`: one record of one client is added or removed. `client`: one client's
+# whole data set, or one record of it, is replaced. Guarantees for different units never combine into one epsilon.
 Unit = Literal["record", "client"]
 
 Accountant = Literal["pld", "rdp"]
 
-# Renyi divergences below this are lost in rounding (dp-accounting even returns negative ones).
+# Renyi divergences below this are lost in rounding errors (dp-accounting even returns negative ones).
 SMALLEST_DIVERGENCE = 1e-12
 
 
 class Event(ABC):
-    """`count` releases of one kind: what an accountant, a view or a data holder's guard needs to know of them.
+    """`count` releases of one kind, and what accountants, views and a data holder's guard need to know about them.
 
     A subclass is a frozen dataclass of plain values, among them `count` and `unit`, checked at construction.
 
     Attributes:
-        count: how many such releases, >= 1.
+        count: number of releases, >= 1.
         unit: what is protected.
-        sampling_probability: q in [0, 1], with which each record was included, independently; 1 without sampling.
+        sampling_probability: q in [0, 1], with which each record is included, independently; 1 without sampling.
         has_pld: whether the privacy loss distribution is known.
-        noise_adds_up: whether the sum of independent noises of this law is a noise of this law, so that a sum over
-            clients has the effective noise multiplier of the summed variances.
+        noise_adds_up: whether a sum of independent draws follows the same kind of distribution, so that a sum over
+            clients has the effective noise multiplier that the summed variances give.
     """
 
     has_pld: ClassVar[bool] = False
     noise_adds_up: ClassVar[bool] = False
 
-    if TYPE_CHECKING:  # at run time they would be defaults of the subclasses' fields
+    if TYPE_CHECKING:  # at run time these would become defaults of the subclasses' fields
 
         @property
         def count(self) -> int: ...
@@ -59,32 +59,32 @@ class Event(ABC):
         """[orders] Renyi divergence of all `count` releases; infinite at orders where no bound is known.
 
         Args:
-            orders: a > 1, [orders].
+            orders: Renyi orders a > 1, [orders].
         """
 
     def pld(self, value_interval: float) -> Any:
-        """The privacy loss distribution of all `count` releases, from above; None where none is known.
+        """A privacy loss distribution that bounds all `count` releases from above; None if none is known.
 
         Args:
-            value_interval: of the discretised privacy loss, > 0.
+            value_interval: value discretization interval of the privacy loss, > 0.
         """
         return None
 
     @abstractmethod
     def with_noise(self, factor: float) -> Self:
-        """The same releases with the noise multiplied by a factor > 0; unchanged where no noise is stated."""
+        """The same releases with the noise multiplied by a factor > 0; unchanged if the event states no noise."""
 
     def with_count(self, count: int) -> Self:
         """The same release, `count` times."""
-        changed: Self = replace(cast(Any, self), count=count)
-        return changed
+        repeated: Self = replace(cast(Any, self), count=count)
+        return repeated
 
     @property
     @abstractmethod
     def effective_noise_multiplier(self) -> float:
-        """Noise over sensitivity, whoever is sampled; 0 where the event says nothing of its noise.
+        """Noise over sensitivity, regardless of sampling; 0 if the event says nothing about its noise.
 
-        A law other than the Gaussian states the Gaussian noise that it is as good as.
+        Noise that is not Gaussian states the multiplier of the Gaussian noise to which it is equivalent.
         """
 
     @property
@@ -94,7 +94,7 @@ class Event(ABC):
 
     @property
     def caveat(self) -> str:
-        """Why the cost is no privacy guarantee, in a clause that ends a sentence; empty where it is one."""
+        """Why the cost is not a privacy guarantee, as a clause that ends a sentence; empty if it is one."""
         return ""
 
     @property
@@ -104,7 +104,7 @@ class Event(ABC):
 
     @property
     def total_delta(self) -> float:
-        """What all `count` releases take off delta before anything is converted."""
+        """What to subtract from delta for all `count` releases before anything is converted."""
         return 0.0
 
     @property
@@ -114,12 +114,12 @@ class Event(ABC):
 
     @property
     def loss_scale(self) -> float:
-        """Typical privacy loss of one release, by which a grid of losses may be coarsened; 0 keeps the finest."""
+        """Typical privacy loss of one release, which limits how coarse a grid of losses may be; 0 keeps the finest."""
         return 0.0
 
     @classmethod
     def rdp_of_many(cls, events: Sequence[Self], orders: npt.ArrayLike) -> Array:
-        """[events, orders] as `rdp` gives each; a law with a faster way for thousands of events overrides this."""
+        """[events, orders] `rdp` of each event; to be overridden where thousands of events can be computed faster."""
         curves = {event: event.rdp(orders) for event in set(events)}
         return np.stack([curves[event] for event in events]) if events else np.empty((0, np.size(orders)))
 
@@ -127,16 +127,16 @@ class Event(ABC):
     def epsilon_bounds_of_many(
         cls, events: Sequence[Self], deltas: Sequence[float], accountant: Accountant, workers: int
     ) -> tuple[Array, Array] | None:
-        """Lower and upper bounds, [events] each, as in `many_clients`; None leaves them to `rdp_of_many`."""
+        """Lower and upper bounds, [events] each, as in `many_clients`; None to fall back on `rdp_of_many`."""
         return None
 
     def to_fields(self) -> dict[str, Any]:
-        """The event as plain values that JSON takes."""
+        """The event as plain values that JSON can hold."""
         return asdict(cast(Any, self))
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
-        """The event that `to_fields` described.
+        """The inverse of `to_fields`.
 
         Raises:
             TypeError: a field is missing or unknown.
@@ -146,20 +146,20 @@ class Event(ABC):
 
 
 def check_non_negative(name: str, value: float) -> None:
-    """Refuse what is no finite number >= 0."""
-    # Beyond a float's range a whole number would overflow inside an accountant.
+    """Refuse anything but a finite number >= 0."""
+    # An integer beyond the range of a float would overflow inside an accountant.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1.7e308:
         raise ValueError(f"{name} = {short(value)}: must be finite and >= 0")
 
 
 def check_probability(name: str, value: float) -> None:
-    """Refuse what is no number in [0, 1]."""
+    """Refuse anything but a number in [0, 1]."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
         raise ValueError(f"{name} = {short(value)}: must lie in [0, 1]")
 
 
 def check_count_and_unit(count: int, unit: str) -> None:
-    """Refuse a count that is no whole number >= 1, and an unknown unit."""
+    """Refuse a count that is not an integer >= 1, and an unknown unit."""
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 2**53:
         raise ValueError(f"count = {short(count)}: must be a whole number >= 1")
     if unit not in get_args(Unit):
@@ -167,7 +167,7 @@ def check_count_and_unit(count: int, unit: str) -> None:
 
 
 def check_sampled_unit(sampling_probability: float, unit: str) -> None:
-    """Refuse amplification by sampling for a whole client."""
+    """Refuse amplification by sampling where the unit is a whole client."""
     if unit == "client" and sampling_probability not in (0, 1):
         raise ValueError(
             f"sampling_probability = {sampling_probability}: the server knows which client sends, so a release with "
@@ -176,8 +176,8 @@ def check_sampled_unit(sampling_probability: float, unit: str) -> None:
 
 
 def short(value: object) -> str:
-    """The value for a message of one line: a stranger's JSON may hold a number of a million digits."""
+    """The value, shortened for a one-line message: untrusted JSON may hold a number of a million digits."""
     try:
         return repr(value)[:60]
-    except ValueError:  # Python refuses to print a whole number of more than 4300 digits
+    except ValueError:  # Python refuses to print an integer of more than 4300 digits
         return "a number out of range"

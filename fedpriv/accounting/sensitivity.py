@@ -1,6 +1,6 @@
-"""Clipping rules: which parts of a gradient are clipped to C, and the L2 sensitivity that follows.
+"""Clipping rules: which parts of a gradient are clipped to C, and the resulting L2 sensitivity.
 
-Training clips by these parts and accounting divides the noise multiplier by this factor: one definition for both.
+Training clips these parts and accounting divides the noise multiplier by this factor: one definition serves both.
 """
 
 from __future__ import annotations
@@ -10,24 +10,25 @@ from collections.abc import Iterable
 
 CLIPPING_RULES = ("joint", "split", "per-tensor", "batch")
 
-# Names that other libraries have for the same rules (Opacus: flat, per_layer).
+# Names that other libraries use for the same rules (Opacus: flat, per_layer).
 _ALIASES = {"flat": "joint", "per-layer": "per-tensor"}
 
-# Where the noise goes: on every step's gradient, or once on the whole update before it is uploaded.
-NOISE_PLACES = ("gradients", "upload")
+# What the noise is added to: the gradient of every step, or once the whole update before it is uploaded.
+NOISE_TARGETS = ("gradients", "upload")
 
-# Whatever a client's data are, its clipped update lies within S of zero, so replacing them, or one record of them,
-# moves it by up to 2 S. The server knows who sends: nothing smaller holds against it.
+# Whatever a client's data are, the L2 norm of its clipped update is at most S, so replacing the data, or one record of
+# them, moves the update by up to 2 S. The server knows who sends, so no smaller bound holds against it.
 UPLOAD_FACTOR = 2.0
 
 
 def clipping_parts(rule: str, names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
-    """The groups of tensors that are clipped to C each, together holding every tensor once.
+    """The groups of tensors that are each clipped to C; together they contain every tensor exactly once.
 
     Args:
-        rule: `joint` clips each record's whole gradient, `split` its A part, its B part and its head apart,
-            `per-tensor` each of its tensors, `batch` the parts of `split` of the batch's *mean* gradient.
-        names: of all trainable tensors, as peft stores them.
+        rule: `joint` clips each per-sample gradient as a whole, `split` its A part, its B part and its head
+            separately, `per-tensor` each of its tensors; `batch` clips the parts of `split` in the *mean* gradient of
+            the batch.
+        names: names of all trainable tensors, as peft stores them.
 
     Raises:
         ValueError: the rule is unknown, or there is no tensor.
@@ -49,14 +50,14 @@ def clipping_parts(rule: str, names: Iterable[str]) -> tuple[tuple[str, ...], ..
 
 
 def sensitivity_factor(rule: str, num_parts: int) -> float:
-    """L2 sensitivity of what is noised, in units of C, under add/remove of one record.
+    """L2 sensitivity of the noised quantity, in units of C, under add-or-remove adjacency of records.
 
-    Clipping `num_parts` parts to C each bounds one record's contribution by sqrt(num_parts) C. Under `batch` one
-    record moves each part's clipped mean by up to 2C, whatever the rest of the batch is.
+    Clipping each of `num_parts` parts to C bounds one record's contribution by sqrt(num_parts) C. Under `batch`, one
+    record moves the clipped mean of each part by up to 2C, whatever the rest of the batch is.
 
     Args:
         rule: the clipping rule.
-        num_parts: how many parts it clips, >= 1.
+        num_parts: number of parts that it clips, >= 1.
 
     Raises:
         ValueError: the rule is unknown, or num_parts < 1.
@@ -68,12 +69,12 @@ def sensitivity_factor(rule: str, num_parts: int) -> float:
 
 
 def num_parts(rule: str, *, num_tensors: int, head: bool) -> int:
-    """How many parts a rule clips, for who knows the model by its numbers only.
+    """The number of parts that a rule clips, from the number of tensors alone.
 
     Args:
         rule: the clipping rule.
-        num_tensors: trainable tensors, a head's weight and bias too, >= 1.
-        head: whether a classification head is trained beside A and B.
+        num_tensors: number of trainable tensors, including a head's weight and bias, >= 1.
+        head: whether a classification head is trained in addition to A and B.
 
     Raises:
         ValueError: the rule is unknown, or num_tensors < 1.
@@ -85,7 +86,7 @@ def num_parts(rule: str, *, num_tensors: int, head: bool) -> int:
 
 
 def clipping_rule(name: str) -> str:
-    """The rule of this name: one of `CLIPPING_RULES`, or `flat` for `joint` and `per-layer` for `per-tensor`.
+    """The rule with this name: one of `CLIPPING_RULES`, or `flat` for `joint` and `per-layer` for `per-tensor`.
 
     Raises:
         ValueError: the rule is unknown.

@@ -28,8 +28,8 @@ from fedpriv.accounting.law import (
     check_sampled_unit,
 )
 
-# Outside this range of z floating point says nothing: below it a release counts as one without noise, above it as
-# one with the largest noise. Both only raise the cost.
+# Outside this range of z floating-point results are meaningless: a smaller z counts as no noise, a larger one as the
+# largest. Both only raise the cost.
 MIN_NOISE, MAX_NOISE = 1e-6, 1e6
 
 
@@ -38,15 +38,15 @@ class SubsampledGaussian(Event):
     """`count` compositions of a Gaussian mechanism on a Poisson sample of the records.
 
     Attributes:
-        noise_multiplier: z_eff >= 0, the noise's standard deviation over the L2 sensitivity; 0 means no
-            noise, which costs infinity.
-        sampling_probability: q in [0, 1], with which each record was included, independently; 1 is the plain
+        noise_multiplier: z_eff >= 0, the standard deviation of the noise over the L2 sensitivity; 0 means no noise,
+            at infinite cost.
+        sampling_probability: q in [0, 1], with which each record is included, independently; 1 is the plain
             Gaussian mechanism.
-        count: how many such releases, >= 1.
+        count: number of releases, >= 1.
         unit: what is protected.
 
     Raises:
-        ValueError: a value is out of range or not finite, or a whole client is said to be sampled.
+        ValueError: a value is out of range or not finite, or sampling is claimed for a whole client.
     """
 
     noise_multiplier: float
@@ -76,14 +76,14 @@ class SubsampledGaussian(Event):
         accountant = rdp.RdpAccountant(orders=orders.tolist())
         with quiet_absl():
             accountant.compose(self.as_dp_event())
-        # The Gaussian without sampling bounds the curve from above, so the floor never passes it.
+        # The Gaussian without sampling bounds the curve from above, so the floor never exceeds it.
         floor = np.minimum(orders / (2 * self._noise**2), SMALLEST_DIVERGENCE)
         return np.asarray(self.count * np.maximum(accountant.rdp, floor))
 
     def pld(self, value_interval: float) -> Any:
-        """The privacy loss distribution of all releases, step by step as dp-accounting's accountant has it."""
+        """The privacy loss distribution of all releases, built in the same steps as by dp-accounting's accountant."""
         if self.sampling_probability == 1:
-            # n Gaussians are one with a sqrt(n)-th of the noise.
+            # n Gaussian releases equal one with 1 / sqrt(n) of the noise.
             return _single_loss(self._noise / math.sqrt(self.count), 1.0, value_interval)
         return _single_loss(self._noise, self.sampling_probability, value_interval).self_compose(self.count)
 
@@ -100,13 +100,13 @@ class SubsampledGaussian(Event):
     def epsilon_bounds_of_many(
         cls, events: Sequence[Self], deltas: Sequence[float], accountant: Accountant, workers: int
     ) -> tuple[Array, Array]:
-        """Bounds by interpolation over q, count and delta."""
-        from fedpriv.accounting import many_gaussians  # which asks the accountants, which know this law
+        """Bounds found by interpolating over q, count and delta."""
+        from fedpriv.accounting import many_gaussians  # deferred: it imports the accountants, which import this module
 
         return many_gaussians.epsilon_bounds(events, deltas, accountant, workers=workers)
 
     def as_dp_event(self) -> dp_accounting.DpEvent:
-        """One release in dp-accounting's vocabulary; q = 1 is the plain Gaussian."""
+        """One release as an event of dp-accounting; q = 1 is the plain Gaussian."""
         gaussian = dp_accounting.GaussianDpEvent(self._noise)
         if self.sampling_probability == 1:
             return gaussian
@@ -134,7 +134,7 @@ class SubsampledGaussian(Event):
 
 @lru_cache(maxsize=64)
 def _single_loss(noise_multiplier: float, sampling_probability: float, value_interval: float) -> Any:
-    """The privacy loss distribution of one release, as dp-accounting's own accountant makes it."""
+    """The privacy loss distribution of one release, as dp-accounting's own accountant builds it."""
     return pld.privacy_loss_distribution.from_gaussian_mechanism(
         noise_multiplier, value_discretization_interval=value_interval, sampling_prob=sampling_probability
     )
@@ -142,9 +142,9 @@ def _single_loss(noise_multiplier: float, sampling_probability: float, value_int
 
 @contextmanager
 def quiet_absl() -> Iterator[None]:
-    """Hide the note that an rdp order was left out: fewer orders only raise the bound."""
+    """Silence the warning that an rdp order was left out: fewer orders only raise the bound."""
     root, silent, verbosity = logging.getLogger(), logging.NullHandler(), absl_logging.get_verbosity()
-    root.addHandler(silent)  # without any handler absl would configure the root logger for the whole process
+    root.addHandler(silent)  # without any handler, absl would configure the root logger of the whole process
     absl_logging.set_verbosity(absl_logging.ERROR)
     try:
         yield

@@ -1,8 +1,8 @@
-"""Views of one history: who observes it decides which noise counts.
+"""Views of one history: the observer determines which noise counts.
 
 `local` protects against the server, which sees every upload. `rho` is the DP-LoRA paper's Theorem 1: the noise
-scaled by rho_bar at unit sensitivity; since rho_bar <= 1 its epsilon is never below the `local` one. `aggregate`
-protects against someone who sees only the weighted sums; it holds only under conditions, which
+scaled by rho_bar at unit sensitivity; since rho_bar <= 1, its epsilon is never below the `local` one. `aggregate`
+protects against an observer who sees only the weighted sums; it holds only under the conditions that
 `aggregate_objections` checks.
 """
 
@@ -23,13 +23,13 @@ VIEWS: tuple[View, ...] = get_args(View)
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """One upload of one client: the event that was charged, and what the other views make of its noise.
+    """One upload of one client: the event that was charged, and how the other views scale its noise.
 
     Attributes:
         event: the event on the `local` view, with the effective noise multiplier.
-        rho_bar: sqrt(sum rho_j^2) over the clients of the round's sum, in (0, 1].
-        aggregate_scale: noise of the round's sum over this client's own, >= 1, see `aggregate_scale`; None where
-            the `aggregate` view does not hold.
+        rho_bar: sqrt(sum rho_j^2) over the clients in the round's sum, in (0, 1].
+        aggregate_scale: noise of the round's sum over this client's own, >= 1, see `aggregate_scale`; None if the
+            `aggregate` view does not hold.
 
     Raises:
         ValueError: a value is out of range.
@@ -46,10 +46,10 @@ class Release:
             raise ValueError(f"aggregate_scale = {self.aggregate_scale}: must be finite and >= 1")
 
     def seen_by(self, view: View) -> Event:
-        """The event as the view's observer sees it. An event that states no noise counts in full on every view.
+        """The event as the observer of the view sees it. An event that states no noise counts in full on every view.
 
         Raises:
-            ValueError: the view is unknown, or `aggregate` where it does not hold.
+            ValueError: the view is unknown, or is `aggregate` and does not hold.
         """
         if view not in VIEWS:
             raise ValueError(f"view = {view!r}: must be one of {', '.join(VIEWS)}")
@@ -64,10 +64,10 @@ class Release:
 
 
 def rho_bar(weights: Iterable[float]) -> float:
-    """sqrt(sum rho_k^2) for aggregation weights rho_k that sum to one.
+    """sqrt(sum rho_k^2) for aggregation weights rho_k that sum to 1.
 
     Raises:
-        ValueError: the weights do not sum to one.
+        ValueError: the weights do not sum to 1.
     """
     weights = tuple(weights)
     if not math.isclose(math.fsum(weights), 1.0, rel_tol=1e-9):
@@ -76,40 +76,40 @@ def rho_bar(weights: Iterable[float]) -> float:
 
 
 def smallest_rho_bars(sizes: Mapping[int, int]) -> dict[int, float]:
-    """For each client the smallest rho_bar that a round can have in whose sum the client is, whoever else drops out.
+    """For each client, the smallest rho_bar of any round whose sum includes it, whichever other clients drop out.
 
-    The best set of others to survive is always a number of the smallest ones: where x < y, x drops out and y
-    survives, either adding x or dropping y lowers rho_bar. Adding x does not only if x (s1^2 - s2) >= 2 s1 s2, and
-    dropping y does not only if y (t1^2 - t2) <= 2 t1 t2, with s1, s2 the sums of sizes and of their squares with y,
-    t1, t2 without. In units of t1 the first gives y (1 - y) > 2 t2, so y > 2 t2; the second, y <= 2 t2 / (1 - t2), then
-    gives y < t2: a contradiction.
+    The worst case is always that the smallest of the others survive, up to some number. For if x < y, x drops out and
+    y survives, then adding x or dropping y lowers rho_bar. Adding x fails to lower it only if x (s1^2 - s2) >= 2 s1 s2,
+    and dropping y fails to only if y (t1^2 - t2) <= 2 t1 t2, where s1, s2 are the sums of the sizes and of their
+    squares with y, and t1, t2 those without. In units of t1, the first gives y (1 - y) > 2 t2, so y > 2 t2; the second,
+    y <= 2 t2 / (1 - t2), then gives y < t2: a contradiction.
 
     Args:
-        sizes: {client: registered N_k >= 1} of the round.
+        sizes: {client: registered N_k >= 1} of the clients in the round.
     """
     ordered = sorted(sizes, key=lambda client: sizes[client])
     values = np.array([float(sizes[client]) for client in ordered])
     sums, squares = np.cumsum(values), np.cumsum(values**2)
-    found = {}
-    for place, client in enumerate(ordered):
-        own = values[place]
-        # Prefixes that hold the client, and those before it, to which it is added.
-        ratios = np.append(squares[place:] / sums[place:] ** 2, (squares[:place] + own**2) / (sums[:place] + own) ** 2)
-        # A hair less, so that the rho_bar of what then happens never rounds to below it.
-        found[client] = min(1.0, math.sqrt(ratios.min())) * (1 - 1e-12)
-    return found
+    smallest = {}
+    for i, client in enumerate(ordered):
+        own = values[i]
+        # Prefixes that contain the client, and shorter ones, to which it is added.
+        ratios = np.append(squares[i:] / sums[i:] ** 2, (squares[:i] + own**2) / (sums[:i] + own) ** 2)
+        # Slightly less, so that the rho_bar of the actual round never rounds to below it.
+        smallest[client] = min(1.0, math.sqrt(ratios.min())) * (1 - 1e-12)
+    return smallest
 
 
 def aggregate_scale(sizes: Mapping[int, int], client: int, *, colluding: int = 0) -> float:
-    """How much the noise of a round's sum exceeds the client's own, for equal z, C, B and learning rate.
+    """The noise of a round's sum relative to the client's own noise, for equal z, C, B and learning rate.
 
-    sqrt(sum_j rho_j^2) / rho_k over the clients whose noise counts: those in the sum, less the ones of the others
-    with the largest weights, who may tell the observer their noise.
+    sqrt(sum_j rho_j^2) / rho_k over the clients whose noise counts: all those in the sum except `colluding` others,
+    assumed to be the ones with the largest weights, who may reveal their noise to the observer.
 
     Args:
-        sizes: {client: registered N_k} of the sum, the client's own among them.
-        client: whose records are protected.
-        colluding: how many of the others are assumed to collude with the observer, >= 0.
+        sizes: {client: registered N_k} of the clients in the sum, including this one.
+        client: the client whose records are protected.
+        colluding: number of other clients assumed to collude with the observer, >= 0.
     """
     others = sorted(size for other, size in sizes.items() if other != client)
     honest = others[: max(0, len(others) - colluding)]
@@ -119,15 +119,15 @@ def aggregate_scale(sizes: Mapping[int, int], client: int, *, colluding: int = 0
 def aggregate_objections(
     *, local_steps: int, optimizer: str, noise_on: str, linear: bool, uploads_hidden: bool, noise_adds_up: bool = True
 ) -> tuple[str, ...]:
-    """Why the `aggregate` view does not hold for a run, one line for each condition that fails; none if it holds.
+    """Why the `aggregate` view does not hold for a run, one line per failing condition; empty if it holds.
 
     Args:
         local_steps: noisy steps in a round.
-        optimizer: of the local update.
+        optimizer: optimizer of the local update.
         noise_on: `gradients` or `upload`.
         linear: whether the global adapter is a linear weighted sum of the uploads.
-        uploads_hidden: whether nobody sees a single upload, and no variant of one client is kept.
-        noise_adds_up: whether the sum of the clients' noises is a noise of the same law.
+        uploads_hidden: whether nobody sees any single upload, and no variant of a single client is kept.
+        noise_adds_up: whether the sum of the clients' noise follows the same kind of distribution.
     """
     conditions = {
         f"local_steps = {local_steps}: needs 1, since later steps depend on the client's own noise": local_steps == 1,

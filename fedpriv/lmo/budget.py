@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import optimize
 
-from fedpriv.accounting.accountants import WHOLE_ORDERS, check_delta, spent
+from fedpriv.accounting.accountants import INTEGER_ORDERS, check_delta, spent
 from fedpriv.accounting.events import SubsampledLmo
 from fedpriv.accounting.lmo.moments import Array, Columns
 from fedpriv.accounting.lmo.parameters import LmoAccounting, LmoParameters, UniformPart
@@ -150,6 +150,6 @@ def laplace(budget: Budget) -> LmoParameters:
 def search_orders(budget: Budget) -> npt.NDArray[np.int64]:
     """A subset of the integer orders of `cost` that suffices to rank candidates."""
     sparse = np.array([*range(2, 17), *range(18, 33, 2), 36, 40, 48, 56, 63, 128, 256, 512, 1024])
-    chosen = sparse[np.isin(sparse, WHOLE_ORDERS)]
+    chosen = sparse[np.isin(sparse, INTEGER_ORDERS)]
     # The bound for sampling needs every order below the largest.
     return chosen if budget.sampling_probability == 1 else chosen[chosen <= 63]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fedpriv.accounting.accountants import check_delta, spent, stays_within
 from fedpriv.accounting.events import Event
-from fedpriv.accounting.sensitivity import CLIPPING_RULES, NOISE_PLACES
+from fedpriv.accounting.sensitivity import CLIPPING_RULES, NOISE_TARGETS
 from fedpriv.accounting.views import Release, default_delta
 from fedpriv.adapters.codecs import CODECS
 from fedpriv.errors import InputError
@@ -83,8 +83,8 @@ def check_instruction(spec: UpdateSpec, policy: NodePolicy, *, noise_source: str
     """
     if spec.clipping not in CLIPPING_RULES:
         raise RefusedError(f"clipping = {spec.clipping!r}: must be one of {', '.join(CLIPPING_RULES)}")
-    if spec.noise_on not in NOISE_PLACES:
-        raise RefusedError(f"noise_on = {spec.noise_on!r}: must be one of {', '.join(NOISE_PLACES)}")
+    if spec.noise_on not in NOISE_TARGETS:
+        raise RefusedError(f"noise_on = {spec.noise_on!r}: must be one of {', '.join(NOISE_TARGETS)}")
     if not (math.isfinite(spec.clip_norm) and spec.clip_norm > 0):
         raise RefusedError(f"clip_norm = {spec.clip_norm}: must be finite and > 0")
     if not (math.isfinite(spec.noise_multiplier) and spec.noise_multiplier >= 0):

@@ -104,7 +104,7 @@ def test_few_pld_clients_cost_their_exact_figure():
 
 def test_a_coarse_loss_bounds_the_fine_one_from_above():
     for q in (0.002, 0.05, 0.4):
-        (interval,) = many_gaussians._coarse(np.array([q]), np.array([1.0]))
+        (interval,) = many_gaussians._coarse_interval(np.array([q]), np.array([1.0]))
         fine, coarse = (
             many_gaussians._gaussian_loss(1.0, q, 30, h).get_epsilon_for_delta(1e-5) for h in (1e-4, interval)
         )

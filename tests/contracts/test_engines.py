@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 import torch
 
-from fedpriv.accounting.sensitivity import CLIPPING_RULES, NOISE_PLACES
+from fedpriv.accounting.sensitivity import CLIPPING_RULES, NOISE_TARGETS
 from fedpriv.adapters import read
 from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX, Product, factors_of
 from fedpriv.aggregation.rules import RULES
@@ -83,7 +83,7 @@ def test_stacked_equals_alone_with_noise_on_the_upload(encoder, make_records, op
 
 
 @pytest.mark.parametrize("clipping", CLIPPING_RULES)
-@pytest.mark.parametrize("noise_on", NOISE_PLACES)
+@pytest.mark.parametrize("noise_on", NOISE_TARGETS)
 def test_stacked_equals_alone_with_lmo_noise(encoder, make_records, clipping, noise_on):
     model = TrainingModel(encoder(), memory_limit=2**30)
     parts = (
