@@ -1,4 +1,4 @@
-"""Two hundred settings in which our accountants agree with dp-accounting called directly."""
+"""Our accountants agree with direct calls to dp-accounting in two hundred settings."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ NUM_SETTINGS = 200
 
 
 def directly(accountant, event):
-    """dp-accounting's own accountant of the event; a plain Gaussian where everyone takes part."""
+    """dp-accounting's own accountant, given the event; a plain Gaussian if every record takes part."""
     single = dp_accounting.GaussianDpEvent(event.noise_multiplier)
     sampled = dp_accounting.PoissonSampledDpEvent(event.sampling_probability, single)
     composed = rdp.RdpAccountant() if accountant == "rdp" else pld.PLDAccountant()
     return composed.compose(single if event.sampling_probability == 1 else sampled, event.count)
 
 
-def settings(*, seed, whole, z, counts):
-    """(event, delta) with rdp epsilon <= 100: log-uniform q from 1e-4, every fifth time the q called whole."""
-    generator, found = np.random.default_rng(seed), []
-    while len(found) < NUM_SETTINGS:
-        q = whole if len(found) % 5 == 0 else float(np.exp(generator.uniform(np.log(1e-4), np.log(0.5))))
+def settings(*, seed, z, counts):
+    """(event, delta) with rdp epsilon <= 100: q log-uniform from 1e-4, and every fifth time 1."""
+    generator, drawn = np.random.default_rng(seed), []
+    while len(drawn) < NUM_SETTINGS:
+        q = 1.0 if len(drawn) % 5 == 0 else float(np.exp(generator.uniform(np.log(1e-4), np.log(0.5))))
         event = SubsampledGaussian(
             noise_multiplier=float(np.exp(generator.uniform(*np.log(z)))),
             sampling_probability=q,
@@ -36,34 +36,34 @@ def settings(*, seed, whole, z, counts):
         )
         delta = float(np.exp(generator.uniform(np.log(1e-9), np.log(1e-3))))
         if spent([event], delta, "rdp").epsilon <= PLD_LIMIT:
-            found.append((event, delta))
-    return found
+            drawn.append((event, delta))
+    return drawn
 
 
 @pytest.fixture(autouse=True)
 def quiet():
-    """dp-accounting warns of each order that it gives up."""
+    """Silence dp-accounting's warning for each order that it abandons."""
     logging.getLogger("absl").setLevel(logging.ERROR)
     yield
     logging.getLogger("absl").setLevel(logging.NOTSET)
 
 
-def test_rdp_agrees_in_200_settings():
-    for event, delta in settings(seed=0, whole=1.0, z=(0.4, 20), counts=(1, 5000)):
+def test_rdp_agrees_with_dp_accounting_in_200_settings():
+    for event, delta in settings(seed=0, z=(0.4, 20), counts=(1, 5000)):
         ours, theirs = spent([event], delta, "rdp").epsilon, directly("rdp", event).get_epsilon(delta)
         assert ours == pytest.approx(theirs, rel=1e-6), (event, delta)
 
 
-# The direct call for a plain Gaussian of little noise takes very long, so z is not small here.
-def test_pld_agrees_in_200_settings_and_is_never_below():
-    for event, delta in settings(seed=1, whole=1.0, z=(2.0, 20), counts=(1, 60)):
+# The direct call is very slow for a plain Gaussian with little noise, so z is not small here.
+def test_pld_agrees_with_dp_accounting_in_200_settings_and_is_never_below_it():
+    for event, delta in settings(seed=1, z=(2.0, 20), counts=(1, 60)):
         ours, theirs = spent([event], delta, "pld").epsilon, directly("pld", event).get_epsilon(delta)
         assert ours == pytest.approx(theirs, rel=1e-3), (event, delta)
         assert ours >= theirs, (event, delta)
 
 
 @pytest.mark.parametrize(("accountant", "num", "rel"), [("rdp", 20, 1e-6), ("pld", 6, 1e-3)])
-def test_calibrated_noise_meets_the_target_by_the_library(accountant, num, rel):
+def test_calibrated_noise_meets_the_target_by_dp_accounting_itself(accountant, num, rel):
     generator = np.random.default_rng(2)
     for target in np.exp(generator.uniform(np.log(0.2), np.log(10), num)).tolist():
         q, steps = float(np.exp(generator.uniform(np.log(1e-3), np.log(0.2)))), int(generator.integers(1, 300))

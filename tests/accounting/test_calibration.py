@@ -1,4 +1,4 @@
-"""Calibration gives the least noise that keeps the promise, and the most rounds that a budget pays for."""
+"""Calibration finds the least noise that meets a target, and the most rounds that a budget allows."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def cost(z, q, steps, accountant):
 @pytest.mark.parametrize(
     ("epsilon", "q", "steps"), [(2.0, 0.16, 30), (8.0, 0.01, 1000), (0.3, 0.05, 20), (3.0, 1.0, 5)]
 )
-def test_target_is_met_and_a_little_less_noise_would_not_do(accountant, epsilon, q, steps):
+def test_target_is_met_and_slightly_less_noise_misses_it(accountant, epsilon, q, steps):
     z = noise_multiplier_for(epsilon, DELTA, sampling_probability=q, steps=steps, accountant=accountant)
     assert cost(z, q, steps, accountant) <= epsilon < cost(z * 0.998, q, steps, accountant)
 
 
-def test_epsilon_to_noise_and_back_returns_home():
+def test_epsilon_to_noise_multiplier_and_back_is_the_identity():
     start = cost(1.88, 0.16, 30, "rdp")
     z = noise_multiplier_for(start, DELTA, sampling_probability=0.16, steps=30, accountant="rdp")
     assert z == pytest.approx(1.88, rel=2e-4)
 
 
-def test_scale_is_divided_out():
+def test_half_the_scale_needs_twice_the_noise_multiplier():
     options = {"sampling_probability": 0.1, "steps": 20, "accountant": "rdp"}
     plain, half = (noise_multiplier_for(1.0, DELTA, scale=scale, **options) for scale in (1.0, 0.5))
     assert half == pytest.approx(2 * plain, rel=2e-4)
@@ -42,7 +42,7 @@ def test_scale_is_divided_out():
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 @pytest.mark.parametrize("per_round", [1, 3])
-def test_one_round_more_would_overspend(accountant, per_round):
+def test_one_more_round_would_exceed_the_budget(accountant, per_round):
     rounds = rounds_within(
         3.0,
         DELTA,
@@ -53,14 +53,14 @@ def test_one_round_more_would_overspend(accountant, per_round):
     assert cost(1.2, 0.1, rounds * per_round, accountant) <= 3.0 < cost(1.2, 0.1, (rounds + 1) * per_round, accountant)
 
 
-def test_a_budget_below_one_round_allows_none():
+def test_a_budget_below_the_cost_of_one_round_allows_none():
     each_round = SubsampledGaussian(noise_multiplier=0.5, sampling_probability=0.5)
     assert rounds_within(0.01, DELTA, each_round=each_round) == 0
     assert rounds_within(0.01, DELTA, each_round=each_round, at_most=0) == 0
     assert rounds_within(0.01, DELTA, each_round=each_round, at_most=1) == 0
 
 
-def test_what_was_spent_before_leaves_fewer_rounds_and_none_are_counted_past_the_run():
+def test_earlier_releases_leave_fewer_rounds_and_the_count_stops_at_the_given_maximum():
     each_round = SubsampledGaussian(noise_multiplier=1.2, sampling_probability=0.1)
     alone = rounds_within(2.0, DELTA, each_round=each_round)
     before = [replace(each_round, count=alone - 3)]
@@ -91,12 +91,12 @@ def test_one_noise_multiplier_keeps_every_client_within_the_target():
         for q, delta in clients
     ]
     assert max(costs) <= 2.0 < max(costs) * 1.01
-    assert costs.index(max(costs)) == 2, "here the smaller delta needs more noise than the larger probability"
+    assert costs.index(max(costs)) == 2, "here the smaller delta needs more noise than the larger sampling probability"
     with pytest.raises(ValueError, match="at least one"):
         calibrate_all([], 2.0)
 
 
-def test_noise_of_which_only_renyi_divergences_are_known_is_calibrated_by_rdp():
+def test_noise_without_a_privacy_loss_distribution_is_calibrated_by_rdp():
     noise = LmoParameters(combination="mixture", uniform=UniformPart(weight=1.0, low=0.1, high=0.5))
 
     def schedule(z):

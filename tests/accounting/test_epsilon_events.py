@@ -1,4 +1,4 @@
-"""Events that say only (epsilon, delta): composed from above, together with Gaussians, and never across units."""
+"""Events that state only (epsilon, delta): composed from above, together with Gaussians, and never across units."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BOTH = ("pld", "rdp")
 
 
 def best_delta(epsilons: list[float], epsilon: float) -> float:
-    """The smallest delta of composed randomised responses at epsilon, by going through all outcomes."""
+    """The smallest delta of composed randomised responses at epsilon, by enumerating all outcomes."""
     total = 0.0
     for signs in product((1, -1), repeat=len(epsilons)):
         p = math.prod(math.exp(max(s, 0) * e) / (1 + math.exp(e)) for s, e in zip(signs, epsilons, strict=True))
@@ -30,16 +30,16 @@ def best_delta(epsilons: list[float], epsilon: float) -> float:
 
 @pytest.mark.parametrize("accountant", BOTH)
 @pytest.mark.parametrize("epsilons", [[0.3] * 4, [1.0, 0.2, 0.2], [2.5], [0.05] * 12])
-def test_pure_epsilons_compose_from_above_the_exact_answer(accountant, epsilons):
-    found = spent([PureEpsilon(epsilon=e) for e in epsilons], 1e-3, accountant).epsilon
-    assert best_delta(epsilons, found) <= 1e-3 * (1 + 1e-6)
-    assert found <= sum(epsilons) + 1e-3
+def test_pure_epsilons_compose_to_a_tight_upper_bound(accountant, epsilons):
+    epsilon = spent([PureEpsilon(epsilon=e) for e in epsilons], 1e-3, accountant).epsilon
+    assert best_delta(epsilons, epsilon) <= 1e-3 * (1 + 1e-6)
+    assert epsilon <= sum(epsilons) + 1e-3
     if accountant == "pld":
-        assert best_delta(epsilons, found - 0.01) > 1e-3 or found < 0.01, "and it is tight"
+        assert best_delta(epsilons, epsilon - 0.01) > 1e-3 or epsilon < 0.01, "the bound must be tight"
 
 
 @pytest.mark.parametrize("accountant", BOTH)
-def test_deltas_are_taken_off_before_anything_is_converted(accountant):
+def test_deltas_are_subtracted_before_anything_is_converted(accountant):
     given_delta = EpsilonDelta(epsilon=0.3, delta=1e-6, count=4)
     as_pure = spent([GAUSSIAN, PURE], 1e-5 - 4e-6, accountant).epsilon
     assert spent([GAUSSIAN, given_delta], 1e-5, accountant).epsilon == pytest.approx(as_pure, rel=1e-12)
@@ -50,29 +50,29 @@ def test_deltas_are_taken_off_before_anything_is_converted(accountant):
 @pytest.mark.parametrize("accountant", BOTH)
 def test_a_composition_costs_at_least_each_part_and_at_most_the_sum(accountant):
     parts = [spent([event], 5e-6, accountant).epsilon for event in (GAUSSIAN, PURE)]
-    whole = spent([GAUSSIAN, PURE], 1e-5, accountant).epsilon
-    assert whole <= sum(parts)
-    assert whole >= max(spent([event], 1e-5, accountant).epsilon for event in (GAUSSIAN, PURE))
+    total = spent([GAUSSIAN, PURE], 1e-5, accountant).epsilon
+    assert total <= sum(parts)
+    assert total >= max(spent([event], 1e-5, accountant).epsilon for event in (GAUSSIAN, PURE))
 
 
 @pytest.mark.parametrize("accountant", BOTH)
 @pytest.mark.parametrize(
     "events", [[GAUSSIAN], [GAUSSIAN, PURE], [GAUSSIAN, EpsilonDelta(epsilon=0.1, delta=1e-7)]], ids=["g", "gp", "ged"]
 )
-def test_epsilon_and_delta_go_round(accountant, events):
+def test_delta_at_the_composed_epsilon_is_the_original_delta(accountant, events):
     epsilon = spent(events, 1e-5, accountant).epsilon
     assert delta_spent(events, epsilon, accountant) == pytest.approx(1e-5, rel=1e-2)
     assert delta_spent(events, 2 * epsilon, accountant) < 1e-5 < delta_spent(events, epsilon / 2, accountant)
 
 
-def test_delta_of_nothing_and_of_no_noise():
+def test_delta_is_0_without_releases_and_1_without_noise():
     assert delta_spent([], 0.0) == 0
     assert delta_spent([replace(GAUSSIAN, noise_multiplier=0.0)], 5.0) == 1
     with pytest.raises(ValueError, match="epsilon = -1"):
         delta_spent([GAUSSIAN], -1)
 
 
-def test_units_are_never_mixed():
+def test_events_of_different_units_are_never_composed():
     client = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=1.0, unit="client")
     with pytest.raises(ValueError, match="client, record"):
         spent([GAUSSIAN, client], 1e-5)
@@ -82,7 +82,7 @@ def test_units_are_never_mixed():
 
 
 class Renyi:
-    """No event of the vocabulary."""
+    """Not a known type of event."""
 
     unit, count = "record", 1
 
@@ -94,7 +94,7 @@ def test_an_unknown_event_is_refused(accountant):
 
 
 @given(st.floats(0, 50), st.floats(0, 1), st.integers(1, 1000), st.sampled_from(["record", "client"]))
-def test_json_round_trip(epsilon, delta, count, unit):
+def test_json_round_trip_returns_the_same_event(epsilon, delta, count, unit):
     for event in (
         PureEpsilon(epsilon=epsilon, count=count, unit=unit),
         EpsilonDelta(epsilon=epsilon, delta=delta, count=count, unit=unit),
@@ -102,7 +102,7 @@ def test_json_round_trip(epsilon, delta, count, unit):
         assert from_json(to_json(event)) == event
 
 
-def test_staying_within_a_budget_is_what_pld_says():
+def test_pld_decides_whether_a_composition_stays_within_a_budget():
     cost = spent([GAUSSIAN], 1e-5).epsilon
     assert stays_within([GAUSSIAN], 1e-5, cost)
     assert not stays_within([GAUSSIAN], 1e-5, cost * (1 - 1e-9))

@@ -1,4 +1,4 @@
-"""Events survive JSON and refuse what they do not know."""
+"""Events survive a JSON round trip; unknown or invalid ones are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_json_round_trip_is_exact(event):
 
 
 @given(st.lists(EVENTS, max_size=8))
-def test_grouping_keeps_the_total_of_every_kind(events):
+def test_grouping_keeps_the_total_count_and_leaves_no_equal_events(events):
     grouped = group(events + events)
     assert sum(event.count for event in grouped) == 2 * sum(event.count for event in events)
     keys = [(event.noise_multiplier, event.sampling_probability) for event in grouped]
@@ -59,7 +59,7 @@ def test_unknown_or_impossible_events_are_refused(text, part):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_values_that_are_not_finite_are_refused(bad):
+def test_values_that_are_not_finite_are_refused_by_name(bad):
     with pytest.raises(ValueError, match="noise_multiplier"):
         SubsampledGaussian(noise_multiplier=bad, sampling_probability=0.1)
     with pytest.raises(ValueError, match="sampling_probability"):
@@ -67,7 +67,7 @@ def test_values_that_are_not_finite_are_refused(bad):
 
 
 @pytest.mark.parametrize("field", ["noise_multiplier", "sampling_probability"])
-def test_missing_value_is_refused_by_name(field):
+def test_a_missing_value_is_refused_by_name(field):
     with pytest.raises(ValueError, match=field):
         from_json(changed(**{field: None}))
 
@@ -78,12 +78,12 @@ def test_order_of_events_does_not_change_the_groups():
     assert group([]) == ()
 
 
-# The server reads this from a stranger: whatever the text, the refusal is a ValueError, which the server expects.
+# The server reads this from untrusted clients: whatever the text, it must raise ValueError, which the server expects.
 @pytest.mark.parametrize(
     "text",
     [changed(kind=[]), changed(kind={}), changed(noise_multiplier=10**400), "[" * 100_000],
     ids=["list as kind", "object as kind", "number beyond float", "deep nesting"],
 )
-def test_hostile_text_is_refused_like_any_other(text):
+def test_hostile_text_is_refused_with_a_value_error(text):
     with pytest.raises(ValueError, match=r"event|noise_multiplier"):
         from_json(text)

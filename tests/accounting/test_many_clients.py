@@ -1,4 +1,4 @@
-"""Brackets of many clients at once hold what one client at a time costs."""
+"""Bounds computed for many clients at once contain the epsilon computed for each client alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedpriv.accounting.events import EpsilonDelta, PureEpsilon, SubsampledGauss
 from fedpriv.accounting.lmo.parameters import LmoParameters, UniformPart
 from fedpriv.accounting.many_clients import epsilons
 
-# The interval that `spent` chooses by epsilon; rdp has a slack for rounding built in.
+# `spent` chooses a value discretization interval that depends on epsilon. The rdp bounds already allow for rounding.
 PLD_ROUNDING = 1e-3
 
 
@@ -36,73 +36,73 @@ def draw(num, *, seed, z=(0.6, 1.0, 2.5), q=(1e-4, 0.9), counts=(1, 300)):
     return events, np.exp(generator.uniform(math.log(1e-8), math.log(1e-2), num)).tolist()
 
 
-def check(events, deltas, accountant, places, rounding=0.0):
-    """The brackets, after a comparison with `spent` at some places."""
-    found = epsilons(events, deltas, accountant)
-    assert len(found.lower) == len(found.upper) == len(events)
-    for k in places:
+def check(events, deltas, accountant, rows, rounding=0.0):
+    """The bounds, after a comparison with `spent` for the clients in `rows`."""
+    bounds = epsilons(events, deltas, accountant)
+    assert len(bounds.lower) == len(bounds.upper) == len(events)
+    for k in rows:
         exact = spent([events[k]], deltas[k], accountant).epsilon
-        assert found.lower[k] <= exact * (1 + min(rounding, 1e-7)), (events[k], deltas[k])
-        assert found.upper[k] >= exact * (1 - rounding), (events[k], deltas[k])
-    return found
+        assert bounds.lower[k] <= exact * (1 + min(rounding, 1e-7)), (events[k], deltas[k])
+        assert bounds.upper[k] >= exact * (1 - rounding), (events[k], deltas[k])
+    return bounds
 
 
-# More clients of each z than nodes, so that the chords between them are what is tested.
+# There are more clients of each z than nodes, so that this tests the chords between nodes.
 @pytest.mark.parametrize("z", [(1.0,), (0.6, 2.5), (0.3,), (8.0,)])
-def test_rdp_brackets_hold_the_exact_figure_and_are_narrow(z):
+def test_rdp_bounds_contain_the_exact_epsilon_and_are_narrow(z):
     events, deltas = draw(3000, seed=1, z=z)
-    found = check(events, deltas, "rdp", range(30))
-    sure = found.lower > 1e-3
-    assert np.median(found.upper[sure] / found.lower[sure] - 1) < 1e-4
-    assert (found.upper[sure] / found.lower[sure] - 1).max() < 0.005
+    bounds = check(events, deltas, "rdp", range(30))
+    positive = bounds.lower > 1e-3
+    assert np.median(bounds.upper[positive] / bounds.lower[positive] - 1) < 1e-4
+    assert (bounds.upper[positive] / bounds.lower[positive] - 1).max() < 0.005
 
 
-def test_few_rdp_clients_cost_their_exact_figure():
+def test_the_rdp_upper_bound_is_nearly_exact_for_few_clients():
     events, deltas = draw(30, seed=2)
     exact = [spent([e], d, "rdp").epsilon for e, d in zip(events, deltas, strict=True)]
-    found = check(events, deltas, "rdp", range(30))
-    assert found.upper == pytest.approx(exact, rel=1e-3, abs=1e-9)
+    bounds = check(events, deltas, "rdp", range(30))
+    assert bounds.upper == pytest.approx(exact, rel=1e-3, abs=1e-9)
 
 
-# arXiv:1908.10530, Section 3.3: where dp-accounting gives an order up, or adds absolute values, the bound must follow.
+# arXiv:1908.10530, Section 3.3: if dp-accounting abandons an order, or adds absolute values, so must the bounds.
 @pytest.mark.parametrize("z", [0.15, 0.7, 1.0, 3.0])
-def test_rdp_brackets_hold_where_the_best_order_is_below_two(z):
+def test_rdp_bounds_contain_the_exact_epsilon_if_the_best_order_is_below_two(z):
     events, deltas = draw(24, seed=3, z=(z,), q=(0.05, 0.999), counts=(30, 3000))
     check(events, deltas, "rdp", range(24))
 
 
 @pytest.mark.parametrize("q", [1e-9, 1e-6, 1 - 1e-9, 1.0])
 @pytest.mark.parametrize("count", [1, 10**9])
-def test_rdp_brackets_hold_at_the_edges_of_sampling(q, count):
+def test_rdp_bounds_contain_the_exact_epsilon_at_the_limits_of_sampling(q, count):
     check([event(q, z, count) for z in (1e-3, 0.5, 1.0, 50.0, 1e5)], [1e-5] * 5, "rdp", range(5))
 
 
-def test_the_conversion_is_the_librarys():
+def test_the_conversion_to_epsilon_is_that_of_dp_accounting():
     generator = np.random.default_rng(4)
     orders = np.asarray(ORDERS)
     curve = generator.uniform(0, 0.3) * orders
     deltas = np.exp(generator.uniform(-25, -0.1, 50))
     ones = np.ones(50)
     clients = many_gaussians._Clients(z=ones, q=ones, count=ones, delta=deltas)
-    found = many_gaussians._to_epsilon(np.tile(curve * (orders - 1), (50, 1)), orders, clients).min(axis=1)
-    assert found == pytest.approx([rdp.compute_epsilon(ORDERS, curve, delta)[0] for delta in deltas], rel=1e-9)
+    converted = many_gaussians._to_epsilon(np.tile(curve * (orders - 1), (50, 1)), orders, clients).min(axis=1)
+    assert converted == pytest.approx([rdp.compute_epsilon(ORDERS, curve, delta)[0] for delta in deltas], rel=1e-9)
 
 
-def test_pld_brackets_hold_the_exact_figure(monkeypatch):
+def test_pld_bounds_contain_the_exact_epsilon(monkeypatch):
     monkeypatch.setattr(many_gaussians, "_PLD_LOWER_NODES", (5, 3, 3))
     monkeypatch.setattr(many_gaussians, "_PLD_UPPER_NODES", (9, 4, 5))
     events, deltas = draw(300, seed=5, z=(1.0,), q=(1e-3, 0.1), counts=(10, 60))
-    found = check(events, deltas, "pld", range(10), PLD_ROUNDING)
-    assert (found.lower <= found.upper).all()
+    bounds = check(events, deltas, "pld", range(10), PLD_ROUNDING)
+    assert (bounds.lower <= bounds.upper).all()
 
 
-def test_few_pld_clients_cost_their_exact_figure():
+def test_the_pld_bounds_are_nearly_exact_for_few_clients():
     events, deltas = [event(0.01), event(0.2, 1.5, 4), event(1.0, 3.0, 4)], [1e-5, 1e-6, 1e-5]
-    found = check(events, deltas, "pld", range(3), PLD_ROUNDING)
-    assert found.upper == pytest.approx(found.lower, rel=1e-3)
+    bounds = check(events, deltas, "pld", range(3), PLD_ROUNDING)
+    assert bounds.upper == pytest.approx(bounds.lower, rel=1e-3)
 
 
-def test_a_coarse_loss_bounds_the_fine_one_from_above():
+def test_a_coarse_discretization_bounds_the_fine_one_from_above():
     for q in (0.002, 0.05, 0.4):
         (interval,) = many_gaussians._coarse_interval(np.array([q]), np.array([1.0]))
         fine, coarse = (
@@ -112,16 +112,16 @@ def test_a_coarse_loss_bounds_the_fine_one_from_above():
         assert fine <= coarse <= fine * 1.005
 
 
-def test_beyond_one_hundred_rdp_stands_in_for_pld():
+def test_above_epsilon_100_rdp_replaces_pld():
     events, deltas = [event(0.5, 0.3, 100)], [1e-5]
     (exact,) = [spent(events, 1e-5, "pld").epsilon]
-    found = epsilons(events, deltas, "pld")
+    bounds = epsilons(events, deltas, "pld")
     assert exact > 100
-    assert found.lower[0] <= exact <= found.upper[0]
-    assert found.upper[0] == pytest.approx(exact, rel=1e-3)
+    assert bounds.lower[0] <= exact <= bounds.upper[0]
+    assert bounds.upper[0] == pytest.approx(exact, rel=1e-3)
 
 
-def test_two_processes_answer_as_one_does():
+def test_two_processes_give_the_same_bounds_as_one():
     events, deltas = draw(6, seed=6, z=(2.5,), q=(1e-3, 0.05), counts=(1, 9))
     one, two = (epsilons(events, deltas, "pld", workers=workers) for workers in (1, 2))
     assert (one.upper == two.upper).all()
@@ -129,7 +129,7 @@ def test_two_processes_answer_as_one_does():
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
-def test_edges_cost_what_one_client_alone_does(accountant):
+def test_extreme_clients_cost_the_same_as_alone(accountant):
     events = [
         event(q=0.0),
         event(q=0.0, z=0.0),
@@ -143,13 +143,13 @@ def test_edges_cost_what_one_client_alone_does(accountant):
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
-def test_no_clients_cost_nothing(accountant):
-    found = epsilons([], [], accountant)
-    assert found.lower.shape == found.upper.shape == (0,)
+def test_no_clients_give_empty_bounds(accountant):
+    bounds = epsilons([], [], accountant)
+    assert bounds.lower.shape == bounds.upper.shape == (0,)
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
-def test_histories_of_every_law_are_bounded_side_by_side(accountant):
+def test_histories_of_every_event_type_are_bounded_together(accountant):
     noise = LmoParameters(combination="mixture", uniform=UniformPart(weight=1.0, low=0.1, high=0.5))
     lmo = SubsampledLmo(parameters=noise, sensitivity=1.0, dimension=500, sampling_probability=0.1)
     events = [
@@ -162,8 +162,8 @@ def test_histories_of_every_law_are_bounded_side_by_side(accountant):
         replace(lmo, sampling_probability=0.2, count=7),
         EpsilonDelta(epsilon=0.1, delta=1e-5),
     ]
-    found = check(events, [1e-5] * len(events), accountant, range(len(events)), PLD_ROUNDING)
-    assert found.upper[[3, 5, 7]].tolist() == [0, math.inf, math.inf]
+    bounds = check(events, [1e-5] * len(events), accountant, range(len(events)), PLD_ROUNDING)
+    assert bounds.upper[[3, 5, 7]].tolist() == [0, math.inf, math.inf]
 
 
 @pytest.mark.parametrize(
@@ -180,6 +180,6 @@ def test_bad_arguments_are_refused_by_name(arguments, message):
         epsilons(*arguments)
 
 
-def test_no_workers_are_refused():
+def test_zero_workers_are_refused():
     with pytest.raises(ValueError, match="workers = 0"):
         epsilons([event()], [1e-5], "pld", workers=0)

@@ -1,4 +1,4 @@
-"""Repeat-and-select costs more than one run and less than all of them, and is refused where it does not hold."""
+"""Repeat-and-select costs more than one run and less than all of them, and is refused if its conditions fail."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def epsilon(mean: float = 20.0, **changes) -> float:
     return repeat_and_select([EVENT], 1e-5, mean_repetitions=mean, **HOLDS | changes)
 
 
-def test_it_lies_between_one_run_and_all_of_them():
+def test_cost_lies_between_one_run_and_all_of_them_and_grows_with_their_number():
     assert spent([EVENT], 1e-5, "rdp").epsilon < epsilon(1000) < spent([replace(EVENT, count=30_000)], 1e-5).epsilon
     assert epsilon(2) < epsilon(20) < epsilon(200)
 
@@ -36,7 +36,7 @@ def test_agrees_with_dp_accounting_called_directly(shape):
 
 
 @pytest.mark.parametrize("condition", HOLDS)
-def test_a_condition_that_is_not_stated_is_named(condition):
+def test_a_condition_that_does_not_hold_is_named(condition):
     with pytest.raises(InputError, match=r"random and secret|nobody may see the losers"):
         epsilon(**{condition: False})
 
@@ -49,6 +49,6 @@ def test_values_out_of_range_are_refused_by_name(change):
         repeat_and_select([EVENT], 1e-5, **{"mean_repetitions": 2.0, **HOLDS, **change})
 
 
-def test_events_that_the_bound_does_not_know_are_refused():
+def test_events_that_the_bound_does_not_cover_are_refused():
     with pytest.raises(ValueError, match="subsampled Gaussians"):
         repeat_and_select([PureEpsilon(epsilon=0.1)], 1e-5, mean_repetitions=2.0, **HOLDS)

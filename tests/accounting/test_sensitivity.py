@@ -1,4 +1,4 @@
-"""Clipping rules: parts that hold every tensor once, and the sensitivity that follows from them."""
+"""Clipping rules: their parts contain every tensor once, and the sensitivity follows from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LORA = [f"base.layer.{layer}.{which}.lora_{m}.weight" for layer in (0, 1) for wh
 HEAD = ["base.classifier.weight", "base.classifier.bias"]
 
 
-# Which part of one record's gradient is clipped to C fixes the sensitivity: (rule, head) -> factor for 8 + 2 tensors.
+# Which parts of a per-sample gradient are clipped to C determines the sensitivity, here for 8 + 2 tensors.
 @pytest.mark.parametrize(
     ("rule", "head", "factor"),
     [
@@ -27,7 +27,7 @@ HEAD = ["base.classifier.weight", "base.classifier.bias"]
         ("batch", True, 2 * math.sqrt(3)),
     ],
 )
-def test_factor_from_names_and_from_numbers(rule, head, factor):
+def test_factor_follows_from_names_and_from_numbers_alike(rule, head, factor):
     names = LORA + (HEAD if head else [])
     parts = clipping_parts(rule, names)
     assert sorted(name for part in parts for name in part) == sorted(names)
@@ -35,14 +35,14 @@ def test_factor_from_names_and_from_numbers(rule, head, factor):
     assert num_parts(rule, num_tensors=len(names), head=head) == len(parts)
 
 
-def test_split_separates_a_b_and_head():
+def test_split_separates_a_b_and_the_head():
     a, b, head = clipping_parts("split", LORA + HEAD)
     assert all("lora_A" in name for name in a)
     assert all("lora_B" in name for name in b)
     assert list(head) == HEAD
 
 
-def test_what_is_unknown_is_refused():
+def test_unknown_rules_and_empty_inputs_are_refused_by_name():
     for call in (lambda: clipping_parts("ghost", LORA), lambda: sensitivity_factor("ghost", 1)):
         with pytest.raises(ValueError, match="clipping = 'ghost'"):
             call()
@@ -55,7 +55,7 @@ def test_what_is_unknown_is_refused():
             clipping_parts(rule, [])
 
 
-def test_rules_answer_to_the_names_that_other_libraries_have_for_them():
+def test_rules_are_also_known_by_the_names_that_other_libraries_use():
     assert [clipping_rule(rule) for rule in CLIPPING_RULES] == list(CLIPPING_RULES)
     assert (clipping_rule("flat"), clipping_rule("per-layer")) == ("joint", "per-tensor")
     assert parse({"clipping": "per-layer"}) == parse({"clipping": "per-tensor"})

@@ -1,4 +1,4 @@
-"""Views of one history, and accounts."""
+"""Views of one history, and the accounts that compose releases on each view."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fedpriv.ledger.accounts import Accounts
 EVENT = SubsampledGaussian(noise_multiplier=1.88, sampling_probability=0.16, count=3)
 
 
-def test_rho_bar_of_equal_and_unequal_weights():
+def test_rho_bar_is_the_root_of_the_sum_of_squared_weights():
     assert rho_bar([0.2] * 5) == pytest.approx(1 / math.sqrt(5))
     assert rho_bar([0.3, 0.25, 0.2, 0.15, 0.1]) == pytest.approx(math.sqrt(0.225))
     assert rho_bar([1.0]) == 1.0
@@ -39,7 +39,7 @@ def test_rho_view_scales_the_noise_of_each_round_by_its_own_rho_bar():
     assert all(release.seen_by("rho").count == 3 for release in releases)
 
 
-def test_default_delta():
+def test_default_delta_is_a_tenth_of_one_over_n_and_at_most_1e_5():
     assert default_delta(400) == 1e-5
     assert default_delta(10**6) == 1e-7
     with pytest.raises(ValueError, match="num_records"):
@@ -50,15 +50,15 @@ def test_accounts_compose_first_and_convert_once():
     accounts = Accounts({0: 400, 1: 10**6})
     for _ in range(10):
         accounts.record(0, Release(event=EVENT, rho_bar=0.5))
-    whole = SubsampledGaussian(noise_multiplier=1.88, sampling_probability=0.16, count=30)
-    assert accounts.spent(0, "local", "pld") == spent([whole], 1e-5, "pld")
+    total = SubsampledGaussian(noise_multiplier=1.88, sampling_probability=0.16, count=30)
+    assert accounts.spent(0, "local", "pld") == spent([total], 1e-5, "pld")
     assert accounts.spent(0, "rho", "rdp").epsilon > accounts.spent(0, "local", "rdp").epsilon
     assert accounts.spent(1, "local", "pld").epsilon == 0
     assert accounts.deltas == {0: 1e-5, 1: 1e-7}
     assert accounts.num_releases(0) == 10
 
 
-def test_accounts_refuse_strangers_and_impossible_deltas():
+def test_accounts_refuse_unknown_clients_and_impossible_deltas():
     with pytest.raises(KeyError):
         Accounts({0: 10}).record(1, Release(event=EVENT, rho_bar=1.0))
     with pytest.raises(ValueError, match="delta = 2"):
@@ -67,43 +67,43 @@ def test_accounts_refuse_strangers_and_impossible_deltas():
 
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=30), st.floats(0, 1e3))
 def test_rho_view_never_has_more_noise_than_local(sizes, z):
-    share = rho_bar([size / sum(sizes) for size in sizes])
-    assert len(sizes) ** -0.5 * (1 - 1e-9) <= share <= 1
+    scale = rho_bar([size / sum(sizes) for size in sizes])
+    assert len(sizes) ** -0.5 * (1 - 1e-9) <= scale <= 1
     event = SubsampledGaussian(noise_multiplier=z, sampling_probability=0.1)
-    local, rho = (Release(event=event, rho_bar=share).seen_by(view) for view in ("local", "rho"))
+    local, rho = (Release(event=event, rho_bar=scale).seen_by(view) for view in ("local", "rho"))
     assert rho.noise_multiplier <= local.noise_multiplier
     assert (rho.sampling_probability, rho.count) == (local.sampling_probability, local.count)
 
 
 @pytest.mark.parametrize("view", ["aggregate", "Local", ""])
-def test_unknown_view_is_refused(view):
+def test_a_view_that_is_unknown_or_does_not_hold_is_refused(view):
     with pytest.raises(ValueError, match="view"):
         Release(event=EVENT, rho_bar=0.5).seen_by(view)
 
 
 @pytest.mark.parametrize("bad", [0.0, -0.5, 1.5, math.nan])
-def test_release_with_impossible_rho_bar_is_refused(bad):
+def test_a_release_with_an_impossible_rho_bar_is_refused(bad):
     with pytest.raises(ValueError, match="rho_bar"):
         Release(event=EVENT, rho_bar=bad)
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=7))
-def test_smallest_rho_bar_is_the_smallest_over_all_who_may_survive(sizes):
+def test_smallest_rho_bar_is_the_minimum_over_all_sets_of_survivors(sizes):
     clients = dict(enumerate(sizes))
-    found = smallest_rho_bars(clients)
+    smallest = smallest_rho_bars(clients)
     for client in clients:
         others = [other for other in clients if other != client]
         every = [
-            rho_bar(size / sum(chosen) for size in chosen)
+            rho_bar(size / sum(survivors) for size in survivors)
             for num in range(len(clients))
             for rest in itertools.combinations(others, num)
-            for chosen in [[clients[c] for c in (client, *rest)]]
+            for survivors in [[clients[c] for c in (client, *rest)]]
         ]
-        assert found[client] == pytest.approx(min(every), rel=1e-9)
-        assert found[client] <= min(every), "never above what may happen"
+        assert smallest[client] == pytest.approx(min(every), rel=1e-9)
+        assert smallest[client] <= min(every), "never above a value that can occur"
 
 
-def test_aggregate_noise_is_the_sums_over_the_clients_own_weight():
+def test_aggregate_noise_is_that_of_the_sum_relative_to_the_clients_own_weight():
     # Equal z, C, B and lr: z_eff rho_bar / rho_k, worked by hand for sizes 3, 4, 5 of 12.
     weights, sizes = [3 / 12, 4 / 12, 5 / 12], {0: 3, 1: 4, 2: 5}
     noise = math.hypot(*(weight * 2.0 for weight in weights)) / (weights[1] * math.sqrt(2))
@@ -132,13 +132,13 @@ HOLDS = {"local_steps": 1, "optimizer": "sgd", "noise_on": "gradients", "linear"
         ({"uploads_hidden": False}, "uploads_hidden"),
     ],
 )
-def test_aggregate_is_refused_by_the_condition_that_fails(change, name):
+def test_the_aggregate_view_is_refused_with_the_condition_that_fails(change, name):
     assert aggregate_objections(**HOLDS) == ()
     (objection,) = aggregate_objections(**HOLDS | change)
     assert objection.startswith(name)
 
 
-def test_one_release_without_it_ends_the_aggregate_view_for_the_client():
+def test_one_release_outside_the_aggregate_view_ends_it_for_the_client():
     accounts = Accounts({0: 100, 1: 100})
     for client, scale in ((0, 2.0), (0, None), (1, 2.0)):
         accounts.record(client, Release(event=EVENT, rho_bar=0.5, aggregate_scale=scale))
@@ -150,12 +150,12 @@ def test_one_release_without_it_ends_the_aggregate_view_for_the_client():
 
 
 @pytest.mark.parametrize("bad", [0.5, math.inf, math.nan])
-def test_release_with_impossible_aggregate_scale_is_refused(bad):
+def test_a_release_with_an_impossible_aggregate_scale_is_refused(bad):
     with pytest.raises(ValueError, match="aggregate_scale"):
         Release(event=EVENT, rho_bar=0.5, aggregate_scale=bad)
 
 
-def test_earlier_runs_count_unless_they_are_left_out():
+def test_earlier_runs_count_unless_they_are_excluded():
     earlier = {0: [Release(event=EVENT, rho_bar=0.5)]}
     accounts = Accounts({0: 100}, earlier=earlier)
     assert accounts.spent(0, "local", "rdp", this_run_only=True).epsilon == 0

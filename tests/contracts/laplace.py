@@ -1,4 +1,4 @@
-"""A mechanism that exists in tests alone: Laplace noise on every coordinate. It shows what a new mechanism takes."""
+"""A mechanism that exists only in the tests, Laplace noise on every coordinate: all that a new mechanism requires."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedpriv.mechanisms.sources import laplace_from_words
 
 @dataclass(frozen=True, kw_only=True)
 class SubsampledLaplace(Event):
-    """Laplace noise with `noise_multiplier` times the L1 sensitivity for its scale, on a Poisson sample."""
+    """Laplace noise with scale `noise_multiplier` times the L1 sensitivity, on a Poisson sample."""
 
     noise_multiplier: float
     sampling_probability: float
@@ -33,11 +33,11 @@ class SubsampledLaplace(Event):
 
     @property
     def _epsilon(self):
-        """Of one release: 1 / z, amplified by sampling (Balle, Barthe and Gaboardi 2018, Theorem 8)."""
+        """Epsilon of one release: 1 / z, amplified by sampling (Balle, Barthe and Gaboardi 2018, Theorem 8)."""
         return math.log1p(self.sampling_probability * math.expm1(1 / self.noise_multiplier))
 
     def rdp(self, orders):
-        """Randomised response dominates every epsilon-DP mechanism."""
+        """The curve of randomised response, which dominates every epsilon-DP mechanism."""
         orders, epsilon = np.asarray(orders, dtype=float), self._epsilon
         log_p = -np.log1p(np.exp(-epsilon))
         return self.count * (log_p + np.logaddexp((orders - 1) * epsilon, -orders * epsilon)) / (orders - 1)
@@ -57,7 +57,7 @@ class SubsampledLaplace(Event):
 
     @property
     def effective_noise_multiplier(self):
-        """That of the Gaussian with the same variance over squared sensitivity."""
+        """That of the Gaussian with the same ratio of variance to squared sensitivity."""
         return math.sqrt(2) * self.noise_multiplier
 
     @property
@@ -66,7 +66,7 @@ class SubsampledLaplace(Event):
 
 
 class Laplace:
-    """Scale z C on every coordinate; a vector within sqrt(d) factor C in L1 is what one record adds at most."""
+    """Laplace noise of scale z C on every coordinate; one record changes the sum by at most sqrt(d) factor C in L1."""
 
     parameters_hint = ""
     noise_adds_up = False

@@ -23,7 +23,7 @@ def event(q=0.02, z=1.1, count=1):
 
 
 def by_library(accountant, events, delta=DELTA):
-    """dp-accounting called directly."""
+    """Epsilon by a direct call to dp-accounting."""
     composed = rdp.RdpAccountant() if accountant == "rdp" else pld.PLDAccountant()
     for e in events:
         single = dp_accounting.GaussianDpEvent(e.noise_multiplier)
@@ -36,7 +36,7 @@ def accountant(request):
     return request.param
 
 
-# Reference values: dp-accounting 0.6.0, (q, z, steps) -> rdp, pld at delta 1e-5, cut to three places.
+# Reference values: dp-accounting 0.6.0, (q, z, steps) -> rdp, pld at delta 1e-5, truncated to three decimals.
 @pytest.mark.parametrize(
     ("q", "z", "steps", "expected"),
     [
@@ -45,7 +45,7 @@ def accountant(request):
         (0.04, 0.8944, 50, {"rdp": 3.432, "pld": 2.828}),
     ],
 )
-def test_reference_values(accountant, q, z, steps, expected):
+def test_epsilon_has_the_reference_values(accountant, q, z, steps, expected):
     assert spent([event(q, z, steps)], DELTA, accountant).epsilon == pytest.approx(expected[accountant], abs=1e-3)
 
 
@@ -65,7 +65,7 @@ def test_agrees_with_dp_accounting_called_directly(accountant, events):
     assert ours >= direct * (1 - 1e-9)
 
 
-def test_n_single_releases_equal_one_event_of_count_n_in_any_order(accountant):
+def test_n_single_releases_in_any_order_cost_the_same_as_one_event_of_count_n(accountant):
     singles = [event()] * 6 + [event(0.1, 2.0)] * 3
     mixed = [singles[i] for i in (6, 0, 7, 1, 2, 8, 3, 4, 5)]
     grouped = [event(0.1, 2.0, 3), event(count=6)]
@@ -85,12 +85,12 @@ def test_more_steps_and_more_sampling_never_cost_less(accountant):
     assert by_sampling == sorted(by_sampling)
 
 
-def test_smaller_delta_costs_more(accountant):
+def test_a_smaller_delta_costs_more(accountant):
     costs = [spent([event(count=20)], delta, accountant).epsilon for delta in (1e-3, 1e-5, 1e-8)]
     assert costs == sorted(costs)
 
 
-def test_nothing_released_costs_nothing(accountant):
+def test_no_releases_cost_nothing(accountant):
     assert spent([], DELTA, accountant).epsilon == 0
 
 
@@ -98,7 +98,7 @@ def test_a_release_without_noise_costs_infinity(accountant):
     assert spent([event(), event(z=0.0)], DELTA, accountant).epsilon == math.inf
 
 
-def test_whole_data_set_is_the_plain_gaussian(accountant):
+def test_sampling_every_record_is_the_plain_gaussian(accountant):
     composed = rdp.RdpAccountant() if accountant == "rdp" else pld.PLDAccountant()
     composed.compose(dp_accounting.GaussianDpEvent(3.0), 4)
     assert spent([event(q=1.0, z=3.0, count=4)], DELTA, accountant).epsilon == pytest.approx(
@@ -106,14 +106,14 @@ def test_whole_data_set_is_the_plain_gaussian(accountant):
     )
 
 
-def test_beyond_one_hundred_rdp_stands_in_and_says_so():
+def test_above_epsilon_100_rdp_replaces_pld_and_the_result_says_so():
     answer = spent([event(q=0.5, z=0.3, count=100)], DELTA, "pld")
     assert answer.epsilon > 100
     assert (answer.accountant, answer.upper_bound_only) == ("rdp", True)
     assert not spent([event(q=0.5, z=0.3, count=100)], DELTA, "rdp").upper_bound_only
 
 
-def test_pld_is_never_above_rdp_by_more_than_its_grid():
+def test_pld_exceeds_rdp_by_at_most_its_discretization():
     for events in ([event(count=50)], [event(0.2, 1.5, 40)]):
         assert spent(events, DELTA, "pld").epsilon <= spent(events, DELTA, "rdp").epsilon * 1.001
 
@@ -124,7 +124,7 @@ def test_delta_out_of_range_is_refused(accountant, delta):
         spent([event()], delta, accountant)
 
 
-def test_unknown_accountant_is_refused():
+def test_an_unknown_accountant_is_refused():
     with pytest.raises(ValueError, match="accountant = 'moments'"):
         spent([event()], DELTA, "moments")
 
@@ -137,14 +137,14 @@ def test_accounting_is_silent_and_configures_no_logging(accountant, capfd):
     assert captured.out == captured.err == ""
 
 
-def test_never_below_the_library_nor_above_it_by_more_than_rounding(accountant):
+def test_epsilon_is_never_below_that_of_dp_accounting_nor_above_it_by_more_than_rounding(accountant):
     events = [event(0.3, 3.0, 4), event(0.3, 5.0, 2)]
     ratio = spent(events, DELTA, accountant).epsilon / by_library(accountant, events)
     assert 1 - 1e-9 <= ratio <= 1 + (1e-6 if accountant == "rdp" else 1e-3)
 
 
-# Balle and Wang 2018, Theorem 8: exact for Gaussians on all records, here one with mu^2 = 4/3^2 + 2/5^2.
-def test_pld_of_plain_gaussians_meets_the_exact_curve_from_above():
+# Balle and Wang 2018, Theorem 8: exact for Gaussians without sampling, here equal to one with mu^2 = 4/3^2 + 2/5^2.
+def test_pld_of_plain_gaussians_is_a_tight_upper_bound_on_the_exact_epsilon():
     mu = math.sqrt(4 / 9 + 2 / 25)
 
     def excess(epsilon):
@@ -156,11 +156,11 @@ def test_pld_of_plain_gaussians_meets_the_exact_curve_from_above():
     assert exact <= found <= exact * (1 + 1e-3)
 
 
-def test_a_release_of_nobody_costs_nothing_even_without_noise(accountant):
+def test_a_release_that_samples_nobody_costs_nothing_even_without_noise(accountant):
     assert spent([event(q=0.0, z=0.0, count=5)], DELTA, accountant).epsilon == 0
 
 
-# absl configures the root logger on its first warning, but not under pytest, which has handlers there already.
+# absl configures the root logger on its first warning, but not under pytest, which has already installed handlers.
 def test_a_fresh_process_stays_silent_and_without_log_handlers(accountant):
     code = f"""
 import logging
@@ -174,7 +174,7 @@ assert logging.getLogger().handlers == []
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
-# The event accepts every finite z >= 0; each must have a cost, however useless.
+# The event accepts every finite z >= 0, so each must have a cost, however extreme.
 @pytest.mark.parametrize("q", [0.5, 1.0])
 @pytest.mark.parametrize("z", [1e-300, 1e300])
 def test_extreme_noise_has_a_cost(accountant, q, z):

@@ -1,4 +1,4 @@
-"""What every aggregation rule owes: fixed points, no order of clients, the exact ones the average of products."""
+"""The contract of every aggregation rule: fixed points, independence of client order, exact averages of products."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ def uploads_of(rule: str, num: int) -> list[dict[str, torch.Tensor]]:
 
 
 def start_of(rule: str) -> GlobalModel:
-    """B is zero at the start of a run, so that the function is the base model's."""
+    """The model at the start of a run: B is zero, so its function is that of the base model."""
     adapter = {name: torch.zeros_like(t) if name.endswith(B_SUFFIX) else t for name, t in lora(0).items()}
     return GlobalModel(initial=lora(0) if RULES[rule].ternary else adapter, adapter=adapter)
 
 
 def function(model: GlobalModel) -> dict[str, torch.Tensor]:
     """What the global model adds to each frozen weight, and the rest of its tensors."""
-    whole = as_one_adapter(model.adapter, model.merged)
-    products = {name: left.double() @ right.double() for name, (left, right) in factors_of(whole).items()}
-    return products | {"head.weight": whole["head.weight"].double()}
+    combined = as_one_adapter(model.adapter, model.merged)
+    products = {name: left.double() @ right.double() for name, (left, right) in factors_of(combined).items()}
+    return products | {"head.weight": combined["head.weight"].double()}
 
 
 def assert_same(one: GlobalModel, other: GlobalModel) -> None:
@@ -65,28 +65,28 @@ def assert_same(one: GlobalModel, other: GlobalModel) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_clients_that_all_say_the_same_are_believed(rule):
+def test_identical_uploads_give_the_same_model_as_a_single_one(rule):
     (upload,) = uploads_of(rule, 1)
     one = RULES[rule].aggregate(start_of(rule), [upload], [1.0])
     assert_same(RULES[rule].aggregate(start_of(rule), [upload] * 4, [0.4, 0.3, 0.2, 0.1]), one)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_one_client_is_the_global_model(rule):
+def test_the_upload_of_a_single_client_becomes_the_global_model(rule):
     (upload,) = uploads_of(rule, 1)
     expected = GlobalModel(initial={}, adapter=upload)
     assert_same(RULES[rule].aggregate(start_of(rule), [upload], [1.0]), expected)
 
 
 @pytest.mark.parametrize("rule", [name for name in RULES if not RULES[name].restarts])
-def test_clients_that_move_nothing_move_nothing(rule):
+def test_unchanged_uploads_leave_the_global_model_unchanged(rule):
     model = dataclasses.replace(start_of(rule), adapter=uploads_of(rule, 1)[0])
     again = RULES[rule].aggregate(model, [model.adapter] * 3, [0.5, 0.25, 0.25])
     assert_same(again, model)
 
 
 @pytest.mark.parametrize("rule", [name for name in RULES if RULES[name].restarts])
-def test_fresh_adapters_that_stay_as_they_were_move_nothing(rule):
+def test_fresh_adapters_that_stay_unchanged_leave_the_global_model_unchanged(rule):
     model = RULES[rule].aggregate(start_of(rule), uploads_of(rule, 3), [0.5, 0.25, 0.25])
     fresh = fresh_start(model, rank=2, seed=0, round_=2)
     assert_same(RULES[rule].aggregate(model, [fresh] * 3, [0.5, 0.25, 0.25]), model)
@@ -118,14 +118,14 @@ def test_exact_rules_give_the_average_of_the_products(rule, rounds):
         base = {name: product.matrix().double() for name, product in model.merged.items()}
         uploads = [lora(100 * round_ + k) for k in range(3)]
         model = RULES[rule].aggregate(model, uploads, weights)
-        found = function(model)
+        average = function(model)
         for name in LAYERS:
             products = [left.double() @ right.double() for left, right in (factors_of(u)[name] for u in uploads)]
             expected = sum(w * p for w, p in zip(weights, products, strict=True)) + base.get(name, 0.0)
-            torch.testing.assert_close(found[name], expected, atol=2e-6, rtol=1e-5)
+            torch.testing.assert_close(average[name], expected, atol=2e-6, rtol=1e-5)
 
 
-def test_averaging_factors_is_not_the_average_of_products():
+def test_averaging_factors_does_not_give_the_average_of_products():
     uploads, weights = uploads_of("dp-lora", 2), [0.5, 0.5]
     exact, plain = (RULES[name].aggregate(start_of(name), uploads, weights) for name in ("flora", "dp-lora"))
     assert any((function(exact)[name] - function(plain)[name]).abs().max() > 0.1 for name in LAYERS)
@@ -139,17 +139,17 @@ def test_with_a_shared_frozen_factor_averaging_is_exact():
     for name in LAYERS:
         products = [upload[name + B_SUFFIX].double() @ shared[name + A_SUFFIX].double() for upload in trained]
         expected = sum(w * p for w, p in zip(weights, products, strict=True))
-        found = model.adapter[name + B_SUFFIX].double() @ shared[name + A_SUFFIX].double()
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+        average = model.adapter[name + B_SUFFIX].double() @ shared[name + A_SUFFIX].double()
+        torch.testing.assert_close(average, expected, atol=1e-6, rtol=1e-5)
 
 
-def test_stacking_takes_clients_of_different_rank():
+def test_stacking_accepts_clients_of_different_rank():
     uploads, weights = [lora(k, rank=k + 1) for k in range(3)], [0.5, 0.3, 0.2]
-    found = function(RULES["flora"].aggregate(start_of("flora"), uploads, weights))
+    average = function(RULES["flora"].aggregate(start_of("flora"), uploads, weights))
     for name in LAYERS:
         products = [left.double() @ right.double() for left, right in (factors_of(u)[name] for u in uploads)]
         expected = sum(w * p for w, p in zip(weights, products, strict=True))
-        torch.testing.assert_close(found[name], expected, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(average[name], expected, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("rule", [name for name in RULES if not RULES[name].restarts])
@@ -158,7 +158,7 @@ def test_rules_that_average_tensors_refuse_mixed_ranks(rule):
         RULES[rule].aggregate(start_of(rule), [lora(0, rank=2), lora(1, rank=3)], [0.5, 0.5])
 
 
-def test_a_fresh_start_adds_nothing_and_keeps_the_head_and_differs_by_round():
+def test_a_fresh_start_adds_nothing_keeps_the_head_and_differs_between_rounds():
     model = RULES["flora"].aggregate(start_of("flora"), uploads_of("flora", 2), [0.5, 0.5])
     starts = {
         (rank, round_): fresh_start(model, rank=rank, seed=3, round_=round_) for rank in (1, 4) for round_ in (1, 2)
@@ -177,11 +177,11 @@ def test_a_fresh_start_adds_nothing_and_keeps_the_head_and_differs_by_round():
 
 @given(st.integers(0, 2**31), st.integers(1, 40))
 @settings(deadline=None)
-def test_ternary_codes_of_ternary_values_are_these_values(seed, num):
+def test_ternary_codes_of_ternary_values_are_the_values_themselves(seed, num):
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(-1, 2, (1, num), generator=generator).double()
-    found, scale = ternary_codes(0.37 * codes)
-    torch.testing.assert_close(found * scale, 0.37 * codes)
+    recovered, scale = ternary_codes(0.37 * codes)
+    torch.testing.assert_close(recovered * scale, 0.37 * codes)
 
 
 def test_t_fedavg_leaves_three_values_in_each_tensor():
@@ -194,19 +194,19 @@ def test_t_fedavg_leaves_three_values_in_each_tensor():
 # CMFL
 
 
-def test_relevance_is_the_share_of_agreeing_signs():
+def test_relevance_is_the_fraction_of_agreeing_signs():
     update = {"a": torch.tensor([1.0, -2.0, 0.0, 3.0])}
     signs = {"a": torch.tensor([1.0, 1.0, 0.0, 1.0])}
     assert relevance(update, signs) == 0.75
 
 
-def test_threshold_falls_as_the_root_of_the_round():
+def test_threshold_falls_with_the_square_root_of_the_round():
     assert [threshold(0.8, t) for t in (1, 4, 16)] == pytest.approx([0.8, 0.4, 0.2])
 
 
 @given(st.integers(0, 2**31))
 @settings(deadline=None)
-def test_signs_travel_exactly(seed):
+def test_signs_survive_packing_exactly(seed):
     generator = torch.Generator().manual_seed(seed)
     update = {
         "b": torch.randn(3, 4, generator=generator),
@@ -214,11 +214,11 @@ def test_signs_travel_exactly(seed):
     }
     packed = pack_signs(update)
     assert packed.numel() == 4  # 19 signs, five to a byte
-    found = unpack_signs(packed, update)
-    assert all(torch.equal(found[name], update[name].sign()) for name in update)
+    unpacked = unpack_signs(packed, update)
+    assert all(torch.equal(unpacked[name], update[name].sign()) for name in update)
 
 
-def test_update_of_the_round_is_what_clients_will_be_compared_with():
+def test_the_change_of_the_round_is_the_reference_for_the_next_relevance():
     start = start_of("cmfl")
     model = RULES["cmfl"].aggregate(start, uploads_of("cmfl", 2), [0.5, 0.5])
     assert all(

@@ -1,4 +1,4 @@
-"""Engines differ in speed alone: stacked, and on Ray, every client gets what it gets when trained alone."""
+"""Engines differ only in speed: stacked or on Ray, every client gets the same result as when trained alone."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from server.observer import LogObserver
 from simulations.engines import federation
 from simulations.engines.ray_actors import RayExecutor
 
-# Clients of very different sizes: one draws nothing at all, one every record.
+# Clients of very different sizes: one has no records to draw, one draws every record.
 SIZES = (40, 3, 0, 90, 12)
 SPEC = UpdateSpec.of(RunConfig(rounds=5, batch_size=6, clip_norm=0.7, noise_multiplier=0.8))
 
 
 def make_tasks(model, records, **changes) -> list[UpdateTask]:
-    """One task for each size, each from its own adapter and with its own streams."""
+    """One task per client, each with its own adapter and its own random streams."""
     start = read(model.peft_model)
     return [
         UpdateTask(
@@ -64,13 +64,15 @@ def assert_equal(model, records, **changes) -> None:
         assert (one.event, one.num_records) == (other.event, other.num_records)
         assert one.adapter.keys() == other.adapter.keys() == task.adapter.keys()
         for name, tensor in one.adapter.items():
-            assert not torch.equal(tensor, task.adapter[name]), f"{name} did not move, the test would be blind"
+            assert not torch.equal(tensor, task.adapter[name]), (
+                f"{name} did not change, so the test would prove nothing"
+            )
             torch.testing.assert_close(other.adapter[name], tensor, atol=2e-5, rtol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("clipping", CLIPPING_RULES)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_stacked_equals_alone_by_every_rule_and_optimizer(encoder, make_records, clipping, optimizer):
+def test_stacked_equals_alone_for_every_clipping_rule_and_optimizer(encoder, make_records, clipping, optimizer):
     model = TrainingModel(encoder(), memory_limit=2**30)
     records = [make_records(size, seed=size) for size in SIZES]
     assert_equal(model, records, clipping=clipping, optimizer=optimizer)
@@ -107,7 +109,7 @@ def test_stacked_equals_alone_with_the_prefix_cache(encoder, make_records):
     assert_equal(model, [make_records(size, seed=size) for size in SIZES])
 
 
-def test_stacked_equals_alone_however_small_the_memory(encoder, make_records):
+def test_stacked_equals_alone_with_memory_for_only_some_clients(encoder, make_records):
     model = TrainingModel(encoder(), memory_limit=2**18)
     assert 1 < clients_at_once(model) < len(SIZES)
     assert_equal(model, [make_records(size, seed=size) for size in SIZES])
@@ -148,16 +150,16 @@ def test_stacked_equals_alone_for_clients_of_different_rank_on_a_merged_base(enc
             torch.testing.assert_close(other.adapter[name], tensor, atol=2e-5, rtol=1e-4, msg=name)
 
 
-def test_a_failing_client_is_its_exception_and_its_stack_goes_on(encoder, make_records):
+def test_a_failing_client_returns_its_exception_and_the_rest_of_its_stack_succeeds(encoder, make_records):
     model = TrainingModel(encoder(), memory_limit=2**30)
     tasks = make_tasks(model, [make_records(size, seed=size) for size in SIZES])
-    broken = {name: tensor[:1] for name, tensor in tasks[1].adapter.items()}
-    results = execute_stacked(model, [tasks[0], dataclasses.replace(tasks[1], adapter=broken), *tasks[2:]])
+    malformed = {name: tensor[:1] for name, tensor in tasks[1].adapter.items()}
+    results = execute_stacked(model, [tasks[0], dataclasses.replace(tasks[1], adapter=malformed), *tasks[2:]])
     assert [type(result) for result in results].count(ClientUpdate) == len(SIZES) - 1
     assert isinstance(results[1], ValueError)
 
 
-def test_tasks_of_different_specifications_keep_their_own(encoder, make_records):
+def test_tasks_with_different_specifications_each_keep_their_own(encoder, make_records):
     model = TrainingModel(encoder(), memory_limit=2**30)
     tasks = make_tasks(model, [make_records(size, seed=size) for size in SIZES])
     tasks[3] = dataclasses.replace(tasks[3], spec=dataclasses.replace(SPEC, local_steps=1))
@@ -166,8 +168,8 @@ def test_tasks_of_different_specifications_keep_their_own(encoder, make_records)
 
 def test_secure_noise_differs_between_clients_and_runs(encoder, make_records):
     model = TrainingModel(encoder(), memory_limit=2**30)
-    source, nobody = SecureSource(), make_records(0)
-    tasks = [dataclasses.replace(t, noise=source) for t in make_tasks(model, [nobody] * 3)]
+    source, no_records = SecureSource(), make_records(0)
+    tasks = [dataclasses.replace(t, noise=source) for t in make_tasks(model, [no_records] * 3)]
     moves = [
         torch.cat([(update.adapter[name] - task.adapter[name]).flatten() for name in task.adapter])
         for _ in range(2)
@@ -186,7 +188,7 @@ def ray_executor(small_run):
 
 @pytest.fixture
 def cluster():
-    """The address of a Ray cluster that somebody else started."""
+    """The address of a Ray cluster that another process started."""
     pytest.importorskip("ray", reason="needs the extra ray")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -200,7 +202,7 @@ def cluster():
     process.wait(timeout=60)
 
 
-def test_an_existing_cluster_is_joined_by_its_address(cluster, small_run):
+def test_an_existing_cluster_is_joined_at_its_address(cluster, small_run):
     import ray
 
     config = parse({**small_run, "engine": "ray", "ray_address": cluster, "ray_workers": 1})
@@ -233,28 +235,28 @@ def test_an_address_without_a_cluster_is_refused_in_one_line(small_run):
         pass
 
 
-def test_a_dead_actor_costs_one_retry_and_then_its_clients(ray_executor, small_run, monkeypatch, caplog):
+def test_a_dead_actor_is_retried_once_and_then_its_clients_fail(ray_executor, small_run, monkeypatch, caplog):
     import ray
 
     bench = workbench(parse({**small_run, "engine": "ray"}))
     records = [bench.client(client) for client in range(3)]
     expected = execute_one_by_one(bench.model, make_tasks(bench.model, records))
     with caplog.at_level(logging.WARNING, logger="flwr"):
-        for harm in (None, "one actor dies"):
-            if harm:
+        for one_actor_dies in (False, True):
+            if one_actor_dies:
                 ray.kill(ray_executor._actors[0])
             for one, other in zip(expected, ray_executor(make_tasks(bench.model, records)), strict=True):
                 for name in one.adapter:
                     torch.testing.assert_close(other.adapter[name], one.adapter[name], atol=2e-5, rtol=1e-4)
         assert "first attempt" in caplog.text
 
-        def stillborn():
+        def start_dead():
             actor = start()
             ray.kill(actor)
             return actor
 
         start = ray_executor._start_actor
-        monkeypatch.setattr(ray_executor, "_start_actor", stillborn)
+        monkeypatch.setattr(ray_executor, "_start_actor", start_dead)
         ray.kill(ray_executor._actors[0])
         results = ray_executor(make_tasks(bench.model, records))
         assert "second attempt" in caplog.text
@@ -263,10 +265,10 @@ def test_a_dead_actor_costs_one_retry_and_then_its_clients(ray_executor, small_r
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_whole_runs_give_the_same_figures_on_every_engine(small_run, tmp_path, rule):
+def test_complete_runs_give_the_same_losses_and_epsilons_on_every_engine(small_run, tmp_path, rule):
     pytest.importorskip("ray", reason="needs the extra ray")
     losses, epsilons = {}, {}
-    # Ray takes long to start: the rules that send more than an adapter go there too.
+    # Ray is slow to start, so only dp-lora and the rules that send more than an adapter run there too.
     engines = ("in-process", "stacked") + ("ray",) * (rule in ("dp-lora", "t-fedavg", "flora"))
     ranks = [2, 4, 3] if rule == "flora" else []
     for engine in engines:
@@ -281,7 +283,7 @@ def test_whole_runs_give_the_same_figures_on_every_engine(small_run, tmp_path, r
         }
         federation.run(parse(values), LogObserver())
         losses[engine] = pd.read_csv(out / "rounds.csv")["test_loss"].tolist()
-        assert len(set(losses[engine])) == 3, "nothing was learnt, the test would be blind"
+        assert len(set(losses[engine])) == 3, "nothing was learnt, so the test would prove nothing"
         summary = json.loads((out / "summary.json").read_text())
         assert summary["engine"] == engine
         epsilons[engine] = summary["epsilon_local_max"]
@@ -290,13 +292,13 @@ def test_whole_runs_give_the_same_figures_on_every_engine(small_run, tmp_path, r
     assert len(set(epsilons.values())) == 1
 
 
-def test_a_memory_limit_for_one_client_is_said_and_goes_on_in_process(small_run, tmp_path, caplog):
+def test_a_memory_limit_that_fits_one_client_is_reported_and_the_run_continues_in_process(small_run, tmp_path, caplog):
     class Notes(LogObserver):
-        said = ""
+        text = ""
 
         def notice(self, text: str) -> None:
-            Notes.said += text
+            Notes.text += text
 
     values = {**small_run, "rank": 512, "memory_limit_mb": 1, "rounds": 1, "out": str(tmp_path)}
     federation.run(parse(values), Notes())
-    assert "memory_limit_mb = 1 holds one client at a time" in Notes.said
+    assert "memory_limit_mb = 1 holds one client at a time" in Notes.text

@@ -1,4 +1,4 @@
-"""What every mechanism of the registry owes, and one of these tests that runs without an edit of the library."""
+"""The contract of every mechanism in the registry, and of one defined by these tests alone, outside the library."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ DELTA = 1e-5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Example:
-    """How a mechanism is used here: right parameters, wrong ones, and the distribution of noise with z = C = 1."""
+    """How to use a mechanism here: valid and invalid parameters, and the distribution of its noise for z = C = 1."""
 
     cdf: Callable[[Any], Any]
     parameters: str = ""
-    wrong: str = '{"no": "parameters"}'
-    # A run of the small federation with it.
+    invalid: str = '{"no": "parameters"}'
+    # For a run of the small federation.
     noise_multiplier: float = 1.0
 
 
@@ -59,7 +59,7 @@ EXAMPLES = {
 
 @pytest.fixture(autouse=True)
 def laplace(monkeypatch):
-    """The mechanism of these tests: an object in one registry, its law in the other, no edit of the library."""
+    """The mechanism of these tests: its object in one registry, its event in the other, the library unedited."""
     monkeypatch.setitem(MECHANISMS, "laplace", Laplace())
     monkeypatch.setitem(EVENTS, "subsampled_laplace", SubsampledLaplace)
 
@@ -117,7 +117,7 @@ def test_noise_is_added_and_the_input_is_unchanged(name):
     assert torch.equal(sums, torch.arange(100.0).view(1, 100))
 
 
-def test_each_client_has_the_noise_of_its_own_source(name):
+def test_each_client_gets_noise_from_its_own_source(name):
     request = request_for(name, 30, sampling_probabilities=(0.1, 0.2))
     both, _ = MECHANISMS[name].add_noise(torch.zeros(2, 30), request, [SeededSource(1), SeededSource(2)])
     alone = request_for(name, 30)
@@ -138,23 +138,23 @@ def test_each_client_has_the_noise_of_its_own_source(name):
         ({"count": 0}, "count = 0"),
     ],
 )
-def test_a_request_that_would_make_the_event_claim_too_much_is_refused(name, changes, message):
+def test_a_request_that_would_make_the_event_overstate_the_noise_is_refused(name, changes, message):
     with pytest.raises(ValueError, match=message):
         MECHANISMS[name].add_noise(
             torch.zeros(1, 3), request_for(name, **{"dimension": 3} | changes), [SeededSource(0)]
         )
 
 
-def test_wrong_parameters_are_refused_by_name_and_right_ones_are_kept(name):
+def test_invalid_parameters_are_refused_by_name_and_canonical_ones_are_kept(name):
     mechanism, example = MECHANISMS[name], EXAMPLES[name]
-    kept = mechanism.checked(example.parameters, 1.0)
-    assert mechanism.checked(kept, 1.0) == kept
+    canonical = mechanism.checked(example.parameters, 1.0)
+    assert mechanism.checked(canonical, 1.0) == canonical
     with pytest.raises(InputError, match="mechanism_parameters"):
-        mechanism.checked(example.wrong, 1.0)
+        mechanism.checked(example.invalid, 1.0)
     assert (mechanism.parameters_hint == "") == (example.parameters == "")
 
 
-def test_mechanism_and_event_say_the_same_of_each_other(name):
+def test_the_properties_of_a_mechanism_are_those_of_its_event(name):
     event = event_of(name)
     assert MECHANISMS[name].caveat(EXAMPLES[name].parameters) == event.caveat
     assert MECHANISMS[name].noise_adds_up == event.noise_adds_up
@@ -162,21 +162,21 @@ def test_mechanism_and_event_say_the_same_of_each_other(name):
     assert MECHANISMS[name].cost_depends_on_dimension == depends
 
 
-def test_accounting_without_proof_is_a_caveat_of_mechanism_and_event_alike():
+def test_unproven_accounting_is_a_caveat_of_both_mechanism_and_event():
     request = dataclasses.replace(request_for("lmo", 50), parameters=PUBLISHED)
     (event,) = MECHANISMS["lmo"].planned_events(request)
     assert event.caveat == MECHANISMS["lmo"].caveat(PUBLISHED) != ""
 
 
-# --- what the event of a mechanism owes the accountants ---
+# --- the contract between the event of a mechanism and the accountants ---
 
 
-def test_the_event_survives_json(name):
+def test_the_event_survives_a_json_round_trip(name):
     event = event_of(name, count=3)
     assert from_json(to_json(event)) == event
 
 
-def test_renyi_curves_add_up_over_counts_and_are_the_same_for_many_at_once(name):
+def test_renyi_curves_grow_linearly_with_the_count_and_are_the_same_for_many_at_once(name):
     event = event_of(name)
     curve = event.rdp(ORDERS)
     assert curve.shape == np.shape(ORDERS)
@@ -186,7 +186,7 @@ def test_renyi_curves_add_up_over_counts_and_are_the_same_for_many_at_once(name)
     np.testing.assert_array_equal(many, np.stack([curve, event.with_count(2).rdp(ORDERS), curve]))
 
 
-def test_a_privacy_loss_distribution_is_there_where_the_event_says_so(name):
+def test_a_privacy_loss_distribution_exists_exactly_if_the_event_says_so(name):
     event = event_of(name)
     assert (event.pld(1e-2) is not None) == event.has_pld
     assert spent([event], DELTA).upper_bound_only == (not event.has_pld or epsilon(event) > 100)
@@ -210,7 +210,7 @@ def test_more_noise_fewer_releases_and_less_sampling_never_cost_more(name, accou
     assert by_sampling[0] == 0
 
 
-def test_noise_times_a_factor_costs_what_a_multiplied_noise_multiplier_costs(name):
+def test_scaling_the_noise_costs_the_same_as_scaling_the_noise_multiplier(name):
     event, doubled = event_of(name), event_of(name, noise_multiplier=3.0)
     assert epsilon(event.with_noise(2.0)) == pytest.approx(epsilon(doubled), rel=1e-6)
     assert event.with_noise(2.0).effective_noise_multiplier == pytest.approx(
@@ -221,14 +221,14 @@ def test_noise_times_a_factor_costs_what_a_multiplied_noise_multiplier_costs(nam
     assert Release(event=event, rho_bar=0.5).seen_by("local") == event
 
 
-def test_composition_groups_equal_events_and_composes_with_others(name):
+def test_equal_events_are_grouped_and_compose_with_other_mechanisms(name):
     event, other = event_of(name), event_of("gaussian", noise_multiplier=2.0)
     assert group([event, event.with_count(2)]) == (event.with_count(3),)
-    whole = epsilon(event, other)
-    assert max(epsilon(event), epsilon(other)) <= whole <= epsilon(event) + epsilon(other) + math.log(1 / DELTA)
+    total = epsilon(event, other)
+    assert max(epsilon(event), epsilon(other)) <= total <= epsilon(event) + epsilon(other) + math.log(1 / DELTA)
 
 
-def test_calibration_meets_a_target_with_any_mechanism(name):
+def test_calibration_meets_a_target_with_every_mechanism(name):
     def schedule(z):
         return event_of(name, noise_multiplier=z, count=3)
 
@@ -262,15 +262,14 @@ def test_a_run_charges_the_planned_event_to_every_ledger(small_run, tmp_path, na
         for client in json.loads((out / "registrations.json").read_text()).values():
             events = [release.event for release in ledger.releases(client["data_set"])]
             assert {type(event) for event in events} == {type(event_of(name))}
-            shown = next(each for each in summary["clients"] if each["client"] == client["client"])
-            assert shown["epsilon_local"] == pytest.approx(spent(events, shown["delta"]).epsilon)
+            reported = next(row for row in summary["clients"] if row["client"] == client["client"])
+            assert reported["epsilon_local"] == pytest.approx(spent(events, reported["delta"]).epsilon)
 
 
-def test_a_target_epsilon_is_met_by_the_scale_of_the_noise(small_run, name):
+def test_a_target_epsilon_is_met_by_scaling_the_noise(small_run, name):
     config = parse(values_of(small_run, name, target_epsilon=3.0, rounds=2))
     initial = workbench(parse(small_run)).initial
-    found = calibrated(config, [84, 56, 52], initial)
-    spec = UpdateSpec.of(found)
+    spec = UpdateSpec.of(calibrated(config, [84, 56, 52], initial))
     dimension = sum(tensor.numel() for tensor in initial.values())
     request = NoiseRequest(
         parameters=spec.mechanism_parameters,
@@ -294,14 +293,14 @@ def test_an_unknown_mechanism_is_refused_by_config_and_guard():
         )
 
 
-def test_a_node_limits_every_mechanism_by_its_effective_noise(name):
+def test_a_node_limits_every_mechanism_by_its_effective_noise_multiplier(name):
     spec = UpdateSpec.of(parse({}))
     weak = event_of(name, noise_multiplier=1e-3)
     with pytest.raises(guard.RefusedError, match="its effective value"):
         guard.check_limits(spec, weak, 1, guard.Limits())
 
 
-def test_keys_of_former_versions_are_read_where_they_have_a_place():
+def test_keys_of_former_versions_are_read_if_they_still_have_an_equivalent():
     former = {"mechanism": "lmo", "lmo_parameters": LMO, "lmo_accounting": "sound", "noise_multiplier": 1.0}
     assert parse(former) == parse({"mechanism": "lmo", "mechanism_parameters": LMO, "noise_multiplier": 1.0})
     assert parse({"lmo_parameters": "", "lmo_accounting": "sound"}) == parse({})

@@ -1,4 +1,4 @@
-"""The Gaussian mechanism noises every coordinate of every tensor by z C and pays with one event."""
+"""The Gaussian mechanism adds noise of scale z C to every coordinate of every tensor and returns one event."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARTS = {"first": slice(0, 2000), "middle": slice(2000, 5000), "last": slice(500
 
 
 def noised_sum(total, *, sampling_probability, source, **arguments):
-    """The mechanism for one client."""
+    """The mechanism applied to one client."""
     request = NoiseRequest(dimension=len(total), sampling_probabilities=(sampling_probability,), **arguments)
     sums, (event,) = MECHANISM.add_noise(total.unsqueeze(0), request, [source])
     return sums[0], event
@@ -34,8 +34,8 @@ def noised(z=1.5, clip_norm=4.0, total=SUM, seed=0):
 
 def accepts(values, scale):
     statistic = float((values.double() / scale).square().sum())
-    tails = 2 * min(stats.chi2.cdf(statistic, values.numel()), stats.chi2.sf(statistic, values.numel()))
-    return tails > FALSE_ALARM
+    p_value = 2 * min(stats.chi2.cdf(statistic, values.numel()), stats.chi2.sf(statistic, values.numel()))
+    return p_value > FALSE_ALARM
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -46,9 +46,9 @@ def test_every_part_has_noise_of_scale_z_times_c(part):
     assert not accepts(values, 9.0)
 
 
-def test_no_value_is_used_twice():
+def test_no_noise_value_is_used_twice():
     values, _ = noised()
-    # float32 noise of 6000 values meets by chance, but no part's beginning is another's.
+    # Some of 6000 float32 values coincide by chance, but no two parts begin with the same values.
     assert not torch.equal(values[:100], values[2000:2100])
     assert len(values.unique()) > 0.99 * len(values)
 
@@ -59,33 +59,33 @@ def test_noise_is_added_to_the_sum():
     assert (SUM == 0).all(), "the input is unchanged"
 
 
-def test_event_states_noise_and_sampling():
+def test_the_event_states_noise_multiplier_and_sampling_probability():
     assert noised()[1] == SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.25)
 
 
-def test_without_noise_the_sum_is_returned_and_the_event_has_none():
+def test_without_noise_the_sum_is_returned_unchanged_and_the_event_states_no_noise():
     result, event = noised(z=0.0, total=torch.ones(5))
     assert result.tolist() == [1.0] * 5
     assert event.noise_multiplier == 0
 
 
-def test_secure_noise_has_the_same_scale():
+def test_noise_from_a_secure_source_has_the_same_scale():
     values = noised_sum(SUM, noise_multiplier=1.5, clip_norm=4.0, sampling_probability=0.25, source=SecureSource())[0]
     assert accepts(values, 6.0)
     assert not accepts(values, 4.0)
     assert not accepts(values, 9.0)
 
 
-# 1000 pairs at false alarm 1e-6; the same test sees a shared half of the variance.
+# 1000 pairs at a false-alarm rate of 1e-6; the same test detects correlation from half of the variance being shared.
 @pytest.mark.parametrize(("one", "other"), [("first", "middle"), ("first", "last"), ("middle", "last")])
 def test_noise_of_different_parts_is_uncorrelated(one, other):
     result, _ = noised()
     pair = [result[PARTS[name]][:1000] for name in (one, other)]
     assert stats.pearsonr(*pair).pvalue > FALSE_ALARM
-    assert stats.pearsonr(pair[0], pair[0] + pair[1]).pvalue < FALSE_ALARM, "the check would be blind"
+    assert stats.pearsonr(pair[0], pair[0] + pair[1]).pvalue < FALSE_ALARM, "the test must detect correlation"
 
 
-def test_sensitivity_lowers_what_the_event_claims_but_not_the_noise():
+def test_a_larger_sensitivity_lowers_the_multiplier_in_the_event_but_not_the_noise():
     arguments = {"noise_multiplier": 3.0, "clip_norm": 2.0, "sampling_probability": 0.1}
     plain, _ = noised_sum(SUM, **arguments, source=SeededSource(0))
     split, event = noised_sum(SUM, **arguments, sensitivity_factor=math.sqrt(2), source=SeededSource(0))
@@ -98,24 +98,24 @@ def test_sensitivity_lowers_what_the_event_claims_but_not_the_noise():
     [{"clip_norm": 0.0}, {"clip_norm": math.nan}, {"clip_norm": math.inf}, {"sensitivity_factor": 0.5}],
     ids=str,
 )
-def test_what_would_make_the_event_claim_too_much_is_refused(change):
+def test_arguments_that_would_make_the_event_overstate_the_noise_are_refused(change):
     arguments = {"noise_multiplier": 1.0, "clip_norm": 1.0, "sampling_probability": 0.1, "source": SeededSource(0)}
     with pytest.raises(ValueError, match=next(iter(change))):
         noised_sum(SUM, **arguments | change)
 
 
 @pytest.mark.parametrize("value", [0.0, 1 / 3, -1e-7, 2.0**-30, 0.7])
-def test_every_sum_reaches_the_same_points(value):
+def test_every_noised_sum_lies_on_the_same_grid(value):
     scale = 1.3 * 2.5
     step = 2.0 ** (math.floor(math.log2(scale)) - 18)
     total = torch.full((20_000,), value)
     points = noised(z=1.3, clip_norm=2.5, total=total)[0].double() / step
-    assert torch.equal(points, points.round()), "nothing below the grid tells the sum"
+    assert torch.equal(points, points.round()), "no digits below the grid reveal the sum"
     assert len(points.unique()) > 15_000, "the grid is far finer than the noise"
 
 
 @pytest.mark.parametrize("at_once", [1, 2**20])
-def test_each_client_gets_the_noise_of_its_own_source_and_an_event_of_its_own(monkeypatch, at_once):
+def test_each_client_gets_noise_from_its_own_source_and_an_event_of_its_own(monkeypatch, at_once):
     monkeypatch.setattr(gaussian, "_VALUES_AT_ONCE", at_once)
     totals = torch.arange(12.0).view(3, 4)
     request = NoiseRequest(noise_multiplier=1.5, clip_norm=4.0, dimension=4, sampling_probabilities=(0.1, 0.2, 0.3))

@@ -1,4 +1,4 @@
-"""LMO noise has the distribution that its parameters say, on every coordinate, and pays with the event that says so."""
+"""LMO noise has the distribution that its parameters describe, on every coordinate, and its event states the same."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def fits(values, chosen):
 
 @pytest.mark.parametrize("make", [SecureSource, lambda: SeededSource(0)], ids=["secure", "seeded"])
 @pytest.mark.parametrize("name", EVERY)
-def test_noise_fits_its_distribution_and_other_scales_do_not(name, make):
+def test_noise_fits_its_distribution_and_no_other_scale(name, make):
     values = lmo_noise(EVERY[name], NUM, make())
     assert fits(values, EVERY[name])
     assert not fits(values * 2 / 3, EVERY[name])
     assert not fits(values * 3 / 2, EVERY[name])
 
 
-def test_the_exponential_is_given_by_its_rate():
+def test_the_exponential_part_is_parametrised_by_its_rate_not_its_scale():
     scale_for_rate = parameters(exponential={"weight": 1, "rate": 1 / 4.0})
     assert not fits(lmo_noise(EXPONENTIAL, NUM, SeededSource(1)), scale_for_rate)
     assert inverse_scales(EXPONENTIAL, NUM, SeededSource(2)).mean() == pytest.approx(0.25, rel=0.02)
@@ -78,7 +78,7 @@ def test_the_exponential_is_given_by_its_rate():
 
 
 def part_of(name, x):
-    """Distribution of u for one part, by scipy."""
+    """Distribution function of u for one part, by scipy."""
     part = getattr(MIXTURE, name)
     if name == "gamma":
         return stats.gamma.cdf(x, part.shape, scale=part.scale)
@@ -88,30 +88,30 @@ def part_of(name, x):
 
 
 @pytest.mark.parametrize("name", ["gamma", "exponential", "uniform"])
-def test_every_part_of_u_fits_scipy_and_other_scales_do_not(name):
+def test_every_part_of_u_fits_scipys_distribution_and_no_other_scale(name):
     values = inverse_scales(parameters(**{name: ALL[name] | {"weight": 1}}), NUM, SeededSource(name))
     for factor in (1.0, 2 / 3, 3 / 2):
-        found = stats.kstest(values * factor, lambda x: part_of(name, x)).pvalue > FALSE_ALARM
-        assert found == (factor == 1.0)
+        is_accepted = stats.kstest(values * factor, lambda x: part_of(name, x)).pvalue > FALSE_ALARM
+        assert is_accepted == (factor == 1.0)
 
 
 @pytest.mark.parametrize("shape", [0.1, 0.7, 1.0, 2.5, 60.0])
-def test_gamma_by_rejection_has_the_law_of_its_shape(shape):
+def test_gamma_values_by_rejection_have_the_distribution_of_their_shape(shape):
     values = inverse_scales(parameters(gamma={"weight": 1, "shape": shape, "scale": 1.0}), NUM, SeededSource(7))
     assert stats.kstest(values, "gamma", args=(shape,)).pvalue > FALSE_ALARM
     assert stats.kstest(values, "gamma", args=(1.5 * shape,)).pvalue < FALSE_ALARM
 
 
-def test_a_mixture_takes_each_part_as_often_as_its_weight():
-    apart = parameters(
+def test_a_mixture_draws_each_part_as_often_as_its_weight_says():
+    separated = parameters(
         gamma={"weight": 0.2, "shape": 1e4, "scale": 1e-2}, uniform={"weight": 0.8, "low": 0.1, "high": 0.2}
     )
-    chosen = int((inverse_scales(apart, NUM, SeededSource(4)) > 1).sum())
+    chosen = int((inverse_scales(separated, NUM, SeededSource(4)) > 1).sum())
     assert stats.binomtest(chosen, NUM, 0.2).pvalue > FALSE_ALARM
     assert stats.binomtest(chosen, NUM, 0.3).pvalue < FALSE_ALARM
 
 
-# The distribution without M: Laplace averaged over u by scipy's densities.
+# The distribution without the moment generating function: Laplace averaged over u with scipy's densities.
 @pytest.mark.parametrize("x", [-7.0, -0.4, 0.0, 1e-3, 2.0, 30.0])
 def test_cdf_is_the_average_of_laplace_distributions(x):
     def average(pdf, low, high):
@@ -150,7 +150,7 @@ def test_moments_entropy_and_information_are_those_of_the_density(chosen):
     assert information == pytest.approx(fisher_information(chosen), rel=2e-3)
 
 
-def test_of_laplace_noise_everything_has_a_closed_form():
+def test_measures_of_laplace_noise_have_their_closed_forms():
     of = columns(LAPLACE)
     assert (float(variance(of)), float(mean_absolute(of))) == pytest.approx((8.0, 2.0))
     assert entropy(LAPLACE) == pytest.approx(1 + math.log(4))
@@ -159,7 +159,7 @@ def test_of_laplace_noise_everything_has_a_closed_form():
 
 
 # Reference: u uniform on [0.1, 0.5]: variance 2 / (low high), information by an independent quadrature.
-def test_reference_values_of_the_example():
+def test_variance_and_information_of_the_example_have_the_reference_values():
     assert float(variance(columns(EXAMPLE))) == pytest.approx(40)
     assert fisher_information(EXAMPLE) == pytest.approx(0.09198, abs=5e-6)
     assert 1 / fisher_information(EXAMPLE) == pytest.approx(10.9, abs=0.05)
@@ -182,13 +182,13 @@ def test_reference_values_of_the_example():
         (parameters("linear", gamma={"weight": 1, "shape": 2.1, "scale": 1.0}), True, True),
     ],
 )
-def test_moments_are_infinite_exactly_where_u_is_too_often_small(chosen, mean_is_finite, variance_is_finite):
+def test_moments_are_infinite_exactly_if_u_is_too_often_small(chosen, mean_is_finite, variance_is_finite):
     of = columns(chosen)
     assert math.isfinite(mean_absolute(of)) == mean_is_finite
     assert math.isfinite(variance(of)) == variance_is_finite
 
 
-def test_both_combinations_of_one_part_agree():
+def test_mixture_and_linear_combination_of_one_part_agree():
     gamma = {"shape": 2.1, "scale": 0.3}
     mixed = parameters(gamma=gamma | {"weight": 1})
     linear = parameters("linear", gamma=gamma | {"weight": 1})
@@ -197,7 +197,7 @@ def test_both_combinations_of_one_part_agree():
 
 
 @pytest.mark.parametrize("probability", [0.0, 1.0, math.nan])
-def test_a_quantile_of_no_probability_is_refused(probability):
+def test_a_quantile_outside_the_open_unit_interval_is_refused(probability):
     with pytest.raises(InputError, match="probability"):
         quantile(LAPLACE, probability)
 
@@ -229,7 +229,7 @@ def noised(total, chosen=MIXTURE, seed=0, **changes):
     return sums[0], event
 
 
-def test_every_part_of_the_sum_has_noise_of_the_scale_of_the_clip_norm():
+def test_every_part_of_the_sum_has_noise_in_proportion_to_the_clip_norm():
     values = noised(torch.zeros(60_000))[0].double().numpy() / 4.0
     for part in (values[:20_000], values[20_000:40_000], values[40_000:]):
         assert fits(part, MIXTURE)
@@ -237,12 +237,12 @@ def test_every_part_of_the_sum_has_noise_of_the_scale_of_the_clip_norm():
         assert not fits(part * 3 / 2, MIXTURE)
 
 
-def test_the_scale_is_drawn_for_every_coordinate():
+def test_the_scale_is_drawn_independently_for_every_coordinate():
     sizes = np.log(np.abs(noised(torch.zeros(20_000), EXAMPLE)[0].numpy()) + 1e-9)
     assert stats.pearsonr(sizes[:-1], sizes[1:]).pvalue > FALSE_ALARM
     shared = np.log(np.abs(lmo_noise(LAPLACE, 20_000, SeededSource(1))))
     shared += np.repeat(np.log(inverse_scales(EXAMPLE, 10_000, SeededSource(2))), 2)
-    assert stats.pearsonr(shared[:-1:2], shared[1::2]).pvalue < FALSE_ALARM, "the check would be blind"
+    assert stats.pearsonr(shared[:-1:2], shared[1::2]).pvalue < FALSE_ALARM, "the test must detect a shared scale"
 
 
 def test_the_event_states_noise_dimension_sampling_and_sensitivity():
@@ -262,20 +262,20 @@ def test_neither_sensitivity_nor_accounting_changes_the_noise():
 
 
 @pytest.mark.parametrize("value", [0.0, 1 / 3, -1e-7])
-def test_every_sum_reaches_the_same_points(value):
+def test_every_noised_sum_lies_on_the_same_grid(value):
     step = 2.0 ** (math.floor(math.log2(4.0 * float(quantile(MIXTURE, 0.75)))) - 18)
     points = noised(torch.full((20_000,), value, dtype=torch.float64))[0] / step
-    assert torch.equal(points, points.round()), "nothing below the grid tells the sum"
+    assert torch.equal(points, points.round()), "no digits below the grid reveal the sum"
 
 
 def test_noise_without_a_mean_stays_finite():
-    wild = parameters(gamma={"weight": 1, "shape": 0.1, "scale": 1.0})
-    values = noised(torch.zeros(50_000), wild)[0]
+    heavy_tailed = parameters(gamma={"weight": 1, "shape": 0.1, "scale": 1.0})
+    values = noised(torch.zeros(50_000), heavy_tailed)[0]
     assert torch.isfinite(values).all()
     assert values.abs().max() > 1e30
 
 
-def test_each_client_gets_the_noise_of_its_own_source():
+def test_each_client_gets_noise_from_its_own_source():
     totals = torch.arange(12.0).view(3, 4)
     request = request_for(LINEAR, 4, sampling_probabilities=(0.1, 0.2, 0.3))
     sums, events = MECHANISM.add_noise(totals, request, [SeededSource(seed) for seed in range(3)])
@@ -295,6 +295,6 @@ def test_each_client_gets_the_noise_of_its_own_source():
         ({"accounting": "hopeful"}, "accounting = 'hopeful'"),
     ],
 )
-def test_what_would_make_the_event_claim_too_much_is_refused(change, part):
+def test_arguments_that_would_make_the_event_overstate_the_noise_are_refused(change, part):
     with pytest.raises(ValueError, match=part):
         noised(torch.zeros(3), **change)

@@ -1,4 +1,4 @@
-"""The randomness is what it says: right distributions, never repeated, never shared between processes."""
+"""Randomness has the right distributions, never repeats and is never shared between processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOURCES = [SecureSource, lambda: SeededSource(0)]
 
 
 @pytest.mark.parametrize("make", SOURCES, ids=["secure", "seeded"])
-def test_normal_values_fit_and_other_scales_do_not(make):
+def test_normal_values_fit_the_standard_normal_and_no_other_scale(make):
     values = make().normal(NUM).numpy().astype(float)
     assert stats.kstest(values, "norm").pvalue > FALSE_ALARM
     for scale in (2 / 3, 3 / 2):
@@ -31,7 +31,7 @@ def test_normal_values_fit_and_other_scales_do_not(make):
 
 
 @pytest.mark.parametrize("make", SOURCES, ids=["secure", "seeded"])
-def test_tails_are_neither_cut_nor_heavy(make):
+def test_normal_tails_are_neither_truncated_nor_heavy(make):
     values = np.abs(make().normal(2_000_000).numpy())
     for threshold in (3.0, 4.0):
         expected = 2 * stats.norm.sf(threshold)
@@ -39,13 +39,13 @@ def test_tails_are_neither_cut_nor_heavy(make):
 
 
 @pytest.mark.parametrize("make", SOURCES, ids=["secure", "seeded"])
-def test_neighbouring_values_are_uncorrelated(make):
+def test_consecutive_values_are_uncorrelated(make):
     values = make().normal(NUM).numpy()
     assert stats.pearsonr(values[:-1], values[1:]).pvalue > FALSE_ALARM
 
 
 @pytest.mark.parametrize("make", SOURCES, ids=["secure", "seeded"])
-def test_coins_have_their_probability(make):
+def test_coins_have_the_given_probability_and_no_other(make):
     heads = int(make().bernoulli(NUM, 0.01).sum())
     assert stats.binomtest(heads, NUM, 0.01).pvalue > FALSE_ALARM
     for other in (0.01 * 2 / 3, 0.015):
@@ -60,20 +60,20 @@ def test_extreme_words_give_finite_mirrored_values():
     assert all(math.isfinite(value) for value in values)
     assert 9.1 < values[1] < 9.2
     tail = normal_from_words(np.arange(8, dtype=np.uint64)).tolist()
-    assert tail == sorted(set(tail)), "every cell of the tail has a value of its own"
+    assert tail == sorted(set(tail)), "each cell of the tail must have a value of its own"
 
 
-def test_values_invert_the_distribution_function():
+def test_normal_values_invert_the_distribution_function():
     words = np.array([int(p * 2**64) for p in (0.025, 0.5, 0.84134475)], dtype=np.uint64)
     assert normal_from_words(words).tolist() == pytest.approx([-1.959964, 0.0, 1.0], abs=1e-6)
 
 
-def test_coins_are_exact_at_the_ends_and_round_down_between():
+def test_coins_are_exact_at_0_and_1_and_round_down_in_between():
     words = np.array([0, 2**64 - 1], dtype=np.uint64)
     assert bernoulli_from_words(words, 0.0).tolist() == [False, False]
     assert bernoulli_from_words(words, 1.0).tolist() == [True, True]
-    border = math.floor(math.ldexp(0.1, 64))
-    assert bernoulli_from_words(np.array([border - 1, border], dtype=np.uint64), 0.1).tolist() == [True, False]
+    boundary = math.floor(math.ldexp(0.1, 64))
+    assert bernoulli_from_words(np.array([boundary - 1, boundary], dtype=np.uint64), 0.1).tolist() == [True, False]
     assert bernoulli_from_words(words, 1e-30).tolist() == [False, False]
     for bad in (-0.1, 1.1, math.nan):
         with pytest.raises(ValueError, match="probability"):
@@ -87,17 +87,17 @@ def test_secure_sources_never_agree_and_never_repeat():
     assert not torch.equal(first, one.normal(64))
 
 
-def test_no_seed_touches_the_secure_source():
+def test_no_global_seed_affects_the_secure_source():
     draws = []
     source = SecureSource()
     for _ in range(2):
         torch.manual_seed(0)
-        np.random.seed(0)  # the global state is what must not matter
+        np.random.seed(0)  # deliberate: the global state must not matter
         draws.append(source.normal(16))
     assert not torch.equal(*draws)
 
 
-def test_a_forked_child_draws_other_values():
+def test_a_forked_child_draws_different_values():
     source = SecureSource()
     source.normal(1)
     reader, writer = os.pipe()
@@ -112,12 +112,12 @@ def test_a_forked_child_draws_other_values():
 
 
 @pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_a_secure_source_cannot_be_duplicated(duplicate):
+def test_a_secure_source_cannot_be_pickled_or_copied(duplicate):
     with pytest.raises(TypeError, match="belongs to its process"):
         duplicate(SecureSource())
 
 
-def test_seeded_source_repeats_by_its_labels_alone():
+def test_a_seeded_source_is_determined_by_its_labels_alone():
     one = SeededSource(0, 3, "noise").normal(8)
     assert torch.equal(one, SeededSource(0, 3, "noise").normal(8))
     for labels in ((1, 3, "noise"), (0, 4, "noise"), (0, 3, "inclusion")):
@@ -128,16 +128,16 @@ WORD = st.integers(0, 2**64 - 1)
 
 
 @given(WORD, WORD)
-def test_larger_words_never_give_smaller_values_and_mirrored_words_mirrored_values(a, b):
+def test_values_increase_with_words_and_mirrored_words_give_mirrored_values(a, b):
     words = np.array([*sorted((a, b)), 2**64 - 1 - a, a], dtype=np.uint64)
     low, high, mirrored, value = normal_from_words(words).tolist()
     assert low <= high
     assert mirrored == -value
 
 
-# 20 equally likely cells and two tails beyond 3.5: 2e6 values, 930 expected in the tails.
+# 20 equally likely cells, and two tails beyond 3.5 in which 930 of the 2e6 values are expected.
 @pytest.mark.parametrize("make", SOURCES, ids=["secure", "seeded"])
-def test_cells_and_tails_are_filled_as_the_normal_law_says(make):
+def test_cells_and_tails_are_filled_as_the_normal_distribution_predicts(make):
     edges = np.concatenate([[-np.inf, -3.5], stats.norm.ppf(np.arange(1, 20) / 20), [3.5, np.inf]])
     values = make().normal(2_000_000).numpy().astype(float)
 
@@ -150,26 +150,26 @@ def test_cells_and_tails_are_filled_as_the_normal_law_says(make):
 
 
 @pytest.mark.parametrize("make", SOURCES, ids=["secure", "seeded"])
-def test_nothing_is_drawn_for_nobody(make):
+def test_drawing_no_values_gives_empty_tensors(make):
     assert make().normal(0).shape == make().bernoulli(0, 0.5).shape == (0,)
 
 
-def test_coins_and_values_use_the_stream_once():
+def test_consecutive_draws_continue_the_stream():
     one, two = SeededSource("a"), SeededSource("a")
-    whole = one.normal(6)
-    assert torch.equal(torch.cat([two.normal(2), two.normal(4)]), whole)
-    assert not torch.equal(two.normal(6), whole)
+    at_once = one.normal(6)
+    assert torch.equal(torch.cat([two.normal(2), two.normal(4)]), at_once)
+    assert not torch.equal(two.normal(6), at_once)
 
 
 @given(st.floats(0, 1), WORD)
 def test_a_coin_is_true_with_at_most_its_probability(probability, word):
     (coin,) = bernoulli_from_words(np.array([word], dtype=np.uint64), probability).tolist()
-    # In whole numbers: true only if word + 1 <= p 2^64, so the number of true words is at most p 2^64.
+    # In integers: true only if word + 1 <= p 2^64, so the number of true words is at most p 2^64.
     numerator, denominator = probability.as_integer_ratio()
     assert coin == ((word + 1) * denominator <= numerator * 2**64)
 
 
-def test_labels_of_another_type_or_order_are_another_stream():
+def test_labels_of_different_type_or_order_give_different_streams():
     streams = [SeededSource(*labels).normal(8) for labels in ((1, 2), (2, 1), ("1", 2), (1, 2, 0), (12,))]
     assert len({tuple(stream.tolist()) for stream in streams}) == len(streams)
 

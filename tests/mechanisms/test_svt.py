@@ -1,4 +1,4 @@
-"""The Sparse Vector Technique: exact noise of the right scales, a cut-off that holds, and the epsilon it claims."""
+"""The Sparse Vector Technique: exact noise of the right scales, a cutoff that holds, and the epsilon that it states."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def at_least(value, scale):
 
 
 def fits(values, scale):
-    """Mean size against that of the scale, by the central limit theorem (4000 values or more)."""
+    """Whether the mean size is that of the scale, by the central limit theorem (for 4000 values or more)."""
     support = np.arange(-400, 401)
     weights = probability(support, scale)
     mean = float((np.abs(support) * weights).sum())
     variance = float((support**2 * weights).sum()) - mean**2
-    away = (np.abs(values).mean() - mean) / math.sqrt(variance / len(values))
-    return 2 * stats.norm.sf(abs(away)) > FALSE_ALARM
+    z_score = (np.abs(values).mean() - mean) / math.sqrt(variance / len(values))
+    return 2 * stats.norm.sf(abs(z_score)) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("scale", [Fraction(1, 3), Fraction(1), Fraction(5, 2), Fraction(43, 5)], ids=str)
@@ -48,15 +48,15 @@ def test_noise_has_the_probabilities_of_the_closed_form(scale):
     inner = [value for value in range(-60, 61) if num * probability(value, scale) >= 10]
     expected = [num * probability(value, scale) for value in inner]
     observed = [drawn[value] for value in inner]
-    rest = num - sum(expected)
-    if rest >= 10:
-        expected, observed = [*expected, rest], [*observed, num - sum(observed)]
+    expected_outside = num - sum(expected)
+    if expected_outside >= 10:
+        expected, observed = [*expected, expected_outside], [*observed, num - sum(observed)]
     statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
     assert stats.chi2.sf(statistic, len(expected) - 1) > FALSE_ALARM
 
 
 @pytest.mark.parametrize(("numerator", "denominator"), [(0, 1), (1, 3), (2, 2)])
-def test_a_coin_of_e_to_the_minus_gamma_is_exact(numerator, denominator):
+def test_a_coin_of_probability_e_to_the_minus_gamma_is_exact(numerator, denominator):
     source, num = SeededSource("coin"), 20_000
     heads = sum(svt._exponential_coin(numerator, denominator, source) for _ in range(num))
     assert stats.binomtest(heads, num, math.exp(-numerator / denominator)).pvalue > FALSE_ALARM
@@ -73,7 +73,8 @@ def test_uniform_numbers_fill_their_range_evenly(num):
 
 
 def test_scales_are_those_of_the_paper():
-    # |D| = 1000, epsilon = 1, c = 3, sensitivity 2 / |D|: in accuracy 0.0086 for the threshold, 0.0156 for a query.
+    # |D| = 1000, epsilon = 1, c = 3, sensitivity 2 / |D|: in units of accuracy, 0.0086 for the threshold and 0.0156 for
+    # a query.
     scales = noise_scales(1.0, 3, 2)
     assert float(scales.threshold) / 1000 == pytest.approx(2 * (1 + 6 ** (2 / 3)) / 1000, rel=1e-6)
     assert float(scales.threshold) / 1000 == pytest.approx(0.0086, abs=5e-5)
@@ -93,13 +94,13 @@ def test_scales_never_spend_more_than_epsilon(epsilon, cutoff):
 @pytest.mark.parametrize(
     "values", [(0.0, 1, 1), (-1.0, 1, 1), (math.inf, 1, 1), (math.nan, 1, 1), (1.0, 0, 1), (1.0, 1, 0)]
 )
-def test_what_has_no_scale_is_refused(values):
+def test_epsilon_cutoff_and_sensitivity_out_of_range_are_refused(values):
     with pytest.raises(ValueError, match="must be"):
         noise_scales(*values)
 
 
 @pytest.mark.parametrize("source", [SeededSource("scales"), SecureSource()], ids=["seeded", "secure"])
-def test_a_run_draws_both_noises_with_their_scales(monkeypatch, source):
+def test_a_run_draws_threshold_and_query_noise_with_their_scales(monkeypatch, source):
     drawn = []
 
     def recorded(scale, source):
@@ -114,13 +115,13 @@ def test_a_run_draws_both_noises_with_their_scales(monkeypatch, source):
         run.reaches(0, 0)
     scales = noise_scales(1.0, 3, 2)
     for values, scale in ((threshold, scales.threshold), (np.array(drawn), scales.query)):
-        assert len(values) == 4000, "the threshold's noise once for a run, the query's for every answer"
+        assert len(values) == 4000, "threshold noise is drawn once per run, query noise once per answer"
         assert fits(values, scale)
         assert not fits(values, scale * Fraction(2, 3))
         assert not fits(values, scale * Fraction(3, 2))
 
 
-def test_after_the_cutoff_nothing_is_answered():
+def test_no_query_is_answered_after_the_cutoff():
     run = SparseVector(epsilon=1.0, cutoff=3, sensitivity=1, source=SeededSource(0))
     assert not any(run.reaches(-10_000, 0) for _ in range(50)), "negative answers are free"
     assert [run.reaches(10_000, 0) for _ in range(3)] == [True] * 3
@@ -129,12 +130,12 @@ def test_after_the_cutoff_nothing_is_answered():
             run.reaches(query, 0)
 
 
-def test_the_event_is_the_epsilon_of_the_whole_run():
+def test_the_event_states_the_epsilon_of_the_whole_run():
     assert SparseVector(epsilon=0.7, cutoff=3, sensitivity=2, source=SeededSource(0)).event == PureEpsilon(epsilon=0.7)
 
 
 def answers(queries, *, epsilon, cutoff, source):
-    """All answers of one run that asks whether each query reaches 0, up to its end."""
+    """All answers of one run that asks whether each query reaches 0, until the run ends."""
     run, given = SparseVector(epsilon=epsilon, cutoff=cutoff, sensitivity=2, source=source), []
     try:
         for query in queries:
@@ -145,20 +146,20 @@ def answers(queries, *, epsilon, cutoff, source):
 
 
 def exact(queries, epsilon, cutoff):
-    """{answers: probability}, summed over the threshold's noise: independent of the code but for the scales."""
+    """{answers: probability}, summed over the threshold's noise: only the scales come from the code under test."""
     scales = noise_scales(epsilon, cutoff, 2)
-    found = Counter()
+    probabilities = Counter()
     for noise in range(-300, 301):
         weight = probability(noise, scales.threshold)
         reach = [at_least(noise - query, scales.query) for query in queries]
         for given in possible(len(queries), cutoff):
             chance = math.prod(p if a else 1 - p for p, a in zip(reach, given, strict=False))
-            found[given] += weight * chance
-    return found
+            probabilities[given] += weight * chance
+    return probabilities
 
 
 def possible(num, cutoff):
-    """Every sequence of answers that a run over so many queries can give: it ends with them or with its cut-off."""
+    """Every sequence of answers that a run over `num` queries can give: it ends with them or at the cutoff."""
     for end in range(1, num + 1):
         for given in itertools.product([False, True], repeat=end):
             if (sum(given) == cutoff and given[-1]) or (sum(given) < cutoff and end == num):
@@ -167,7 +168,7 @@ def possible(num, cutoff):
 
 @pytest.mark.parametrize("cutoff", [1, 2])
 @pytest.mark.parametrize("queries", [(-3, 4, 0), (-8, -8, -8), (6, -6, 2)])
-def test_exact_probabilities_of_neighbours_are_within_e_to_the_epsilon(queries, cutoff):
+def test_exact_probabilities_on_neighbouring_data_are_within_a_factor_e_to_the_epsilon(queries, cutoff):
     epsilon, worst = 1.0, 0.0
     here = exact(queries, epsilon, cutoff)
     assert sum(here.values()) == pytest.approx(1, abs=1e-9)
@@ -190,7 +191,7 @@ def test_a_run_answers_with_the_exact_probabilities():
 
 
 def shown_epsilon(one, other, *, num, epsilon, cutoff):
-    """A lower bound, at confidence 1 - FALSE_ALARM, on the epsilon between two worlds, from runs in both."""
+    """A lower bound on epsilon, at confidence 1 - FALSE_ALARM, from runs on two neighbouring data sets."""
     source = SeededSource("worlds", str(one), str(other))
     seen = [
         Counter(answers(w, epsilon=epsilon, cutoff=cutoff, source=source) for _ in range(num)) for w in (one, other)
@@ -204,18 +205,18 @@ def shown_epsilon(one, other, *, num, epsilon, cutoff):
     return shown
 
 
-# Neighbours between which one noise alone would not do: one record changes the order of two queries, or moves all.
+# Neighbouring data for which one kind of noise alone is not enough: one record swaps two queries, or moves all.
 SWAPPED = {"one": (-1, 0), "other": (0, -1), "cutoff": 1, "num": 5000}
 MOVED = {"one": (-2,) * 10, "other": (0,) * 10, "cutoff": 1, "num": 40_000}
 
 
 @pytest.mark.parametrize("worlds", [SWAPPED, MOVED], ids=["swapped", "moved"])
-def test_no_neighbours_show_more_than_epsilon(worlds):
+def test_runs_on_neighbouring_data_never_show_more_than_epsilon(worlds):
     assert shown_epsilon(**worlds, epsilon=1.0) <= 1.0
 
 
 @pytest.mark.parametrize(("worlds", "noisy"), [(SWAPPED, 0), (MOVED, 1)], ids=["only threshold", "only queries"])
-def test_a_run_that_leaves_out_one_noise_is_caught(monkeypatch, worlds, noisy):
+def test_a_run_that_omits_one_kind_of_noise_is_caught(monkeypatch, worlds, noisy):
     scales = noise_scales(1.0, 1, 2)
     kept = (scales.threshold, scales.query)[noisy]
     monkeypatch.setattr(svt, "discrete_laplace", lambda scale, s: discrete_laplace(scale, s) if scale == kept else 0)

@@ -1,4 +1,4 @@
-"""LMO noise by other means: densities part by part, divergences by quadrature, vectors by brute force."""
+"""LMO noise by independent means: densities part by part, divergences by quadrature, vectors by brute force."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ def gamma(shape, scale):
 
 
 def random_parameters(generator, order, sensitivity=1.0):
-    """Any parts, either combination, with the order inside the domain."""
-    room = 1 / ((order - 1) * sensitivity)
+    """Random parts in either combination, such that the order lies inside the domain."""
+    end = 1 / ((order - 1) * sensitivity)
     weights = generator.dirichlet([1, 1, 1])
     weights[generator.random(3) < 0.3] = 0
     weights = weights / weights.sum() if weights.sum() else np.array([0.0, 0.0, 1.0])
     low = generator.uniform(0, 1.0)
     return LmoParameters(
         combination=generator.choice(["mixture", "linear"]).item(),
-        gamma=GammaPart(weight=weights[0], shape=generator.uniform(0.3, 5), scale=room * generator.uniform(0.02, 0.98)),
-        exponential=ExponentialPart(weight=weights[1], rate=1 / (room * generator.uniform(0.02, 0.98))),
+        gamma=GammaPart(weight=weights[0], shape=generator.uniform(0.3, 5), scale=end * generator.uniform(0.02, 0.98)),
+        exponential=ExponentialPart(weight=weights[1], rate=1 / (end * generator.uniform(0.02, 0.98))),
         uniform=UniformPart(weight=weights[2], low=low, high=low + generator.uniform(0.01, 2)),
     )
 
 
 def log_density(parameters, x):
-    """log of the density at |x|: E[u e^(-ux)] / 2 part by part, sums of u by the product rule."""
+    """log of the density at |x|: E[u e^(-ux)] / 2, part by part; linear combinations of u by the product rule."""
     x = np.abs(np.asarray(x, dtype=float))
     parts = [(part.weight, *_transform(part, x, parameters.combination)) for part in parameters.parts.values()]
     if parameters.combination == "mixture":
@@ -44,7 +44,7 @@ def log_density(parameters, x):
 
 
 def _transform(part, x, combination):
-    """Logs of E[e^(-ux)] and E[u e^(-ux)] of a part, at weight * x in a linear combination."""
+    """Logs of E[e^(-ux)] and E[u e^(-ux)] of one part, taken at weight * x in a linear combination."""
     x = part.weight * x if combination == "linear" else x
     if isinstance(part, GammaPart):
         base = np.log1p(part.scale * x)
@@ -58,7 +58,7 @@ def _transform(part, x, combination):
 
 
 def exact_divergence(parameters, order, shift):
-    """Renyi divergence between the noise and the noise shifted, from its density, with u not revealed."""
+    """Renyi divergence between the noise and the shifted noise, from its density, so without revealing u."""
     inside = shift * (1 + _NODES) / 2
     between = np.sum(_WEIGHTS * shift / 2 * _ratio(parameters, order, inside, shift - inside))
     v = np.linspace(-25, 45, 701)
@@ -69,13 +69,13 @@ def exact_divergence(parameters, order, shift):
 
 def _ratio(parameters, order, x, shifted):
     first, second = log_density(parameters, x), log_density(parameters, shifted)
-    # Far out logs are so large that their difference is rounding; what is left there is nothing.
+    # Far out the logs are so large that their difference is mere rounding; the density there is negligible.
     power = np.where(first > -1e4, order * first + (1 - order) * second, -np.inf)
     return np.exp(power)
 
 
 def best_split(curve, dimension):
-    """The largest sum of `curve[t_i]`, t_i multiples of 1 / (len - 1) that sum to one, in each dimension up to this."""
+    """The largest sum of `curve[t_i]` over multiples t_i of 1 / (len - 1) that sum to 1, for 1 to `dimension` terms."""
     best = [curve.copy()]
     for _ in range(dimension - 1):
         last = best[-1]

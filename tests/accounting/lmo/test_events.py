@@ -1,4 +1,4 @@
-"""LMO events: JSON, what is refused, sampling by Zhu and Wang, and how they compose with everything else."""
+"""LMO events: JSON, refusals, sampling by Zhu and Wang, and composition with other events."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def changed(**changes):
 @pytest.mark.parametrize("parameters", [PARAMETERS, uniform(0.5, 0.5), gamma(2, 0.1)])
 @pytest.mark.parametrize("accounting", ["sound", "published"])
 def test_json_round_trip_is_exact(parameters, accounting):
-    whole = event(parameters, q=0.37, accounting=accounting, count=7, sensitivity=math.sqrt(2))
-    assert from_json(to_json(whole)) == whole
+    original = event(parameters, q=0.37, accounting=accounting, count=7, sensitivity=math.sqrt(2))
+    assert from_json(to_json(original)) == original
     assert lmo_parameters.from_dict(json.loads(json.dumps(lmo_parameters.to_dict(parameters)))) == parameters
 
 
@@ -74,7 +74,7 @@ def test_json_round_trip_is_exact(parameters, accounting):
         (changed(shared_scale=True), "shared_scale"),
     ],
 )
-def test_impossible_events_are_refused(text, part):
+def test_impossible_events_are_refused_by_name(text, part):
     with pytest.raises(ValueError, match=part):
         from_json(text)
 
@@ -104,7 +104,7 @@ UNIFORM = {"weight": 1, "low": 0.1, "high": 0.5}
         ({"combination": "linear", "shared": True}, "'shared' is unknown"),
     ],
 )
-def test_parameters_that_are_none_are_refused_in_one_line(values, part):
+def test_invalid_parameters_are_refused_in_one_line(values, part):
     with pytest.raises(InputError) as refusal:
         lmo_parameters.from_dict(values)
     assert part in str(refusal.value)
@@ -116,48 +116,48 @@ def test_a_linear_combination_may_have_any_weights():
     assert columns(lmo_parameters.from_dict(values)).weights.tolist() == [0, 0, 3]
 
 
-# Zhu and Wang 2019, Theorem 5, in whole numbers and by the letter.
+# Zhu and Wang 2019, Theorem 5, at integer orders, evaluated literally.
 @pytest.mark.parametrize("q", [0.01, 0.3])
-def test_sampling_is_zhu_and_wangs_theorem(q):
+def test_sampled_curve_is_that_of_zhu_and_wangs_theorem(q):
     curve = published(columns(uniform(0.5, 1.0)), range(2, 13))
     orders = np.array([2, 3, 7, 12])
-    for order, found in zip(orders.tolist(), poisson_sampled(curve, orders, q), strict=True):
+    for order, result in zip(orders.tolist(), poisson_sampled(curve, orders, q), strict=True):
         total = (1 - q) ** (order - 1) * (order * q - q + 1)
         for ell in range(2, order + 1):
             factor = 1 if ell == 2 else 3
             moment = math.exp((ell - 1) * curve[ell - 2])
             total += factor * math.comb(order, ell) * q**ell * (1 - q) ** (order - ell) * moment
-        assert found == pytest.approx(min(math.log(total) / (order - 1), curve[order - 2]), rel=1e-9)
+        assert result == pytest.approx(min(math.log(total) / (order - 1), curve[order - 2]), rel=1e-9)
 
 
-def test_sampling_keeps_its_digits_where_it_is_small_and_is_infinite_where_an_order_is():
+def test_sampled_curve_is_precise_where_small_and_infinite_from_the_first_infinite_order():
     curve = np.array([0.1, 0.2, np.inf])
     small = poisson_sampled(curve, np.array([2, 3, 4]), 1e-9)
     assert small[0] == pytest.approx(1e-18 * math.expm1(0.1), rel=1e-6)
     assert np.isfinite(small).tolist() == [True, True, False]
 
 
-# The direct divergence of (1 - q) p + q p(x - 1) from p and back, by quadrature over the line's three smooth pieces.
+# The divergence of (1 - q) p + q p(x - 1) from p, and the reverse, by quadrature over smooth pieces of the line.
 @pytest.mark.parametrize("parameters", [uniform(1.0, 1.0), uniform(0.1, 1.5)], ids=["laplace", "lmo"])
 @pytest.mark.parametrize("q", [0.02, 0.3])
 @pytest.mark.parametrize("order", [2, 4, 16])
-def test_sampling_is_never_below_the_direct_divergence(parameters, q, order):
+def test_sampled_curve_is_never_below_the_exact_divergence(parameters, q, order):
     nodes, weights = np.polynomial.legendre.leggauss(80)
     pieces = [(low, low + 1) for low in range(-60, 61)]
     x = np.concatenate([low + (high - low) * (1 + nodes) / 2 for low, high in pieces])
     dx = np.tile(weights / 2, len(pieces))
     without = np.exp(log_density(parameters, x))
     with_record = (1 - q) * without + q * np.exp(log_density(parameters, x - 1))
-    there = math.log(np.sum(dx * without * (with_record / without) ** order)) / (order - 1)
-    back = math.log(np.sum(dx * with_record * (without / with_record) ** order)) / (order - 1)
+    forward = math.log(np.sum(dx * without * (with_record / without) ** order)) / (order - 1)
+    reverse = math.log(np.sum(dx * with_record * (without / with_record) ** order)) / (order - 1)
     curve = published(columns(parameters), range(2, order + 1))
-    (found,) = poisson_sampled(curve, np.array([order]), q)
-    assert 0 < max(there, back) <= found
-    assert found <= 6 * max(there, back), "a bound that large would say nothing"
+    (result,) = poisson_sampled(curve, np.array([order]), q)
+    assert 0 < max(forward, reverse) <= result
+    assert result <= 6 * max(forward, reverse), "a bound that large would be useless"
 
 
 def by_hand(events, delta=DELTA):
-    """Renyi curves at whole orders added up and converted by the library."""
+    """Epsilon of the summed Renyi curves at integer orders, converted by dp-accounting."""
     orders = np.array([int(order) for order in ORDERS if float(order).is_integer()])
     total = np.zeros(len(orders))
     for each in events:
@@ -179,19 +179,19 @@ def _library_event(gaussian):
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
-def test_lmo_and_gaussian_noise_compose_by_rdp_at_whole_orders(accountant):
+def test_lmo_and_gaussian_noise_compose_by_rdp_at_integer_orders(accountant):
     events = [event(count=20), SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1, count=30)]
-    found = spent(events, DELTA, accountant)
-    assert found.epsilon == pytest.approx(by_hand(events), rel=1e-9)
-    assert (found.accountant, found.upper_bound_only) == ("rdp", accountant == "pld")
-    assert found.is_guarantee
+    result = spent(events, DELTA, accountant)
+    assert result.epsilon == pytest.approx(by_hand(events), rel=1e-9)
+    assert (result.accountant, result.upper_bound_only) == ("rdp", accountant == "pld")
+    assert result.is_guarantee
 
 
-def test_composition_knows_counts_orders_and_deltas():
+def test_composition_ignores_order_and_counts_every_release_and_delta():
     parts = [event(count=2), PureEpsilon(epsilon=0.1), EpsilonDelta(epsilon=0.1, delta=1e-6), event(q=0.0)]
-    whole = spent(parts, DELTA)
-    assert whole == spent([parts[2], event(), parts[1], event()], DELTA)
-    assert spent([event(count=2)], DELTA).epsilon < whole.epsilon < math.inf
+    total = spent(parts, DELTA)
+    assert total == spent([parts[2], event(), parts[1], event()], DELTA)
+    assert spent([event(count=2)], DELTA).epsilon < total.epsilon < math.inf
     assert sum(each.count for each in group([event(), event(count=3)])) == 4
 
 
@@ -208,7 +208,7 @@ def test_more_noise_fewer_coordinates_less_sensitivity_and_less_sampling_never_c
     assert cost(sensitivity=1.5) == pytest.approx(cost(factor=1.5), rel=1e-6)
 
 
-def test_published_accounting_is_no_guarantee_and_enforces_nothing():
+def test_published_accounting_is_not_a_guarantee_and_never_enforces_a_budget():
     paper = event(accounting="published", count=5)
     assert not paper.is_guarantee
     assert event().is_guarantee
@@ -222,7 +222,7 @@ def test_published_accounting_is_no_guarantee_and_enforces_nothing():
     assert not shown.is_guarantee
 
 
-def test_delta_and_epsilon_return_home():
+def test_delta_at_the_composed_epsilon_is_the_original_delta():
     epsilon = spent([event(count=10)], DELTA, "rdp").epsilon
     assert delta_spent([event(count=10)], epsilon) == pytest.approx(DELTA, rel=1e-6)
 
@@ -233,7 +233,7 @@ def test_noise_without_a_finite_order_costs_infinity():
     assert delta_spent([heavy], 1.0) == 1.0
 
 
-def test_accounts_take_lmo_releases():
+def test_accounts_compose_and_limit_lmo_releases():
     accounts = Accounts({0: 1000})
     accounts.record(0, Release(event=event(count=3), rho_bar=0.5))
     expected = spent([event(count=3)], 1e-5).epsilon
@@ -242,8 +242,8 @@ def test_accounts_take_lmo_releases():
     assert not accounts.fits(0, Release(event=event(count=3), rho_bar=0.5), "local", expected)
 
 
-def test_sampling_needs_every_order_up_to_the_one_used():
-    whole = event(gamma(2, 0.1), q=0.2)
-    curve = published(columns(whole.parameters), range(2, 12))
+def test_epsilon_is_finite_if_the_lower_integer_orders_are():
+    sampled = event(gamma(2, 0.1), q=0.2)
+    curve = published(columns(sampled.parameters), range(2, 12))
     assert np.isfinite(curve).sum() == 9
-    assert spent([whole], DELTA).epsilon < math.inf
+    assert spent([sampled], DELTA).epsilon < math.inf

@@ -1,4 +1,4 @@
-"""LMO noise costs what its density costs or more, on one number and on a vector, and the issue's numbers come out."""
+"""The bounds on LMO noise are never below the exact divergence, of one number or a vector, and give known values."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ ORDERS = [2, 8, 32]
 
 
 # Reference: u uniform on [0.1, 0.5], by an independent script; C = 1, to four places.
-def test_reference_values_of_the_example():
+def test_curves_of_the_example_have_the_reference_values():
     assert published(EXAMPLE, ORDERS) == pytest.approx([0.0896, 0.2557, 0.3969], abs=5e-5)
     assert sound(EXAMPLE, ORDERS, dimension=74_883) == pytest.approx([0.1033, 0.4131, 1.6523], abs=5e-5)
     assert 1 / tilted_moments(EXAMPLE, 0.0)[1] == pytest.approx(9.68, abs=5e-3)
 
 
-# Yang et al., Theorem 4.2 at u = 0.5, order 4, C = 2: what it gives, and what holds by the Laplace divergence.
-def test_theorem_4_2_is_too_small_and_not_zero_without_a_query():
+# Yang et al., Theorem 4.2 at u = 0.5, order 4, C = 2: its value, and the true one by the Laplace divergence.
+def test_theorem_4_2_is_too_small_and_is_not_zero_at_sensitivity_zero():
     half = columns(uniform(0.5, 0.5))
     assert theorem_4_2(half, 4, 2.0) == pytest.approx(0.319, abs=5e-4)
     assert published(half, 4, 2.0) == pytest.approx(0.814, abs=5e-4)
@@ -44,7 +44,7 @@ def test_equation_1_as_printed_calls_almost_no_noise_private():
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_scalar_curve_is_never_below_the_density(seed):
+def test_scalar_curve_is_never_below_the_exact_divergence(seed):
     generator = np.random.default_rng(seed)
     order, shift = int(generator.choice([2, 3, 5, 8, 17, 32])), generator.uniform(0.2, 2)
     parameters = random_parameters(generator, order, shift)
@@ -54,16 +54,16 @@ def test_scalar_curve_is_never_below_the_density(seed):
 
 @pytest.mark.parametrize("b", [0.3, 1.0, 4.0])
 @pytest.mark.parametrize("order", [2, 8, 64])
-def test_of_a_point_mass_the_scalar_curve_is_the_density_and_the_library(b, order):
+def test_scalar_curve_of_a_point_mass_is_the_exact_divergence_and_that_of_dp_accounting(b, order):
     parameters = uniform(1 / b, 1 / b)
-    found = published(columns(parameters), order)[0]
-    assert found == pytest.approx(exact_divergence(parameters, order, 1.0), rel=1e-6)
+    divergence = published(columns(parameters), order)[0]
+    assert divergence == pytest.approx(exact_divergence(parameters, order, 1.0), rel=1e-6)
     accountant = rdp.RdpAccountant([order])
     accountant.compose(dp_accounting.LaplaceDpEvent(b))
-    assert found == pytest.approx(accountant.rdp[0], rel=1e-9)
+    assert divergence == pytest.approx(accountant.rdp[0], rel=1e-9)
 
 
-def test_the_oracle_is_not_blind():
+def test_the_oracle_tells_smaller_and_larger_divergences_apart():
     parameters = uniform(0.1, 0.5)
     assert exact_divergence(parameters, 8, 1.0) < 0.95 * published(EXAMPLE, 8)[0]
     assert exact_divergence(parameters, 8, 1.5) > published(EXAMPLE, 8)[0]
@@ -77,30 +77,30 @@ def test_sound_is_within_five_percent_of_brute_force_and_never_below_it(seed):
     steps = np.sqrt(np.linspace(0, 1, 241))
     curve = np.array([published(of, order, step)[0] for step in steps])
     for dimension, best in enumerate(best_split(curve, 8), start=1):
-        found = sound(of, order, dimension=dimension)[0]
-        assert best <= found * (1 + 1e-9)
-        assert found <= 1.05 * best
+        bound = sound(of, order, dimension=dimension)[0]
+        assert best <= bound * (1 + 1e-9)
+        assert bound <= 1.05 * best
 
 
 @pytest.mark.parametrize(
-    ("parameters", "order", "most"),
+    ("parameters", "order", "max_ratio"),
     [(uniform(0.1, 0.5), 2, 1.4), (uniform(0.1, 0.5), 8, 1.4), (gamma(1, 0.3), 4, 4.0), (gamma(2, 0.05), 8, 2.0)],
 )
-def test_sound_is_never_below_the_exact_divergence_of_a_vector(parameters, order, most):
+def test_sound_is_never_below_the_exact_divergence_of_a_vector(parameters, order, max_ratio):
     steps = np.sqrt(np.linspace(0, 1, 25))
     curve = np.array([0.0, *(exact_divergence(parameters, order, step) for step in steps[1:])])
     for dimension, best in enumerate(best_split(curve, 8), start=1):
-        found = sound(columns(parameters), order, dimension=dimension)[0]
-        assert best <= found
-        assert found <= most * best, "revealing u costs something, not everything"
+        bound = sound(columns(parameters), order, dimension=dimension)[0]
+        assert best <= bound
+        assert bound <= max_ratio * best, "revealing u costs something, but not everything"
 
 
 def test_sound_tends_to_its_limit_from_below():
-    found = [sound(EXAMPLE, ORDERS, dimension=d) for d in (1, 2, 8, 100, 10**5, 10**12, math.inf)]
-    assert (np.diff(found, axis=0) >= -1e-12).all()
-    assert found[0] == pytest.approx(published(EXAMPLE, ORDERS))
-    assert found[-1] == pytest.approx(quadratic_limit(EXAMPLE, ORDERS), rel=5e-5)
-    assert (found[-1] >= quadratic_limit(EXAMPLE, ORDERS)).all()
+    bounds = [sound(EXAMPLE, ORDERS, dimension=d) for d in (1, 2, 8, 100, 10**5, 10**12, math.inf)]
+    assert (np.diff(bounds, axis=0) >= -1e-12).all()
+    assert bounds[0] == pytest.approx(published(EXAMPLE, ORDERS))
+    assert bounds[-1] == pytest.approx(quadratic_limit(EXAMPLE, ORDERS), rel=5e-5)
+    assert (bounds[-1] >= quadratic_limit(EXAMPLE, ORDERS)).all()
 
 
 def test_one_coordinate_can_be_the_worst_direction():
@@ -110,23 +110,23 @@ def test_one_coordinate_can_be_the_worst_direction():
         assert sound(heavy, 4, dimension=dimension) == pytest.approx(0.592, abs=5e-4)
 
 
-def test_a_coarse_grid_only_raises_the_bound():
+def test_a_coarse_grid_only_raises_the_sound_bound():
     of = columns(random_parameters(np.random.default_rng(3), 8))
     fine, coarse = (sound(of, [2, 8], dimension=20, points=points) for points in (4096, 24))
     assert (fine <= coarse).all()
     assert (coarse <= 1.2 * fine).all()
 
 
-def test_sensitivity_is_a_scale_of_u():
+def test_sensitivity_acts_as_a_scale_of_u():
     parameters = random_parameters(np.random.default_rng(4), 8, 3.0)
     scaled = columns(parameters.scaled(3.0))
     for curve in (published, lambda of, orders, s=1.0: sound(of, orders, dimension=9, sensitivity=s)):
         assert curve(columns(parameters), [2, 8], 3.0) == pytest.approx(curve(scaled, [2, 8]), rel=1e-6)
 
 
-# Jensen: exp is convex, so a constant u with the same mean has a smaller M everywhere, and less of every noise.
+# Jensen: exp is convex, so a constant u with the same mean has a smaller moment generating function, and costs less.
 @pytest.mark.parametrize("seed", range(20))
-def test_no_noise_costs_less_than_laplace_noise_of_its_mean_inverse_scale(seed):
+def test_no_lmo_noise_costs_less_than_laplace_noise_of_the_same_mean_inverse_scale(seed):
     of = columns(random_parameters(np.random.default_rng(seed), 8))
     mean = float(tilted_moments(of, 0.0)[0])
     constant = columns(uniform(mean, mean))
@@ -156,12 +156,12 @@ def test_orders_outside_the_domain_cost_infinity_and_are_refused_by_name():
         (lambda: sound(EXAMPLE, 2, dimension=3, sensitivity=math.inf), "sensitivity = inf"),
     ],
 )
-def test_what_has_no_divergence_is_refused(call, part):
+def test_orders_dimensions_and_sensitivities_out_of_range_are_refused_by_name(call, part):
     with pytest.raises(InputError, match=part):
         call()
 
 
-def test_many_candidates_at_once_are_each_alone():
+def test_many_candidates_at_once_have_the_same_curves_as_each_alone():
     generator = np.random.default_rng(5)
     singles = [columns(random_parameters(generator, 8)) for _ in range(6)]
     singles = [single for single in singles if single.combination == singles[0].combination]
@@ -172,14 +172,14 @@ def test_many_candidates_at_once_are_each_alone():
         **{name: np.array([getattr(s, name) for s in singles]) for name in ("shape", "scale", "rate", "low", "high")},
     )
     together = sound(stacked, [2, 8], dimension=30, points=200), published(stacked, [2, 8], 0.7)
-    for place, single in enumerate(singles):
-        assert together[0][place] == pytest.approx(sound(single, [2, 8], dimension=30, points=200), rel=1e-12)
-        assert together[1][place] == pytest.approx(published(single, [2, 8], 0.7), rel=1e-12)
+    for index, single in enumerate(singles):
+        assert together[0][index] == pytest.approx(sound(single, [2, 8], dimension=30, points=200), rel=1e-12)
+        assert together[1][index] == pytest.approx(published(single, [2, 8], 0.7), rel=1e-12)
 
 
-# scipy's own moment by quadrature would lose the small t; a series in the moments has none to lose.
+# Quadrature by scipy would lose precision at small t; the series in the moments does not.
 @pytest.mark.parametrize("t", [-1e-8, -1e-3, 1e-3, 1e-8])
-def test_near_zero_the_cumulant_is_its_series(t):
+def test_near_zero_the_log_moment_generating_function_is_its_series(t):
     parameters = LmoParameters(
         combination="mixture",
         gamma=GammaPart(weight=0.3, shape=2, scale=0.1),
