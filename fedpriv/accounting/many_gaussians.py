@@ -258,7 +258,7 @@ _Query = tuple[int, float]  # count, delta
 
 
 def _replace_by_pld(clients: _Clients, rows: npt.NDArray[np.intp], lower: Array, upper: Array, workers: int) -> None:
-    """Replace rdp bounds in place. The lower one rounds q and count down and delta up to nodes, the upper one reverses.
+    """Replace rdp bounds in place: the lower rounds q and count down and delta up to nodes, the upper does the reverse.
 
     Connect-the-dots evaluates the hockey-stick divergence as a function of exp(epsilon) at multiples of an interval and
     joins the points by lines. So a pair of distributions that dominates another still does, a multiple of the interval

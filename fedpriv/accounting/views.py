@@ -78,8 +78,8 @@ def rho_bar(weights: Iterable[float]) -> float:
 def smallest_rho_bars(sizes: Mapping[int, int]) -> dict[int, float]:
     """For each client, the smallest rho_bar of any round whose sum includes it, whichever other clients drop out.
 
-    The worst case is always that the smallest of the others survive, up to some number. For if x < y, x drops out and
-    y survives, then adding x or dropping y lowers rho_bar. Adding x fails to lower it only if x (s1^2 - s2) >= 2 s1 s2,
+    In the worst case, the other survivors are always the smallest few. For if x < y, x drops out and y survives, then
+    adding x or dropping y lowers rho_bar. Adding x fails to lower it only if x (s1^2 - s2) >= 2 s1 s2,
     and dropping y fails to only if y (t1^2 - t2) <= 2 t1 t2, where s1, s2 are the sums of the sizes and of their
     squares with y, and t1, t2 those without. In units of t1, the first gives y (1 - y) > 2 t2, so y > 2 t2; the second,
     y <= 2 t2 / (1 - t2), then gives y < t2: a contradiction.

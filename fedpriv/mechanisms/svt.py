@@ -31,7 +31,7 @@ def noise_scales(epsilon: float, cutoff: int, sensitivity: int) -> NoiseScales:
     Guarantee: sensitivity / threshold + 2 cutoff sensitivity / query <= epsilon, in exact arithmetic.
 
     Args:
-        epsilon: of the whole run, finite and > 0.
+        epsilon: epsilon of the whole run, finite and > 0.
         cutoff: c, the number of positive answers after which the run ends, >= 1.
         sensitivity: the most by which one record changes any query, >= 1, in units of the query.
 

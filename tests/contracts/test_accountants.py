@@ -152,8 +152,8 @@ def test_pld_of_plain_gaussians_is_a_tight_upper_bound_on_the_exact_epsilon():
         return high - math.exp(epsilon) * low - DELTA
 
     exact = optimize.brentq(excess, 0, 50, xtol=1e-12)
-    found = spent([event(1.0, 3.0, 4), event(1.0, 5.0, 2)], DELTA, "pld").epsilon
-    assert exact <= found <= exact * (1 + 1e-3)
+    epsilon = spent([event(1.0, 3.0, 4), event(1.0, 5.0, 2)], DELTA, "pld").epsilon
+    assert exact <= epsilon <= exact * (1 + 1e-3)
 
 
 def test_a_release_that_samples_nobody_costs_nothing_even_without_noise(accountant):

@@ -213,14 +213,14 @@ def test_an_existing_cluster_is_joined_at_its_address(cluster, small_run):
     while True:
         try:
             with RayExecutor(config) as executor:
-                found = executor(make_tasks(bench.model, records))
+                updates = executor(make_tasks(bench.model, records))
                 assert ray.get_runtime_context().gcs_address.endswith(cluster.rpartition(":")[2])
                 assert len(executor._actors) == 1
             break
         except InputError:
             assert time.monotonic() < deadline, "the cluster did not come up"
             time.sleep(1)
-    for one, other in zip(expected, found, strict=True):
+    for one, other in zip(expected, updates, strict=True):
         for name in one.adapter:
             torch.testing.assert_close(other.adapter[name], one.adapter[name], atol=2e-5, rtol=1e-4)
 
