@@ -138,7 +138,7 @@ class Books:
 
         It is computed by rdp. On the view of the budget it is at most the budget, which pld has shown to be kept.
         """
-        cost = self.accounts.spent(client, view, "rdp")
+        cost = self.accounts.epsilon_of(client, view, "rdp")
         if cost is None:
             return None
         budget = self._budgets[client]

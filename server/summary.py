@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fedpriv.accounting.accountants import PrivacySpent, spent
+from fedpriv.accounting.accountants import PrivacySpent, epsilon_of
 from fedpriv.accounting.views import VIEWS
 from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX
 from fedpriv.aggregation.global_model import GlobalModel
@@ -105,7 +105,7 @@ def _unproven(outcome: Outcome) -> float:
     """The largest figure that an accounting without proof gives a client; no guarantee."""
     accounts = outcome.strategy.books.accounts
     return max(
-        spent(accounts.history(client, "local"), delta, "rdp", unproven=True).epsilon
+        epsilon_of(accounts.history(client, "local"), delta, "rdp", unproven=True).epsilon
         for client, delta in accounts.deltas.items()
     )
 

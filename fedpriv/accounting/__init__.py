@@ -18,8 +18,8 @@ from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
     from fedpriv.accounting.accountants import PrivacySpent as PrivacySpent
-    from fedpriv.accounting.accountants import delta_spent as delta_spent
-    from fedpriv.accounting.accountants import spent as epsilon_of  # noqa: F401
+    from fedpriv.accounting.accountants import delta_of as delta_of
+    from fedpriv.accounting.accountants import epsilon_of as epsilon_of
     from fedpriv.accounting.accountants import stays_within as stays_within
     from fedpriv.accounting.calibration import calibrate as calibrate
     from fedpriv.accounting.calibration import noise_multiplier_for as noise_multiplier_for

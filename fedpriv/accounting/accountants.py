@@ -47,7 +47,7 @@ class PrivacySpent:
     is_guarantee: bool = True
 
 
-def spent(
+def epsilon_of(
     events: Iterable[Event], delta: float, accountant: Accountant = "pld", *, unproven: bool = False
 ) -> PrivacySpent:
     """What the composition of all events costs at the given delta.
@@ -93,25 +93,25 @@ def stays_within(events: Iterable[Event], delta: float, budget: float) -> bool:
     pld decides, unless rdp, which is cheaper and just as valid a bound, is already clearly below the budget.
 
     Raises:
-        ValueError: as for `spent`, or the budget is not finite and > 0.
+        ValueError: as for `epsilon_of`, or the budget is not finite and > 0.
     """
     if not 0 < budget < math.inf:
         raise ValueError(f"budget = {budget}: must be finite and > 0")
     events = tuple(events)
-    return spent(events, delta, "rdp").epsilon <= 0.95 * budget or spent(events, delta).epsilon <= budget
+    return epsilon_of(events, delta, "rdp").epsilon <= 0.95 * budget or epsilon_of(events, delta).epsilon <= budget
 
 
-def delta_spent(events: Iterable[Event], epsilon: float, accountant: Accountant = "pld") -> float:
+def delta_of(events: Iterable[Event], epsilon: float, accountant: Accountant = "pld") -> float:
     """The smallest delta, in [0, 1], for which the composition is (epsilon, delta)-DP by the accountant.
 
     Args:
-        events: as for `spent`; delta is 1 if one of them carries no guarantee.
+        events: as for `epsilon_of`; delta is 1 if one of them carries no guarantee.
         epsilon: >= 0, finite.
         accountant: `pld` or `rdp`; rdp answers if the composition's rdp epsilon at delta 1e-5 exceeds 100, or the
             privacy loss distribution of an event is not known.
 
     Raises:
-        ValueError: as for `spent`, or epsilon is negative or not finite.
+        ValueError: as for `epsilon_of`, or epsilon is negative or not finite.
     """
     if not 0 <= epsilon < math.inf:
         raise ValueError(f"epsilon = {epsilon}: must be finite and >= 0")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from fedpriv.accounting.accountants import check_delta, spent
+from fedpriv.accounting.accountants import check_delta, epsilon_of
 from fedpriv.accounting.events import Event, SubsampledGaussian
 from fedpriv.accounting.law import Accountant
 from fedpriv.accounting.subsampled_gaussian import MAX_NOISE
@@ -55,7 +55,7 @@ def noise_multiplier_for(
 def calibrate(schedule: Schedule, epsilon: float, delta: float, accountant: Accountant = "pld") -> float:
     """The smallest noise multiplier, for any mechanism, that keeps a schedule within (epsilon, delta).
 
-    Guarantee: the schedule with the returned noise costs at most epsilon by the accountant that `spent` uses.
+    Guarantee: the schedule with the returned noise costs at most epsilon by the accountant that `epsilon_of` uses.
 
     Args:
         schedule: the releases as a function of the noise multiplier; more noise must not cost more.
@@ -71,7 +71,7 @@ def calibrate(schedule: Schedule, epsilon: float, delta: float, accountant: Acco
         raise ValueError(f"epsilon = {epsilon}: must be finite and > 0")
 
     def suffices(z: float, accountant: Accountant) -> bool:
-        return spent([schedule(z)], delta, accountant).epsilon <= epsilon
+        return epsilon_of([schedule(z)], delta, accountant).epsilon <= epsilon
 
     # rdp is fast and hardly ever below pld: it finds the neighbourhood, then the requested accountant the value.
     tolerance = 1e-7 if accountant == "rdp" else 1e-4
@@ -101,7 +101,7 @@ def calibrate_all(clients: Iterable[tuple[Schedule, float]], epsilon: float, acc
     multiplier = 0.0
     for event, delta in ordered:
         schedule = distinct[event, delta]
-        if multiplier == 0 or spent([schedule(multiplier)], delta, accountant).epsilon > epsilon:
+        if multiplier == 0 or epsilon_of([schedule(multiplier)], delta, accountant).epsilon > epsilon:
             multiplier = calibrate(schedule, epsilon, delta, accountant)
     return multiplier
 
@@ -151,7 +151,7 @@ def rounds_within(
 
     def fits(rounds: int) -> bool:
         events = [*before, each_round.with_count(rounds * each_round.count)]
-        return spent(events, delta, accountant).epsilon <= epsilon
+        return epsilon_of(events, delta, accountant).epsilon <= epsilon
 
     if at_most is not None and (at_most == 0 or fits(at_most)):
         return at_most

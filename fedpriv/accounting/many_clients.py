@@ -18,9 +18,9 @@ class Brackets:
     """Bounds on the epsilons of many clients.
 
     Attributes:
-        lower: [clients], never above the result of `accountants.spent` for each.
+        lower: [clients], never above the result of `accountants.epsilon_of` for each.
         upper: [clients], the epsilon to report; infinite without noise. Never below the result of dp-accounting's
-            accountant for each, nor, to within 0.1 %, below that of `accountants.spent`.
+            accountant for each, nor, to within 0.1 %, below that of `accountants.epsilon_of`.
     """
 
     lower: Array

@@ -67,8 +67,8 @@ def epsilon_bounds(
 ) -> tuple[Array, Array]:
     """Lower and upper bounds on the epsilon of [events[k]] at deltas[k] for every client k, add-or-remove adjacency.
 
-    The lower bound is never above the result of `accountants.spent`. The upper bound is never below the result of
-    dp-accounting's accountant, nor, to within 0.1 %, below that of `spent`.
+    The lower bound is never above the result of `accountants.epsilon_of`. The upper bound is never below the result of
+    dp-accounting's accountant, nor, to within 0.1 %, below that of `epsilon_of`.
 
     Args:
         events: [clients], the whole history of each.

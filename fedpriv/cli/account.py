@@ -173,9 +173,9 @@ def _cost(event: Any, delta: float, accountant: str) -> dict[str, Any]:
 
         paper = closed_form([event], delta)
         return {"epsilon": paper.epsilon, "conditions_hold": paper.conditions_hold, "violated": list(paper.violated)}
-    from fedpriv.accounting.accountants import spent
+    from fedpriv.accounting.accountants import epsilon_of
 
-    cost = spent([event], delta, cast("Accountant", accountant))
+    cost = epsilon_of([event], delta, cast("Accountant", accountant))
     return {"epsilon": cost.epsilon, "upper_bound_only": cost.upper_bound_only}
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Literal, TypeVar
 
-from fedpriv.accounting.accountants import check_delta, spent
+from fedpriv.accounting.accountants import check_delta, epsilon_of
 from fedpriv.accounting.events import EpsilonDelta, Event, PureEpsilon, group
 from fedpriv.accounting.law import Accountant
 from fedpriv.accounting.views import Release, View
@@ -284,7 +284,7 @@ def _epsilon(events: Iterable[Event], delta: float, accountant: Accountant) -> f
 
 @lru_cache(maxsize=4096)
 def _epsilon_of(events: frozenset[Event], delta: float, accountant: Accountant) -> float:
-    return spent(events, delta, accountant).epsilon
+    return epsilon_of(events, delta, accountant).epsilon
 
 
 def _basic_epsilon(parts: Sequence[Sequence[Event]], delta: float, accountant: Accountant) -> float:

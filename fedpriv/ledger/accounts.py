@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from fedpriv.accounting.accountants import PrivacySpent, check_delta, spent, stays_within
+from fedpriv.accounting.accountants import PrivacySpent, check_delta, epsilon_of, stays_within
 from fedpriv.accounting.events import Event, group
 from fedpriv.accounting.law import Accountant
 from fedpriv.accounting.many_clients import epsilons
@@ -52,7 +52,7 @@ class Accounts:
         """The number of releases of this run that the client was charged for."""
         return self._own[client].num_releases
 
-    def spent(
+    def epsilon_of(
         self, client: int, view: View, accountant: Accountant, *, this_run_only: bool = False
     ) -> PrivacySpent | None:
         """What the client's releases cost so far on the view, including earlier runs unless `this_run_only`.
@@ -64,11 +64,11 @@ class Accounts:
             events = self._events(client, view, this_run_only)
             if events is None:
                 return None
-            self._cache[key] = spent(events, self.deltas[client], accountant)
+            self._cache[key] = epsilon_of(events, self.deltas[client], accountant)
         return self._cache[key]
 
     def final(self, view: View, *, this_run_only: bool = False) -> dict[int, PrivacySpent | None]:
-        """What the releases of every client cost by pld, to be reported once, at the end. None as for `spent`.
+        """What the releases of every client cost by pld, to be reported once, at the end. None as for `epsilon_of`.
 
         Equal histories are computed once. If more than 32 differ, the costs are upper bounds, marked as such: those of
         `many_clients.epsilons` for a history of equal releases, rdp for any other.
@@ -76,7 +76,7 @@ class Accounts:
         histories = {client: self._events(client, view, this_run_only) for client in self._own}
         keys = {c: (frozenset(group(events)), self.deltas[c]) for c, events in histories.items() if events is not None}
         too_many = len(set(keys.values())) > _MAX_PLD_HISTORIES
-        costs = _in_bulk(set(keys.values())) if too_many else {key: spent(*key) for key in set(keys.values())}
+        costs = _in_bulk(set(keys.values())) if too_many else {key: epsilon_of(*key) for key in set(keys.values())}
         return {client: costs[keys[client]] if client in keys else None for client in self._own}
 
     def fits(self, client: int, release: Release, view: View, budget: float) -> bool:
@@ -116,7 +116,7 @@ def _in_bulk(histories: Iterable[tuple[frozenset[Event], float]]) -> dict[tuple[
         if len(events) == 1:
             (single[events, delta],) = events
         else:
-            costs[events, delta] = replace(spent(events, delta, "rdp"), upper_bound_only=True)
+            costs[events, delta] = replace(epsilon_of(events, delta, "rdp"), upper_bound_only=True)
     bounds = epsilons(list(single.values()), [delta for _, delta in single])
     for (key, event), epsilon in zip(single.items(), bounds.upper.tolist(), strict=True):
         costs[key] = PrivacySpent(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpriv.accounting import events
-from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import rounds_within
 from fedpriv.accounting.events import Event
 from fedpriv.errors import InputError
@@ -56,9 +56,9 @@ def _spending(db: sqlite3.Connection, data_set: DataSet, budget_epsilon: float |
     local = [release.event for release in releases]
     # A node's own ledger knows no other client, so it has the `local` view only.
     has_rho_view = any(release.rho_bar < 1 for release in releases)
-    costs = {"local": spent(local, data_set.delta)}
+    costs = {"local": epsilon_of(local, data_set.delta)}
     if has_rho_view:
-        costs["rho"] = spent([release.seen_by("rho") for release in releases], data_set.delta)
+        costs["rho"] = epsilon_of([release.seen_by("rho") for release in releases], data_set.delta)
     result: dict[str, Any] = {
         "client": data_set.client,
         "data_set": data_set.id,

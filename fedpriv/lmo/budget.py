@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import optimize
 
-from fedpriv.accounting.accountants import INTEGER_ORDERS, check_delta, spent
+from fedpriv.accounting.accountants import INTEGER_ORDERS, check_delta, epsilon_of
 from fedpriv.accounting.events import SubsampledLmo
 from fedpriv.accounting.lmo.moments import Array, Columns
 from fedpriv.accounting.lmo.parameters import LmoAccounting, LmoParameters, UniformPart
@@ -79,7 +79,7 @@ class Budget:
 
 def cost(parameters: LmoParameters, budget: Budget) -> float:
     """Epsilon of all releases by the budget's accounting; with `published` it is the paper's figure."""
-    return spent([budget.event(parameters)], budget.delta, "rdp", unproven=True).epsilon
+    return epsilon_of([budget.event(parameters)], budget.delta, "rdp", unproven=True).epsilon
 
 
 def costs(candidates: Columns, budget: Budget, orders: npt.NDArray[np.int64], points: int) -> Array:

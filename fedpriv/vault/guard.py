@@ -8,7 +8,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from fedpriv.accounting.accountants import check_delta, spent, stays_within
+from fedpriv.accounting.accountants import check_delta, epsilon_of, stays_within
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.sensitivity import CLIPPING_RULES, NOISE_TARGETS
 from fedpriv.accounting.views import Release, default_delta
@@ -245,7 +245,7 @@ def charge(policy: NodePolicy, key: Key, event: Event, data_set: DataSet | None,
             )
         budget = policy.budget_epsilon
         if budget is not None and not stays_within([*history, event], data_set.delta, budget):
-            cost = spent(history, data_set.delta).epsilon
+            cost = epsilon_of(history, data_set.delta).epsilon
             log.warning("round %s would exceed the budget: %.4f of %s is spent", key.round, cost, budget)
             raise RetiredError("budget_epsilon: another round would exceed this node's budget")
         ledger.charge([new_charge])

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.law import Accountant
 from fedpriv.accounting.many_clients import epsilons
@@ -56,7 +56,7 @@ def measure(events: list[SubsampledGaussian], deltas: list[float], accountant: A
     seconds = time.perf_counter() - started
     sample = min(SAMPLES[accountant], len(events))
     started = time.perf_counter()
-    exact = [spent([events[k]], deltas[k], accountant).epsilon for k in range(sample)]
+    exact = [epsilon_of([events[k]], deltas[k], accountant).epsilon for k in range(sample)]
     one_by_one = (time.perf_counter() - started) * len(events) / sample
     widths = brackets.upper / brackets.lower - 1
     return Measured(

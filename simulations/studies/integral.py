@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.views import default_delta
 from fedpriv.data.tables import load_table
 from fedpriv.integral.attack_game import Game, plain, recommended_mean, trainer
@@ -181,7 +181,7 @@ def private(network: torch.nn.Module, data: Data) -> Iterator[dict[str, Any]]:
             noise_multiplier=noise,
             source=SeededSource("integral study", str(epsilon)),
         )
-        cost = spent(events, delta).epsilon
+        cost = epsilon_of(events, delta).epsilon
         yield {"epsilon": cost, "asked": epsilon, "delta": delta, "noise_multiplier": noise} | asdict(
             evaluate(network, vector, data)
         )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import Event, group
 from fedpriv.config import EMBEDDED, RunConfig
 from fedpriv.ledger import entries, reader
@@ -67,7 +67,7 @@ def _largest(clients: Sequence[tuple[list[Event], float]]) -> tuple[float, float
     """The largest epsilon and the largest delta of any client; equal histories are computed once."""
     histories = {(frozenset(group(events)), delta) for events, delta in clients}
     return (
-        max((spent(events, delta).epsilon for events, delta in histories), default=0.0),
+        max((epsilon_of(events, delta).epsilon for events, delta in histories), default=0.0),
         max((delta for _, delta in histories), default=0.0),
     )
 

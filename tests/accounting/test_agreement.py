@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from dp_accounting import pld, rdp
 
-from fedpriv.accounting.accountants import PLD_LIMIT, spent
+from fedpriv.accounting.accountants import PLD_LIMIT, epsilon_of
 from fedpriv.accounting.calibration import noise_multiplier_for
 from fedpriv.accounting.events import SubsampledGaussian
 
@@ -35,7 +35,7 @@ def settings(*, seed, z, counts):
             count=int(np.exp(generator.uniform(*np.log(counts)))),
         )
         delta = float(np.exp(generator.uniform(np.log(1e-9), np.log(1e-3))))
-        if spent([event], delta, "rdp").epsilon <= PLD_LIMIT:
+        if epsilon_of([event], delta, "rdp").epsilon <= PLD_LIMIT:
             drawn.append((event, delta))
     return drawn
 
@@ -50,14 +50,14 @@ def quiet():
 
 def test_rdp_agrees_with_dp_accounting_in_200_settings():
     for event, delta in settings(seed=0, z=(0.4, 20), counts=(1, 5000)):
-        ours, theirs = spent([event], delta, "rdp").epsilon, directly("rdp", event).get_epsilon(delta)
+        ours, theirs = epsilon_of([event], delta, "rdp").epsilon, directly("rdp", event).get_epsilon(delta)
         assert ours == pytest.approx(theirs, rel=1e-6), (event, delta)
 
 
 # The direct call is very slow for a plain Gaussian with little noise, so z is not small here.
 def test_pld_agrees_with_dp_accounting_in_200_settings_and_is_never_below_it():
     for event, delta in settings(seed=1, z=(2.0, 20), counts=(1, 60)):
-        ours, theirs = spent([event], delta, "pld").epsilon, directly("pld", event).get_epsilon(delta)
+        ours, theirs = epsilon_of([event], delta, "pld").epsilon, directly("pld", event).get_epsilon(delta)
         assert ours == pytest.approx(theirs, rel=1e-3), (event, delta)
         assert ours >= theirs, (event, delta)
 

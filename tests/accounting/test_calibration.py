@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import calibrate, calibrate_all, noise_multiplier_for, rounds_within
 from fedpriv.accounting.events import SubsampledGaussian, SubsampledLmo
 from fedpriv.accounting.lmo.parameters import LmoParameters, UniformPart
@@ -16,7 +16,7 @@ DELTA = 1e-5
 
 def cost(z, q, steps, accountant):
     event = SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=steps)
-    return spent([event], DELTA, accountant).epsilon
+    return epsilon_of([event], DELTA, accountant).epsilon
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
@@ -87,7 +87,7 @@ def test_one_noise_multiplier_keeps_every_client_within_the_target():
 
     z = calibrate_all([(schedule(q), delta) for q, delta in clients], 2.0, accountant="rdp")
     costs = [
-        spent([SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=30)], delta, "rdp").epsilon
+        epsilon_of([SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=30)], delta, "rdp").epsilon
         for q, delta in clients
     ]
     assert max(costs) <= 2.0 < max(costs) * 1.01
@@ -104,4 +104,4 @@ def test_noise_without_a_privacy_loss_distribution_is_calibrated_by_rdp():
         return SubsampledLmo(parameters=scaled, sensitivity=1.0, dimension=500, sampling_probability=0.1, count=20)
 
     z = calibrate(schedule, 2.0, DELTA)
-    assert spent([schedule(z)], DELTA).epsilon <= 2.0 < spent([schedule(z * 0.998)], DELTA).epsilon
+    assert epsilon_of([schedule(z)], DELTA).epsilon <= 2.0 < epsilon_of([schedule(z * 0.998)], DELTA).epsilon

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from fedpriv.accounting.accountants import ClosedForm, closed_form, spent
+from fedpriv.accounting.accountants import ClosedForm, closed_form, epsilon_of
 from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
 
 BASE = {"noise_multiplier": 2.0, "sampling_probability": 0.02, "steps": 400, "delta": 1e-5, "rho_bar": 0.5}
@@ -94,7 +94,7 @@ def test_closed_form_can_underestimate_epsilon_although_its_conditions_hold():
     result = closed_form([event], 1e-5)
     assert result.conditions_hold
     assert result.epsilon == pytest.approx(86, abs=0.5)
-    assert spent([event], 1e-5, "rdp").epsilon > 190
+    assert epsilon_of([event], 1e-5, "rdp").epsilon > 190
 
 
 def test_closed_form_names_every_condition_that_fails():

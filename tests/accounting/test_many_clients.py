@@ -10,12 +10,12 @@ import pytest
 from dp_accounting import rdp
 
 from fedpriv.accounting import many_gaussians
-from fedpriv.accounting.accountants import ORDERS, spent
+from fedpriv.accounting.accountants import ORDERS, epsilon_of
 from fedpriv.accounting.events import EpsilonDelta, PureEpsilon, SubsampledGaussian, SubsampledLmo
 from fedpriv.accounting.lmo.parameters import LmoParameters, UniformPart
 from fedpriv.accounting.many_clients import epsilons
 
-# `spent` chooses a value discretization interval that depends on epsilon. The rdp bounds already allow for rounding.
+# `epsilon_of` chooses a value discretization interval by epsilon. The rdp bounds already allow for rounding.
 PLD_ROUNDING = 1e-3
 
 
@@ -37,11 +37,11 @@ def draw(num, *, seed, z=(0.6, 1.0, 2.5), q=(1e-4, 0.9), counts=(1, 300)):
 
 
 def check(events, deltas, accountant, rows, rounding=0.0):
-    """The bounds, after a comparison with `spent` for the clients in `rows`."""
+    """The bounds, after a comparison with `epsilon_of` for the clients in `rows`."""
     bounds = epsilons(events, deltas, accountant)
     assert len(bounds.lower) == len(bounds.upper) == len(events)
     for k in rows:
-        exact = spent([events[k]], deltas[k], accountant).epsilon
+        exact = epsilon_of([events[k]], deltas[k], accountant).epsilon
         assert bounds.lower[k] <= exact * (1 + min(rounding, 1e-7)), (events[k], deltas[k])
         assert bounds.upper[k] >= exact * (1 - rounding), (events[k], deltas[k])
     return bounds
@@ -59,7 +59,7 @@ def test_rdp_bounds_contain_the_exact_epsilon_and_are_narrow(z):
 
 def test_the_rdp_upper_bound_is_nearly_exact_for_few_clients():
     events, deltas = draw(30, seed=2)
-    exact = [spent([e], d, "rdp").epsilon for e, d in zip(events, deltas, strict=True)]
+    exact = [epsilon_of([e], d, "rdp").epsilon for e, d in zip(events, deltas, strict=True)]
     bounds = check(events, deltas, "rdp", range(30))
     assert bounds.upper == pytest.approx(exact, rel=1e-3, abs=1e-9)
 
@@ -114,7 +114,7 @@ def test_a_coarse_discretization_bounds_the_fine_one_from_above():
 
 def test_above_epsilon_100_rdp_replaces_pld():
     events, deltas = [event(0.5, 0.3, 100)], [1e-5]
-    (exact,) = [spent(events, 1e-5, "pld").epsilon]
+    (exact,) = [epsilon_of(events, 1e-5, "pld").epsilon]
     bounds = epsilons(events, deltas, "pld")
     assert exact > 100
     assert bounds.lower[0] <= exact <= bounds.upper[0]

@@ -9,7 +9,7 @@ import dp_accounting
 import pytest
 from dp_accounting import rdp
 
-from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
 from fedpriv.accounting.repeat_and_select import repeat_and_select
 from fedpriv.errors import InputError
@@ -23,7 +23,11 @@ def epsilon(mean: float = 20.0, **changes) -> float:
 
 
 def test_cost_lies_between_one_run_and_all_of_them_and_grows_with_their_number():
-    assert spent([EVENT], 1e-5, "rdp").epsilon < epsilon(1000) < spent([replace(EVENT, count=30_000)], 1e-5).epsilon
+    assert (
+        epsilon_of([EVENT], 1e-5, "rdp").epsilon
+        < epsilon(1000)
+        < epsilon_of([replace(EVENT, count=30_000)], 1e-5).epsilon
+    )
     assert epsilon(2) < epsilon(20) < epsilon(200)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.views import (
     Release,
@@ -51,9 +51,9 @@ def test_accounts_compose_first_and_convert_once():
     for _ in range(10):
         accounts.record(0, Release(event=EVENT, rho_bar=0.5))
     total = SubsampledGaussian(noise_multiplier=1.88, sampling_probability=0.16, count=30)
-    assert accounts.spent(0, "local", "pld") == spent([total], 1e-5, "pld")
-    assert accounts.spent(0, "rho", "rdp").epsilon > accounts.spent(0, "local", "rdp").epsilon
-    assert accounts.spent(1, "local", "pld").epsilon == 0
+    assert accounts.epsilon_of(0, "local", "pld") == epsilon_of([total], 1e-5, "pld")
+    assert accounts.epsilon_of(0, "rho", "rdp").epsilon > accounts.epsilon_of(0, "local", "rdp").epsilon
+    assert accounts.epsilon_of(1, "local", "pld").epsilon == 0
     assert accounts.deltas == {0: 1e-5, 1: 1e-7}
     assert accounts.num_releases(0) == 10
 
@@ -142,8 +142,8 @@ def test_one_release_outside_the_aggregate_view_ends_it_for_the_client():
     accounts = Accounts({0: 100, 1: 100})
     for client, scale in ((0, 2.0), (0, None), (1, 2.0)):
         accounts.record(client, Release(event=EVENT, rho_bar=0.5, aggregate_scale=scale))
-    assert accounts.spent(0, "aggregate", "rdp") is None
-    assert accounts.spent(1, "aggregate", "rdp").epsilon < accounts.spent(1, "local", "rdp").epsilon
+    assert accounts.epsilon_of(0, "aggregate", "rdp") is None
+    assert accounts.epsilon_of(1, "aggregate", "rdp").epsilon < accounts.epsilon_of(1, "local", "rdp").epsilon
     assert accounts.final("aggregate")[0] is None
     with pytest.raises(ValueError, match="aggregate"):
         accounts.history(0, "aggregate")
@@ -158,7 +158,7 @@ def test_a_release_with_an_impossible_aggregate_scale_is_refused(bad):
 def test_earlier_runs_count_unless_they_are_excluded():
     earlier = {0: [Release(event=EVENT, rho_bar=0.5)]}
     accounts = Accounts({0: 100}, earlier=earlier)
-    assert accounts.spent(0, "local", "rdp", this_run_only=True).epsilon == 0
+    assert accounts.epsilon_of(0, "local", "rdp", this_run_only=True).epsilon == 0
     accounts.record(0, Release(event=EVENT, rho_bar=0.5))
-    alone = accounts.spent(0, "local", "rdp", this_run_only=True).epsilon
-    assert accounts.spent(0, "local", "rdp").epsilon > alone > 0
+    alone = accounts.epsilon_of(0, "local", "rdp", this_run_only=True).epsilon
+    assert accounts.epsilon_of(0, "local", "rdp").epsilon > alone > 0

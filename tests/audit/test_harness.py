@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import noise_multiplier_for
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.sensitivity import UPLOAD_FACTOR
@@ -69,7 +69,7 @@ def test_correct_engine_stays_below_its_claim_and_close_to_the_ideal(rounds, q, 
         setup, seen = run(rounds, q, z, seed=seed)
         scores = matched_scores(seen.local, noise_stddev=z, sampling_probability=q)
         found.append(one_run_audit(scores, seen.included, num_guesses=40, delta=DELTA).epsilon_lower)
-    assert spent([setup.event], DELTA, "rdp").epsilon <= 4
+    assert epsilon_of([setup.event], DELTA, "rdp").epsilon <= 4
     assert max(found) < 4
     assert np.median(found) > at_least
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
 from tests.cli.command_line import as_json, fedpriv
 from tests.cli.inputs import ACCOUNT
@@ -19,7 +19,7 @@ from tests.cli.inputs import ACCOUNT
 def test_account_gives_the_librarys_figure(accountant, options, factor):
     result = as_json(*ACCOUNT, "--accountant", accountant, *options)
     event = SubsampledGaussian(noise_multiplier=2 * factor, sampling_probability=0.05, count=40)
-    assert result["epsilon"] == pytest.approx(spent([event], 1e-5, accountant).epsilon, rel=1e-9)
+    assert result["epsilon"] == pytest.approx(epsilon_of([event], 1e-5, accountant).epsilon, rel=1e-9)
     assert result["effective_noise_multiplier"] == pytest.approx(2 * factor)
     assert result["noise_multiplier"] == 2
     assert result["delta"] == 1e-5

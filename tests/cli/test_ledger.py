@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.ledger.ledger import Ledger
 from tests.cli.command_line import as_json, fedpriv
@@ -24,11 +24,13 @@ def path(tmp_path) -> Path:
 def test_show_agrees_with_the_accountant(path):
     (row, _) = as_json("ledger", "show", path, "--budget-epsilon", 5)["data_sets"]
     whole = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.1, count=12)
-    assert row["epsilon_local"] == spent([whole], 1e-5).epsilon
+    assert row["epsilon_local"] == epsilon_of([whole], 1e-5).epsilon
     assert row["epsilon_rho"] > row["epsilon_local"]
     assert (row["runs"], row["rounds"], row["delta"]) == (2, 4, 1e-5)
     costs = [
-        spent([SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.1, count=12 + 3 * more)], 1e-5).epsilon
+        epsilon_of(
+            [SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.1, count=12 + 3 * more)], 1e-5
+        ).epsilon
         for more in (row["remaining_rounds"], row["remaining_rounds"] + 1)
     ]
     assert costs[0] <= 5 < costs[1]

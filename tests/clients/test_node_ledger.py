@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from clients import handler
 from clients import node as node_keys
 from fedpriv import protocol
-from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.config import parse, to_flower
 from fedpriv.ledger.entries import data_sets, entries, releases
 from fedpriv.ledger.ledger import Ledger
@@ -65,7 +65,7 @@ class Node:
     def epsilon(self) -> float:
         with reading(self.ledger) as db:
             (data_set,) = data_sets(db)
-            return spent([release.event for release in releases(db, data_set.id)], data_set.delta).epsilon
+            return epsilon_of([release.event for release in releases(db, data_set.id)], data_set.delta).epsilon
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from dp_accounting import pld, rdp
 from scipy import optimize, stats
 
-from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
 
 DELTA = 1e-5
@@ -46,7 +46,7 @@ def accountant(request):
     ],
 )
 def test_epsilon_has_the_reference_values(accountant, q, z, steps, expected):
-    assert spent([event(q, z, steps)], DELTA, accountant).epsilon == pytest.approx(expected[accountant], abs=1e-3)
+    assert epsilon_of([event(q, z, steps)], DELTA, accountant).epsilon == pytest.approx(expected[accountant], abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_epsilon_has_the_reference_values(accountant, q, z, steps, expected):
     ],
 )
 def test_agrees_with_dp_accounting_called_directly(accountant, events):
-    direct, ours = by_library(accountant, events), spent(events, DELTA, accountant).epsilon
+    direct, ours = by_library(accountant, events), epsilon_of(events, DELTA, accountant).epsilon
     assert ours == pytest.approx(direct, rel=1e-6 if accountant == "rdp" else 1e-3)
     assert ours >= direct * (1 - 1e-9)
 
@@ -69,69 +69,69 @@ def test_n_single_releases_in_any_order_cost_the_same_as_one_event_of_count_n(ac
     singles = [event()] * 6 + [event(0.1, 2.0)] * 3
     mixed = [singles[i] for i in (6, 0, 7, 1, 2, 8, 3, 4, 5)]
     grouped = [event(0.1, 2.0, 3), event(count=6)]
-    values = {spent(events, DELTA, accountant).epsilon for events in (singles, mixed, grouped)}
+    values = {epsilon_of(events, DELTA, accountant).epsilon for events in (singles, mixed, grouped)}
     assert len(values) == 1
 
 
 def test_more_noise_never_costs_more(accountant):
-    costs = [spent([event(z=z, count=20)], DELTA, accountant).epsilon for z in (0.6, 0.9, 1.3, 2.0, 4.0)]
+    costs = [epsilon_of([event(z=z, count=20)], DELTA, accountant).epsilon for z in (0.6, 0.9, 1.3, 2.0, 4.0)]
     assert costs == sorted(costs, reverse=True)
 
 
 def test_more_steps_and_more_sampling_never_cost_less(accountant):
-    by_steps = [spent([event(count=n)], DELTA, accountant).epsilon for n in (1, 2, 10, 100)]
-    by_sampling = [spent([event(q=q, count=10)], DELTA, accountant).epsilon for q in (0.0, 0.01, 0.1, 0.5, 1.0)]
+    by_steps = [epsilon_of([event(count=n)], DELTA, accountant).epsilon for n in (1, 2, 10, 100)]
+    by_sampling = [epsilon_of([event(q=q, count=10)], DELTA, accountant).epsilon for q in (0.0, 0.01, 0.1, 0.5, 1.0)]
     assert by_steps == sorted(by_steps)
     assert by_sampling == sorted(by_sampling)
 
 
 def test_a_smaller_delta_costs_more(accountant):
-    costs = [spent([event(count=20)], delta, accountant).epsilon for delta in (1e-3, 1e-5, 1e-8)]
+    costs = [epsilon_of([event(count=20)], delta, accountant).epsilon for delta in (1e-3, 1e-5, 1e-8)]
     assert costs == sorted(costs)
 
 
 def test_no_releases_cost_nothing(accountant):
-    assert spent([], DELTA, accountant).epsilon == 0
+    assert epsilon_of([], DELTA, accountant).epsilon == 0
 
 
 def test_a_release_without_noise_costs_infinity(accountant):
-    assert spent([event(), event(z=0.0)], DELTA, accountant).epsilon == math.inf
+    assert epsilon_of([event(), event(z=0.0)], DELTA, accountant).epsilon == math.inf
 
 
 def test_sampling_every_record_is_the_plain_gaussian(accountant):
     composed = rdp.RdpAccountant() if accountant == "rdp" else pld.PLDAccountant()
     composed.compose(dp_accounting.GaussianDpEvent(3.0), 4)
-    assert spent([event(q=1.0, z=3.0, count=4)], DELTA, accountant).epsilon == pytest.approx(
+    assert epsilon_of([event(q=1.0, z=3.0, count=4)], DELTA, accountant).epsilon == pytest.approx(
         composed.get_epsilon(DELTA), rel=1e-3
     )
 
 
 def test_above_epsilon_100_rdp_replaces_pld_and_the_result_says_so():
-    answer = spent([event(q=0.5, z=0.3, count=100)], DELTA, "pld")
+    answer = epsilon_of([event(q=0.5, z=0.3, count=100)], DELTA, "pld")
     assert answer.epsilon > 100
     assert (answer.accountant, answer.upper_bound_only) == ("rdp", True)
-    assert not spent([event(q=0.5, z=0.3, count=100)], DELTA, "rdp").upper_bound_only
+    assert not epsilon_of([event(q=0.5, z=0.3, count=100)], DELTA, "rdp").upper_bound_only
 
 
 def test_pld_exceeds_rdp_by_at_most_its_discretization():
     for events in ([event(count=50)], [event(0.2, 1.5, 40)]):
-        assert spent(events, DELTA, "pld").epsilon <= spent(events, DELTA, "rdp").epsilon * 1.001
+        assert epsilon_of(events, DELTA, "pld").epsilon <= epsilon_of(events, DELTA, "rdp").epsilon * 1.001
 
 
 @pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, math.nan])
 def test_delta_out_of_range_is_refused(accountant, delta):
     with pytest.raises(ValueError, match="delta"):
-        spent([event()], delta, accountant)
+        epsilon_of([event()], delta, accountant)
 
 
 def test_an_unknown_accountant_is_refused():
     with pytest.raises(ValueError, match="accountant = 'moments'"):
-        spent([event()], DELTA, "moments")
+        epsilon_of([event()], DELTA, "moments")
 
 
 def test_accounting_is_silent_and_configures_no_logging(accountant, capfd):
     before = list(logging.getLogger().handlers)
-    spent([event(q=0.16, z=0.891, count=7)], DELTA, accountant)
+    epsilon_of([event(q=0.16, z=0.891, count=7)], DELTA, accountant)
     assert logging.getLogger().handlers == before
     captured = capfd.readouterr()
     assert captured.out == captured.err == ""
@@ -139,7 +139,7 @@ def test_accounting_is_silent_and_configures_no_logging(accountant, capfd):
 
 def test_epsilon_is_never_below_that_of_dp_accounting_nor_above_it_by_more_than_rounding(accountant):
     events = [event(0.3, 3.0, 4), event(0.3, 5.0, 2)]
-    ratio = spent(events, DELTA, accountant).epsilon / by_library(accountant, events)
+    ratio = epsilon_of(events, DELTA, accountant).epsilon / by_library(accountant, events)
     assert 1 - 1e-9 <= ratio <= 1 + (1e-6 if accountant == "rdp" else 1e-3)
 
 
@@ -152,22 +152,22 @@ def test_pld_of_plain_gaussians_is_a_tight_upper_bound_on_the_exact_epsilon():
         return high - math.exp(epsilon) * low - DELTA
 
     exact = optimize.brentq(excess, 0, 50, xtol=1e-12)
-    epsilon = spent([event(1.0, 3.0, 4), event(1.0, 5.0, 2)], DELTA, "pld").epsilon
+    epsilon = epsilon_of([event(1.0, 3.0, 4), event(1.0, 5.0, 2)], DELTA, "pld").epsilon
     assert exact <= epsilon <= exact * (1 + 1e-3)
 
 
 def test_a_release_that_samples_nobody_costs_nothing_even_without_noise(accountant):
-    assert spent([event(q=0.0, z=0.0, count=5)], DELTA, accountant).epsilon == 0
+    assert epsilon_of([event(q=0.0, z=0.0, count=5)], DELTA, accountant).epsilon == 0
 
 
 # absl configures the root logger on its first warning, but not under pytest, which has already installed handlers.
 def test_a_fresh_process_stays_silent_and_without_log_handlers(accountant):
     code = f"""
 import logging
-from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian as Event
 for q, z in ((0.16, 0.891), (0.5, 0.3), (1e-8, 1.0)):
-    spent([Event(noise_multiplier=z, sampling_probability=q, count=7)], 1e-5, {accountant!r})
+    epsilon_of([Event(noise_multiplier=z, sampling_probability=q, count=7)], 1e-5, {accountant!r})
 assert logging.getLogger().handlers == []
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -178,5 +178,5 @@ assert logging.getLogger().handlers == []
 @pytest.mark.parametrize("q", [0.5, 1.0])
 @pytest.mark.parametrize("z", [1e-300, 1e300])
 def test_extreme_noise_has_a_cost(accountant, q, z):
-    epsilon = spent([event(q, z)], DELTA, accountant).epsilon
+    epsilon = epsilon_of([event(q, z)], DELTA, accountant).epsilon
     assert epsilon > 1e9 if z < 1 else epsilon < 1e-3

@@ -14,7 +14,7 @@ import pytest
 import torch
 from scipy import stats
 
-from fedpriv.accounting.accountants import ORDERS, spent
+from fedpriv.accounting.accountants import ORDERS, epsilon_of
 from fedpriv.accounting.calibration import calibrate
 from fedpriv.accounting.events import EVENTS, from_json, group, to_json
 from fedpriv.accounting.lmo import density, parameters
@@ -80,7 +80,7 @@ def event_of(name, **changes):
 
 
 def epsilon(*events, accountant="rdp"):
-    return spent(events, DELTA, accountant).epsilon
+    return epsilon_of(events, DELTA, accountant).epsilon
 
 
 def test_every_mechanism_has_an_example_here():
@@ -189,7 +189,7 @@ def test_renyi_curves_grow_linearly_with_the_count_and_are_the_same_for_many_at_
 def test_a_privacy_loss_distribution_exists_exactly_if_the_event_says_so(name):
     event = event_of(name)
     assert (event.pld(1e-2) is not None) == event.has_pld
-    assert spent([event], DELTA).upper_bound_only == (not event.has_pld or epsilon(event) > 100)
+    assert epsilon_of([event], DELTA).upper_bound_only == (not event.has_pld or epsilon(event) > 100)
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
@@ -263,7 +263,7 @@ def test_a_run_charges_the_planned_event_to_every_ledger(small_run, tmp_path, na
             events = [release.event for release in ledger.releases(client["data_set"])]
             assert {type(event) for event in events} == {type(event_of(name))}
             reported = next(row for row in summary["clients"] if row["client"] == client["client"])
-            assert reported["epsilon_local"] == pytest.approx(spent(events, reported["delta"]).epsilon)
+            assert reported["epsilon_local"] == pytest.approx(epsilon_of(events, reported["delta"]).epsilon)
 
 
 def test_a_target_epsilon_is_met_by_scaling_the_noise(small_run, name):
@@ -279,7 +279,7 @@ def test_a_target_epsilon_is_met_by_scaling_the_noise(small_run, name):
         sampling_probabilities=(8 / 84, 8 / 56, 8 / 52),
         count=4,
     )
-    costs = [spent([event], 1e-5).epsilon for event in MECHANISMS[name].planned_events(request)]
+    costs = [epsilon_of([event], 1e-5).epsilon for event in MECHANISMS[name].planned_events(request)]
     assert 2.9 < max(costs) <= 3.0
 
 

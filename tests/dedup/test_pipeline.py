@@ -11,7 +11,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from fedpriv.accounting.accountants import spent as epsilon
+from fedpriv.accounting.accountants import epsilon_of as epsilon
 from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
 from fedpriv.dedup import planning, saliency, variants
 from fedpriv.dedup.composition import History, Upload

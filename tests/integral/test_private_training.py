@@ -10,7 +10,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.views import default_delta
 from fedpriv.integral.attack_table import noise_multiplier
@@ -58,7 +58,7 @@ def test_events_say_what_was_done_and_cost_what_was_asked():
         NETWORK, FEATURES, LABELS, schedule, noise_multiplier=noise, source=SeededSource("events")
     )
     assert events == 15 * [SubsampledGaussian(noise_multiplier=noise, sampling_probability=0.25)]
-    assert 1.99 < spent(events, default_delta(40)).epsilon <= 2
+    assert 1.99 < epsilon_of(events, default_delta(40)).epsilon <= 2
 
 
 def test_one_steps_noise_has_the_stated_scale():

@@ -23,7 +23,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from clients import handler
 from clients import node as node_keys
 from fedpriv import protocol
-from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import from_json
 from fedpriv.accounting.views import Release, rho_bar
 from fedpriv.aggregation.fedavg import weights_by_size
@@ -155,8 +155,10 @@ class Checker:
             assert {line[2] for line in received} <= kept, f"{path}: a reply was sent before it was stored"
         (data_set,) = [each for each in data_sets(db) if each.client == client] or [None]
         if data_set and received:
-            released = spent([from_json(line[3]) for line in {tuple(line) for line in received}], data_set.delta, "rdp")
-            recovered = spent([r.event for r in releases(db, data_set.id)], data_set.delta, "rdp")
+            released = epsilon_of(
+                [from_json(line[3]) for line in {tuple(line) for line in received}], data_set.delta, "rdp"
+            )
+            recovered = epsilon_of([r.event for r in releases(db, data_set.id)], data_set.delta, "rdp")
             assert recovered.epsilon >= released.epsilon, f"{path}: epsilon fell below what was released"
 
 
@@ -171,7 +173,7 @@ def account_once(config) -> None:
     for size in sizes.values():
         event = planned_event(UpdateSpec.of(config), config.batch_size / size, bench.initial)
         for seen in (event, Release(event=event, rho_bar=bar).seen_by("rho")):
-            spent([seen], 1e-5, "rdp")
+            epsilon_of([seen], 1e-5, "rdp")
 
 
 def main() -> None:

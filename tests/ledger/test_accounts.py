@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.views import Release
 from fedpriv.ledger.accounts import Accounts
@@ -19,8 +19,8 @@ def release(z=1.5, rho_bar=0.5, q=0.1):
 def test_one_clients_release_costs_no_other_client():
     accounts = Accounts({0: 50, 1: 50})
     accounts.record(0, release())
-    assert accounts.spent(1, "local", "rdp").epsilon == 0
-    assert accounts.spent(0, "local", "rdp").epsilon > 0
+    assert accounts.epsilon_of(1, "local", "rdp").epsilon == 0
+    assert accounts.epsilon_of(0, "local", "rdp").epsilon > 0
 
 
 @pytest.mark.parametrize("view", ["local", "rho"])
@@ -28,7 +28,7 @@ def test_every_release_raises_the_cost(view):
     accounts, costs = Accounts({0: 50}), []
     for _ in range(4):
         accounts.record(0, release())
-        costs.append(accounts.spent(0, view, "rdp").epsilon)
+        costs.append(accounts.epsilon_of(0, view, "rdp").epsilon)
     assert costs == sorted(set(costs))
     assert accounts.num_releases(0) == 4
 
@@ -36,7 +36,7 @@ def test_every_release_raises_the_cost(view):
 def test_asking_changes_nothing():
     accounts = Accounts({0: 50})
     accounts.record(0, release())
-    assert len({accounts.spent(0, "rho", "rdp") for _ in range(3)}) == 1
+    assert len({accounts.epsilon_of(0, "rho", "rdp") for _ in range(3)}) == 1
     assert accounts.num_releases(0) == 1
 
 
@@ -51,7 +51,7 @@ def test_order_of_releases_does_not_matter():
         one.record(0, release(z))
     for z in (5.0, 0.8, 2.0):
         other.record(0, release(z))
-    assert one.spent(0, "rho", "rdp") == other.spent(0, "rho", "rdp")
+    assert one.epsilon_of(0, "rho", "rdp") == other.epsilon_of(0, "rho", "rdp")
 
 
 def test_each_round_keeps_its_own_rho_bar():
@@ -59,7 +59,7 @@ def test_each_round_keeps_its_own_rho_bar():
     for share in (0.25, 1.0):
         accounts.record(0, release(2.0, share))
     events = [SubsampledGaussian(noise_multiplier=z, sampling_probability=0.1, count=2) for z in (0.5, 2.0)]
-    assert accounts.spent(0, "rho", "rdp") == spent(events, 1e-5, "rdp")
+    assert accounts.epsilon_of(0, "rho", "rdp") == epsilon_of(events, 1e-5, "rdp")
 
 
 def test_one_release_without_noise_costs_everything():
@@ -73,7 +73,7 @@ def test_final_figures_are_each_clients_own_at_its_own_delta():
     for client in accounts.deltas:
         accounts.record(client, release())
     for this_run_only in (False, True):
-        expected = {c: accounts.spent(c, "rho", "pld", this_run_only=this_run_only) for c in accounts.deltas}
+        expected = {c: accounts.epsilon_of(c, "rho", "pld", this_run_only=this_run_only) for c in accounts.deltas}
         assert accounts.final("rho", this_run_only=this_run_only) == expected
     assert accounts.final("aggregate") == dict.fromkeys(accounts.deltas)
 
@@ -86,11 +86,11 @@ def test_many_different_histories_get_upper_bounds():
     costs = accounts.final("local")
     assert all(cost.upper_bound_only for cost in costs.values())
     for client in (0, 3, 39):
-        exact = accounts.spent(client, "local", "pld").epsilon
+        exact = accounts.epsilon_of(client, "local", "pld").epsilon
         assert exact * (1 - 1e-3) <= costs[client].epsilon <= 1.5 * exact
 
 
 def test_nobody_spent_nothing():
     assert Accounts({}).final("local") == {}
     with pytest.raises(KeyError):
-        Accounts({}).spent(0, "local", "pld")
+        Accounts({}).epsilon_of(0, "local", "pld")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import optimize
 
-from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.lmo.density import cdf, mean_absolute, variance
 from fedpriv.accounting.lmo.moments import columns
@@ -149,7 +149,7 @@ def test_all_noises_of_a_comparison_cost_the_same(records):
         budget = Budget(epsilon=record["epsilon"], delta=1e-6, dimension=record["dimension"])
         if record["noise"] == "gaussian":
             plain = SubsampledGaussian(noise_multiplier=record["noise_multiplier"], sampling_probability=1.0)
-            found = spent([plain], 1e-6, "rdp").epsilon
+            found = epsilon_of([plain], 1e-6, "rdp").epsilon
         else:
             found = cost(from_dict(record["parameters"]), budget)
         assert found == pytest.approx(record["epsilon"], rel=1e-5)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledLmo
 from fedpriv.accounting.lmo.parameters import from_json
 from fedpriv.config import parse
@@ -49,7 +49,7 @@ def test_the_ledger_holds_lmo_noise_for_all_values_of_the_adapter_and_its_epsilo
                 assert event.sensitivity == pytest.approx(3**0.5), "split, with a head"
                 assert event.sampling_probability == 8 / client["num_records"]
             told = next(each for each in summary["clients"] if each["client"] == client["client"])
-            assert told["epsilon_local"] == pytest.approx(spent(events, told["delta"]).epsilon)
+            assert told["epsilon_local"] == pytest.approx(epsilon_of(events, told["delta"]).epsilon)
             assert told["epsilon_rho"] > told["epsilon_local"] > 0
     assert not summary["private"], "it is a simulation"
     assert summary["epsilon_aggregate_max"] is None
@@ -67,7 +67,7 @@ def test_a_target_epsilon_is_met_and_no_noise_is_wasted(small_run, view):
         event = planned_event(UpdateSpec.of(found), 8 / size, initial)
         scale = 3**0.5 if view == "rho" else 1.0
         schedule = replace(event, count=config.rounds * event.count, sensitivity=event.sensitivity * scale)
-        costs.append(spent([schedule], 1e-5).epsilon)
+        costs.append(epsilon_of([schedule], 1e-5).epsilon)
     assert 2.9 < max(costs) <= 3.0
 
 

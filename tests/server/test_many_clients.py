@@ -28,7 +28,7 @@ from flwr.app import Array, ArrayRecord, Context, Error, Message
 from clients.app import app as client_app
 from clients.node import BUDGET_KEY, LEDGER_KEY
 from fedpriv import protocol
-from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.config import RunConfig, parse
 from fedpriv.ledger.entries import CHARGED, RELEASED, Entry, entries
 from fedpriv.ledger.ledger import Ledger
@@ -226,7 +226,7 @@ def run_rounds(folder: Path) -> dict[str, Any]:
         books = Books(config, "run", registrations, initial=bench.initial, ledger=ledger)
         for client in range(NUM_BUDGETS):
             event, delta = books.event(client), books.accounts.deltas[client]
-            contexts[client].node_config[BUDGET_KEY] = 1.0001 * spent([event] * ROUNDS_OF_BUDGET, delta).epsilon
+            contexts[client].node_config[BUDGET_KEY] = 1.0001 * epsilon_of([event] * ROUNDS_OF_BUDGET, delta).epsilon
         tables, resident = RunWriter.created(folder / "run", config), {}
 
         def on_round(row: RoundRow, rows: list[ClientRow]) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.adapter_variants import AdapterEvaluator
 from fedpriv.adapters import load
 from fedpriv.aggregation.rules import RULES
@@ -72,7 +72,7 @@ def test_the_final_models_epsilon_is_the_ledgers(deduplicated):
     with Ledger(deduplicated / "ledger.sqlite") as ledger:
         for (id_,), each in cost.items():
             events = [release.event for release in ledger.releases(id_)]
-            assert each.epsilons["provenance"] == pytest.approx(spent(events, each.delta).epsilon, rel=1e-9)
+            assert each.epsilons["provenance"] == pytest.approx(epsilon_of(events, each.delta).epsilon, rel=1e-9)
 
 
 def test_the_store_holds_every_variant_within_its_bounds_by_an_independent_look(deduplicated, small_run):
@@ -99,7 +99,7 @@ def test_the_store_holds_every_variant_within_its_bounds_by_an_independent_look(
             consulted = [variant, *(found[base] for base in outcome["bases"])]
             union = {upload for each in consulted for upload in each.history.ancestors}
             by_hand = max(
-                spent([u.event for u in union if u.data_set == id_], delta).epsilon
+                epsilon_of([u.event for u in union if u.data_set == id_], delta).epsilon
                 for id_, delta in variant.deltas.items()
             )
             assert outcome["epsilon_after"] == pytest.approx(by_hand, rel=1e-9)

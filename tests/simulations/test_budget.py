@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.ledger.entries import data_sets, releases
@@ -61,7 +61,7 @@ def epsilons(ledger: Path, view: str) -> dict[str, float]:
     with reading(ledger) as db:
         verify_with_head(db, ledger)
         return {
-            each.client: spent([r.seen_by(view) for r in releases(db, each.id)], each.delta).epsilon
+            each.client: epsilon_of([r.seen_by(view) for r in releases(db, each.id)], each.delta).epsilon
             for each in data_sets(db)
         }
 
@@ -94,8 +94,8 @@ def test_another_round_would_have_passed_the_budget(twelve, tmp_path):
         for client, each in zip(summary["clients"], data_sets(db), strict=True):
             if client["retired"]:
                 events = [release.event for release in releases(db, each.id)]
-                assert spent(events, each.delta).epsilon <= 4
-                assert spent([*events, replace(events[0], count=2)], each.delta).epsilon > 4
+                assert epsilon_of(events, each.delta).epsilon <= 4
+                assert epsilon_of([*events, replace(events[0], count=2)], each.delta).epsilon > 4
 
 
 def test_spending_accumulates_over_runs_on_one_ledger(twelve, tmp_path):

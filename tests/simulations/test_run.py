@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import fedpriv.adapters
-from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.config import parse
@@ -93,7 +93,7 @@ def test_epsilons_are_those_of_dp_accounting_for_what_was_sampled(finished, smal
         q = 8 / row["num_records"]
         for view, scale in (("local", 1.0), ("rho", rho_bar)):
             event = SubsampledGaussian(noise_multiplier=float(scale), sampling_probability=q, count=4)
-            assert row[f"epsilon_{view}"] == pytest.approx(spent([event], 1e-5, "pld").epsilon, rel=1e-6)
+            assert row[f"epsilon_{view}"] == pytest.approx(epsilon_of([event], 1e-5, "pld").epsilon, rel=1e-6)
         assert row["delta"] == 1e-5
         assert row["epsilon_local"] <= row["epsilon_rho"]
     assert summary(finished)["epsilon_rho_max"] == max(row["epsilon_rho"] for row in summary(finished)["clients"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.adapters import lora
 from fedpriv.audit.black_box import CanaryPlan, audit_run, audited_client
 from fedpriv.audit.harness import update_spec
@@ -50,7 +50,7 @@ def full_model_run(condition: str) -> dict[str, Any]:
     return {
         "kind": "full model",
         "condition": condition,
-        "epsilon": spent(events, DELTA).epsilon if CONDITIONS[condition] else None,
+        "epsilon": epsilon_of(events, DELTA).epsilon if CONDITIONS[condition] else None,
         "num_canaries": result.num_canaries,
         "num_guesses": result.num_guesses,
         "num_correct": result.num_correct,

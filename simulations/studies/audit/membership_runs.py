@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.audit.black_box import record_losses
 from fedpriv.audit.harness import update_spec
 from fedpriv.audit.membership import calibrated_scores, lira_scores, loss_scores, membership
@@ -66,7 +66,7 @@ def membership_run(condition: str, plot: Path) -> dict[str, Any]:
     return {
         "kind": "membership",
         "condition": condition,
-        "epsilon": spent(events, DELTA).epsilon if CONDITIONS[condition] else None,
+        "epsilon": epsilon_of(events, DELTA).epsilon if CONDITIONS[condition] else None,
         "num_members": int(members[0].sum()),
         "num_others": int((~members[0]).sum()),
         "loss_members": float(losses[0][members[0]].mean()),

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import noise_multiplier_for
 from fedpriv.accounting.lmo import parameters as lmo_parameters
 from fedpriv.accounting.lmo.parameters import LmoParameters, UniformPart
@@ -109,7 +109,7 @@ def lmo_setup(seed: int, accounting: str = "published") -> Setup:
 @cache
 def lmo_claim(accounting: str) -> float:
     """The epsilon of the LMO noise by either accounting."""
-    return spent([lmo_setup(0, accounting).event], DELTA, "rdp", unproven=True).epsilon
+    return epsilon_of([lmo_setup(0, accounting).event], DELTA, "rdp", unproven=True).epsilon
 
 
 def audit_of_lmo(seed: int, *, dense: bool = True, accounting: str = "published") -> Finding:

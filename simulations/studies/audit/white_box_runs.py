@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedpriv.accounting.accountants import spent
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.views import Release, aggregate_scale
 from fedpriv.audit.bounds import Array, num_correct, one_run_audit
 from fedpriv.audit.canaries import inclusions
@@ -62,7 +62,7 @@ def local_run(schedule: Schedule, epsilon: float, num: int, seed: int) -> dict[s
         "kind": "local",
         "schedule": schedule.name,
         "claim": epsilon,
-        "accounted": spent([audited.event], DELTA).epsilon,
+        "accounted": epsilon_of([audited.event], DELTA).epsilon,
         "num_canaries": num,
         "seed": seed,
         "num_guesses": fixed.one_run,
@@ -109,7 +109,9 @@ def view_run(schedule: Schedule, seed: int) -> dict[str, Any]:
         )
         size = np.array([guesses(schedule, VIEW_CLAIM, VIEW_CANARIES, factor).one_run])
         bounds[view] = float(lower_bounds(VIEW_CANARIES, size, num_correct(scores, included, size))[0])
-    claims = {f"claim_{view}": spent([release.seen_by(view)], DELTA).epsilon for view in ("local", "rho", "aggregate")}
+    claims = {
+        f"claim_{view}": epsilon_of([release.seen_by(view)], DELTA).epsilon for view in ("local", "rho", "aggregate")
+    }
     return {"kind": "views", "schedule": schedule.name, "seed": seed, **bounds, **claims}
 
 
@@ -145,7 +147,7 @@ def client_run(epsilon: float, seed: int, num_clients: int = 1000) -> dict[str, 
     return {
         "kind": "clients",
         "claim": epsilon,
-        "accounted": spent([audited.event], DELTA).epsilon,
+        "accounted": epsilon_of([audited.event], DELTA).epsilon,
         "num_canaries": num_clients,
         "seed": seed,
         "num_guesses": int(size[0]),

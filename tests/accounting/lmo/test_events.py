@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from dp_accounting import rdp
 
-from fedpriv.accounting.accountants import ORDERS, delta_spent, spent, stays_within
+from fedpriv.accounting.accountants import ORDERS, delta_of, epsilon_of, stays_within
 from fedpriv.accounting.events import (
     EpsilonDelta,
     PureEpsilon,
@@ -181,7 +181,7 @@ def _library_event(gaussian):
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_lmo_and_gaussian_noise_compose_by_rdp_at_integer_orders(accountant):
     events = [event(count=20), SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1, count=30)]
-    result = spent(events, DELTA, accountant)
+    result = epsilon_of(events, DELTA, accountant)
     assert result.epsilon == pytest.approx(by_hand(events), rel=1e-9)
     assert (result.accountant, result.upper_bound_only) == ("rdp", accountant == "pld")
     assert result.is_guarantee
@@ -189,16 +189,16 @@ def test_lmo_and_gaussian_noise_compose_by_rdp_at_integer_orders(accountant):
 
 def test_composition_ignores_order_and_counts_every_release_and_delta():
     parts = [event(count=2), PureEpsilon(epsilon=0.1), EpsilonDelta(epsilon=0.1, delta=1e-6), event(q=0.0)]
-    total = spent(parts, DELTA)
-    assert total == spent([parts[2], event(), parts[1], event()], DELTA)
-    assert spent([event(count=2)], DELTA).epsilon < total.epsilon < math.inf
+    total = epsilon_of(parts, DELTA)
+    assert total == epsilon_of([parts[2], event(), parts[1], event()], DELTA)
+    assert epsilon_of([event(count=2)], DELTA).epsilon < total.epsilon < math.inf
     assert sum(each.count for each in group([event(), event(count=3)])) == 4
 
 
 def test_more_noise_fewer_coordinates_less_sensitivity_and_less_sampling_never_cost_more():
     def cost(**changes):
         parameters = PARAMETERS.scaled(changes.pop("factor", 1.0))
-        return spent([event(parameters, count=5, **changes)], DELTA).epsilon
+        return epsilon_of([event(parameters, count=5, **changes)], DELTA).epsilon
 
     base = cost()
     assert cost(factor=0.5) < base < cost(factor=1.5)
@@ -212,32 +212,32 @@ def test_published_accounting_is_not_a_guarantee_and_never_enforces_a_budget():
     paper = event(accounting="published", count=5)
     assert not paper.is_guarantee
     assert event().is_guarantee
-    default = spent([paper], DELTA)
+    default = epsilon_of([paper], DELTA)
     assert (default.epsilon, default.is_guarantee) == (math.inf, False)
-    assert spent([event(), paper], DELTA).epsilon == math.inf
-    assert delta_spent([paper], 5.0) == 1.0
+    assert epsilon_of([event(), paper], DELTA).epsilon == math.inf
+    assert delta_of([paper], 5.0) == 1.0
     assert not stays_within([paper], DELTA, 1e6)
-    shown = spent([paper], DELTA, unproven=True)
-    assert 0 < shown.epsilon < spent([replace(paper, accounting="sound")], DELTA).epsilon
+    shown = epsilon_of([paper], DELTA, unproven=True)
+    assert 0 < shown.epsilon < epsilon_of([replace(paper, accounting="sound")], DELTA).epsilon
     assert not shown.is_guarantee
 
 
 def test_delta_at_the_composed_epsilon_is_the_original_delta():
-    epsilon = spent([event(count=10)], DELTA, "rdp").epsilon
-    assert delta_spent([event(count=10)], epsilon) == pytest.approx(DELTA, rel=1e-6)
+    epsilon = epsilon_of([event(count=10)], DELTA, "rdp").epsilon
+    assert delta_of([event(count=10)], epsilon) == pytest.approx(DELTA, rel=1e-6)
 
 
 def test_noise_without_a_finite_order_costs_infinity():
     heavy = event(gamma(2, 1.5), q=1.0)
-    assert spent([heavy], DELTA).epsilon == math.inf
-    assert delta_spent([heavy], 1.0) == 1.0
+    assert epsilon_of([heavy], DELTA).epsilon == math.inf
+    assert delta_of([heavy], 1.0) == 1.0
 
 
 def test_accounts_compose_and_limit_lmo_releases():
     accounts = Accounts({0: 1000})
     accounts.record(0, Release(event=event(count=3), rho_bar=0.5))
-    expected = spent([event(count=3)], 1e-5).epsilon
-    assert accounts.spent(0, "local", "pld").epsilon == expected
+    expected = epsilon_of([event(count=3)], 1e-5).epsilon
+    assert accounts.epsilon_of(0, "local", "pld").epsilon == expected
     assert accounts.final("local")[0].epsilon == expected
     assert not accounts.fits(0, Release(event=event(count=3), rho_bar=0.5), "local", expected)
 
@@ -246,4 +246,4 @@ def test_epsilon_is_finite_if_the_lower_integer_orders_are():
     sampled = event(gamma(2, 0.1), q=0.2)
     curve = published(columns(sampled.parameters), range(2, 12))
     assert np.isfinite(curve).sum() == 9
-    assert spent([sampled], DELTA).epsilon < math.inf
+    assert epsilon_of([sampled], DELTA).epsilon < math.inf
