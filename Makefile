@@ -6,7 +6,10 @@ BIN := $(CURDIR)/$(VENV)/bin
 # Flower starts its programs by name.
 export PATH := $(BIN):$(PATH)
 
-.PHONY: run test test-deployment lint bench clean
+# Two workers take one file at a time, in the order of tests/conftest.py.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
+
+.PHONY: run test test-all test-deployment lint bench clean
 .DELETE_ON_ERROR:
 
 $(VENV)/bin/python:
@@ -24,7 +27,11 @@ run: $(VENV)/installed-run
 	$(BIN)/python -m simulations run
 
 test: lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
+
+# With the long series, the large samples and every benchmark in small.
+test-all: lint
+	$(PYTEST) -m "not deployment and not nightly"
 
 # SuperLink and SuperNodes as processes of their own, with TLS and authentication; about half an hour on two cores.
 test-deployment: $(VENV)/installed-dev

@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-# Before any test imports transformers or flwr.
+# Before any test imports torch, transformers or flwr. One thread for each worker: two of them share two cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -18,6 +19,15 @@ from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base
 from fedpriv.data.records import Records
 from simulations.tiny_bert import make_tiny_bert
 from tests.tiny import LABELS, WORDS, move, random_records, tiny_causal, write_table
+
+TESTS = Path(__file__).parent
+# Their files take longest, for their tests are whole runs.
+WHOLE_RUNS = ("contracts", "integration", "simulations", "cli", "server")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put whole runs first, so that workers that take one file at a time end together."""
+    items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in WHOLE_RUNS)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -30,7 +31,7 @@ from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import clients_at_once, execute_one_by_one, execute_stacked
 from fedpriv.training.workbench import workbench
 from server.observer import LogObserver
-from simulations.engines import federation
+from simulations.engines import federation, ray_session
 from simulations.engines.ray_actors import RayExecutor
 
 # Clients of very different sizes: one has no records to draw, one draws every record.
@@ -179,16 +180,22 @@ def test_secure_noise_differs_between_clients_and_runs(encoder, make_records):
     assert correlation.abs().max() < 6 / len(moves[0]) ** 0.5
 
 
-@pytest.fixture
-def ray_executor(small_run):
-    pytest.importorskip("ray", reason="needs the extra ray")
-    with RayExecutor(parse({**small_run, "engine": "ray"})) as executor:
-        yield executor
+def wait_for(address: str, process: subprocess.Popen) -> str:
+    """The address, once the cluster can be joined there."""
+    deadline = time.monotonic() + 300
+    while True:
+        try:
+            ray_session.connect(address).shutdown()
+            return address
+        except InputError:
+            assert process.poll() is None, "the cluster ended by itself"
+            assert time.monotonic() < deadline, "the cluster did not come up"
+            time.sleep(0.5)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def cluster():
-    """The address of a Ray cluster that another process started."""
+    """The address of a Ray cluster that somebody else started; all tests join the same one."""
     pytest.importorskip("ray", reason="needs the extra ray")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -197,7 +204,7 @@ def cluster():
     options = ["--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1", "--num-cpus=2"]
     command = [str(ray), "start", *options, "--include-dashboard=false"]
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    yield f"127.0.0.1:{port}"
+    yield wait_for(f"127.0.0.1:{port}", process)
     os.killpg(process.pid, signal.SIGTERM)
     process.wait(timeout=60)
 
@@ -209,18 +216,11 @@ def test_an_existing_cluster_is_joined_at_its_address(cluster, small_run):
     bench = workbench(config)
     records = [bench.client(client) for client in range(3)]
     expected = execute_one_by_one(bench.model, make_tasks(bench.model, records))
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            with RayExecutor(config) as executor:
-                updates = executor(make_tasks(bench.model, records))
-                assert ray.get_runtime_context().gcs_address.endswith(cluster.rpartition(":")[2])
-                assert len(executor._actors) == 1
-            break
-        except InputError:
-            assert time.monotonic() < deadline, "the cluster did not come up"
-            time.sleep(1)
-    for one, other in zip(expected, updates, strict=True):
+    with RayExecutor(config) as executor:
+        found = executor(make_tasks(bench.model, records))
+        assert ray.get_runtime_context().gcs_address.endswith(cluster.rpartition(":")[2])
+        assert len(executor._actors) == 1
+    for one, other in zip(expected, found, strict=True):
         for name in one.adapter:
             torch.testing.assert_close(other.adapter[name], one.adapter[name], atol=2e-5, rtol=1e-4)
 
@@ -235,64 +235,62 @@ def test_an_address_without_a_cluster_is_refused_in_one_line(small_run):
         pass
 
 
-def test_a_dead_actor_is_retried_once_and_then_its_clients_fail(ray_executor, small_run, monkeypatch, caplog):
+def test_a_dead_actor_costs_one_retry_and_then_its_clients(cluster, small_run, monkeypatch, caplog):
     import ray
 
-    bench = workbench(parse({**small_run, "engine": "ray"}))
+    config = parse({**small_run, "engine": "ray", "ray_address": cluster})
+    bench = workbench(config)
     records = [bench.client(client) for client in range(3)]
     expected = execute_one_by_one(bench.model, make_tasks(bench.model, records))
-    with caplog.at_level(logging.WARNING, logger="flwr"):
-        for one_actor_dies in (False, True):
-            if one_actor_dies:
-                ray.kill(ray_executor._actors[0])
-            for one, other in zip(expected, ray_executor(make_tasks(bench.model, records)), strict=True):
+    with caplog.at_level(logging.WARNING, logger="flwr"), RayExecutor(config) as executor:
+        for harm in (None, "one actor dies"):
+            if harm:
+                ray.kill(executor._actors[0])
+            for one, other in zip(expected, executor(make_tasks(bench.model, records)), strict=True):
                 for name in one.adapter:
                     torch.testing.assert_close(other.adapter[name], one.adapter[name], atol=2e-5, rtol=1e-4)
         assert "first attempt" in caplog.text
 
-        def start_dead():
-            actor = start()
-            ray.kill(actor)
-            return actor
-
-        start = ray_executor._start_actor
-        monkeypatch.setattr(ray_executor, "_start_actor", start_dead)
-        ray.kill(ray_executor._actors[0])
-        results = ray_executor(make_tasks(bench.model, records))
+        dead = executor._actors[0]
+        ray.kill(dead)
+        monkeypatch.setattr(executor, "_start_actor", lambda: dead)
+        results = executor(make_tasks(bench.model, records))
         assert "second attempt" in caplog.text
-    num_actors = len(ray_executor._actors)
+    num_actors = len(executor._actors)
     assert [isinstance(result, Exception) for result in results] == [k % num_actors == 0 for k in range(3)]
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_complete_runs_give_the_same_losses_and_epsilons_on_every_engine(small_run, tmp_path, rule):
-    pytest.importorskip("ray", reason="needs the extra ray")
+def assert_engines_agree(values: dict[str, object], folder: Path, rule: str, engines: Sequence[str]) -> None:
+    """Whole runs by one rule give the same losses and epsilons on all of these engines."""
     losses, epsilons = {}, {}
-    # Ray is slow to start, so only dp-lora and the rules that send more than an adapter run there too.
-    engines = ("in-process", "stacked") + ("ray",) * (rule in ("dp-lora", "t-fedavg", "flora"))
-    ranks = [2, 4, 3] if rule == "flora" else []
+    changes = {"aggregation": rule, "relevance_threshold": 0.6, "client_ranks": [2, 4, 3] if rule == "flora" else []}
     for engine in engines:
-        out = tmp_path / engine
-        values = {
-            **small_run,
-            "aggregation": rule,
-            "relevance_threshold": 0.6,
-            "client_ranks": ranks,
-            "engine": engine,
-            "out": str(out),
-        }
-        federation.run(parse(values), LogObserver())
+        out = folder / engine
+        federation.run(parse({**values, **changes, "engine": engine, "out": str(out)}), LogObserver())
         losses[engine] = pd.read_csv(out / "rounds.csv")["test_loss"].tolist()
         assert len(set(losses[engine])) == 3, "nothing was learnt, so the test would prove nothing"
         summary = json.loads((out / "summary.json").read_text())
         assert summary["engine"] == engine
         epsilons[engine] = summary["epsilon_local_max"]
     for engine in engines[1:]:
-        assert losses[engine] == pytest.approx(losses["in-process"], abs=1e-5)
+        assert losses[engine] == pytest.approx(losses[engines[0]], abs=1e-5)
     assert len(set(epsilons.values())) == 1
 
 
-def test_a_memory_limit_that_fits_one_client_is_reported_and_the_run_continues_in_process(small_run, tmp_path, caplog):
+@pytest.mark.parametrize("rule", RULES)
+def test_whole_runs_give_the_same_figures_stacked_and_one_by_one(small_run, tmp_path, rule):
+    assert_engines_agree(small_run, tmp_path, rule, ("in-process", "stacked"))
+
+
+# The rules that send more than an adapter; every day the one that sends most, a merged base and adapters of all ranks.
+@pytest.mark.parametrize(
+    "rule", [pytest.param("dp-lora", marks=pytest.mark.slow), pytest.param("t-fedavg", marks=pytest.mark.slow), "flora"]
+)
+def test_whole_runs_give_the_same_figures_on_ray(cluster, small_run, tmp_path, rule):
+    assert_engines_agree({**small_run, "ray_address": cluster}, tmp_path, rule, ("in-process", "ray"))
+
+
+def test_a_memory_limit_for_one_client_is_said_and_goes_on_in_process(small_run, tmp_path, caplog):
     class Notes(LogObserver):
         text = ""
 
