@@ -39,6 +39,10 @@ from simulations.engines import federation
 from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid
 
+# A child is killed at a random instant after it sent a random number of replies, at most so many: an instant counted
+# from its start alone would come before its first reply on a busy machine.
+MOST_REPLIES = 8
+
 
 def sent(wire: int, client: int, round_: int, reply: Message) -> None:
     """Tell the parent what left the node: from here on it counts as released."""
@@ -95,8 +99,8 @@ def one_node(config: RunConfig, folder: Path, attempt: int, wire: int) -> None:
             (folder / "next").replace(seen)
 
 
-def killed_after(seconds: float | None, task: Callable[[int], None]) -> list[list]:
-    """What a child sent before it was killed after so many seconds; None lets it end."""
+def killed_after(replies: int, seconds: float, task: Callable[[int], None]) -> list[list]:
+    """What a child sent before it was killed so many seconds after that many replies."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
@@ -108,12 +112,12 @@ def killed_after(seconds: float | None, task: Callable[[int], None]) -> list[lis
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as file:
-        if seconds is not None:
-            time.sleep(seconds)
-            os.kill(child, signal.SIGKILL)
-        lines = [json.loads(line) for line in file.read().splitlines()]
+        told = [file.readline() for _ in range(replies)]
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+        told += file.readlines()
     os.waitpid(child, 0)
-    return lines
+    return [json.loads(line) for line in told if line]
 
 
 class Checker:
@@ -184,12 +188,13 @@ def main() -> None:
     workbench(config).client(0)
     account_once(config)
     result = {}
-    for kind, longest in ((whole_run, 0.8), (one_node, 0.25)):
+    for kind, longest in ((whole_run, 0.4), (one_node, 0.1)):
         place = folder / kind.__name__
         place.mkdir()
         checker = Checker(place)
         for attempt in range(kills):
-            checker.check(killed_after(random.uniform(0, longest), partial(kind, config, place, attempt)))
+            replies, seconds = random.randint(0, MOST_REPLIES), random.uniform(0, longest)
+            checker.check(killed_after(replies, seconds, partial(kind, config, place, attempt)))
         result[kind.__name__] = {
             "kills": kills,
             "replies": sum(map(len, checker.sent.values())),

@@ -300,7 +300,7 @@ def one_kind(config: RunConfig, place: Path, kills: int) -> dict[str, Any]:
         witness = Witness(configured, folder)
         while not (folder / "run" / "summary.json").exists():
             attempts += 1
-            assert attempts < MOST_ATTEMPTS * kills, f"phases hit: {hunt.hits}"
+            assert attempts < MOST_ATTEMPTS * max(kills, len(hunt.hits)), f"phases hit: {hunt.hits}"
             done = len(table(folder, "rounds.csv")) - 1 if has_checkpoint(folder) else 0
             aim = hunt.aim(done)
             life = live(partial(run_or_resume, configured, folder), aim)

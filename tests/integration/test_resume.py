@@ -13,11 +13,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 IN_PROCESS = {"engine": "in-process"}
 SECURE = IN_PROCESS | {"simulate": False, "public_data": True, "comparison": False}
+LEDGERS = {"ledger": "yes", "budget_epsilon": [40.0]}
+FLORA = {"aggregation": "flora", "client_ranks": [2, 4, 3]}
 # A rule that carries a merged base, one that carries the last update, and the plain one; seeded and not; with nodes
 # that keep ledgers of their own and without; clients trained one by one and together.
 KINDS = {
     "seeded": IN_PROCESS,
-    "seeded-flora": IN_PROCESS | {"aggregation": "flora", "client_ranks": [2, 4, 3]},
+    "seeded-flora": IN_PROCESS | FLORA,
     "seeded-cmfl": {
         "engine": "stacked",
         "aggregation": "cmfl",
@@ -25,7 +27,7 @@ KINDS = {
         "learning_rate": 0.05,
         "ledger": "yes",
     },
-    "seeded-ledgers": IN_PROCESS | {"ledger": "yes", "budget_epsilon": [40.0]},
+    "seeded-ledgers": IN_PROCESS | LEDGERS,
     "secure": SECURE,
     "secure-ledgers": SECURE | {"ledger": "yes"},
 }
@@ -42,15 +44,24 @@ ALWAYS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_runs_that_are_killed_and_resumed(small_run, tmp_path, kind):
-    values = {**small_run, "rounds": 8, "local_steps": 1, **KINDS[kind]}
+def kill_and_resume(values: dict[str, object], folder: Path, kills: int) -> None:
+    """Runs of one configuration, until so many kills hit at least, every phase among them."""
     script = str(Path(__file__).with_name("resumed_run.py"))
-    command = [sys.executable, script, str(tmp_path), json.dumps({kind: values}), str(KILLS[kind]), "0"]
+    command = [sys.executable, script, str(folder), json.dumps({"kind": values}), str(kills), "0"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout.splitlines()[-1])[kind]
-    assert result["kills"] >= KILLS[kind]
+    result = json.loads(done.stdout.splitlines()[-1])["kind"]
+    assert result["kills"] >= kills
     assert {*result["phases"]} == ALWAYS | ({"storing the reply"} if values.get("ledger") else set())
     assert min(result["phases"].values()) >= 1, result
+
+
+def test_a_run_killed_once_in_every_phase_ends_as_if_nobody_had_killed_it(small_run, tmp_path):
+    kill_and_resume({**small_run, "rounds": 4, "local_steps": 1, **IN_PROCESS, **FLORA, **LEDGERS}, tmp_path, kills=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_killed_at_random_instants_end_as_if_nobody_had_killed_them(small_run, tmp_path, kind):
+    kill_and_resume({**small_run, "rounds": 8, "local_steps": 1, **KINDS[kind]}, tmp_path, KILLS[kind])
