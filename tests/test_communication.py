@@ -168,11 +168,14 @@ def test_numbers_below_one_are_refused(shapes, number):
         ('{"model_type": "bert", "hidden_size": 10, "num_attention_heads": 3}', "heads"),
     ],
 )
-def test_a_bad_folder_is_one_line(tmp_path, content, part):
+def test_a_bad_folder_is_one_line(tmp_path, monkeypatch, content, part):
+    monkeypatch.chdir(tmp_path)  # the message names the folder and is cut after so many characters
+    folder = Path("model")
+    folder.mkdir()
     if content is not None:
-        (tmp_path / "config.json").write_text(content)
+        (folder / "config.json").write_text(content)
     with pytest.raises(InputError, match=part) as error:
-        model_shape(str(tmp_path))
+        model_shape(f"./{folder}")
     assert "\n" not in str(error.value)
 
 

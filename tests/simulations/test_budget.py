@@ -19,6 +19,7 @@ from simulations.engines import federation
 from tests.tiny import write_table
 
 SIZES = [8, 10, 12, 14, 17, 20, 24, 30, 40, 60, 90, 150]
+FEW_SIZES = [8, 20, 60, 150]
 
 
 class Notes(LogObserver):
@@ -37,17 +38,17 @@ def run(values: dict[str, object], out: Path, **changes: object) -> tuple[Path, 
     return out, observer.notes
 
 
-@pytest.fixture(scope="module")
-def twelve(small_run, tmp_path_factory) -> dict[str, object]:
-    """Twelve clients of very different sizes, secure noise, little training."""
+@pytest.fixture(scope="module", params=[FEW_SIZES, pytest.param(SIZES, marks=pytest.mark.slow)], ids=len)
+def budgeted(request, small_run, tmp_path_factory) -> dict[str, object]:
+    """Clients of very different sizes, secure noise, little training; accounting for twelve of them takes long."""
     return small_run | {
-        "data": str(write_table(tmp_path_factory.mktemp("twelve") / "records.csv", 520)),
+        "data": str(write_table(tmp_path_factory.mktemp("budgeted") / "records.csv", 520)),
         "simulate": False,
         "public_data": True,
         "comparison": False,
         "partition": "sizes",
         "client_column": "",
-        "client_sizes": SIZES,
+        "client_sizes": request.param,
         "test_fraction": 0.05,
         "batch_size": 4,
         "local_steps": 2,
@@ -66,29 +67,45 @@ def epsilons(ledger: Path, view: str) -> dict[str, float]:
         }
 
 
-@pytest.mark.parametrize("view", ["local", "rho"])
-def test_twelve_clients_on_a_budget(twelve, tmp_path, view):
-    noise = 1.5 if view == "local" else 4.0
-    folder, notes = run(twelve, tmp_path / view, privacy_view=view, noise_multiplier=noise)
+@pytest.fixture(scope="module")
+def on_local(budgeted, tmp_path_factory) -> tuple[Path, list[str]]:
+    """A run on the local view and what it said."""
+    return run(budgeted, tmp_path_factory.mktemp("runs") / "local", privacy_view="local")
+
+
+def assert_budget_is_kept(folder: Path, view: str) -> dict:
+    """Nobody passes an epsilon of 4 in any round, and the smaller a client, the earlier it retires; the summary."""
     summary = json.loads((folder / "summary.json").read_text())
     clients = pd.read_csv(folder / "clients.csv")
     rounds = clients.groupby("client")["round"].max()
     assert summary["num_rounds"] == 14
-    assert 0 < sum(client["retired"] is not None for client in summary["clients"]) < 12
+    assert 0 < sum(client["retired"] is not None for client in summary["clients"]) < len(rounds)
     assert rounds.is_monotonic_increasing, "the smaller the client, the earlier it retires"
-    assert rounds[0] < rounds[11] == 14
+    assert rounds.iloc[0] < rounds.iloc[-1] == 14
     assert max(client[f"epsilon_{view}"] for client in summary["clients"]) <= 4
     assert clients[f"epsilon_{view}"].max() <= 4, "not in any round"
     assert max(epsilons(folder / "ledger.sqlite", view).values()) <= 4
+    return summary
+
+
+def test_clients_keep_a_budget_on_the_local_view_and_are_told_when_they_retire(on_local):
+    folder, notes = on_local
+    summary = assert_budget_is_kept(folder, "local")
     assert notes[0].startswith("budget_epsilon allows fewer than the 14 rounds")
-    if view == "local":  # every round costs the same there, so the notice is exact
-        retired = {client["client"]: client["rounds"] for client in summary["clients"] if client["retired"]}
-        said = dict(part.rsplit(" ", 1) for part in notes[0].split(": ", 1)[1].split("; ")[0].split(", "))
-        assert said == {f"client {client}": str(num) for client, num in retired.items()}
+    # Every round costs the same on this view, so the notice is exact.
+    retired = {client["client"]: client["rounds"] for client in summary["clients"] if client["retired"]}
+    said = dict(part.rsplit(" ", 1) for part in notes[0].split(": ", 1)[1].split("; ")[0].split(", "))
+    assert said == {f"client {client}": str(num) for client, num in retired.items()}
 
 
-def test_another_round_would_have_passed_the_budget(twelve, tmp_path):
-    folder, _ = run(twelve, tmp_path / "run")
+def test_clients_keep_a_budget_on_the_rho_view(budgeted, tmp_path):
+    folder, notes = run(budgeted, tmp_path / "rho", privacy_view="rho", noise_multiplier=4.0)
+    assert_budget_is_kept(folder, "rho")
+    assert notes[0].startswith("budget_epsilon allows fewer than the 14 rounds")
+
+
+def test_another_round_would_have_passed_the_budget(on_local):
+    folder, _ = on_local
     summary = json.loads((folder / "summary.json").read_text())
     with reading(folder / "ledger.sqlite") as db:
         for client, each in zip(summary["clients"], data_sets(db), strict=True):
@@ -98,45 +115,47 @@ def test_another_round_would_have_passed_the_budget(twelve, tmp_path):
                 assert epsilon_of([*events, replace(events[0], count=2)], each.delta).epsilon > 4
 
 
-def test_spending_accumulates_over_runs_on_one_ledger(twelve, tmp_path):
+def test_spending_accumulates_over_runs_on_one_ledger(budgeted, tmp_path):
     shared = {"ledger": str(tmp_path / "shared.sqlite"), "rounds": 4, "noise_multiplier": 1.2}
-    first, _ = run(twelve, tmp_path / "first", **shared)
-    second, notes = run(twelve, tmp_path / "second", **shared, seed=5)
+    first, _ = run(budgeted, tmp_path / "first", **shared)
+    second, notes = run(budgeted, tmp_path / "second", **shared, seed=5)
     one, two = (json.loads((folder / "summary.json").read_text())["clients"] for folder in (first, second))
-    assert [client["earlier_runs"] for client in two] == [1] * 12
+    assert [client["earlier_runs"] for client in two] == [1] * len(one)
     assert sum(c["rounds"] for c in two) < sum(c["rounds"] for c in one), "the second run starts from what is left"
     assert all(b["epsilon_local"] > a["epsilon_local"] for a, b in zip(one, two, strict=True) if b["rounds"])
     assert max(client["epsilon_local"] for client in two) <= 4
     assert notes
     # Every node kept its own account, and it says the same as the server's on the view that it knows.
     server = epsilons(tmp_path / "shared.sqlite", "local")
-    for client in range(12):
+    for client in range(len(one)):
         (own,) = epsilons(tmp_path / "shared.sqlite.nodes" / f"{client}.sqlite", "local").values()
         assert own == pytest.approx(server[str(client)])
 
 
-def test_a_run_whose_budget_allows_nothing_is_refused_before_it_starts(twelve, tmp_path):
-    with pytest.raises(InputError, match="allows 0 of 12 clients a round"):
-        run(twelve, tmp_path / "run", budget_epsilon=0.01)
+def test_a_run_whose_budget_allows_nothing_is_refused_before_it_starts(budgeted, tmp_path):
+    with pytest.raises(InputError, match=f"allows 0 of {len(budgeted['client_sizes'])} clients a round"):
+        run(budgeted, tmp_path / "run", budget_epsilon=0.01)
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
-def test_a_run_ends_with_a_clear_message_when_too_few_remain(twelve, tmp_path):
-    folder, notes = run(twelve, tmp_path / "run", min_clients=10, noise_multiplier=1.0)
+def test_a_run_ends_with_a_clear_message_when_too_few_remain(budgeted, tmp_path):
+    least = len(budgeted["client_sizes"]) - 2
+    folder, notes = run(budgeted, tmp_path / "run", min_clients=least, noise_multiplier=1.0)
     summary = json.loads((folder / "summary.json").read_text())
-    assert "within their budgets, min_clients = 10" in summary["stopped_early"]
+    assert f"within their budgets, min_clients = {least}" in summary["stopped_early"]
     assert summary["num_rounds"] < 14
     assert notes[-1] == f"the run ended early: {summary['stopped_early']}"
 
 
-def test_each_client_may_have_a_budget_of_its_own(twelve, tmp_path):
-    budgets = [4.0] * 11 + [0.3]
-    folder, _ = run(twelve, tmp_path / "run", budget_epsilon=budgets)
+def test_each_client_may_have_a_budget_of_its_own(budgeted, tmp_path):
+    num_clients = len(budgeted["client_sizes"])
+    budgets = [4.0] * (num_clients - 1) + [0.3]
+    folder, _ = run(budgeted, tmp_path / "run", budget_epsilon=budgets)
     clients = json.loads((folder / "summary.json").read_text())["clients"]
     assert all(client["epsilon_local"] <= budget for client, budget in zip(clients, budgets, strict=True))
-    assert clients[11]["retired"]
-    with pytest.raises(InputError, match="3 entries for 12 clients"):
-        run(twelve, tmp_path / "short", budget_epsilon=[4.0, 4.0, 4.0])
+    assert clients[-1]["retired"]
+    with pytest.raises(InputError, match=f"3 entries for {num_clients} clients"):
+        run(budgeted, tmp_path / "short", budget_epsilon=[4.0, 4.0, 4.0])
 
 
 @pytest.mark.parametrize(
@@ -148,28 +167,28 @@ def test_each_client_may_have_a_budget_of_its_own(twelve, tmp_path):
         ({"uploads_hidden": False}, "secure aggregation"),
     ],
 )
-def test_the_aggregate_view_is_refused_where_it_does_not_hold(twelve, tmp_path, change, condition):
+def test_the_aggregate_view_is_refused_where_it_does_not_hold(budgeted, tmp_path, change, condition):
     fine = {"privacy_view": "aggregate", "local_steps": 1, "optimizer": "sgd", "uploads_hidden": True}
     with pytest.raises(InputError, match=condition):
-        run(twelve, tmp_path / "run", **fine | change)
+        run(budgeted, tmp_path / "run", **fine | change)
 
 
-def test_the_aggregate_view_is_tracked_where_it_holds(twelve, tmp_path):
+def test_the_aggregate_view_is_tracked_where_it_holds(budgeted, tmp_path):
     changes = {"local_steps": 1, "optimizer": "sgd", "uploads_hidden": True, "rounds": 3, "privacy_view": "aggregate"}
-    folder, _ = run(twelve, tmp_path / "run", **changes, colluding_clients=2)
+    folder, _ = run(budgeted, tmp_path / "run", **changes, colluding_clients=2)
     clients = pd.read_csv(folder / "clients.csv")
     assert (clients["epsilon_aggregate"] < clients["epsilon_local"]).all()
     assert sorted(path.name for path in (folder / "variants").iterdir()) == ["global"]
-    hidden = pd.read_csv(run(twelve, tmp_path / "seen", rounds=1)[0] / "clients.csv")
+    hidden = pd.read_csv(run(budgeted, tmp_path / "seen", rounds=1)[0] / "clients.csv")
     assert hidden["epsilon_aggregate"].isna().all()
 
 
-def test_noise_on_the_upload_is_accounted_for_a_client(twelve, tmp_path):
+def test_noise_on_the_upload_is_accounted_for_a_client(budgeted, tmp_path):
     changes = {"noise_on": "upload", "noise_multiplier": 20.0, "rounds": 2, "clip_norm": 0.5, "budget_epsilon": ""}
     shared = {"ledger": str(tmp_path / "shared.sqlite")}
-    folder, _ = run(twelve, tmp_path / "run", **changes, **shared)
+    folder, _ = run(budgeted, tmp_path / "run", **changes, **shared)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["unit"] == "client"
     assert len({client["epsilon_local"] for client in summary["clients"]}) == 1, "no amplification by the batch"
     with pytest.raises(InputError, match="noise_on = gradients"):
-        run(twelve, tmp_path / "mixed", **shared)
+        run(budgeted, tmp_path / "mixed", **shared)
