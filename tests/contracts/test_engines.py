@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -33,6 +32,7 @@ from fedpriv.training.workbench import workbench
 from server.observer import LogObserver
 from simulations.engines import federation, ray_session
 from simulations.engines.ray_actors import RayExecutor
+from tests.processes import free_port
 
 # Clients of very different sizes: one has no records to draw, one draws every record.
 SIZES = (40, 3, 0, 90, 12)
@@ -197,9 +197,7 @@ def wait_for(address: str, process: subprocess.Popen) -> str:
 def cluster():
     """The address of a Ray cluster that somebody else started; all tests join the same one."""
     pytest.importorskip("ray", reason="needs the extra ray")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ray = Path(sys.executable).with_name("ray")
     options = ["--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1", "--num-cpus=2"]
     command = [str(ray), "start", *options, "--include-dashboard=false"]

@@ -54,7 +54,7 @@ def flower_environment(tmp_path: Path) -> Iterator[dict[str, str]]:
             continue
 
 
-def flwr(environment: dict[str, str], *arguments: str, timeout: float = 300) -> str:
+def flwr(environment: dict[str, str], *arguments: str, timeout: float = 1200) -> str:
     command = [str(BIN / "flwr"), *arguments]
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
@@ -74,7 +74,7 @@ def test_flower_runs_the_same_apps_to_the_same_numbers(flower_environment, small
     )  # fmt: skip
     run_id = re.search(r"Successfully started run (\d+)", output)
     assert run_id, output
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not (state := status(flower_environment, run_id[1])).startswith("finished") and time.monotonic() < deadline:
         time.sleep(1)
     assert state == "finished:completed", output

@@ -20,7 +20,8 @@ import pytest
 from fedpriv.config import parse, to_flower
 from tests.processes import free_port
 
-pytestmark = pytest.mark.flower
+# Every day tests/server/test_wire_bytes.py counts the objects that are sent; here they cross a real socket.
+pytestmark = [pytest.mark.flower, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -105,7 +106,7 @@ class Federation:
 
     @staticmethod
     def _wait_for(port: int) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while time.monotonic() < deadline:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
@@ -115,7 +116,12 @@ class Federation:
 
     def flwr(self, *arguments: str) -> str:
         done = subprocess.run(
-            [str(BIN / "flwr"), *arguments], cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=240
+            [str(BIN / "flwr"), *arguments],
+            cwd=ROOT,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=1200,
         )
         return done.stdout + done.stderr
 
@@ -127,7 +133,7 @@ class Federation:
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
         for process in self.processes:
-            process.wait(timeout=30)
+            process.wait(timeout=300)
 
 
 @pytest.fixture

@@ -127,7 +127,7 @@ def test_without_deduplication_the_command_line_does_it_later(small_run, tmp_pat
     assert set(described(folder)) == {"global", "round-1", "round-2"}
     command = [Path(sys.executable).parent / "fedpriv", "dedup", "run", folder / "variants", folder / "store"]
     options = ["--block-size", "16", "-o", "min_batch=2", "--fairness", "outcome", "--json"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=600, check=True)
     assert {outcome["name"] for outcome in json.loads(done.stdout)["variants"]} == {"global", "round-1", "round-2"}
     assert "Stored variants" in write_report(folder).read_text()
 
@@ -167,7 +167,7 @@ def test_the_evaluators_saliency_is_the_gradient_of_the_mean_loss(small_run, tmp
 def test_the_bench_serves_a_runs_adapters_into_its_own_model(deduplicated):
     command = [Path(sys.executable).parent / "fedpriv", "dedup", "bench", deduplicated / "store", "--queries", "10"]
     options = ["--files", deduplicated / "variants", "--warm", "--json"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=600, check=True)
     found = json.loads(done.stdout)
     assert found["num_queries"] == 10
     assert min(found["warm"][arm]["infer_seconds"] for arm in ("plain", "store")) > 0

@@ -139,7 +139,7 @@ def test_a_run_whose_budget_allows_nothing_is_refused_before_it_starts(budgeted,
 
 
 def test_a_run_ends_with_a_clear_message_when_too_few_remain(budgeted, tmp_path):
-    least = len(budgeted["client_sizes"]) - 2
+    least = round(0.8 * len(budgeted["client_sizes"]))
     folder, notes = run(budgeted, tmp_path / "run", min_clients=least, noise_multiplier=1.0)
     summary = json.loads((folder / "summary.json").read_text())
     assert f"within their budgets, min_clients = {least}" in summary["stopped_early"]

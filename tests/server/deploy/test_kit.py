@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def deploy(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "server.deploy", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture
