@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +28,7 @@ from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import workbench
 from server.observer import LogObserver
 from simulations.engines import federation
+from tests.cli.command_line import as_json
 
 # With small blocks there are many of them; a bound of a twentieth is two of the 48 test records.
 KEPT = {"variant_rounds": [1, 2], "dedup_block_size": 16, "dedup_utility_bound": 0.05, "rounds": 3}
@@ -125,10 +124,9 @@ def test_without_deduplication_the_command_line_does_it_later(small_run, tmp_pat
     folder = run(small_run, tmp_path / "run", variant_clients=False)
     assert not (folder / "store").exists()
     assert set(described(folder)) == {"global", "round-1", "round-2"}
-    command = [Path(sys.executable).parent / "fedpriv", "dedup", "run", folder / "variants", folder / "store"]
-    options = ["--block-size", "16", "-o", "min_batch=2", "--fairness", "outcome", "--json"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=600, check=True)
-    assert {outcome["name"] for outcome in json.loads(done.stdout)["variants"]} == {"global", "round-1", "round-2"}
+    options = ["--block-size", "16", "-o", "min_batch=2", "--fairness", "outcome"]
+    done = as_json("dedup", "run", folder / "variants", folder / "store", *options)
+    assert {outcome["name"] for outcome in done["variants"]} == {"global", "round-1", "round-2"}
     assert "Stored variants" in write_report(folder).read_text()
 
 
@@ -165,10 +163,8 @@ def test_the_evaluators_saliency_is_the_gradient_of_the_mean_loss(small_run, tmp
 
 
 def test_the_bench_serves_a_runs_adapters_into_its_own_model(deduplicated):
-    command = [Path(sys.executable).parent / "fedpriv", "dedup", "bench", deduplicated / "store", "--queries", "10"]
-    options = ["--files", deduplicated / "variants", "--warm", "--json"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=600, check=True)
-    found = json.loads(done.stdout)
+    options = ["--queries", "10", "--files", deduplicated / "variants", "--warm"]
+    found = as_json("dedup", "bench", deduplicated / "store", *options)
     assert found["num_queries"] == 10
     assert min(found["warm"][arm]["infer_seconds"] for arm in ("plain", "store")) > 0
 
