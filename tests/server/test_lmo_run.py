@@ -57,7 +57,7 @@ def test_the_ledger_holds_lmo_noise_for_all_values_of_the_adapter_and_its_epsilo
     assert 2 / 3**0.5 < rows.effective_noise_multiplier.iloc[0] < 2 * 40**0.5 / 3**0.5
 
 
-@pytest.mark.parametrize("view", ["local", "rho"])
+@pytest.mark.parametrize("view", ["local", pytest.param("rho", marks=pytest.mark.slow)])
 def test_a_target_epsilon_is_met_and_no_noise_is_wasted(small_run, view):
     config = parse({**small_run, **LMO, "target_epsilon": 3.0, "privacy_view": view})
     initial, sizes = workbench(parse(small_run)).initial, [84, 56, 52]

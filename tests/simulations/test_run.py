@@ -214,7 +214,7 @@ def test_causal_models_run_and_reload(small_run, tmp_path, tiny_bert, kind, task
     assert saved.keys() == workbench_of(finished).initial.keys()
 
 
-@pytest.mark.parametrize("view", ["local", "rho"])
+@pytest.mark.parametrize("view", [pytest.param("local", marks=pytest.mark.slow), "rho"])
 def test_target_epsilon_is_met_and_not_wasted(small_run, tmp_path, view):
     finished = run(small_run, tmp_path / view, target_epsilon=3.0, privacy_view=view, clipping="split")
     spent_most = summary(finished)[f"epsilon_{view}_max"]
