@@ -22,14 +22,13 @@ from fedpriv.deployment import certificates, keys
 from fedpriv.deployment.flower import FlowerError
 from fedpriv.errors import InputError
 from fedpriv.vault.policy import Limits
-from tests.processes import free_port
+from tests.processes import free_port, run_in_process
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def deploy(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "clients.deploy", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    return run_in_process(app, "python -m clients.deploy", *arguments)
 
 
 @pytest.fixture
@@ -54,7 +53,9 @@ def options(ca: Path, **more: object) -> list[object]:
 
 
 def test_init_makes_key_settings_and_policy(tmp_path, ca):
-    done = deploy("init", tmp_path / "node", *options(ca, **{"budget-epsilon": 4}))
+    command = [sys.executable, "-m", "clients.deploy", "init", tmp_path / "node"]
+    command += [*map(str, options(ca, **{"budget-epsilon": 4}))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     node = Node.read(tmp_path / "node")
     assert (node.partition_id, node.name, node.budget_epsilon, node.data) == (1, "node-1", 4.0, None)

@@ -16,15 +16,15 @@ from fedpriv.deployment import certificates, keys
 from fedpriv.deployment.flower import FlowerError
 from fedpriv.errors import InputError
 from server.deploy import doctor, folder, registration, runs, superlink
+from server.deploy.__main__ import app
 from server.deploy.folder import Coordinator
-from tests.processes import free_port
+from tests.processes import free_port, run_in_process
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def deploy(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "server.deploy", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    return run_in_process(app, "python -m server.deploy", *arguments)
 
 
 @pytest.fixture
@@ -39,7 +39,9 @@ def public_key(tmp_path):
 
 
 def test_init_makes_what_nodes_and_flower_need(tmp_path):
-    done = deploy("init", tmp_path / "co", "--address", "fl.example.org", "--address", "10.0.0.5", "--port", 9443)
+    addresses = ["--address", "fl.example.org", "--address", "10.0.0.5", "--port", "9443"]
+    command = [sys.executable, "-m", "server.deploy", "init", tmp_path / "co", *addresses]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     made = Coordinator.read(tmp_path / "co")
     assert made.address == "fl.example.org:9443"
