@@ -207,7 +207,9 @@ def cluster():
     process.wait(timeout=60)
 
 
-def test_an_existing_cluster_is_joined_at_its_address(cluster, small_run):
+# Every day the tests below join the same cluster.
+@pytest.mark.slow
+def test_an_existing_cluster_is_joined_by_its_address(cluster, small_run):
     import ray
 
     config = parse({**small_run, "engine": "ray", "ray_address": cluster, "ray_workers": 1})
