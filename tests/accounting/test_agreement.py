@@ -1,4 +1,4 @@
-"""Random settings in which our accountants agree with dp-accounting called directly: 20 every day, 200 in all."""
+"""Our accountants agree with direct calls to dp-accounting in random settings, 20 of them every day."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def directly(accountant, event):
     return composed.compose(single if event.sampling_probability == 1 else sampled, event.count)
 
 
-def settings(num, *, seed, whole, z, counts):
-    """(event, delta) with rdp epsilon <= 100: log-uniform q from 1e-4, every fifth time the q called whole."""
-    generator, found = np.random.default_rng(seed), []
-    while len(found) < num:
-        q = whole if len(found) % 5 == 0 else float(np.exp(generator.uniform(np.log(1e-4), np.log(0.5))))
+def settings(num, *, seed, z, counts):
+    """(event, delta) with rdp epsilon <= 100: q log-uniform from 1e-4, and every fifth time 1."""
+    generator, drawn = np.random.default_rng(seed), []
+    while len(drawn) < num:
+        q = 1.0 if len(drawn) % 5 == 0 else float(np.exp(generator.uniform(np.log(1e-4), np.log(0.5))))
         event = SubsampledGaussian(
             noise_multiplier=float(np.exp(generator.uniform(*np.log(z)))),
             sampling_probability=q,
@@ -49,17 +49,17 @@ def quiet():
 
 
 @NUM_SETTINGS
-def test_rdp_agrees_in_random_settings(num):
-    for event, delta in settings(num, seed=0, whole=1.0, z=(0.4, 20), counts=(1, 5000)):
-        ours, theirs = spent([event], delta, "rdp").epsilon, directly("rdp", event).get_epsilon(delta)
+def test_rdp_agrees_with_dp_accounting_in_random_settings(num):
+    for event, delta in settings(num, seed=0, z=(0.4, 20), counts=(1, 5000)):
+        ours, theirs = epsilon_of([event], delta, "rdp").epsilon, directly("rdp", event).get_epsilon(delta)
         assert ours == pytest.approx(theirs, rel=1e-6), (event, delta)
 
 
-# The direct call for a plain Gaussian of little noise takes very long, so z is not small here.
+# The direct call is very slow for a plain Gaussian with little noise, so z is not small here.
 @NUM_SETTINGS
-def test_pld_agrees_in_random_settings_and_is_never_below(num):
-    for event, delta in settings(num, seed=1, whole=1.0, z=(2.0, 20), counts=(1, 60)):
-        ours, theirs = spent([event], delta, "pld").epsilon, directly("pld", event).get_epsilon(delta)
+def test_pld_agrees_with_dp_accounting_in_random_settings_and_is_never_below_it(num):
+    for event, delta in settings(num, seed=1, z=(2.0, 20), counts=(1, 60)):
+        ours, theirs = epsilon_of([event], delta, "pld").epsilon, directly("pld", event).get_epsilon(delta)
         assert ours == pytest.approx(theirs, rel=1e-3), (event, delta)
         assert ours >= theirs, (event, delta)
 

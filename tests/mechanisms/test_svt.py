@@ -210,11 +210,11 @@ SWAPPED = {"one": (-1, 0), "other": (0, -1), "cutoff": 1, "num": 5000}
 MOVED = {"one": (-2,) * 10, "other": (0,) * 10, "cutoff": 1, "num": 40_000}
 
 
-# Moved worlds take many runs to tell apart; the exact probabilities above hold every day.
+# Data sets in which all queries move take many runs to tell apart; the exact probabilities above hold every day.
 @pytest.mark.parametrize(
     "worlds", [pytest.param(SWAPPED, id="swapped"), pytest.param(MOVED, id="moved", marks=pytest.mark.slow)]
 )
-def test_no_neighbours_show_more_than_epsilon(worlds):
+def test_runs_on_neighbouring_data_never_show_more_than_epsilon(worlds):
     assert shown_epsilon(**worlds, epsilon=1.0) <= 1.0
 
 
@@ -225,7 +225,7 @@ def test_no_neighbours_show_more_than_epsilon(worlds):
         pytest.param(MOVED, 1, id="only queries", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_that_leaves_out_one_noise_is_caught(monkeypatch, worlds, noisy):
+def test_a_run_that_omits_one_kind_of_noise_is_caught(monkeypatch, worlds, noisy):
     scales = noise_scales(1.0, 1, 2)
     kept = (scales.threshold, scales.query)[noisy]
     monkeypatch.setattr(svt, "discrete_laplace", lambda scale, s: discrete_laplace(scale, s) if scale == kept else 0)
