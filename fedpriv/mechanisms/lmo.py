@@ -44,9 +44,8 @@ class Lmo:
 
     def checked(self, parameters: str, noise_multiplier: float) -> str:
         """The parameters as one line of JSON, with `accounting` only if it is not `sound`."""
-        if noise_multiplier == 0:
-            raise InputError("noise_multiplier = 0: multiplies the LMO noise, so it must be > 0")
         noise, accounting = _read(parameters)
+        _multiplied(noise, noise_multiplier)
         published = {} if accounting == "sound" else {"accounting": accounting}
         return json.dumps(lmo_parameters.to_dict(noise) | published)
 
@@ -56,8 +55,8 @@ class Lmo:
 
     def planned_events(self, request: NoiseRequest) -> list[Event]:
         """[clients] events of subsampled LMO noise, with the number of coordinates that the request states."""
-        noise, accounting = _read(self.checked(request.parameters, request.noise_multiplier))
-        multiplied = noise.scaled(1 / request.noise_multiplier)
+        noise, accounting = _read(request.parameters)
+        multiplied = _multiplied(noise, request.noise_multiplier)
         return [
             SubsampledLmo(
                 parameters=multiplied,
@@ -77,7 +76,7 @@ class Lmo:
         """The sums plus LMO noise, rounded to a grid, and their events."""
         request.check_fits(sums, sources)
         events = self.planned_events(request)
-        parameters = _read(request.parameters)[0].scaled(1 / request.noise_multiplier)
+        parameters = _multiplied(_read(request.parameters)[0], request.noise_multiplier)
         noised = torch.empty_like(sums)
         scale = request.clip_norm * _median_size(parameters)
         largest = torch.finfo(sums.dtype).max
@@ -108,6 +107,20 @@ def _read(text: str) -> tuple[LmoParameters, LmoAccounting]:
         return lmo_parameters.from_dict(values), cast(LmoAccounting, accounting)
     except InputError as error:
         raise InputError(f"mechanism_parameters: {error}") from None
+
+
+def _multiplied(noise: LmoParameters, noise_multiplier: float) -> LmoParameters:
+    """The noise times z.
+
+    Raises:
+        InputError: z is 0, or takes the parameters out of their range.
+    """
+    if noise_multiplier == 0:
+        raise InputError("noise_multiplier = 0: multiplies the LMO noise, so it must be > 0")
+    try:
+        return noise.scaled(1 / noise_multiplier)
+    except InputError as error:
+        raise InputError(f"noise_multiplier = {noise_multiplier:g}: takes the noise out of range ({error})") from None
 
 
 def lmo_noise(parameters: LmoParameters, num: int, source: RandomSource) -> Array:

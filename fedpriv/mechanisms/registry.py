@@ -115,7 +115,7 @@ MECHANISMS = Registry(
 
 
 def with_present_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Configuration values under the current keys: up to version 0.1, LMO noise had two keys of its own.
+    """Configuration values under the current keys: before there was a registry, LMO noise had two keys of its own.
 
     Raises:
         InputError: a former key has a value that can no longer be expressed by itself.

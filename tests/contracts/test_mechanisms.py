@@ -283,6 +283,19 @@ def test_a_target_epsilon_is_met_by_scaling_the_noise(small_run, name):
     assert 2.9 < max(costs) <= 3.0
 
 
+@pytest.mark.parametrize("multiplier", [0.0, 1e-300, 1e300])
+def test_a_noise_multiplier_out_of_range_is_refused_before_anything_is_planned(multiplier):
+    with pytest.raises(InputError, match="noise_multiplier = "):
+        MECHANISMS["lmo"].checked(LMO, multiplier)
+    spec = dataclasses.replace(
+        UpdateSpec.of(parse({})), mechanism="lmo", mechanism_parameters=LMO, noise_multiplier=multiplier
+    )
+    with pytest.raises(guard.RefusedError, match="noise_multiplier = "):
+        guard.check_instruction(
+            spec, guard.NodePolicy(allow_unrecorded=True), noise_source="secure", num_registered=100
+        )
+
+
 def test_an_unknown_mechanism_is_refused_by_config_and_guard():
     with pytest.raises(InputError, match="mechanism = 'quantum': must be one of gaussian, lmo, laplace"):
         parse({"mechanism": "quantum"})
