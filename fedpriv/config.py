@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from fedpriv.accounting.sensitivity import clipping_rule
 from fedpriv.errors import InputError
-from fedpriv.mechanisms.registry import MECHANISMS, with_present_keys
+from fedpriv.mechanisms.registry import MECHANISMS, with_current_keys
 
 EMBEDDED = "embedded"
 # Every node trains on the data that its own configuration names; the server knows only what the node registers.
@@ -215,7 +215,7 @@ class RunConfig:
             )
         if self.mechanism_parameters_are_a_file:
             return
-        mechanism.checked(self.mechanism_parameters, self.noise_multiplier)
+        MECHANISMS.checked_parameters(self.mechanism, self.mechanism_parameters, self.noise_multiplier)
         if self.caveat and (self.target_epsilon or self.budget_epsilon):
             raise ValueError(
                 f"mechanism_parameters: their cost is no privacy guarantee ({self.caveat}), so no target or budget of "
@@ -303,7 +303,7 @@ def parse(values: Mapping[str, Any]) -> RunConfig:
     Raises:
         InputError: one line that names the key, the value and what would be right.
     """
-    values = with_present_keys(values)
+    values = with_current_keys(values)
     for key in values:
         if key not in KEYS:
             close = difflib.get_close_matches(key, KEYS, n=1)

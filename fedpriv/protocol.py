@@ -16,6 +16,7 @@ from torch import Tensor
 import fedpriv
 from fedpriv.accounting import events
 from fedpriv.accounting.events import Event
+from fedpriv.accounting.law import short
 from fedpriv.adapters import codecs, merged
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import Merged
@@ -309,5 +310,5 @@ def _typed(fields: dict[str, Any], name: str, kind: type) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if type(value) is not kind:
-        raise ValueError(f"{name} = {value!r}: must be of type {kind.__name__}")
+        raise ValueError(f"{name} = {short(value)}: must be of type {kind.__name__}")
     return value

@@ -41,8 +41,8 @@ class Books:
         initial: the adapter; what noise costs depends on its tensors.
         ledger: the durable record, which knows earlier runs; None for a series of rounds that costs nothing.
         resumed_after: the last round that the run had finished when it was interrupted; None for a new run. The ledger
-            may hold charges of later rounds: a node that repeats its reply to the byte is asked under its old charge,
-            any other is charged again.
+            may hold charges of later rounds: a node that repeats its reply to the byte is asked again at no new
+            charge, any other is charged again.
 
     Raises:
         InputError: a registration, delta or unit contradicts what the ledger holds of the data set.
@@ -121,6 +121,11 @@ class Books:
     def effective_noise_multiplier(self, client: int) -> float:
         """The effective noise multiplier of one of the client's releases."""
         return self._events[client].effective_noise_multiplier
+
+    @property
+    def caveat(self) -> str:
+        """Why what the run's releases cost is no privacy guarantee; empty if it is one."""
+        return "; ".join(sorted({event.caveat for event in self._events.values() if event.caveat}))
 
     @property
     def units(self) -> set[Unit]:
@@ -271,7 +276,7 @@ class Books:
             self.accounts.record(client, release)
 
     def _worst(self, sizes: Mapping[int, int]) -> dict[int, Release]:
-        """One round's releases in the worst case over who survives it; for `aggregate` that is nobody else."""
+        """One round's releases in the worst case over which clients survive it; for `aggregate`, no other one."""
         scale = 1.0 if self._aggregate_holds else None
         return {
             client: Release(event=self._events[client], rho_bar=smallest, aggregate_scale=scale)

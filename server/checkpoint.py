@@ -115,9 +115,13 @@ def read_last(run_folder: Path, initial: Adapter) -> Checkpoint:
         raise InputError(f"resume = {str(run_folder)!r}: holds no checkpoint; the run ended before its first round")
     try:
         return _read(checkpoints[-1], initial)
-    except InputError as error:
+    except _DamagedError as error:
         remedy = f"; the one before is {checkpoints[-2]}, resume from that" if len(checkpoints) > 1 else ""
         raise InputError(f"{error}{remedy}") from None
+
+
+class _DamagedError(InputError):
+    """A checkpoint that is not as it was written; an earlier one may be."""
 
 
 def _read(path: Path, initial: Adapter) -> Checkpoint:
@@ -125,21 +129,24 @@ def _read(path: Path, initial: Adapter) -> Checkpoint:
         text, digest = (path / _STATE).read_bytes(), (path / f"{_STATE}.sha256").read_bytes()
         content = (path / _TENSORS).read_bytes()
     except OSError as error:
-        raise InputError(f"checkpoint {path}: damaged: {error.strerror or error}") from None
+        raise _DamagedError(f"checkpoint {path}: damaged: {error.strerror or error}") from None
     if digest != _digest_line(text):
-        raise InputError(f"checkpoint {path}: damaged: {_STATE} was changed after it was written")
+        raise _DamagedError(f"checkpoint {path}: damaged: {_STATE} was changed after it was written")
     state = json.loads(text)
     if state.get("version") != VERSION:
-        raise InputError(f"checkpoint {path}: version {state.get('version')!r}; this fedpriv reads version {VERSION}")
+        raise InputError(
+            f"checkpoint {path}: version {state.get('version')!r}, but this fedpriv reads version "
+            f"{VERSION}; finish the run with the fedpriv that began it"
+        )
     for package, installed in _packages().items():
         if (writer := state["packages"].get(package)) != installed:
             raise InputError(f"checkpoint {path}: was written with {package} {writer}; {installed} is installed")
     if hashlib.sha256(content).hexdigest() != state["tensors"]:
-        raise InputError(f"checkpoint {path}: damaged: {_TENSORS} was changed after it was written")
+        raise _DamagedError(f"checkpoint {path}: damaged: {_TENSORS} was changed after it was written")
     try:
         return _from(state, safetensors.torch.load(content), initial)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"checkpoint {path}: damaged: {error}") from None
+        raise _DamagedError(f"checkpoint {path}: damaged: {error}") from None
 
 
 def _from(state: Mapping[str, Any], tensors: Mapping[str, Tensor], initial: Adapter) -> Checkpoint:

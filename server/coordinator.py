@@ -53,8 +53,8 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     with resume.reopened_ledger(path, resumed) if resumed else Ledger(path) as ledger:
         series = Series(config, bench, nodes, ledger, resumed)
         writer.write_registrations(series.registrations)
-        if config.caveat:
-            observer.notice(f"{config.caveat}; this run has NO privacy guarantee")
+        if series.books.caveat:
+            observer.notice(f"{series.books.caveat}; this run has NO privacy guarantee")
         announce_budgets(series.books, config, series.names, observer)
         if resumed:
             observer.notice(f"the run resumes after round {resumed.round}")

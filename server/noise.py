@@ -18,7 +18,7 @@ from fedpriv.training.local_update import UpdateSpec, planned_event
 
 
 def with_mechanism_parameters(config: RunConfig) -> RunConfig:
-    """The configuration with its mechanism's parameters themselves, in one canonical line, where it names their file.
+    """The configuration with the mechanism's parameters in place of their file's name, as one canonical line.
 
     Raises:
         InputError: there is no such file, or it holds none that the mechanism takes.
@@ -27,10 +27,10 @@ def with_mechanism_parameters(config: RunConfig) -> RunConfig:
     if config.mechanism_parameters_are_a_file:
         try:
             text = Path(text.strip()).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or "no text"
             raise InputError(f"mechanism_parameters = {text!r}: cannot be read ({reason})") from None
-    text = MECHANISMS[config.mechanism].checked(text, config.noise_multiplier)
+    text = MECHANISMS.checked_parameters(config.mechanism, text, config.noise_multiplier)
     return config if text == config.mechanism_parameters else parse(asdict(config) | {"mechanism_parameters": text})
 
 

@@ -42,6 +42,7 @@ def summarize(config: RunConfig, bench: Workbench, outcome: Outcome, comparison:
     clients = [_client(client, costs, outcome) for client in outcome.strategy.books.sizes]
     labels = bench.data.label_names
     unmoved = unmoved_tensors(outcome.strategy.model)
+    caveat = outcome.strategy.books.caveat
     return {
         "accuracy": rows[-1].test_accuracy,
         "accuracy_initial": rows[0].test_accuracy,
@@ -52,10 +53,10 @@ def summarize(config: RunConfig, bench: Workbench, outcome: Outcome, comparison:
         "aggregate_objections": list(objections_to_aggregate(config)),
         "unit": next(iter(outcome.strategy.books.units)),
         "accountant": "pld or rdp" if any(cost.upper_bound_only for cost in known) else "pld",
-        "private": config.noise_multiplier > 0 and not config.simulate and not config.caveat,
+        "private": config.noise_multiplier > 0 and not config.simulate and not caveat,
         "mechanism": config.mechanism,
-        "epsilon_as_published_max": _unproven(outcome) if config.caveat else None,
-        "caveat": config.caveat,
+        "epsilon_as_published_max": _unproven(outcome) if caveat else None,
+        "caveat": caveat,
         "noise_source": config.noise_source,
         "budget_epsilon": list(config.budget_epsilon),
         "privacy_view": config.privacy_view,
@@ -105,7 +106,7 @@ def _unproven(outcome: Outcome) -> float:
     """The largest figure that an accounting without proof gives a client; no guarantee."""
     accounts = outcome.strategy.books.accounts
     return max(
-        epsilon_of(accounts.history(client, "local"), delta, "rdp", unproven=True).epsilon
+        epsilon_of(accounts.history(client, "local"), delta, "rdp", allow_unproven=True).epsilon
         for client, delta in accounts.deltas.items()
     )
 

@@ -48,7 +48,7 @@ class PrivacySpent:
 
 
 def epsilon_of(
-    events: Iterable[Event], delta: float, accountant: Accountant = "pld", *, unproven: bool = False
+    events: Iterable[Event], delta: float, accountant: Accountant = "pld", *, allow_unproven: bool = False
 ) -> PrivacySpent:
     """What the composition of all events costs at the given delta.
 
@@ -62,7 +62,7 @@ def epsilon_of(
         events: in any order, all of one unit; no events cost nothing.
         delta: in (0, 1).
         accountant: `pld` (tight) or `rdp` (fast, looser).
-        unproven: give a finite figure, marked as such, even if an event carries no guarantee; by default it is
+        allow_unproven: give a finite figure, marked as such, even if an event carries no guarantee; by default it is
             infinite, so that no budget is ever enforced by it.
 
     Raises:
@@ -75,7 +75,7 @@ def epsilon_of(
     proven = all(event.is_guarantee for event in composition)
     if not composition:
         return PrivacySpent(epsilon=0.0 if remaining_delta > 0 else math.inf, delta=delta, accountant=accountant)
-    if remaining_delta <= 0 or not all(event.is_noised for event in composition) or not (proven or unproven):
+    if remaining_delta <= 0 or not all(event.is_noised for event in composition) or not (proven or allow_unproven):
         return PrivacySpent(epsilon=math.inf, delta=delta, accountant=accountant, is_guarantee=proven)
     rdp_epsilon = _rdp_epsilon(composition, remaining_delta)
     if accountant == "rdp" or rdp_epsilon > PLD_LIMIT or not all(event.has_pld for event in composition):

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from fedpriv.accounting.epsilon_delta import EpsilonDelta, PureEpsilon
-from fedpriv.accounting.law import Event, Unit
+from fedpriv.accounting.law import Event, Unit, short
 from fedpriv.accounting.lmo.event import SubsampledLmo
 from fedpriv.accounting.subsampled_gaussian import SubsampledGaussian
 
@@ -77,9 +77,9 @@ def from_json(text: str) -> Event:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"event {text[:200]!r}: must be a JSON object with version and kind") from None
     if version != VERSION:
-        raise ValueError(f"event version = {version!r}: this fedpriv reads version {VERSION}")
+        raise ValueError(f"event version = {short(version)}: this fedpriv reads version {VERSION}")
     if not isinstance(kind, str) or kind not in EVENTS:
-        raise ValueError(f"event kind = {kind!r}: known are {', '.join(EVENTS)}")
+        raise ValueError(f"event kind = {short(kind)}: known are {', '.join(EVENTS)}")
     try:
         return EVENTS[kind].from_fields(fields)
     except TypeError as error:

@@ -89,7 +89,7 @@ class Event(ABC):
 
     @property
     def is_noised(self) -> bool:
-        """Whether there is any noise at all."""
+        """Whether there is any noise to speak of; without it the cost is infinite."""
         return True
 
     @property
@@ -120,8 +120,10 @@ class Event(ABC):
     @classmethod
     def rdp_of_many(cls, events: Sequence[Self], orders: npt.ArrayLike) -> Array:
         """[events, orders] `rdp` of each event; to be overridden where thousands of events can be computed faster."""
-        curves = {event: event.rdp(orders) for event in set(events)}
-        return np.stack([curves[event] for event in events]) if events else np.empty((0, np.size(orders)))
+        singles = [event.with_count(1) for event in events]
+        curves = {single: single.rdp(orders) for single in set(singles)}
+        rows = [event.count * curves[single] for event, single in zip(events, singles, strict=True)]
+        return np.stack(rows) if rows else np.empty((0, np.size(orders)))
 
     @classmethod
     def epsilon_bounds_of_many(
@@ -163,7 +165,7 @@ def check_count_and_unit(count: int, unit: str) -> None:
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 2**53:
         raise ValueError(f"count = {short(count)}: must be a whole number >= 1")
     if unit not in get_args(Unit):
-        raise ValueError(f"unit = {unit!r}: must be one of {', '.join(get_args(Unit))}")
+        raise ValueError(f"unit = {short(unit)}: must be one of {', '.join(get_args(Unit))}")
 
 
 def check_sampled_unit(sampling_probability: float, unit: str) -> None:
@@ -176,8 +178,10 @@ def check_sampled_unit(sampling_probability: float, unit: str) -> None:
 
 
 def short(value: object) -> str:
-    """The value, shortened for a one-line message: untrusted JSON may hold a number of a million digits."""
+    """The value, shortened for a one-line message: untrusted JSON may hold a million digits, or a thousand brackets."""
     try:
         return repr(value)[:60]
     except ValueError:  # Python refuses to print an integer of more than 4300 digits
         return "a number out of range"
+    except RecursionError:
+        return "a value nested too deeply"

@@ -19,8 +19,9 @@ class Brackets:
 
     Attributes:
         lower: [clients], never above the result of `accountants.epsilon_of` for each.
-        upper: [clients], the epsilon to report; infinite without noise. Never below the result of dp-accounting's
-            accountant for each, nor, to within 0.1 %, below that of `accountants.epsilon_of`.
+        upper: [clients], the epsilon to report, a bound on each client's; infinite without noise. For Gaussian noise
+            never below the result of dp-accounting's accountant, nor, to within 0.1 %, below that of
+            `accountants.epsilon_of`.
     """
 
     lower: Array
@@ -48,12 +49,18 @@ def epsilons(
         rows = [row for row, event in enumerate(events) if type(event) is event_type]
         row_events, row_deltas = [events[row] for row in rows], [deltas[row] for row in rows]
         bounds = event_type.epsilon_bounds_of_many(row_events, row_deltas, accountant, workers)
-        lower[rows], upper[rows] = bounds or _rdp_bounds(row_events, row_deltas, accountant)
+        lower[rows], upper[rows] = bounds or rdp_bounds(row_events, row_deltas, accountant)
     return Brackets(lower=lower, upper=upper)
 
 
-def _rdp_bounds(events: Sequence[Event], deltas: Sequence[float], accountant: Accountant) -> tuple[Array, Array]:
-    """Bounds on histories of one event type from its Renyi curves; they are exact unless pld would be tighter."""
+def rdp_bounds(events: Sequence[Event], deltas: Sequence[float], accountant: Accountant) -> tuple[Array, Array]:
+    """Bounds on histories of one event type from its Renyi curves; they are exact unless pld would be tighter.
+
+    Args:
+        events: [clients], at least one, all of one type.
+        deltas: [clients], in (0, 1).
+        accountant: `pld` or `rdp`.
+    """
     curves = type(events[0]).rdp_of_many(events, ORDERS)
     upper = np.array([_epsilon(*history) for history in zip(events, curves, deltas, strict=True)])
     is_exact = accountant == "rdp" or not events[0].has_pld

@@ -119,8 +119,8 @@ class SubsampledGaussian(Event):
 
     @property
     def is_noised(self) -> bool:
-        """Whether z_eff > 0."""
-        return self.noise_multiplier > 0
+        """Whether z_eff is at least 1e-6, below which a release counts as one without noise."""
+        return self.noise_multiplier >= MIN_NOISE
 
     @property
     def loss_scale(self) -> float:

@@ -117,7 +117,14 @@ def aggregate_scale(sizes: Mapping[int, int], client: int, *, colluding: int = 0
 
 
 def aggregate_objections(
-    *, local_steps: int, optimizer: str, noise_on: str, linear: bool, uploads_hidden: bool, noise_adds_up: bool = True
+    *,
+    local_steps: int,
+    optimizer: str,
+    noise_on: str,
+    linear: bool,
+    uploads_hidden: bool,
+    mechanism: str = "gaussian",
+    noise_adds_up: bool = True,
 ) -> tuple[str, ...]:
     """Why the `aggregate` view does not hold for a run, one line per failing condition; empty if it holds.
 
@@ -127,13 +134,14 @@ def aggregate_objections(
         noise_on: `gradients` or `upload`.
         linear: whether the global adapter is a linear weighted sum of the uploads.
         uploads_hidden: whether nobody sees any single upload, and no variant of a single client is kept.
+        mechanism: name of the mechanism.
         noise_adds_up: whether the sum of the clients' noise follows the same kind of distribution.
     """
     conditions = {
         f"local_steps = {local_steps}: needs 1, since later steps depend on the client's own noise": local_steps == 1,
         f"optimizer = {optimizer}: needs sgd, whose step is linear in the noise": optimizer == "sgd",
         f"noise_on = {noise_on}: needs gradients": noise_on == "gradients",
-        "mechanism: needs gaussian, whose sum is of the same kind": noise_adds_up,
+        f"mechanism = {mechanism}: needs gaussian, whose sum is of the same kind": noise_adds_up,
         "aggregation: needs a linear weighted sum": linear,
         "uploads_hidden = false: needs secure aggregation, since the server sees every upload": uploads_hidden,
     }

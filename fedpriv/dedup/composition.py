@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from typing import Literal, TypeVar
 
 from fedpriv.accounting.accountants import check_delta, epsilon_of
-from fedpriv.accounting.events import EpsilonDelta, Event, PureEpsilon, group
+from fedpriv.accounting.events import Event, group
 from fedpriv.accounting.law import Accountant
 from fedpriv.accounting.views import Release, View
 from fedpriv.ledger.entries import Key
@@ -289,15 +289,13 @@ def _epsilon_of(events: frozenset[Event], delta: float, accountant: Accountant) 
 
 def _basic_epsilon(parts: Sequence[Sequence[Event]], delta: float, accountant: Accountant) -> float:
     """Sum of the parts' epsilons; stated guarantees keep their deltas, the other parts share the rest of delta."""
-    stated = [part for part in parts if all(isinstance(event, (EpsilonDelta, PureEpsilon)) for event in part)]
+    stated = [part for part in parts if all(math.isfinite(event.max_loss) for event in part)]
     others = [part for part in parts if part not in stated]
-    remaining_delta = delta - math.fsum(
-        e.count * e.delta for part in stated for e in part if isinstance(e, EpsilonDelta)
-    )
+    remaining_delta = delta - math.fsum(event.total_delta for part in stated for event in part)
     # A rounding error in a sum of deltas does not count as an excess.
     if remaining_delta < -1e-9 * delta or (others and remaining_delta <= 0):
         return math.inf
-    epsilons = [e.count * e.epsilon for part in stated for e in part if isinstance(e, (EpsilonDelta, PureEpsilon))]
+    epsilons = [event.max_loss for part in stated for event in part]
     return math.fsum(epsilons + [_epsilon(part, remaining_delta / len(others), accountant) for part in others])
 
 

@@ -116,7 +116,7 @@ def _public_key(line: str) -> ec.EllipticCurvePublicKey | None:
     except (ValueError, UnsupportedAlgorithm):
         return None
     usable = isinstance(key, ec.EllipticCurvePublicKey) and isinstance(key.curve, ec.SECP384R1)
-    return key if usable and "\n" not in line.strip() else None  # type: ignore[return-value]
+    return key if usable and "\n" not in line.strip() else None  # type: ignore[return-value]  # `usable` says so
 
 
 def _line(key: ec.EllipticCurvePrivateKey) -> str:

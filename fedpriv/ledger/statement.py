@@ -71,7 +71,7 @@ def _spending(db: sqlite3.Connection, data_set: DataSet, budget_epsilon: float |
         "upper_bound_only": any(cost.upper_bound_only for cost in costs.values()),
         "unit": next(iter(units), "record"),
         "is_guarantee": all(cost.is_guarantee for cost in costs.values()),
-        "caveats": sorted({event.caveat for event in local if event.caveat}),
+        "caveats": sorted({event.caveat for event in local if event.caveat and event.sampling_probability > 0}),
         "noise_source": ",".join(sorted({source for run in runs for source in run.noise_source.split(",")})),
     }
     if budget_epsilon is not None and (last := _last_event(db, data_set)) is not None:

@@ -79,7 +79,7 @@ class Budget:
 
 def cost(parameters: LmoParameters, budget: Budget) -> float:
     """Epsilon of all releases by the budget's accounting; with `published` it is the paper's figure."""
-    return epsilon_of([budget.event(parameters)], budget.delta, "rdp", unproven=True).epsilon
+    return epsilon_of([budget.event(parameters)], budget.delta, "rdp", allow_unproven=True).epsilon
 
 
 def costs(candidates: Columns, budget: Budget, orders: npt.NDArray[np.int64], points: int) -> Array:

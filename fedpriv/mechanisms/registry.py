@@ -16,12 +16,19 @@ if TYPE_CHECKING:
     from fedpriv.mechanisms.sources import RandomSource
 
 
+# Characters of a mechanism's parameters: a stranger may send them, and they are kept in memory.
+_MAX_LENGTH = 10_000
+
+
 class Mechanism(Protocol):
     """One kind of noise: its parameters are checked and its cost is planned from public numbers; it draws the noise."""
 
     @property
     def parameters_hint(self) -> str:
-        """What its parameters are and where to get them, for messages; empty if it takes none."""
+        """What its parameters are and where to get them, for messages; empty if it takes none, else it needs some.
+
+        In a configuration they are a JSON object, or the name of a file that holds one.
+        """
 
     @property
     def noise_adds_up(self) -> bool:
@@ -84,6 +91,8 @@ class Registry(MutableMapping[str, Mechanism]):
         return entry
 
     def __setitem__(self, name: str, mechanism: Mechanism) -> None:
+        if name in self._entries:
+            raise ValueError(f"mechanism = {name!r}: is registered already; delete it first")
         self._entries[name] = mechanism
 
     def __delitem__(self, name: str) -> None:
@@ -105,6 +114,16 @@ class Registry(MutableMapping[str, Mechanism]):
             raise InputError(f"mechanism = {name[:60]!r}: must be one of {', '.join(self)}")
         return self[name]
 
+    def checked_parameters(self, name: str, parameters: str, noise_multiplier: float) -> str:
+        """The parameters of the mechanism with this name in their canonical form; see `Mechanism.checked`.
+
+        Raises:
+            InputError: the mechanism is unknown, or its parameters are wrong or too long.
+        """
+        if len(parameters) > _MAX_LENGTH:
+            raise InputError(f"mechanism_parameters: {len(parameters)} characters; at most {_MAX_LENGTH}")
+        return self.named(name).checked(parameters, noise_multiplier)
+
 
 MECHANISMS = Registry(
     {
@@ -114,19 +133,19 @@ MECHANISMS = Registry(
 )
 
 
-def with_present_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Configuration values under the current keys: before there was a registry, LMO noise had two keys of its own.
+def with_current_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Configuration values under the current keys: before mechanisms had a registry, one had two keys of its own.
 
     Raises:
-        InputError: a former key has a value that can no longer be expressed by itself.
+        InputError: a former key has a value that can no longer be expressed by itself, or contradicts the current one.
     """
-    values = dict(values)
-    parameters, accounting = values.pop("lmo_parameters", ""), values.pop("lmo_accounting", "sound")
+    current = dict(values)
+    parameters, accounting = current.pop("lmo_parameters", ""), current.pop("lmo_accounting", "sound")
     if accounting != "sound":
         raise InputError(
-            f"lmo_accounting = {accounting!r}: is no key any more; write it into mechanism_parameters, such as "
+            f"lmo_accounting = {accounting!r}: is no longer a key; write it into mechanism_parameters, such as "
             f'{{"accounting": "{accounting}", "combination": ...}}'
         )
-    if parameters:
-        values.setdefault("mechanism_parameters", parameters)
-    return values
+    if parameters and current.get("mechanism_parameters", "") not in ("", parameters):
+        raise InputError("lmo_parameters: is now mechanism_parameters, which has another value here; give one of them")
+    return current | ({"mechanism_parameters": parameters} if parameters else {})

@@ -101,7 +101,7 @@ def why_not_private(run: FinishedRun) -> list[str]:
         reasons.append("its noise came from a seeded generator: whoever knows the seed can subtract the noise")
     if (as_published := run.summary.get("epsilon_as_published_max")) is not None:
         reasons.append(
-            f"{run.summary.get('caveat') or 'its noise was accounted for without proof'}; the figure found so, "
+            f"{run.summary.get('caveat') or 'its noise was accounted for without proof'}; the resulting figure, "
             f"{tables.format_epsilon(as_published, delta)}, is no privacy guarantee"
         )
     elif tables.format_bound(run.summary["epsilon_local_max"]) == tables.INFINITY:

@@ -124,7 +124,7 @@ def _recorded(layers: Mapping[str, TrainableLayer], stack: Stack | None) -> Iter
         return forward
 
     for name, layer in layers.items():
-        layer.module.forward = forward_of(name, layer)  # type: ignore[method-assign, assignment]
+        layer.module.forward = forward_of(name, layer)  # type: ignore[method-assign, assignment]  # taken back below
     try:
         yield activations
     finally:

@@ -122,7 +122,7 @@ def check_instruction(spec: UpdateSpec, policy: NodePolicy, *, noise_source: str
 
 def _check_mechanism(spec: UpdateSpec) -> None:
     try:
-        MECHANISMS.named(spec.mechanism).checked(spec.mechanism_parameters, spec.noise_multiplier)
+        MECHANISMS.checked_parameters(spec.mechanism, spec.mechanism_parameters, spec.noise_multiplier)
     except InputError as error:
         raise RefusedError(str(error)) from None
 
@@ -220,10 +220,12 @@ def charge(policy: NodePolicy, key: Key, event: Event, data_set: DataSet | None,
     Raises:
         AlreadyReleasedError: the same request was answered before.
         RetiredError: the budget does not allow the release.
-        RefusedError: the same request was answered before, but the reply is no longer kept; or earlier releases of
-            these data have another unit.
+        RefusedError: the event protects nobody, on a node that releases nothing of that kind; the same request was
+            answered before, but the reply is no longer kept; or earlier releases of these data have another unit.
         LedgerError: the ledger cannot be used.
     """
+    if not policy.allow_not_private:
+        _check_event(event)
     if policy.ledger is None or data_set is None or not event.is_noised:
         return
     # A node does not know the noise of the round's other clients, so its own ledger keeps the `local` view.
@@ -249,6 +251,14 @@ def charge(policy: NodePolicy, key: Key, event: Event, data_set: DataSet | None,
             log.warning("round %s would exceed the budget: %.4f of %s is spent", key.round, cost, budget)
             raise RetiredError("budget_epsilon: another round would exceed this node's budget")
         ledger.charge([new_charge])
+
+
+def _check_event(event: Event) -> None:
+    """Refuse an event that protects nobody, whatever its mechanism says of itself."""
+    if not event.is_noised:
+        raise RefusedError("noise_multiplier: its effective value is 0; this node releases nothing without noise")
+    if not event.is_guarantee:
+        raise RefusedError(f"mechanism: its cost is no privacy guarantee ({event.caveat}); this node needs one")
 
 
 def store_reply(policy: NodePolicy, key: Key, event: Event, content: bytes) -> bytes:

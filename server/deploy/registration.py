@@ -41,7 +41,7 @@ def register(coordinator: Coordinator, partition_id: int, public_key: Path) -> b
 
 
 def _register_at_superlink(coordinator: Coordinator, public_key: Path) -> None:
-    """Register the key, even if it was before: a crash may have come before it was kept, or state.db be lost."""
+    """Register the key, even if it was before: a crash may have come first, or state.db may have been lost."""
     try:
         flwr(
             coordinator.flower_home,

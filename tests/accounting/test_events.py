@@ -58,6 +58,15 @@ def test_unknown_or_impossible_events_are_refused(text, part):
         from_json(text)
 
 
+# What breaks depends on the depth of the caller's stack: the parser, a message's text, or nothing at all.
+@pytest.mark.parametrize("field", ["noise_multiplier", "unit", "count", "kind", "version"])
+def test_deeply_nested_values_are_refused_like_any_other(field):
+    for depth in range(500, 1100, 10):
+        text = changed(**{field: "DEEP"}).replace('"DEEP"', "[" * depth + "]" * depth)
+        with pytest.raises(ValueError, match="event|must be"):
+            from_json(text)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_values_that_are_not_finite_are_refused_by_name(bad):
     with pytest.raises(ValueError, match="noise_multiplier"):

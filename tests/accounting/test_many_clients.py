@@ -12,6 +12,7 @@ from dp_accounting import rdp
 from fedpriv.accounting import many_gaussians
 from fedpriv.accounting.accountants import ORDERS, epsilon_of
 from fedpriv.accounting.events import EpsilonDelta, PureEpsilon, SubsampledGaussian, SubsampledLmo
+from fedpriv.accounting.lmo import event as lmo_event
 from fedpriv.accounting.lmo.parameters import LmoParameters, UniformPart
 from fedpriv.accounting.many_clients import epsilons
 
@@ -183,3 +184,18 @@ def test_bad_arguments_are_refused_by_name(arguments, message):
 def test_zero_workers_are_refused():
     with pytest.raises(ValueError, match="workers = 0"):
         epsilons([event()], [1e-5], "pld", workers=0)
+
+
+def test_thousands_of_clients_with_lmo_noise_are_bounded_on_a_grid_of_sampling_probabilities(monkeypatch):
+    monkeypatch.setattr(lmo_event, "_NODES", 20)
+    noise = LmoParameters(combination="mixture", uniform=UniformPart(weight=1.0, low=0.1, high=0.5))
+    generator = np.random.default_rng(5)
+    events = [
+        SubsampledLmo(parameters=noise, sensitivity=1.0, dimension=500, sampling_probability=q, count=20)
+        for q in [0.0, 1.0, *np.exp(generator.uniform(math.log(0.01), 0.0, 200)).tolist()]
+    ]
+    found = check(events, [1e-5] * len(events), "pld", range(0, len(events), 20))
+    assert found.upper[0] == 0
+    assert (found.lower <= found.upper).all()
+    # Twenty nodes over a factor of 100 lie 27 % apart.
+    assert np.median(found.upper[1:] / found.lower[1:]) < 1.6

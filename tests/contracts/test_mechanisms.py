@@ -21,6 +21,7 @@ from fedpriv.accounting.lmo import density, parameters
 from fedpriv.accounting.views import Release
 from fedpriv.config import parse
 from fedpriv.errors import InputError
+from fedpriv.ledger.entries import Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.mechanisms.request import NoiseRequest
@@ -317,5 +318,47 @@ def test_keys_of_former_versions_are_read_if_they_still_have_an_equivalent():
     former = {"mechanism": "lmo", "lmo_parameters": LMO, "lmo_accounting": "sound", "noise_multiplier": 1.0}
     assert parse(former) == parse({"mechanism": "lmo", "mechanism_parameters": LMO, "noise_multiplier": 1.0})
     assert parse({"lmo_parameters": "", "lmo_accounting": "sound"}) == parse({})
-    with pytest.raises(InputError, match="lmo_accounting = 'published': is no key any more"):
+    with pytest.raises(InputError, match="lmo_accounting = 'published': is no longer a key"):
         parse({**former, "lmo_accounting": "published"})
+    assert parse({**former, "mechanism_parameters": ""}) == parse(former), "as every resolved configuration has it"
+    with pytest.raises(InputError, match="lmo_parameters: is now mechanism_parameters"):
+        parse({**former, "mechanism_parameters": PUBLISHED})
+
+
+def test_a_node_charges_no_event_that_protects_nobody_whatever_its_mechanism_says(tmp_path):
+    policy = guard.NodePolicy(ledger=tmp_path / "ledger.sqlite")
+    data_set = guard.registered_data_set(policy, "0", 100)
+    key = Key(run="r", client="0", round=1, request="digest")
+    published = dataclasses.replace(request_for("lmo", 50), parameters=PUBLISHED)
+    for event, message in (
+        (event_of("gaussian", noise_multiplier=5e-324), "its effective value is 0"),
+        (MECHANISMS["lmo"].planned_events(published)[0], "no privacy guarantee"),
+    ):
+        with pytest.raises(guard.RefusedError, match=message):
+            guard.charge(policy, key, event, data_set, noise_source="secure")
+    with Ledger(policy.ledger) as ledger:
+        assert ledger.releases(data_set.id) == []
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        " " * 20_000 + LMO,
+        '{"combination": ' + "[" * 980 + "]" * 980 + "}",
+        '{"combination": "' + "x" * 5000 + '"}',
+        '{"combination": "mixture", "uniform": {"weight": 1' + "0" * 5000 + ', "low": 1, "high": 1}}',
+        "[" * 9000,
+    ],
+    ids=["long", "nested", "text", "digits", "brackets"],
+)
+def test_parameters_of_a_hostile_coordinator_are_refused_in_one_short_line(parameters):
+    spec = dataclasses.replace(UpdateSpec.of(parse({})), mechanism="lmo", mechanism_parameters=parameters)
+    policy = guard.NodePolicy(allow_unrecorded=True)
+    with pytest.raises(guard.RefusedError) as refusal:
+        guard.check_instruction(spec, policy, noise_source="secure", num_registered=100)
+    assert len(str(refusal.value)) < 300
+
+
+def test_a_name_is_registered_once():
+    with pytest.raises(ValueError, match="mechanism = 'lmo': is registered already"):
+        MECHANISMS["lmo"] = Laplace()

@@ -42,7 +42,7 @@ def flower_environment(tmp_path: Path) -> Iterator[dict[str, str]]:
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_TELEMETRY_ENABLED": "0",
         "FEDPRIV_TRUST_RUN_CONFIG": "1",
-        # Else Flower's engine joins whatever cluster Ray last noted on this machine, be it long dead.
+        # Otherwise Flower's engine joins the cluster that Ray last noted here, even if it no longer exists.
         "RAY_ADDRESS": "local",
     }
     yield environment

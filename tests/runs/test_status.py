@@ -104,7 +104,7 @@ def wrote(folder: Path, seconds_ago: float) -> None:
 
 @pytest.fixture
 def write_run(tmp_path: Path) -> WriteRun:
-    """Writes a run of three clients, of whom the second fails in round 2, up to a round and as it was so long ago."""
+    """Writes a run of three clients up to a round, aged by so many seconds; the second client fails in round 2."""
 
     def write(
         name: str = "run", *, rounds: int = 3, seconds_ago: float = 12.0, checkpoints: bool = True, **config: Any

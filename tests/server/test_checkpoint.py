@@ -107,7 +107,7 @@ def test_checkpoint_of_another_version_or_package_is_refused(tmp_path, monkeypat
     with pytest.raises(InputError, match=r"was written with flwr \d\S*; 9\.9 is installed"):
         read_last(tmp_path, INITIAL)
     monkeypatch.setattr(checkpoint, "VERSION", 3)
-    with pytest.raises(InputError, match="version 2; this fedpriv reads version 3"):
+    with pytest.raises(InputError, match="version 2, but this fedpriv reads version 3"):
         read_last(tmp_path, INITIAL)
 
 

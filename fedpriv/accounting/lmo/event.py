@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, Self, get_args
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from fedpriv.accounting.law import (
     SMALLEST_DIVERGENCE,
+    Accountant,
     Array,
     Event,
     Unit,
@@ -32,6 +33,9 @@ PUBLISHED_CAVEAT = "LMO noise was accounted as published, which bounds no gradie
 
 # The Renyi order at which the noise is compared with Gaussian noise.
 _COMPARED_AT = 8
+
+# Sampling probabilities at which thousands of clients are computed, some 2 % of epsilon apart.
+_NODES = 400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +94,30 @@ class SubsampledLmo(Event):
             return _unsampled(*noise, orders, sampled=False)
         every = _unsampled(*noise, tuple(range(2, max(orders) + 1)), sampled=True)
         return poisson_sampled(every, np.array(orders), self.sampling_probability)
+
+    @classmethod
+    def epsilon_bounds_of_many(
+        cls, events: Sequence[Self], deltas: Sequence[float], accountant: Accountant, workers: int
+    ) -> tuple[Array, Array] | None:
+        """Bounds at sampling probabilities rounded to a grid, where there are too many distinct ones to compute each.
+
+        Sampling with a larger probability never costs less.
+        """
+        from fedpriv.accounting.many_clients import rdp_bounds  # it imports the accountants, which import this module
+
+        probabilities = np.array([event.sampling_probability for event in events])
+        # Without sampling the curve is computed more finely, so that probability 1 is a node for itself alone.
+        distinct = np.unique(probabilities[(probabilities > 0) & (probabilities < 1)])
+        if len(distinct) <= _NODES:
+            return None
+        nodes = np.concatenate([[0.0], np.geomspace(distinct[0], distinct[-1], _NODES), [1.0]])
+        nodes[1], nodes[-2] = distinct[0], distinct[-1]
+        bounds = []
+        for side, shift in (("right", -1), ("left", 0)):
+            rounded = nodes[np.searchsorted(nodes, probabilities, side=side) + shift].tolist()
+            moved = [replace(event, sampling_probability=q) for event, q in zip(events, rounded, strict=True)]
+            bounds.append(rdp_bounds(moved, deltas, accountant))
+        return bounds[0][0], bounds[1][1]
 
     def with_noise(self, factor: float) -> Self:
         """The same noise for a sensitivity divided by the factor, which costs the same as the multiplied noise."""

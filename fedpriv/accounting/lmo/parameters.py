@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
+from fedpriv.accounting.law import short
 from fedpriv.errors import InputError
 
 # `mixture`: u is one of the parts, chosen with probability equal to its weight. `linear`: u is the weighted sum of the
@@ -94,7 +95,7 @@ class LmoParameters:
     def __post_init__(self) -> None:
         if self.combination not in get_args(Combination):
             known = ", ".join(get_args(Combination))
-            raise InputError(f"combination = {self.combination!r}: must be one of {known}")
+            raise InputError(f"combination = {short(self.combination)}: must be one of {known}")
         total = math.fsum(part.weight for part in self.parts.values())
         if total <= 0:
             raise InputError("parameters: no part has weight; give gamma, exponential or uniform a weight > 0")
@@ -171,20 +172,13 @@ def _part(name: str, values: object) -> Part:
 
 def _check_weight(name: str, weight: float) -> None:
     if not _is_number(weight) or not (weight == 0 or _SMALLEST <= weight <= _LARGEST):
-        raise InputError(f"{name}.weight = {_short(weight)}: must be 0 or lie in [{_SMALLEST:g}, {_LARGEST:g}]")
+        raise InputError(f"{name}.weight = {short(weight)}: must be 0 or lie in [{_SMALLEST:g}, {_LARGEST:g}]")
 
 
 def _check_positive(name: str, value: float, least: float = _SMALLEST) -> None:
     if not _is_number(value) or not least <= value <= _LARGEST:
-        raise InputError(f"{name} = {_short(value)}: must lie in [{least:g}, {_LARGEST:g}]")
+        raise InputError(f"{name} = {short(value)}: must lie in [{least:g}, {_LARGEST:g}]")
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _short(value: object) -> str:
-    try:
-        return repr(value)[:60]
-    except ValueError:  # Python refuses to print an integer of more than 4300 digits
-        return "a number out of range"

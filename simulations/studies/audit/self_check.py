@@ -109,7 +109,7 @@ def lmo_setup(seed: int, accounting: str = "published") -> Setup:
 @cache
 def lmo_claim(accounting: str) -> float:
     """The epsilon of the LMO noise by either accounting."""
-    return epsilon_of([lmo_setup(0, accounting).event], DELTA, "rdp", unproven=True).epsilon
+    return epsilon_of([lmo_setup(0, accounting).event], DELTA, "rdp", allow_unproven=True).epsilon
 
 
 def audit_of_lmo(seed: int, *, dense: bool = True, accounting: str = "published") -> Finding:

@@ -217,7 +217,7 @@ def test_published_accounting_is_not_a_guarantee_and_never_enforces_a_budget():
     assert epsilon_of([event(), paper], DELTA).epsilon == math.inf
     assert delta_of([paper], 5.0) == 1.0
     assert not stays_within([paper], DELTA, 1e6)
-    shown = epsilon_of([paper], DELTA, unproven=True)
+    shown = epsilon_of([paper], DELTA, allow_unproven=True)
     assert 0 < shown.epsilon < epsilon_of([replace(paper, accounting="sound")], DELTA).epsilon
     assert not shown.is_guarantee
 
