@@ -63,7 +63,7 @@ def test_unknown_or_impossible_events_are_refused(text, part):
 def test_deeply_nested_values_are_refused_like_any_other(field):
     for depth in range(500, 1100, 10):
         text = changed(**{field: "DEEP"}).replace('"DEEP"', "[" * depth + "]" * depth)
-        with pytest.raises(ValueError, match="event|must be"):
+        with pytest.raises(ValueError, match=r"event|must be"):
             from_json(text)
 
 
