@@ -112,12 +112,14 @@ class SubsampledLmo(Event):
             return None
         nodes = np.concatenate([[0.0], np.geomspace(distinct[0], distinct[-1], _NODES), [1.0]])
         nodes[1], nodes[-2] = distinct[0], distinct[-1]
-        bounds = []
-        for side, shift in (("right", -1), ("left", 0)):
-            rounded = nodes[np.searchsorted(nodes, probabilities, side=side) + shift].tolist()
-            moved = [replace(event, sampling_probability=q) for event, q in zip(events, rounded, strict=True)]
-            bounds.append(rdp_bounds(moved, deltas, accountant))
-        return bounds[0][0], bounds[1][1]
+
+        def at(rounded: Array) -> tuple[Array, Array]:
+            moved = [replace(e, sampling_probability=q) for e, q in zip(events, rounded.tolist(), strict=True)]
+            return rdp_bounds(moved, deltas, accountant)
+
+        below = nodes[np.searchsorted(nodes, probabilities, side="right") - 1]
+        above = nodes[np.searchsorted(nodes, probabilities)]
+        return at(below)[0], at(above)[1]
 
     def with_noise(self, factor: float) -> Self:
         """The same noise for a sensitivity divided by the factor, which costs the same as the multiplied noise."""
