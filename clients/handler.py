@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 
 _secure = SecureSource()
 
+# Characters of a refusal, which may quote what a coordinator sent.
+_LONGEST_REASON = 300
+
 
 def prepare(message: Message, context: Context) -> UpdateTask:
     """The task that a train message asks for, after the guard has checked and charged it.
@@ -103,7 +106,7 @@ def _refusal(error: Exception) -> tuple[int, str]:
         return protocol.RETIRED, f"retired: {error}"
     if isinstance(error, guard.RefusedError):
         log.warning("refused: %s", error)
-        return protocol.REFUSED, f"refused: {error}"
+        return protocol.REFUSED, f"refused: {error}"[:_LONGEST_REASON]
     if isinstance(error, LedgerError):
         log.error("refused: %s", error)
         return protocol.REFUSED, "refused: this node's ledger cannot be used; its log says why"

@@ -22,6 +22,7 @@ from fedpriv.training import workbench as workbench_module
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.training.workbench import workbench
+from fedpriv.vault import guard
 from fedpriv.vault.policy import Limits
 from simulations.engines.flower_private import task_identity
 
@@ -248,3 +249,9 @@ def test_an_adapter_that_does_not_fit_is_refused_before_anything_is_charged(node
     assert node.ask(message).error.code == protocol.FAILED
     assert node.num_charged == 0
     assert not node.ask(node.message()).has_error()
+
+
+def test_a_refusal_quotes_no_more_than_a_line_of_what_was_sent():
+    code, reason = handler._refusal(guard.RefusedError("clipping = " + "x" * 10**6))
+    assert code == protocol.REFUSED
+    assert len(reason) == 300
