@@ -60,7 +60,7 @@ def register_nodes(grid: Grid, *, num_expected: int, wait: float, node_keys: Pat
         time.sleep(_POLL_SECONDS)
     if not nodes:
         raise InputError(
-            f"{len(answered)} nodes answered within {wait:.0f} s, and none of them can take part; the log says why"
+            f"{len(answered)} nodes answered within {wait:.0f} s, none of which can take part; the log says why"
         )
     if len(nodes) < num_expected:
         log.warning("%s of %s nodes registered in %.0f s; the run starts with them", len(nodes), num_expected, wait)

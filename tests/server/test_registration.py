@@ -130,7 +130,7 @@ def test_after_the_wait_the_run_goes_on_with_those_that_are_there(caplog):
     registered = register_nodes(Nodes([NODE]), num_expected=3, wait=1)
     assert list(registered) == [0]
     assert "1 of 3 nodes registered" in caplog.text
-    with pytest.raises(InputError, match="none of them can take part"):
+    with pytest.raises(InputError, match="none of which can take part"):
         register_nodes(Nodes([Error(100, "refused")]), num_expected=1, wait=1)
 
 
