@@ -40,7 +40,7 @@ def test_a_bundle_that_nobody_approved_runs_nowhere(holders, holders_run, checko
     assert "none of which can take part" in output
     assert "The FAB could not be verified" in output, output
     for client in range(3):
-        assert "is not approved; read it, then add it to" in (holders.folder / f"node-{client}.log").read_text()
+        assert "is not approved; review it, then add it to" in (holders.folder / f"node-{client}.log").read_text()
         assert not holders.charges(client)
         assert not list((holders.node(client) / "flower").rglob("handler.py"))  # nothing was installed
 
