@@ -24,6 +24,7 @@ from scipy import special
 
 from fedpriv.accounting.accountants import FINEST_INTERVAL, INTEGER_ORDERS, ORDERS, PLD_LIMIT, total_loss
 from fedpriv.accounting.law import SMALLEST_DIVERGENCE, Accountant, Array
+from fedpriv.accounting.nodes import nodes_of, rounded
 from fedpriv.accounting.subsampled_gaussian import MAX_NOISE, MIN_NOISE, SubsampledGaussian
 
 _FRACTIONAL_ORDERS = np.array([order for order in ORDERS if not float(order).is_integer()])
@@ -103,16 +104,6 @@ def _groups(clients: _Clients) -> Iterator[npt.NDArray[np.intp]]:
         yield np.flatnonzero(group == number)
 
 
-def _nodes(values: Array, at_most: int) -> Array:
-    """The distinct values or, if there are too many, a geometric grid from the smallest to the largest."""
-    distinct = np.unique(values)
-    if len(distinct) <= at_most:
-        return distinct
-    grid = np.geomspace(distinct[0], distinct[-1], at_most)
-    grid[0], grid[-1] = distinct[0], distinct[-1]
-    return grid
-
-
 # --- rdp ---
 
 
@@ -170,7 +161,7 @@ def _integer_order_logs(clients: _Clients) -> tuple[Array, Array]:
     low, high = np.empty((2, len(clients.q), len(INTEGER_ORDERS)))
     for rows in _groups(clients):
         q, z = clients.q[rows], clients.z[rows[0]]
-        nodes = _nodes(q, _RDP_NODES)
+        nodes = nodes_of(q, _RDP_NODES)
         if len(nodes) == _RDP_NODES:  # one more node below, so that the first cell has a chord to extend
             nodes = np.append(nodes[0] * (nodes[0] / nodes[1]), nodes)
         low[rows], high[rows] = _interpolate(q, nodes, _integer_orders_at(nodes, z))
@@ -281,19 +272,13 @@ def _rounded(clients: _Clients, *, up: bool) -> list[tuple[_Node, _Query]]:
         group = clients.at(rows)
         few = len(np.unique(group.q)) <= _PLD_LOWER_NODES[0] and len(np.unique(group.count)) <= _PLD_LOWER_NODES[1]
         max_q, max_count, max_delta = _PLD_UPPER_NODES if up and not few else _PLD_LOWER_NODES
-        q[rows] = _round(group.q, _nodes(group.q, max(8, max_q // len(groups))), up=up)
-        count[rows] = _round(group.count, np.unique(np.rint(_nodes(group.count, max_count))), up=up)
-        delta[rows] = _round(group.delta, _nodes(group.delta, max_delta), up=not up)
+        q[rows] = rounded(group.q, nodes_of(group.q, max(8, max_q // len(groups))), up=up)
+        count[rows] = rounded(group.count, np.unique(np.rint(nodes_of(group.count, max_count))), up=up)
+        delta[rows] = rounded(group.delta, nodes_of(group.delta, max_delta), up=not up)
         interval[rows] = _coarse_interval(q[rows], group.z) if up and not few else FINEST_INTERVAL
     delta += -_DELTA_ROUNDING if up else _DELTA_ROUNDING
     columns = zip(*(column.tolist() for column in (clients.z, q, interval, count.astype(int), delta)), strict=True)
     return [((z_k, q_k, interval_k), (count_k, delta_k)) for z_k, q_k, interval_k, count_k, delta_k in columns]
-
-
-def _round(values: Array, nodes: Array, *, up: bool) -> Array:
-    """The smallest node that is not below (or the largest that is not above) each value."""
-    index = np.searchsorted(nodes, values) if up else np.searchsorted(nodes, values, side="right") - 1
-    return np.asarray(nodes[index])
 
 
 def _coarse_interval(q: Array, z: Array) -> Array:

@@ -28,6 +28,7 @@ from fedpriv.accounting.lmo.moments import columns
 from fedpriv.accounting.lmo.parameters import LmoAccounting, LmoParameters
 from fedpriv.accounting.lmo.renyi import sound
 from fedpriv.accounting.lmo.sampling import poisson_sampled, unsampled_curve
+from fedpriv.accounting.nodes import nodes_of, rounded
 
 PUBLISHED_CAVEAT = "LMO noise was accounted as published, which bounds no gradient"
 
@@ -107,19 +108,20 @@ class SubsampledLmo(Event):
 
         probabilities = np.array([event.sampling_probability for event in events])
         # Without sampling the curve is computed more finely, so that probability 1 is a node for itself alone.
-        distinct = np.unique(probabilities[(probabilities > 0) & (probabilities < 1)])
-        if len(distinct) <= _NODES:
+        sampled = probabilities[(probabilities > 0) & (probabilities < 1)]
+        if len(np.unique(sampled)) <= _NODES:
             return None
-        nodes = np.concatenate([[0.0], np.geomspace(distinct[0], distinct[-1], _NODES), [1.0]])
-        nodes[1], nodes[-2] = distinct[0], distinct[-1]
+        nodes = np.concatenate([[0.0], nodes_of(sampled, _NODES), [1.0]])
 
-        def at(rounded: Array) -> tuple[Array, Array]:
-            moved = [replace(e, sampling_probability=q) for e, q in zip(events, rounded.tolist(), strict=True)]
-            return rdp_bounds(moved, deltas, accountant)
+        def bounds(up: bool) -> tuple[Array, Array]:
+            moved = rounded(probabilities, nodes, up=up).tolist()
+            return rdp_bounds(
+                [replace(event, sampling_probability=q) for event, q in zip(events, moved, strict=True)],
+                deltas,
+                accountant,
+            )
 
-        below = nodes[np.searchsorted(nodes, probabilities, side="right") - 1]
-        above = nodes[np.searchsorted(nodes, probabilities)]
-        return at(below)[0], at(above)[1]
+        return bounds(up=False)[0], bounds(up=True)[1]
 
     def with_noise(self, factor: float) -> Self:
         """The same noise for a sensitivity divided by the factor, which costs the same as the multiplied noise."""
