@@ -1,4 +1,7 @@
-"""The Flower ClientApp of a data holder: messages in, messages out, over fedpriv."""
+"""The Flower ClientApp of a data holder: a pipe to the vault, which alone reads records, charges and releases.
+
+On a node without a vault, as in a simulation, the same functions answer in this process.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,8 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 import fedpriv
-from clients import handler
-from clients.node import bench_of, configuration
-from fedpriv.training.stacked import execute_one_by_one
+from clients.pipe import VAULT_KEY, carry
+from fedpriv.vault.frames import REGISTER, TRAIN
 
 log = logging.getLogger("flwr")
 
@@ -20,19 +22,19 @@ app = ClientApp()
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """One local update."""
-    try:
-        task = handler.prepare(message, context)
-    except Exception as error:  # its text must not leave the node as Flower's traceback
-        return handler.reply(message, context, error)
-    model = bench_of(configuration(context), context).model
-    return handler.reply(message, context, execute_one_by_one(model, [task])[0])
+    return _answered(TRAIN, message, context)
 
 
 @app.query("register")
 def register(message: Message, context: Context) -> Message:
     """The node's registration, before the first round."""
     log.info("clients use %s", fedpriv.__file__)
-    try:
-        return handler.register(message, context)
-    except Exception as error:  # as above, since it may name a column or a label
-        return handler.reply(message, context, error)
+    return _answered(REGISTER, message, context)
+
+
+def _answered(kind: str, message: Message, context: Context) -> Message:
+    if VAULT_KEY in context.node_config:
+        return carry(kind, message, context)
+    from clients import handler  # loads torch, which a pipe does without
+
+    return handler.answered(kind, message, context)

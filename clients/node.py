@@ -1,20 +1,19 @@
-"""What a data holder's node configuration says; no run's configuration changes it."""
+"""What the configuration of a simulated node says; the vault of a node with records of its own has its own settings."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 
 from flwr.app import Context
 
-from fedpriv.config import EMBEDDED, ON_NODES, RunConfig, Scalar, parse
-from fedpriv.data.text import DataSource
+from fedpriv.config import EMBEDDED, RunConfig
 from fedpriv.journal import Journal
-from fedpriv.training.workbench import Workbench, workbench
-from fedpriv.vault.guard import NodePolicy, RefusedError
+from fedpriv.vault.guard import NodePolicy
+from fedpriv.vault.holder import Holder, parsed
 from fedpriv.vault.policy import Limits
+from fedpriv.vault.settings import VaultSettings
 
 # A node whose operator also starts the runs, as in a simulation, may take data and rules from the run's configuration.
 TRUST_KEY = "trust-run-config"
@@ -22,48 +21,32 @@ TRUST_VARIABLE = "FEDPRIV_TRUST_RUN_CONFIG"
 
 # The keys of a node configuration.
 CLIENT_KEY = "partition-id"
-NAME_KEY = "name"
-DATA_KEY = "data"
-COLUMN_KEYS = {
-    "text-column": "text_column",
-    "text-pair-column": "text_pair_column",
-    "label-column": "label_column",
-}
 LEDGER_KEY = "ledger"
 BUDGET_KEY = "budget-epsilon"
 DELTA_KEY = "delta"
 POLICY_KEY = "policy"
-IDENTITY_KEY = "identity-key"
 EVENTS_KEY = "events"
+# A folder with a vault's settings, whose part this process then plays: a simulation of a deployed node.
+FOLDER_KEY = "vault-folder"
 
 
-@lru_cache(maxsize=4)
-def _parsed(items: tuple[tuple[str, Scalar], ...]) -> RunConfig:
-    """The checked configuration, cached: every message carries it, and checking takes longer than an empty round."""
-    return parse(dict(items))
-
-
-def configuration(context: Context) -> RunConfig:
-    """The run's configuration, if this node takes part in such runs.
+def holder_of(context: Context) -> Holder:
+    """The data holder of a node.
 
     Raises:
-        RefusedError: the run would use records other than those that the holder named.
+        InputError: the run's configuration, the policy file or the vault's settings are wrong.
     """
-    config = _parsed(tuple(context.run_config.items()))
-    if DATA_KEY in context.node_config and config.data != ON_NODES:
-        raise RefusedError(
-            f"data = {config.data!r}: this node holds records of its own; the run needs data = {ON_NODES}"
-        )
-    if config.data == ON_NODES and DATA_KEY not in context.node_config:
-        raise RefusedError(f"data = {ON_NODES}: this node's configuration names no {DATA_KEY}")
-    if config.data not in (EMBEDDED, ON_NODES) and not trusts_run_config(context):
-        raise RefusedError(
-            f"data = {config.data!r}: this node takes no data from a run's configuration; in a simulation set "
-            f"{TRUST_VARIABLE}=1"
-        )
-    if config.audit and config.data != EMBEDDED and not trusts_run_config(context):
-        raise RefusedError(f"audit = {config.audit!r}: this node puts no canaries among its records")
-    return config
+    node = context.node_config
+    if FOLDER_KEY in node:
+        return Holder.of(VaultSettings.read(Path(str(node[FOLDER_KEY]))))
+    config = parsed(context.run_config)
+    path, client = node.get(EVENTS_KEY), node.get(CLIENT_KEY)
+    return Holder(
+        client=client,
+        policy=_policy(config, context),
+        trusts_run=trusts_run_config(context),
+        journal=Journal(Path(str(path)) if path else None, client=client),
+    )
 
 
 def trusts_run_config(context: Context) -> bool:
@@ -71,44 +54,8 @@ def trusts_run_config(context: Context) -> bool:
     return bool(context.node_config.get(TRUST_KEY)) or os.environ.get(TRUST_VARIABLE) == "1"
 
 
-def bench_of(config: RunConfig, context: Context) -> Workbench:
-    """Model and records of this node in the run."""
-    return workbench(config, _data_source(config, context))
-
-
-def _data_source(config: RunConfig, context: Context) -> DataSource | None:
-    if config.data != ON_NODES:
-        return None
-    node = context.node_config
-    columns = {field: str(node[key]) for key, field in COLUMN_KEYS.items() if key in node}
-    return DataSource(data=str(node[DATA_KEY]), **columns)
-
-
-def client_of(context: Context, num_clients: int) -> int:
-    """The partition id.
-
-    Raises:
-        ValueError: no client of this run has it.
-    """
-    client = context.node_config.get(CLIENT_KEY)
-    if not isinstance(client, int) or not 0 <= client < num_clients:
-        raise ValueError(f"{CLIENT_KEY} = {client!r}: must lie in 0..{num_clients - 1}, the clients of this run")
-    return client
-
-
-def index_of(config: RunConfig, client: int) -> int:
-    """The client's index among the data holders whose records this process has."""
-    return 0 if config.data == ON_NODES else client
-
-
-def journal_of(context: Context) -> Journal:
-    """The journal of the node's events; it writes nothing unless the node names a file."""
-    path = context.node_config.get(EVENTS_KEY)
-    return Journal(Path(str(path)) if path else None, client=context.node_config.get(CLIENT_KEY))
-
-
-def policy_of(config: RunConfig, context: Context, client: int) -> NodePolicy:
-    """What the node allows: anything on the synthetic corpus, and on a holder's data only what the holder agreed to.
+def _policy(config: RunConfig, context: Context) -> NodePolicy:
+    """What the node allows: anything on the synthetic corpus, and on other data only what the holder agreed to.
 
     Ledger, budget, delta and policy file are the holder's own. A node that trusts the run takes from it what the holder
     left open.
@@ -128,8 +75,11 @@ def policy_of(config: RunConfig, context: Context, client: int) -> NodePolicy:
     )
     if not trusted:
         return policy
+    client = node.get(CLIENT_KEY)
     if ledger is None and config.ledger:
         policy = replace(policy, ledger=Path(f"{config.ledger}.nodes") / f"{client}.sqlite")
+    if not isinstance(client, int):
+        return policy
     # A node sees only its own uploads, so it enforces budgets on the `local` view, which is too strict for `aggregate`.
     budget = config.budget_of(client) if config.privacy_view != "aggregate" else None
     return replace(

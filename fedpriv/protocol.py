@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from io import BytesIO
 from typing import Any
 
-import numpy as np
 import safetensors.torch
 from torch import Tensor
 
@@ -23,6 +20,9 @@ from fedpriv.adapters.merged import Merged
 from fedpriv.aggregation import cmfl as relevance
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training.local_update import UpdateSpec
+from fedpriv.vault.frames import FAILED as FAILED
+from fedpriv.vault.frames import REFUSED as REFUSED
+from fedpriv.vault.frames import RETIRED as RETIRED
 
 # Names of a message's records. The server sends the arrays adapter, merged and signs; a client sends adapter alone.
 ADAPTER = "adapter"
@@ -33,11 +33,6 @@ RELEASE = "release"
 REGISTRATION = "registration"
 
 REGISTER = "query.register"
-
-# Codes of error replies.
-REFUSED = 100
-FAILED = 101
-RETIRED = 102
 
 VERSION = 5
 
@@ -108,33 +103,6 @@ class Registration:
     keeps_replies: bool = False
     software: str = SOFTWARE
     signature: str = ""
-
-
-def check_arrays(arrays: Mapping[str, bytes]) -> None:
-    """Refuse arrays that hold objects, or whose header claims more or fewer bytes than follow it.
-
-    Reading an array allocates what its header claims, so check before reading.
-
-    Args:
-        arrays: {name: NumPy's file format}.
-
-    Raises:
-        ValueError: names the array.
-    """
-    for name, data in arrays.items():
-        stream = BytesIO(data)
-        read_header = {
-            (1, 0): np.lib.format.read_array_header_1_0,
-            (2, 0): np.lib.format.read_array_header_2_0,
-        }.get(np.lib.format.read_magic(stream))
-        if read_header is None:
-            raise ValueError(f"{name}: unknown version of NumPy's format")
-        shape, _, dtype = read_header(stream)
-        if dtype.hasobject:
-            raise ValueError(f"{name}: holds objects")
-        claimed, actual = math.prod(shape) * dtype.itemsize, len(data) - stream.tell()
-        if claimed != actual:
-            raise ValueError(f"{name}: claims {claimed} bytes, but holds {actual}")
 
 
 def pack_instruction(run: str, round_: int, spec: UpdateSpec) -> dict[str, Any]:

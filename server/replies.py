@@ -13,6 +13,7 @@ from fedpriv.accounting.events import Event
 from fedpriv.adapters.arithmetic import Adapter, difference, norm
 from fedpriv.protocol import Broadcast, Release
 from fedpriv.training.local_update import UpdateSpec
+from fedpriv.vault.frames import check_arrays
 
 
 class MalformedError(ValueError):
@@ -62,7 +63,7 @@ def read_reply(reply: Message, expected: ExpectedReply) -> tuple[Adapter | None,
             return None, _digest(release, {})
         if records.keys() != {protocol.ADAPTER}:
             raise MalformedError(f"records {', '.join(records) or 'none'}, not {protocol.ADAPTER}")
-        protocol.check_arrays({name: array.data for name, array in records[protocol.ADAPTER].items()})
+        check_arrays({name: array.data for name, array in records[protocol.ADAPTER].items()})
         arrays = dict(records[protocol.ADAPTER].to_torch_state_dict())
         adapter = protocol.unpack_upload(arrays, expected.broadcast, expected.spec, expected.initial)
     except MalformedError:

@@ -14,6 +14,7 @@ from fedpriv import protocol
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.config import RunConfig
 from fedpriv.training.local_update import UpdateSpec
+from fedpriv.vault.frames import check_arrays
 
 SPEC = UpdateSpec.of(RunConfig())
 EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.25, count=3)
@@ -130,8 +131,8 @@ def test_an_array_with_a_wrong_header_is_refused_before_memory_is_allocated(old,
     stream = BytesIO()
     np.save(stream, np.zeros(3, dtype=np.float32))
     data = stream.getvalue()
-    protocol.check_arrays({"a": data})
+    check_arrays({"a": data})
     damaged = data.replace(old, new)
     assert damaged != data
     with pytest.raises(ValueError, match=f"a: .*{message}"):
-        protocol.check_arrays({"a": damaged})
+        check_arrays({"a": damaged})

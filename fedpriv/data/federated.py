@@ -37,7 +37,7 @@ def load(config: RunConfig) -> FederatedData:
 
 
 def load_own(config: RunConfig, source: DataSource) -> FederatedData:
-    """A node's own records, without those whose label the run does not list.
+    """A node's own records, without those whose label is not among the classes; there may be none.
 
     Raises:
         InputError: a file or column cannot be used.
@@ -47,7 +47,7 @@ def load_own(config: RunConfig, source: DataSource) -> FederatedData:
         config = replace(config, **{name: getattr(source, name)})
     table = load_table(source.data)
     require_columns(table, _columns(config), source.data)
-    records = to_text(_usable(table, config, source.data), config)
+    records = to_text(_labelled(table, config), config)
     return FederatedData((records,), ("",), TextData((), ()), config.labels)
 
 
@@ -128,13 +128,18 @@ def _holders(table: datasets.Dataset, config: RunConfig) -> set[object]:
     return set(column)
 
 
-def _usable(table: datasets.Dataset, config: RunConfig, source: str) -> datasets.Dataset:
+def _labelled(table: datasets.Dataset, config: RunConfig) -> datasets.Dataset:
     """The records that have a label, and one of the configured classes if there are any."""
     if config.task != "SEQ_CLS":
         return table
     labels = labels_of(table, config.label_column)
     classes = set(config.labels or labels) - {None}
-    usable = table.select([row for row, label in enumerate(labels) if label in classes])
+    return table.select([row for row, label in enumerate(labels) if label in classes])
+
+
+def _usable(table: datasets.Dataset, config: RunConfig, source: str) -> datasets.Dataset:
+    """The same, of which there must be some."""
+    usable = _labelled(table, config)
     if not len(usable):
         expected = f"none of labels = {','.join(config.labels)}" if config.labels else "no label at all"
         raise InputError(f"label_column = {config.label_column!r}: {source} has {expected}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -56,12 +56,15 @@ def _device(name: str) -> torch.device:
 class Workbench:
     """Data and model of a run. A process has one for all clients that it simulates and for the server's evaluation.
 
+    On a node with records of its own, nothing reads them before `client` asks for them: a model, and whatever else
+    precedes a charge, must not depend on them.
+
     Args:
         config: of the run.
-        source: where this node's records are, if the run's data are on its nodes.
+        source: where this node's own records are, if the run's data are on its nodes.
 
     Attributes:
-        data: the clients' records and the server's test set.
+        label_names: the classes, in the order of their indices; empty for causal models.
         base: the frozen base with its tokenizer.
         model: the base with an adapter; every user sets the adapter first.
         initial: the trained tensors that a run starts from, drawn from the configuration's seed.
@@ -69,13 +72,27 @@ class Workbench:
     """
 
     def __init__(self, config: RunConfig, source: DataSource | None = None) -> None:
-        self.data: FederatedData = federated.load_own(config, source) if source else federated.load(config)
-        self.base, self.model = load_model(config, num_labels=len(self.data.label_names))
+        self._config, self._source = config, source
+        self.label_names = config.labels if source else self.data.label_names
+        self.base, self.model = load_model(config, num_labels=len(self.label_names))
         self.initial = self.model.initial
         self.num_clients = len(self.data.clients) if config.data != ON_NODES else config.num_clients
-        self._max_length = config.max_length
         self._clients: dict[int, Records] = {}
-        self.test = self._tokenize(self.data.test)
+
+    @cached_property
+    def data(self) -> FederatedData:
+        """The clients' records and the server's test set."""
+        return federated.load_own(self._config, self._source) if self._source else federated.load(self._config)
+
+    @cached_property
+    def test(self) -> Records:
+        """The server's test set, tokenised."""
+        return self._tokenize(self.data.test)
+
+    @property
+    def no_records(self) -> Records:
+        """An empty set, for an update that is noise alone."""
+        return self._tokenize(TextData((), ()))
 
     def client(self, client: int) -> Records:
         """The client's tokenised records, by its index in `data.clients`."""
@@ -83,8 +100,12 @@ class Workbench:
             self._clients[client] = self._tokenize(self.data.clients[client])
         return self._clients[client]
 
+    def has_read(self, client: int) -> bool:
+        """Whether `client` has been asked for these records before."""
+        return client in self._clients
+
     def _tokenize(self, data: TextData) -> Records:
-        return tokenize(data, self.base.tokenizer, label_names=self.data.label_names, max_length=self._max_length)
+        return tokenize(data, self.base.tokenizer, label_names=self.label_names, max_length=self._config.max_length)
 
 
 def workbench(config: RunConfig, source: DataSource | None = None) -> Workbench:

@@ -8,6 +8,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import torch
+
 from fedpriv.accounting.accountants import check_delta, epsilon_of, stays_within
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.sensitivity import CLIPPING_RULES, NOISE_TARGETS
@@ -152,13 +154,39 @@ def check_limits(spec: UpdateSpec, event: Event, round_: int, limits: Limits | N
         raise RefusedError(
             f"batch_size: its sampling probability {probability:g} is above this node's maximum {maximum:g}"
         )
+    if spec.clip_norm < limits.min_clip_norm:
+        raise RefusedError(f"clip_norm = {spec.clip_norm:g}: below this node's minimum {limits.min_clip_norm:g}")
     for name, value, maximum in (
         ("local_steps", spec.local_steps, limits.max_local_steps),
         ("num_rounds", spec.num_rounds, limits.max_rounds),
         ("clip_norm", spec.clip_norm, limits.max_clip_norm),
+        ("learning_rate", spec.learning_rate, limits.max_learning_rate),
+        ("weight_decay", spec.weight_decay, limits.max_learning_rate),
     ):
         if value > maximum:
             raise RefusedError(f"{name} = {value:g}: above this node's maximum {maximum:g}")
+
+
+def check_broadcast(broadcast: Broadcast, limits: Limits | None) -> None:
+    """Refuse tensors of the server that are not finite, or larger than the data holder agreed to.
+
+    Args:
+        broadcast: what the server sent.
+        limits: of the node; None checks nothing.
+
+    Raises:
+        RefusedError: one line with the part, and the limit.
+    """
+    if limits is None:
+        return
+    if any(tensor.dtype != torch.float32 for tensor in broadcast.adapter.values()):
+        raise RefusedError("adapter: must be float32")
+    for part, tensors in broadcast.tensors().items():
+        for tensor in tensors.values():
+            if not torch.isfinite(tensor).all():
+                raise RefusedError(f"{part}: holds NaN or infinity")
+            if tensor.numel() and float(tensor.abs().max()) > limits.max_broadcast_value:
+                raise RefusedError(f"{part}: holds a value above this node's maximum {limits.max_broadcast_value:g}")
 
 
 def check_run(*, public: bool, simulate: bool, comparison: bool, noise_multiplier: float) -> None:
@@ -186,18 +214,23 @@ def request_digest(broadcast: Broadcast, spec: UpdateSpec) -> str:
     return digest.hexdigest()
 
 
-def registered_data_set(policy: NodePolicy, client: str, num_records: int) -> DataSet | None:
-    """The client's data set in the node's own ledger, registered on first use; None if the node keeps no ledger.
+def registered_data_set(policy: NodePolicy, client: str, num_records: int | None) -> DataSet | None:
+    """The client's data set in the node's own ledger; None if the node keeps no ledger.
 
-    N_k stays as it was registered, however many records the client has now.
+    With `num_records`, a first one is registered. N_k stays as it was registered, however many records there are now.
 
     Raises:
+        RefusedError: no data set is registered, and none may be registered here.
         LedgerError: the ledger cannot be used.
     """
     if policy.ledger is None:
         return None
     with Ledger(policy.ledger) as ledger:
-        return ledger.data_set() or ledger.register(client, num_records, policy.delta or default_delta(num_records))
+        if (data_set := ledger.data_set()) is not None:
+            return data_set
+        if num_records is None:
+            raise RefusedError("data: this node's operator has registered none")
+        return ledger.register(client, num_records, policy.delta or default_delta(num_records))
 
 
 def log_content(policy: NodePolicy, data_set: DataSet, content: bytes, num_records: int) -> None:
@@ -211,8 +244,11 @@ def log_content(policy: NodePolicy, data_set: DataSet, content: bytes, num_recor
         log.warning("found %s records; the registered number, %s, stays in force", num_records, data_set.num_records)
 
 
-def charge(policy: NodePolicy, key: Key, event: Event, data_set: DataSet | None, *, noise_source: str) -> None:
+def charge(policy: NodePolicy, key: Key, event: Event, data_set: DataSet | None, *, noise_source: str) -> bool:
     """Charge a release to the node's own ledger, if it keeps one, durably and before anything is computed.
+
+    Returns whether the charge is new. If it is not, an earlier attempt ended before it stored a reply, perhaps because
+    of a record: noise alone may be released for it, and the records must not be touched again.
 
     A release without noise, which `check_instruction` allows only on public data and in simulations, is not recorded,
     since no ledger can bound its cost.
@@ -221,13 +257,14 @@ def charge(policy: NodePolicy, key: Key, event: Event, data_set: DataSet | None,
         AlreadyReleasedError: the same request was answered before.
         RetiredError: the budget does not allow the release.
         RefusedError: the event protects nobody, on a node that releases nothing of that kind; the same request was
-            answered before, but the reply is no longer kept; or earlier releases of these data have another unit.
+            answered before, but the reply is no longer kept; it was charged to another data set; or earlier releases of
+            these data have another unit.
         LedgerError: the ledger cannot be used.
     """
     if not policy.allow_not_private:
         _check_event(event)
     if policy.ledger is None or data_set is None or not event.is_noised:
-        return
+        return True
     # A node does not know the noise of the round's other clients, so its own ledger keeps the `local` view.
     release = Release(event=event, rho_bar=1.0)
     new_charge = Charge(key=key, data_set=data_set.id, release=release, noise_source=noise_source)
@@ -237,8 +274,8 @@ def charge(policy: NodePolicy, key: Key, event: Event, data_set: DataSet | None,
             if (content := ledger.stored(key)) is None:
                 raise RefusedError(f"round {key.round}: already answered, and the reply is no longer kept")
             raise AlreadyReleasedError(content)
-        if phase == CHARGED:  # a crash came before the reply was stored: nothing was released for this charge
-            return
+        if phase == CHARGED:
+            return False
         history = [earlier.event for earlier in ledger.releases(data_set.id)]
         if any(earlier.unit != event.unit for earlier in history):
             raise RefusedError(
@@ -251,6 +288,7 @@ def charge(policy: NodePolicy, key: Key, event: Event, data_set: DataSet | None,
             log.warning("round %s would exceed the budget: %.4f of %s is spent", key.round, cost, budget)
             raise RetiredError("budget_epsilon: another round would exceed this node's budget")
         ledger.charge([new_charge])
+        return True
 
 
 def _check_event(event: Event) -> None:

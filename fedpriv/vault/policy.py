@@ -11,6 +11,9 @@ from pydantic.dataclasses import dataclass
 from fedpriv import config as configuration
 from fedpriv.errors import InputError
 
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Count = Annotated[int, Field(ge=1)]
+
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class Limits:
@@ -21,14 +24,22 @@ class Limits:
         max_sampling_probability: of q = B / N_k.
         max_local_steps: noisy steps in a round.
         max_rounds: rounds in a run.
+        min_clip_norm: of C; far below it, clipping would work on rounding errors.
         max_clip_norm: of C; a larger one would hardly clip anything.
+        max_learning_rate: of the local optimizer.
+        max_broadcast_value: magnitude of any value that the server sends; also finite.
+        max_length: tokens of a record.
     """
 
-    min_effective_noise_multiplier: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.3
+    min_effective_noise_multiplier: _Positive = 0.3
     max_sampling_probability: Annotated[float, Field(gt=0, le=1)] = 0.5
-    max_local_steps: Annotated[int, Field(ge=1)] = 100
-    max_rounds: Annotated[int, Field(ge=1)] = 1000
-    max_clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 100.0
+    max_local_steps: _Count = 100
+    max_rounds: _Count = 1000
+    min_clip_norm: _Positive = 1e-4
+    max_clip_norm: _Positive = 100.0
+    max_learning_rate: _Positive = 100.0
+    max_broadcast_value: _Positive = 1e4
+    max_length: _Count = 512
 
     @staticmethod
     def read(path: Path) -> Limits:

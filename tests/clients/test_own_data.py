@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from functools import partial
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,8 +18,11 @@ from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.stacked import execute_one_by_one
+from fedpriv.vault.holder import bench_of, run_of
+from fedpriv.vault.settings import VaultSettings
 from simulations.engines.flower_private import task_identity
 from tests.tiny import LABELS
+from tests.vaults import make_vault, write_records
 
 
 @pytest.fixture(autouse=True)
@@ -32,16 +35,17 @@ def _identity():
 def records(table: Path, tmp_path: Path) -> Path:
     """The records of one site, with columns that are called otherwise."""
     with table.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["site"] == "site-1"]
-    path = tmp_path / "own.csv"
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([["note", "department"], *([row["text"], row["label"]] for row in rows)])
-    return path
+        rows = [(row["text"], row["label"]) for row in csv.DictReader(file) if row["site"] == "site-1"]
+    return write_records(tmp_path / "own.csv", rows)
 
 
 @pytest.fixture
-def context(small_run, table, records, tmp_path) -> Context:
-    keys.make_key_pair(tmp_path / "node.key")
+def settings(records, tiny_bert, tmp_path) -> VaultSettings:
+    return make_vault(tmp_path / "node", records, tiny_bert)
+
+
+@pytest.fixture
+def context(small_run, table, settings) -> Context:
     config = parse(
         {
             **{key: value for key, value in small_run.items() if key != "client_column"},
@@ -49,17 +53,7 @@ def context(small_run, table, records, tmp_path) -> Context:
             "simulate": False,
         }
     )
-    own = {
-        node.CLIENT_KEY: 1,
-        node.NAME_KEY: "St. Anna",
-        node.DATA_KEY: str(records),
-        "text-column": "note",
-        "label-column": "department",
-        node.LEDGER_KEY: str(tmp_path / "node.sqlite"),
-        node.IDENTITY_KEY: str(tmp_path / "node.key"),
-        node.EVENTS_KEY: str(tmp_path / "events.jsonl"),
-    }
-    return Context(1, 7, own, RecordDict(), to_flower(config))
+    return Context(1, 7, {node.FOLDER_KEY: str(settings.folder)}, RecordDict(), to_flower(config))
 
 
 def registration(context: Context) -> protocol.Registration:
@@ -68,34 +62,34 @@ def registration(context: Context) -> protocol.Registration:
     return protocol.unpack_registration(reply.content[protocol.REGISTRATION])
 
 
-def test_the_node_registers_its_own_records_and_signs(context, records, tmp_path):
+def test_the_node_registers_its_own_records_and_signs(context, records, settings):
     registered = registration(context)
     with records.open() as file:
         assert registered.num_records == len(file.readlines()) - 1
     assert (registered.client, registered.name, registered.keeps_replies) == (1, "St. Anna", True)
-    public = keys.public_line(tmp_path / "node.key")
+    public = keys.public_line(settings.key)
     assert keys.verify(public, protocol.statement_of(registered), registered.signature)
     assert registration(context).data_set == registered.data_set
 
 
-def test_it_trains_on_them_and_notes_what_it_did(context, tmp_path):
-    config = node.configuration(context)
-    bench = node.bench_of(config, context)
+def test_it_trains_on_them_and_notes_what_it_did(context, settings):
+    bench = bench_of(run_of(context.run_config, node.holder_of(context)), node.holder_of(context))
+    spec = UpdateSpec.of(parse(dict(context.run_config)))
     content = RecordDict(
         {
             protocol.ADAPTER: ArrayRecord(dict(bench.initial)),
-            protocol.INSTRUCTION: ConfigRecord(protocol.pack_instruction("run", 1, UpdateSpec.of(config))),
+            protocol.INSTRUCTION: ConfigRecord(protocol.pack_instruction("run", 1, spec)),
         }
     )
     message = Message(content, 7, "train", group_id="1")
-    execute = partial(execute_one_by_one, bench.model)
+    assert not bench.has_read(0), "nothing reads records before the charge"
     task = handler.prepare(message, context)
     assert len(task.data) == registration(context).num_records
-    reply = handler.reply(message, context, execute([task])[0])
+    reply = handler.reply(message, context, execute_one_by_one(bench.model, [task])[0])
     assert protocol.ADAPTER in reply.content
-    with Ledger(tmp_path / "node.sqlite") as ledger:
+    with Ledger(settings.ledger) as ledger:
         assert [key.round for key, _ in ledger.releases_of(ledger.data_set().id, "run")] == [1]
-    events = (tmp_path / "events.jsonl").read_text()
+    events = settings.events.read_text()
     assert [event in events for event in ("registered", "charged", "released")] == [True] * 3
 
 
@@ -105,9 +99,14 @@ def test_it_trains_on_them_and_notes_what_it_did(context, tmp_path):
         ({"data": "embedded"}, "holds records of its own"),
         ({"data": "other.csv"}, "holds records of its own"),
         ({"num_clients": 1}, "partition-id = 1: must lie in 0..0"),
+        ({"labels": ",".join(LABELS[::-1])}, "labels: are not those"),
+        ({"labels": "cardiology,measles"}, "labels: are not those"),
+        ({"model": "all-MiniLM-L6-v2"}, "has not approved it"),
+        ({"max_length": 513}, "above this node's maximum 512"),
+        ({"task": "CAUSAL_LM"}, "does not suit this node's records"),
     ],
 )
-def test_a_run_cannot_move_it_to_other_records(context, values, reason):
+def test_a_run_decides_nothing_that_its_operator_has_decided(context, values, reason):
     moved = Context(1, 7, dict(context.node_config), RecordDict(), {**context.run_config, **values})
     reply = app(Message(RecordDict(), 7, protocol.REGISTER, group_id="0"), moved)
     assert reply.error.code == protocol.REFUSED
@@ -116,17 +115,50 @@ def test_a_run_cannot_move_it_to_other_records(context, values, reason):
 
 def test_the_runs_columns_do_not_choose_the_nodes(context):
     moved = Context(1, 7, dict(context.node_config), RecordDict(), {**context.run_config, "text_column": "department"})
-    bench = node.bench_of(node.configuration(moved), moved)
-    assert not set(bench.data.clients[0].texts) & set(LABELS)
+    holder = node.holder_of(moved)
+    assert not set(bench_of(run_of(moved.run_config, holder), holder).data.clients[0].texts) & set(LABELS)
 
 
 def test_a_node_without_records_takes_no_part_in_such_a_run(context):
-    bare = {key: value for key, value in context.node_config.items() if key != node.DATA_KEY}
-    reply = app(
-        Message(RecordDict(), 7, protocol.REGISTER, group_id="0"), Context(1, 7, bare, RecordDict(), context.run_config)
-    )
+    bare = Context(1, 7, {node.CLIENT_KEY: 1}, RecordDict(), context.run_config)
+    reply = app(Message(RecordDict(), 7, protocol.REGISTER, group_id="0"), bare)
     assert reply.error.code == protocol.REFUSED
-    assert "names no data" in reply.error.reason
+    assert "no records of its own" in reply.error.reason
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        ("closed", "closed: this node takes part"),
+        ("ledger", "operator has registered none"),
+        ("models", "has not approved it"),
+        ("budget", "but no budget"),
+    ],
+)
+def test_a_node_that_its_operator_has_not_finished_takes_no_part(context, settings, tiny_bert, harm, reason):
+    if harm == "closed":
+        settings.closed.write_text("a record killed the vault")
+    elif harm == "ledger":
+        for path in settings.folder.glob("ledger.sqlite*"):
+            path.unlink()
+    elif harm == "models":
+        settings.models.unlink()
+    else:
+        make_vault(settings.folder, settings.data, tiny_bert, budget_epsilon=None)
+    reply = app(Message(RecordDict(), 7, protocol.REGISTER, group_id="0"), context)
+    assert reply.error.code == protocol.REFUSED
+    assert reason in reply.error.reason
+
+
+def test_a_model_whose_files_changed_since_it_was_approved_is_not_run(context, settings, tiny_bert, tmp_path):
+    copy = tmp_path / "model"
+    shutil.copytree(tiny_bert, copy)
+    make_vault(settings.folder, settings.data, copy)
+    moved = Context(1, 7, dict(context.node_config), RecordDict(), {**context.run_config, "model": str(copy)})
+    (copy / "tokenizer.json").write_text("{}")
+    reply = app(Message(RecordDict(), 7, protocol.REGISTER, group_id="0"), moved)
+    assert reply.error.code == protocol.REFUSED
+    assert "changed since this node's operator approved them" in reply.error.reason
 
 
 @pytest.mark.parametrize(

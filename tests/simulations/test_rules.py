@@ -129,17 +129,17 @@ def test_mixed_ranks_are_refused_where_there_is_not_one_for_each_client(small_ru
 
 
 def test_a_client_that_sends_nonsense_is_named_in_the_table_and_the_run_goes_on(small_run, tmp_path, monkeypatch):
-    honest = handler._upload
+    honest = handler.message_of
 
-    def poisoned(message, content):
-        reply = honest(message, content)
-        if message.metadata.dst_node_id == 3:
+    def poisoned(response, message):
+        reply = honest(response, message)
+        if message.metadata.dst_node_id == 3 and protocol.ADAPTER in reply.content:
             arrays = dict(reply.content[protocol.ADAPTER].to_torch_state_dict())
             next(iter(arrays.values())).fill_(float("nan"))
             reply.content[protocol.ADAPTER] = ArrayRecord(arrays)
         return reply
 
-    monkeypatch.setattr(handler, "_upload", poisoned)
+    monkeypatch.setattr(handler, "message_of", poisoned)
     folder = run(small_run, tmp_path / "poisoned")
     rows = clients(folder)
     assert set(rows[rows.status == "malformed"].client) == {1}

@@ -1,0 +1,306 @@
+"""A node's answer to a request: what is public first, then the charge, and only then the records.
+
+Every byte that leaves is a function of public inputs and of what the node's ledger has paid for. So whatever can be
+refused, is refused before the charge and without the records; from the charge on there is always an upload, which is
+noise alone where the records could not be used.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedpriv import protocol
+from fedpriv.adapters.arithmetic import Adapter, difference
+from fedpriv.aggregation import cmfl as relevance
+from fedpriv.audit.run_canaries import audited
+from fedpriv.config import RunConfig
+from fedpriv.data.records import Records
+from fedpriv.deployment import keys
+from fedpriv.errors import InputError, LedgerError
+from fedpriv.journal import trace_without_message
+from fedpriv.ledger.entries import DataSet, Key
+from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
+from fedpriv.protocol import Broadcast, Release
+from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
+from fedpriv.training.sampling import PoissonSampler
+from fedpriv.training.stacked import execute_one_by_one
+from fedpriv.training.workbench import Workbench
+from fedpriv.vault import guard
+from fedpriv.vault.frames import FAILED, REFUSED, REGISTER, RETIRED, TRAIN, Request, Response
+from fedpriv.vault.guard import AlreadyReleasedError, RefusedError, RetiredError
+from fedpriv.vault.holder import Holder, bench_of, run_of
+
+log = logging.getLogger(__name__)
+
+_secure = SecureSource()
+
+# Characters of a refusal, which may quote what a coordinator sent.
+_LONGEST_REASON = 300
+
+
+def answer(request: Request, holder: Holder) -> Response:
+    """The node's answer; this function raises nothing."""
+    try:
+        if request.kind not in _ANSWERS:
+            raise RefusedError(f"kind = {request.kind!r}: must be one of {', '.join(_ANSWERS)}")
+        return _ANSWERS[request.kind](request, holder)
+    except Exception as error:  # its text must not leave the node
+        return _refused(error, request, holder)
+
+
+def train(request: Request, holder: Holder) -> Response:
+    """The upload of one local update.
+
+    Raises:
+        Exception: see `prepare`.
+    """
+    try:
+        task = prepare(request, holder)
+    except AlreadyReleasedError as released:
+        return settle(request, holder, released)
+    model = bench_of(run_of(request.run_config, holder), holder).model
+    return settle(request, holder, execute_one_by_one(model, [task])[0])
+
+
+def prepare(request: Request, holder: Holder) -> UpdateTask:
+    """The task that a request asks for, after the guard has checked and charged it.
+
+    Whatever raises here was decided by public inputs: where records are the node's own, they are read after the charge,
+    and a failure to read them is no failure of the task.
+
+    Raises:
+        AlreadyReleasedError: the request was answered before; `settle` sends the stored answer again.
+        RefusedError: the guard does not allow it.
+        LedgerError: the node's ledger cannot be used.
+        ValueError: the request is malformed.
+    """
+    config = run_of(request.run_config, holder)
+    bench = bench_of(config, holder)
+    client, policy = holder.partition(bench.num_clients), holder.policy
+    key, spec, broadcast = _instruction(request, client, bench.initial)
+    data_set, num_registered = _registered(config, bench, holder)
+    guard.check_instruction(spec, policy, noise_source=config.noise_source, num_registered=num_registered)
+    sampler = PoissonSampler(
+        num_registered=num_registered,
+        expected_batch_size=spec.batch_size,
+        source=_source(config, client, key.round, "inclusion"),
+    )
+    event = planned_event(spec, sampler.sampling_probability, bench.initial)
+    guard.check_limits(spec, event, key.round, policy.limits)
+    guard.check_broadcast(broadcast, policy.limits)
+    bench.model.check({name: tensor.shape for name, tensor in broadcast.adapter.items()})
+    bench.model.check_merged(broadcast.merged)
+    is_new = guard.charge(policy, key, event, data_set, noise_source=config.noise_source)
+    holder.journal.write("charged", run=key.run, round=key.round, recorded=data_set is not None)
+    # In a simulation, which protects nobody, a resumed run computes again, so that it stays equal to the bit.
+    may_read = is_new or config.simulate
+    return UpdateTask(
+        adapter=broadcast.adapter,
+        merged=broadcast.merged,
+        data=_records(config, bench, holder, data_set) if may_read else bench.no_records,
+        spec=spec,
+        round=key.round,
+        sampler=sampler,
+        noise=_source(config, client, key.round, "noise"),
+    )
+
+
+def settle(request: Request, holder: Holder, update: ClientUpdate | Exception) -> Response:
+    """The upload, once it is stored; noise alone if the update failed after it was charged.
+
+    Args:
+        request: as given to `prepare`.
+        holder: of the node.
+        update: what became of the task, or what `prepare` raised.
+    """
+    if isinstance(update, AlreadyReleasedError):
+        _journal(request, holder, "sent_again")
+        return _upload(update.content)
+    try:
+        if isinstance(update, ClientUpdate):
+            return _settled(request, holder, update)
+        if isinstance(update, (RefusedError, LedgerError)) or holder.policy.allow_not_private:
+            return _refused(update, request, holder)
+        log.error("failed: %s", trace_without_message(update))
+        return _noise_alone(request, holder)
+    except Exception as error:  # the upload must not leave, and neither must the error's text
+        return _refused(error, request, holder)
+
+
+def refused(error: Exception) -> Response:
+    """An error response, which says only that the guard refused, or that the request failed.
+
+    An exception's text may contain a record, so it stays in this node's log.
+    """
+    if isinstance(error, RetiredError):
+        log.warning("retired: %s", error)
+        return Response(code=RETIRED, reason=f"retired: {error}")
+    if isinstance(error, RefusedError):
+        log.warning("refused: %s", error)
+        return Response(code=REFUSED, reason=f"refused: {error}"[:_LONGEST_REASON])
+    if isinstance(error, LedgerError):
+        log.error("refused: %s", error)
+        return Response(code=REFUSED, reason="refused: this node's ledger cannot be used; its log says why")
+    # An InputError may name the node's own keys, columns or labels.
+    log.error("failed: %s", error if isinstance(error, InputError) else trace_without_message(error))
+    return Response(code=FAILED, reason="failed; this node's log says why")
+
+
+def register(request: Request, holder: Holder) -> Response:
+    """The client's registration: partition id, registered number of records, display name and data set id.
+
+    Raises:
+        RefusedError: the node does not take part in such a run, or its data are not registered with its ledger.
+        LedgerError: the node's ledger cannot be used.
+        InputError: the run's configuration or, in a simulation, its data cannot be used.
+    """
+    config = run_of(request.run_config, holder)
+    bench = None if holder.terms else bench_of(config, holder)
+    client = holder.partition(bench.num_clients if bench else config.num_clients)
+    data_set, num_registered = _registered(config, bench, holder)
+    name = holder.name
+    if bench is not None:
+        name = name or bench.data.client_names[client]
+        if data_set is not None:
+            guard.log_content(holder.policy, data_set, repr(bench.data.clients[client]).encode(), _size(bench, client))
+    registration = protocol.Registration(
+        client=client,
+        num_records=num_registered,
+        name=name or f"client-{client}",
+        # A node without a ledger remembers nothing, so its spending attaches to this run alone.
+        data_set=data_set.id if data_set else secrets.token_hex(16),
+        keeps_replies=data_set is not None,
+        software=protocol.SOFTWARE,
+    )
+    if holder.identity_key is not None:
+        signature = keys.sign(holder.identity_key, protocol.statement_of(registration))
+        registration = replace(registration, signature=signature)
+    holder.journal.write("registered", num_records=registration.num_records, data_set=registration.data_set)
+    return Response(record=protocol.REGISTRATION, fields=protocol.pack_registration(registration))
+
+
+_ANSWERS: Mapping[str, Callable[[Request, Holder], Response]] = {REGISTER: register, TRAIN: train}
+
+
+def _refused(error: Exception, request: Request, holder: Holder) -> Response:
+    """`refused`, noted in the node's journal."""
+    response = refused(error)
+    event = {RETIRED: "retired", REFUSED: "refused"}.get(response.code, "failed")
+    _journal(request, holder, event, reason=response.reason)
+    return response
+
+
+def _journal(request: Request, holder: Holder, event: str, **fields: str) -> None:
+    """Note an event with the run and the round, where the request names them."""
+    named = {name: value for name in ("run", "round") if isinstance(value := request.fields.get(name), (str, int))}
+    holder.journal.write(event, **named, **fields)
+
+
+def _registered(config: RunConfig, bench: Workbench | None, holder: Holder) -> tuple[DataSet | None, int]:
+    """The data set in the node's ledger, if it keeps one, and N_k; a node's own records must be registered before."""
+    if bench is None or holder.terms is not None:
+        data_set = guard.registered_data_set(holder.policy, str(holder.client), None)
+        if data_set is None:
+            raise RefusedError("ledger: this node has none, and releases nothing that it cannot record")
+        return data_set, data_set.num_records
+    client = holder.partition(bench.num_clients)
+    canaries = audited(config, bench, client)
+    size = canaries.num_registered if canaries else _size(bench, client)
+    data_set = guard.registered_data_set(holder.policy, str(client), size)
+    return data_set, data_set.num_records if data_set else size
+
+
+def _size(bench: Workbench, client: int) -> int:
+    return len(bench.data.clients[client])
+
+
+def _records(config: RunConfig, bench: Workbench, holder: Holder, data_set: DataSet | None) -> Records:
+    """What the client trains on; in an audited run, with the canaries that are included.
+
+    A node's own records that cannot be read are none: the charge is made, so the upload is noise alone.
+    """
+    if holder.terms is None:
+        client = holder.partition(bench.num_clients)
+        canaries = audited(config, bench, client)
+        return canaries.records if canaries else bench.client(client)
+    try:
+        is_first = not bench.has_read(0)
+        records = bench.client(0)
+        if is_first and data_set is not None:
+            guard.log_content(holder.policy, data_set, repr(bench.data.clients[0]).encode(), len(records))
+        return records
+    except Exception as error:  # whatever the file holds must not decide whether there is an upload
+        log.error("the records cannot be read, so the upload is noise alone: %s", trace_without_message(error))
+        holder.journal.write("records_unreadable")
+        return bench.no_records
+
+
+def _instruction(request: Request, client: int, initial: Adapter) -> tuple[Key, UpdateSpec, Broadcast]:
+    """What a train request asks for, and the key under which it counts as one release."""
+    run, round_, spec = protocol.unpack_instruction(request.fields)
+    arrays = {record: _tensors(named) for record, named in request.arrays.items()}
+    broadcast = protocol.unpack_broadcast(arrays, spec, initial)
+    key = Key(run=run, client=str(client), round=round_, request=guard.request_digest(broadcast, spec))
+    return key, spec, broadcast
+
+
+def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(a if a.flags.writeable else a.copy()) for name, a in arrays.items()}
+
+
+def _settled(request: Request, holder: Holder, update: ClientUpdate) -> Response:
+    """The reply to a trained update; it is stored first if the node keeps a ledger."""
+    config = run_of(request.run_config, holder)
+    bench = bench_of(config, holder)
+    client = holder.partition(bench.num_clients)
+    key, spec, broadcast = _instruction(request, client, bench.initial)
+    silent = _is_irrelevant(update.adapter, broadcast, spec, key.round)
+    rounding = _source(config, client, key.round, "rounding")
+    arrays = {} if silent else protocol.pack_upload(update.adapter, broadcast, spec, bench.initial, rounding)
+    release = Release(round=key.round, event=update.event, num_records=update.num_records, silent=silent)
+    content = guard.store_reply(holder.policy, key, update.event, protocol.pack_reply(release, arrays))
+    _journal(request, holder, "released")
+    return _upload(content)
+
+
+def _noise_alone(request: Request, holder: Holder) -> Response:
+    """The upload for a charge whose update failed: what an empty set of records would have given."""
+    bench = bench_of(run_of(request.run_config, holder), holder)
+    try:
+        task = replace(prepare(request, holder), data=bench.no_records)
+    except AlreadyReleasedError as released:
+        return _upload(released.content)
+    _journal(request, holder, "noise_alone")
+    (update,) = execute_one_by_one(bench.model, [task])
+    if isinstance(update, Exception):
+        raise update
+    return _settled(request, holder, update)
+
+
+def _is_irrelevant(adapter: Adapter, broadcast: Broadcast, spec: UpdateSpec, round_: int) -> bool:
+    """Whether the update points away from the federation's last step; before the first step no update does."""
+    if not broadcast.signs or not spec.relevance_threshold:
+        return False
+    share = relevance.relevance(difference(adapter, broadcast.adapter), broadcast.signs)
+    return share < relevance.threshold(spec.relevance_threshold, round_)
+
+
+def _upload(content: bytes) -> Response:
+    """The response that a stored reply holds."""
+    release, arrays = protocol.unpack_reply(content)
+    return Response(
+        record=protocol.RELEASE,
+        fields=protocol.pack_release(release),
+        arrays={name: tensor.numpy() for name, tensor in arrays.items()},
+    )
+
+
+def _source(config: RunConfig, client: int, round_: int, purpose: str) -> RandomSource:
+    return SeededSource(config.seed, client, round_, purpose) if config.simulate else _secure

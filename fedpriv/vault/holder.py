@@ -1,0 +1,185 @@
+"""A data holder as its own node knows it, and the runs in which it takes part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from fedpriv.config import EMBEDDED, ON_NODES, RunConfig, parse
+from fedpriv.data.text import DataSource
+from fedpriv.journal import Journal
+from fedpriv.training.workbench import Workbench, workbench
+from fedpriv.vault import models
+from fedpriv.vault.frames import Scalar
+from fedpriv.vault.guard import NodePolicy, RefusedError
+from fedpriv.vault.models import ApprovedModel
+from fedpriv.vault.policy import Limits
+from fedpriv.vault.settings import VaultSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What the operator of a node with records of its own decides; no run's configuration changes it.
+
+    Attributes:
+        source: where the records are, and their columns.
+        labels: the classes in order; empty for causal models.
+        models: the file with the approved models.
+        limits: on what a coordinator may ask for.
+        memory_limit_mb: for one pass.
+        device: that trains.
+        closed: the file that closes the node while it exists.
+    """
+
+    source: DataSource
+    labels: tuple[str, ...]
+    models: Path
+    limits: Limits
+    memory_limit_mb: int
+    device: str
+    closed: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """A data holder.
+
+    Attributes:
+        client: the partition id; anything but a valid one is refused.
+        policy: what may be released, and what records it.
+        terms: of a node with records of its own; None for one that takes its records from the run.
+        trusts_run: the holder also starts the runs, as in a simulation.
+        name: for display; empty takes that of the run's data.
+        identity_key: file that signs registrations; None signs nothing.
+        journal: of the node's events.
+    """
+
+    client: object
+    policy: NodePolicy
+    terms: Terms | None = None
+    trusts_run: bool = False
+    name: str = ""
+    identity_key: Path | None = None
+    journal: Journal
+
+    @staticmethod
+    def of(settings: VaultSettings) -> Holder:
+        """The holder of a node's folder.
+
+        Raises:
+            InputError: the policy file is wrong.
+        """
+        limits = Limits.read(settings.policy) if settings.policy.is_file() else Limits()
+        is_own = settings.data is not None
+        terms = Terms(
+            source=DataSource(
+                data=str(settings.data),
+                text_column=settings.text_column,
+                text_pair_column=settings.text_pair_column,
+                label_column=settings.label_column,
+            ),
+            labels=settings.labels,
+            models=settings.models,
+            limits=limits,
+            memory_limit_mb=settings.memory_limit_mb,
+            device=settings.device,
+            closed=settings.closed,
+        )
+        return Holder(
+            client=settings.partition_id,
+            policy=NodePolicy(
+                allow_not_private=not is_own,
+                allow_unrecorded=not is_own,
+                limits=limits,
+                ledger=settings.ledger,
+                budget_epsilon=settings.budget_epsilon,
+                delta=settings.delta,
+            ),
+            terms=terms if is_own else None,
+            name=settings.name,
+            identity_key=settings.key if settings.key.is_file() else None,
+            journal=Journal(settings.events, client=settings.partition_id),
+        )
+
+    def partition(self, num_clients: int) -> int:
+        """The partition id.
+
+        Raises:
+            RefusedError: no client of a run with so many clients has it.
+        """
+        if not isinstance(self.client, int) or not 0 <= self.client < num_clients:
+            raise RefusedError(
+                f"partition-id = {self.client!r}: must lie in 0..{num_clients - 1}, the clients of this run"
+            )
+        return self.client
+
+
+def run_of(run_config: Mapping[str, Scalar], holder: Holder) -> RunConfig:
+    """The configuration of a run in which the node takes part, with what its operator decides in place of the run's.
+
+    Raises:
+        RefusedError: the node does not take part in such a run.
+        InputError: the configuration is invalid.
+    """
+    config = parsed(run_config)
+    if holder.terms is not None:
+        return _on_terms(config, holder.terms, holder.policy)
+    if config.data == ON_NODES:
+        raise RefusedError(f"data = {ON_NODES}: this node has no records of its own")
+    if config.data != EMBEDDED and not holder.trusts_run:
+        raise RefusedError(
+            f"data = {config.data!r}: this node takes no data from a run's configuration; in a simulation set "
+            "FEDPRIV_TRUST_RUN_CONFIG=1"
+        )
+    return config
+
+
+def bench_of(config: RunConfig, holder: Holder) -> Workbench:
+    """Model and records of the node in a run; the records of its own are not read yet."""
+    return workbench(config, holder.terms.source if holder.terms else None)
+
+
+def parsed(run_config: Mapping[str, Scalar]) -> RunConfig:
+    """The checked configuration of a run, cached: every message carries it, and checking takes long.
+
+    Raises:
+        InputError: it is invalid.
+    """
+    return _parsed(tuple(run_config.items()))
+
+
+@lru_cache(maxsize=4)
+def _parsed(items: tuple[tuple[str, Scalar], ...]) -> RunConfig:
+    return parse(dict(items))
+
+
+def _on_terms(config: RunConfig, terms: Terms, policy: NodePolicy) -> RunConfig:
+    """The run's configuration as a node with records of its own carries it out."""
+    if terms.closed.exists():
+        raise RefusedError("closed: this node takes part in nothing until its operator has looked at it")
+    if policy.budget_epsilon is None:
+        raise RefusedError("budget_epsilon: this node has records of its own but no budget; its operator must set one")
+    if config.data != ON_NODES:
+        raise RefusedError(
+            f"data = {config.data!r}: this node holds records of its own; the run needs data = {ON_NODES}"
+        )
+    if config.task != ("SEQ_CLS" if terms.labels else "CAUSAL_LM"):
+        raise RefusedError(f"task = {config.task}: does not suit this node's records")
+    if terms.labels and config.labels != terms.labels:
+        raise RefusedError("labels: are not those that this node's operator agreed to, in their order")
+    if config.max_length > terms.limits.max_length:
+        raise RefusedError(f"max_length = {config.max_length}: above this node's maximum {terms.limits.max_length}")
+    model = models.approved(config.model, models.read(terms.models))
+    if model is None:
+        raise RefusedError(f"model = {config.model!r}: this node's operator has not approved it")
+    if not _is_unchanged(model):
+        raise RefusedError(f"model = {config.model!r}: its files changed since this node's operator approved them")
+    return replace(config, model=model.folder, memory_limit_mb=terms.memory_limit_mb, device=terms.device)
+
+
+@lru_cache(maxsize=8)
+def _is_unchanged(model: ApprovedModel) -> bool:
+    """Whether a model's files are those that were approved, looked at once in a process, which keeps what it loads."""
+    return models.is_unchanged(model)

@@ -1,0 +1,92 @@
+"""What the operator of a node decides, in a file of its own that no coordinator sees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from fedpriv.deployment.settings import read_settings
+
+FILE = "vault.toml"
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class VaultSettings:
+    """The settings of a vault, and the paths of its files.
+
+    Attributes:
+        folder: absolute path.
+        partition_id: which client of a run the node is.
+        name: for display, visible to the coordinator.
+        data: file with the records; None stands for a hospital of the embedded synthetic corpus.
+        text_column, label_column, text_pair_column: of the file; empty if there is none.
+        labels: the classes in the order that all holders agreed on; empty for causal models.
+        budget_epsilon: that all runs together may spend; required for records of the node's own.
+        delta: for the budget; None stands for 1 / (10 N_k), at most 1e-5.
+        ledger_file: None stands for ledger.sqlite in the folder.
+        memory_limit_mb: for one forward and backward pass, and as much again for the prefix cache.
+        device: that trains: `auto`, `cpu` or `cuda:0`.
+        client_user: name of the user whose processes may ask the vault; empty stands for the vault's own user.
+    """
+
+    folder: Path
+    partition_id: Annotated[int, Field(ge=0)]
+    name: Annotated[str, Field(min_length=1, max_length=100)]
+    data: Path | None = None
+    text_column: str = "text"
+    label_column: str = "label"
+    text_pair_column: str = ""
+    labels: tuple[str, ...] = ()
+    budget_epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    delta: Annotated[float, Field(gt=0, lt=1)] | None = None
+    ledger_file: Path | None = None
+    memory_limit_mb: Annotated[int, Field(ge=1)] = 1024
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    client_user: str = ""
+
+    @staticmethod
+    def read(folder: Path) -> VaultSettings:
+        """The settings in a node's folder.
+
+        Raises:
+            InputError: there are no settings, or invalid ones.
+        """
+        return read_settings(VaultSettings, folder / FILE, folder=folder.absolute())
+
+    @property
+    def ledger(self) -> Path:
+        """The node's own ledger."""
+        return self.ledger_file or self.folder / "ledger.sqlite"
+
+    @property
+    def policy(self) -> Path:
+        """The file with the limits on what a coordinator may request."""
+        return self.folder / "policy.toml"
+
+    @property
+    def models(self) -> Path:
+        """The file with the models that the node runs."""
+        return self.folder / "approved-models.toml"
+
+    @property
+    def key(self) -> Path:
+        """The node's private key, which signs its registrations."""
+        return self.folder / "node.key"
+
+    @property
+    def events(self) -> Path:
+        """The log of what the node did, one event per line."""
+        return self.folder / "events.jsonl"
+
+    @property
+    def closed(self) -> Path:
+        """The file that closes the node while it exists; it says why."""
+        return self.folder / "closed"
+
+    @property
+    def socket(self) -> Path:
+        """The Unix socket that the vault listens on."""
+        return self.folder / "vault.sock"

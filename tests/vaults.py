@@ -1,0 +1,65 @@
+"""Folders of nodes with records of their own, as an operator makes them."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable
+from pathlib import Path
+
+import tomli_w
+
+from fedpriv.accounting.views import default_delta
+from fedpriv.deployment import keys
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.vault import models
+from fedpriv.vault.models import ApprovedModel, digest_of
+from fedpriv.vault.settings import FILE, VaultSettings
+from tests.tiny import LABELS
+
+
+def write_records(path: Path, rows: Iterable[tuple[str, str]]) -> Path:
+    """A CSV with the columns note and department."""
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([("note", "department"), *rows])
+    return path
+
+
+def make_vault(
+    folder: Path, data: Path, model: Path, *, num_records: int | None = None, policy: str = "", **settings: object
+) -> VaultSettings:
+    """A node's folder, its data registered and the model approved.
+
+    Args:
+        folder: created.
+        data: CSV with the columns note and department.
+        model: folder of the model.
+        num_records: N_k to register; None counts the rows.
+        policy: content of policy.toml.
+        settings: that differ from the ones below; None leaves a setting out.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    values: dict[str, object] = {
+        "partition_id": 1,
+        "name": "St. Anna",
+        "data": str(data),
+        "text_column": "note",
+        "label_column": "department",
+        "labels": list(LABELS),
+        "budget_epsilon": 1000.0,
+        "device": "cpu",
+    } | settings
+    (folder / FILE).write_text(tomli_w.dumps({key: value for key, value in values.items() if value is not None}))
+    made = VaultSettings.read(folder)
+    made.policy.write_text(policy)
+    made.models.write_text(
+        models.text_of((ApprovedModel(name=str(model), folder=str(model), digest=digest_of(model)),))
+    )
+    if not made.key.exists():
+        keys.make_key_pair(made.key)
+    if num_records is None:
+        with data.open(newline="") as file:
+            num_records = len(list(csv.reader(file))) - 1
+    with Ledger(made.ledger) as ledger:
+        if ledger.data_set() is None:
+            ledger.register(str(made.partition_id), num_records, made.delta or default_delta(num_records))
+    return made
