@@ -99,6 +99,7 @@ def prepare(request: Request, holder: Holder) -> UpdateTask:
     bench.model.check_merged(broadcast.merged)
     is_new = guard.charge(policy, key, event, data_set, noise_source=config.noise_source)
     holder.journal.write("charged", run=key.run, round=key.round, recorded=data_set is not None)
+    holder.before_records()
     # In a simulation, which protects nobody, a resumed run computes again, so that it stays equal to the bit.
     may_read = is_new or config.simulate
     return UpdateTask(
@@ -298,7 +299,8 @@ def _upload(content: bytes) -> Response:
     return Response(
         record=protocol.RELEASE,
         fields=protocol.pack_release(release),
-        arrays={name: tensor.numpy() for name, tensor in arrays.items()},
+        # In an order of their own: safetensors returns them in a random one.
+        arrays={name: arrays[name].numpy() for name in sorted(arrays)},
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -54,6 +54,7 @@ class Holder:
         name: for display; empty takes that of the run's data.
         identity_key: file that signs registrations; None signs nothing.
         journal: of the node's events.
+        before_records: called after a charge, before any record is touched.
     """
 
     client: object
@@ -63,6 +64,7 @@ class Holder:
     name: str = ""
     identity_key: Path | None = None
     journal: Journal
+    before_records: Callable[[], None] = lambda: None
 
     @staticmethod
     def of(settings: VaultSettings) -> Holder:

@@ -1,0 +1,30 @@
+"""`python -m fedpriv.vault DIR`: the vault of a node, in the foreground until SIGINT or SIGTERM."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedpriv.deployment.command_line import run_command_line
+from fedpriv.vault.service import serve
+from fedpriv.vault.settings import VaultSettings
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(dir_: Annotated[Path, typer.Argument(metavar="DIR", help="The node's folder, with vault.toml.")]) -> None:
+    """Run a node's vault: its records, ledger and model, behind the Unix socket DIR/vault.sock.
+
+    Example: python -m fedpriv.vault ~/node
+    """
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(message)s")
+    serve(VaultSettings.read(dir_), lambda line: print(line, flush=True))
+
+
+if __name__ == "__main__":
+    run_command_line(app, "python -m fedpriv.vault")

@@ -1,0 +1,177 @@
+"""The vault as a process of the data holder's own: records, ledger, keys, guard and model, behind a Unix socket.
+
+The service itself only carries frames between the socket and a child process, one at a time. If the child is killed,
+another takes its place and gets the same frame again: the ledger then knows whether the request was charged, and if it
+was, the answer is noise alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import pwd
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from fedpriv.errors import InputError
+from fedpriv.vault.frames import FAILED, REFUSED, FrameError, Response, pack_response
+from fedpriv.vault.settings import VaultSettings
+from fedpriv.vault.socket import peer_uid, receive
+from fedpriv.vault.worker import ANSWERED, run_worker
+
+log = logging.getLogger(__name__)
+
+# A frame may be tried before its charge, again if that attempt died, and once more for noise alone.
+_ATTEMPTS = 3
+_MAX_CONNECTIONS = 256
+# Frames may be large, so only some are read at the same time.
+_MAX_READERS = 8
+_IDLE_SECONDS = 30.0
+# Of sun_path in sockaddr_un, with its final zero.
+_MAX_PATH_BYTES = 107
+
+
+class Worker:
+    """The child process that answers frames; it is started when first asked, and again after it has died.
+
+    Args:
+        folder: of the node.
+        on_death: called with a line when the child died while it worked on records.
+    """
+
+    def __init__(self, folder: Path, on_death: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._on_death = on_death
+        self._lock = threading.Lock()
+        self._context = multiprocessing.get_context("spawn")
+        self.start()
+
+    def start(self) -> None:
+        """Start a child."""
+        self._connection, theirs = self._context.Pipe()
+        self._process = self._context.Process(target=run_worker, args=(theirs, self._folder), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def answer(self, frame: bytes) -> bytes:
+        """The frame that answers this one."""
+        with self._lock:
+            died_on_records = False
+            for _ in range(_ATTEMPTS):
+                charged = False
+                try:
+                    self._connection.send_bytes(frame)
+                    while (message := self._connection.recv_bytes())[:1] != ANSWERED:
+                        charged = True
+                except (EOFError, OSError):
+                    self._process.join()
+                    died_on_records |= charged
+                    log.error("the vault's child process ended with exit code %s", self._process.exitcode)
+                    self.start()
+                else:
+                    if died_on_records:
+                        self._on_death("its child process was killed while it worked on records")
+                    return message[1:]
+            if died_on_records:
+                self._on_death("its child process was killed again and again")
+            return pack_response(Response(code=FAILED, reason="failed; this node's log says why"))
+
+    def stop(self) -> None:
+        """End the child."""
+        self._process.kill()
+        self._process.join()
+
+
+def serve(settings: VaultSettings, say: Callable[[str], None]) -> None:
+    """Answer on the vault's socket until SIGINT or SIGTERM ends this process, with exit code 0.
+
+    Args:
+        settings: of the vault.
+        say: prints a line; called once, when the vault listens.
+
+    Raises:
+        InputError: another vault listens there, the path is too long, or the user of the ClientApp is unknown.
+    """
+    users = _allowed_users(settings.client_user)
+    listener = _listener(settings.socket, mode=0o600 if len(users) == 1 else 0o666)
+    worker = Worker(settings.folder, lambda reason: _close_node(settings.closed, reason))
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        settings.socket.unlink(missing_ok=True)
+        worker.stop()
+        os._exit(0)  # threads may wait for a client, or for the child
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    say(f"vault listens on {settings.socket}")
+    connections, readers = threading.Semaphore(_MAX_CONNECTIONS), threading.Semaphore(_MAX_READERS)
+
+    def converse(connection: socket.socket) -> None:
+        try:
+            if peer_uid(connection) in users:
+                _converse(connection, worker, readers)
+            else:
+                log.warning("refused: a process of user %s", peer_uid(connection))
+        finally:
+            connection.close()
+            connections.release()
+
+    while True:
+        connections.acquire()
+        connection, _ = listener.accept()
+        threading.Thread(target=converse, args=(connection,), daemon=True).start()
+
+
+def _converse(connection: socket.socket, worker: Worker, readers: threading.Semaphore) -> None:
+    """Answer the frames of one connection until it ends, in whatever way."""
+    connection.settimeout(_IDLE_SECONDS)
+    with contextlib.suppress(OSError):  # a client that goes away is its own affair
+        while connection.recv(1, socket.MSG_PEEK):  # only whoever sends something waits for its turn
+            try:
+                with readers:
+                    frame = receive(connection)
+            except FrameError as error:  # what follows cannot be told from the rest of this frame
+                connection.sendall(pack_response(Response(code=REFUSED, reason=f"refused: {error}")))
+                return
+            if frame is None:
+                return
+            connection.sendall(worker.answer(frame))
+
+
+def _close_node(marker: Path, reason: str) -> None:
+    log.error("this node is closed: %s; look at its log and its records before you open it again", reason)
+    marker.write_text(f"{reason}\n")
+
+
+def _allowed_users(client_user: str) -> set[int]:
+    """The ids of the users whose processes may ask."""
+    try:
+        return {os.geteuid()} | ({pwd.getpwnam(client_user).pw_uid} if client_user else set())
+    except KeyError:
+        raise InputError(f"client_user = {client_user!r}: no such user") from None
+
+
+def _listener(path: Path, *, mode: int) -> socket.socket:
+    """A listening socket at the path, where a vault that has died may have left one."""
+    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
+        raise InputError(
+            f"socket = {path}: a Unix socket's path has at most {_MAX_PATH_BYTES} bytes; use a shorter one"
+        )
+    with socket.socket(socket.AF_UNIX) as probe:
+        if probe.connect_ex(str(path)) == 0:
+            raise InputError(f"socket = {path}: another vault listens there")
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX)
+    old = os.umask(0o777 & ~mode)
+    try:
+        listener.bind(str(path))
+    finally:
+        os.umask(old)
+    listener.listen(_MAX_CONNECTIONS)
+    return listener

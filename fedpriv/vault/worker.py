@@ -1,0 +1,50 @@
+"""The vault's child process: it alone loads the model and the records, and answers one frame after another."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from fedpriv.vault.frames import REFUSED, FrameError, Request, Response, pack_response, unpack_request
+from fedpriv.vault.settings import VaultSettings
+
+# The first byte of what the worker sends: the request is charged and records will be touched next; or the response.
+CHARGED = b"c"
+ANSWERED = b"a"
+
+
+def run_worker(connection: Connection, folder: Path) -> None:
+    """Answer frames until the other end closes.
+
+    Args:
+        connection: to the service.
+        folder: of the node.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the service decides when its child ends
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    from fedpriv.vault.answer import answer  # loads torch, which the service itself does without
+    from fedpriv.vault.holder import Holder
+
+    holder = replace(Holder.of(VaultSettings.read(folder)), before_records=lambda: connection.send_bytes(CHARGED))
+
+    def answered(request: Request | FrameError) -> Response:
+        if isinstance(request, FrameError):
+            return Response(code=REFUSED, reason=f"refused: {request}")
+        return answer(request, holder)
+
+    while True:
+        try:
+            frame = connection.recv_bytes()
+        except EOFError:
+            return
+        connection.send_bytes(ANSWERED + pack_response(answered(_request(frame))))
+
+
+def _request(frame: bytes) -> Request | FrameError:
+    try:
+        return unpack_request(frame)
+    except FrameError as error:
+        return error

@@ -1,0 +1,225 @@
+"""The vault as a process: what reaches it through its socket, and what it survives."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedpriv import protocol
+from fedpriv.config import ON_NODES, parse, to_flower
+from fedpriv.ledger.entries import entries
+from fedpriv.ledger.reader import reading
+from fedpriv.training.local_update import UpdateSpec
+from fedpriv.training.workbench import workbench
+from fedpriv.vault.frames import REFUSED, REGISTER, TRAIN, Request, Response, pack_request
+from fedpriv.vault.settings import VaultSettings
+from fedpriv.vault.socket import ask, receive
+from tests.tiny import LABELS, WORDS
+from tests.vaults import make_vault, write_records
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory, tiny_bert) -> VaultSettings:
+    folder = tmp_path_factory.mktemp("v")
+    rows = [(f"{WORDS[i % 13]} {WORDS[i % 7]} {LABELS[i % 3]}", LABELS[i % 3]) for i in range(60)]
+    data = write_records(folder / "own.csv", rows)
+    return make_vault(folder / "node", data, tiny_bert, policy="max_local_steps = 1000\n", budget_epsilon=1e6)
+
+
+class Running:
+    """A vault in a process of its own."""
+
+    def __init__(self, settings: VaultSettings, **options: object) -> None:
+        self.settings = settings
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "fedpriv.vault", str(settings.folder)],
+            stdout=subprocess.PIPE,
+            stderr=(settings.folder.parent / "vault.log").open("a"),
+            text=True,
+            cwd=ROOT,
+            **options,
+        )
+        assert self.process.stdout.readline().startswith("vault listens on")
+
+    @property
+    def child(self) -> int:
+        """The process that works on records: the last child, after the one that multiprocessing keeps for itself."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return max(int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def vault(settings) -> Iterator[Running]:
+    running = Running(settings)
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def run_config(small_run, table) -> dict[str, object]:
+    values = {key: value for key, value in small_run.items() if key != "client_column"}
+    own = {"data": ON_NODES, "test_data": str(table), "labels": ",".join(LABELS), "num_clients": 3, "simulate": False}
+    return to_flower(parse({**values, **own}))
+
+
+@pytest.fixture(scope="module")
+def train(run_config):
+    """Builds a request for an update."""
+    config = parse(dict(run_config))
+    initial = {name: tensor.numpy() for name, tensor in workbench(config).initial.items()}
+
+    def build(run: str = "run", round_: int = 1, **changes: object) -> Request:
+        fields = {**protocol.pack_instruction(run, round_, UpdateSpec.of(config)), **changes}
+        return Request(kind=TRAIN, run_config=run_config, fields=fields, arrays={protocol.ADAPTER: initial})
+
+    return build
+
+
+def same(one: Response, other: Response) -> bool:
+    arrays = one.arrays.keys() == other.arrays.keys()
+    return (
+        one.fields == other.fields
+        and arrays
+        and all(np.array_equal(one.arrays[n], other.arrays[n]) for n in one.arrays)
+    )
+
+
+def test_it_registers_and_trains_and_one_charge_buys_one_upload(vault, settings, run_config, train):
+    registered = ask(settings.socket, Request(kind=REGISTER, run_config=run_config))
+    assert protocol.unpack_registration(registered.fields).num_records == 60
+    first, second, third = (ask(settings.socket, train(round_=round_)) for round_ in (1, 1, 2))
+    assert not first.code, first.reason
+    assert same(first, second)
+    assert not same(first, third)
+    assert set(first.arrays) == set(train().arrays[protocol.ADAPTER])
+
+
+def test_requests_that_come_at_once_are_answered_one_after_the_other(vault, settings, train):
+    with ThreadPoolExecutor(20) as pool:
+        answers = list(pool.map(lambda i: ask(settings.socket, train(run=f"at once {i % 2}")), range(20)))
+    assert not any(answer.code for answer in answers)
+    assert len({next(iter(answer.arrays.values())).tobytes() for answer in answers}) == 2
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"\0" * 8,
+        b"\0\0\0\2\0\0\0\0[]",
+        b"\xff" * 8,
+        b"\0\0\0\2\0\0\0\0{",
+        b"GET / HTTP/1.1\r\n\r\n",
+        os.urandom(5000),
+    ],
+)
+def test_what_is_no_frame_is_refused_or_dropped_and_the_vault_lives(vault, settings, run_config, sent):
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(60)
+        connection.connect(str(settings.socket))
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        receive(connection)
+    assert not ask(settings.socket, Request(kind=REGISTER, run_config=run_config)).code
+
+
+@pytest.mark.parametrize("kind", ["", "evaluate everything", "__class__"])
+def test_an_unknown_kind_is_refused(vault, settings, run_config, kind):
+    answer = ask(settings.socket, Request(kind=kind, run_config=run_config))
+    assert answer.code == REFUSED
+    assert "must be one of" in answer.reason
+
+
+def test_only_the_nodes_user_may_open_the_socket(vault, settings, run_config):
+    assert settings.socket.stat().st_mode & 0o777 == 0o600
+    if os.geteuid():
+        pytest.skip("one user: cannot become another")
+    settings.socket.chmod(0o666)  # what remains is the kernel's word on who asks
+    for folder in [settings.folder, *settings.folder.parents]:
+        if not folder.stat().st_mode & 0o001:
+            pytest.skip(f"one user: {folder} is closed to others")
+    code = (
+        "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); "
+        "s.sendall(sys.stdin.buffer.read()); sys.stdout.buffer.write(s.recv(100))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(settings.socket)],
+        input=pack_request(Request(kind=REGISTER, run_config=run_config)),
+        capture_output=True,
+        user=65534,
+        check=False,
+    )
+    assert not done.stdout
+    settings.socket.chmod(0o600)
+
+
+def test_a_second_vault_in_the_folder_is_refused(vault, settings):
+    command = [sys.executable, "-m", "fedpriv.vault", str(settings.folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "another vault listens there" in done.stderr
+
+
+def charges(settings: VaultSettings, run: str) -> int:
+    with reading(settings.ledger) as db:
+        return sum(entry.phase == "charged" and entry.run == run for entry in entries(db))
+
+
+def test_a_child_killed_while_it_works_on_records_means_noise_alone_and_a_closed_node(vault, settings, train):
+    """As by the system when memory runs out: the upload leaves all the same, so its absence tells nothing."""
+    assert not settings.closed.exists()
+    request = train(run="killed", local_steps=600)
+    answers: list[Response] = []
+    asking = threading.Thread(target=lambda: answers.append(ask(settings.socket, request)))
+    asking.start()
+    while not charges(settings, "killed"):
+        time.sleep(0.01)
+    os.kill(vault.child, signal.SIGKILL)
+    asking.join(120)
+    assert not answers[0].code, answers[0].reason
+    assert charges(settings, "killed") == 1
+    assert ask(settings.socket, train(run="next")).reason.startswith("refused: closed")
+    settings.closed.unlink()
+    assert same(ask(settings.socket, request), answers[0])
+    assert not ask(settings.socket, train(run="next")).code
+
+
+def test_a_vault_that_is_killed_and_restarted_answers_what_it_had_answered(settings, train, vault):
+    request = train(run="restart")
+    before = ask(settings.socket, request)
+    vault.process.kill()
+    vault.process.wait()
+    vault.__init__(settings)
+    assert same(ask(settings.socket, request), before)
+
+
+def test_it_ends_on_a_signal_and_leaves_no_socket(settings, tmp_path, tiny_bert):
+    own = make_vault(tmp_path / "node", settings.data, tiny_bert)
+    running = Running(own)
+    assert running.stop() == 0
+    assert not own.socket.exists()
+    with pytest.raises(OSError, match="No such file"):
+        ask(own.socket, Request(kind=REGISTER, run_config={}), retry_seconds=0.0)
+
+
+def test_a_clientapp_loads_neither_torch_nor_data_code():
+    code = "import sys, clients.app; print(*sorted({'torch', 'datasets', 'transformers', 'pandas'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
