@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,9 +25,8 @@ from fedpriv.vault.frames import REFUSED, REGISTER, TRAIN, Request, Response, pa
 from fedpriv.vault.settings import VaultSettings
 from fedpriv.vault.socket import ask, receive
 from tests.tiny import LABELS, WORDS
+from tests.vault.running import ROOT, Running
 from tests.vaults import make_vault, write_records
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -37,32 +35,6 @@ def settings(tmp_path_factory, tiny_bert) -> VaultSettings:
     rows = [(f"{WORDS[i % 13]} {WORDS[i % 7]} {LABELS[i % 3]}", LABELS[i % 3]) for i in range(60)]
     data = write_records(folder / "own.csv", rows)
     return make_vault(folder / "node", data, tiny_bert, policy="max_local_steps = 1000\n", budget_epsilon=1e6)
-
-
-class Running:
-    """A vault in a process of its own."""
-
-    def __init__(self, settings: VaultSettings, **options: object) -> None:
-        self.settings = settings
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "fedpriv.vault", str(settings.folder)],
-            stdout=subprocess.PIPE,
-            stderr=(settings.folder.parent / "vault.log").open("a"),
-            text=True,
-            cwd=ROOT,
-            **options,
-        )
-        assert self.process.stdout.readline().startswith("vault listens on")
-
-    @property
-    def child(self) -> int:
-        """The process that works on records: the last child, after the one that multiprocessing keeps for itself."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return max(int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(30)
 
 
 @pytest.fixture(scope="module")
