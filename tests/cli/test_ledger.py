@@ -101,3 +101,23 @@ def test_a_mistake_is_one_line(path, arguments, code, part):
     assert out == ""
     assert part in err
     assert err.count("\n") == 1
+
+
+def truncated(path: Path) -> Path:
+    """The ledger without its last charges and without its head: it looks as if less had been spent."""
+    db = sqlite3.connect(path)
+    db.execute("DROP TRIGGER no_delete")
+    db.execute("DELETE FROM entries WHERE number > 4")
+    db.commit()
+    db.close()
+    path.with_name(path.name + ".head").unlink()
+    return path
+
+
+@pytest.mark.parametrize("command", [["verify"], ["show"], ["statement", "--client", "0"]])
+def test_a_ledger_that_lost_its_last_entries_and_its_head_is_not_vouched_for(path, command):
+    out, err = fedpriv("ledger", command[0], truncated(path), *command[1:], code=1)
+    assert out == ""
+    assert "ledger.sqlite.head is missing" in err
+    assert "fedpriv ledger adopt-head" in err
+    assert err.count("\n") == 1
