@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -34,23 +35,88 @@ def show_ledger(
     with reader.reading(path) as db:
         reader.verify_with_head(db, path)
         rows = statement.spending(db, budget_epsilon=budget_epsilon)
+        adopted = statement.adoptions(db)
     columns = [*COLUMNS, "noise_source", *(["remaining_rounds"] if budget_epsilon is not None else [])]
-    short = [{**row, "data_set": row["data_set"][:12]} for row in rows]
-    show({"ledger": str(path), "data_sets": rows}, table(short, columns), as_json)
+    lines = [*table(_short(rows), columns), *statement.adoption_lines(adopted)]
+    show({"ledger": str(path), "data_sets": rows, "adopted": adopted}, lines, as_json)
+
+
+def _short(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**row, "data_set": row["data_set"][:12]} for row in rows]
 
 
 @app.command()
-def verify(path: LedgerPath, as_json: AsJson = False) -> None:
-    """Check the hash chain from the first entry to the last. Exit code 1 if it is broken, naming the entry.
+def verify(
+    path: LedgerPath,
+    head: Annotated[
+        str | None, typer.Option(help="A digest that a report or statement of this ledger printed: 64 hex digits.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check the hash chain from the first entry to the last, and that PATH.head agrees. Exit code 1 if not.
+
+    With --head, also check that the chain still holds the entry with this digest: then no entry up to it was changed
+    or lost since it was printed, even if somebody replaced both files.
 
     Example: fedpriv ledger verify results/ledger.sqlite
-    """
-    from fedpriv.ledger import reader
 
+    Example: fedpriv ledger verify ledger.sqlite --head 94c1e3f70f2a4d6b8a5f0e9d7c6b5a493827160594c1e3f70f2a4d6b8a5f0e9d
+    """
+    from fedpriv.errors import LedgerError
+    from fedpriv.ledger import entries as ledger_entries
+    from fedpriv.ledger import reader, statement
+
+    kept = None if head is None else head.strip().lower()
+    if kept is not None and not re.fullmatch("[0-9a-f]{64}", kept):
+        raise InputError(f"--head {head}: must be the 64 hex digits that a report or statement prints")
     with reader.reading(path) as db:
         last = reader.verify_with_head(db, path)
-    values = {"entries": last.number if last else 0, "head": last.digest if last else None, "intact": True}
-    show(values, entries(values), as_json)
+        number = None if kept is None else ledger_entries.number_of(db, kept)
+        adopted = statement.adoptions(db)
+    if kept is not None and number is None:
+        raise LedgerError(
+            f"{path}: its chain is intact but has no entry {kept}: entries were lost or replaced since that was printed"
+        )
+    values: dict[str, Any] = {"entries": last.number if last else 0, "head": last.digest if last else None}
+    values |= {"intact": True} | ({} if number is None else {"kept_head_is_entry": number})
+    show(values | {"adopted": adopted}, [*entries(values), *statement.adoption_lines(adopted)], as_json)
+
+
+@app.command("adopt-head")
+def adopt_head(
+    path: LedgerPath,
+    reason: Annotated[
+        str | None, typer.Option(help="Why you vouch that no entry is missing; it is logged. Without it, only look.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Go on with a ledger whose PATH.head is missing or unreadable. Without --reason it only shows what is there.
+
+    Compare the number of entries, the last digest and the spending with the last statement or report that you have:
+    what was lost at the end would be spent a second time. With --reason the ledger gets an entry that says so and a new
+    head; every later statement repeats it. An intact head needs no adoption, and one that names entries that the
+    ledger lacks cannot be adopted: restore the newest copy.
+
+    Example: fedpriv ledger adopt-head node.sqlite
+
+    Example: fedpriv ledger adopt-head node.sqlite --reason "moved to a new disk; statement of 3 May has the same head"
+    """
+    from fedpriv.ledger import reader, statement
+    from fedpriv.ledger.ledger import Ledger
+
+    if reason is not None and not reason.strip():
+        raise InputError("--reason: must not be empty; it is what a later reader of this ledger's statements sees")
+    with reader.reading(path) as db:
+        last = reader.verify_without_head(db, path)
+        rows = statement.spending(db)
+    values: dict[str, Any] = {"entries": last.number if last else 0, "head": last.digest if last else None}
+    if reason is not None:
+        with Ledger(path, adopting=reason.strip()) as ledger:
+            values |= {"adopted_by_entry": ledger.last[0], "new_head": ledger.head}
+    lines = [*table(_short(rows), COLUMNS), *entries(values)]
+    if reason is None:
+        lines.append("nothing is adopted yet: compare this with your last statement, then give --reason")
+    show({**values, "data_sets": rows}, lines, as_json)
 
 
 @app.command()

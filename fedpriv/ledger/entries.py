@@ -13,6 +13,7 @@ from fedpriv.accounting.events import Event
 from fedpriv.accounting.views import Release
 
 REGISTERED, CHANGED, CHARGED, RELEASED = "registered", "changed", "charged", "released"
+ADOPTED = "adopted"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +40,10 @@ class Entry:
     Attributes:
         number: 1, 2, 3, ...
         time: UTC, ISO 8601.
-        phase: `registered` or `changed` for a data set, `charged` or `released` for an upload.
-        data_set: the random id that spending attaches to.
-        client: the holder of the data.
+        phase: `registered` or `changed` for a data set, `charged` or `released` for an upload, `adopted` for the
+            whole ledger: its head was missing, so that its operator alone vouches for the entries before this one.
+        data_set: the random id that spending attaches to; empty in an `adopted` entry.
+        client: the holder of the data; empty in an `adopted` entry.
         run, round, request: the key of the upload.
         event: the privacy event, as JSON.
         rho_bar: for a charge the smallest that the round can have, for a release the one that it had.
@@ -50,7 +52,7 @@ class Entry:
         reply: SHA-256 of the upload, in hex.
         num_records: N_k, for a registration.
         delta: for a registration.
-        note: the holder's statement, or a keyed hash of the content.
+        note: the holder's statement, a keyed hash of the content, or the operator's reason to adopt.
         digest: SHA-256 of the previous entry's digest and everything above, in hex.
     """
 
@@ -122,8 +124,23 @@ class Charge:
 
 def entries(db: sqlite3.Connection) -> Iterator[Entry]:
     """All entries in order."""
-    for row in db.execute(f"SELECT {', '.join(COLUMNS)} FROM entries ORDER BY number"):
+    return _entries(db, "")
+
+
+def _entries(db: sqlite3.Connection, condition: str) -> Iterator[Entry]:
+    for row in db.execute(f"SELECT {', '.join(COLUMNS)} FROM entries {condition} ORDER BY number"):
         yield Entry(**dict(zip(COLUMNS, row, strict=True)))
+
+
+def adoptions(db: sqlite3.Connection) -> list[Entry]:
+    """The entries of phase `adopted`, in order; an empty list for a ledger that always had its head."""
+    return list(_entries(db, f"WHERE phase = '{ADOPTED}'"))
+
+
+def number_of(db: sqlite3.Connection, digest: str) -> int | None:
+    """The number of the entry with this digest; None if there is none."""
+    row = db.execute("SELECT number FROM entries WHERE digest = ?", (digest,)).fetchone()
+    return None if row is None else row[0]
 
 
 def data_sets(db: sqlite3.Connection) -> list[DataSet]:

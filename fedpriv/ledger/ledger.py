@@ -12,7 +12,7 @@ import os
 import secrets
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,9 +22,20 @@ from typing import Any, Self
 from fedpriv.accounting import events
 from fedpriv.accounting.views import Release
 from fedpriv.errors import LedgerError
-from fedpriv.ledger import entries
-from fedpriv.ledger.entries import CHANGED, CHARGED, REGISTERED, RELEASED, Charge, DataSet, Entry, Key, RunRecord
-from fedpriv.ledger.reader import EMPTY_CHAIN, VERSION, as_ledger_errors, check_head, check_version, head_path, verify
+from fedpriv.ledger import entries, head
+from fedpriv.ledger.entries import (
+    ADOPTED,
+    CHANGED,
+    CHARGED,
+    REGISTERED,
+    RELEASED,
+    Charge,
+    DataSet,
+    Entry,
+    Key,
+    RunRecord,
+)
+from fedpriv.ledger.reader import ADOPTED_VERSION, VERSION, as_ledger_errors, check_version, verify
 
 _FLOAT_COLUMNS = ("rho_bar", "aggregate_scale", "delta")
 
@@ -53,23 +64,31 @@ class Ledger:
     Args:
         path: an SQLite file, created if it does not exist. PATH.head beside it holds the number and digest of the last
             entry, so that entries missing at the end are noticed.
+        adopting: why the operator vouches for a ledger whose head is missing: an `adopted` entry with this reason is
+            appended, and the head is written anew. None refuses such a ledger.
 
     Raises:
-        LedgerError: another process is writing the file; it is read-only, damaged, edited or of another version; or the
-            disk is full. One line that names the file and, for a broken chain, the entry.
+        LedgerError: another process is writing the file; it is read-only, damaged, edited, without its head or of
+            another version; the disk is full; or there is nothing to adopt. One line that names the file and, for a
+            broken chain, the entry.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, adopting: str | None = None) -> None:
         self.path = path
+        self._number, self._digest = head.START
         with as_ledger_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._head = os.open(head_path(path), os.O_RDWR | os.O_CREAT, 0o600)
+            self._head = head.opened(path)
         try:
             _lock(self._head, path)
             with as_ledger_errors(path):
                 self._db = sqlite3.connect(path, isolation_level=None, timeout=10)
             try:
                 self._prepare()
+                if adopting is None:
+                    self._check_head()
+                else:
+                    self._adopt(adopting)
             except BaseException:
                 self._db.close()
                 raise
@@ -83,17 +102,38 @@ class Ledger:
                 raise LedgerError(f"{self.path}: its file system cannot hold a write-ahead log; use a local disk")
             self._db.execute("PRAGMA synchronous = FULL")
             if not self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                with self._transaction():
-                    for statement in _statements(_SCHEMA):
-                        self._db.execute(statement)
-                    self._db.execute("INSERT INTO secret VALUES (?)", (secrets.token_bytes(32),))
+                self._create()
             else:
                 # A first write shows at once whether the file can be written.
                 with self._transaction():
                     self._db.execute(f"PRAGMA user_version = {check_version(self._db, self.path)}")
         last = verify(self._db, self.path)
-        self._number, self._digest = (last.number, last.digest) if last else (0, EMPTY_CHAIN)
-        check_head(os.pread(self._head, 200, 0).decode(), self._db, self.path, self._number)
+        if last is not None:
+            self._number, self._digest = last.number, last.digest
+
+    def _create(self) -> None:
+        """Make the tables, after the head: see `head` for the order."""
+        head.check_unused(head.read(self._head), self.path)
+        self._write_head()
+        with self._transaction():
+            for statement in _statements(_SCHEMA):
+                self._db.execute(statement)
+            self._db.execute("INSERT INTO secret VALUES (?)", (secrets.token_bytes(32),))
+
+    def _check_head(self) -> None:
+        """Check the head, and bring it up to date if a crash left it behind."""
+        text = head.read(self._head)
+        head.check(text, self._db, self.path, self._number)
+        if head.parse(text) != self.last:
+            self._write_head()
+
+    def _adopt(self, reason: str) -> None:
+        """Log that the operator vouches for the entries so far, and write a head."""
+        head.check_missing(head.read(self._head), self._db, self.path, self._number)
+        with self._transaction():
+            self._insert([{"phase": ADOPTED, "data_set": "", "client": "", "note": reason}])
+            self._db.execute(f"PRAGMA user_version = {ADOPTED_VERSION}")
+        self._write_head()
 
     def __enter__(self) -> Self:
         return self
@@ -237,6 +277,14 @@ class Ledger:
         phase: str | None = row[0]
         return phase
 
+    def charged_data_set(self, key: Key) -> str | None:
+        """Id of the data set that was charged for the upload with this key; None if the key was never charged."""
+        row = self._db.execute(
+            "SELECT data_set FROM entries WHERE run = ? AND client = ? AND round = ? AND request = ? AND phase = ?",
+            (*_key_values(key), CHARGED),
+        ).fetchone()
+        return None if row is None else row[0]
+
     def stored(self, key: Key) -> bytes | None:
         """The content of the upload with this key, if it is still stored."""
         row = self._db.execute(
@@ -257,10 +305,17 @@ class Ledger:
         return entries.runs(self._db, data_set)
 
     def copy(self, path: Path) -> None:
-        """Write a copy of the ledger as it is now."""
-        with as_ledger_errors(path), sqlite3.connect(path) as target:
-            self._db.backup(target)
-        target.close()
+        """Write a copy of the ledger as it is now, with a head of its own."""
+        with as_ledger_errors(path):
+            file = head.opened(path)
+            try:
+                if head.parse(head.read(file)) is None:
+                    head.write(file, *head.START)
+                with closing(sqlite3.connect(path)) as target:
+                    self._db.backup(target)
+                head.write(file, *self.last)
+            finally:
+                os.close(file)
 
     def _append(self, lines: Sequence[dict[str, Any]]) -> None:
         with self._transaction():
@@ -286,7 +341,7 @@ class Ledger:
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         """All or nothing, and on disk afterwards."""
-        before = getattr(self, "_number", 0), getattr(self, "_digest", EMPTY_CHAIN)
+        before = self.last
         with as_ledger_errors(self.path):
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -301,8 +356,7 @@ class Ledger:
     def _write_head(self) -> None:
         """Write the head, after the commit: a crash in between leaves the ledger ahead of its head, never behind."""
         with as_ledger_errors(self.path):
-            os.pwrite(self._head, f"{self._number:>20} {self._digest}\n".encode(), 0)
-            os.fsync(self._head)
+            head.write(self._head, *self.last)
 
 
 def _release_entry(charge: Charge, reply: str | None) -> dict[str, Any]:

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fedpriv.errors import LedgerError
-from fedpriv.ledger import entries
+from fedpriv.ledger import entries, head
 from fedpriv.ledger.entries import Entry
+from fedpriv.ledger.head import EMPTY_CHAIN
 
 VERSION = 1
-
-# The digest that the first entry is chained to.
-EMPTY_CHAIN = "0" * 64
+# Of a ledger with an `adopted` entry: a reader that does not know these would state its spending without reserve.
+ADOPTED_VERSION = 2
 
 
 @contextmanager
@@ -73,10 +73,25 @@ def verify(db: sqlite3.Connection, path: Path) -> Entry | None:
 
 
 def verify_with_head(db: sqlite3.Connection, path: Path) -> Entry | None:
-    """Like `verify`, and also checks the chain against PATH.head if that file exists."""
+    """Like `verify`, and checks that PATH.head is there and names an entry of the chain.
+
+    Raises:
+        LedgerError: as for `verify` and `head.check`.
+    """
     last = verify(db, path)
-    head = head_path(path)
-    check_head(head.read_text() if head.is_file() else "", db, path, last.number if last else 0)
+    # Read after the entries: it may name one that was appended since, and the check looks that one up.
+    head.check(head.read_beside(path), db, path, last.number if last else 0)
+    return last
+
+
+def verify_without_head(db: sqlite3.Connection, path: Path) -> Entry | None:
+    """Like `verify`, for a ledger whose head is missing or unreadable.
+
+    Raises:
+        LedgerError: as for `verify`; or the ledger has a head.
+    """
+    last = verify(db, path)
+    head.check_missing(head.read_beside(path), db, path, last.number if last else 0)
     return last
 
 
@@ -87,35 +102,9 @@ def check_version(db: sqlite3.Connection, path: Path) -> int:
         LedgerError: this fedpriv does not read that version.
     """
     version: int = db.execute("PRAGMA user_version").fetchone()[0]
-    if version != VERSION:
-        raise LedgerError(f"{path}: ledger version {version}: this fedpriv reads version {VERSION}")
+    if version not in (VERSION, ADOPTED_VERSION):
+        raise LedgerError(f"{path}: ledger version {version}: this fedpriv reads {VERSION} and {ADOPTED_VERSION}")
     return version
-
-
-def head_path(path: Path) -> Path:
-    """PATH.head, which holds the number and digest of the ledger's last entry."""
-    return path.with_name(path.name + ".head")
-
-
-def check_head(text: str, db: sqlite3.Connection, path: Path, last: int) -> None:
-    """Refuse a ledger without the entry that its head file names: it was truncated, or replaced by an old copy.
-
-    Args:
-        text: the content of the head file; empty if there is none.
-        db: the ledger.
-        path: of the ledger.
-        last: number of the ledger's last entry; 0 if it is empty.
-    """
-    if not text.strip("\0 \n"):
-        return
-    number, _, digest = text.strip("\0 \n").partition(" ")
-    if int(number) == 0:
-        return
-    row = db.execute("SELECT digest FROM entries WHERE number = ?", (int(number),)).fetchone()
-    if row is None or row[0] != digest:
-        raise LedgerError(
-            f"{path}: broken chain: ends at entry {last}, but {head_path(path).name} has seen entry {number}"
-        )
 
 
 @contextmanager

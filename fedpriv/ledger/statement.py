@@ -37,6 +37,22 @@ DOES_NOT_COVER = (
 )
 
 
+def adoptions(db: sqlite3.Connection) -> list[dict[str, Any]]:
+    """Where an operator alone vouches that no entry is missing: the last `entry` before, when and why."""
+    return [
+        {"up_to_entry": entry.number - 1, "time": entry.time, "reason": entry.note} for entry in entries.adoptions(db)
+    ]
+
+
+def adoption_lines(adopted: list[dict[str, Any]]) -> list[str]:
+    """The adoptions for a reader, one line each."""
+    return [
+        f"NOT KNOWN TO BE COMPLETE up to entry {each['up_to_entry']}: the head was missing on {each['time'][:19]} UTC, "
+        f"and only the operator's word says that no entry is lost: {each['reason']}"
+        for each in adopted
+    ]
+
+
 def spending(db: sqlite3.Connection, *, budget_epsilon: float | None = None) -> list[dict[str, Any]]:
     """What each data set has spent, in order of registration.
 
@@ -111,6 +127,7 @@ def statement(db: sqlite3.Connection, path: Path, client: str) -> list[dict[str,
                 "entries": last.number,
                 "head": last.digest,
                 "as_of": last.time,
+                "adopted": adoptions(db),
             }
         )
     return pages
@@ -138,6 +155,8 @@ def render(page: Mapping[str, Any]) -> str:
         lines += ["", f"NOT A PRIVACY GUARANTEE: {caveat}."]
     if "seeded" in page["noise_source"]:
         lines += ["", "NOT PRIVATE: some noise came from a seeded generator. Anyone who knows the seed can remove it."]
+    for line in adoption_lines(page["adopted"]):
+        lines += ["", *textwrap.wrap(line, 104)]
     lines += ["", f"Noise source      {page['noise_source'] or 'nothing was released'}", "", "Covered"]
     lines += [*_wrapped([page["covers"]]), "", "Not covered", *_wrapped(page["does_not_cover"])]
     if page["statements"]:

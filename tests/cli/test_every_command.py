@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -60,6 +61,7 @@ EXAMPLES = {
     "data check": Example("plain.csv --text x"),
     "ledger show": Example("ledger.sqlite --budget-epsilon 2", infinite="data_sets 0 epsilon_local"),
     "ledger verify": Example("ledger.sqlite"),
+    "ledger adopt-head": Example("moved.sqlite", infinite="data_sets 0 epsilon_local"),
     "ledger statement": Example("ledger.sqlite --client 0", infinite="statements 0 epsilon_local"),
     "ledger register": Example("node.sqlite --client 0 --num-records 50 --disjoint 'cases of 2027'"),
     "dedup plan": Example("variants --fairness outcome", infinite="targets round-14 epsilon"),
@@ -101,6 +103,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     write_study(folder, noiseless=True)
     write_ledger(folder / "ledger.sqlite", SubsampledGaussian(noise_multiplier=0.0, sampling_probability=0.1))
+    shutil.copy(folder / "ledger.sqlite", folder / "moved.sqlite")
     write_plain_table(folder / "plain.csv")
     write_csv(folder / "scores.csv", score=range(8), included=[0, 1] * 4)
     write_csv(folder / "losses.csv", loss=range(8), member=[0, 1] * 4)

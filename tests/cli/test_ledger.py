@@ -94,6 +94,8 @@ def test_another_data_set_needs_the_holders_statement(tmp_path):
         (["statement", "{path}", "--client", "7"], 2, "knows 0, 1"),
         (["show", "{path}", "--budget-epsilon", "0"], 2, "epsilon = 0"),
         (["register", "{path}", "--client", "0", "--num-records", "0"], 2, "--num-records 0"),
+        (["adopt-head", "none.sqlite"], 1, "no such ledger"),
+        (["adopt-head", "{path}", "--reason", " "], 2, "--reason"),
     ],
 )
 def test_a_mistake_is_one_line(path, arguments, code, part):
@@ -121,3 +123,54 @@ def test_a_ledger_that_lost_its_last_entries_and_its_head_is_not_vouched_for(pat
     assert "ledger.sqlite.head is missing" in err
     assert "fedpriv ledger adopt-head" in err
     assert err.count("\n") == 1
+
+
+def test_adopting_shows_what_is_there_and_every_later_statement_says_so(path):
+    truncated(path)
+    shown = as_json("ledger", "adopt-head", path)
+    assert (shown["entries"], shown["data_sets"][0]["rounds"]) == (4, 3)
+    fedpriv("ledger", "show", path, code=1)  # looking adopts nothing
+    assert "nothing is adopted yet" in fedpriv("ledger", "adopt-head", path)[0]
+    adopted = as_json("ledger", "adopt-head", path, "--reason", "new disk")
+    assert (adopted["entries"], adopted["head"], adopted["adopted_by_entry"]) == (4, shown["head"], 5)
+    (page,) = as_json("ledger", "statement", path, "--client", "0")["statements"]
+    found = as_json("ledger", "verify", path)
+    assert (found["entries"], found["head"], page["head"]) == (5, adopted["new_head"], adopted["new_head"])
+    for noted in (page["adopted"], found["adopted"], as_json("ledger", "show", path)["adopted"]):
+        (each,) = noted
+        assert (each["up_to_entry"], each["reason"]) == (4, "new disk")
+    for command in (["verify"], ["show"], ["statement", "--client", "0"]):
+        text = " ".join(fedpriv("ledger", command[0], path, *command[1:])[0].split())
+        assert "NOT KNOWN TO BE COMPLETE up to entry 4" in text
+        assert "no entry is lost: new disk" in text
+
+
+def test_a_ledger_that_was_never_adopted_does_not_say_so(path):
+    assert as_json("ledger", "verify", path)["adopted"] == []
+    for command in (["verify"], ["show"], ["statement", "--client", "0"]):
+        assert "COMPLETE" not in fedpriv("ledger", command[0], path, *command[1:])[0]
+
+
+def test_a_head_that_is_there_is_not_adopted(path):
+    for reason in ([], ["--reason", "because"]):
+        _, err = fedpriv("ledger", "adopt-head", path, *reason, code=1)
+        assert "nothing to adopt" in err
+    kept = path.with_name(path.name + ".head").read_text()
+    truncated(path).with_name(path.name + ".head").write_text(kept)
+    for reason in ([], ["--reason", "because"]):
+        _, err = fedpriv("ledger", "adopt-head", path, *reason, code=1)
+        assert "ends at entry 4, but ledger.sqlite.head has seen entry 10" in err
+
+
+def test_a_digest_that_was_kept_tells_whether_its_entry_is_still_there(path):
+    kept = as_json("ledger", "verify", path)["head"]
+    with Ledger(path) as ledger:
+        ledger.register("2", 10, 1e-5)
+    assert as_json("ledger", "verify", path, "--head", kept.upper())["kept_head_is_entry"] == 10
+    truncated(path)
+    as_json("ledger", "adopt-head", path, "--reason", "says the thief")
+    out, err = fedpriv("ledger", "verify", path, "--head", kept, code=1)
+    assert out == ""
+    assert f"has no entry {kept}" in err
+    _, err = fedpriv("ledger", "verify", path, "--head", kept[:12], code=2)
+    assert f"--head {kept[:12]}: must be the 64 hex digits" in err

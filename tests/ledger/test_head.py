@@ -1,4 +1,4 @@
-"""The head of a ledger: whatever is lost at the end of the chain is noticed, and a crash at any instant locks nobody out."""
+"""The head of a ledger: a loss at the end of the chain is noticed, and a crash at any instant locks nobody out."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from fedpriv.errors import LedgerError
+from fedpriv.ledger.head import EMPTY_CHAIN
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.reader import EMPTY_CHAIN, reading, verify_with_head
+from fedpriv.ledger.reader import reading, verify_with_head
 from tests.ledger.test_ledger import charge_for, edited
 
 
@@ -52,7 +53,7 @@ def test_entries_without_a_head_are_vouched_for_by_nobody(filled, content, remai
 def test_a_lost_database_is_no_new_ledger_while_its_head_is_there(filled):
     filled.unlink()
     for _ in range(2):
-        with pytest.raises(LedgerError, match="has seen entry 4"):
+        with pytest.raises(LedgerError, match=r"damaged: it is empty, but ledger\.sqlite\.head has seen entry 4"):
             Ledger(filled)
 
 
@@ -130,6 +131,10 @@ while not results or results[-1][0] != "rce":
         ledger.charge([charge_for(ledger.data_set().id, 7)])
     with reading(path) as db:
         verify_with_head(db, path)
+    copy = path.with_name("copy")
+    if copy.exists():
+        with Ledger(copy):
+            pass
     results.append((done, number))
 print(json.dumps(results))
 """
@@ -187,3 +192,32 @@ def version(path: Path) -> int:
     (found,) = db.execute("PRAGMA user_version").fetchone()
     db.close()
     return found
+
+
+def test_an_adopted_ledger_goes_on_and_older_readers_refuse_it(filled):
+    with Ledger(filled) as ledger:
+        data_set, spent = ledger.data_set(), ledger.releases(ledger.data_set().id)
+    assert version(filled) == 1, "older readers go on with a ledger that always had its head"
+    head_of(filled).write_bytes(b"garbled" * 100)
+    with Ledger(filled, adopting="new disk") as ledger:
+        assert ledger.last[0] == 5
+    with Ledger(filled) as ledger:
+        assert (ledger.data_set(), ledger.releases(data_set.id)) == (data_set, spent)
+        ledger.charge([charge_for(data_set.id, 4)])
+        assert ledger.last[0] == 6
+    assert version(filled) == 2
+    edited(filled, "UPDATE entries SET note = 'nothing to see' WHERE phase = 'adopted'")
+    assert_refused(filled, "entry 5 was changed")
+
+
+def test_an_edited_ledger_cannot_be_adopted(filled):
+    edited(filled, "DELETE FROM entries WHERE number = 2")
+    head_of(filled).unlink()
+    with pytest.raises(LedgerError, match="entry 2 is missing"):
+        Ledger(filled, adopting="new disk")
+    assert version(filled) == 1
+
+
+def test_there_is_nothing_to_adopt_in_a_new_ledger(tmp_path):
+    with pytest.raises(LedgerError, match="nothing to adopt"):
+        Ledger(tmp_path / "ledger.sqlite", adopting="new disk")

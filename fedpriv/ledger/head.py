@@ -1,0 +1,123 @@
+"""The head of a ledger, PATH.head: number and digest of its last entry, so that entries lost at the end are noticed.
+
+A new ledger's head is on disk, with number 0, before the ledger has a table, and it is written anew after every commit.
+So at any instant, also after a crash, a ledger with tables has a readable head, and its chain holds the entry that the
+head names: a crash between a commit and its head leaves the head behind, which the next writer mends. A ledger with
+tables and no readable head was tampered with, or moved without it. Anyone who can write both files can replace both;
+against that helps only a digest that is kept elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+from pathlib import Path
+
+from fedpriv.errors import LedgerError
+
+# The digest that the first entry is chained to.
+EMPTY_CHAIN = "0" * 64
+START = (0, EMPTY_CHAIN)
+
+# As long as any head that was ever written, and then some.
+_MAX_BYTES = 200
+
+
+def head_path(path: Path) -> Path:
+    """PATH.head."""
+    return path.with_name(path.name + ".head")
+
+
+def opened(path: Path) -> int:
+    """A descriptor of a ledger's head, which is created empty, in a directory entry that lasts, if there is none."""
+    file = os.open(head_path(path), os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        folder = os.open(path.absolute().parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def write(file: int, number: int, digest: str) -> None:
+    """Replace the head, durably."""
+    text = f"{number:>20} {digest}\n".encode()
+    os.pwrite(file, text, 0)
+    os.ftruncate(file, len(text))
+    os.fsync(file)
+
+
+def read(file: int) -> str:
+    """The text of a head."""
+    return os.pread(file, _MAX_BYTES, 0).decode(errors="replace")
+
+
+def read_beside(path: Path) -> str:
+    """The text of a ledger's head; empty if there is none."""
+    try:
+        with head_path(path).open("rb") as file:
+            return file.read(_MAX_BYTES).decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def parse(text: str) -> tuple[int, str] | None:
+    """The number and digest that a head holds; None if it is empty or garbled."""
+    found = re.fullmatch(r" *(\d{1,18}) ([0-9a-f]{64})\n", text)
+    if found is None:
+        return None
+    head = int(found[1]), found[2]
+    return None if head[0] == 0 and head != START else head
+
+
+def check_unused(text: str, path: Path) -> None:
+    """Refuse to start a new ledger beside the head of an old one.
+
+    Raises:
+        LedgerError: the head has seen entries, or holds something else. What a crash leaves of a first head, zeros or
+            nothing, is unused.
+    """
+    if text.strip("\0") and parse(text) != START:
+        number = (parse(text) or ("unknown",))[0]
+        raise LedgerError(
+            f"{path}: damaged: it is empty, but {head_path(path).name} has seen entry {number}; restore the newest copy"
+        )
+
+
+def check(text: str, db: sqlite3.Connection, path: Path, last: int) -> None:
+    """Refuse a ledger whose head is missing or names an entry that the chain lacks.
+
+    Args:
+        text: of the head; empty if there is none.
+        db: the ledger.
+        path: of the ledger.
+        last: number of the ledger's last entry; 0 if it is empty.
+
+    Raises:
+        LedgerError: the head is missing, empty or garbled; or entries were lost, or replaced by those of an old copy.
+    """
+    name, head = head_path(path).name, parse(text)
+    if head is None:
+        raise LedgerError(
+            f"{path}: {name} is missing or unreadable, so entries may be missing at the end; put it back, "
+            f"or see `fedpriv ledger adopt-head {path}`"
+        )
+    row = db.execute("SELECT digest FROM entries WHERE number = ?", head[:1]).fetchone()
+    if head != START and (row is None or row[0] != head[1]):
+        raise LedgerError(f"{path}: broken chain: ends at entry {last}, but {name} has seen entry {head[0]}")
+
+
+def check_missing(text: str, db: sqlite3.Connection, path: Path, last: int) -> None:
+    """Refuse to adopt a ledger that has a head; arguments as for `check`.
+
+    Raises:
+        LedgerError: the head names an entry, which the chain has or lacks.
+    """
+    if parse(text) is not None:
+        check(text, db, path, last)
+        raise LedgerError(f"{path}: its head is there and agrees with the chain; there is nothing to adopt")
