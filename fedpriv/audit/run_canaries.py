@@ -52,7 +52,7 @@ def audit_of(
 ) -> dict[str, Any] | None:
     """The audit of the run's epsilon by its canaries, for the summary; None in a run without an audit.
 
-    The number of guesses, half of the canaries, is fixed beforehand.
+    The number of guesses, half of the canaries (or one less, to be even), is fixed beforehand.
 
     Args:
         config: of the run.
@@ -66,7 +66,8 @@ def audit_of(
     if not clients:
         return None
     bench.model.merge({})
-    num_guesses = max(1, sum(len(client.canaries) for client in clients) // 2)
+    # Even, since half of the guesses are that a canary is in.
+    num_guesses = 2 * max(1, sum(len(client.canaries) for client in clients) // 4)
     result = audit_run(
         bench.model, bench.initial, final, clients, num_guesses=num_guesses, delta=delta, confidence=CONFIDENCE
     )

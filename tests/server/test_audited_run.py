@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clients.node import configuration
-from fedpriv.audit.run_canaries import audited
+from fedpriv.audit.run_canaries import audit_of, audited
 from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.training.workbench import workbench
@@ -40,6 +40,15 @@ def test_registered_numbers_count_all_canaries_whatever_the_coins_show(small_run
     page = (folder / "report.html").read_text()
     assert "<h3>Audit</h3>" in page
     assert "stands" in page
+
+
+@pytest.mark.parametrize(("num", "num_guesses"), [(29, 42), (30, 44), (31, 46), (32, 48), (50, 74)])
+def test_half_of_any_number_of_canaries_is_an_even_number_of_guesses(small_run, num, num_guesses):
+    """Three clients with 30 or 50 canaries each: half of 90 and of 150 are odd, and a guess needs its counterpart."""
+    config = parse({**small_run, **AUDIT, "audit_canaries": num})
+    bench = workbench(config)
+    found = audit_of(config, bench, bench.initial, delta=1e-5, claimed_epsilon=1.0)
+    assert (found["num_canaries"], found["num_guesses"]) == (3 * num, num_guesses)
 
 
 def test_a_run_that_learns_its_records_by_heart_is_found_out_and_its_private_twin_is_not(small_run, tmp_path):
