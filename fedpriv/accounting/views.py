@@ -123,6 +123,7 @@ def aggregate_objections(
     noise_on: str,
     linear: bool,
     uploads_hidden: bool,
+    norms_limited: bool = False,
     mechanism: str = "gaussian",
     noise_adds_up: bool = True,
 ) -> tuple[str, ...]:
@@ -134,6 +135,7 @@ def aggregate_objections(
         noise_on: `gradients` or `upload`.
         linear: whether the global adapter is a linear weighted sum of the uploads.
         uploads_hidden: whether nobody sees any single upload, and no variant of a single client is kept.
+        norms_limited: whether the server measures every upload and refuses those with a large norm.
         mechanism: name of the mechanism.
         noise_adds_up: whether the sum of the clients' noise follows the same kind of distribution.
     """
@@ -144,6 +146,7 @@ def aggregate_objections(
         f"mechanism = {mechanism}: needs gaussian, whose sum is of the same kind": noise_adds_up,
         "aggregation: needs a linear weighted sum": linear,
         "uploads_hidden = false: needs secure aggregation, since the server sees every upload": uploads_hidden,
+        "max_update_norm: needs none, since it measures every upload and tells which are too large": not norms_limited,
     }
     return tuple(objection for objection, holds in conditions.items() if not holds)
 

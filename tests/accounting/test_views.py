@@ -130,6 +130,7 @@ HOLDS = {"local_steps": 1, "optimizer": "sgd", "noise_on": "gradients", "linear"
         ({"noise_on": "upload"}, "noise_on = upload"),
         ({"linear": False}, "aggregation"),
         ({"uploads_hidden": False}, "uploads_hidden"),
+        ({"norms_limited": True}, "max_update_norm"),
     ],
 )
 def test_the_aggregate_view_is_refused_with_the_condition_that_fails(change, name):

@@ -165,6 +165,7 @@ def test_each_client_may_have_a_budget_of_its_own(budgeted, tmp_path):
         ({"optimizer": "adamw"}, "optimizer = adamw"),
         ({"noise_on": "upload"}, "noise_on = upload"),
         ({"uploads_hidden": False}, "secure aggregation"),
+        ({"max_update_norm": 5.0}, "max_update_norm"),
     ],
 )
 def test_the_aggregate_view_is_refused_where_it_does_not_hold(budgeted, tmp_path, change, condition):
