@@ -42,7 +42,7 @@ def total(folders: Sequence[Path]) -> Total:
     the groups' largest epsilons and deltas add up (basic composition).
 
     Raises:
-        LedgerError: a ledger is damaged.
+        LedgerError: a ledger is damaged, or lost entries or its head.
     """
     groups: defaultdict[tuple[object, ...], dict[str, tuple[list[Event], float]]] = defaultdict(dict)
     num_runs = 0
@@ -53,6 +53,7 @@ def total(folders: Sequence[Path]) -> Total:
         num_runs += 1
         clients = groups[_holders(read_config(folder))]
         with reader.reading(path) as db:
+            reader.verify_with_head(db, path)
             for data_set in entries.data_sets(db):
                 events, delta = clients.get(data_set.client, ([], 0.0))
                 events += [release.seen_by("local") for release in entries.releases(db, data_set.id)]

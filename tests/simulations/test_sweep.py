@@ -20,7 +20,7 @@ from dp_accounting import pld
 from rich.console import Console
 
 from fedpriv.config import parse
-from fedpriv.errors import InputError
+from fedpriv.errors import InputError, LedgerError
 from fedpriv.ledger.entries import data_sets, releases
 from fedpriv.ledger.reader import reading
 from simulations.sweeps import plots, table
@@ -147,8 +147,8 @@ def test_the_sum_composes_a_clients_releases_over_all_runs_and_attempts(write, b
     plan = read(path)
     lost = out / "unfinished" / "some-1"
     lost.mkdir(parents=True)
-    shutil.copy(out / plan.runs[0].key / "ledger.sqlite", lost)
-    shutil.copy(out / plan.runs[0].key / "config.toml", lost)
+    for name in ("ledger.sqlite", "ledger.sqlite.head", "config.toml"):
+        shutil.copy(out / plan.runs[0].key / name, lost)
     found, expected = total(attempts(plan, out)), []
     assert found.num_runs == 3
     with reading(out / plan.runs[0].key / "ledger.sqlite") as db:
@@ -164,6 +164,9 @@ def test_the_sum_composes_a_clients_releases_over_all_runs_and_attempts(write, b
     assert found.epsilon > max(
         json.loads((out / r.key / "summary.json").read_text())["epsilon_local_max"] for r in plan.runs
     )
+    (lost / "ledger.sqlite.head").unlink()
+    with pytest.raises(LedgerError, match="adopt-head"):
+        total(attempts(plan, out))
 
 
 def test_groups_that_share_records_out_differently_add_up(write, base, tmp_path):
