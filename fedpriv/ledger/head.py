@@ -30,18 +30,18 @@ def head_path(path: Path) -> Path:
 
 
 def opened(path: Path) -> int:
-    """A descriptor of a ledger's head, which is created empty, in a directory entry that lasts, if there is none."""
-    file = os.open(head_path(path), os.O_RDWR | os.O_CREAT, 0o600)
+    """A descriptor of a ledger's head, which is created empty if there is none."""
+    return os.open(head_path(path), os.O_RDWR | os.O_CREAT, 0o600)
+
+
+def begin(file: int, path: Path) -> None:
+    """Write the head of a ledger without entries, and its name in the folder, durably."""
+    write(file, *START)
+    folder = os.open(path.absolute().parent, os.O_RDONLY)
     try:
-        folder = os.open(path.absolute().parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except BaseException:
-        os.close(file)
-        raise
-    return file
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def write(file: int, number: int, digest: str) -> None:
@@ -82,10 +82,11 @@ def check_unused(text: str, path: Path) -> None:
         LedgerError: the head has seen entries, or holds something else. What a crash leaves of a first head, zeros or
             nothing, is unused.
     """
-    if text.strip("\0") and parse(text) != START:
-        number = (parse(text) or ("unknown",))[0]
+    head = parse(text)
+    if text.strip("\0") and head != START:
+        seen = "entries" if head is None else f"entry {head[0]}"
         raise LedgerError(
-            f"{path}: damaged: it is empty, but {head_path(path).name} has seen entry {number}; restore the newest copy"
+            f"{path}: damaged: it is empty, but {head_path(path).name} has seen {seen}; restore the newest copy"
         )
 
 

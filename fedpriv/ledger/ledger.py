@@ -11,7 +11,7 @@ import hashlib
 import os
 import secrets
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -22,7 +22,7 @@ from typing import Any, Self
 from fedpriv.accounting import events
 from fedpriv.accounting.views import Release
 from fedpriv.errors import LedgerError
-from fedpriv.ledger import entries, head
+from fedpriv.ledger import entries, head, schema
 from fedpriv.ledger.entries import (
     ADOPTED,
     CHANGED,
@@ -35,25 +35,9 @@ from fedpriv.ledger.entries import (
     Key,
     RunRecord,
 )
-from fedpriv.ledger.reader import ADOPTED_VERSION, VERSION, as_ledger_errors, check_version, verify
+from fedpriv.ledger.reader import ADOPTED_VERSION, as_ledger_errors, check_version, verify
 
 _FLOAT_COLUMNS = ("rho_bar", "aggregate_scale", "delta")
-
-_SCHEMA = f"""
-CREATE TABLE entries (
-    number INTEGER PRIMARY KEY, time TEXT NOT NULL, phase TEXT NOT NULL, data_set TEXT NOT NULL, client TEXT NOT NULL,
-    run TEXT, round INTEGER, request TEXT, event TEXT, rho_bar REAL, aggregate_scale REAL, noise_source TEXT,
-    reply TEXT, num_records INTEGER, delta REAL, note TEXT, digest TEXT NOT NULL
-);
-CREATE UNIQUE INDEX one_per_key ON entries (run, client, round, request, phase) WHERE request IS NOT NULL;
-CREATE INDEX by_data_set ON entries (data_set, phase);
-CREATE TABLE replies (run TEXT, client TEXT, round INTEGER, request TEXT, content BLOB NOT NULL,
-    PRIMARY KEY (run, client, round, request));
-CREATE TABLE secret (content_key BLOB NOT NULL);
-CREATE TRIGGER no_update BEFORE UPDATE ON entries BEGIN SELECT RAISE(ABORT, 'entries are append-only'); END;
-CREATE TRIGGER no_delete BEFORE DELETE ON entries BEGIN SELECT RAISE(ABORT, 'entries are append-only'); END;
-PRAGMA user_version = {VERSION};
-"""
 
 
 class Ledger:
@@ -84,11 +68,12 @@ class Ledger:
             with as_ledger_errors(path):
                 self._db = sqlite3.connect(path, isolation_level=None, timeout=10)
             try:
-                self._prepare()
-                if adopting is None:
-                    self._check_head()
-                else:
-                    self._adopt(adopting)
+                with as_ledger_errors(path):
+                    self._prepare()
+                    if adopting is None:
+                        self._check_head()
+                    else:
+                        self._adopt(adopting)
             except BaseException:
                 self._db.close()
                 raise
@@ -97,16 +82,15 @@ class Ledger:
             raise
 
     def _prepare(self) -> None:
-        with as_ledger_errors(self.path):
-            if self._db.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
-                raise LedgerError(f"{self.path}: its file system cannot hold a write-ahead log; use a local disk")
-            self._db.execute("PRAGMA synchronous = FULL")
-            if not self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                self._create()
-            else:
-                # A first write shows at once whether the file can be written.
-                with self._transaction():
-                    self._db.execute(f"PRAGMA user_version = {check_version(self._db, self.path)}")
+        if self._db.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
+            raise LedgerError(f"{self.path}: its file system cannot hold a write-ahead log; use a local disk")
+        self._db.execute("PRAGMA synchronous = FULL")
+        if not self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            self._create()
+        else:
+            # A first write shows at once whether the file can be written.
+            with self._transaction():
+                self._db.execute(f"PRAGMA user_version = {check_version(self._db, self.path)}")
         last = verify(self._db, self.path)
         if last is not None:
             self._number, self._digest = last.number, last.digest
@@ -114,11 +98,9 @@ class Ledger:
     def _create(self) -> None:
         """Make the tables, after the head: see `head` for the order."""
         head.check_unused(head.read(self._head), self.path)
-        self._write_head()
+        head.begin(self._head, self.path)
         with self._transaction():
-            for statement in _statements(_SCHEMA):
-                self._db.execute(statement)
-            self._db.execute("INSERT INTO secret VALUES (?)", (secrets.token_bytes(32),))
+            schema.create(self._db)
 
     def _check_head(self) -> None:
         """Check the head, and bring it up to date if a crash left it behind."""
@@ -310,7 +292,7 @@ class Ledger:
             file = head.opened(path)
             try:
                 if head.parse(head.read(file)) is None:
-                    head.write(file, *head.START)
+                    head.begin(file, path)
                 with closing(sqlite3.connect(path)) as target:
                     self._db.backup(target)
                 head.write(file, *self.last)
@@ -372,16 +354,6 @@ def _release_entry(charge: Charge, reply: str | None) -> dict[str, Any]:
 
 def _key_values(key: Key) -> tuple[str, str, int, str]:
     return key.run, key.client, key.round, key.request
-
-
-def _statements(script: str) -> Iterable[str]:
-    """The statements of a script, one by one: sqlite3's own executescript would commit before it starts."""
-    statement = ""
-    for line in script.strip().splitlines(keepends=True):
-        statement += line
-        if sqlite3.complete_statement(statement):
-            yield statement
-            statement = ""
 
 
 def _lock(file: int, path: Path) -> None:

@@ -168,7 +168,8 @@ def render(page: Mapping[str, Any]) -> str:
         for run in page["run_list"]
     ]
     lines += ["", f"Ledger            {page['ledger']}", f"Entries           {page['entries']}, chain verified"]
-    return "\n".join([*lines, f"Head of the chain {page['head']}"])
+    lines += [f"Head of the chain {page['head']}"]
+    return "\n".join([*lines, f"Keep it, and check  fedpriv ledger verify {page['ledger']} --head {page['head']}"])
 
 
 def _last_event(db: sqlite3.Connection, data_set: DataSet) -> Event | None:

@@ -167,6 +167,8 @@ def test_a_digest_that_was_kept_tells_whether_its_entry_is_still_there(path):
     with Ledger(path) as ledger:
         ledger.register("2", 10, 1e-5)
     assert as_json("ledger", "verify", path, "--head", kept.upper())["kept_head_is_entry"] == 10
+    command = fedpriv("ledger", "statement", path, "--client", "0")[0].split("Keep it, and check  fedpriv ")[1]
+    assert "kept_head_is_entry  11" in fedpriv(*command.split())[0]
     truncated(path)
     as_json("ledger", "adopt-head", path, "--reason", "says the thief")
     out, err = fedpriv("ledger", "verify", path, "--head", kept, code=1)

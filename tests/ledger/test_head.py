@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fedpriv.deployment.checks import check_ledger
 from fedpriv.errors import LedgerError
 from fedpriv.ledger.head import EMPTY_CHAIN
 from fedpriv.ledger.ledger import Ledger
@@ -48,6 +49,14 @@ def test_entries_without_a_head_are_vouched_for_by_nobody(filled, content, remai
         head_of(filled).write_bytes(content)
     assert_refused(filled, r"ledger\.sqlite\.head is missing or unreadable.*fedpriv ledger adopt-head")
     assert_refused(filled, "adopt-head")  # having been refused once changes nothing
+
+
+def test_doctor_fails_without_a_head(filled):
+    assert check_ledger(filled).ok
+    head_of(filled).unlink()
+    found = check_ledger(filled)
+    assert not found.ok
+    assert "adopt-head" in found.detail
 
 
 def test_a_lost_database_is_no_new_ledger_while_its_head_is_there(filled):
