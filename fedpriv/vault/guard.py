@@ -275,6 +275,8 @@ def charge(policy: NodePolicy, key: Key, event: Event, data_set: DataSet | None,
                 raise RefusedError(f"round {key.round}: already answered, and the reply is no longer kept")
             raise AlreadyReleasedError(content)
         if phase == CHARGED:
+            if ledger.charged_data_set(key) != data_set.id:
+                raise RefusedError(f"round {key.round}: was charged to another data set of this node")
             return False
         history = [earlier.event for earlier in ledger.releases(data_set.id)]
         if any(earlier.unit != event.unit for earlier in history):

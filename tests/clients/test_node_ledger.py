@@ -264,3 +264,14 @@ def test_a_refusal_quotes_no_more_than_a_line_of_what_was_sent():
     response = refused(guard.RefusedError("clipping = " + "x" * 10**6))
     assert response.code == protocol.REFUSED
     assert len(response.reason) == 300
+
+
+def test_a_charge_without_a_reply_is_not_honoured_by_another_data_set(node):
+    """Its upload would be paid by data that it does not touch."""
+    message = node.message()
+    handler.prepare(message, node.context)
+    with Ledger(node.ledger) as ledger:
+        ledger.register("0", 52, 1e-3, note="a new study, no record in common")
+    reply = node.ask(message)
+    assert reply.error.code == protocol.REFUSED
+    assert "was charged to another data set" in reply.error.reason
