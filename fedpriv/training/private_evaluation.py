@@ -1,0 +1,139 @@
+"""How often a model is right on a holder's records, as two noised counts: the only evaluation on private data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedpriv.accounting.events import Event
+from fedpriv.adapters import lora
+from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters.merged import Merged
+from fedpriv.data.holdout import part
+from fedpriv.data.records import Records
+from fedpriv.data.text import TextData
+from fedpriv.mechanisms.registry import MECHANISMS
+from fedpriv.mechanisms.request import NoiseRequest
+from fedpriv.mechanisms.sources import RandomSource
+from fedpriv.training.losses import losses_and_hits
+from fedpriv.training.model import TrainingModel
+
+_MECHANISM = "gaussian"
+
+# Shares of correct tokens are rounded to multiples of 2^-20. Sums of up to 2^32 records are then exact in float64, so
+# that no sum's rounding adds to what one record changes.
+_STEPS = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSpec:
+    """What the server asks of a client in an evaluation.
+
+    Attributes:
+        noise_multiplier: z >= 0, the standard deviation of the noise on each count.
+    """
+
+    noise_multiplier: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisedCounts:
+    """What a client answers: the records on which the model was right and wrong, with noise on both counts."""
+
+    hits: float
+    misses: float
+
+
+def planned_event(spec: EvaluationSpec) -> Event:
+    """What one evaluation costs a holder.
+
+    Every evaluated record adds (h, 1 - h) to (hits, misses), with h in [0, 1]. Since h^2 + (1 - h)^2 <= 1, adding or
+    removing one record moves the pair by at most 1 in L2, and by exactly 1 if h is 0 or 1. N(0, z^2) on both counts is
+    the Gaussian mechanism with noise multiplier z. Which records are evaluated is no sampling that amplifies privacy:
+    the coins of `fedpriv.data.holdout` may be known.
+
+    Raises:
+        ValueError: noise_multiplier is out of range.
+    """
+    (event,) = MECHANISMS[_MECHANISM].planned_events(_request(spec))
+    return event
+
+
+def check_fits(model: TrainingModel, adapter: Adapter, merged: Merged) -> None:
+    """Refuse an adapter that does not have the model's tensors, or additions to frozen weights that do not fit.
+
+    Raises:
+        ValueError: names what does not fit.
+    """
+    for name in adapter.keys() | model.parameters.keys():
+        shapes = [tuple(tensors[name].shape) if name in tensors else None for tensors in (adapter, model.parameters)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"adapter: {name} has shape {shapes[0]}, the model's is {shapes[1]}")
+    model.check_merged(merged)
+
+
+def count(
+    model: TrainingModel,
+    adapter: Adapter,
+    merged: Merged,
+    data: TextData,
+    tokenize: Callable[[TextData], Records],
+) -> Tensor:
+    """The exact (hits, misses), float64 [2].
+
+    Guarantee: each record adds a pair that depends on it and the model alone. It is computed in a pass of its own, and
+    if that fails, the record adds nothing.
+
+    Args:
+        model: takes on the adapter.
+        adapter: that is evaluated.
+        merged: what aggregation has added to the frozen weights.
+        data: the holder's records that are set aside for evaluation.
+        tokenize: of the run.
+
+    Raises:
+        ValueError: as `check_fits`, which belongs before the charge.
+    """
+    model.merge(merged)
+    lora.write_parameters(model.parameters, adapter)
+    counts = torch.zeros(2, dtype=torch.float64)
+    for index in range(len(data)):
+        counts += _contribution(model, part(data, [index]), tokenize)
+    return counts
+
+
+def noised(counts: Tensor, spec: EvaluationSpec, source: RandomSource) -> tuple[NoisedCounts, Event]:
+    """The counts with Gaussian noise, and the event that pays for them; see `planned_event`.
+
+    Args:
+        counts: float64 [2], from `count`.
+        spec: of the evaluation.
+        source: of the noise.
+    """
+    sums, (event,) = MECHANISMS[_MECHANISM].add_noise(counts.unsqueeze(0), _request(spec), [source])
+    hits, misses = sums[0].tolist()
+    return NoisedCounts(hits=hits, misses=misses), event
+
+
+@torch.no_grad()
+def _contribution(model: TrainingModel, record: TextData, tokenize: Callable[[TextData], Records]) -> Tensor:
+    """(h, 1 - h) of one record, float64 [2]; zeros if it cannot be evaluated."""
+    try:
+        _, shares = losses_and_hits(*model.logits(tokenize(record).items(), cached=False))
+        share = float(shares[0])
+    except Exception:  # whatever it is, one record must not decide whether the others count
+        share = math.nan
+    if not 0 <= share <= 1:
+        return torch.zeros(2, dtype=torch.float64)
+    share = round(share * _STEPS) / _STEPS
+    return torch.tensor([share, 1 - share], dtype=torch.float64)
+
+
+def _request(spec: EvaluationSpec) -> NoiseRequest:
+    return NoiseRequest(
+        noise_multiplier=spec.noise_multiplier, clip_norm=1.0, dimension=2, sampling_probabilities=(1.0,)
+    )

@@ -1,0 +1,141 @@
+"""Noised counts of hits: against plain evaluation, their sensitivity of 1, their noise, and records that fail."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fedpriv.accounting.accountants import epsilon_of
+from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.adapters import LoraSettings, attach, load_base
+from fedpriv.data.holdout import part
+from fedpriv.data.records import Records, tokenize
+from fedpriv.data.text import TextData
+from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.training.evaluation import evaluate
+from fedpriv.training.model import TrainingModel
+from fedpriv.training.private_evaluation import EvaluationSpec, check_fits, count, noised, planned_event
+from tests.tiny import LABELS, WORDS, move, tiny_causal
+
+NUM = 30
+FAILING = "the record that cannot be read"
+
+
+@pytest.fixture(scope="module")
+def data() -> TextData:
+    rng = np.random.default_rng(0)
+    texts = tuple(" ".join(rng.choice(WORDS, size=rng.integers(1, 12))) for _ in range(NUM))
+    return TextData(texts, tuple(rng.choice(LABELS, size=NUM).tolist()))
+
+
+@pytest.fixture(scope="module")
+def base(tiny_bert):
+    return load_base(str(tiny_bert), task="SEQ_CLS", num_labels=len(LABELS))
+
+
+@pytest.fixture(scope="module")
+def model(base):
+    return TrainingModel(move(attach(base, LoraSettings(rank=4))), memory_limit=2**30)
+
+
+@pytest.fixture(scope="module")
+def read(base):
+    def tokens(data: TextData) -> Records:
+        if FAILING in data.texts:
+            raise RuntimeError(FAILING)
+        return tokenize(data, base.tokenizer, label_names=LABELS, max_length=16)
+
+    return tokens
+
+
+def counts_of(model: TrainingModel, data: TextData, read) -> torch.Tensor:
+    return count(model, model.initial, {}, data, read)
+
+
+def test_the_exact_counts_are_those_of_plain_evaluation(model, data, read):
+    hits, misses = counts_of(model, data, read).tolist()
+    assert hits + misses == NUM
+    assert hits / NUM == evaluate(model, read(data)).accuracy
+
+
+def test_a_causal_model_adds_each_record_s_share_of_correct_tokens(data):
+    model = TrainingModel(move(attach(tiny_causal("gpt2"), LoraSettings(rank=4, task="CAUSAL_LM"))), memory_limit=2**30)
+
+    def read(data: TextData) -> Records:
+        tokens = tuple(torch.tensor([1 + WORDS.index(word) for word in text.split()]) for text in data.texts)
+        return Records({"input_ids": tokens}, torch.tensor([], dtype=torch.int64), pad_token_id=0)
+
+    unlabelled = TextData(data.texts, ())
+    hits, misses = counts_of(model, unlabelled, read).tolist()
+    assert hits + misses == NUM
+    assert hits / NUM == pytest.approx(evaluate(model, read(unlabelled)).accuracy, abs=2**-20)
+    assert (hits * 2**20).is_integer()
+
+
+def test_removing_any_record_moves_the_pair_by_exactly_one_and_no_other_record_s_part(model, data, read):
+    whole = counts_of(model, data, read)
+    for gone in range(NUM):
+        rest = part(data, [index for index in range(NUM) if index != gone])
+        moved = whole - counts_of(model, rest, read)
+        assert sorted(moved.tolist()) == [0.0, 1.0]
+        assert torch.equal(moved, counts_of(model, part(data, [gone]), read))
+
+
+@pytest.mark.parametrize("odd", [(FAILING, LABELS[0]), ("the", "a label that the run does not know"), ("", LABELS[0])])
+def test_a_record_that_fails_adds_nothing_and_stops_no_other(model, data, read, odd):
+    with_odd = TextData((*data.texts[:5], odd[0], *data.texts[5:]), (*data.labels[:5], odd[1], *data.labels[5:]))
+    moved = counts_of(model, with_odd, read) - counts_of(model, data, read)
+    assert float(torch.linalg.vector_norm(moved)) <= 1
+    if odd[0]:
+        assert moved.tolist() == [0.0, 0.0]
+    assert counts_of(model, TextData((odd[0],), (odd[1],)), read).tolist() == moved.tolist()
+
+
+def test_the_noise_is_that_of_the_event_and_of_no_other_scale(model):
+    spec = EvaluationSpec(noise_multiplier=3.0)
+    exact = torch.tensor([20.0, 7.0], dtype=torch.float64)
+    pairs = [noised(exact, spec, SeededSource(0, draw, "evaluation")) for draw in range(4000)]
+    values = np.array([[pair.hits - 20, pair.misses - 7] for pair, _ in pairs])
+    assert {event for _, event in pairs} == {planned_event(spec)}
+    # Variances of 4,000 normal values, and their correlation: five standard errors, once in 1.7 million.
+    standard_error = math.sqrt(2 / 4000)
+    for scale, accepted in ((3.0, True), (2.0, False), (4.5, False)):
+        errors = np.abs(values.var(axis=0) / scale**2 - 1)
+        assert (errors < 5 * standard_error).all() == accepted
+    assert np.abs(values.mean(axis=0)).max() < 5 * 3 / math.sqrt(4000)
+    assert abs(np.corrcoef(values.T)[0, 1]) < 5 / math.sqrt(4000)
+
+
+def test_released_counts_lie_on_a_grid_that_does_not_depend_on_the_counts():
+    spec = EvaluationSpec(noise_multiplier=3.0)
+    for exact in ([20.0, 7.0], [2**-20, 1 - 2**-20], [1e9, 0.0]):
+        pair, _ = noised(torch.tensor(exact, dtype=torch.float64), spec, SeededSource(1, "evaluation"))
+        assert all((value * 2**17).is_integer() for value in (pair.hits, pair.misses))
+
+
+def test_one_evaluation_costs_what_the_gaussian_mechanism_costs():
+    event = planned_event(EvaluationSpec(noise_multiplier=4.0))
+    assert event == SubsampledGaussian(noise_multiplier=4.0, sampling_probability=1.0, count=1, unit="record")
+    # The exact trade-off of the Gaussian mechanism with sensitivity 1 (Balle and Wang 2018, Theorem 8).
+    epsilon, normal = (
+        epsilon_of([event], 1e-5).epsilon,
+        torch.distributions.Normal(torch.tensor(0.0, dtype=torch.float64), torch.tensor(1.0, dtype=torch.float64)),
+    )
+    low, high = (torch.tensor(x, dtype=torch.float64) for x in (1 / 8 - 4 * epsilon, -1 / 8 - 4 * epsilon))
+    delta = float(normal.cdf(low) - math.exp(epsilon) * normal.cdf(high))
+    assert delta == pytest.approx(1e-5, rel=0.01)
+
+
+def test_a_model_that_does_not_fit_is_refused_by_name(model):
+    check_fits(model, model.initial, {})
+    name, tensor = next(iter(model.initial.items()))
+    for adapter in (
+        {key: value for key, value in model.initial.items() if key != name},
+        model.initial | {name: tensor[:-1]},
+        model.initial | {"another": tensor},
+    ):
+        with pytest.raises(ValueError, match=r"adapter: .* has shape"):
+            check_fits(model, adapter, {})
