@@ -12,7 +12,7 @@ from flwr.clientapp import ClientApp
 
 import fedpriv
 from clients.pipe import VAULT_KEY, carry
-from fedpriv.vault.frames import REGISTER, TRAIN
+from fedpriv.vault.frames import EVALUATE, REGISTER, TRAIN
 
 log = logging.getLogger("flwr")
 
@@ -30,6 +30,12 @@ def register(message: Message, context: Context) -> Message:
     """The node's registration, before the first round."""
     log.info("clients use %s", fedpriv.__file__)
     return _answered(REGISTER, message, context)
+
+
+@app.query("evaluate")
+def evaluate(message: Message, context: Context) -> Message:
+    """Noised counts of hits and misses, after the last round."""
+    return _answered(EVALUATE, message, context)
 
 
 def _answered(kind: str, message: Message, context: Context) -> Message:

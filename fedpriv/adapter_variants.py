@@ -17,6 +17,7 @@ from fedpriv.dedup import saliency
 from fedpriv.dedup.named_view import named_view
 from fedpriv.dedup.saliency import Saliency
 from fedpriv.dedup.validation import PrivateRecords
+from fedpriv.errors import InputError
 from fedpriv.runs.files import read_config
 from fedpriv.training.evaluation import evaluate
 from fedpriv.training.losses import losses_and_hits
@@ -38,6 +39,9 @@ class AdapterEvaluator:
         num_records: number of test records to use, chosen by the seed; 0 uses all.
         seed: for choosing them.
 
+    Raises:
+        InputError: the run has no test set.
+
     Attributes:
         num_records: in use.
         private: None, since the records are public.
@@ -47,6 +51,8 @@ class AdapterEvaluator:
     private: PrivateRecords | None = None
 
     def __init__(self, bench: Workbench, *, num_records: int = 0, seed: int = 0) -> None:
+        if not len(bench.test):
+            raise InputError("test_data: this run's server has no test set, on which its variants could be validated")
         chosen = np.random.default_rng(seed).permutation(len(bench.test))[: num_records or None]
         self.model, self._test = bench.model, bench.test.part(np.sort(chosen).tolist())
         self.num_records = len(self._test)

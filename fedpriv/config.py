@@ -91,6 +91,7 @@ class RunConfig:
     data: str = EMBEDDED
     test_data: str = ""
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    evaluation_noise_multiplier: Annotated[Positive | None, BeforeValidator(_none_if_empty)] = None
     text_column: str = "text"
     text_pair_column: str = ""
     label_column: str = "label"
@@ -164,8 +165,6 @@ class RunConfig:
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        if self.data == ON_NODES and not self.test_data:
-            raise ValueError("data = on-nodes: needs test_data, the server's own test set")
         if self.data == ON_NODES and self.task == "SEQ_CLS" and len(self.labels) < 2:
             raise ValueError("data = on-nodes: needs labels, the classes that all holders agreed on")
         if self.partition == "natural" and not self.client_column:
@@ -174,6 +173,10 @@ class RunConfig:
             raise ValueError("partition = sizes: needs client_sizes, for instance [1200, 1000, 800]")
         if self.audit:
             self._check_audit()
+        if self.evaluation_noise_multiplier is not None:
+            self._check_private_evaluation()
+        if not self.has_test_set:
+            self._check_without_test_set()
         if self.integral_epsilon is not None and self.uploads_hidden:
             raise ValueError("integral_epsilon: compares single uploads; with uploads_hidden = true, nobody sees those")
         if max(self.variant_rounds, default=0) > self.rounds:
@@ -203,6 +206,23 @@ class RunConfig:
             raise ValueError(f"audit: the global model of aggregation = {self.aggregation} is more than one adapter")
         if self.noise_on == "upload":
             raise ValueError("audit: canaries are records; noise_on = upload protects whole clients")
+
+    def _check_private_evaluation(self) -> None:
+        key = f"evaluation_noise_multiplier = {self.evaluation_noise_multiplier}"
+        if self.test_data:
+            raise ValueError(f"{key}: with test_data the server has a test set of its own; leave one of the two out")
+        if self.noise_on == "upload":
+            raise ValueError(
+                f"{key}: protects records, noise_on = upload whole clients; the two have no common epsilon"
+            )
+        if self.audit:
+            raise ValueError(f"{key}: an audit puts canaries among all of a client's records; leave one of the two out")
+
+    def _check_without_test_set(self) -> None:
+        if self.dedup:
+            raise ValueError(f"dedup = {self.dedup}: validates on the server's test set; give test_data")
+        if self.comparison:
+            raise ValueError("comparison = true: compares accuracies on the server's test set; give test_data")
 
     def _check_mechanism(self) -> None:
         mechanism = MECHANISMS.named(self.mechanism)
@@ -238,6 +258,14 @@ class RunConfig:
         """Whether nobody's privacy depends on the data: the embedded corpus is synthetic."""
         return self.public_data or self.data == EMBEDDED
 
+    @property
+    def has_test_set(self) -> bool:
+        """Whether the server evaluates on records of its own, or on some that nobody's privacy depends on."""
+        if self.test_data:
+            return True
+        splits_off = self.data != ON_NODES and (self.data_are_public or self.simulate)
+        return splits_off and self.evaluation_noise_multiplier is None
+
     def budget_of(self, client: int) -> float | None:
         """A client's budget of epsilon, by partition id; None if it has none."""
         if not self.budget_epsilon:
@@ -250,8 +278,8 @@ class RunConfig:
 
     @property
     def compares(self) -> bool:
-        """Whether a comparison run follows; by default, wherever releases without noise are allowed."""
-        if self.noise_multiplier == 0:
+        """Whether a comparison run follows; by default, wherever releases without noise are allowed and tested."""
+        if self.noise_multiplier == 0 or not self.has_test_set:
             return False
         return self.comparison if self.comparison is not None else self.data_are_public or self.simulate
 

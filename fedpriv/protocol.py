@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -20,6 +21,7 @@ from fedpriv.adapters.merged import Merged
 from fedpriv.aggregation import cmfl as relevance
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training.local_update import UpdateSpec
+from fedpriv.training.private_evaluation import EvaluationSpec, NoisedCounts
 from fedpriv.vault.frames import FAILED as FAILED
 from fedpriv.vault.frames import REFUSED as REFUSED
 from fedpriv.vault.frames import RETIRED as RETIRED
@@ -33,8 +35,9 @@ RELEASE = "release"
 REGISTRATION = "registration"
 
 REGISTER = "query.register"
+EVALUATE = "query.evaluate"
 
-VERSION = 5
+VERSION = 6
 
 # The longest text, in characters, that a registration may hold.
 _MAX_TEXT_LENGTH = 200
@@ -83,6 +86,21 @@ class Release:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvaluationRelease:
+    """What a client answers to an evaluation.
+
+    Attributes:
+        round: the round that the request named.
+        event: the privacy event that was charged for the counts.
+        counts: on the client's records, with noise.
+    """
+
+    round: int
+    event: Event
+    counts: NoisedCounts
+
+
+@dataclass(frozen=True, kw_only=True)
 class Registration:
     """What a client states once, before training; all of it is public.
 
@@ -105,7 +123,7 @@ class Registration:
     signature: str = ""
 
 
-def pack_instruction(run: str, round_: int, spec: UpdateSpec) -> dict[str, Any]:
+def pack_instruction(run: str, round_: int, spec: UpdateSpec | EvaluationSpec) -> dict[str, Any]:
     """The server's instruction to a client as scalars."""
     return {"version": VERSION, "run": run, "round": round_, **asdict(spec)}
 
@@ -122,6 +140,37 @@ def unpack_instruction(fields: Mapping[str, Any]) -> tuple[str, int, UpdateSpec]
     values = {name: _typed(rest, name, types[kind]) for name, kind in UpdateSpec.__annotations__.items()}
     _refuse_unknown("instruction", rest)
     return run, round_, UpdateSpec(**values)
+
+
+def unpack_evaluation(fields: Mapping[str, Any]) -> tuple[str, int, EvaluationSpec]:
+    """Run, round and specification of an evaluation.
+
+    Raises:
+        ValueError: another version, or a missing, unknown or mistyped field.
+    """
+    rest = _without_version(fields)
+    run, round_ = _typed(rest, "run", str), _typed(rest, "round", int)
+    spec = EvaluationSpec(noise_multiplier=_typed(rest, "noise_multiplier", float))
+    _refuse_unknown("instruction", rest)
+    return run, round_, spec
+
+
+def pack_model(broadcast: Broadcast) -> Arrays:
+    """A model to evaluate, as float32 arrays; empty records are left out."""
+    return {name: tensors for name, tensors in broadcast.tensors().items() if tensors}
+
+
+def unpack_model(arrays: Arrays) -> Broadcast:
+    """The model that `pack_model` wrote.
+
+    Raises:
+        ValueError: a record is missing or unknown.
+    """
+    if unknown := sorted(arrays.keys() - {ADAPTER, MERGED}):
+        raise ValueError(f"model: unknown records {', '.join(unknown)}")
+    if ADAPTER not in arrays:
+        raise ValueError(f"model: {ADAPTER} is missing")
+    return Broadcast(adapter=dict(arrays[ADAPTER]), merged=merged.from_tensors(arrays.get(MERGED, {})))
 
 
 def pack_broadcast(broadcast: Broadcast, spec: UpdateSpec, initial: Adapter, source: RandomSource) -> Arrays:
@@ -218,6 +267,40 @@ def unpack_reply(content: bytes) -> tuple[Release, dict[str, Tensor]]:
     """The scalars and arrays of a stored reply."""
     release, _, arrays = content.partition(b"\n")
     return unpack_release(json.loads(release)), safetensors.torch.load(arrays)
+
+
+def pack_evaluation_release(release: EvaluationRelease) -> dict[str, Any]:
+    """A client's answer to an evaluation, as scalars."""
+    scalars = {"round": release.round, "event": events.to_json(release.event)}
+    return {"version": VERSION, **scalars, **asdict(release.counts)}
+
+
+def unpack_evaluation_release(fields: Mapping[str, Any]) -> EvaluationRelease:
+    """A client's answer to an evaluation.
+
+    Raises:
+        ValueError: another version, or a missing, unknown, mistyped or infinite field.
+    """
+    rest = _without_version(fields)
+    release = EvaluationRelease(
+        round=_typed(rest, "round", int),
+        event=events.from_json(_typed(rest, "event", str)),
+        counts=NoisedCounts(hits=_typed(rest, "hits", float), misses=_typed(rest, "misses", float)),
+    )
+    _refuse_unknown("evaluation", rest)
+    if not (math.isfinite(release.counts.hits) and math.isfinite(release.counts.misses)):
+        raise ValueError(f"evaluation: {release.counts}: must be finite")
+    return release
+
+
+def pack_evaluation_reply(release: EvaluationRelease) -> bytes:
+    """A reply to an evaluation as bytes, to be stored before it is sent."""
+    return json.dumps(pack_evaluation_release(release), sort_keys=True).encode()
+
+
+def unpack_evaluation_reply(content: bytes) -> EvaluationRelease:
+    """A stored reply to an evaluation."""
+    return unpack_evaluation_release(json.loads(content))
 
 
 def pack_registration(registration: Registration) -> dict[str, Any]:

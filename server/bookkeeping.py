@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -22,6 +23,8 @@ from fedpriv.ledger.entries import RELEASED, Charge, DataSet, Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
 from fedpriv.training.local_update import UpdateSpec, planned_event
+from fedpriv.training.private_evaluation import EvaluationSpec
+from fedpriv.training.private_evaluation import planned_event as planned_evaluation
 from server.aggregate_view import objections_to_aggregate
 from server.earlier_charges import EarlierCharges
 
@@ -74,6 +77,9 @@ class Books:
         self._aggregate_holds = not objections_to_aggregate(config)
         spec = UpdateSpec.of(config)
         self._events = {c: planned_event(spec, spec.batch_size / size, initial) for c, size in self.sizes.items()}
+        evaluation = EvaluationSpec.of(config)
+        self._evaluation = planned_evaluation(evaluation) if evaluation else None
+        self.num_evaluations: Counter[int] = Counter()
         self._budgets = {client: config.budget_of(client) for client in self.sizes}
         self._round = 0
         self._earlier_charges = EarlierCharges()
@@ -176,7 +182,7 @@ class Books:
                 budget,
                 self.accounts.deltas[client],
                 each_round=worst[client].seen_by(self._config.privacy_view),
-                spent_before=self.accounts.history(client, self._config.privacy_view),
+                spent_before=[*self.accounts.history(client, self._config.privacy_view), *self._reserved],
                 at_most=self._config.rounds,
                 accountant=accountant,
             )
@@ -206,7 +212,27 @@ class Books:
                 return True
             if self._counts_by_pld:
                 return False
-        return self.accounts.fits(client, release, view, budget)
+        return self.accounts.fits(client, [release, *self._evaluation_releases], view, budget)
+
+    @property
+    def _reserved(self) -> list[Event]:
+        """What budgets keep for the evaluation after the last round; the same on every view."""
+        return [self._evaluation] if self._evaluation else []
+
+    @property
+    def _evaluation_releases(self) -> list[Release]:
+        """The evaluation as a release: nobody else's noise is counted, and no view scales its own."""
+        scale = 1.0 if self._aggregate_holds else None
+        return [Release(event=event, rho_bar=1.0, aggregate_scale=scale) for event in self._reserved]
+
+    def able_to_evaluate(self) -> list[int]:
+        """The clients whose budgets allow the evaluation; also those that have retired, since it was kept for them."""
+        view, releases = self._config.privacy_view, self._evaluation_releases
+        return [
+            client
+            for client, budget in sorted(self._budgets.items())
+            if budget is None or self.accounts.fits(client, releases, view, budget)
+        ]
 
     def retire(self, client: int, reason: str) -> None:
         """Do not ask the client any more."""
@@ -228,9 +254,17 @@ class Books:
         Raises:
             LedgerError: the charge cannot be written, so nobody may be asked.
         """
+        self._charge(round_, requests, self._worst({client: self.sizes[client] for client in requests}))
+
+    def charge_evaluation(self, round_: int, requests: Mapping[int, str]) -> None:
+        """Charge clients for the evaluation, as `charge` does for a round."""
+        (release,) = self._evaluation_releases
+        self._charge(round_, requests, dict.fromkeys(requests, release))
+
+    def _charge(self, round_: int, requests: Mapping[int, str], releases: Mapping[int, Release]) -> None:
         self._round = round_
         new = []
-        for client, release in self._worst({client: self.sizes[client] for client in requests}).items():
+        for client, release in releases.items():
             key = Key(run=self._run, client=str(client), round=round_, request=requests[client])
             key, is_paid = self._earlier_charges.key_for(key)
             charge = Charge(
@@ -257,9 +291,18 @@ class Books:
         Raises:
             LedgerError: it cannot be written.
         """
+        charged = self._charged
+        self._settle({k: self._release(k, {c: self.sizes[c] for c in {*replies, k}}) for k in charged}, replies)
+
+    def settle_evaluation(self, replies: Mapping[int, str]) -> None:
+        """Record the evaluation that was charged, as `settle` does for a round."""
+        self.num_evaluations.update(self._charged.keys())
+        self._settle({client: charge.release for client, charge in self._charged.items()}, replies)
+
+    def _settle(self, releases: Mapping[int, Release], replies: Mapping[int, str]) -> None:
         done = []
-        for client, charge in self._charged.items():
-            release = self._release(client, {c: self.sizes[c] for c in {*replies, client}})
+        for client, release in releases.items():
+            charge = self._charged[client]
             self.accounts.record(client, release)
             if self._ledger is not None and (
                 charge.key not in self._earlier_charges or self._ledger.phase(charge.key) != RELEASED

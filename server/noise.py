@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import Schedule, calibrate_all
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.views import default_delta
@@ -15,6 +16,8 @@ from fedpriv.config import RunConfig, parse
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.training.local_update import UpdateSpec, planned_event
+from fedpriv.training.private_evaluation import EvaluationSpec
+from fedpriv.training.private_evaluation import planned_event as planned_evaluation
 
 
 def with_mechanism_parameters(config: RunConfig) -> RunConfig:
@@ -37,8 +40,8 @@ def with_mechanism_parameters(config: RunConfig) -> RunConfig:
 def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> RunConfig:
     """The configuration with the noise multiplier that its `target_epsilon` needs, if it has one.
 
-    A client is assumed to take part in every round. On the `rho` view the worst case over who may drop out counts:
-    rho_bar of n participants is never below 1 / sqrt(n).
+    A client is assumed to take part in every round, and in the evaluation on its records if there is one. On the `rho`
+    view the worst case over who may drop out counts: rho_bar of n participants is never below 1 / sqrt(n).
 
     Raises:
         InputError: no noise meets the target.
@@ -52,8 +55,16 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
         (_schedule(config, min(1.0, config.batch_size / size), initial, scale), config.delta or default_delta(size))
         for size in sizes
     ]
+    evaluation = EvaluationSpec.of(config)
+    fixed = [planned_evaluation(evaluation)] if evaluation else []
+    cost = epsilon_of(fixed, min(delta for _, delta in schedules)).epsilon
+    if cost >= target:
+        raise InputError(
+            f"evaluation_noise_multiplier = {config.evaluation_noise_multiplier}: the evaluation alone costs epsilon "
+            f"{cost:.4g} of target_epsilon = {target}; use more noise for it"
+        )
     try:
-        return replace(config, noise_multiplier=calibrate_all(schedules, target))
+        return replace(config, noise_multiplier=calibrate_all(schedules, target, fixed=fixed))
     except ValueError as error:
         raise InputError(f"target_epsilon = {target}: {error}") from None
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from fedpriv.config import RunConfig
 from fedpriv.protocol import Registration
+from fedpriv.reports.tables import format_accuracy
 from fedpriv.runs.rows import RoundRow
 
 log = logging.getLogger("flwr")
@@ -45,11 +46,12 @@ class LogObserver:
 
     def round_done(self, row: RoundRow) -> None:
         """Log a round's figures."""
+        tested = "" if row.test_accuracy is None else f"accuracy {row.test_accuracy:.4f}, "
         log.info(
-            "round %s: accuracy %.4f, epsilon local <= %.3f, rho <= %.3f",
-            *(row.round, row.test_accuracy, row.epsilon_local_max, row.epsilon_rho_max),
+            "round %s: %sepsilon local <= %.3f, rho <= %.3f",
+            *(row.round, tested, row.epsilon_local_max, row.epsilon_rho_max),
         )
 
     def finished(self, folder: Path, summary: dict[str, Any]) -> None:
         """Log where the results are."""
-        log.info("accuracy %.4f; results in %s", summary["accuracy"], folder)
+        log.info("accuracy %s; results in %s", format_accuracy(summary), folder)

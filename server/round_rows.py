@@ -52,7 +52,13 @@ def _client_row(client: int, round_: Round, books: Books, spec: UpdateSpec, weig
 
 
 def round_row(
-    number: int, clients: Sequence[ClientRow], books: Books, test: Evaluation, *, num_late: int, seconds: float
+    number: int,
+    clients: Sequence[ClientRow],
+    books: Books,
+    test: Evaluation | None,
+    *,
+    num_late: int,
+    seconds: float,
 ) -> RoundRow:
     """The row of a round.
 
@@ -60,7 +66,7 @@ def round_row(
         number: 0 for the untrained model.
         clients: the round's rows; empty for round 0.
         books: in which the round is settled.
-        test: of the model after the round.
+        test: of the model after the round; None if the server has no test set.
         num_late: replies to earlier rounds that arrived in this one.
         seconds: that the round took.
     """
@@ -72,8 +78,8 @@ def round_row(
         num_failures=sum(row.status not in USABLE for row in clients),
         num_late=num_late,
         num_retired=len(books.retired),
-        test_accuracy=test.accuracy,
-        test_loss=test.loss,
+        test_accuracy=test.accuracy if test else None,
+        test_loss=test.loss if test else None,
         epsilon_local_max=books.largest_so_far("local"),
         epsilon_rho_max=books.largest_so_far("rho"),
         epsilon_aggregate_max=books.largest_so_far("aggregate"),

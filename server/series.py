@@ -16,10 +16,12 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.runs.rows import ClientRow, RoundRow
 from fedpriv.runs.writer import RunWriter
 from fedpriv.training.evaluation import Evaluation, evaluate
+from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.training.workbench import Workbench
 from server import checkpoint, registry
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
+from server.evaluation import PrivateEvaluation, evaluate_privately
 from server.observer import Observer
 from server.registration import Nodes
 from server.strategy import RuleStrategy
@@ -65,7 +67,9 @@ class Series:
         """Run all rounds and write them to the run's folder, with a checkpoint after each if there is a ledger."""
         bench = self._bench
 
-        def test(model: GlobalModel) -> Evaluation:
+        def test(model: GlobalModel) -> Evaluation | None:
+            if not len(bench.test):
+                return None
             bench.model.merge(model.merged)
             lora.write_parameters(bench.model.parameters, model.adapter)
             return evaluate(bench.model, bench.test)
@@ -104,7 +108,8 @@ class Series:
             journal.write("stopped", reason=str(error))
             raise
         journal.write("rounds_end", round=writer.rounds[-1].round, reason=strategy.stopped)
-        self.books.count_unused(self._config.rounds)
+        evaluation = self._evaluated(grid, strategy, writer, observer)
+        self.books.count_unused(self._config.rounds + 1)
         if strategy.stopped:
             observer.notice(f"the run ended early: {strategy.stopped}")
         return Outcome(
@@ -114,7 +119,33 @@ class Series:
             strategy=strategy,
             names=self.names,
             seconds=time.monotonic() - started,
+            evaluation=evaluation,
         )
+
+    def _evaluated(
+        self, grid: Grid, strategy: RuleStrategy, writer: RunWriter, observer: Observer
+    ) -> PrivateEvaluation | None:
+        """The evaluation of the final model on the holders' records, if the run asks for one."""
+        spec = EvaluationSpec.of(self._config)
+        if spec is None:
+            return None
+        evaluation = evaluate_privately(
+            grid,
+            self._nodes,
+            self.books,
+            strategy.model,
+            spec,
+            run=self.run_id,
+            round_=writer.rounds[-1].round + 1,
+            seconds=self._config.round_seconds,
+        )
+        writer.journal.write("evaluated", num_asked=evaluation.num_asked, num_answers=evaluation.num_answers)
+        if evaluation.num_answers < len(self.registrations):
+            observer.notice(
+                f"the evaluation covers {evaluation.num_answers} of {len(self.registrations)} clients: the others did "
+                "not answer, or their budgets did not allow it"
+            )
+        return evaluation
 
     def _checkpoint(self, round_: int, strategy: RuleStrategy) -> Checkpoint:
         return Checkpoint(

@@ -38,7 +38,7 @@ from server.wire import wire_bytes
 
 log = logging.getLogger("flwr")
 
-Evaluate = Callable[[GlobalModel], Evaluation]
+Evaluate = Callable[[GlobalModel], Evaluation | None]
 OnRound = Callable[[RoundRow, list[ClientRow]], None]
 
 
@@ -52,7 +52,7 @@ class RuleStrategy(Strategy):
         run: the run's random id.
         initial: the tensors that the run starts from.
         resumed: the checkpoint from which an interrupted run resumes; None for a new run.
-        evaluate: the server's own test of a global model.
+        evaluate: the server's own test of a global model; None if it has no test set.
         on_round: called after every finished round; round 0 is the untrained model.
     """
 
@@ -194,7 +194,7 @@ class RuleStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """No messages: an accuracy on a client's data is not covered by its epsilon, so the server asks for none."""
+        """No messages: a round's epsilon covers no accuracy on a client's data; see `server/evaluation.py`."""
         return []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:

@@ -16,6 +16,7 @@ from fedpriv.config import RunConfig
 from fedpriv.runs.rows import ClientRow, RoundRow
 from fedpriv.training.workbench import Workbench
 from server.aggregate_view import objections_to_aggregate
+from server.evaluation import PrivateEvaluation
 from server.strategy import RuleStrategy
 
 Costs = Mapping[str, Mapping[int, PrivacySpent | None]]
@@ -31,6 +32,7 @@ class Outcome:
     strategy: RuleStrategy
     names: Mapping[int, str]
     seconds: float
+    evaluation: PrivateEvaluation | None = None
 
 
 def summarize(config: RunConfig, bench: Workbench, outcome: Outcome, comparison: Outcome | None) -> dict[str, Any]:
@@ -43,8 +45,13 @@ def summarize(config: RunConfig, bench: Workbench, outcome: Outcome, comparison:
     labels = bench.data.label_names
     unmoved = unmoved_tensors(outcome.strategy.model)
     caveat = outcome.strategy.books.caveat
+    evaluation = outcome.evaluation
+    estimate = evaluation.estimate if evaluation else None
     return {
-        "accuracy": rows[-1].test_accuracy,
+        "accuracy": estimate.accuracy if estimate else rows[-1].test_accuracy,
+        "accuracy_interval": [estimate.low, estimate.high] if estimate else None,
+        "evaluation_noise_multiplier": config.evaluation_noise_multiplier,
+        "num_evaluated_clients": evaluation.num_answers if evaluation else None,
         "accuracy_initial": rows[0].test_accuracy,
         "accuracy_non_private": comparison.rows[-1].test_accuracy if comparison else None,
         "chance_accuracy": 1 / (len(labels) if labels else bench.base.model.config.vocab_size),
@@ -70,8 +77,8 @@ def summarize(config: RunConfig, bench: Workbench, outcome: Outcome, comparison:
         "base_model_bytes": _frozen_bytes(bench),
         "num_clients": len(clients),
         "num_rounds": rows[-1].round,
-        "bytes_up": sum(row.bytes_up for row in rows),
-        "bytes_down": sum(row.bytes_down for row in rows),
+        "bytes_up": sum(row.bytes_up for row in rows) + (evaluation.bytes_up if evaluation else 0),
+        "bytes_down": sum(row.bytes_down for row in rows) + (evaluation.bytes_down if evaluation else 0),
         "seconds": outcome.seconds + (comparison.seconds if comparison else 0.0),
         "engine": config.engine,
         "run_id": outcome.run_id,
@@ -86,7 +93,7 @@ def _client(client: int, costs: Costs, outcome: Outcome) -> dict[str, Any]:
         "client": client,
         "name": outcome.names[client],
         "num_records": books.sizes[client],
-        "rounds": books.accounts.num_releases(client),
+        "rounds": books.accounts.num_releases(client) - books.num_evaluations[client],
         **{name: cost.epsilon if (cost := by_client[client]) else None for name, by_client in costs.items()},
         "delta": books.accounts.deltas[client],
         "earlier_runs": books.earlier_runs[client],

@@ -16,7 +16,7 @@ from rich.table import Table
 from fedpriv.accounting.views import default_delta
 from fedpriv.config import RunConfig
 from fedpriv.protocol import Registration
-from fedpriv.reports.tables import client_table, format_bound, format_bytes, format_delta
+from fedpriv.reports.tables import client_table, format_accuracy, format_bound, format_bytes, format_delta
 from fedpriv.runs.files import REPORT
 from fedpriv.runs.rows import RoundRow
 
@@ -66,7 +66,8 @@ class TerminalObserver:
     def round_done(self, row: RoundRow) -> None:
         """Show the round's figures."""
         self._bytes += row.bytes_up + row.bytes_down
-        line = f"accuracy {row.test_accuracy:.3f} | {self._spent(row)}{format_bytes(self._bytes)}"
+        tested = "" if row.test_accuracy is None else f"accuracy {row.test_accuracy:.3f} | "
+        line = f"{tested}{self._spent(row)}{format_bytes(self._bytes)}"
         if self._progress is not None and not self._progress.disable:
             self._progress.update(self._task, completed=row.round, description=line)
         else:
@@ -84,6 +85,8 @@ class TerminalObserver:
         self._close()
         self._console.print(_clients_table(summary))
         self._console.print(_accuracies(summary))
+        if summary["accuracy"] is None and not summary["accuracy_interval"]:
+            self._console.print("accuracy is empty: nothing was evaluated on the holders' records, see test_data")
         if not summary["private"]:
             self._console.print(Panel("This run is NOT PRIVATE: see report.html.", style="bold red"))
         if not summary["adapters_moved"]:
@@ -114,11 +117,12 @@ def _clients_table(summary: dict[str, Any]) -> Table:
 def _accuracies(summary: dict[str, Any]) -> Table:
     grid = Table.grid(padding=(0, 2))
     under = f"at rho-epsilon {format_bound(summary['epsilon_rho_max'])}, delta {format_delta(summary['delta_max'])}"
-    rows = [("accuracy, private", summary["accuracy"], under)]
+    rows = [("accuracy, private", format_accuracy(summary), under)]
     if summary["accuracy_non_private"] is not None:
-        rows.append(("accuracy, comparison", summary["accuracy_non_private"], "z = 0, clipping kept"))
-    rows.append(("accuracy, untrained", summary["accuracy_initial"], ""))
-    rows.append(("chance", summary["chance_accuracy"], ""))
-    for name, value, note in rows:
-        grid.add_row(name, f"{value:.4f}", note)
+        rows.append(("accuracy, comparison", f"{summary['accuracy_non_private']:.4f}", "z = 0, clipping kept"))
+    if summary["accuracy_initial"] is not None:
+        rows.append(("accuracy, untrained", f"{summary['accuracy_initial']:.4f}", ""))
+    rows.append(("chance", f"{summary['chance_accuracy']:.4f}", ""))
+    for row in rows:
+        grid.add_row(*row)
     return grid

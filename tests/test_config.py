@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.aggregation.rules import RULES
-from fedpriv.config import KEYS, LOCATION_KEYS, RunConfig, parse, parse_overrides, read, to_flower, to_toml
+from fedpriv.config import KEYS, LOCATION_KEYS, ON_NODES, RunConfig, parse, parse_overrides, read, to_flower, to_toml
 from fedpriv.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,6 +30,7 @@ BAD = {
     "layers": "first-2",
     "max_length": 0,
     "test_fraction": 1.0,
+    "evaluation_noise_multiplier": 0.0,
     "client_sizes": [0],
     "partition": "random",
     "num_clients": 0,
@@ -239,6 +240,47 @@ def test_any_label_survives_the_flower_form(labels):
     assert parse(to_flower(config)) == config
 
 
+PRIVATE = {"data": "records.csv"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "tested"),
+    [
+        ({}, True),
+        (PRIVATE, False),
+        (PRIVATE | {"public_data": True}, True),
+        (PRIVATE | {"simulate": True}, True),
+        (PRIVATE | {"test_data": "test.csv"}, True),
+        (PRIVATE | {"evaluation_noise_multiplier": 3.0}, False),
+        ({"evaluation_noise_multiplier": 3.0}, False),
+        ({"data": ON_NODES, "labels": "a,b"}, False),
+        ({"data": ON_NODES, "labels": "a,b", "simulate": True}, False),
+        ({"data": ON_NODES, "labels": "a,b", "public_data": True}, False),
+        ({"data": ON_NODES, "labels": "a,b", "test_data": "test.csv"}, True),
+    ],
+)
+def test_the_server_tests_on_records_of_its_own_or_on_some_that_are_nobody_s(settings, tested):
+    config = parse(settings)
+    assert config.has_test_set == tested
+    assert config.compares in (False, tested)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (PRIVATE | {"dedup": "drd"}, "dedup = drd: validates on the server's test set; give test_data"),
+        (PRIVATE | {"comparison": True}, "comparison = true: .* give test_data"),
+        ({"test_data": "test.csv", "evaluation_noise_multiplier": 2}, "with test_data .* leave one of the two out"),
+        ({"noise_on": "upload", "evaluation_noise_multiplier": 2}, "no common epsilon"),
+        ({"audit": "tokens", "simulate": True, "evaluation_noise_multiplier": 2}, "an audit puts canaries"),
+    ],
+)
+def test_what_needs_a_test_set_is_refused_in_one_line_where_there_is_none(settings, message):
+    with pytest.raises(InputError, match=message) as caught:
+        parse(settings)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_configuration_cannot_be_changed():
     with pytest.raises(AttributeError):
         RunConfig().rounds = 3
@@ -261,6 +303,7 @@ OTHER |= {
     "delta": 1e-7,
     "target_epsilon": 2.0,
     "test_fraction": 0.3,
+    "evaluation_noise_multiplier": 4.0,
 }
 OTHER |= {
     "budget_epsilon": (4.0,),

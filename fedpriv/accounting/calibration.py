@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from fedpriv.accounting.accountants import check_delta, epsilon_of
 from fedpriv.accounting.events import Event, SubsampledGaussian
@@ -52,7 +52,9 @@ def noise_multiplier_for(
     return calibrate(schedule, epsilon, delta, accountant)
 
 
-def calibrate(schedule: Schedule, epsilon: float, delta: float, accountant: Accountant = "pld") -> float:
+def calibrate(
+    schedule: Schedule, epsilon: float, delta: float, accountant: Accountant = "pld", *, fixed: Sequence[Event] = ()
+) -> float:
     """The smallest noise multiplier, for any mechanism, that keeps a schedule within (epsilon, delta).
 
     Guarantee: the schedule with the returned noise costs at most epsilon by the accountant that `epsilon_of` uses.
@@ -62,6 +64,7 @@ def calibrate(schedule: Schedule, epsilon: float, delta: float, accountant: Acco
         epsilon: target, finite, > 0.
         delta: in (0, 1).
         accountant: `pld` or `rdp`.
+        fixed: further releases, whose noise is given; they count towards epsilon.
 
     Raises:
         ValueError: a value is out of range, or no noise up to 1e6 suffices.
@@ -71,7 +74,7 @@ def calibrate(schedule: Schedule, epsilon: float, delta: float, accountant: Acco
         raise ValueError(f"epsilon = {epsilon}: must be finite and > 0")
 
     def suffices(z: float, accountant: Accountant) -> bool:
-        return epsilon_of([schedule(z)], delta, accountant).epsilon <= epsilon
+        return epsilon_of([schedule(z), *fixed], delta, accountant).epsilon <= epsilon
 
     # rdp is fast and hardly ever below pld: it finds the neighbourhood, then the requested accountant the value.
     tolerance = 1e-7 if accountant == "rdp" else 1e-4
@@ -81,13 +84,20 @@ def calibrate(schedule: Schedule, epsilon: float, delta: float, accountant: Acco
     return _smallest(lambda z: suffices(z, "pld"), start=multiplier, tolerance=tolerance)
 
 
-def calibrate_all(clients: Iterable[tuple[Schedule, float]], epsilon: float, accountant: Accountant = "pld") -> float:
+def calibrate_all(
+    clients: Iterable[tuple[Schedule, float]],
+    epsilon: float,
+    accountant: Accountant = "pld",
+    *,
+    fixed: Sequence[Event] = (),
+) -> float:
     """The smallest noise multiplier that keeps every client within epsilon at its own delta.
 
     Args:
         clients: (schedule, delta) of each, at least one.
         epsilon: target for each client, finite, > 0.
         accountant: `pld` or `rdp`.
+        fixed: further releases of every client, whose noise is given; they count towards epsilon.
 
     Raises:
         ValueError: a value is out of range, there is no client, or no noise suffices.
@@ -101,8 +111,8 @@ def calibrate_all(clients: Iterable[tuple[Schedule, float]], epsilon: float, acc
     multiplier = 0.0
     for event, delta in ordered:
         schedule = distinct[event, delta]
-        if multiplier == 0 or epsilon_of([schedule(multiplier)], delta, accountant).epsilon > epsilon:
-            multiplier = calibrate(schedule, epsilon, delta, accountant)
+        if multiplier == 0 or epsilon_of([schedule(multiplier), *fixed], delta, accountant).epsilon > epsilon:
+            multiplier = calibrate(schedule, epsilon, delta, accountant, fixed=fixed)
     return multiplier
 
 

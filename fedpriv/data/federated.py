@@ -1,4 +1,4 @@
-"""The data of a run: the clients' training records, the server's test set, and the labels."""
+"""The data of a run: the clients' records, the server's test set, and the labels."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ from fedpriv.data.tables import labels_of, load_table, require_columns, to_text
 from fedpriv.data.text import DataSource, FederatedData, TextData
 from fedpriv.errors import InputError
 
+_NO_RECORDS = TextData((), ())
+
 
 def load(config: RunConfig) -> FederatedData:
-    """The configured data: the training records, partitioned among the clients, and the server's test set.
+    """The configured data: the records, partitioned among the clients, and the server's test set.
+
+    Without `config.has_test_set` the test set is empty, and every record of the table has a client: what is cut off
+    and evaluated exactly is not private.
 
     Raises:
         InputError: a file, column or label cannot be used, or the expected batch size exceeds a client's records.
     """
     if config.data == ON_NODES:
-        test = _test_table(config, _columns(config))
+        test = _test_table(config, _columns(config)) if config.has_test_set else _NO_RECORDS
         return FederatedData((), (), test, _label_names((), test, config))
     data = _embedded(config) if config.data == EMBEDDED else _from_table(config)
     for client, part in enumerate(data.clients):
@@ -48,7 +53,7 @@ def load_own(config: RunConfig, source: DataSource) -> FederatedData:
     table = load_table(source.data)
     require_columns(table, _columns(config), source.data)
     records = to_text(_labelled(table, config), config)
-    return FederatedData((records,), ("",), TextData((), ()), config.labels)
+    return FederatedData((records,), ("",), _NO_RECORDS, config.labels)
 
 
 def _embedded(config: RunConfig) -> FederatedData:
@@ -71,7 +76,7 @@ def _embedded(config: RunConfig) -> FederatedData:
     return FederatedData(
         clients=tuple(map(text_of, holders)),
         client_names=names,
-        test=text_of(test),
+        test=text_of(test) if config.has_test_set else _NO_RECORDS,
         label_names=hospital.DEPARTMENTS,
     )
 
@@ -85,6 +90,8 @@ def _from_table(config: RunConfig) -> FederatedData:
     table = _usable(table, config, config.data)
     if config.test_data:
         train, test = table, _test_table(config, columns)
+    elif not config.has_test_set:
+        train, test = table, _NO_RECORDS
     else:
         train, test_table = _split(table, config)
         test = to_text(test_table, config)

@@ -79,13 +79,14 @@ class Accounts:
         costs = _in_bulk(set(keys.values())) if too_many else {key: epsilon_of(*key) for key in set(keys.values())}
         return {client: costs[keys[client]] if client in keys else None for client in self._own}
 
-    def fits(self, client: int, release: Release, view: View, budget: float) -> bool:
-        """Whether the client stays within its budget after one more such release; see `stays_within`.
+    def fits(self, client: int, releases: Iterable[Release], view: View, budget: float) -> bool:
+        """Whether the client stays within its budget after further releases; see `stays_within`.
 
         Raises:
             ValueError: the view does not hold for the client's releases.
         """
-        return stays_within([*self.history(client, view), release.seen_by(view)], self.deltas[client], budget)
+        events = [*self.history(client, view), *(release.seen_by(view) for release in releases)]
+        return stays_within(events, self.deltas[client], budget)
 
     def history(self, client: int, view: View) -> list[Event]:
         """All events of the client on the view; equal ones are merged.

@@ -75,6 +75,7 @@ def render(run: FinishedRun) -> str:
         summary=summary,
         why_not_private=why_not_private(run),
         accountant=_accountant(summary),
+        interval=summary.get("accuracy_interval"),
         accuracy_without_noise=_accuracy_without_noise(run),
         epsilon_local=tables.format_epsilon(summary["epsilon_local_max"], summary["delta_max"]),
         epsilon_aggregate=_epsilon_aggregate(summary),
@@ -175,6 +176,10 @@ def _failures(run: FinishedRun) -> dict[str, int]:
 
 def _quality_panels(run: FinishedRun) -> list[Panel]:
     name = "this run" if why_not_private(run) else "with DP"
+    if run.summary.get("accuracy_interval"):
+        return [_evaluation_panel(run, name)]
+    if run.rounds["test_accuracy"].isna().all():
+        return []
     accuracy = series.compared(run.rounds, run.comparison_rounds, "test_accuracy", name)
     loss = series.compared(run.rounds, run.comparison_rounds, "test_loss", name)
     chance = run.summary["chance_accuracy"]
@@ -189,6 +194,16 @@ def _quality_panels(run: FinishedRun) -> list[Panel]:
         ),
         _panel("Test loss", "On the same test set.", plots.loss_plot(loss), loss, tables.format_number),
     ]
+
+
+def _evaluation_panel(run: FinishedRun, name: str) -> Panel:
+    evaluated = series.evaluated(run.summary, name)
+    note = (
+        "Of the final model, on records that the holders set aside; the bar is the 95% interval, which covers the "
+        "noise of their counts."
+    )
+    svg = plots.evaluation_plot(evaluated, chance=run.summary["chance_accuracy"])
+    return _panel("Private evaluation", note, svg, evaluated, tables.format_percent)
 
 
 def _epsilon_panels(run: FinishedRun) -> list[Panel]:

@@ -37,6 +37,34 @@ def accuracy_plot(frame: pd.DataFrame, *, chance: float | None, name: str = "acc
     return to_svg(figure, name=name, description=describe(frame, "Test accuracy", format_percent))
 
 
+def evaluation_plot(frame: pd.DataFrame, *, chance: float | None, name: str = "evaluation") -> str:
+    """One accuracy with its interval as an error bar, chance as a dotted line.
+
+    Args:
+        frame: from `series.evaluated`.
+        chance: accuracy of guessing.
+        name: a word that is unique on the page.
+    """
+    (round_,), (label, *_) = frame.index, frame.columns
+    accuracy, low, high = frame.iloc[0]
+    figure, axes = _axes([label, "chance"], _percent_tick)
+    middle = (low + high) / 2 if math.isnan(accuracy) else accuracy
+    bar = {"color": SERIES[0], "capsize": 6, "linewidth": 1.6}
+    axes.errorbar([round_], [middle], yerr=[[middle - low], [high - middle]], fmt="none", ecolor=SERIES[0], **bar)
+    axes.plot([round_], [accuracy], color=SERIES[0], marker=MARKERS[0], markersize=5)
+    axes.set_xticks([round_])
+    axes.set_xlim(round_ - 1, round_ + 1)
+    axes.set_ylim(0.0, 1.0)
+    labels = [(label, float(round_), middle, SERIES[0])]
+    if chance is not None:
+        axes.axhline(chance, color=INK, linestyle=":", linewidth=1)
+        labels.append(("chance", float(round_) + 1, chance, INK))
+    _draw_labels(axes, labels)
+    ends = f"95% interval {format_percent(low)} to {format_percent(high)}"
+    description = f"Accuracy after round {round_:g}: {format_percent(accuracy)}, {ends}."
+    return to_svg(figure, name=name, description=description)
+
+
 def loss_plot(frame: pd.DataFrame, *, name: str = "loss") -> str:
     """Test loss over rounds, each run a line."""
     figure, axes = _axes(_labels_of(frame), format_number)

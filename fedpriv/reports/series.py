@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import pandas as pd
 
@@ -24,6 +25,19 @@ def compared(rounds: pd.DataFrame, comparison: pd.DataFrame | None, column: str,
     if comparison is not None:
         lines["without noise"] = _by_round(comparison)[column]
     return pd.DataFrame(lines).rename_axis("round")
+
+
+def evaluated(summary: Mapping[str, Any], name: str) -> pd.DataFrame:
+    """The accuracy that was read from the holders' noised counts after the last round, with its interval; one row.
+
+    Args:
+        summary: accuracy, which may be None, accuracy_interval and num_rounds.
+        name: the label of the run, such as `with DP`.
+    """
+    low, high = summary["accuracy_interval"]
+    accuracy = math.nan if summary["accuracy"] is None else summary["accuracy"]
+    row = {name: [accuracy], "low": [low], "high": [high]}
+    return pd.DataFrame(row, index=pd.Index([summary["num_rounds"]], name="round"), dtype=float)
 
 
 def epsilon(clients: pd.DataFrame, rounds: pd.DataFrame, view: Literal["local", "rho"]) -> pd.DataFrame:

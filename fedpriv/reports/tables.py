@@ -67,6 +67,13 @@ def format_percent(share: float | None) -> str:
     return MISSING if share is None or not math.isfinite(share) else f"{100 * share:.1f}%"
 
 
+def format_accuracy(summary: Mapping[str, Any]) -> str:
+    """A run's accuracy with four decimals, and its interval if it was read from noised counts; a dash if unknown."""
+    accuracy, interval = summary["accuracy"], summary.get("accuracy_interval")
+    text = MISSING if accuracy is None else f"{accuracy:.4f}"
+    return text if interval is None else f"{text}, 95% interval {interval[0]:.4f} to {interval[1]:.4f}"
+
+
 def format_number(value: float | None) -> str:
     """A plain quantity with three figures, such as a loss; a dash if it was not measured."""
     return MISSING if value is None or not math.isfinite(value) else f"{value:.3g}"

@@ -141,6 +141,7 @@ def _read_summary(path: Path) -> dict[str, Any]:
             raise InputError(f"{path}: {key} = {summary[key]!r}: must be true or false")
     _check_numbers(path, "", summary, (*ACCURACIES, *COUNTS, "delta_max"))
     _check_epsilons(path, "", summary, ("epsilon_local_max", "epsilon_rho_max"))
+    _check_interval(path, summary.get("accuracy_interval"))
     if not isinstance(summary["clients"], list):
         raise InputError(f"{path}: clients must be a list with one entry per client")
     for index, client in enumerate(summary["clients"]):
@@ -171,6 +172,18 @@ def _check_numbers(path: Path, prefix: str, values: Mapping[str, Any], keys: Seq
         absent = value is None and key in NULLABLE
         if isinstance(value, bool) or not (absent or isinstance(value, (int, float))):
             raise InputError(f"{path}: {prefix}{key} = {value!r}: must be a number")
+
+
+def _check_interval(path: Path, interval: object) -> None:
+    """Refuse anything but None or [low, high] within [0, 1]."""
+    if interval is None:
+        return
+    if not (
+        isinstance(interval, list) and len(interval) == 2 and all(isinstance(end, (int, float)) for end in interval)
+    ):
+        raise InputError(f"{path}: accuracy_interval = {interval!r}: must be a list of two numbers")
+    if not 0 <= interval[0] <= interval[1] <= 1:
+        raise InputError(f"{path}: accuracy_interval = {interval!r}: must be low <= high, both in [0, 1]")
 
 
 def _check_epsilons(path: Path, prefix: str, values: Mapping[str, Any], keys: Sequence[str]) -> None:

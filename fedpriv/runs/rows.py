@@ -21,7 +21,8 @@ class RoundRow:
     """A row of rounds.csv; round 0 is the untrained model.
 
     `num_late` counts replies to earlier rounds that arrived during this one. Epsilons are cumulative, include earlier
-    runs on the same data sets, and come from the rdp accountant; `aggregate` is None where that view does not hold.
+    runs on the same data sets, and come from the rdp accountant; `aggregate` is None where that view does not hold. So
+    are accuracy and loss where the server has no test set.
     """
 
     round: int
@@ -31,8 +32,8 @@ class RoundRow:
     num_failures: int
     num_late: int
     num_retired: int
-    test_accuracy: float
-    test_loss: float
+    test_accuracy: float | None
+    test_loss: float | None
     epsilon_local_max: float
     epsilon_rho_max: float
     epsilon_aggregate_max: float | None

@@ -72,7 +72,7 @@ class RunStatus:
         resume_command: resumes an interrupted run; None if the run is not interrupted or left no checkpoint.
         num_rounds: finished rounds; round 0, the test of the untrained model, does not count.
         num_rounds_planned: None if the configuration does not say.
-        test_accuracy: after the last round; None before the first test.
+        test_accuracy: after the last round; None before the first test, or without one.
         accountant: the one that computed the epsilons: rdp until the run is finished.
         epsilon_local_max, epsilon_rho_max, epsilon_aggregate_max: the largest over all clients at `delta_max`; None as
             long as nothing is known, and for `aggregate` if `aggregate_view_holds` is False.
@@ -153,7 +153,7 @@ def read_status(run_dir: Path, *, now: float) -> RunStatus:
         stopped_early=summary.get("stopped_early"),
         num_rounds=rounds[-1]["round"] if rounds else 0,
         num_rounds_planned=config.get("rounds"),
-        test_accuracy=rounds[-1]["test_accuracy"] if rounds else None,
+        test_accuracy=summary.get("accuracy", rounds[-1]["test_accuracy"] if rounds else None),
         **(_final_costs(summary) if summary else _costs_so_far(rounds, clients)),
         bytes_up=sum(row["bytes_up"] for row in rounds),
         bytes_down=sum(row["bytes_down"] for row in rounds),

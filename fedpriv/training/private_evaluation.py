@@ -13,6 +13,7 @@ from fedpriv.accounting.events import Event
 from fedpriv.adapters import lora
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import Merged
+from fedpriv.config import RunConfig
 from fedpriv.data.holdout import part
 from fedpriv.data.records import Records
 from fedpriv.data.text import TextData
@@ -28,6 +29,9 @@ _MECHANISM = "gaussian"
 # that no sum's rounding adds to what one record changes.
 _STEPS = 2**20
 
+NO_COUNTS = torch.zeros(2, dtype=torch.float64)
+"""The counts of no records."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSpec:
@@ -38,6 +42,12 @@ class EvaluationSpec:
     """
 
     noise_multiplier: float
+
+    @staticmethod
+    def of(config: RunConfig) -> EvaluationSpec | None:
+        """The evaluation that a run's configuration asks for; None if it asks for none."""
+        z = config.evaluation_noise_multiplier
+        return None if z is None else EvaluationSpec(noise_multiplier=z)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +110,7 @@ def count(
     """
     model.merge(merged)
     lora.write_parameters(model.parameters, adapter)
-    counts = torch.zeros(2, dtype=torch.float64)
+    counts = NO_COUNTS.clone()
     for index in range(len(data)):
         counts += _contribution(model, part(data, [index]), tokenize)
     return counts
@@ -128,7 +138,7 @@ def _contribution(model: TrainingModel, record: TextData, tokenize: Callable[[Te
     except Exception:  # whatever it is, one record must not decide whether the others count
         share = math.nan
     if not 0 <= share <= 1:
-        return torch.zeros(2, dtype=torch.float64)
+        return NO_COUNTS
     share = round(share * _STEPS) / _STEPS
     return torch.tensor([share, 1 - share], dtype=torch.float64)
 

@@ -9,7 +9,7 @@ import torch
 from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import ON_NODES, RunConfig
-from fedpriv.data import federated
+from fedpriv.data import federated, holdout
 from fedpriv.data.records import Records, tokenize
 from fedpriv.data.text import DataSource, FederatedData, TextData
 from fedpriv.errors import InputError
@@ -81,30 +81,41 @@ class Workbench:
 
     @cached_property
     def data(self) -> FederatedData:
-        """The clients' records and the server's test set."""
+        """The clients' records and the server's test set, which may be empty."""
         return federated.load_own(self._config, self._source) if self._source else federated.load(self._config)
 
     @cached_property
     def test(self) -> Records:
         """The server's test set, tokenised."""
-        return self._tokenize(self.data.test)
+        return self.tokenize(self.data.test)
 
     @property
     def no_records(self) -> Records:
         """An empty set, for an update that is noise alone."""
-        return self._tokenize(TextData((), ()))
+        return self.tokenize(TextData((), ()))
 
     def client(self, client: int) -> Records:
-        """The client's tokenised records, by its index in `data.clients`."""
+        """The tokenised records that the client trains on, by its index in `data.clients`."""
         if client not in self._clients:
-            self._clients[client] = self._tokenize(self.data.clients[client])
+            self._clients[client] = self.tokenize(self._split(client)[0])
         return self._clients[client]
 
     def has_read(self, client: int) -> bool:
         """Whether `client` has been asked for these records before."""
         return client in self._clients
 
-    def _tokenize(self, data: TextData) -> Records:
+    def set_aside(self, client: int) -> TextData:
+        """The client's records for private evaluation, which are never trained on."""
+        return self._split(client)[1]
+
+    def _split(self, client: int) -> tuple[TextData, TextData]:
+        data = self.data.clients[client]
+        if self._config.evaluation_noise_multiplier is None:
+            return data, TextData((), ())
+        return holdout.split(data, fraction=self._config.test_fraction, seed=self._config.seed)
+
+    def tokenize(self, data: TextData) -> Records:
+        """The records in tokens, as the run reads them."""
         return tokenize(data, self.base.tokenizer, label_names=self.label_names, max_length=self._config.max_length)
 
 

@@ -27,13 +27,14 @@ from fedpriv.errors import InputError, LedgerError
 from fedpriv.journal import trace_without_message
 from fedpriv.ledger.entries import DataSet, Key
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
-from fedpriv.protocol import Broadcast, Release
+from fedpriv.protocol import Broadcast, EvaluationRelease, Release
+from fedpriv.training import private_evaluation
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
 from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.training.workbench import Workbench
 from fedpriv.vault import guard
-from fedpriv.vault.frames import FAILED, REFUSED, REGISTER, RETIRED, TRAIN, Request, Response
+from fedpriv.vault.frames import EVALUATE, FAILED, REFUSED, REGISTER, RETIRED, TRAIN, Request, Response
 from fedpriv.vault.guard import AlreadyReleasedError, RefusedError, RetiredError
 from fedpriv.vault.holder import Holder, bench_of, run_of
 
@@ -187,7 +188,48 @@ def register(request: Request, holder: Holder) -> Response:
     return Response(record=protocol.REGISTRATION, fields=protocol.pack_registration(registration))
 
 
-_ANSWERS: Mapping[str, Callable[[Request, Holder], Response]] = {REGISTER: register, TRAIN: train}
+def evaluate(request: Request, holder: Holder) -> Response:
+    """Noised counts of the records that are set aside on which a model is right and wrong.
+
+    Whatever raises here was decided by public inputs, as in `prepare`. After the charge the answer is noise alone where
+    records cannot be read, or where an earlier attempt ended before its answer was stored.
+
+    Raises:
+        RefusedError: the guard does not allow it.
+        LedgerError: the node's ledger cannot be used.
+        ValueError: the request is malformed.
+    """
+    config = run_of(request.run_config, holder)
+    bench = bench_of(config, holder)
+    client, policy = holder.partition(bench.num_clients), holder.policy
+    run, round_, spec = protocol.unpack_evaluation(request.fields)
+    broadcast = protocol.unpack_model({record: _tensors(named) for record, named in request.arrays.items()})
+    key = Key(run=run, client=str(client), round=round_, request=guard.request_digest(broadcast, spec))
+    data_set, _ = _registered(config, bench, holder)
+    guard.check_evaluation(spec, round_, policy, noise_source=config.noise_source)
+    guard.check_broadcast(broadcast, policy.limits)
+    private_evaluation.check_fits(bench.model, broadcast.adapter, broadcast.merged)
+    event = private_evaluation.planned_event(spec)
+    try:
+        is_new = guard.charge(policy, key, event, data_set, noise_source=config.noise_source)
+    except AlreadyReleasedError as released:
+        _journal(request, holder, "sent_again")
+        return _counts(released.content)
+    holder.journal.write("charged", run=run, round=round_, recorded=data_set is not None)
+    holder.before_records()
+    exact = _exact_counts(bench, holder, broadcast) if is_new or config.simulate else private_evaluation.NO_COUNTS
+    counts, event = private_evaluation.noised(exact, spec, _source(config, client, round_, "evaluation"))
+    release = EvaluationRelease(round=round_, event=event, counts=counts)
+    content = guard.store_reply(policy, key, event, protocol.pack_evaluation_reply(release))
+    _journal(request, holder, "released")
+    return _counts(content)
+
+
+_ANSWERS: Mapping[str, Callable[[Request, Holder], Response]] = {
+    REGISTER: register,
+    TRAIN: train,
+    EVALUATE: evaluate,
+}
 
 
 def _refused(error: Exception, request: Request, holder: Holder) -> Response:
@@ -235,12 +277,25 @@ def _records(config: RunConfig, bench: Workbench, holder: Holder, data_set: Data
         is_first = not bench.has_read(0)
         records = bench.client(0)
         if is_first and data_set is not None:
-            guard.log_content(holder.policy, data_set, repr(bench.data.clients[0]).encode(), len(records))
+            guard.log_content(holder.policy, data_set, repr(bench.data.clients[0]).encode(), _size(bench, 0))
         return records
     except Exception as error:  # whatever the file holds must not decide whether there is an upload
         log.error("the records cannot be read, so the upload is noise alone: %s", trace_without_message(error))
         holder.journal.write("records_unreadable")
         return bench.no_records
+
+
+def _exact_counts(bench: Workbench, holder: Holder, broadcast: Broadcast) -> Tensor:
+    """The exact counts on the records that the client sets aside; zeros on a node whose own cannot be used."""
+    try:
+        data = bench.set_aside(0 if holder.terms else holder.partition(bench.num_clients))
+        return private_evaluation.count(bench.model, broadcast.adapter, broadcast.merged, data, bench.tokenize)
+    except Exception as error:  # as in `_records`
+        if holder.terms is None:
+            raise
+        log.error("the records cannot be used, so the counts are noise alone: %s", trace_without_message(error))
+        holder.journal.write("noise_alone")
+        return private_evaluation.NO_COUNTS
 
 
 def _instruction(request: Request, client: int, initial: Adapter) -> tuple[Key, UpdateSpec, Broadcast]:
@@ -302,6 +357,12 @@ def _upload(content: bytes) -> Response:
         # In an order of their own: safetensors returns them in a random one.
         arrays={name: arrays[name].numpy() for name in sorted(arrays)},
     )
+
+
+def _counts(content: bytes) -> Response:
+    """The response that a stored reply to an evaluation holds."""
+    release = protocol.unpack_evaluation_reply(content)
+    return Response(record=protocol.RELEASE, fields=protocol.pack_evaluation_release(release))
 
 
 def _source(config: RunConfig, client: int, round_: int, purpose: str) -> RandomSource:

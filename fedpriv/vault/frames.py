@@ -23,6 +23,7 @@ VERSION = 1
 # What a request asks for.
 REGISTER = "register"
 TRAIN = "train"
+EVALUATE = "evaluate"
 
 # Codes of error replies.
 REFUSED = 100
@@ -49,7 +50,7 @@ class Request:
     """What a coordinator asks of a node; every part of it is the coordinator's choice.
 
     Attributes:
-        kind: `register`, `train`, or another kind that the vault may know.
+        kind: `register`, `train` or `evaluate`.
         run_config: the run's configuration.
         fields: scalars of the message.
         arrays: {record's name: {array's name: array}}.

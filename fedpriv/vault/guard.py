@@ -21,6 +21,7 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.protocol import Broadcast
 from fedpriv.training.local_update import OPTIMIZERS, QUANTIZATIONS, UpdateSpec
+from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.vault.policy import Limits
 
 log = logging.getLogger(__name__)
@@ -167,6 +168,34 @@ def check_limits(spec: UpdateSpec, event: Event, round_: int, limits: Limits | N
             raise RefusedError(f"{name} = {value:g}: above this node's maximum {maximum:g}")
 
 
+def check_evaluation(spec: EvaluationSpec, round_: int, policy: NodePolicy, *, noise_source: str) -> None:
+    """Refuse an evaluation that would not protect the holder's records as its policy says.
+
+    Records are not sampled for it, so `max_sampling_probability` does not apply.
+
+    Args:
+        spec: the evaluation that the coordinator asks for.
+        round_: that it names, from 1.
+        policy: of the node.
+        noise_source: `secure` or `seeded`.
+
+    Raises:
+        RefusedError: one line with the name, the value and what would be right.
+    """
+    noise, limits = spec.noise_multiplier, policy.limits
+    if not (math.isfinite(noise) and noise > 0):
+        raise RefusedError(f"evaluation_noise_multiplier = {noise}: must be finite and > 0")
+    if round_ < 1:
+        raise RefusedError(f"round = {round_}: must be >= 1")
+    if policy.ledger is None and not policy.allow_unrecorded:
+        raise RefusedError("ledger: this node has none, and releases nothing that it cannot record")
+    if limits is not None and noise < limits.min_effective_noise_multiplier:
+        minimum = limits.min_effective_noise_multiplier
+        raise RefusedError(f"evaluation_noise_multiplier = {noise:g}: below this node's minimum {minimum:g}")
+    if not policy.allow_not_private and noise_source != "secure":
+        raise RefusedError(f"noise source = {noise_source}: this node releases nothing with seeded noise")
+
+
 def check_broadcast(broadcast: Broadcast, limits: Limits | None) -> None:
     """Refuse tensors of the server that are not finite, or larger than the data holder agreed to.
 
@@ -204,8 +233,8 @@ def check_run(*, public: bool, simulate: bool, comparison: bool, noise_multiplie
         raise InputError(f"comparison = true: a run without noise is {remedy}")
 
 
-def request_digest(broadcast: Broadcast, spec: UpdateSpec) -> str:
-    """SHA-256, in hex, of all that an upload depends on, except the data, the noise and the key's other parts."""
+def request_digest(broadcast: Broadcast, spec: UpdateSpec | EvaluationSpec) -> str:
+    """SHA-256, in hex, of all that a release depends on, except the data, the noise and the key's other parts."""
     digest = hashlib.sha256(repr(sorted(asdict(spec).items())).encode())
     for part, tensors in broadcast.tensors().items():
         for name, tensor in sorted(tensors.items()):

@@ -114,7 +114,7 @@ def _progress(folder: Path) -> tuple[int, str, str]:
     """A run's last written round, with accuracy and epsilon; of a finished run, the final epsilon."""
     if files.is_finished(folder):
         summary = files.read_values(folder / files.SUMMARY)
-        return summary["num_rounds"], f"{summary['accuracy']:.4f}", tables.format_bound(summary["epsilon_local_max"])
+        return summary["num_rounds"], _accuracy(summary["accuracy"]), tables.format_bound(summary["epsilon_local_max"])
     try:
         rounds = read_rows(folder / files.ROUNDS, RoundRow, ("round", "test_accuracy", "epsilon_local_max"))
     except FileNotFoundError:  # not begun
@@ -122,4 +122,8 @@ def _progress(folder: Path) -> tuple[int, str, str]:
     if not rounds:
         return 0, "", ""
     last = rounds[-1]
-    return last["round"], f"{last['test_accuracy']:.4f}", tables.format_bound(last["epsilon_local_max"])
+    return last["round"], _accuracy(last["test_accuracy"]), tables.format_bound(last["epsilon_local_max"])
+
+
+def _accuracy(accuracy: float | None) -> str:
+    return "" if accuracy is None else f"{accuracy:.4f}"

@@ -161,9 +161,8 @@ def test_a_model_whose_files_changed_since_it_was_approved_is_not_run(context, s
     assert "changed since this node's operator approved them" in reply.error.reason
 
 
-@pytest.mark.parametrize(
-    ("missing", "message"), [("test_data", "needs test_data"), ("labels", "needs labels, the classes")]
-)
-def test_the_run_needs_a_test_set_and_classes(context, missing, message):
-    with pytest.raises(InputError, match=message):
-        parse({**context.run_config, missing: ""})
+def test_the_run_needs_classes_but_no_test_set(context):
+    with pytest.raises(InputError, match="needs labels, the classes"):
+        parse({**context.run_config, "labels": ""})
+    assert parse(dict(context.run_config)).has_test_set
+    assert not parse({**context.run_config, "test_data": ""}).has_test_set

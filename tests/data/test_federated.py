@@ -40,7 +40,8 @@ def write(path: Path, rows=ROWS) -> Path:
 
 
 def federation(path: Path, **changes):
-    return load(parse({"data": str(path), "batch_size": 2, **changes}))
+    """The federation of a table, a public one unless the changes say otherwise."""
+    return load(parse({"data": str(path), "batch_size": 2, "public_data": True, **changes}))
 
 
 @pytest.fixture
@@ -100,6 +101,19 @@ def test_partitions_and_test_set_are_disjoint_complete_and_repeatable(file, sett
     again = federation(file, **settings)
     assert again == data
     assert federation(file, **settings, seed=5).test != data.test
+
+
+@pytest.mark.parametrize("settings", [{}, {"evaluation_noise_multiplier": 2.0}, {"labels": ["a", "b"]}])
+def test_no_record_of_a_private_table_becomes_the_server_s_test_set(file, settings):
+    data = federation(file, public_data=False, client_column="site", **settings)
+    assert len(data.test) == 0
+    assert sorted(texts(data)) == sorted(row["text"] for row in ROWS)
+
+
+def test_holders_that_set_records_aside_leave_the_server_none(file):
+    for public in ({"public_data": True}, {"public_data": False, "simulate": True}, {"data": "embedded"}):
+        assert len(federation(file, **public).test) > 0
+        assert len(federation(file, **public, evaluation_noise_multiplier=2.0).test) == 0
 
 
 def test_natural_partition_follows_the_column_in_sorted_order(file):

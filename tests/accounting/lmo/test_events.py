@@ -239,7 +239,7 @@ def test_accounts_compose_and_limit_lmo_releases():
     expected = epsilon_of([event(count=3)], 1e-5).epsilon
     assert accounts.epsilon_of(0, "local", "pld").epsilon == expected
     assert accounts.final("local")[0].epsilon == expected
-    assert not accounts.fits(0, Release(event=event(count=3), rho_bar=0.5), "local", expected)
+    assert not accounts.fits(0, [Release(event=event(count=3), rho_bar=0.5)], "local", expected)
 
 
 def test_epsilon_is_finite_if_the_lower_integer_orders_are():

@@ -1,0 +1,136 @@
+"""The evaluation of the final model on the holders' records: one noised pair of counts from each, and their sum."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedpriv import protocol
+from fedpriv.accounting.events import Event
+from fedpriv.accounting.intervals import AccuracyEstimate, accuracy_from_counts
+from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.protocol import Broadcast, EvaluationRelease
+from fedpriv.training.private_evaluation import EvaluationSpec, planned_event
+from fedpriv.vault import guard
+from server.bookkeeping import Books
+from server.exchange import Exchange
+from server.registration import Nodes
+from server.replies import MalformedError
+from server.wire import wire_bytes
+
+log = logging.getLogger("flwr")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivateEvaluation:
+    """What the holders' noised counts said.
+
+    Attributes:
+        estimate: of the accuracy on the records of all holders that answered.
+        noise_multiplier: z, the standard deviation of each holder's noise.
+        num_asked: holders that were charged for it.
+        num_answers: holders whose counts are in the sum.
+        bytes_up, bytes_down: of the messages.
+    """
+
+    estimate: AccuracyEstimate
+    noise_multiplier: float
+    num_asked: int
+    num_answers: int
+    bytes_up: int
+    bytes_down: int
+
+
+def evaluate_privately(
+    grid: Grid,
+    nodes: Nodes,
+    books: Books,
+    model: GlobalModel,
+    spec: EvaluationSpec,
+    *,
+    run: str,
+    round_: int,
+    seconds: float,
+) -> PrivateEvaluation:
+    """Ask every client whose budget allows it, once it is charged, and add up what those that answer release.
+
+    Args:
+        grid: of the run.
+        nodes: that take part.
+        books: of the run; all rounds are settled.
+        model: to evaluate.
+        spec: of the evaluation.
+        run: the run's id.
+        round_: one above the last round, under which the evaluation is charged.
+        seconds: to wait for replies.
+
+    Raises:
+        LedgerError: the charge cannot be written, so nobody was asked.
+    """
+    clients = books.able_to_evaluate()
+    broadcast = Broadcast(adapter=model.adapter, merged=model.merged)
+    content = RecordDict(
+        {
+            **{name: ArrayRecord(dict(tensors)) for name, tensors in protocol.pack_model(broadcast).items()},
+            protocol.INSTRUCTION: ConfigRecord(protocol.pack_instruction(run, round_, spec)),
+        }
+    )
+    books.charge_evaluation(round_, dict.fromkeys(clients, guard.request_digest(broadcast, spec)))
+    by_node = {nodes[client][0]: client for client in clients}
+    messages = [Message(content, node_id, protocol.EVALUATE, group_id=str(round_)) for node_id in by_node]
+    releases: dict[int, EvaluationRelease] = {}
+    bytes_up = 0
+    for reply in Exchange().replies(grid, messages, seconds):
+        client = by_node.get(reply.metadata.src_node_id)
+        try:
+            if client is None or client in releases:
+                raise MalformedError("not expected")
+            releases[client] = _read(reply, round_, planned_event(spec))
+            bytes_up += wire_bytes(reply.content)
+        except MalformedError as error:
+            log.warning("evaluation, client %s: %s", client, error)
+    books.settle_evaluation(_digests(releases))
+    counts = [releases[client].counts for client in sorted(releases)]
+    return PrivateEvaluation(
+        estimate=accuracy_from_counts(
+            math.fsum(each.hits for each in counts),
+            math.fsum(each.misses for each in counts),
+            spec.noise_multiplier * math.sqrt(len(counts)),
+        ),
+        noise_multiplier=spec.noise_multiplier,
+        num_asked=len(clients),
+        num_answers=len(counts),
+        bytes_up=bytes_up,
+        bytes_down=len(clients) * wire_bytes(content),
+    )
+
+
+def _read(reply: Message, round_: int, event: Event) -> EvaluationRelease:
+    """A client's release.
+
+    Raises:
+        MalformedError: it is an error, malformed, or not what was asked for.
+    """
+    if reply.has_error():
+        raise MalformedError(" ".join((reply.error.reason or "").split()))
+    try:
+        release = protocol.unpack_evaluation_release(reply.content.config_records[protocol.RELEASE])
+    except (KeyError, ValueError, TypeError) as error:
+        raise MalformedError(f"malformed reply: {error}") from None
+    if release.round != round_ or release.event != event:
+        raise MalformedError(f"reply of round {release.round} paid {release.event}, asked were {round_} and {event}")
+    return release
+
+
+def _digests(releases: Mapping[int, EvaluationRelease]) -> dict[int, str]:
+    """What the ledger records of each reply."""
+    return {
+        client: hashlib.sha256(protocol.pack_evaluation_reply(release)).hexdigest()
+        for client, release in releases.items()
+    }
