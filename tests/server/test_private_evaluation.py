@@ -1,0 +1,209 @@
+"""Runs on private tables: nothing is evaluated on holders' records, or only through noised counts that are paid for."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from fedpriv.accounting.accountants import epsilon_of
+from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.adapter_variants import AdapterEvaluator
+from fedpriv.config import parse
+from fedpriv.errors import InputError
+from fedpriv.ledger.entries import data_sets, releases
+from fedpriv.ledger.reader import reading, verify_with_head
+from fedpriv.training.private_evaluation import count
+from fedpriv.training.workbench import workbench
+from server import checkpoint
+from server.observer import LogObserver
+from simulations.engines import federation
+
+Z = 2.0
+EVALUATION = SubsampledGaussian(noise_multiplier=Z, sampling_probability=1.0, count=1, unit="record")
+
+
+class Notes(LogObserver):
+    """Keeps what a run says."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def notice(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def run(values: dict[str, object], out: Path, **changes: object) -> tuple[Path, list[str]]:
+    observer = Notes()
+    federation.run(parse({**values, **changes, "out": str(out)}), observer)
+    return out, observer.notes
+
+
+def summary(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def charged(ledger: Path) -> dict[str, list[SubsampledGaussian]]:
+    """{client: the events that the ledger charged it}."""
+    with reading(ledger) as db:
+        return {known.client: [r.event for r in releases(db, known.id)] for known in data_sets(db)}
+
+
+@pytest.fixture(scope="module")
+def private(small_run) -> dict[str, object]:
+    """A private table under secure noise."""
+    return {key: value for key, value in small_run.items() if key not in ("simulate", "comparison")}
+
+
+@pytest.fixture(scope="module")
+def untested(private, tmp_path_factory) -> Path:
+    return run(private, tmp_path_factory.mktemp("runs") / "untested")[0]
+
+
+@pytest.fixture(scope="module")
+def evaluated(private, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    settings = {"ledger": str(folder / "ledger.sqlite"), "evaluation_noise_multiplier": Z}
+    return run(private, folder / "evaluated", **settings)[0]
+
+
+def test_a_private_run_without_a_test_set_has_no_accuracy(untested, private):
+    found = summary(untested)
+    assert [found[name] for name in ("accuracy", "accuracy_initial", "accuracy_non_private")] == [None] * 3
+    assert found["private"] is True
+    rows = pd.read_csv(untested / "rounds.csv")
+    assert rows[["test_accuracy", "test_loss"]].isna().all(axis=None)
+    assert not (untested / "comparison").exists()
+    page = (untested / "report.html").read_text()
+    assert "No accuracy was measured" in page
+    assert "Test accuracy" not in page
+    bench = workbench(parse(private))
+    assert sum(map(len, bench.data.clients)) == 240  # nothing was held back
+    assert all(
+        event.noise_multiplier == 1.0 for events in charged(untested / "ledger.sqlite").values() for event in events
+    )
+
+
+def test_variants_of_an_untested_run_cannot_be_validated(untested):
+    with pytest.raises(InputError, match="test_data: this run's server has no test set"):
+        AdapterEvaluator.of_run(untested)
+
+
+def test_the_evaluation_is_charged_in_every_ledger_and_composed_with_the_rounds(evaluated, private):
+    found, sizes = summary(evaluated), [client["num_records"] for client in summary(evaluated)["clients"]]
+    assert sum(sizes) == 240  # N_k counts the records that are set aside
+    ledger = evaluated.parent / "ledger.sqlite"
+    with reading(ledger) as db:
+        verify_with_head(db, ledger)
+    for client, size in zip(found["clients"], sizes, strict=True):
+        training = SubsampledGaussian(noise_multiplier=1.0, sampling_probability=8 / size, count=4, unit="record")
+        assert client["epsilon_local"] == pytest.approx(epsilon_of([training, EVALUATION], client["delta"]).epsilon)
+        assert client["epsilon_rho"] >= client["epsilon_local"]
+        assert client["rounds"] == 2
+        assert EVALUATION in charged(ledger)[str(client["client"])]
+    nodes = list(Path(f"{ledger}.nodes").glob("*.sqlite"))
+    assert len(nodes) == 3
+    for node in nodes:
+        (events,) = charged(node).values()
+        assert EVALUATION in events
+
+
+def test_the_summary_holds_an_estimate_with_its_interval(evaluated, private):
+    found = summary(evaluated)
+    low, high = found["accuracy_interval"]
+    assert 0 <= low <= found["accuracy"] <= high <= 1
+    assert found["evaluation_noise_multiplier"] == Z
+    assert found["num_evaluated_clients"] == 3
+    assert found["accuracy_initial"] is None
+    page = (evaluated / "report.html").read_text()
+    assert "The accuracy is an estimate" in page
+    assert "Private evaluation" in page
+    assert pd.read_csv(evaluated / "rounds.csv")["test_accuracy"].isna().all()
+
+
+def test_no_record_is_both_trained_on_and_evaluated(private):
+    bench = workbench(parse(private | {"evaluation_noise_multiplier": Z}))
+    aside = [bench.set_aside(client) for client in range(3)]
+    assert [len(bench.client(c)) + len(aside[c]) for c in range(3)] == [len(c) for c in bench.data.clients]
+    assert 20 < sum(map(len, aside)) < 80
+    plain = workbench(parse(private))
+    assert [len(plain.client(c)) for c in range(3)] == [len(c) for c in plain.data.clients]
+    assert sum(len(plain.set_aside(c)) for c in range(3)) == 0
+
+
+@pytest.mark.parametrize("engine", ["in-process", "stacked"])
+def test_with_hardly_any_noise_the_estimate_is_the_accuracy_of_the_final_model(small_run, tmp_path, engine):
+    settings = small_run | {"evaluation_noise_multiplier": 0.001, "engine": engine}
+    folder, _ = run(settings, tmp_path / "run")
+    found, config = summary(folder), parse(settings)
+    bench = workbench(config)
+    adapter = checkpoint.read_last(folder, bench.initial).model.adapter
+    exact = sum(count(bench.model, adapter, {}, bench.set_aside(c), bench.tokenize) for c in range(3))
+    assert found["accuracy"] == pytest.approx(float(exact[0] / exact.sum()), abs=1e-3)
+    assert found["accuracy_interval"][1] - found["accuracy_interval"][0] < 1e-2
+    again, _ = run(settings, tmp_path / "again")
+    assert summary(again)["accuracy"] == found["accuracy"]
+
+
+@pytest.mark.parametrize("view", ["local", "rho"])
+def test_a_target_includes_the_evaluation_and_is_nearly_used_up(private, tmp_path, view):
+    settings = {"target_epsilon": 4.0, "privacy_view": view, "evaluation_noise_multiplier": 6.0}
+    found = summary(run(private, tmp_path / "run", **settings)[0])
+    # The `rho` view allows for clients that drop out, and here none does.
+    assert {"local": 0.98, "rho": 0.95}[view] * 4 <= found[f"epsilon_{view}_max"] <= 4
+
+
+def test_an_evaluation_that_costs_the_whole_target_is_refused_beforehand(private, tmp_path):
+    with pytest.raises(
+        InputError, match=r"evaluation_noise_multiplier = 2\.0: the evaluation alone costs epsilon 1\.99"
+    ):
+        run(private, tmp_path / "run", target_epsilon=1.5, evaluation_noise_multiplier=Z)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("view", ["local", "rho"])
+def test_a_budget_keeps_what_the_evaluation_costs(private, tmp_path, view):
+    budget = {"local": 3.6, "rho": 9.0}[view]
+    settings = {"rounds": 12, "budget_epsilon": budget, "privacy_view": view}
+    plain = summary(run(private, tmp_path / "plain", **settings)[0])
+    found = summary(run(private, tmp_path / "run", **settings, evaluation_noise_multiplier=Z)[0])
+    assert found["stopped_early"]
+    assert found["num_rounds"] < plain["num_rounds"]
+    assert found["num_evaluated_clients"] == 3
+    for client in found["clients"]:
+        assert client[f"epsilon_{view}"] <= budget
+    assert all(EVALUATION in events for events in charged(tmp_path / "run" / "ledger.sqlite").values())
+
+
+def test_clients_whose_earlier_spending_leaves_no_room_are_not_asked(private, tmp_path):
+    sizes = {"partition": "sizes", "client_column": "", "client_sizes": [200, 40], "batch_size": 4}
+    shared = private | sizes | {"ledger": str(tmp_path / "ledger.sqlite"), "evaluation_noise_multiplier": Z}
+    run(shared, tmp_path / "first")
+    spent = {c["client"]: c["epsilon_local"] for c in summary(tmp_path / "first")["clients"]}
+    assert spent[0] < spent[1] < 3
+    folder, notes = run(shared, tmp_path / "second", budget_epsilon=[20.0, 3.0])
+    assert summary(folder)["num_evaluated_clients"] == 1
+    assert any("the evaluation covers 1 of 2 clients" in note for note in notes)
+
+
+@pytest.mark.parametrize("ledger", [True, False], ids=["nodes that repeat their reply", "nodes without a ledger"])
+def test_a_run_that_died_after_its_evaluation_pays_again_only_for_a_new_release(private, tmp_path, ledger):
+    settings = private | {"evaluation_noise_multiplier": Z}
+    if ledger:
+        settings |= {"ledger": str(tmp_path / "ledger.sqlite")}
+    folder, _ = run(settings, tmp_path / "run")
+    before = summary(folder)
+    (folder / "summary.json").unlink()
+    federation.run(parse(settings | {"resume": str(folder), "out": str(folder)}), LogObserver())
+    after = summary(folder)
+    for client in range(3):
+        path = Path(str(settings.get("ledger", folder / "ledger.sqlite")))
+        assert charged(path)[str(client)].count(EVALUATION) == 1 or not ledger
+        total = sum(event.count for event in charged(path)[str(client)] if event.noise_multiplier == Z)
+        assert total == (1 if ledger else 2)
+    assert (after["accuracy"] == before["accuracy"]) == ledger
+    assert (after["epsilon_local_max"] == before["epsilon_local_max"]) == ledger
+    assert math.isfinite(after["epsilon_local_max"])
