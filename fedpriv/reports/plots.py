@@ -49,8 +49,8 @@ def evaluation_plot(frame: pd.DataFrame, *, chance: float | None, name: str = "e
     accuracy, low, high = frame.iloc[0]
     figure, axes = _axes([label, "chance"], _percent_tick)
     middle = (low + high) / 2 if math.isnan(accuracy) else accuracy
-    bar = {"color": SERIES[0], "capsize": 6, "linewidth": 1.6}
-    axes.errorbar([round_], [middle], yerr=[[middle - low], [high - middle]], fmt="none", ecolor=SERIES[0], **bar)
+    ends = [[middle - low], [high - middle]]
+    axes.errorbar([round_], [middle], yerr=ends, fmt="none", ecolor=SERIES[0], capsize=6, elinewidth=1.6)
     axes.plot([round_], [accuracy], color=SERIES[0], marker=MARKERS[0], markersize=5)
     axes.set_xticks([round_])
     axes.set_xlim(round_ - 1, round_ + 1)
@@ -60,8 +60,8 @@ def evaluation_plot(frame: pd.DataFrame, *, chance: float | None, name: str = "e
         axes.axhline(chance, color=INK, linestyle=":", linewidth=1)
         labels.append(("chance", float(round_) + 1, chance, INK))
     _draw_labels(axes, labels)
-    ends = f"95% interval {format_percent(low)} to {format_percent(high)}"
-    description = f"Accuracy after round {round_:g}: {format_percent(accuracy)}, {ends}."
+    interval = f"95% interval {format_percent(low)} to {format_percent(high)}"
+    description = f"Accuracy after round {round_:g}: {format_percent(accuracy)}, {interval}."
     return to_svg(figure, name=name, description=description)
 
 

@@ -157,9 +157,7 @@ def test_a_target_includes_the_evaluation_and_is_nearly_used_up(private, tmp_pat
 
 
 def test_an_evaluation_that_costs_the_whole_target_is_refused_beforehand(private, tmp_path):
-    with pytest.raises(
-        InputError, match=r"evaluation_noise_multiplier = 2\.0: the evaluation alone costs epsilon 1\.99"
-    ):
+    with pytest.raises(InputError, match=r"= 2\.0: the evaluation alone costs epsilon 1\.99"):
         run(private, tmp_path / "run", target_epsilon=1.5, evaluation_noise_multiplier=Z)
     assert not (tmp_path / "run").exists()
 
@@ -170,8 +168,9 @@ def test_a_budget_keeps_what_the_evaluation_costs(private, tmp_path, view):
     settings = {"rounds": 12, "budget_epsilon": budget, "privacy_view": view}
     plain = summary(run(private, tmp_path / "plain", **settings)[0])
     found = summary(run(private, tmp_path / "run", **settings, evaluation_noise_multiplier=Z)[0])
-    assert found["stopped_early"]
-    assert found["num_rounds"] < plain["num_rounds"]
+    fewer = [(c["rounds"], p["rounds"]) for c, p in zip(found["clients"], plain["clients"], strict=True)]
+    assert any(rounds < 12 and rounds < before for rounds, before in fewer)
+    assert all(rounds <= before for rounds, before in fewer)
     assert found["num_evaluated_clients"] == 3
     for client in found["clients"]:
         assert client[f"epsilon_{view}"] <= budget
