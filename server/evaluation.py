@@ -36,15 +36,15 @@ class PrivateEvaluation:
         noise_multiplier: z, the standard deviation of each holder's noise.
         num_asked: holders that were charged for it.
         num_answers: holders whose counts are in the sum.
-        bytes_up, bytes_down: of the messages.
+        bytes_up, bytes_down: {client: of its message}.
     """
 
     estimate: AccuracyEstimate
     noise_multiplier: float
     num_asked: int
     num_answers: int
-    bytes_up: int
-    bytes_down: int
+    bytes_up: Mapping[int, int]
+    bytes_down: Mapping[int, int]
 
 
 def evaluate_privately(
@@ -85,14 +85,14 @@ def evaluate_privately(
     by_node = {nodes[client][0]: client for client in clients}
     messages = [Message(content, node_id, protocol.EVALUATE, group_id=str(round_)) for node_id in by_node]
     releases: dict[int, EvaluationRelease] = {}
-    bytes_up = 0
+    bytes_up: dict[int, int] = {}
     for reply in Exchange().replies(grid, messages, seconds):
         client = by_node.get(reply.metadata.src_node_id)
         try:
             if client is None or client in releases:
                 raise MalformedError("not expected")
             releases[client] = _read(reply, round_, planned_event(spec))
-            bytes_up += wire_bytes(reply.content)
+            bytes_up[client] = wire_bytes(reply.content)
         except MalformedError as error:
             log.warning("evaluation, client %s: %s", client, error)
     books.settle_evaluation(_digests(releases))
@@ -107,7 +107,7 @@ def evaluate_privately(
         num_asked=len(clients),
         num_answers=len(counts),
         bytes_up=bytes_up,
-        bytes_down=len(clients) * wire_bytes(content),
+        bytes_down=dict.fromkeys(clients, wire_bytes(content)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,7 @@ def summarize(config: RunConfig, bench: Workbench, outcome: Outcome, comparison:
     clients = [_client(client, costs, outcome) for client in outcome.strategy.books.sizes]
     labels = bench.data.label_names
     unmoved = unmoved_tensors(outcome.strategy.model)
+    largest = {view: _largest(costs[f"epsilon_{view}"].values()) for view in VIEWS}
     caveat = outcome.strategy.books.caveat
     evaluation = outcome.evaluation
     estimate = evaluation.estimate if evaluation else None
@@ -55,12 +57,12 @@ def summarize(config: RunConfig, bench: Workbench, outcome: Outcome, comparison:
         "accuracy_initial": rows[0].test_accuracy,
         "accuracy_non_private": comparison.rows[-1].test_accuracy if comparison else None,
         "chance_accuracy": 1 / (len(labels) if labels else bench.base.model.config.vocab_size),
-        **{f"epsilon_{view}_max": _largest(costs[f"epsilon_{view}"].values()) for view in VIEWS},
+        **{f"epsilon_{view}_max": epsilon for view, epsilon in largest.items()},
         "delta_max": max(accounts.deltas.values()),
         "aggregate_objections": list(objections_to_aggregate(config)),
         "unit": next(iter(outcome.strategy.books.units)),
         "accountant": "pld or rdp" if any(cost.upper_bound_only for cost in known) else "pld",
-        "private": config.noise_multiplier > 0 and not config.simulate and not caveat,
+        "private": largest["local"] != math.inf and not config.simulate and not caveat,
         "mechanism": config.mechanism,
         "epsilon_as_published_max": _unproven(outcome) if caveat else None,
         "caveat": caveat,
@@ -77,8 +79,8 @@ def summarize(config: RunConfig, bench: Workbench, outcome: Outcome, comparison:
         "base_model_bytes": _frozen_bytes(bench),
         "num_clients": len(clients),
         "num_rounds": rows[-1].round,
-        "bytes_up": sum(row.bytes_up for row in rows) + (evaluation.bytes_up if evaluation else 0),
-        "bytes_down": sum(row.bytes_down for row in rows) + (evaluation.bytes_down if evaluation else 0),
+        "bytes_up": sum(client["bytes_up"] for client in clients),
+        "bytes_down": sum(client["bytes_down"] for client in clients),
         "seconds": outcome.seconds + (comparison.seconds if comparison else 0.0),
         "engine": config.engine,
         "run_id": outcome.run_id,
@@ -88,7 +90,9 @@ def summarize(config: RunConfig, bench: Workbench, outcome: Outcome, comparison:
 
 
 def _client(client: int, costs: Costs, outcome: Outcome) -> dict[str, Any]:
-    books = outcome.strategy.books
+    books, evaluation = outcome.strategy.books, outcome.evaluation
+    up = evaluation.bytes_up.get(client, 0) if evaluation else 0
+    down = evaluation.bytes_down.get(client, 0) if evaluation else 0
     return {
         "client": client,
         "name": outcome.names[client],
@@ -98,8 +102,8 @@ def _client(client: int, costs: Costs, outcome: Outcome) -> dict[str, Any]:
         "delta": books.accounts.deltas[client],
         "earlier_runs": books.earlier_runs[client],
         "retired": books.retired.get(client),
-        "bytes_up": sum(row.bytes_up for row in outcome.client_rows if row.client == client),
-        "bytes_down": sum(row.bytes_down for row in outcome.client_rows if row.client == client),
+        "bytes_up": up + sum(row.bytes_up for row in outcome.client_rows if row.client == client),
+        "bytes_down": down + sum(row.bytes_down for row in outcome.client_rows if row.client == client),
     }
 
 

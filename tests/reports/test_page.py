@@ -241,6 +241,8 @@ def test_a_missing_column_is_named(write_run: WriteRun, name: str, column: str) 
     [
         ({"private": "yes"}, "private = 'yes': must be true or false"),
         ({"accuracy": "high"}, "accuracy = 'high': must be a number"),
+        ({"accuracy_interval": 0.9}, "accuracy_interval = 0.9: must be [low, high], both in [0, 1]"),
+        ({"accuracy_interval": [0.9, 0.8]}, "accuracy_interval = [0.9, 0.8]: must be [low, high], both in [0, 1]"),
         ({"epsilon_rho_max": -1}, "epsilon_rho_max = -1: must be a number >= 0 or inf"),
         ({"noise_source": "dice"}, "noise_source = 'dice': must be secure or seeded"),
         ({"accountant": "moments"}, "accountant = 'moments': must be pld or rdp"),
@@ -270,6 +272,47 @@ def test_a_broken_file_is_one_line(write_run: WriteRun, name: str, text: str, me
     with pytest.raises(ValueError, match=rf"{name}: {message}") as error:
         write_report(path.parent)
     assert "\n" not in str(error.value)
+
+
+EVALUATED = {
+    "accuracy": 0.7654,
+    "accuracy_initial": None,
+    "accuracy_non_private": None,
+    "accuracy_interval": [0.7123, 0.8234],
+    "evaluation_noise_multiplier": 4.0,
+    "num_evaluated_clients": 4,
+}
+
+
+def untested(run_dir: Path) -> Path:
+    """The run's folder without anything that a test set would have given."""
+    edit_csv(run_dir / "rounds.csv", test_accuracy="", test_loss="")
+    shutil.rmtree(run_dir / "comparison")
+    return run_dir
+
+
+def test_an_estimate_is_shown_with_its_interval(write_run: WriteRun) -> None:
+    page = write_report(untested(write_run(**EVALUATED))).read_text()
+    words = " ".join(page.split())
+    assert "76.5%" in words
+    assert "between 71.2% and 82.3%. 4 of 5 clients answered, with noise of standard deviation 4" in words
+    assert "Accuracy after round 10: 76.5%, 95% interval 71.2% to 82.3%." in words
+    assert "Test loss" not in words
+
+
+def test_an_estimate_that_the_noise_drowned_is_no_number(write_run: WriteRun) -> None:
+    drowned = EVALUATED | {"accuracy": None, "accuracy_interval": [0.0, 1.0]}
+    words = " ".join(write_report(untested(write_run(**drowned))).read_text().split())
+    assert "The noise left nothing to see" in words
+    assert "nan" not in words
+
+
+def test_a_run_without_a_test_set_says_that_no_accuracy_was_measured(write_run: WriteRun) -> None:
+    nothing = {"accuracy": None, "accuracy_initial": None, "accuracy_non_private": None}
+    page = write_report(untested(write_run(**nothing))).read_text()
+    assert "No accuracy was measured" in page
+    assert "Test accuracy" not in page
+    assert "Test accuracy" in write_report(write_run("tested")).read_text()
 
 
 def test_text_among_numbers_is_refused(write_run: WriteRun) -> None:
