@@ -7,13 +7,16 @@ from io import BytesIO
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fedpriv import protocol
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.config import RunConfig
+from fedpriv.protocol import Broadcast
 from fedpriv.training.local_update import UpdateSpec
+from fedpriv.training.private_evaluation import EvaluationSpec, NoisedCounts
 from fedpriv.vault.frames import check_arrays
 
 SPEC = UpdateSpec.of(RunConfig())
@@ -27,6 +30,17 @@ MESSAGES = {
     "registration": (
         protocol.pack_registration(protocol.Registration(client=2, num_records=40, name="St. Anna", data_set="5eed")),
         protocol.unpack_registration,
+    ),
+}
+COUNTS = NoisedCounts(hits=0.1 + 0.2, misses=-3.5)
+MESSAGES |= {
+    "evaluation": (
+        protocol.pack_instruction("run", 3, EvaluationSpec(noise_multiplier=4.0)),
+        protocol.unpack_evaluation,
+    ),
+    "evaluation release": (
+        protocol.pack_evaluation_release(protocol.EvaluationRelease(round=3, event=EVENT, counts=COUNTS)),
+        protocol.unpack_evaluation_release,
     ),
 }
 FIELDS = [(kind, field) for kind, (packed, _) in MESSAGES.items() for field in packed]
@@ -47,6 +61,31 @@ def test_release_reads_back_exactly(round_, z, q, count, silent):
 def test_registration_reads_back_exactly(client, num_records, name):
     registration = protocol.Registration(client=client, num_records=num_records, name=name, data_set="5eed")
     assert protocol.unpack_registration(protocol.pack_registration(registration)) == registration
+
+
+@given(st.floats(-1e9, 1e9), st.floats(-1e9, 1e9))
+def test_noised_counts_read_back_to_the_bit(hits, misses):
+    release = protocol.EvaluationRelease(round=3, event=EVENT, counts=NoisedCounts(hits=hits, misses=misses))
+    assert protocol.unpack_evaluation_reply(protocol.pack_evaluation_reply(release)) == release
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_counts_that_are_not_finite_are_refused(value):
+    packed, unpack = MESSAGES["evaluation release"]
+    with pytest.raises(ValueError, match="must be finite"):
+        unpack({**packed, "hits": value})
+
+
+def test_a_model_reads_back_without_empty_records():
+    adapter = {"a": torch.ones(2, 3), "b": torch.zeros(1)}
+    arrays = protocol.pack_model(Broadcast(adapter=adapter))
+    assert list(arrays) == [protocol.ADAPTER]
+    read = protocol.unpack_model(arrays)
+    assert all(torch.equal(read.adapter[name], tensor) for name, tensor in adapter.items())
+    assert not read.merged
+    for wrong in ({}, {**arrays, protocol.SIGNS: {}}):
+        with pytest.raises(ValueError, match=r"model: "):
+            protocol.unpack_model(wrong)
 
 
 @pytest.mark.parametrize("kind", MESSAGES)

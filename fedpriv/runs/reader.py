@@ -178,12 +178,9 @@ def _check_interval(path: Path, interval: object) -> None:
     """Refuse anything but None or [low, high] within [0, 1]."""
     if interval is None:
         return
-    if not (
-        isinstance(interval, list) and len(interval) == 2 and all(isinstance(end, (int, float)) for end in interval)
-    ):
-        raise InputError(f"{path}: accuracy_interval = {interval!r}: must be a list of two numbers")
-    if not 0 <= interval[0] <= interval[1] <= 1:
-        raise InputError(f"{path}: accuracy_interval = {interval!r}: must be low <= high, both in [0, 1]")
+    ends = interval if isinstance(interval, list) and all(isinstance(end, (int, float)) for end in interval) else []
+    if len(ends) != 2 or not 0 <= ends[0] <= ends[1] <= 1:
+        raise InputError(f"{path}: accuracy_interval = {interval!r}: must be [low, high], both in [0, 1]")
 
 
 def _check_epsilons(path: Path, prefix: str, values: Mapping[str, Any], keys: Sequence[str]) -> None:

@@ -35,6 +35,20 @@ def test_epsilon_to_noise_multiplier_and_back_is_the_identity():
     assert z == pytest.approx(1.88, rel=2e-4)
 
 
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_releases_whose_noise_is_given_count_towards_the_target(accountant):
+    fixed = [SubsampledGaussian(noise_multiplier=4.0, sampling_probability=1.0, count=1)]
+
+    def schedule(z):
+        return SubsampledGaussian(noise_multiplier=z, sampling_probability=0.16, count=30)
+
+    z = calibrate(schedule, 2.0, DELTA, accountant, fixed=fixed)
+    assert z == calibrate_all([(schedule, DELTA)], 2.0, accountant, fixed=fixed)
+    assert z > calibrate(schedule, 2.0, DELTA, accountant)
+    costs = [epsilon_of([schedule(noise), *fixed], DELTA, accountant).epsilon for noise in (z, 0.998 * z)]
+    assert costs[0] <= 2.0 < costs[1]
+
+
 def test_half_the_scale_needs_twice_the_noise_multiplier():
     options = {"sampling_probability": 0.1, "steps": 20, "accountant": "rdp"}
     plain, half = (noise_multiplier_for(1.0, DELTA, scale=scale, **options) for scale in (1.0, 0.5))
