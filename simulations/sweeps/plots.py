@@ -21,8 +21,12 @@ _MARKERS = "os^DvPX"  # fewer than colours, so that their combinations repeat la
 
 
 def write(frame: pd.DataFrame, sweep: Sweep, out: Path) -> list[Path]:
-    """Draw the plots that suit the varied keys, as PNG and SVG, and return the paths of the PNGs."""
+    """Draw the plots that suit the varied keys, as PNG and SVG, and return the paths of the PNGs.
+
+    Runs without an accuracy are in none of them.
+    """
     done = frame[frame["status"] == "done"]
+    done = done[done["accuracy"].notna()] if len(done) else done
     if done.empty:
         return []
     figures: dict[str, Figure] = {}

@@ -15,8 +15,10 @@ from simulations.sweeps.spending import Total
 # Keys that decide how private a run is; the finished run's epsilon stands for them.
 PRIVACY_KEYS = ("target_epsilon", "noise_multiplier", "budget_epsilon")
 
+# Of them, a run that was not tested has chance alone.
+_ACCURACIES = ("accuracy", "accuracy_initial", "accuracy_non_private", "chance_accuracy")
 _FIGURES = (
-    *("accuracy", "accuracy_initial", "accuracy_non_private", "chance_accuracy"),
+    *_ACCURACIES,
     *("epsilon_local_max", "epsilon_rho_max", "delta_max", "noise_source", "private", "num_clients", "num_rounds"),
     *("bytes_up", "bytes_down", "seconds"),
 )
@@ -45,7 +47,8 @@ def tidy(sweep: Sweep, out: Path, errors: Mapping[str, str], spent: Total) -> pd
         row |= {"epsilon_sum": spent.epsilon, "delta_sum": spent.delta, "num_runs_in_sum": spent.num_runs}
         row |= {"folder": run.key, "error": errors.get(run.key, "")}
         rows.append(row)
-    return pd.DataFrame(rows)
+    frame = pd.DataFrame(rows)
+    return frame.astype({name: float for name in _ACCURACIES if name in frame})
 
 
 def settings(frame: pd.DataFrame, sweep: Sweep) -> tuple[pd.DataFrame, list[str]]:

@@ -126,6 +126,18 @@ def test_finished_runs_stay_and_failures_are_recorded_and_not_fatal(write, base,
     assert {p: p.stat().st_mtime_ns for p in out.glob("*/summary.json")} == before
 
 
+def test_runs_without_an_accuracy_have_their_row_and_no_plot(write, base, tmp_path):
+    private = {key: value for key, value in base.items() if key not in ("simulate", "comparison")}
+    out = tmp_path / "out"
+    assert run(write(**private, grid={"rank": [2, 4]}), out)
+    frame = pd.read_csv(out / "sweep.csv")
+    assert frame["status"].tolist() == ["done", "done"]
+    assert frame["accuracy"].isna().all()
+    assert (frame["epsilon_local_max"] > 0).all()
+    assert pd.read_parquet(out / "sweep.parquet")["accuracy"].dtype == float
+    assert not list(out.glob("*.png"))
+
+
 def test_runs_on_ray_give_what_they_give_in_this_process(write, base, tmp_path):
     pytest.importorskip("ray", reason="needs the extra ray")
     path = write(**base, grid={"rank": [2, 4], "seed": [0, 1]})

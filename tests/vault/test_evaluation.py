@@ -8,7 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
+from clients.app import app
+from clients.pipe import VAULT_KEY
 from fedpriv import protocol
 from fedpriv.config import ON_NODES, parse, to_flower
 from fedpriv.ledger.entries import entries
@@ -24,7 +27,9 @@ from fedpriv.vault.answer import answer
 from fedpriv.vault.frames import EVALUATE, REFUSED, RETIRED, Request, Response
 from fedpriv.vault.guard import request_digest
 from fedpriv.vault.holder import Holder, bench_of, run_of
+from simulations.engines.flower_private import task_identity
 from tests.tiny import LABELS, WORDS
+from tests.vault.running import Running
 from tests.vaults import make_vault, write_records
 
 ROWS = [(f"{WORDS[i % len(WORDS)]} {WORDS[i % 7]} {i}", LABELS[i % 3]) for i in range(60)]
@@ -218,3 +223,24 @@ def test_no_training_request_shares_the_key_of_an_evaluation(make):
     broadcast = Broadcast(adapter=node.initial)
     spec = UpdateSpec.of(parse(node.run_config))
     assert request_digest(broadcast, spec) != request_digest(broadcast, EvaluationSpec(noise_multiplier=Z))
+
+
+def test_an_evaluation_passes_the_pipe_and_the_socket(make):
+    node = make()
+    vault = Running(node.settings)
+    try:
+        context = Context(1, 7, {VAULT_KEY: str(node.settings.socket)}, RecordDict(), node.run_config)
+        asked = node.request()
+        content = RecordDict(
+            {
+                protocol.ADAPTER: ArrayRecord(dict(node.initial)),
+                protocol.INSTRUCTION: ConfigRecord(dict(asked.fields)),
+            }
+        )
+        with task_identity(1):
+            replies = [app(Message(content, 7, protocol.EVALUATE, group_id="11"), context) for _ in range(2)]
+        releases = [protocol.unpack_evaluation_release(reply.content[protocol.RELEASE]) for reply in replies]
+        assert releases[0] == releases[1]
+        assert releases[0].event == planned_event(EvaluationSpec(noise_multiplier=Z))
+    finally:
+        vault.stop()
