@@ -221,7 +221,7 @@ class RunConfig:
     def _check_without_test_set(self) -> None:
         if self.dedup:
             raise ValueError(f"dedup = {self.dedup}: validates on the server's test set; give test_data")
-        if self.comparison:
+        if self.comparison and (self.data_are_public or self.simulate):  # elsewhere no run without noise is allowed
             raise ValueError("comparison = true: compares accuracies on the server's test set; give test_data")
 
     def _check_mechanism(self) -> None:
@@ -279,9 +279,11 @@ class RunConfig:
     @property
     def compares(self) -> bool:
         """Whether a comparison run follows; by default, wherever releases without noise are allowed and tested."""
-        if self.noise_multiplier == 0 or not self.has_test_set:
+        if self.noise_multiplier == 0:
             return False
-        return self.comparison if self.comparison is not None else self.data_are_public or self.simulate
+        if self.comparison is not None:
+            return self.comparison
+        return self.has_test_set and (self.data_are_public or self.simulate)
 
     @property
     def partition_rule(self) -> str:

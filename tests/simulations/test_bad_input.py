@@ -57,7 +57,7 @@ def weightless(tmp_path: Path) -> Path:
             ["noise_multiplier = 0", "simulate"],
         ),
         (["data={table}", "partition=natural"], ["partition = natural", "client_column"]),
-        (["data={table}", "partition=iid", "num_clients=500"], ["num_clients = 500", "192"]),
+        (["data={table}", "partition=iid", "num_clients=500"], ["num_clients = 500", "240"]),
         (["data={table}", "partition=sizes", "client_sizes=[100, 0]"], ["client_sizes", "greater than or equal to 1"]),
         (["rounds"], ["rounds", "key=value"]),
         (["engine=teleport"], ["engine = 'teleport'", "in-process"]),
