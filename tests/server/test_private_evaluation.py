@@ -156,6 +156,14 @@ def test_a_target_includes_the_evaluation_and_is_nearly_used_up(private, tmp_pat
     assert {"local": 0.98, "rho": 0.95}[view] * 4 <= found[f"epsilon_{view}_max"] <= 4
 
 
+def test_whoever_sees_the_sums_alone_still_sees_each_clients_counts(private, tmp_path):
+    hidden = {"uploads_hidden": True, "local_steps": 1, "evaluation_noise_multiplier": Z}
+    found = summary(run(private, tmp_path / "run", **hidden)[0])
+    assert not found["aggregate_objections"]
+    alone = epsilon_of([EVALUATION], 1e-5).epsilon
+    assert all(alone < client["epsilon_aggregate"] < client["epsilon_local"] for client in found["clients"])
+
+
 def test_an_evaluation_that_costs_the_whole_target_is_refused_beforehand(private, tmp_path):
     with pytest.raises(InputError, match=r"= 2\.0: the evaluation alone costs epsilon 1\.99"):
         run(private, tmp_path / "run", target_epsilon=1.5, evaluation_noise_multiplier=Z)
