@@ -44,7 +44,7 @@ def accuracy_from_counts(hits: float, misses: float, noise_stddev: float) -> Acc
     Raises:
         ValueError: a value is not finite, or noise_stddev is negative.
 
-    Source: Fieller 1954, "Some problems in interval estimation".
+    Source: Fieller 1954.
     """
     if not (math.isfinite(hits) and math.isfinite(misses) and 0 <= noise_stddev < math.inf):
         raise ValueError(f"hits = {hits}, misses = {misses}, noise_stddev = {noise_stddev}: must be finite, noise >= 0")
