@@ -99,8 +99,8 @@ def prepare(request: Request, holder: Holder) -> UpdateTask:
     bench.model.check({name: tensor.shape for name, tensor in broadcast.adapter.items()})
     bench.model.check_merged(broadcast.merged)
     is_new = guard.charge(policy, key, event, data_set, noise_source=config.noise_source)
-    holder.journal.write("charged", run=key.run, round=key.round, recorded=data_set is not None)
     holder.before_records()
+    holder.journal.write("charged", run=key.run, round=key.round, recorded=data_set is not None)
     # In a simulation, which protects nobody, a resumed run computes again, so that it stays equal to the bit.
     may_read = is_new or config.simulate
     return UpdateTask(
@@ -215,8 +215,8 @@ def evaluate(request: Request, holder: Holder) -> Response:
     except AlreadyReleasedError as released:
         _journal(request, holder, "sent_again")
         return _counts(released.content)
-    holder.journal.write("charged", run=run, round=round_, recorded=data_set is not None)
     holder.before_records()
+    holder.journal.write("charged", run=run, round=round_, recorded=data_set is not None)
     exact = _exact_counts(bench, holder, broadcast) if is_new or config.simulate else private_evaluation.NO_COUNTS
     counts, event = private_evaluation.noised(exact, spec, _source(config, client, round_, "evaluation"))
     release = EvaluationRelease(round=round_, event=event, counts=counts)
