@@ -11,6 +11,7 @@ import hashlib
 import math
 import os
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from typing import NoReturn
 
@@ -107,29 +108,41 @@ def bernoulli_from_words(words: Words, probability: float) -> Tensor:
 class SecureSource(RandomSource):
     """A stream of AES-256 in counter mode, keyed by the operating system.
 
-    Key and counter belong to one process: a forked child takes a new key before its first draw, and the object
-    cannot be pickled or copied, so no two processes ever draw the same noise.
+    Key and counter belong to one process: every fork gives the child's copy a new key before any code of the child
+    runs, and the object cannot be pickled or copied, so no two processes ever draw the same noise.
     """
 
     name = "secure"
 
     def __init__(self) -> None:
         self._rekey()
+        _secure_sources.add(self)
 
     def _rekey(self) -> None:
         # A lock that another thread held during the fork would stay locked in the child, so the child makes a new one.
-        self._pid, self._lock = os.getpid(), threading.Lock()
+        self._lock = threading.Lock()
         self._stream = Cipher(algorithms.AES256(os.urandom(32)), modes.CTR(bytes(16))).encryptor()
 
     def words(self, num: int) -> Words:
         """The next `num` words of the stream; no other draw, in any thread or process, gets any of them."""
-        if self._pid != os.getpid():
-            self._rekey()
         with self._lock:
             return np.frombuffer(self._stream.update(bytes(8 * num)), dtype="<u8")
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a SecureSource belongs to its process: it cannot be pickled or copied")
+
+
+_secure_sources: weakref.WeakSet[SecureSource] = weakref.WeakSet()
+
+
+def _rekey_all() -> None:
+    """New keys for all secure sources of a forked child."""
+    for source in list(_secure_sources):
+        source._rekey()
+
+
+# Not a comparison of process ids: the system gives those of dead processes to new ones.
+os.register_at_fork(after_in_child=_rekey_all)
 
 
 class SeededSource(RandomSource):

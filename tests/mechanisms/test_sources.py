@@ -111,6 +111,20 @@ def test_a_forked_child_draws_different_values():
     assert not set(in_child.tolist()) & set(source.words(4).tolist())
 
 
+def test_a_forked_child_with_the_same_process_id_draws_different_values(monkeypatch):
+    monkeypatch.setattr(os, "getpid", lambda: 4711)  # ids repeat: the system gives them to new processes
+    source = SecureSource()
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(writer, source.words(4).tobytes())
+        os._exit(0)
+    os.waitpid(child, 0)
+    in_child = np.frombuffer(os.read(reader, 32), dtype="<u8")
+    os.close(reader)
+    os.close(writer)
+    assert not set(in_child.tolist()) & set(source.words(4).tolist())
+
+
 @pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
 def test_a_secure_source_cannot_be_pickled_or_copied(duplicate):
     with pytest.raises(TypeError, match="belongs to its process"):
