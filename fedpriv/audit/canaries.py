@@ -16,7 +16,7 @@ import torch
 from scipy import linalg
 from torch import Tensor
 
-from fedpriv.data.records import Records
+from fedpriv.data.records import Records, usable
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import RandomSource, uniform_from_words
 
@@ -128,7 +128,7 @@ def mislabelled_canaries(records: Records, *, num_labels: int, source: RandomSou
     if not len(records.labels) or num_labels < 2:
         raise InputError(f"num_labels = {num_labels}: mislabelled canaries need labels and two classes")
     wrong = (records.labels + 1 + _below(num_labels - 1, len(records), source)) % num_labels
-    return Records(records.features, wrong, records.pad_token_id)
+    return Records(records.features, wrong, records.pad_token_id, records.unusable)
 
 
 def inserted(records: Records, canaries: Records, included: Flags) -> Records:
@@ -141,7 +141,8 @@ def inserted(records: Records, canaries: Records, included: Flags) -> Records:
         raise InputError(f"included: {len(included)} coins for {len(canaries)} canaries")
     chosen = canaries.part(np.flatnonzero(included).tolist())
     features = {name: records.features[name] + chosen.features[name] for name in records.features}
-    return Records(features, torch.cat([records.labels, chosen.labels]), records.pad_token_id)
+    unusable = torch.tensor([not usable(item) for item in [*records.items(), *chosen.items()]], dtype=torch.bool)
+    return Records(features, torch.cat([records.labels, chosen.labels]), records.pad_token_id, unusable)
 
 
 def _below(end: int, num: int, source: RandomSource) -> Tensor:

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from fedpriv.accounting.events import Event
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.config import RunConfig
-from fedpriv.data.records import Item, Records
+from fedpriv.data.records import BatchShape, Item, Records
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
 from fedpriv.training.local_update import UpdateSpec, UpdateTask, planned_event
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import TrainableLayer
 from fedpriv.training.sampling import PoissonSampler
+from fedpriv.training.shapes import Pass
 from fedpriv.training.stacked import stacked_updates
 
 _RECORDS_AT_ONCE = 1024
@@ -107,7 +108,9 @@ class LinearModel(TrainingModel):
     def merge(self, merged: object) -> None:
         """Do nothing, since there is no frozen base."""
 
-    def logits(self, items: Sequence[Item], *, cached: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    def logits(
+        self, items: Sequence[Item], *, cached: bool, shape: BatchShape | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Two logits for each record, and the records' classes."""
         rows = torch.cat([records.features["input_ids"][index] for records, index in items])
         inner = [layer(self._blocks[name][rows]) for name, layer in self._linear.items()]
@@ -115,10 +118,11 @@ class LinearModel(TrainingModel):
         labels = torch.stack([records.labels[index] for records, index in items])
         return torch.cat([logit, torch.zeros_like(logit)], dim=1), {"labels": labels}
 
-    def physical_batches(self, items: Sequence[Item]) -> Iterator[list[int]]:
+    def passes(self, items: Sequence[Item]) -> Iterator[Pass]:
         """The records in order, in chunks of bounded size."""
         for begin in range(0, len(items), _RECORDS_AT_ONCE):
-            yield list(range(begin, min(begin + _RECORDS_AT_ONCE, len(items))))
+            positions = list(range(begin, min(begin + _RECORDS_AT_ONCE, len(items))))
+            yield Pass(positions=positions, shape=BatchShape(rows=len(positions), tokens=1, full=True))
 
 
 def records_of(rows: Sequence[int], classes: Sequence[int] | None = None) -> Records:

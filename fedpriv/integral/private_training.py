@@ -112,9 +112,9 @@ def _clipped(network: nn.Module, start: Tensor, features: Tensor, labels: Tensor
     owners = torch.arange(len(labels)).repeat_interleave(labels.shape[1])
     for _ in range(schedule.steps):
         gradients = _per_sample(network, vectors, features, labels)
-        totals = torch.zeros_like(vectors)
+        totals = torch.zeros_like(vectors, dtype=torch.float64)
         add_clipped(totals, gradients.flatten(0, 1), owners, schedule.clip_norm, (slice(0, vectors.shape[1]),))
-        vectors = vectors - schedule.learning_rate * totals / labels.shape[1]
+        vectors = vectors - schedule.learning_rate * totals.to(vectors.dtype) / labels.shape[1]
     return vectors
 
 

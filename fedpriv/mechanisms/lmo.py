@@ -79,7 +79,7 @@ class Lmo:
         parameters = _multiplied(_read(request.parameters)[0], request.noise_multiplier)
         noised = torch.empty_like(sums)
         scale = request.clip_norm * _median_size(parameters)
-        largest = torch.finfo(sums.dtype).max
+        largest = torch.finfo(torch.float32).max  # uploads are float32
         for total, result, source in zip(sums, noised, sources, strict=True):
             noise = torch.from_numpy(lmo_noise(parameters, total.numel(), source))
             noise = noise.mul_(request.clip_norm).to(total.device)

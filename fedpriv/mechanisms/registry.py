@@ -65,7 +65,7 @@ class Mechanism(Protocol):
         its event states, provided that the event is a guarantee.
 
         Args:
-            sums: float32 [clients, values], all trainable tensors together: sums of clipped per-sample gradients.
+            sums: float64 [clients, values], all trainable tensors together: sums of clipped per-sample gradients.
             request: describes the release.
             sources: [clients], the source of each client's noise.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,15 +14,17 @@ from torch import Tensor, nn
 from fedpriv.adapters import lora
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX, Merged, factors_of, same
-from fedpriv.data.records import Item, collate, num_tokens
+from fedpriv.data.records import BatchShape, Item, collate
 from fedpriv.training.per_sample import TrainableLayer, trainable_layers
 from fedpriv.training.prefix_cache import PrefixCache, find_prefix, skipping_prefix
+from fedpriv.training.shapes import Pass, passes
 
 _FLOAT_BYTES = 4
 
-# Larger passes are slower on a CPU: if its widest activation exceeds this size, a layer no longer fits in the CPU's
-# caches, and records of different lengths need more padding.
-_MAX_ACTIVATION_BYTES = 8 * 2**20
+# Tokens of a pass on a CPU, times the root of the widest activation. Each length's last pass is half dummies on
+# average, which costs in proportion to the tokens; each pass has a fixed cost, in inverse proportion. The sum is least
+# at a root of the number of tokens that take as long as the fixed cost. Measured: see results/benchmarks.md.
+_TOKENS_TIMES_ROOT_OF_WIDTH = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +60,12 @@ class _Footprint:
             on_cpu=next(peft_model.parameters()).device.type == "cpu",
         )
 
-    def records_at_once(self, tokens: int, memory_limit: int) -> int:
-        """The number of records of this length that fit in one pass, >= 1."""
+    def rows(self, tokens: int, memory_limit: int) -> int:
+        """The number of rows of a pass of records of this length, >= 1: on a CPU a constant, on a GPU the most."""
         needed = _FLOAT_BYTES * (self.per_record + tokens * self.per_token + tokens**2 * self.per_token_pair)
         at_most = memory_limit // needed
         if self.on_cpu:
-            at_most = min(at_most, _MAX_ACTIVATION_BYTES // (_FLOAT_BYTES * self.widest_activation * max(tokens, 1)))
+            at_most = min(at_most, int(_TOKENS_TIMES_ROOT_OF_WIDTH / math.sqrt(self.widest_activation)) // tokens)
         return max(1, at_most)
 
 
@@ -73,12 +76,15 @@ class TrainingModel:
         peft_model: in eval mode, where it stays, so that neither dropout nor batch statistics couple records.
         memory_limit: bytes for one forward and backward pass, and the same again for the prefix cache in memory.
         prefix_cache: whether to cache the states below the first trainable layer.
+        max_length: tokens of the longest record, if known; such records are not padded further than to a multiple of 8.
 
     Raises:
         ValueError: a trainable layer does not support per-sample gradients; names it.
     """
 
-    def __init__(self, peft_model: Any, *, memory_limit: int, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, peft_model: Any, *, memory_limit: int, prefix_cache: bool = True, max_length: int | None = None
+    ) -> None:
         self.peft_model = peft_model
         self.device: torch.device = next(peft_model.parameters()).device
         self.layers: dict[str, TrainableLayer] = trainable_layers(peft_model)
@@ -90,9 +96,15 @@ class TrainingModel:
         by_id = {id(parameter): name for name, parameter in self.parameters.items()}
         self.adapter_names = {n: by_id[id(p)] for n, p in peft_model.named_parameters() if p.requires_grad}
         prefix = find_prefix(peft_model)
-        self.cache = PrefixCache(self._forward, prefix, memory_limit=memory_limit) if prefix and prefix_cache else None
         self._footprint = _Footprint.of(peft_model, self.parameters.values(), prefix.length if prefix else 0)
         self.memory_limit = memory_limit
+        self.longest = _longest(peft_model.config, max_length)
+        self.records_share_passes = True
+        self.cache = None
+        if prefix and prefix_cache:
+            self.cache = PrefixCache(
+                self._forward, self.passes, prefix, width=peft_model.config.hidden_size, memory_limit=memory_limit
+            )
 
     def check(self, shapes: Mapping[str, torch.Size]) -> None:
         """Refuse an adapter that does not fit the model; its rank, equal in all LoRA layers, may differ.
@@ -150,32 +162,40 @@ class TrainingModel:
         """bfloat16 for the frozen base on a GPU; the trainable layers compute in float32 regardless."""
         return torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
 
-    def _forward(self, items: Sequence[Item]) -> None:
-        batch = collate(items)
+    def _forward(self, items: Sequence[Item], shape: BatchShape) -> None:
+        batch = collate(items, shape)
         with self._precision():
             self.peft_model(**{name: tensor.to(self.device) for name, tensor in batch.items() if name != "labels"})
 
-    def logits(self, items: Sequence[Item], *, cached: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """The model's logits on the given records, and the batch."""
-        batch = {name: tensor.to(self.device) for name, tensor in collate(items).items()}
+    def logits(
+        self, items: Sequence[Item], *, cached: bool, shape: BatchShape | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The model's logits on the given records, and the batch; see `collate`."""
+        batch = {name: tensor.to(self.device) for name, tensor in collate(items, shape).items()}
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         with self._precision():
             if self.cache is None or not cached:
                 return self.peft_model(**inputs).logits.float(), batch
-            with skipping_prefix(self.cache.prefix, self.cache.hidden(items).to(self.device)):
+            hidden = self.cache.hidden(items, batch["input_ids"].shape).to(self.device)
+            with skipping_prefix(self.cache.prefix, hidden):
                 return self.peft_model(**inputs).logits.float(), batch
 
-    def physical_batches(self, items: Sequence[Item]) -> Iterator[list[int]]:
-        """Indices of the records, sorted by length and split so that each pass stays within the memory limit.
+    def passes(self, items: Sequence[Item]) -> Iterator[Pass]:
+        """The records in passes that stay within the memory limit.
 
-        Except for rounding, sums of clipped gradients do not depend on the split.
+        On a CPU their shapes are fixed, so that a record's gradient does not depend on the others by a bit. On a GPU
+        a record's length alone decides how far it is padded, but a pass has as many rows as there are records.
         """
-        lengths = list(map(num_tokens, items))
-        batch: list[int] = []
-        for index in sorted(range(len(items)), key=lengths.__getitem__):
-            if batch and len(batch) + 1 > self._footprint.records_at_once(lengths[index], self.memory_limit):
-                yield batch
-                batch = []
-            batch.append(index)
-        if batch:
-            yield batch
+        return passes(items, self.longest, self._rows, filled=self._footprint.on_cpu)
+
+    def _rows(self, tokens: int) -> int:
+        return self._footprint.rows(tokens, self.memory_limit) if self.records_share_passes else 1
+
+
+def _longest(config: Any, max_length: int | None) -> int | None:
+    """Tokens of the longest record: a multiple of 8, unless the model has no room for that; None without a limit."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if max_length is None:
+        return positions
+    rounded = -(-max_length // 8) * 8
+    return min(rounded, positions) if positions else rounded

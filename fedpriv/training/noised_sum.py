@@ -23,7 +23,8 @@ def noised_sum(
     sampling_probability: float,
     source: RandomSource,
 ) -> tuple[Tensor, Event]:
-    """The sum of per-sample gradients, each clipped to C as a whole, with N(0, (z C)^2) added, [values]; and its event.
+    """The sum of per-sample gradients, each clipped to C as a whole, with N(0, (z C)^2) added, float32
+    [values]; and its event.
 
     Guarantee: if every record was included independently with the given probability, the event bounds the privacy loss
     of the sum under add-or-remove adjacency.
@@ -41,7 +42,7 @@ def noised_sum(
 
     Source: Abadi et al. 2016, Algorithm 1.
     """
-    total = like.new_zeros((1, len(like)), dtype=torch.float32)
+    total = like.new_zeros((1, len(like)), dtype=torch.float64)
     whole_row = (slice(0, len(like)),)
     for piece in rows:
         owners = torch.zeros(len(piece), dtype=torch.int64, device=total.device)
@@ -53,4 +54,4 @@ def noised_sum(
         sampling_probabilities=(sampling_probability,),
     )
     noised, (event,) = MECHANISMS["gaussian"].add_noise(total, request, [source])
-    return noised[0], event
+    return noised[0].float(), event

@@ -1,6 +1,6 @@
 """Frozen-prefix cache: below the first trainable layer, a record's hidden states never change.
 
-They are computed once per record, kept in memory up to a limit and beyond it in a private memory-mapped file, and fed
+They are computed once per record, kept in memory up to a limit and beyond it in a nameless memory-mapped file, and fed
 to the first trainable layer; the layers below are then skipped.
 """
 
@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedpriv.data.records import Item, Records, num_tokens
-
-_RECORDS_PER_PASS = 32
+from fedpriv.data.records import BatchShape, Item, Records, num_tokens
+from fedpriv.training.isolation import isolated
+from fedpriv.training.shapes import Pass
 
 
 @dataclass(frozen=True)
@@ -92,25 +92,43 @@ def skipping_prefix(prefix: Prefix, hidden: Tensor) -> Iterator[None]:
 class PrefixCache:
     """Hidden states below the first trainable layer, for any number of record sets.
 
-    The states are float32 and unpadded, so those of a record do not depend on the batch it is drawn in. All states of a
-    record set are computed at once, in an order that depends only on the records, and freed together with the records.
+    The states are float32 and unpadded, and computed in fixed shapes, so those of a record do not depend on the batch
+    it is drawn in, nor on the other records. All states of a record set are computed at once and freed together with
+    the records. A record whose states cannot be computed has NaN, and so a gradient that counts as zero.
 
     Args:
-        forward: runs the model in eval mode on records.
+        forward: runs the model in eval mode on records, in a shape.
+        passes: splits records into passes of fixed shapes.
         prefix: from `find_prefix`.
-        memory_limit: bytes to keep in memory; states beyond that go to a file that only this user can read.
+        width: of a hidden state.
+        memory_limit: bytes to keep in memory; states beyond that go to a file without a name, which nobody else can
+            open and which ends with this process, however it ends.
     """
 
-    def __init__(self, forward: Callable[[Sequence[Item]], object], prefix: Prefix, *, memory_limit: int) -> None:
+    def __init__(
+        self,
+        forward: Callable[[Sequence[Item], BatchShape], object],
+        passes: Callable[[Sequence[Item]], Iterable[Pass]],
+        prefix: Prefix,
+        *,
+        width: int,
+        memory_limit: int,
+    ) -> None:
         self.prefix = prefix
         self.bytes_in_memory = 0
         self._forward = forward
+        self._passes = passes
+        self._width = width
         self._memory_limit = memory_limit
         self._states: weakref.WeakKeyDictionary[Records, tuple[Tensor, list[int]]] = weakref.WeakKeyDictionary()
 
-    def hidden(self, items: Sequence[Item]) -> Tensor:
-        """The states of the given records, padded on the right with zeros, float32 [batch, tokens, hidden]."""
-        return torch.nn.utils.rnn.pad_sequence([self._row(records, index) for records, index in items], True)
+    def hidden(self, items: Sequence[Item], shape: Sequence[int]) -> Tensor:
+        """The states of the given records, padded with zeros to [rows, tokens], float32 [rows, tokens, width]."""
+        states = torch.zeros(*shape, self._width)
+        for row, (records, index) in enumerate(items):
+            own = self._row(records, index)
+            states[row, : len(own)] = own
+        return states
 
     def _row(self, records: Records, index: int) -> Tensor:
         if records not in self._states:
@@ -120,19 +138,21 @@ class PrefixCache:
 
     @torch.no_grad()
     def _compute(self, records: Records) -> tuple[Tensor, list[int]]:
-        starts = [0, *np.cumsum([num_tokens(item) for item in records.items()]).tolist()]
-        states: Any = None
-        order = sorted(records.items(), key=num_tokens)
-        for begin in range(0, len(order), _RECORDS_PER_PASS):
-            items = order[begin : begin + _RECORDS_PER_PASS]
-            with prefix_output(self.prefix) as captured:
-                self._forward(items)
-            hidden = captured[0].float().cpu().numpy()
-            if states is None:
-                states = self._allocate(records, (starts[-1], hidden.shape[-1]))
-            for row, (_, index) in enumerate(items):
-                states[starts[index] : starts[index + 1]] = hidden[row, : starts[index + 1] - starts[index]]
+        items = records.items()
+        starts = [0, *np.cumsum([num_tokens(item) for item in items]).tolist()]
+        states = self._allocate(records, (starts[-1], self._width))
+        for together in self._passes(items):
+            run = partial(self._hidden_of, items, together.shape)
+            for positions, hidden in isolated(run, together.positions):
+                for row, index in enumerate(positions):
+                    own = slice(starts[index], starts[index + 1])
+                    states[own] = np.nan if hidden is None else hidden[row, : own.stop - own.start]
         return torch.from_numpy(states), starts
+
+    def _hidden_of(self, items: Sequence[Item], shape: BatchShape, positions: list[int]) -> Any:
+        with prefix_output(self.prefix) as captured:
+            self._forward([items[position] for position in positions], shape)
+        return captured[0].float().cpu().numpy()
 
     def _allocate(self, records: Records, shape: tuple[int, int]) -> Any:
         size = 4 * shape[0] * shape[1]
@@ -140,9 +160,9 @@ class PrefixCache:
             self.bytes_in_memory += size
             weakref.finalize(records, self._release, size)
             return np.empty(shape, dtype=np.float32)
-        folder = tempfile.TemporaryDirectory(prefix="fedpriv-prefix-")  # readable only by its owner
-        weakref.finalize(records, folder.cleanup)
-        return np.memmap(Path(folder.name) / "states.f32", dtype=np.float32, mode="w+", shape=shape)
+        # Deleted before it is written to; the mapping keeps its contents until the states are freed.
+        with tempfile.TemporaryFile(prefix="fedpriv-prefix-") as file:
+            return np.memmap(file, dtype=np.float32, mode="w+", shape=shape)
 
     def _release(self, size: int) -> None:
         self.bytes_in_memory -= size

@@ -8,8 +8,9 @@ record and summed per client, noise comes from each client's own source, and the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,9 +18,10 @@ from torch import Tensor
 from fedpriv.accounting.events import Event, group
 from fedpriv.accounting.sensitivity import clipping_parts
 from fedpriv.adapters.merged import same as same_merged
-from fedpriv.data.records import Item
+from fedpriv.data.records import BatchShape, Item, usable
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.training.clipping import add_clipped, add_finite, clipped_rows
+from fedpriv.training.isolation import isolated
 from fedpriv.training.layout import Layout
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, noise_request, planned_event
 from fedpriv.training.losses import losses_and_hits
@@ -163,10 +165,10 @@ def _charged_event(events: Sequence[Event], planned: Event) -> Event:
 
 def _plain_gradients(clients: _Clients, parameters: Tensor) -> Tensor:
     """[clients, values] The gradients of one step without clipping or noise; the noise on the upload protects them."""
-    totals = torch.zeros_like(parameters)
+    totals = torch.zeros_like(parameters, dtype=torch.float64)
     for rows, owners in _gradient_rows(clients, parameters, _drawn(clients)):
         add_finite(totals, rows, owners)
-    return totals / clients.spec.batch_size
+    return totals.div_(clients.spec.batch_size).float()
 
 
 def _noised_uploads(clients: _Clients, trained: Tensor) -> tuple[Tensor, Sequence[Event]]:
@@ -175,16 +177,16 @@ def _noised_uploads(clients: _Clients, trained: Tensor) -> tuple[Tensor, Sequenc
     Source: Liu et al., Eq. 8.
     """
     spec = clients.spec
-    updates = clipped_rows(trained - clients.broadcast, spec.clip_norm, (slice(0, clients.layout.size),))
+    updates = clipped_rows(trained.double() - clients.broadcast, spec.clip_norm, (slice(0, clients.layout.size),))
     noised, events = _noised(clients, updates)
-    return clients.broadcast + noised, events
+    return (clients.broadcast + noised).float(), events
 
 
 def _private_gradients(clients: _Clients, parameters: Tensor) -> tuple[Tensor, Sequence[Event]]:
     """[clients, values] The noised gradients of one step, and the events that pay for them."""
     spec, parts, batch_rule = clients.spec, clients.layout.parts, clients.spec.clipping == "batch"
     drawn = _drawn(clients)
-    totals = torch.zeros_like(parameters)
+    totals = torch.zeros_like(parameters, dtype=torch.float64)
     for rows, owners in _gradient_rows(clients, parameters, drawn):
         if batch_rule:
             add_finite(totals, rows, owners)
@@ -195,7 +197,7 @@ def _private_gradients(clients: _Clients, parameters: Tensor) -> tuple[Tensor, S
         sizes = torch.tensor([max(len(indices), 1) for indices in drawn], device=totals.device)
         totals = clipped_rows(totals / sizes.unsqueeze(1), spec.clip_norm, parts)
     noised, events = _noised(clients, totals)
-    return noised.div_(1 if batch_rule else spec.batch_size), events
+    return noised.div_(1 if batch_rule else spec.batch_size).float(), events
 
 
 def _noised(clients: _Clients, sums: Tensor) -> tuple[Tensor, Sequence[Event]]:
@@ -214,23 +216,44 @@ def _drawn(clients: _Clients) -> list[list[int]]:
 def _gradient_rows(
     clients: _Clients, parameters: Tensor, drawn: Sequence[Sequence[int]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """[records, values] Per-sample gradients of the drawn records, and each record's client, by physical batch."""
-    model, layout = clients.model, clients.layout
-    by_name = layout.unflatten(parameters)
+    """Per-sample gradients of the drawn records by pass, [rows, values], and each record's client, int64 [records].
+
+    Rows beyond the records are dummies'. A record that is unusable or fails is left out: its gradient is zero.
+    """
+    model, by_name = clients.model, clients.layout.unflatten(parameters)
     stacked = {module: by_name[name] for module, name in model.adapter_names.items()}
     for cached in (True, False):
         selected = [k for k, task in enumerate(clients.tasks) if _caching_pays_off(task) == cached]
-        items: list[Item] = [(clients.tasks[k].data, index) for k in selected for index in drawn[k]]
-        owners = torch.tensor([k for k in selected for _ in drawn[k]], dtype=torch.int64, device=parameters.device)
-        for positions in model.physical_batches(items):
-            batch = [items[position] for position in positions]
+        sampled = [((clients.tasks[k].data, index), k) for k in selected for index in drawn[k]]
+        items, owners = [item for item, _ in sampled if usable(item)], [k for item, k in sampled if usable(item)]
+        for together in model.passes(items):
+            run = partial(_pass_gradients, clients, stacked, items, owners, cached, together.shape)
+            for positions, rows in isolated(run, together.positions):
+                if rows is not None:
+                    yield rows, torch.tensor([owners[position] for position in positions], device=rows.device)
 
-            def losses(batch: list[Item] = batch, cached: bool = cached) -> Tensor:
-                return losses_and_hits(*model.logits(batch, cached=cached))[0]
 
-            stack = Stack(parameters=stacked, owners=owners[positions])
-            gradients, _ = per_sample_gradients(model.layers, losses, stack)
-            yield layout.flatten({model.adapter_names[name]: g for name, g in gradients.items()}), stack.owners
+def _pass_gradients(
+    clients: _Clients,
+    stacked: Mapping[str, Tensor],
+    items: Sequence[Item],
+    owners: Sequence[int],
+    cached: bool,
+    shape: BatchShape,
+    positions: list[int],
+) -> Tensor:
+    """[rows, values] Per-sample gradients of the records at the given positions, and of the dummies after them."""
+    model = clients.model
+    batch = [items[position] for position in positions]
+    # Dummies use the first client's adapter, whoever else is in the pass.
+    rows_owners = [owners[position] for position in positions] + [0] * (shape.rows - len(positions))
+    stack = Stack(parameters=stacked, owners=torch.tensor(rows_owners, device=model.device))
+
+    def losses() -> Tensor:
+        return losses_and_hits(*model.logits(batch, cached=cached, shape=shape))[0]
+
+    gradients, _ = per_sample_gradients(model.layers, losses, stack)
+    return clients.layout.flatten({model.adapter_names[name]: g for name, g in gradients.items()})
 
 
 def _caching_pays_off(task: UpdateTask) -> bool:

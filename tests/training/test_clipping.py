@@ -25,7 +25,7 @@ def random_rows(num: int, seed: int, scale: float = 1.0) -> torch.Tensor:
 
 def clipped_sum(rows: torch.Tensor, clip_norm: float = 1.0, parts=JOINT) -> torch.Tensor:
     """The clipped sum of rows that all belong to one client."""
-    totals = torch.zeros(1, NUM_VALUES)
+    totals = torch.zeros(1, NUM_VALUES, dtype=torch.float64)
     add_clipped(totals, rows, torch.zeros(len(rows), dtype=torch.int64), clip_norm, parts)
     return totals[0]
 
@@ -41,7 +41,7 @@ def test_one_record_moves_the_sum_by_at_most_the_clip_norm(num, seed, scale, cli
     rows = random_rows(num, seed, scale)
     full, rest, last = (clipped_sum(some, clip_norm) for some in (rows, rows[:-1], rows[-1:]))
     assert norm(last) <= clip_norm
-    assert norm(full.double() - rest.double()) <= clip_norm * (1 + 1e-5 * num)  # float32 sums round
+    assert norm(full.double() - rest.double()) <= clip_norm * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("values", [27_656, 10**6, 10**7])
@@ -58,13 +58,13 @@ def test_norms_of_long_rows_are_accurate_enough_for_the_clip_norm_to_hold(values
 
 def test_small_gradients_pass_unchanged_and_large_ones_keep_their_direction():
     small, large = random_rows(1, seed=0, scale=1e-3), random_rows(1, seed=0, scale=10.0)
-    assert torch.equal(clipped_sum(small), small[0])
+    torch.testing.assert_close(clipped_sum(small), small[0].double(), rtol=0, atol=2**-32)  # the grid of the sums
     clipped = clipped_sum(large)
     assert norm(clipped) == pytest.approx(1.0, abs=1e-5)
-    torch.testing.assert_close(clipped * part_norms(large, JOINT)[0, 0], large[0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(clipped * part_norms(large, JOINT)[0, 0], large[0].double(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_non_finite_record_counts_as_zero_and_leaves_the_others_unchanged(bad):
     rows = random_rows(3, seed=1)
     rows[1, :3] = bad
@@ -76,7 +76,7 @@ def test_the_sum_of_no_records_is_zero():
     assert norm(clipped_sum(random_rows(0, seed=0))) == 0
 
 
-@pytest.mark.parametrize("clip_norm", [0.0, -1.0, math.inf, math.nan])
+@pytest.mark.parametrize("clip_norm", [0.0, -1.0, 1e-101, math.inf, math.nan])
 def test_a_clip_norm_out_of_range_is_refused(clip_norm):
     with pytest.raises(ValueError, match="clip_norm"):
         clipped_sum(random_rows(1, seed=0), clip_norm)
@@ -87,16 +87,17 @@ def test_each_part_is_clipped_separately():
     rows[:, TWO[1]] *= 1e-3
     result = clipped_sum(rows, 1.0, TWO)
     assert norm(result[TWO[0]]) == pytest.approx(1.0, abs=1e-5)
-    assert torch.equal(result[TWO[1]], rows[0, TWO[1]]), "a small part is not scaled by a large one"
+    unscaled = rows[0, TWO[1]].double()
+    torch.testing.assert_close(result[TWO[1]], unscaled, rtol=0, atol=2**-32, msg="a large part scaled a small one")
 
 
 def test_a_non_finite_part_drops_the_whole_record():
     rows = random_rows(2, seed=1)
     rows[0, 0] = math.nan
     assert torch.equal(clipped_sum(rows, 1.0, TWO), clipped_sum(rows[1:], 1.0, TWO))
-    totals = torch.zeros(1, NUM_VALUES)
+    totals = torch.zeros(1, NUM_VALUES, dtype=torch.float64)
     add_finite(totals, rows, torch.tensor([0, 0]))
-    assert torch.equal(totals[0], rows[1])
+    assert torch.equal(totals[0], rows[1].double())
 
 
 def test_clipped_means_of_two_batches_differ_by_at_most_two_c_in_each_part():
@@ -108,9 +109,9 @@ def test_clipped_means_of_two_batches_differ_by_at_most_two_c_in_each_part():
 @pytest.mark.parametrize("parts", [JOINT, TWO])
 def test_records_count_for_their_own_client_alone(parts):
     rows, owners = random_rows(7, seed=2, scale=3.0), torch.tensor([4, 0, 4, 2, 0, 4, 2])
-    totals = torch.ones(5, NUM_VALUES)
+    totals = torch.ones(5, NUM_VALUES, dtype=torch.float64)
     add_clipped(totals, rows, owners, 1.0, parts)
     for client in range(5):
         expected = 1 + clipped_sum(rows[owners == client], 1.0, parts)
-        torch.testing.assert_close(totals[client], expected, atol=1e-6, rtol=1e-5)
-    assert torch.equal(totals[[1, 3]], torch.ones(2, NUM_VALUES))
+        torch.testing.assert_close(totals[client], expected, atol=1e-12, rtol=1e-12)
+    assert torch.equal(totals[[1, 3]], torch.ones(2, NUM_VALUES, dtype=torch.float64))

@@ -53,3 +53,10 @@ def test_no_crafted_set_lets_one_record_move_the_sum_by_more_than_the_clip_norm(
 def test_sums_do_not_depend_on_the_order_of_the_records():
     rows = torch.randn(1000, 8, generator=torch.Generator().manual_seed(0))
     assert torch.equal(total_of(rows, 0.7), total_of(rows.flip(0), 0.7))
+
+
+def test_clipping_leaves_its_input_as_it_was():
+    for dtype in (torch.float32, torch.float64):
+        rows = torch.full((2, 8), 3.0, dtype=dtype)
+        clipped_rows(rows, 1.0, ONE_PART)
+        assert torch.equal(rows, torch.full((2, 8), 3.0, dtype=dtype))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,7 +61,13 @@ def test_a_cached_pass_does_not_run_the_prefix(encoder, make_records):
     handle.remove()
 
 
-def test_beyond_the_memory_limit_states_go_to_a_private_file_and_gradients_stay_the_same(
+def mapped_files(folder, process="self"):
+    """The files in a folder that a process has mapped into its memory, with or without a name."""
+    lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+    return [line for line in lines if str(folder) in line]
+
+
+def test_beyond_the_memory_limit_states_go_to_a_nameless_file_and_gradients_stay_the_same(
     encoder, make_records, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -66,11 +75,38 @@ def test_beyond_the_memory_limit_states_go_to_a_private_file_and_gradients_stay_
     model = TrainingModel(encoder(layers="last-1"), memory_limit=1)
     assert_same(model, records)
     assert model.cache.bytes_in_memory == 0
-    (file,) = tmp_path.glob("fedpriv-prefix-*/states.f32")
-    assert file.parent.stat().st_mode & 0o077 == 0, "other users could read the states"
+    (line,) = mapped_files(tmp_path)
+    assert line.endswith("(deleted)")
+    assert not list(tmp_path.iterdir()), "other processes could open the states"
     del records
     gc.collect()
-    assert not file.parent.exists()
+    assert not mapped_files(tmp_path)
+
+
+# Caches states in a file of the folder that it is given, says so, and waits.
+HOLDER = """
+import sys, tempfile
+tempfile.tempdir = sys.argv[2]
+from fedpriv.adapters import LoraSettings, attach, load_base
+from fedpriv.training.model import TrainingModel
+from tests.tiny import random_records
+base = load_base(sys.argv[1], task="SEQ_CLS", num_labels=3)
+model = TrainingModel(attach(base, LoraSettings(rank=4, layers="last-1")), memory_limit=1)
+records = random_records(12)
+model.logits(records.items([0]), cached=True)
+print("cached", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_process_leaves_no_states_behind(tiny_bert, tmp_path):
+    command = [sys.executable, "-c", HOLDER, str(tiny_bert), str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        lines = iter(process.stdout.readline, "")
+        assert "cached\n" in lines
+        assert mapped_files(tmp_path, process.pid), "nothing was cached, so the test would prove nothing"
+        process.kill()
+    assert not list(tmp_path.iterdir())
 
 
 def test_cached_states_are_freed_with_their_records(encoder, make_records):
@@ -92,9 +128,9 @@ def test_there_is_no_prefix_if_the_first_layer_is_trained(encoder):
 def test_a_records_states_do_not_depend_on_its_batch(encoder, make_records):
     model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
     records = make_records(12)
-    alone = model.cache.hidden(records.items([5]))[0]
-    together = model.cache.hidden(records.items([5, 0, 1, 2]))[0]
-    assert torch.equal(alone, together[: len(alone)])
+    alone = model.cache.hidden(records.items([5]), (1, 16))[0]
+    together = model.cache.hidden(records.items([5, 0, 1, 2]), (4, 16))[0]
+    assert torch.equal(alone, together)
 
 
 def test_evaluation_is_the_mean_over_single_records(encoder, make_records):

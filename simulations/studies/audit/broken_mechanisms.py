@@ -93,7 +93,7 @@ def head_unclipped(head_size: int) -> Broken:
         body = rows.clone()
         body[:, -head_size:] = 0
         add_clipped(totals, body, owners, clip_norm, parts)
-        totals[:, -head_size:].index_add_(0, owners, rows[:, -head_size:])
+        totals[:, -head_size:].index_add_(0, owners, rows[:, -head_size:].double())
 
     return patch.object(stacked, "add_clipped", add)
 
