@@ -87,9 +87,14 @@ def load_base(name: str, *, task: str, num_labels: int = 0, seed: int = 0) -> Ba
         with quiet_transformers(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model, info = loader.from_pretrained(
-                location, output_loading_info=True, use_safetensors=True, dtype=torch.float32, **options
+                location,
+                output_loading_info=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                dtype=torch.float32,
+                **options,
             )
-            tokenizer = AutoTokenizer.from_pretrained(location)
+            tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"model = {name!r}: cannot be loaded for {task} ({reason})") from None

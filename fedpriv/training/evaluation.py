@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fedpriv.data.records import Records, num_tokens
+from fedpriv.data.records import Records, num_tokens, usable
 from fedpriv.training.losses import losses_and_hits
 from fedpriv.training.model import TrainingModel
 
@@ -31,15 +31,16 @@ def evaluate(model: TrainingModel, records: Records) -> Evaluation:
     """The accuracy and loss of the model, with its current adapter, on the records.
 
     Raises:
-        ValueError: there are no records.
+        ValueError: there are no records that a model can read.
     """
-    if not len(records):
+    items = list(filter(usable, records.items()))
+    if not items:
         raise ValueError("evaluation needs at least one record")
     hits = losses = 0.0
-    order = sorted(records.items(), key=num_tokens)
+    order = sorted(items, key=num_tokens)
     for begin in range(0, len(order), _RECORDS_PER_PASS):
         logits, batch = model.logits(order[begin : begin + _RECORDS_PER_PASS], cached=True)
         loss, hit = losses_and_hits(logits, batch)
         losses += float(loss.double().sum())
         hits += float(hit.double().sum())
-    return Evaluation(accuracy=hits / len(records), loss=losses / len(records))
+    return Evaluation(accuracy=hits / len(items), loss=losses / len(items))

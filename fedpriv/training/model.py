@@ -124,6 +124,11 @@ class TrainingModel:
             if tuple(shapes[name]) != expected:
                 raise ValueError(f"adapter: {name} has shape {tuple(shapes[name])}, the model's is {expected}")
 
+    @property
+    def merged(self) -> Merged:
+        """What the frozen weights are the pretrained ones plus."""
+        return self._merged
+
     def check_merged(self, merged: Merged) -> None:
         """Refuse additions to frozen weights that do not fit the model.
 
@@ -186,9 +191,10 @@ class TrainingModel:
         On a CPU their shapes are fixed, so that a record's gradient does not depend on the others by a bit. On a GPU
         a record's length alone decides how far it is padded, but a pass has as many rows as there are records.
         """
-        return passes(items, self.longest, self._rows, filled=self._footprint.on_cpu)
+        return passes(items, self.longest, self.rows, filled=self._footprint.on_cpu)
 
-    def _rows(self, tokens: int) -> int:
+    def rows(self, tokens: int) -> int:
+        """The number of rows of a pass of records that are padded to this length; on a GPU, the most."""
         return self._footprint.rows(tokens, self.memory_limit) if self.records_share_passes else 1
 
 

@@ -67,7 +67,7 @@ def passes(items: Sequence[Item], longest: int | None, rows: Callable[[int], int
             yield Pass(positions=chosen, shape=BatchShape(rows=num_rows, tokens=length, full=full))
 
 
-def lengths_up_to(longest: int) -> list[int]:
-    """The numbers of tokens of records that together have every shape, and the most tokens that each allows."""
-    by_shape = {padded_length(tokens, longest): tokens for tokens in range(1, longest + 1)}
+def lengths_up_to(max_length: int, longest: int | None) -> list[int]:
+    """The largest number of tokens, at most `max_length`, of each shape; `longest` as for `padded_length`."""
+    by_shape = {padded_length(tokens, longest): tokens for tokens in range(1, max_length + 1)}
     return sorted(by_shape.values())

@@ -10,9 +10,10 @@ from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import ON_NODES, RunConfig
 from fedpriv.data import federated, holdout
-from fedpriv.data.records import Records, tokenize
+from fedpriv.data.records import Records, check_max_length, tokenize
 from fedpriv.data.text import DataSource, FederatedData, TextData
 from fedpriv.errors import InputError
+from fedpriv.training.admission import admit
 from fedpriv.training.model import TrainingModel
 
 
@@ -28,6 +29,7 @@ def load_model(config: RunConfig, *, num_labels: int) -> tuple[BaseModel, Traini
     longest = min(positions or config.max_length, base.tokenizer.model_max_length)
     if config.max_length > longest:
         raise InputError(f"max_length = {config.max_length}: model {config.model!r} takes at most {longest}")
+    check_max_length(base.tokenizer, config.max_length, pairs=bool(config.text_pair_column))
     settings = LoraSettings(
         rank=config.rank,
         alpha=config.alpha,
@@ -40,7 +42,9 @@ def load_model(config: RunConfig, *, num_labels: int) -> tuple[BaseModel, Traini
         attach(base, settings, seed=config.seed).to(_device(config.device)),
         memory_limit=config.memory_limit_mb * 2**20,
         prefix_cache=config.prefix_cache,
+        max_length=config.max_length,
     )
+    admit(model)
     return base, model
 
 
@@ -116,7 +120,13 @@ class Workbench:
 
     def tokenize(self, data: TextData) -> Records:
         """The records in tokens, as the run reads them."""
-        return tokenize(data, self.base.tokenizer, label_names=self.label_names, max_length=self._config.max_length)
+        return tokenize(
+            data,
+            self.base.tokenizer,
+            label_names=self.label_names,
+            max_length=self._config.max_length,
+            vocabulary=self.base.model.get_input_embeddings().num_embeddings,
+        )
 
 
 def workbench(config: RunConfig, source: DataSource | None = None) -> Workbench:

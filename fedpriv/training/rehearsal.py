@@ -1,0 +1,117 @@
+"""A local step on synthetic records, before anything is charged: what no record causes must fail here.
+
+Once records are touched, every failure counts as a zero gradient, so a model, request or memory limit that cannot work
+at all would otherwise show as an upload of noise alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import torch
+
+from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters.merged import Merged
+from fedpriv.data.records import Records
+from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.training.isolation import raising_failures
+from fedpriv.training.local_update import UpdateSpec, UpdateTask
+from fedpriv.training.model import TrainingModel
+from fedpriv.training.sampling import PoissonSampler
+from fedpriv.training.shapes import lengths_up_to
+from fedpriv.training.stacked import local_update
+
+# Two steps: ternary quantisation treats the first one differently from the others.
+_MOST_STEPS = 2
+
+_rehearsed: WeakKeyDictionary[TrainingModel, set[Hashable]] = WeakKeyDictionary()
+
+
+class _Everyone(PoissonSampler):
+    """Draws every record."""
+
+    def draw(self, num_records: int) -> list[int]:
+        """All indices."""
+        return list(range(num_records))
+
+
+def rehearse(
+    model: TrainingModel,
+    *,
+    adapter: Adapter,
+    merged: Merged,
+    spec: UpdateSpec,
+    max_length: int,
+    num_labels: int,
+    features: Sequence[str] = ("input_ids",),
+) -> None:
+    """Run a local update of this specification on synthetic records of every shape, through the cache and without.
+
+    It uses public inputs alone, releases nothing and draws nothing from a secure source. The model and its prefix cache
+    are as before. A model remembers what it has rehearsed: another adapter of the same shapes costs nothing.
+
+    Args:
+        model: as for the update.
+        adapter, merged, spec: of the update.
+        max_length: tokens of the longest record.
+        num_labels: number of classes; 0 for causal models.
+        features: names of what the tokenizer returns for each record.
+
+    Raises:
+        Exception: whatever the update raises; no record has caused it.
+    """
+    shapes = tuple((name, tuple(tensor.shape)) for name, tensor in adapter.items())
+    products = tuple((name, product.shape) for name, product in merged.items())
+    key = (shapes, products, spec, max_length, num_labels, tuple(features))
+    known = _rehearsed.setdefault(model, set())
+    if key in known:
+        return
+    records = synthetic_records(model, max_length=max_length, num_labels=num_labels, features=features)
+    before = model.merged
+    try:
+        with raising_failures():
+            for task in _tasks(adapter, merged, spec, records):
+                local_update(model, task)
+    finally:
+        model.merge(before)
+    known.add(key)
+
+
+def synthetic_records(
+    model: TrainingModel, *, max_length: int, num_labels: int, features: Sequence[str] = ("input_ids",), seed: int = 0
+) -> Records:
+    """Records of random tokens and labels that fill one pass of every shape, the longest of each.
+
+    Args:
+        model, max_length, num_labels, features: as for `rehearse`.
+        seed: of tokens and labels.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [length for length in lengths_up_to(max_length, model.longest) for _ in range(model.rows(length))]
+    vocabulary = model.peft_model.config.vocab_size
+    columns = {name: tuple(torch.zeros(length, dtype=torch.int64) for length in lengths) for name in features}
+    columns["input_ids"] = tuple(torch.randint(vocabulary, (length,), generator=generator) for length in lengths)
+    labels = torch.randint(num_labels, (len(lengths),), generator=generator) if num_labels else torch.empty(0)
+    return Records(columns, labels.to(torch.int64), pad_token_id=model.peft_model.config.pad_token_id or 0)
+
+
+def _tasks(adapter: Adapter, merged: Merged, spec: UpdateSpec, records: Records) -> list[UpdateTask]:
+    """The update with the prefix cache and without it: with few registered records the cache pays off."""
+    short = replace(spec, local_steps=min(spec.local_steps, _MOST_STEPS))
+    few, many = spec.batch_size, 2 * spec.batch_size * spec.num_rounds * spec.local_steps
+    return [
+        UpdateTask(
+            adapter=adapter,
+            data=records,
+            spec=short,
+            round=1,
+            sampler=_Everyone(
+                num_registered=num_registered, expected_batch_size=spec.batch_size, source=SeededSource("rehearsal")
+            ),
+            noise=SeededSource("rehearsal"),
+            merged=merged,
+        )
+        for num_registered in (few, many)
+    ]

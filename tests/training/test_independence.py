@@ -1,0 +1,146 @@
+"""No record changes another record's gradient by a bit, whatever it holds and wherever it stands."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from fedpriv.adapters import LoraSettings, attach
+from fedpriv.data.records import Records
+from fedpriv.errors import InputError
+from fedpriv.training import stacked
+from fedpriv.training.admission import REFUSED, VERIFIED, admit
+from fedpriv.training.isolation import raising_failures
+from fedpriv.training.model import TrainingModel
+from tests.architectures import DECODERS, ENCODERS, EVERY_DAY, TARGETS, random_base
+from tests.tiny import move, random_records
+from tests.training.test_local_update import make_task
+
+
+def training_model(kind: str, *, layers: str = "all") -> TrainingModel:
+    task = "SEQ_CLS" if kind in ENCODERS else "CAUSAL_LM"
+    settings = LoraSettings(rank=4, layers=layers, task=task, target_modules=TARGETS.get(kind, ()))
+    model = TrainingModel(move(attach(random_base(kind), settings)), memory_limit=2**30, max_length=40)
+    admit(model)
+    return model
+
+
+def gradients(model: TrainingModel, clients: list[tuple[Records, list[int]]], *, cached: bool) -> list[torch.Tensor]:
+    """[client] The per-sample gradients of the drawn records, [records, values], in the order of drawing."""
+    rounds = 1000 if cached else 1
+    tasks = [
+        dataclasses.replace(make_task(model, records, num_rounds=rounds, local_steps=1, num_registered=40), noise=None)
+        for records, _ in clients
+    ]
+    joined = stacked._Clients.of(model, tasks)
+    drawn = [indices for _, indices in clients]
+    order = [(client, index) for client, indices in enumerate(drawn) for index in indices]
+    by_record = {}
+    items = [(records, index) for records, indices in clients for index in indices]
+    positions = [position for together in model.passes(items) for position in together.positions]
+    with raising_failures():
+        batches = list(stacked._gradient_rows(joined, joined.broadcast, drawn))
+    rows = [row for batch, owners in batches for row in batch[: len(owners)]]
+    for position, row in zip(positions, rows, strict=True):
+        by_record[order[position]] = row
+    return [torch.stack([by_record[client, index] for index in drawn[client]]) for client in range(len(clients))]
+
+
+def records_for(model: TrainingModel, seed: int = 0) -> Records:
+    classes = 0 if model.peft_model.active_peft_config.task_type == "CAUSAL_LM" else 3
+    return random_records(40, classes=classes, seed=seed, vocabulary=50, shortest=1, longest=40)
+
+
+KINDS = [kind if kind in EVERY_DAY else pytest.param(kind, marks=pytest.mark.slow) for kind in (*ENCODERS, *DECODERS)]
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["whole model", "prefix cache"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_else_was_drawn_changes_no_bit_of_a_records_gradient(kind, cached):
+    model = training_model(kind, layers="last-1" if cached else "all")
+    if cached and model.cache is None:
+        pytest.skip(f"{kind} has no frozen prefix")
+    records, chosen = records_for(model), list(range(0, 40, 2))
+    (expected,) = gradients(model, [(records, chosen)], cached=cached)
+    assert expected.abs().sum(dim=1).gt(0).any(), "all gradients vanish, so the test would prove nothing"
+    others = records_for(model, seed=9)
+    for drawn in (
+        chosen[1:],  # one removed
+        chosen[:1],
+        chosen[::-1],  # permuted
+        list(range(40)),  # others added in between
+    ):
+        (found,) = gradients(model, [(records, drawn)], cached=cached)
+        for index in set(drawn) & set(chosen):
+            assert torch.equal(found[drawn.index(index)], expected[chosen.index(index)]), index
+    # Other contents in the same places.
+    mixed = Records(
+        {"input_ids": tuple((records if i in chosen[:5] else others).features["input_ids"][i] for i in range(40))},
+        records.labels,
+        0,
+    )
+    (found,) = gradients(model, [(mixed, chosen)], cached=cached)
+    assert torch.equal(found[:5], expected[:5])
+
+
+def test_every_verified_architecture_is_tested():
+    assert {*ENCODERS, *DECODERS} == {*VERIFIED, "mixtral"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_other_clients_draw_changes_no_bit_of_a_records_gradient(kind):
+    model = training_model(kind)
+    one, other = records_for(model), records_for(model, seed=1)
+    together = gradients(model, [(one, [0, 3, 5]), (other, list(range(20)))], cached=False)
+    fewer = gradients(model, [(one, [0, 3, 5]), (other, [7])], cached=False)
+    assert torch.equal(together[0], fewer[0])
+    assert torch.equal(together[1][7], fewer[1][0])
+
+
+def unknown_model(monkeypatch, change=None) -> TrainingModel:
+    """A BERT under an unknown name, in which the states of a pass go through `change`."""
+    model = training_model("bert")
+    monkeypatch.setattr(model.peft_model.config, "model_type", "unheard-of")
+    if change is not None:
+        embeddings = model.peft_model.base_model.model.bert.embeddings
+        embeddings.register_forward_hook(lambda _module, _args, states: change(states))
+    return model
+
+
+def test_an_unknown_architecture_that_passes_the_test_is_admitted(monkeypatch):
+    model = unknown_model(monkeypatch)
+    admit(model)
+    assert model.records_share_passes
+
+
+def test_an_unknown_architecture_that_mixes_records_runs_them_one_at_a_time(monkeypatch):
+    model = unknown_model(monkeypatch, lambda states: states + 1e-5 * states.mean(dim=0))
+    admit(model)
+    assert not model.records_share_passes
+    assert model.rows(8) == 1
+
+
+def test_an_architecture_that_remembers_earlier_records_is_refused(monkeypatch):
+    memory = [torch.zeros(())]
+
+    def remember(states):
+        memory[0] = memory[0] + states.detach().abs().mean()
+        return states + 1e-3 * memory[0]
+
+    with pytest.raises(InputError, match="unheard-of model cannot train"):
+        admit(unknown_model(monkeypatch, remember))
+
+
+def test_an_architecture_that_draws_random_numbers_is_refused(monkeypatch):
+    with pytest.raises(InputError, match="unheard-of model cannot train"):
+        admit(unknown_model(monkeypatch, lambda states: states + 1e-3 * torch.randn(states.shape)))
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_architectures_that_a_test_could_miss_are_refused_by_name(monkeypatch, kind):
+    model = training_model("bert")
+    monkeypatch.setattr(model.peft_model.config, "model_type", kind)
+    with pytest.raises(InputError, match=f"a {kind} model cannot train"):
+        admit(model)
