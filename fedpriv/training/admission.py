@@ -104,7 +104,7 @@ def _reason_to_refuse(model: TrainingModel) -> str:
 def records_are_independent(model: TrainingModel) -> bool:
     """Whether removing, replacing and permuting synthetic records changes no bit of the others' gradients."""
     classes = 0 if model.peft_model.active_peft_config.task_type == "CAUSAL_LM" else model.peft_model.config.num_labels
-    longest = min(_LONGEST, model.longest or _LONGEST)
+    longest = min(_LONGEST, model.lengths.longest or _LONGEST)
     records, others = (synthetic_records(model, max_length=longest, num_labels=classes, seed=s) for s in (0, 1))
     everyone = list(range(len(records)))
     kept = everyone[::2]

@@ -17,7 +17,7 @@ from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX, Merged, factors_of, same
 from fedpriv.data.records import BatchShape, Item, collate
 from fedpriv.training.per_sample import TrainableLayer, trainable_layers
 from fedpriv.training.prefix_cache import PrefixCache, find_prefix, skipping_prefix
-from fedpriv.training.shapes import Pass, passes
+from fedpriv.training.shapes import MULTIPLE, Lengths, Pass, passes
 
 _FLOAT_BYTES = 4
 
@@ -25,6 +25,9 @@ _FLOAT_BYTES = 4
 # average, which costs in proportion to the tokens; each pass has a fixed cost, in inverse proportion. The sum is least
 # at a root of the number of tokens that take as long as the fixed cost. Measured: see results/benchmarks.md.
 _TOKENS_TIMES_ROOT_OF_WIDTH = 10_000
+
+# Records of the shortest padded length in a pass on a CPU, at least.
+_LENGTHS_AT_ONCE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +63,24 @@ class _Footprint:
             on_cpu=next(peft_model.parameters()).device.type == "cpu",
         )
 
+    @property
+    def tokens_at_once(self) -> int:
+        """Tokens of a pass on a CPU."""
+        return int(_TOKENS_TIMES_ROOT_OF_WIDTH / math.sqrt(self.widest_activation))
+
+    @property
+    def multiple(self) -> int:
+        """Of record lengths: for a small model a further pass costs more than further padding."""
+        if not self.on_cpu:
+            return MULTIPLE
+        return max(MULTIPLE, 2 ** ((self.tokens_at_once // _LENGTHS_AT_ONCE).bit_length() - 1))
+
     def rows(self, tokens: int, memory_limit: int) -> int:
         """The number of rows of a pass of records of this length, >= 1: on a CPU a constant, on a GPU the most."""
         needed = _FLOAT_BYTES * (self.per_record + tokens * self.per_token + tokens**2 * self.per_token_pair)
         at_most = memory_limit // needed
         if self.on_cpu:
-            at_most = min(at_most, int(_TOKENS_TIMES_ROOT_OF_WIDTH / math.sqrt(self.widest_activation)) // tokens)
+            at_most = min(at_most, self.tokens_at_once // tokens) if tokens % MULTIPLE == 0 else 1
         return max(1, at_most)
 
 
@@ -98,7 +113,7 @@ class TrainingModel:
         prefix = find_prefix(peft_model)
         self._footprint = _Footprint.of(peft_model, self.parameters.values(), prefix.length if prefix else 0)
         self.memory_limit = memory_limit
-        self.longest = _longest(peft_model.config, max_length)
+        self.lengths = Lengths(longest=_longest(peft_model.config, max_length), multiple=self._footprint.multiple)
         self.records_share_passes = True
         self.cache = None
         if prefix and prefix_cache:
@@ -191,7 +206,7 @@ class TrainingModel:
         On a CPU their shapes are fixed, so that a record's gradient does not depend on the others by a bit. On a GPU
         a record's length alone decides how far it is padded, but a pass has as many rows as there are records.
         """
-        return passes(items, self.longest, self.rows, filled=self._footprint.on_cpu)
+        return passes(items, self.lengths, self.rows, filled=self._footprint.on_cpu)
 
     def rows(self, tokens: int) -> int:
         """The number of rows of a pass of records that are padded to this length; on a GPU, the most."""

@@ -20,7 +20,6 @@ from fedpriv.training.isolation import raising_failures
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.sampling import PoissonSampler
-from fedpriv.training.shapes import lengths_up_to
 from fedpriv.training.stacked import local_update
 
 # Two steps: ternary quantisation treats the first one differently from the others.
@@ -89,7 +88,9 @@ def synthetic_records(
         seed: of tokens and labels.
     """
     generator = torch.Generator().manual_seed(seed)
-    lengths = [length for length in lengths_up_to(max_length, model.longest) for _ in range(model.rows(length))]
+    lengths = [
+        length for length in model.lengths.up_to(max_length) for _ in range(model.rows(model.lengths.padded(length)[0]))
+    ]
     vocabulary = model.peft_model.config.vocab_size
     columns = {name: tuple(torch.zeros(length, dtype=torch.int64) for length in lengths) for name in features}
     columns["input_ids"] = tuple(torch.randint(vocabulary, (length,), generator=generator) for length in lengths)

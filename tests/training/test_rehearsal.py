@@ -1,0 +1,93 @@
+"""A rehearsal meets every failure that no record causes, and leaves no trace."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from fedpriv.adapters import read
+from fedpriv.adapters.merged import Product, factors_of
+from fedpriv.mechanisms.sources import SecureSource
+from fedpriv.training import rehearsal
+from fedpriv.training.model import TrainingModel
+from fedpriv.training.rehearsal import rehearse, synthetic_records
+from tests.training.test_local_update import SPEC, make_task
+
+
+@pytest.fixture
+def model(encoder):
+    return TrainingModel(encoder(layers="last-1"), memory_limit=2**30, max_length=40)
+
+
+def run(model, **changes):
+    values = {"adapter": read(model.peft_model), "merged": {}, "spec": SPEC, "max_length": 40, "num_labels": 3}
+    rehearse(model, **{**values, **changes})
+
+
+def test_synthetic_records_fill_a_pass_of_every_shape_up_to_the_longest(model, make_records):
+    records = synthetic_records(model, max_length=40, num_labels=3)
+    shapes = {together.shape: len(together.positions) for together in model.passes(records.items())}
+    real = {together.shape for together in model.passes(make_records(500, shortest=1, longest=40).items())}
+    assert shapes.keys() == real
+    assert all(shape.rows == num for shape, num in shapes.items())
+    assert max(len(row) for row in records.features["input_ids"]) == 40
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_failure_in_any_shape_is_raised(encoder, cached):
+    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30, max_length=40)
+
+    def fail(_module, args):
+        if args[0].shape[1] == 40 and (model.cache is not None) == cached:
+            raise MemoryError("too long")
+
+    layer = 1 if cached else 0
+    model.peft_model.base_model.model.bert.encoder.layer[layer].register_forward_pre_hook(fail)
+    if not cached:
+        model.cache = None
+    with pytest.raises(MemoryError, match="too long"):
+        run(model)
+    with pytest.raises(MemoryError, match="too long"):  # it was not remembered as rehearsed
+        run(model)
+
+
+def test_what_the_request_causes_is_raised(model):
+    with pytest.raises(ValueError, match="optimizer"):
+        run(model, spec=dataclasses.replace(SPEC, optimizer="lion"))
+    with pytest.raises(ValueError, match="on one side only"):
+        run(model, adapter={})
+    with pytest.raises(IndexError):
+        run(model, num_labels=300)
+
+
+def test_it_leaves_the_model_and_its_cache_as_they_were(model, make_records):
+    before = {name: tensor.clone() for name, tensor in model.peft_model.state_dict().items()}
+    merged = {name: Product(0.1 * b, a) for name, (b, a) in factors_of(model.initial).items()}
+    run(model, merged=merged)
+    after = model.peft_model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert model.cache.bytes_in_memory == 0
+    assert not model.cache._states
+
+
+def test_nothing_is_drawn_from_a_secure_source(model, monkeypatch):
+    def drawn(*_):
+        raise AssertionError("a rehearsal drew from a secure source")
+
+    monkeypatch.setattr(SecureSource, "words", drawn)
+    run(model)
+
+
+def test_what_was_rehearsed_is_not_rehearsed_again(model, monkeypatch):
+    run(model)
+    monkeypatch.setattr(rehearsal, "local_update", lambda *_: pytest.fail("rehearsed again"))
+    moved = {name: tensor + 1 for name, tensor in read(model.peft_model).items()}
+    run(model, adapter=moved)
+
+
+@pytest.mark.parametrize("changes", [{"noise_on": "upload"}, {"clipping": "batch"}, {"optimizer": "adamw"}])
+def test_an_update_that_was_rehearsed_runs(model, make_records, changes):
+    run(model, spec=dataclasses.replace(SPEC, **changes))
+    rehearsal.local_update(model, make_task(model, make_records(40, shortest=1, longest=40), **changes))
