@@ -61,7 +61,7 @@ def make_model(layers: str) -> TrainingModel:
     """The bundled encoder with LoRA r = 8 on query and value."""
     base = load_base("all-MiniLM-L6-v2", task="SEQ_CLS", num_labels=CLASSES)
     model = attach(base, LoraSettings(rank=8, layers=layers))
-    return TrainingModel(model, memory_limit=2**32, prefix_cache=False)
+    return TrainingModel(model, memory_limit=2**32, prefix_cache=False, max_length=TOKENS)
 
 
 def plain_step(model: TrainingModel, records: Records) -> Callable[[], None]:

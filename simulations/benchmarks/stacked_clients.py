@@ -38,7 +38,7 @@ def make_model(name: str, layers: str, *, prefix_cache: bool) -> TrainingModel:
     """The model with an adapter."""
     base = load_base(name, task="SEQ_CLS", num_labels=8)
     model = attach(base, LoraSettings(rank=8, layers=layers))
-    return TrainingModel(model, memory_limit=2**31, prefix_cache=prefix_cache)
+    return TrainingModel(model, memory_limit=2**31, prefix_cache=prefix_cache, max_length=TOKENS)
 
 
 def make_records(seed: int) -> Records:
