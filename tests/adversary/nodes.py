@@ -1,0 +1,233 @@
+"""Nodes with data of their own, and a coordinator that asks them what it likes and keeps what comes back.
+
+All that knows how a node is set up, and how a question travels, is here.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import tomli_w
+from torch import Tensor
+
+from fedpriv import protocol
+from fedpriv.accounting.accountants import epsilon_of
+from fedpriv.accounting.views import default_delta
+from fedpriv.config import ON_NODES, RunConfig, Scalar, parse, to_flower
+from fedpriv.ledger.entries import CHARGED, data_sets, entries, releases
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.reader import reading
+from fedpriv.training import workbench as workbench_module
+from fedpriv.training.local_update import UpdateSpec
+from fedpriv.vault import frames
+from fedpriv.vault.answer import answer
+from fedpriv.vault.frames import FrameError, Request, Response
+from fedpriv.vault.holder import Holder
+from fedpriv.vault.models import ApprovedModel, digest_of, text_of
+from fedpriv.vault.settings import FILE, VaultSettings
+from tests.tiny import LABELS
+
+Row = tuple[str, str]
+"""A record: its text and its label."""
+
+Arrays = Mapping[str, Mapping[str, Tensor | np.ndarray]]
+"""{record's name: {array's name: array}}"""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A data holder's node.
+
+    Attributes:
+        folder: of its files.
+    """
+
+    folder: Path
+
+    @property
+    def settings(self) -> VaultSettings:
+        """What its operator wrote."""
+        return VaultSettings.read(self.folder)
+
+    @property
+    def records(self) -> Path:
+        """The table of its records."""
+        return self.folder / "records.csv"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Question:
+    """What a coordinator sends.
+
+    Attributes:
+        kind: of the request.
+        config: the run's configuration, in Flower's form.
+        fields: the instruction of a train message.
+        arrays: of a train message.
+    """
+
+    kind: str
+    config: Mapping[str, Scalar]
+    fields: Mapping[str, Scalar] = field(default_factory=dict)
+    arrays: Arrays = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All that leaves a node for one question.
+
+    Attributes:
+        frame: its bytes.
+    """
+
+    frame: bytes
+
+    @property
+    def response(self) -> Response:
+        """What the bytes say."""
+        return frames.unpack_response(self.frame)
+
+    @property
+    def code(self) -> int:
+        """Of an error, or 0."""
+        return self.response.code
+
+    def __repr__(self) -> str:
+        response = self.response
+        arrays = {name: float(array.astype(float).sum()) for name, array in response.arrays.items()}
+        return f"Answer({response.code}, {response.reason!r}, {response.fields}, sums of arrays = {arrays})"
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """The holder's table."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([("text", "label"), *rows])
+
+
+def make_node(
+    folder: Path,
+    rows: Sequence[Row],
+    *,
+    num_registered: int | None,
+    models: Mapping[str, Path],
+    budget_epsilon: float | None = 1000.0,
+    limits: Mapping[str, float] | None = None,
+) -> Node:
+    """A node that its operator has set up on these records.
+
+    Args:
+        folder: for its files; made.
+        rows: its records.
+        num_registered: N_k, equal in neighbouring worlds; None if the holder has not registered the data yet.
+        models: {name: folder} that the operator has approved.
+        budget_epsilon: of the data, or None for a node without.
+        limits: the operator's policy where it differs from the default.
+    """
+    folder.mkdir(parents=True)
+    node = Node(folder)
+    write_rows(node.records, rows)
+    settings = {"partition_id": 0, "name": "St. Anna", "data": str(node.records), "labels": list(LABELS)}
+    if budget_epsilon is not None:
+        settings["budget_epsilon"] = budget_epsilon
+    (folder / FILE).write_text(tomli_w.dumps(settings))
+    approved = (ApprovedModel(name=n, folder=str(path), digest=digest_of(path)) for n, path in models.items())
+    (folder / "approved-models.toml").write_text(text_of(tuple(approved)))
+    (folder / "policy.toml").write_text(tomli_w.dumps(dict(limits or {})))
+    if num_registered is not None:
+        register_data(node, num_registered)
+    return node
+
+
+def register_data(node: Node, num_records: int, *, note: str | None = None) -> None:
+    """What the holder does when it registers the data in its table; the id is random, but for the comparison of two."""
+    with Ledger(node.settings.ledger) as ledger:
+        ledger.register("0", num_records, default_delta(num_records), data_set=f"{ledger.last[0]:032x}", note=note)
+
+
+def restart() -> None:
+    """Nothing stays in memory."""
+    workbench_module._workbench.cache_clear()
+
+
+def run_config(**changes: object) -> RunConfig:
+    """An honest run over nodes with data of their own, but for the changes."""
+    return parse(
+        {
+            "model": "tiny",
+            "data": ON_NODES,
+            "test_data": "test.csv",
+            "labels": ",".join(LABELS),
+            "num_clients": 1,
+            "layers": "last-1",
+            "rank": 2,
+            "rounds": 3,
+            "local_steps": 1,
+            "batch_size": 6,
+            "clip_norm": 0.05,
+            "noise_multiplier": 1.0,
+            "max_length": 32,
+            **changes,
+        }
+    )
+
+
+def registering(config: RunConfig, **changes: Scalar) -> Question:
+    """The question for a registration in this run; the coordinator may change its configuration as it likes."""
+    return Question(kind=frames.REGISTER, config={**to_flower(config), **changes})
+
+
+def training(
+    config: RunConfig,
+    adapter: Mapping[str, Tensor],
+    *,
+    round_: int = 1,
+    run: str = "run",
+    fields: Mapping[str, Scalar] | None = None,
+    **changes: Scalar,
+) -> Question:
+    """The question for one local update.
+
+    Args:
+        config: of the run.
+        adapter: the broadcast.
+        round_: from 1.
+        run: its name.
+        fields: of the instruction, where it differs from the run's configuration.
+        changes: of the configuration that the node is told.
+    """
+    return Question(
+        kind=frames.TRAIN,
+        config={**to_flower(config), **changes},
+        fields={**protocol.pack_instruction(run, round_, UpdateSpec.of(config)), **(fields or {})},
+        arrays={protocol.ADAPTER: adapter},
+    )
+
+
+def ask(node: Node, question: Question) -> Answer:
+    """Send the question through the node's frames; all that comes back."""
+    arrays = {record: {name: np.asarray(a) for name, a in named.items()} for record, named in question.arrays.items()}
+    request = Request(kind=question.kind, run_config=question.config, fields=question.fields, arrays=arrays)
+    try:
+        received = frames.unpack_request(frames.pack_request(request))
+    except FrameError as error:
+        return Answer(frames.pack_response(Response(code=frames.REFUSED, reason=f"refused: {error}")))
+    return Answer(frames.pack_response(answer(received, Holder.of(node.settings))))
+
+
+def num_charges(node: Node) -> int:
+    """How many releases the node's ledger has charged."""
+    with reading(node.settings.ledger) as db:
+        return sum(entry.phase == CHARGED for entry in entries(db))
+
+
+def spent(node: Node) -> float:
+    """The epsilon that the node's ledger has on its last data set."""
+    if not node.settings.ledger.exists():
+        return 0.0
+    with reading(node.settings.ledger) as db:
+        data_set = data_sets(db)[-1]
+        return epsilon_of([release.event for release in releases(db, data_set.id)], data_set.delta).epsilon

@@ -1,0 +1,318 @@
+"""Questions that a coordinator may think of: attacks that are known, and anything that hypothesis can put together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedpriv import protocol
+from fedpriv.aggregation.cmfl import pack_signs
+from fedpriv.vault import frames
+from tests.adversary.exchanges import ROWS, Exchange
+from tests.adversary.nodes import Question, registering, run_config, training
+from tests.tiny import LABELS, WORDS
+
+Adapter = Mapping[str, Tensor]
+Starts = Mapping[str, Adapter]
+"""{model: the adapter that a run on it starts from}"""
+
+# Models in which records touch, with the settings of a run that trains them.
+COUPLED = {
+    "convbert": {"layers": "all", "target_modules": "query,value"},
+    "fnet": {"layers": "all", "target_modules": "dense"},
+}
+
+LONG = " ".join(WORDS * 12)
+JANE = ("jane doe has a rash", LABELS[1])
+
+# Of a text with this word alone, between [CLS] and [SEP]; five special tokens come before the words and the labels.
+_NEUROLOGY = (2, 5 + len(WORDS) + LABELS.index("neurology"), 3)
+
+
+def honest(adapter: Adapter, **fields: object) -> Question:
+    """An honest question for an update, but for the fields of its instruction."""
+    return training(run_config(), adapter, fields=fields)
+
+
+def named(model: str, adapter: Adapter, **fields: object) -> Question:
+    """The same on another model."""
+    return training(run_config(model=model), adapter, fields=fields)
+
+
+def sure_head(adapter: Adapter, confidence: float) -> dict[str, Tensor]:
+    """The adapter with a head that is sure of the first class: its records' gradients are about exp(-confidence)."""
+    moved = {name: torch.zeros_like(t) if "classifier" in name else t for name, t in adapter.items()}
+    (bias,) = (name for name, t in moved.items() if "classifier" in name and t.ndim == 1)
+    moved[bias] = torch.tensor([0.0, *[-confidence] * (len(LABELS) - 1)])
+    return moved
+
+
+def _tiny_norms(**fields: object) -> Callable[[Starts], Exchange]:
+    """Against C = 1e-36, gradients of 1e-26, whose squares vanish in float32."""
+    return lambda starts: Exchange(
+        one=("rash", LABELS[0]),
+        other=None,
+        questions=[honest(sure_head(starts["tiny"], 60.0), clip_norm=1e-36, noise_multiplier=50.0, **fields)],
+        rows=[(text, LABELS[0]) for text, _ in ROWS],
+        limits={"min_clip_norm": 1e-37},
+    )
+
+
+def _padding(model: str) -> Callable[[Starts], Exchange]:
+    """A long record beside others in a model in which they touch."""
+    return lambda starts: Exchange(
+        one=(LONG, LABELS[0]),
+        other=None,
+        questions=[training(run_config(model=model, clip_norm=0.01, **COUPLED[model]), moved(starts[model]))],
+    )
+
+
+# Attacks by name. The nodes have approved models with faults, and allow any clip norm, so that no refusal hides a leak.
+ATTACKS: dict[str, Callable[[Starts], Exchange]] = {
+    "a tokenizer that fails, for a request that is refused": lambda starts: Exchange(
+        one=JANE, other=None, questions=[named("oracle", starts["tiny"], noise_multiplier=0.0)]
+    ),
+    "a tokenizer that fails, paid for": lambda starts: Exchange(
+        one=JANE, other=None, questions=[named("oracle", starts["tiny"])] * 2
+    ),
+    "a token without an embedding": lambda starts: Exchange(
+        one=JANE, other=None, questions=[named("beyond", starts["tiny"])] * 3
+    ),
+    "a record on which the model fails": lambda starts: Exchange(
+        one=("neurology", LABELS[0]),
+        other=None,
+        questions=[honest(starts["tiny"])] * 2,
+        fails_on=_NEUROLOGY,
+    ),
+    "a text that is cut nowhere": lambda starts: Exchange(
+        one=(LONG, LABELS[0]), other=None, questions=[training(run_config(max_length=1), starts["tiny"])] * 3
+    ),
+    "gradients whose squares vanish": _tiny_norms(),
+    "gradients whose squares vanish, by the batch": _tiny_norms(clipping="batch"),
+    "gradients whose squares vanish, in the upload": _tiny_norms(noise_on="upload"),
+    "padding by a long record, convolutions": _padding("convbert"),
+    "padding by a long record, Fourier transforms": _padding("fnet"),
+    "company in the prefix cache": lambda starts: Exchange(
+        one=(LONG, LABELS[0]),
+        other=None,
+        # In so long a run the cache pays off; each round draws other records, the long one only now and then.
+        questions=[honest(starts["tiny"], round=round_, num_rounds=1000) for round_ in range(1, 6)],
+        everyone=False,
+    ),
+    "a process that ends within a round": lambda starts: Exchange(
+        one=("rash", LABELS[0]), other=None, questions=[honest(starts["tiny"])] * 3, killed_at=1
+    ),
+    "labels that only one record has": lambda starts: Exchange(
+        one=("rash", "hiv"),
+        other=None,
+        questions=[
+            registering(run_config(), labels="hiv,none-of-these"),
+            training(run_config(), starts["tiny"], labels=f"{LABELS[0]},{LABELS[1]},hiv"),
+            honest(starts["tiny"]),
+        ],
+    ),
+    "a second unit, and the first again": lambda starts: Exchange(
+        one=None,
+        other=("rash", LABELS[2]),
+        questions=[honest(starts["tiny"]), honest(starts["tiny"], noise_on="upload"), honest(starts["tiny"])],
+    ),
+}
+
+
+# Values of an instruction that a node may carry out.
+_USUAL: dict[str, list[object]] = {
+    "clip_norm": [1e-4, 0.05, 100.0],
+    "noise_multiplier": [1.5, 50.0],
+    "batch_size": [1, 4, 6],
+    "local_steps": [1, 2, 3],
+    "learning_rate": [1e-45, 1e-3, 0.5, 100.0],
+    "weight_decay": [0.0, 1.0],
+    "optimizer": ["sgd", "adamw"],
+    "clipping": ["joint", "split", "per-tensor", "batch"],
+    "noise_on": ["gradients", "gradients", "upload"],
+    "codec": ["float32", "bfloat16", "int8"],
+    "relevance_threshold": [0.0, 0.6, 1.0],
+    "num_rounds": [3, 1000],
+    "round": [1, 2, 3],
+    "run": ["run", "other", ""],
+}
+
+# Others, with which it should carry out none.
+_HOSTILE: dict[str, list[object]] = {
+    "clip_norm": [1e-45, 1e-36, 1e38, 0.0, -1.0, math.nan, math.inf],
+    "noise_multiplier": [0.0, 0.3, 1e300, -1.0, math.nan],
+    "batch_size": [0, -1, 16, 10**9, "8"],
+    "local_steps": [0, 101, 10**9, True],
+    "learning_rate": [0.0, 1e24, math.inf],
+    "weight_decay": [-1.0, 1e9],
+    "optimizer": ["adam", 1],
+    "clipping": ["none", ""],
+    "noise_on": ["nothing"],
+    "codec": ["ternary", "pickle"],
+    "quantization": ["ternary", "x"],
+    "relevance_threshold": [2.0, math.nan],
+    "mechanism": ["lmo", "nothing"],
+    "mechanism_parameters": ["{}", "x" * 10**5],
+    "num_rounds": [1, 0, 10**12],
+    "round": [0, -1, 4, 10**12],
+    "run": ["x" * 10**4, 1],
+    "version": [4, "5", True],
+    "something else": [1, "x", True],
+}
+
+# Values of a run's configuration.
+_CONFIG: dict[str, list[object]] = {
+    "model": ["oracle", "oracle", "beyond", "/tmp", "", "all-MiniLM-L6-v2"],
+    "max_length": [1, 2, 3, 8, 64, 513, 10**6],
+    "labels": ["hiv,none-of-these", "hiv,none-of-these", ",".join(reversed(LABELS)), LABELS[0], "", '["x'],
+    "data": ["embedded", "records.csv", ""],
+    "task": ["CAUSAL_LM", "x"],
+    "rank": [1, 64, 0],
+    "alpha": [1e-30, 1e30, -1.0],
+    "layers": ["all", "0", "last-9"],
+    "target_modules": ["dense", "nothing"],
+    "memory_limit_mb": [1, 10**9],
+    "device": ["cpu", "cuda:7"],
+    "seed": [1],
+    "prefix_cache": [False],
+    "simulate": [True],
+    "public_data": [True],
+    "audit": ["tokens"],
+    "aggregation": ["t-fedavg", "cmfl", "ffa-lora", "fedex-lora", "flora", "fedavg"],
+    "num_clients": [0, 3],
+    "budget_epsilon": ["1e9"],
+    "delta": [0.5],
+    "ledger": ["/tmp/other.sqlite"],
+    "text_column": ["label"],
+    "label_column": ["text"],
+    "trust-run-config": [True],
+}
+
+_TEXTS = [
+    "",
+    " ",
+    "nan",
+    "NaN",
+    "inf",
+    "-1e999",
+    "rash",
+    "neurology",
+    LONG,
+    JANE[0],
+    'a "quoted\n\r text',
+    "\u202e\u0000é🦠\ufeff",
+    ",;\t",
+]
+
+
+def _scaled(factor: float) -> Callable[[Adapter], dict[str, Tensor]]:
+    return lambda adapter: {name: torch.full_like(t, factor) for name, t in adapter.items()}
+
+
+def moved(adapter: Adapter) -> dict[str, Tensor]:
+    """The adapter away from its start, where the gradients of all its tensors are large."""
+    generator = torch.Generator().manual_seed(0)
+    return {name: t + 0.5 * torch.randn(t.shape, generator=generator) for name, t in adapter.items()}
+
+
+def _first(change: Callable[[Tensor], Tensor]) -> Callable[[Adapter], dict[str, Tensor]]:
+    """The adapter with its first tensor changed."""
+    return lambda adapter: {n: change(t) if i == 0 else t for i, (n, t) in enumerate(adapter.items())}
+
+
+_USUAL_ADAPTERS: list[Callable[[Adapter], Mapping[str, Tensor]]] = [
+    dict,
+    moved,
+    *(lambda adapter, c=c: sure_head(adapter, c) for c in (1.0, 60.0, 1e4)),
+    *map(_scaled, (0.0, 1e-45, 1e-30, 1.0, 1e4)),
+]
+
+_HOSTILE_ADAPTERS: list[Callable[[Adapter], Mapping[str, Tensor]]] = [
+    *map(_scaled, (1e38, math.nan, math.inf)),
+    *map(_first, (lambda t: t.T, lambda t: t[:0], lambda t: t.double(), lambda t: t.to(torch.int64), torch.flatten)),
+    lambda adapter: dict(list(adapter.items())[1:]),
+    lambda adapter: {**adapter, "no.such.layer": torch.ones(1)},
+    lambda adapter: {},
+]
+
+
+def _layer(adapter: Adapter) -> str:
+    return next(name for name in adapter if name.endswith(".lora_A.weight")).removesuffix(".lora_A.weight")
+
+
+# Further records of a message.
+_USUAL_RECORDS: list[Callable[[Adapter], Mapping[str, Mapping[str, Tensor]]]] = [
+    lambda adapter: {},
+    lambda adapter: {protocol.SIGNS: {protocol.SIGNS: pack_signs(moved(adapter))}},
+    lambda adapter: {protocol.MERGED: {f"{_layer(adapter)}.left": torch.eye(64) * 1e3}},
+]
+
+_HOSTILE_RECORDS: list[Callable[[Adapter], Mapping[str, Mapping[str, Tensor]]]] = [
+    lambda adapter: {protocol.MERGED: {f"{_layer(adapter)}.left": torch.full((64, 64), 1e30)}},
+    lambda adapter: {protocol.MERGED: {"no.such.layer.left": torch.ones(2, 2)}},
+    lambda adapter: {protocol.SIGNS: {protocol.SIGNS: torch.full((3,), 255, dtype=torch.uint8)}},
+    lambda adapter: {"something else": {"x": torch.ones(1)}},
+]
+
+
+def _one_in(draw: st.DrawFn, num: int) -> bool:
+    return draw(st.integers(1, num)) == num
+
+
+@st.composite
+def _questions(draw: st.DrawFn, adapter: Adapter) -> Question:
+    """A registration, or a request for an update; about half of those could be honest."""
+    config = _config(draw)
+    if _one_in(draw, 8):
+        return Question(kind=draw(st.sampled_from([frames.REGISTER] * 4 + [frames.TRAIN, ""])), config=config)
+    names = draw(st.lists(st.sampled_from(sorted(_USUAL)), max_size=6, unique=True))
+    fields = {"noise_multiplier": 1.5} | {name: draw(st.sampled_from(_USUAL[name])) for name in names}
+    if _one_in(draw, 4):
+        name = draw(st.sampled_from(sorted(_HOSTILE)))
+        fields[name] = draw(st.sampled_from(_HOSTILE[name]))
+    broadcast = draw(st.sampled_from(_HOSTILE_ADAPTERS if _one_in(draw, 6) else _USUAL_ADAPTERS))(adapter)
+    further = draw(st.sampled_from(_HOSTILE_RECORDS if _one_in(draw, 8) else _USUAL_RECORDS))(adapter)
+    question = honest(broadcast, **fields)
+    if _one_in(draw, 12):
+        malformed = draw(st.sampled_from([{}, {"version": protocol.VERSION}, {"run": "run", "round": None}]))
+        question = replace(question, fields=malformed)
+    return replace(question, config=config, arrays={**question.arrays, **further})
+
+
+def _config(draw: st.DrawFn) -> dict[str, object]:
+    """Mostly honest, and else with one or two keys of the coordinator's choice."""
+    config = dict(registering(run_config()).config)
+    if _one_in(draw, 3):
+        names = st.sampled_from(["model", "labels"]) | st.sampled_from(sorted(_CONFIG))
+        for name in draw(st.lists(names, min_size=1, max_size=2, unique=True)):
+            config[name] = draw(st.sampled_from(_CONFIG[name]))
+    return config
+
+
+# Records on which something known to fail does fail, and any others.
+_ROWS = st.sampled_from([JANE, ("neurology", LABELS[0]), (LONG, LABELS[0]), ("rash", "hiv")]) | st.tuples(
+    st.sampled_from(_TEXTS) | st.text(st.characters(exclude_categories=["Cs"]), max_size=60),
+    st.sampled_from([*LABELS, "hiv", "", "nan"]),
+)
+
+
+@st.composite
+def exchanges(draw: st.DrawFn, adapter: Adapter, num_questions: int) -> Exchange:
+    """Exchanges of so many questions, some of them repeated."""
+    pool = draw(st.lists(_questions(adapter), min_size=2, max_size=num_questions))
+    order = draw(st.lists(st.integers(0, len(pool) - 1), min_size=num_questions, max_size=num_questions))
+    one = draw(_ROWS)
+    other = draw(st.none() | _ROWS)
+    return Exchange(
+        one=one,
+        other=other,
+        questions=[pool[index] for index in order],
+        everyone=draw(st.booleans()),
+        killed_at=draw(st.sampled_from([0, 0, 0, 1, 2])),
+        fails_on=_NEUROLOGY,
+    )
