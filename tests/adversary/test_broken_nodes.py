@@ -1,0 +1,100 @@
+"""Nodes from which one protection was taken: what a coordinator learns from each, the harness sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from fedpriv.data import federated
+from fedpriv.data.records import BatchShape, num_tokens
+from fedpriv.errors import InputError
+from fedpriv.training import clipping, stacked
+from fedpriv.training.model import TrainingModel
+from fedpriv.training.shapes import Pass
+from fedpriv.vault import answer, guard, holder
+from tests.adversary.exchanges import play
+from tests.adversary.questions import ATTACKS
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def tokenizing_before_the_check(patch):
+    bench_of = answer.bench_of
+
+    def tokenizing(config, own):
+        bench = bench_of(config, own)
+        bench.base.tokenizer(list(bench.data.clients[0].texts))
+        return bench
+
+    patch.setattr(answer, "bench_of", tokenizing)
+
+
+def without_isolation(patch):
+    patch.setattr(stacked, "isolated", lambda compute, positions: [(positions, compute(positions))])
+
+
+def failing_loudly(patch):
+    def refuse(*_):
+        raise RuntimeError("training failed")
+
+    without_isolation(patch)
+    patch.setattr(answer, "_noise_alone", refuse)
+
+
+def norms_in_float32(patch):
+    def part_norms(rows, parts):
+        return clipping.torch.stack([rows[:, part].square().sum(dim=1) for part in parts]).sqrt().double()
+
+    patch.setattr(clipping, "part_norms", part_norms)
+
+
+def shared_padding(patch):
+    def passes(_, items):
+        shape = BatchShape(rows=len(items), tokens=max(map(num_tokens, items), default=0), full=False)
+        return [Pass(positions=list(range(len(items))), shape=shape)] if items else []
+
+    patch.setattr(TrainingModel, "passes", passes)
+
+
+def free_retry(patch):
+    charge = guard.charge
+    patch.setattr(guard, "charge", lambda *args, **options: charge(*args, **options) or True)
+
+
+def the_coordinators_labels(patch):
+    """They take the place of the operator's, and decide which records there are before anything is paid for."""
+    on_terms, registered = holder._on_terms, answer._registered
+
+    def with_labels_of_run(run, terms, policy):
+        return on_terms(run, replace(terms, labels=run.labels), policy)
+
+    def only_with_records(config, bench, own):
+        if not len(federated.load_own(config, own.terms.source).clients[0]):
+            raise InputError("no record has any of these labels")
+        return registered(config, bench, own)
+
+    patch.setattr(holder, "_on_terms", with_labels_of_run)
+    patch.setattr(answer, "_registered", only_with_records)
+
+
+BROKEN: dict[str, tuple[Break, str]] = {
+    "tokenizing before the check": (
+        tokenizing_before_the_check,
+        "a tokenizer that fails, for a request that is refused",
+    ),
+    "failing loudly": (failing_loudly, "a record on which the model fails"),
+    "one failure for all": (without_isolation, "a record on which the model fails"),
+    "norms in float32": (norms_in_float32, "gradients whose squares vanish"),
+    "shared padding": (shared_padding, "padding by a long record, convolutions"),
+    "free retry": (free_retry, "a process that ends within a round"),
+    "the coordinator's labels": (the_coordinators_labels, "labels that only one record has"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_node_without_one_protection_is_caught(approved, starts, tmp_path, monkeypatch, name):
+    break_, attack = BROKEN[name]
+    break_(monkeypatch)
+    assert play(ATTACKS[attack](starts), approved, tmp_path).interferes
