@@ -13,8 +13,7 @@ def make_tiny_bert(folder: Path, words: Iterable[str]) -> Path:
     """A random BERT of 2 layers and width 64 with a tokenizer of the given words, saved for transformers."""
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *dict.fromkeys(words)]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "vocab.txt").write_text("\n".join(vocabulary))
-    tokenizer = BertTokenizerFast(vocab_file=str(folder / "vocab.txt"))
+    tokenizer = BertTokenizerFast(vocab={word: index for index, word in enumerate(vocabulary)})
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = BertConfig(

@@ -98,6 +98,12 @@ class Workbench:
         """An empty set, for an update that is noise alone."""
         return self.tokenize(TextData((), ()))
 
+    @cached_property
+    def features(self) -> tuple[str, ...]:
+        """What the tokenizer returns for a record, by name."""
+        pairs = ("",) if self._config.text_pair_column else None
+        return tuple(self.tokenize(TextData(("",), self.label_names[:1], pairs)).features)
+
     def client(self, client: int) -> Records:
         """The tokenised records that the client trains on, by its index in `data.clients`."""
         if client not in self._clients:

@@ -30,6 +30,7 @@ from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
 from fedpriv.protocol import Broadcast, EvaluationRelease, Release
 from fedpriv.training import private_evaluation
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
+from fedpriv.training.rehearsal import rehearse
 from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.training.workbench import Workbench
@@ -98,6 +99,16 @@ def prepare(request: Request, holder: Holder) -> UpdateTask:
     guard.check_broadcast(broadcast, policy.limits)
     bench.model.check({name: tensor.shape for name, tensor in broadcast.adapter.items()})
     bench.model.check_merged(broadcast.merged)
+    if holder.terms is not None:
+        rehearse(
+            bench.model,
+            adapter=broadcast.adapter,
+            merged=broadcast.merged,
+            spec=spec,
+            max_length=config.max_length,
+            num_labels=len(bench.label_names),
+            features=bench.features,
+        )
     is_new = guard.charge(policy, key, event, data_set, noise_source=config.noise_source)
     holder.before_records()
     holder.journal.write("charged", run=key.run, round=key.round, recorded=data_set is not None)

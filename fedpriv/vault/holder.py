@@ -178,7 +178,13 @@ def _on_terms(config: RunConfig, terms: Terms, policy: NodePolicy) -> RunConfig:
         raise RefusedError(f"model = {config.model!r}: this node's operator has not approved it")
     if not _is_unchanged(model):
         raise RefusedError(f"model = {config.model!r}: its files changed since this node's operator approved them")
-    return replace(config, model=model.folder, memory_limit_mb=terms.memory_limit_mb, device=terms.device)
+    return replace(
+        config,
+        model=model.folder,
+        text_pair_column=terms.source.text_pair_column,
+        memory_limit_mb=terms.memory_limit_mb,
+        device=terms.device,
+    )
 
 
 @lru_cache(maxsize=8)
