@@ -24,7 +24,7 @@ _FLOAT_BYTES = 4
 # Tokens of a pass on a CPU, times the root of the widest activation. Each length's last pass is half dummies on
 # average, which costs in proportion to the tokens; each pass has a fixed cost, in inverse proportion. The sum is least
 # at a root of the number of tokens that take as long as the fixed cost. Measured: see results/benchmarks.md.
-_TOKENS_TIMES_ROOT_OF_WIDTH = 10_000
+_TOKENS_TIMES_ROOT_OF_WIDTH = 10_240
 
 # Records of the shortest padded length in a pass on a CPU, at least.
 _LENGTHS_AT_ONCE = 16
@@ -73,7 +73,7 @@ class _Footprint:
         """Of record lengths: for a small model a further pass costs more than further padding."""
         if not self.on_cpu:
             return MULTIPLE
-        return max(MULTIPLE, 2 ** ((self.tokens_at_once // _LENGTHS_AT_ONCE).bit_length() - 1))
+        return max(MULTIPLE, 1 << ((self.tokens_at_once // _LENGTHS_AT_ONCE).bit_length() - 1))
 
     def rows(self, tokens: int, memory_limit: int) -> int:
         """The number of rows of a pass of records of this length, >= 1: on a CPU a constant, on a GPU the most."""
