@@ -1,1 +1,1 @@
-"""What a data holder does on its machine: make a node, register its data, approve code, take part."""
+"""What a data holder does on its machine: make a node, approve models and code, take part."""

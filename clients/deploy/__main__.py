@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from clients.deploy import approvals, folder, records, supernode
+from clients.deploy import approvals, folder, models, supernode
 from clients.deploy import doctor as node_doctor
-from clients.deploy.folder import Node
+from clients.deploy.folder import Made, Node
 from fedpriv.deployment.checks import print_checks
 from fedpriv.deployment.command_line import run_command_line
 from fedpriv.errors import InputError
@@ -39,46 +40,96 @@ def init(
     text_column: Annotated[str, typer.Option(help="Column with the text.")] = "text",
     label_column: Annotated[str, typer.Option(help="Column with the label; empty for causal models.")] = "label",
     text_pair_column: Annotated[str, typer.Option(help="Column with the second text, for tasks on text pairs.")] = "",
+    labels: Annotated[str | None, typer.Option(help="The classes a,b,c, in the order that all holders use.")] = None,
     ledger: Annotated[Path | None, typer.Option(help="The node's ledger; by default ledger.sqlite in DIR.")] = None,
     budget_epsilon: Annotated[float | None, typer.Option(help="Epsilon that all runs together may spend, > 0.")] = None,
     delta: Annotated[float | None, typer.Option(help="By default 1 / (10 N_k), at most 1e-5.")] = None,
     port: Annotated[int, typer.Option(help="Free port on this machine, for local use only.")] = folder.DEFAULT_PORT,
 ) -> None:
-    """Create a node's folder: a key pair, the coordinator's certificate, settings and a policy.
+    """Create a node's folder: a key pair, settings and a policy; read the records once, and register their number.
+
+    With --data, labels and a budget are required; on a terminal they are asked for.
 
     Example: python -m clients.deploy init ~/node --superlink fl.example.org:9093 --ca ca.crt --partition-id 0
-    --data records.csv --text-column note --label-column department --budget-epsilon 4
+    --data records.csv --text-column note --label-column department --labels cardiology,neurology --budget-epsilon 4
     """
-    columns = {"text_column": text_column, "label_column": label_column, "text_pair_column": text_pair_column}
-    node = folder.make(
+    own: dict[str, object] = {}
+    if data is not None:
+        own = {"text_column": text_column, "label_column": label_column, "text_pair_column": text_pair_column}
+        if label_column and labels is None:
+            labels = _asked("labels", "Labels a,b,c, in the order that all holders agreed on")
+        if budget_epsilon is None and (answer := _asked("budget-epsilon", "Epsilon that all runs together may spend")):
+            budget_epsilon = _number("budget-epsilon", answer)
+        own |= {"labels": _names(labels), "data": data.expanduser().absolute()}
+    made = folder.make(
         dir_,
         ca=ca,
         superlink=superlink,
+        port=port,
         partition_id=partition_id,
         name=f"node-{partition_id}" if name is None else name,
-        port=port,
-        data=data.expanduser().absolute() if data else None,
-        **(columns if data else {}),
+        **own,
         ledger_file=ledger.expanduser().absolute() if ledger else None,
         budget_epsilon=budget_epsilon,
         delta=delta,
     )
-    typer.echo(f"created {node.folder}; keep {node.key} secret and review {node.policy}")
+    _tell(made, shlex.quote(str(dir_)))
+
+
+def _tell(made: Made, quoted: str) -> None:
+    """What was made, and what is left to do."""
+    node = made.node
+    typer.echo(f"created {node.folder}; keep {node.vault.key} secret and review {node.vault.policy}")
+    if made.found is not None and made.data_set is not None:
+        for line in made.found.lines():
+            typer.echo(line)
+        typer.echo(f"registered N_k = {made.data_set.num_records}, data set {made.data_set.id}")
+        if made.data_set.num_records != made.found.num_records:
+            typer.echo(f"note: {node.vault.ledger} had registered this number before, and it stays")
     typer.echo(f"send to the coordinator: {node.public_key}")
     typer.echo(node.public_key.read_text().strip())
-    quoted = shlex.quote(str(dir_))
-    for command in (f"register {quoted}", f"approve {quoted} --this-checkout", f"doctor {quoted}", f"start {quoted}"):
+    steps = [f"approve-model {quoted} MODEL"] if made.found is not None else []
+    for command in (*steps, f"approve {quoted} --this-checkout", f"doctor {quoted}", f"start {quoted}"):
         typer.echo(f"next: python -m clients.deploy {command}")
 
 
-@app.command()
-def register(dir_: Folder) -> None:
-    """Count the records and register them in the node's own ledger; their number is fixed from then on.
+def _asked(option: str, question: str) -> str:
+    """The answer of whoever sits at the terminal.
 
-    Example: python -m clients.deploy register ~/node
+    Raises:
+        InputError: nobody does.
     """
-    data_set = records.register(Node.read(dir_))
-    typer.echo(f"N_k = {data_set.num_records}, data set {data_set.id}")
+    if not sys.stdin.isatty():
+        raise InputError(f"--{option}: is required with --data")
+    return str(typer.prompt(question))
+
+
+def _number(option: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"--{option} = {text!r}: must be a number") from None
+
+
+def _names(text: str | None) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",")) if text else ()
+
+
+@app.command("approve-model")
+def approve_model(
+    dir_: Folder,
+    model: Annotated[str, typer.Argument(help="A folder, all-MiniLM-L6-v2, or a name on the Hugging Face Hub.")],
+    name: Annotated[str | None, typer.Option(help="What runs call it; by default MODEL.")] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="The name may have stood for other files.")] = False,
+) -> None:
+    """Allow a model and its tokenizer to run on this node, as their files are now.
+
+    Example: python -m clients.deploy approve-model ~/node all-MiniLM-L6-v2
+    """
+    approval = models.approve(Node.read(dir_).vault, model, name=name, replace_old=replace)
+    state = "is approved" if approval.is_new else "was approved before"
+    typer.echo(f"{approval.model.name} {state}: digest {approval.model.digest}, {approval.num_bytes} bytes")
+    typer.echo(f"in {approval.model.folder}; the node refuses it once a file there changes")
 
 
 @app.command()
@@ -103,7 +154,7 @@ def approve(
 
 @app.command()
 def start(dir_: Folder) -> None:
-    """Run the node in the foreground until SIGINT or SIGTERM.
+    """Run the node's vault and its SuperNode in the foreground until SIGINT or SIGTERM.
 
     Example: python -m clients.deploy start ~/node
     """
@@ -112,11 +163,23 @@ def start(dir_: Folder) -> None:
 
 @app.command()
 def doctor(dir_: Folder) -> None:
-    """Check this machine: versions, connection, clock, data, ledger, key, policy, disk. Exit code 0 if all checks pass.
+    """Check this machine: connection, key, policy, labels, budget, models, files, disk. Exit code 0 if all checks pass.
+
+    The records are not opened.
 
     Example: python -m clients.deploy doctor ~/node
     """
     raise typer.Exit(0 if print_checks(node_doctor.checks(Node.read(dir_))) else 1)
+
+
+@app.command()
+def reopen(dir_: Folder) -> None:
+    """Let a node that closed itself take part again, and say why it had closed.
+
+    Example: python -m clients.deploy reopen ~/node
+    """
+    typer.echo(f"the node had closed: {node_doctor.reopen(Node.read(dir_).vault)}")
+    typer.echo("it is open again")
 
 
 if __name__ == "__main__":

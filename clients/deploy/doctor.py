@@ -1,9 +1,10 @@
-"""Checks of a data holder's machine."""
+"""Checks of a data holder's machine; none of them opens the records."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from clients.deploy import records
 from clients.deploy.approvals import approved
 from clients.deploy.folder import Node
 from fedpriv.deployment.checks import (
@@ -11,6 +12,7 @@ from fedpriv.deployment.checks import (
     check_clock,
     check_data,
     check_disk,
+    check_files,
     check_key,
     check_ledger,
     check_policy,
@@ -21,34 +23,85 @@ from fedpriv.deployment.checks import (
     check_versions,
 )
 from fedpriv.errors import InputError
+from fedpriv.vault import models
+from fedpriv.vault.settings import VaultSettings
 
 _MIN_DISK_BYTES = 2**30
 
 
 def checks(node: Node) -> Iterator[Check]:
-    """The checks of this machine before the SuperNode is started."""
+    """The checks of this machine before vault and SuperNode are started."""
+    vault = node.vault
     yield check_python()
     yield check_versions()
     yield check_tls(node.superlink_host, node.superlink_port, node.ca_certificate)
     yield check_clock(node.superlink_host, node.superlink_port, node.ca_certificate)
     yield check_port_free("127.0.0.1", node.port)
-    yield check_key(node.key)
-    yield check_policy(node.policy)
-    if node.data is None:
-        yield Check("data", True, "the embedded synthetic corpus; no real records")
-    else:
-        yield check_data(node.data, node.text_column, node.label_column, node.text_pair_column)
-    yield _budget(node)
-    yield check_ledger(node.ledger)
-    yield check_registered(node.ledger)
+    yield check_key(vault.key)
+    yield check_policy(vault.policy)
+    yield check_ledger(vault.ledger)
+    yield from _own_records(vault) if vault.data else _corpus()
+    yield _closed(vault)
     yield _approved(node)
     yield check_disk(node.folder, _MIN_DISK_BYTES)
 
 
-def _budget(node: Node) -> Check:
-    if node.budget_epsilon is None:
-        return Check("budget", True, "none: nothing limits what all runs spend; set budget_epsilon in node.toml")
-    return Check("budget", True, f"epsilon {node.budget_epsilon:g} for all runs together")
+def _corpus() -> Iterator[Check]:
+    yield Check("data", True, "the embedded synthetic corpus; no real records, so no budget and any model")
+
+
+def _own_records(vault: VaultSettings) -> Iterator[Check]:
+    assert vault.data is not None, "asked of nodes with records of their own"
+    yield check_data(vault.data)
+    yield check_files((vault.data, vault.ledger, vault.events), vault.client_user)
+    yield _of("labels", lambda: records.check_labels(vault), ", ".join(vault.labels) or "none, for causal models")
+    yield _of("budget", lambda: records.check_budget(vault), f"epsilon {vault.budget_epsilon} for all runs together")
+    yield check_registered(vault.ledger)
+    yield _models(vault)
+
+
+def _of(name: str, check: Callable[[], None], detail: str) -> Check:
+    try:
+        check()
+    except InputError as error:
+        return Check(name, False, str(error))
+    return Check(name, True, detail)
+
+
+def _models(vault: VaultSettings) -> Check:
+    try:
+        known = models.read(vault.models)
+    except InputError as error:
+        return Check("models", False, str(error))
+    if not known:
+        return Check("models", False, f"{vault.models}: no model may run here yet; run `approve-model`")
+    for model in known:
+        if not models.is_unchanged(model):
+            return Check("models", False, f"{model.name}: its files changed; look at them, `approve-model --replace`")
+    return Check("models", True, ", ".join(f"{model.name} ({model.digest[:12]}...)" for model in known))
+
+
+def _closed(vault: VaultSettings) -> Check:
+    if vault.closed.exists():
+        return Check("open", False, f"the node closed: {_reason(vault)}; find out why, then run `reopen`")
+    return Check("open", True, "takes part in runs")
+
+
+def _reason(vault: VaultSettings) -> str:
+    return " ".join(vault.closed.read_text(errors="replace").split()) or f"{vault.closed} does not say why"
+
+
+def reopen(vault: VaultSettings) -> str:
+    """Let a closed node take part again, and return why it had closed.
+
+    Raises:
+        InputError: it is not closed.
+    """
+    if not vault.closed.exists():
+        raise InputError(f"{vault.closed}: no such file; the node is open")
+    reason = _reason(vault)
+    vault.closed.unlink()
+    return reason
 
 
 def _approved(node: Node) -> Check:

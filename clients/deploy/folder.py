@@ -1,8 +1,9 @@
-"""A node's folder: its key, its policy, its ledger, and what it knows about the coordinator."""
+"""A node's folder: its key, its policy, its ledger, its vault's settings, and what it knows about the coordinator."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass as plain_dataclass
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,53 +12,54 @@ import tomli_w
 from pydantic import ConfigDict, Field, field_validator
 from pydantic.dataclasses import dataclass
 
+from clients.deploy import records
+from clients.deploy.records import Found
 from fedpriv.deployment import certificates, keys
 from fedpriv.deployment.files import new_folder
 from fedpriv.deployment.settings import read_settings, split_address, validated
+from fedpriv.errors import InputError
+from fedpriv.ledger.entries import DataSet
+from fedpriv.vault import models
+from fedpriv.vault import settings as vault_settings
 from fedpriv.vault.policy import Limits
+from fedpriv.vault.settings import VaultSettings
 
 DEFAULT_PORT = 9094
+FILE = "node.toml"
 
+_NODE_HEADER = "# Where the coordinator is. What the node does with its records stands in vault.toml.\n"
+_VAULT_HEADER = """\
+# What this node's operator decides; no coordinator sees or changes it. docs/deployment.md lists all keys, among them
+# memory_limit_mb, device and client_user, which have defaults.
+"""
 _POLICY_HEADER = "# What a coordinator may request from this node; it refuses anything beyond.\n"
 _POLICY_COMMENTS: Mapping[str, str] = {
     "min_effective_noise_multiplier": "Minimum noise multiplier, divided by the clipping rule's sensitivity factor.",
     "max_sampling_probability": "Maximum expected batch size, divided by the registered number of records.",
     "max_local_steps": "Maximum number of noisy steps in a round.",
     "max_rounds": "Maximum number of rounds in a run.",
+    "min_clip_norm": "Minimum clip norm; far below it, clipping would work on rounding errors.",
     "max_clip_norm": "Maximum clip norm; with a larger one, clipping would have little effect.",
+    "max_learning_rate": "Maximum learning rate and weight decay of the local optimizer.",
+    "max_broadcast_value": "Maximum magnitude of any value that the coordinator sends.",
+    "max_length": "Maximum number of tokens of a record; longer records are truncated.",
 }
 _APPROVED_HEADER = "# SHA-256 of each bundle that may run here, one per line; `approve` adds them.\n"
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class Node:
-    """A node's settings and the paths of its files.
+    """A node's connection to its coordinator, its vault's settings, and the paths of its files.
 
     Attributes:
-        folder: absolute path.
         superlink: HOST:PORT of the coordinator.
-        partition_id: which client of a run the node is.
-        name: for display, visible to the coordinator.
         port: on this machine, for Flower's own processes; it need not be reachable from outside.
-        data: file with the records; None stands for a hospital of the embedded synthetic corpus.
-        text_column, label_column, text_pair_column: of the file; empty if there is none.
-        ledger_file: None stands for ledger.sqlite in the folder.
-        budget_epsilon: that all runs together may spend; None sets no limit.
-        delta: for the budget; None stands for 1 / (10 N_k), at most 1e-5.
+        vault: what its operator decides.
     """
 
-    folder: Path
     superlink: str
-    partition_id: Annotated[int, Field(ge=0)]
-    name: Annotated[str, Field(min_length=1, max_length=100)]
     port: Annotated[int, Field(ge=1, le=65535)] = DEFAULT_PORT
-    data: Path | None = None
-    text_column: str = "text"
-    label_column: str = "label"
-    text_pair_column: str = ""
-    ledger_file: Path | None = None
-    budget_epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    delta: Annotated[float, Field(gt=0, lt=1)] | None = None
+    vault: VaultSettings
 
     @field_validator("superlink")
     @classmethod
@@ -72,7 +74,17 @@ class Node:
         Raises:
             InputError: there are no settings, or invalid ones.
         """
-        return read_settings(Node, folder / "node.toml", folder=folder.absolute())
+        if (folder / FILE).is_file() and not (folder / vault_settings.FILE).is_file():
+            raise InputError(
+                f"{folder}: has no {vault_settings.FILE}, it was made by an earlier version; make a new folder with "
+                "`init`, and name this folder's ledger with --ledger, so that what was spent stays spent"
+            )
+        return read_settings(Node, folder / FILE, vault=VaultSettings.read(folder))
+
+    @property
+    def folder(self) -> Path:
+        """Absolute path."""
+        return self.vault.folder
 
     @property
     def superlink_host(self) -> str:
@@ -90,34 +102,14 @@ class Node:
         return self.folder / certificates.CA_CERTIFICATE
 
     @property
-    def key(self) -> Path:
-        """The node's private key."""
-        return self.folder / "node.key"
-
-    @property
     def public_key(self) -> Path:
         """The node's public key, which the coordinator registers."""
-        return keys.public_path(self.key)
-
-    @property
-    def ledger(self) -> Path:
-        """The node's own ledger."""
-        return self.ledger_file or self.folder / "ledger.sqlite"
-
-    @property
-    def policy(self) -> Path:
-        """The file with the limits on what a coordinator may request."""
-        return self.folder / "policy.toml"
+        return keys.public_path(self.vault.key)
 
     @property
     def approved(self) -> Path:
         """The file with the digests of the bundles that may run here."""
         return self.folder / "approved-fabs"
-
-    @property
-    def events(self) -> Path:
-        """The log of what the node did, one event per line."""
-        return self.folder / "events.jsonl"
 
     @property
     def flower_home(self) -> Path:
@@ -131,44 +123,52 @@ class Node:
 
     @property
     def node_config(self) -> dict[str, int | float | str]:
-        """The node's own settings, as its ClientApp receives them."""
-        values: dict[str, int | float | str] = {"partition-id": self.partition_id, "name": self.name}
-        if self.data is not None:
-            values |= {"data": str(self.data), "text-column": self.text_column, "label-column": self.label_column}
-            values |= {"text-pair-column": self.text_pair_column}
-        values |= {"ledger": str(self.ledger), "policy": str(self.policy)}
-        values |= {"identity-key": str(self.key), "events": str(self.events)}
-        if self.budget_epsilon is not None:
-            values["budget-epsilon"] = self.budget_epsilon
-        if self.delta is not None:
-            values["delta"] = self.delta
-        return values
+        """All that the ClientApp, which the coordinator ships, is told of the node."""
+        return {"vault": str(self.vault.socket), "partition-id": self.vault.partition_id, "name": self.vault.name}
 
 
-def make(folder: Path, *, ca: Path, **settings: Any) -> Node:
-    """Create a node's folder, with a key pair, the coordinator's certificate and a policy to review.
+@plain_dataclass(frozen=True)
+class Made:
+    """A new node, what its file holds, and how it is registered; both None if it has no records of its own."""
+
+    node: Node
+    found: Found | None
+    data_set: DataSet | None
+
+
+def make(folder: Path, *, ca: Path, superlink: str, port: int = DEFAULT_PORT, **settings: Any) -> Made:
+    """Create a node's folder, with a key pair, the coordinator's certificate and a policy; register its records.
 
     Args:
         folder: does not exist or is empty.
         ca: the coordinator's ca.crt.
-        settings: fields of `Node`; None stands for a field's default.
+        superlink: HOST:PORT of the coordinator.
+        port: on this machine.
+        settings: fields of `VaultSettings`; None stands for a field's default.
 
     Raises:
         InputError: a setting, the certificate or the data cannot be used; nothing was written.
+        LedgerError: the ledger cannot be used.
     """
     values = {key: value for key, value in settings.items() if value is not None}
-    node = validated(Node, values, folder=folder.absolute())
+    connection = {"superlink": superlink, "port": port}
+    vault = validated(VaultSettings, values, folder=folder.absolute())
+    node = validated(Node, connection, vault=vault)
     certificates.valid_until(ca)
-    if node.data is not None:
-        _check_data(node, node.data)
+    records.check_terms(vault)
+    found = records.find(vault) if vault.data else None
     with new_folder(node.folder) as new:
-        keys.make_key_pair(new / node.key.name)
+        keys.make_key_pair(new / vault.key.name)
         (new / node.ca_certificate.name).write_bytes(ca.read_bytes())
-        (new / "node.toml").write_text(tomli_w.dumps(_plain(values)))
-        (new / node.policy.name).write_text(policy_text())
+        (new / FILE).write_text(_NODE_HEADER + tomli_w.dumps(connection))
+        (new / vault_settings.FILE).write_text(_VAULT_HEADER + tomli_w.dumps(_plain(values)))
+        (new / vault.policy.name).write_text(policy_text())
+        (new / vault.models.name).write_text(models.text_of(()))
         (new / node.approved.name).write_text(_APPROVED_HEADER)
         (new / node.flower_home.name).mkdir()
-    return node
+        ledger = vault.ledger_file or new / vault.ledger.name
+        data_set = records.register(vault, ledger, found.num_records) if found else None
+    return Made(node, found, data_set)
 
 
 def policy_text() -> str:
@@ -180,9 +180,3 @@ def policy_text() -> str:
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
-
-
-def _check_data(node: Node, data: Path) -> None:
-    from fedpriv.data.checks import describe  # slow to import
-
-    describe(str(data), text=node.text_column, label=node.label_column, text_pair=node.text_pair_column)

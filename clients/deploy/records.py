@@ -1,41 +1,119 @@
-"""The node's data set: its number of records, and its registration in the node's own ledger."""
+"""A node's own records, read once when the node is made: how many there are, and what labels they have."""
 
 from __future__ import annotations
 
-from clients.deploy.folder import Node
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
 from fedpriv.errors import InputError
 from fedpriv.ledger.entries import DataSet
+from fedpriv.vault.settings import VaultSettings
 
 
-def num_records(node: Node) -> int:
-    """N_k: all records of the node's file, or of its hospital in the embedded corpus.
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a file of records holds.
+
+    Attributes:
+        num_records: N_k, of the whole file, whatever label a record has.
+        counts: number of records of each agreed label, in the agreed order.
+        num_other_labels: records with a label that was not agreed on; nothing trains on them.
+        num_without_label: records that have none.
+        num_empty: records whose text is empty.
+    """
+
+    num_records: int
+    counts: Mapping[str, int]
+    num_other_labels: int
+    num_without_label: int
+    num_empty: int
+
+    def lines(self) -> list[str]:
+        """What to tell the operator."""
+        found = [f"found {self.num_records} records, {self.num_empty} of them empty"]
+        if self.counts:
+            found.append("labels: " + ", ".join(f"{label} {number}" for label, number in self.counts.items()))
+            others = f"{self.num_other_labels} records have another label and {self.num_without_label} have none"
+            found.append(f"{others}: they count in N_k, and nothing trains on them")
+        return found
+
+
+def check_terms(vault: VaultSettings) -> None:
+    """Refuse settings that leave to a coordinator what the operator of a node with records of its own must decide.
 
     Raises:
-        InputError: the file or a column is missing, or the corpus has no hospital for this partition id.
+        InputError: one line that names the setting.
     """
-    if node.data is not None:
-        from fedpriv.data.checks import describe  # slow to import
-
-        columns = {"text": node.text_column, "label": node.label_column, "text_pair": node.text_pair_column}
-        return int(describe(str(node.data), **columns)["records"])
-    from fedpriv.data.hospital import HOSPITAL_SIZES
-
-    if node.partition_id >= len(HOSPITAL_SIZES):
-        last = len(HOSPITAL_SIZES) - 1
-        raise InputError(f"partition_id = {node.partition_id}: the embedded corpus has hospitals 0..{last}; set data")
-    return HOSPITAL_SIZES[node.partition_id]
+    if vault.data is None:
+        return
+    check_budget(vault)
+    check_labels(vault)
 
 
-def register(node: Node) -> DataSet:
+def check_budget(vault: VaultSettings) -> None:
+    """Refuse a node that spends without end.
+
+    Raises:
+        InputError: it has records of its own, and no budget.
+    """
+    if vault.data is not None and vault.budget_epsilon is None:
+        raise InputError("budget_epsilon: required for records of the node's own; give --budget-epsilon, such as 4")
+
+
+def check_labels(vault: VaultSettings) -> None:
+    """Refuse labels that are not two or more classes, each named once; or labels without a column.
+
+    Raises:
+        InputError: one line that says which.
+    """
+    if vault.data is None:
+        return
+    if not vault.label_column:
+        if vault.labels:
+            raise InputError("labels: given without a label_column; causal models have neither")
+        return
+    if not vault.labels:
+        raise InputError(
+            "labels: required, the classes in the order that all holders agreed on; give --labels a,b,c, or "
+            '--label-column "" for causal models'
+        )
+    if len(vault.labels) < 2 or len(set(vault.labels)) < len(vault.labels) or "" in vault.labels:
+        raise InputError(f"labels = {','.join(vault.labels)}: must be two or more names, each once")
+
+
+def find(vault: VaultSettings) -> Found:
+    """What the node's file holds.
+
+    Raises:
+        InputError: the file or a column is missing.
+    """
+    from fedpriv.data.checks import describe  # slow to import
+
+    columns = {"text": vault.text_column, "label": vault.label_column, "text_pair": vault.text_pair_column}
+    summary = describe(str(vault.data), **columns)
+    by_label: Mapping[str, int] = summary.get("labels", {})
+    counts = {label: by_label.get(label, 0) for label in vault.labels}
+    return Found(
+        num_records=summary["records"],
+        counts=counts,
+        num_other_labels=sum(by_label.values()) - sum(counts.values()),
+        num_without_label=summary.get("records_without_label", 0),
+        num_empty=summary["empty_texts"],
+    )
+
+
+def register(vault: VaultSettings, ledger: Path, num_records: int) -> DataSet:
     """The node's data set in its ledger, registered now if it was not before; N_k is that of its first registration.
 
     Raises:
-        InputError: the data cannot be read.
         LedgerError: the ledger cannot be used.
     """
     from fedpriv.vault import guard  # slow to import
 
-    policy = guard.NodePolicy(ledger=node.ledger, budget_epsilon=node.budget_epsilon, delta=node.delta)
-    data_set = guard.registered_data_set(policy, str(node.partition_id), num_records(node))
+    policy = guard.NodePolicy(ledger=ledger, budget_epsilon=vault.budget_epsilon, delta=vault.delta)
+    data_set = guard.registered_data_set(policy, str(vault.partition_id), num_records)
     assert data_set is not None, "a node with a ledger registers its data"
+    if vault.ledger_file is None:
+        ledger.chmod(0o600)
     return data_set

@@ -1,17 +1,22 @@
-"""The SuperNode of a data holder: it runs in the foreground and shows its log."""
+"""A data holder's vault and its SuperNode: they run in the foreground and show their logs."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import tomli_w
 
+from clients.deploy import separate_users, vault_process
 from clients.deploy.approvals import ROOT
 from clients.deploy.folder import Node
+from clients.deploy.separate_users import Users
 from fedpriv.deployment.checks import check_key, check_port_free
 from fedpriv.deployment.files import replace
 from fedpriv.deployment.flower import EXIT_CODES, environment, logged_exit_code, run_in_foreground
@@ -32,42 +37,51 @@ def program(node: Node) -> list[str]:
     return [sys.executable, "-m", "clients.deploy.approved_supernode", str(node.approved)]
 
 
-def command(node: Node) -> list[str]:
-    """The command that starts the SuperNode; a file holds its settings, since paths may contain spaces and quotes."""
+def command(node: Node, key: Path) -> list[str]:
+    """The command that starts the SuperNode; a file holds its settings, since paths may contain spaces and quotes.
+
+    Args:
+        node: whose SuperNode to start.
+        key: the file with its private key that the SuperNode reads.
+    """
     return [
         *program(node),
         *("--superlink", node.superlink, "--root-certificates", str(node.ca_certificate)),
-        *("--auth-supernode-private-key", str(node.key)),
+        *("--auth-supernode-private-key", str(key)),
         *("--host", _HOST, "--port", str(node.port)),
         *("--node-config", str(node.node_config_file)),
     ]
 
 
 def start(node: Node, say: Callable[[str], None]) -> int:
-    """Run the SuperNode until a signal or an error ends it, and return its exit code.
+    """Run the vault and the SuperNode until a signal or an error ends the latter, and return its exit code.
 
     Args:
-        node: whose SuperNode to run.
-        say: prints a line.
+        node: whose vault and SuperNode to run.
+        say: prints a line; other threads call it too.
 
     Raises:
-        InputError: its port is taken, or its key cannot be used.
+        InputError: its port is taken, its key cannot be used, or the SuperNode cannot run as the user that it should.
+        FlowerError: the vault does not start.
     """
-    for check in (check_key(node.key), check_port_free(_HOST, node.port)):
+    for check in (check_key(node.vault.key), check_port_free(_HOST, node.port)):
         if not check.ok:
             raise InputError(f"{check.name} = {check.detail}")
+    variables = _variables(node)
+    users = separate_users.prepared(node, variables)
     replace(node.node_config_file, tomli_w.dumps(node.node_config).encode())
-    say(f"SuperNode started for {node.superlink}, partition {node.partition_id}; its log follows")
-    started = time.monotonic()
-    while True:
-        ending = _run(node, say)
-        if not ending.not_admitted or time.monotonic() - started > _MAX_RETRY_SECONDS:
-            break
-        say(
-            "not admitted: its key is not registered, or in use (by a killed node for up to a minute); "
-            f"retrying in {_RETRY_DELAY_SECONDS:g} s"
-        )
-        time.sleep(_RETRY_DELAY_SECONDS)
+    with _ended_by_signals(), vault_process.running(node, say, variables=variables, user=users.vault):
+        say(f"SuperNode started for {node.superlink}, partition {node.vault.partition_id}; its log follows")
+        started = time.monotonic()
+        while True:
+            ending = _run(node, users, variables, say)
+            if not ending.not_admitted or time.monotonic() - started > _MAX_RETRY_SECONDS:
+                break
+            say(
+                "not admitted: its key is not registered, or in use (by a killed node for up to a minute); "
+                f"retrying in {_RETRY_DELAY_SECONDS:g} s"
+            )
+            time.sleep(_RETRY_DELAY_SECONDS)
     say(f"SuperNode ended with exit code {ending.code}{ending.meaning}")
     return ending.code
 
@@ -81,7 +95,7 @@ class _Ending:
     not_admitted: bool
 
 
-def _run(node: Node, say: Callable[[str], None]) -> _Ending:
+def _run(node: Node, users: Users, variables: Mapping[str, str], say: Callable[[str], None]) -> _Ending:
     reasons: list[int] = []
     refusals: list[str] = []
 
@@ -92,7 +106,13 @@ def _run(node: Node, say: Callable[[str], None]) -> _Ending:
         if _NOT_ADMITTED in line:
             refusals.append(line)
 
-    code = run_in_foreground(command(node), variables=_variables(node), folder=node.folder, on_line=on_line)
+    code = run_in_foreground(
+        command(node, users.key),
+        variables=users.client_variables(variables),
+        folder=node.flower_home,
+        on_line=on_line,
+        user=users.client,
+    )
     meaning = "".join(f": {EXIT_CODES[reason]}" for reason in reasons[-1:] if reason in EXIT_CODES)
     return _Ending(code, meaning, bool(refusals) and code != 0)
 
@@ -101,3 +121,18 @@ def _variables(node: Node) -> dict[str, str]:
     """Flower's environment, with this checkout's modules importable from any folder."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return environment(node.flower_home, PYTHONPATH=os.pathsep.join(paths))
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """While no SuperNode runs, SIGTERM ends this process as SIGINT does, so that the vault is ended too."""
+
+    def end(*_: object) -> None:
+        raise SystemExit(0)
+
+    previous = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -17,12 +17,15 @@ from importlib import metadata
 from pathlib import Path
 
 from fedpriv.deployment import keys
+from fedpriv.deployment.users import can_read, user_named
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.ledger import entries, reader
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.vault.policy import Limits
 
 _TIMEOUT_SECONDS = 5.0
+
+_UNREGISTERED = "holds no data set; restore the ledger that `init` made, or make a new folder with `init`"
 
 # X509_V_ERR_... of OpenSSL: https://docs.openssl.org/master/man3/X509_STORE_CTX_get_error/
 _NOT_YET_VALID, _EXPIRED = 9, 10
@@ -155,29 +158,24 @@ def check_ledger(path: Path) -> Check:
 def check_registered(path: Path) -> Check:
     """Whether a data set is registered in the node's ledger; its N_k and id."""
     if not path.is_file():
-        return Check("registered", False, f"{path}: no data set yet; run `register`")
+        return Check("registered", False, f"{path}: {_UNREGISTERED}")
     try:
         with reader.reading(path) as db:
             data_set = entries.data_set(db, None)
     except LedgerError as error:
         return Check("registered", False, str(error))
     if data_set is None:
-        return Check("registered", False, f"{path}: no data set yet; run `register`")
+        return Check("registered", False, f"{path}: {_UNREGISTERED}")
     return Check("registered", True, f"N_k = {data_set.num_records}, data set {data_set.id}")
 
 
-def check_data(path: Path, text_column: str, label_column: str = "", text_pair_column: str = "") -> Check:
-    """Whether the data file can be read and has the columns; shows counts only, never a text."""
-    from fedpriv.data.checks import describe  # slow to import, and a coordinator does not need it
-
-    try:
-        summary = describe(str(path), text=text_column, label=label_column, text_pair=text_pair_column)
-    except InputError as error:
-        return Check("data", False, str(error))
-    detail = f"{summary['records']} records, {summary['empty_texts']} empty, {summary['duplicate_texts']} repeated"
-    if label_column:
-        detail += f", {summary['records_without_label']} without label, {len(summary['labels'])} labels"
-    return Check("data", True, detail)
+def check_data(path: Path) -> Check:
+    """Whether the file of records is there and can be read; it is not opened."""
+    if not path.is_file():
+        return Check("data", False, f"{path}: no such file")
+    if not os.access(path, os.R_OK):
+        return Check("data", False, f"{path}: this user may not read it")
+    return Check("data", True, f"{path}: {path.stat().st_size} bytes")
 
 
 def check_key(path: Path) -> Check:
@@ -200,6 +198,26 @@ def check_private(path: Path) -> Check:
     if mode & 0o077:
         return Check("key", False, f"{path}: mode {mode:o} lets others read it; chmod 600 {path}")
     return Check("key", True, f"{path}: mode {mode:o}")
+
+
+def check_files(paths: Iterable[Path], stranger: str = "") -> Check:
+    """Whether files are closed to all users but their owner and group; files that do not exist are.
+
+    Args:
+        paths: of the files.
+        stranger: a user who must not read them as owner or by group either; empty for none.
+    """
+    try:
+        user = user_named(stranger) if stranger else None
+        existing = [path for path in paths if path.is_file()]
+        for path in existing:
+            if (mode := path.stat().st_mode & 0o777) & 0o007:
+                return Check("files", False, f"{path}: mode {mode:o} lets everybody in; chmod 600 {path}")
+            if user is not None and can_read(user, path):
+                return Check("files", False, f"{path}: user {stranger} can read it; change its owner, then chmod 600")
+    except InputError as error:
+        return Check("files", False, str(error))
+    return Check("files", True, f"{len(existing)} files, closed to others")
 
 
 def check_policy(path: Path) -> Check:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fedpriv.deployment.users import User
 from fedpriv.errors import InputError
 
 
@@ -32,9 +33,16 @@ def write_new(path: Path, content: bytes, *, mode: int = 0o644) -> None:
         temporary.unlink()
 
 
-def replace(path: Path, content: bytes, *, mode: int = 0o644) -> None:
-    """Write a file, replacing any old one; a reader sees either the old or the new one."""
-    _temporary(path, content, mode).replace(path)
+def replace(path: Path, content: bytes, *, mode: int = 0o644, owner: User | None = None) -> None:
+    """Write a file, replacing any old one; a reader sees either the old or the new one.
+
+    Args:
+        path: in an existing folder.
+        content: of the file.
+        mode: its permissions, from the first byte on.
+        owner: whose file it becomes; None stands for the user of this process.
+    """
+    _temporary(path, content, mode, owner).replace(path)
 
 
 @contextmanager
@@ -59,7 +67,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise
 
 
-def _temporary(path: Path, content: bytes, mode: int) -> Path:
+def _temporary(path: Path, content: bytes, mode: int, owner: User | None = None) -> Path:
     """A temporary file beside `path` with this content, flushed to disk."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     with os.fdopen(descriptor, "wb") as file:
@@ -67,4 +75,6 @@ def _temporary(path: Path, content: bytes, mode: int) -> Path:
         file.flush()
         os.fsync(descriptor)
         os.fchmod(descriptor, mode)
+        if owner is not None:
+            os.fchown(descriptor, owner.uid, owner.gid)
     return Path(name)

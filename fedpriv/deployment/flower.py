@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fedpriv.deployment.users import User
+
 CONNECTION = "federation"
 
 _ANSWER_SECONDS = 120.0
@@ -105,7 +107,12 @@ def num_online(home: Path, *, folder: Path) -> int:
 
 
 def run_in_foreground(
-    command: Sequence[str], *, variables: Mapping[str, str], folder: Path, on_line: Callable[[str], None]
+    command: Sequence[str],
+    *,
+    variables: Mapping[str, str],
+    folder: Path,
+    on_line: Callable[[str], None],
+    user: User | None = None,
 ) -> int:
     """Run a command until it ends, and return its exit code; 128 + n if signal n ended it.
 
@@ -116,6 +123,7 @@ def run_in_foreground(
         variables: its environment.
         folder: to run it in.
         on_line: receives each line of its output, in a separate thread.
+        user: whose process it is; None stands for the user of this process.
     """
     forwarder = _SignalForwarder()
     with _handled_by(forwarder):
@@ -129,6 +137,7 @@ def run_in_foreground(
             text=True,
             errors="replace",
             process_group=0,
+            **(user.popen_options if user else {}),
         )
         forwarder.forward_to(child)
         relay = threading.Thread(target=_relay, args=(child, on_line), daemon=True)

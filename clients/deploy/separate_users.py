@@ -1,0 +1,107 @@
+"""The vault and the SuperNode as two users: code that the coordinator ships then cannot open records or ledger.
+
+The folder's owner keeps the vault. The SuperNode's user may pass through the folder to what it needs: the socket, the
+coordinator's certificate, the list of approved bundles, and Flower's own folder, which holds a copy of the node's key.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from clients.deploy.folder import Node
+from fedpriv.deployment.files import replace
+from fedpriv.deployment.users import User, owner_of, user_named
+from fedpriv.errors import InputError
+
+# Others may pass through a folder of this mode, and see no list of its files.
+_PASSABLE = 0o711
+
+_PROBE = "import sys, flwr, clients.deploy, fedpriv; [open(path).close() for path in sys.argv[1:]]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Users:
+    """Whose processes the vault and the SuperNode are.
+
+    Attributes:
+        vault: None stands for the user of this process.
+        client: the same, for the SuperNode and the ClientApps that it starts.
+        key: the file with the node's key that the SuperNode reads.
+        home: of the SuperNode, if it has a user of its own.
+    """
+
+    vault: User | None = None
+    client: User | None = None
+    key: Path
+    home: Path | None = None
+
+    def client_variables(self, variables: Mapping[str, str]) -> dict[str, str]:
+        """The environment of the SuperNode."""
+        return {**variables, **({"HOME": str(self.home)} if self.home else {})}
+
+
+def prepared(node: Node, variables: Mapping[str, str]) -> Users:
+    """The users of a node's processes, once its folder is ready for them.
+
+    Args:
+        node: whose settings may name a `client_user`.
+        variables: environment of the SuperNode.
+
+    Raises:
+        InputError: the SuperNode should run as a user that does not exist, or as whom it cannot run.
+    """
+    name = node.vault.client_user
+    if not name:
+        return Users(key=node.vault.key)
+    client = user_named(name)
+    if os.geteuid() != 0:
+        raise InputError(
+            f"client_user = {name!r}: only root can start the SuperNode as another user; use root, or none"
+        )
+    owner = owner_of(node.folder)
+    if client.uid in (0, owner.uid):
+        raise InputError(f"client_user = {name!r}: must be neither root nor the owner of {node.folder}")
+    node.folder.chmod(_PASSABLE)
+    _give(node.flower_home, client)
+    key = node.flower_home / node.vault.key.name
+    replace(key, node.vault.key.read_bytes(), mode=0o600, owner=client)
+    users = Users(vault=owner if owner.uid else None, client=client, key=key, home=node.flower_home)
+    _probe(node, client, users.client_variables(variables))
+    return users
+
+
+def _give(folder: Path, user: User) -> None:
+    """Make a folder and all that it holds the user's, unless it is already: then what it holds is the user's affair."""
+    if folder.stat().st_uid == user.uid:
+        return
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            os.chown(Path(place) / name, user.uid, user.gid, follow_symlinks=False)
+    os.chown(folder, user.uid, user.gid)
+
+
+def _probe(node: Node, client: User, variables: Mapping[str, str]) -> None:
+    """Refuse a user who cannot run this Python and checkout, or reach the folder."""
+    paths = [str(node.ca_certificate), str(node.approved)]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROBE, *paths],
+            cwd="/",
+            env=dict(variables),
+            capture_output=True,
+            check=False,
+            **client.popen_options,
+        )
+        is_able = done.returncode == 0
+    except OSError:
+        is_able = False
+    if not is_able:
+        raise InputError(
+            f"client_user = {client.name!r}: cannot run {sys.executable} with this checkout, or reach {node.folder}; "
+            "install and keep both where that user may read"
+        )
