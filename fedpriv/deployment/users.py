@@ -60,13 +60,11 @@ def owner_of(path: Path) -> User:
 
 
 def can_read(user: User, path: Path) -> bool:
-    """Whether the mode of a file itself lets this user read it, were all of its folders open."""
+    """Whether a file lets this user read it, were all folders above it open; its owner can always change that."""
     status = path.stat()
     if user.uid == status.st_uid:
-        return bool(status.st_mode & stat.S_IRUSR)
-    if status.st_gid in user.groups:
-        return bool(status.st_mode & stat.S_IRGRP)
-    return bool(status.st_mode & stat.S_IROTH)
+        return True
+    return bool(status.st_mode & (stat.S_IRGRP if status.st_gid in user.groups else stat.S_IROTH))
 
 
 def _user(entry: pwd.struct_passwd) -> User:

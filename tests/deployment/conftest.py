@@ -21,8 +21,8 @@ def hospitals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
 
 
 @pytest.fixture(scope="module")
-def holders(tmp_path_factory: pytest.TempPathFactory, table: Path) -> Iterator[Federation]:
-    """A SuperLink and three nodes with a file of records each."""
+def holders(tmp_path_factory: pytest.TempPathFactory, table: Path, tiny_bert: Path) -> Iterator[Federation]:
+    """A SuperLink and three nodes with a file of records each, which run the tiny BERT."""
     folder = tmp_path_factory.mktemp("holders")
     with table.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -32,9 +32,9 @@ def holders(tmp_path_factory: pytest.TempPathFactory, table: Path) -> Iterator[F
         own = [[row["text"], row["label"]] for row in rows if row["site"] == f"site-{client}"]
         with path.open("w", newline="") as file:
             csv.writer(file).writerows([["note", "ward"], *own])
-        columns = ["--text-column", "note", "--label-column", "ward"]
-        holdings[client] = ["--data", str(path), *columns, "--name", f"Clinic {client}"]
-    federation = Federation(folder / "federation", holdings=holdings)
+        columns = ["--text-column", "note", "--label-column", "ward", "--labels", ",".join(LABELS)]
+        holdings[client] = ["--data", str(path), *columns, "--name", f"Clinic {client}", "--budget-epsilon", "1e6"]
+    federation = Federation(folder / "federation", holdings=holdings, model=tiny_bert)
     yield federation
     federation.stop()
 

@@ -102,7 +102,14 @@ class Service:
 class Federation:
     """A coordinator and its nodes."""
 
-    def __init__(self, folder: Path, *, num_nodes: int = 3, holdings: Mapping[int, list[str]] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_nodes: int = 3,
+        holdings: Mapping[int, list[str]] | None = None,
+        model: Path | None = None,
+    ) -> None:
         self.folder = folder
         self.port = free_port()
         self.coordinator = folder / "coordinator"
@@ -113,6 +120,8 @@ class Federation:
         self.digest = ""
         for client in range(num_nodes):
             self.make_node(client, *(holdings or {}).get(client, []))
+            if model is not None:
+                self.approve_model(client, model)
             self.admit(client)
         for client in range(num_nodes):
             self.start_node(client)
@@ -128,7 +137,7 @@ class Federation:
         return self.folder / f"node-{client}"
 
     def make_node(self, client: int, *more: str) -> None:
-        """A node's folder with this checkout's bundle approved and its records registered."""
+        """A node's folder with this checkout's bundle approved."""
         address = f"127.0.0.1:{self.port}"
         kit(
             *(CLIENT, "init", self.node(client), "--superlink", address, "--ca", self.ca),
@@ -138,8 +147,10 @@ class Federation:
             self.digest = kit(CLIENT, "approve", self.node(client), "--this-checkout").split()[0]
         else:
             self.approve(client, self.digest)
-        if "--data" in more:  # how many records of the corpus a node has, its first run says
-            kit(CLIENT, "register", self.node(client))
+
+    def approve_model(self, client: int, model: Path) -> None:
+        """Let a model run on a node."""
+        kit(CLIENT, "approve-model", self.node(client), model)
 
     def approve(self, client: int, digest: str) -> None:
         """Let a bundle run on a node."""

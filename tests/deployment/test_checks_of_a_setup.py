@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import socket
 from datetime import UTC, datetime, timedelta
 
@@ -10,6 +11,7 @@ import pytest
 
 from fedpriv.deployment import certificates, checks, keys
 from fedpriv.deployment.checks import Check
+from fedpriv.deployment.users import User, can_read
 from fedpriv.ledger.ledger import Ledger
 from tests.deployment.tls_server import serving
 from tests.processes import free_port
@@ -127,15 +129,45 @@ def test_ledger_in_a_folder_without_permission(tmp_path):
     assert not checks.check_ledger(tmp_path / "ledger.sqlite").ok
 
 
-def test_data_are_counted_and_never_shown(tmp_path):
+def test_data_are_there_or_not_and_never_opened(tmp_path):
     file = tmp_path / "records.csv"
-    file.write_text("text,label\nSECRET one,SICK\nSECRET two,\n,WELL\n")
-    found = checks.check_data(file, "text", "label")
-    assert found == Check("data", True, "3 records, 1 empty, 0 repeated, 1 without label, 2 labels")
-    missing = checks.check_data(file, "note", "label")
-    assert not missing.ok
-    assert "SECRET" not in missing.detail
-    assert not checks.check_data(tmp_path / "none.csv", "text").ok
+    file.write_bytes(b"\xff no table")
+    assert checks.check_data(file) == Check("data", True, f"{file}: 10 bytes")
+    assert not checks.check_data(tmp_path / "none.csv").ok
+    assert not checks.check_data(tmp_path).ok
+
+
+@pytest.mark.parametrize(("mode", "ok"), [(0o600, True), (0o640, True), (0o604, False), (0o601, False), (0o666, False)])
+def test_files_are_closed_to_everybody_else(tmp_path, mode, ok):
+    file = tmp_path / "ledger.sqlite"
+    file.touch()
+    file.chmod(mode)
+    found = checks.check_files([file, tmp_path / "none"])
+    assert (found.ok, "chmod 600" in found.detail) == (ok, not ok), found
+
+
+def test_a_named_user_must_not_own_the_files(tmp_path):
+    file = tmp_path / "own.csv"
+    file.touch(mode=0o600)
+    me = pwd.getpwuid(os.geteuid()).pw_name
+    assert "change its owner" in checks.check_files([file], me).detail
+    assert checks.check_files([], me).ok
+    assert "no such user" in checks.check_files([file], "nobody-of-that-name").detail
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "member", "stranger"),
+    [(0o600, True, False, False), (0o640, True, True, False), (0o604, True, False, True), (0o000, True, False, False)],
+)
+def test_who_can_read_a_file(tmp_path, mode, owner, member, stranger):
+    file = tmp_path / "own.csv"
+    file.touch()
+    file.chmod(mode)
+    status = file.stat()
+    others = status.st_uid + 1
+    assert can_read(User("owner", status.st_uid, 1, ()), file) is owner
+    assert can_read(User("member", others, 1, (1, status.st_gid)), file) is member
+    assert can_read(User("stranger", others, status.st_gid + 1, (status.st_gid + 1,)), file) is stranger
 
 
 def test_key_must_be_its_owners_alone(tmp_path):

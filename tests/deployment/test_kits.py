@@ -73,9 +73,9 @@ def test_a_node_is_let_in_once_it_is_registered_and_both_stop_when_asked(coordin
     place = ["--superlink", f"127.0.0.1:{port}", "--ca", folder / "ca.crt", "--partition-id", 0]
     kit("clients", "init", tmp_path / "node 0", *place, "--port", free_port())
 
-    kit("clients", "register", tmp_path / "node 0")
     kit("clients", "approve", tmp_path / "node 0", "--this-checkout")
     node = Started("clients.deploy", tmp_path / "node 0")
+    node.wait_for("vault: vault listens on")
     node.wait_for("not admitted: its key is not registered, or in use")
 
     public_key = tmp_path / "node 0" / "node.key.pub"

@@ -7,44 +7,30 @@ import shutil
 import socket
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import tomli_w
 from flwr.cli.build import build_fab_from_disk
 from flwr.common.config import parse_config_args
-from typer.testing import CliRunner
 
-from clients.deploy import approvals, doctor, folder, records, supernode
+from clients.deploy import approvals, supernode
 from clients.deploy.__main__ import app
 from clients.deploy.folder import Node
-from fedpriv.deployment import certificates, keys
+from fedpriv.deployment import keys
 from fedpriv.deployment.flower import FlowerError
 from fedpriv.errors import InputError
+from fedpriv.vault import models
 from fedpriv.vault.policy import Limits
-from tests.processes import free_port, run_in_process
+from tests.processes import run_in_process
+from tests.tiny import LABELS
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def deploy(*arguments: object) -> subprocess.CompletedProcess[str]:
     return run_in_process(app, "python -m clients.deploy", *arguments)
-
-
-@pytest.fixture
-def ca(tmp_path_factory):
-    made = tmp_path_factory.mktemp("coordinator")
-    certificates.make_ca(made, 100)
-    return made / "ca.crt"
-
-
-@pytest.fixture
-def make_node(tmp_path, ca):
-    def make(name: str = "node", **settings: object) -> Node:
-        defaults = {"superlink": "127.0.0.1:9093", "partition_id": 1, "name": "clinic", "port": free_port()}
-        return folder.make(tmp_path / name, ca=ca, **(defaults | settings))
-
-    return make
 
 
 def options(ca: Path, **more: object) -> list[object]:
@@ -58,12 +44,14 @@ def test_init_makes_key_settings_and_policy(tmp_path, ca):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     node = Node.read(tmp_path / "node")
-    assert (node.partition_id, node.name, node.budget_epsilon, node.data) == (1, "node-1", 4.0, None)
+    vault = node.vault
+    assert (vault.partition_id, vault.name, vault.budget_epsilon, vault.data) == (1, "node-1", 4.0, None)
     assert node.ca_certificate.read_bytes() == ca.read_bytes()
-    assert Limits.read(node.policy) == Limits()
+    assert Limits.read(vault.policy) == Limits()
+    assert models.read(vault.models) == ()
     assert approvals.approved(node.approved) == frozenset()
-    assert keys.public_line(node.key) in done.stdout
-    assert node.key.stat().st_mode & 0o777 == 0o600
+    assert keys.public_line(vault.key) in done.stdout
+    assert vault.key.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize(
@@ -74,7 +62,7 @@ def test_init_makes_key_settings_and_policy(tmp_path, ca):
         ({"delta": 2}, "delta = 2.0"),
         ({"budget-epsilon": "nan"}, "budget_epsilon = nan"),
         ({"ca": "/none/ca.crt"}, "certificate = /none/ca.crt"),
-        ({"data": "/none/records.csv"}, "/none/records.csv"),
+        ({"data": "/none/records.csv", "labels": "a,b", "budget-epsilon": 4}, "/none/records.csv"),
         ({"name": ""}, "name = ''"),
     ],
 )
@@ -86,60 +74,26 @@ def test_init_writes_nothing_when_something_is_wrong(tmp_path, ca, wrong, messag
     assert not list(tmp_path.iterdir())
 
 
-def test_column_that_the_file_lacks_is_said_at_once(tmp_path, table, make_node):
-    with pytest.raises(InputError, match="note"):
-        make_node(data=table, text_column="note")
-    assert not list(tmp_path.iterdir())
-
-
-def test_flower_reads_the_node_config_whatever_its_paths_hold(make_node, table):
-    node = make_node("no de\"'=1", data=table, budget_epsilon=4, delta=1e-6)
+def test_all_that_the_client_app_is_told_is_the_socket_the_partition_and_the_name(make_node, table):
+    node = make_node("no de\"'=1", data=table, labels=LABELS, budget_epsilon=4, delta=1e-6)
     node.node_config_file.write_text(tomli_w.dumps(node.node_config))
     read = parse_config_args([str(node.node_config_file)])
     assert read == node.node_config
-    assert read == {
-        "partition-id": 1,
-        "name": "clinic",
-        "data": str(table),
-        "text-column": "text",
-        "label-column": "label",
-        "text-pair-column": "",
-        "ledger": str(node.folder / "ledger.sqlite"),
-        "policy": str(node.folder / "policy.toml"),
-        "identity-key": str(node.folder / "node.key"),
-        "events": str(node.folder / "events.jsonl"),
-        "budget-epsilon": 4.0,
-        "delta": 1e-6,
-    }
-    assert isinstance(read["budget-epsilon"], float)
+    assert read == {"vault": str(node.folder / "vault.sock"), "partition-id": 1, "name": "clinic"}
 
 
-def test_node_of_the_corpus_states_no_data(make_node):
-    assert not {"data", "text-column", "budget-epsilon", "delta"} & set(make_node().node_config)
+def test_no_setting_stands_in_two_files(make_node, table):
+    node = make_node(data=table, labels=LABELS, budget_epsilon=4)
+    connection, own = (tomllib.loads((node.folder / name).read_text()) for name in ("node.toml", "vault.toml"))
+    assert set(connection) == {"superlink", "port"}
+    assert set(own) == {"partition_id", "name", "data", "labels", "budget_epsilon"}
 
 
-def test_registered_number_stays_what_it_was(make_node, table, tmp_path):
-    own = tmp_path / "own.csv"
-    lines = table.read_text().splitlines(keepends=True)
-    own.write_text("".join(lines[:8]))
-    node = make_node(data=own, delta=1e-6)
-    first = records.register(node)
-    assert (first.num_records, first.client, first.delta) == (7, "1", 1e-6)
-    own.write_text("".join(lines[:6]))
-    assert records.register(node) == first
-
-
-def test_register_prints_the_same_line_again(make_node):
-    arguments = ["register", str(make_node().folder)]
-    first, second = CliRunner().invoke(app, arguments), CliRunner().invoke(app, arguments)
-    assert first.output.startswith("N_k = 1000, data set ")
-    assert second.output == first.output
-
-
-def test_corpus_has_five_hospitals(make_node):
-    assert records.num_records(make_node(partition_id=4)) == 400
-    with pytest.raises(InputError, match="partition_id = 5"):
-        records.num_records(make_node("sixth", partition_id=5))
+def test_a_folder_of_an_earlier_version_says_what_to_do(make_node):
+    node = make_node()
+    (node.folder / "vault.toml").unlink()
+    with pytest.raises(InputError, match=r"earlier version; make a new folder with `init`, .* --ledger"):
+        Node.read(node.folder)
 
 
 def test_bundle_has_one_digest_and_it_is_flowers_own(tmp_path):
@@ -194,27 +148,24 @@ def test_start_refuses_a_taken_port_and_an_open_key(make_node):
     node = make_node()
     with socket.create_server(("127.0.0.1", node.port)), pytest.raises(InputError, match="cannot listen there"):
         supernode.start(node, print)
-    node.key.chmod(0o644)
+    node.vault.key.chmod(0o644)
     with pytest.raises(InputError, match="chmod 600"):
         supernode.start(node, print)
 
 
 def test_only_approved_bundles_run(make_node):
     node = make_node()
-    assert "clients.deploy.approved_supernode" in supernode.command(node)
-    assert str(node.approved) in supernode.command(node)
-
-
-def test_doctor_tells_what_is_left_to_do(make_node):
-    node = make_node(superlink=f"127.0.0.1:{free_port()}")
-    assert {check.name for check in doctor.checks(node) if not check.ok} == {"tls", "clock", "registered", "approved"}
-    records.register(node)
-    approvals.approve(node, "a" * 64)
-    assert {check.name for check in doctor.checks(node) if not check.ok} == {"tls", "clock"}
+    command = supernode.command(node, node.vault.key)
+    assert "clients.deploy.approved_supernode" in command
+    assert str(node.approved) in command
 
 
 def test_settings_file_with_a_wrong_value_is_named(make_node):
     node = make_node()
-    (node.folder / "node.toml").write_text('superlink = "h.org:1"\npartition_id = "one"\nname = "n"\n')
-    with pytest.raises(InputError, match=r"node\.toml: partition_id = 'one': "):
+    (node.folder / "vault.toml").write_text('partition_id = "one"\nname = "n"\n')
+    with pytest.raises(InputError, match=r"vault\.toml: partition_id = 'one': "):
+        Node.read(node.folder)
+    (node.folder / "vault.toml").write_text('partition_id = 1\nname = "n"\n')
+    (node.folder / "node.toml").write_text('superlink = "h.org:1"\ndata = "x.csv"\n')
+    with pytest.raises(InputError, match=r"node\.toml: data = 'x.csv': "):
         Node.read(node.folder)

@@ -1,0 +1,45 @@
+"""A coordinator's certificate, and nodes that know it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from clients.deploy import folder
+from clients.deploy.folder import Made, Node
+from fedpriv.deployment import certificates
+from tests.processes import free_port
+from tests.tiny import LABELS
+
+
+@pytest.fixture
+def ca(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The coordinator's ca.crt."""
+    made = tmp_path_factory.mktemp("coordinator")
+    certificates.make_ca(made, 100)
+    return made / "ca.crt"
+
+
+@pytest.fixture
+def make(tmp_path: Path, ca: Path) -> Callable[..., Made]:
+    """Makes a node's folder; settings that are not given are those of a node of the corpus."""
+
+    def make(name: str = "node", **settings: object) -> Made:
+        defaults = {"superlink": "127.0.0.1:9093", "partition_id": 1, "name": "clinic", "port": free_port()}
+        return folder.make(tmp_path / name, ca=ca, **(defaults | settings))
+
+    return make
+
+
+@pytest.fixture
+def make_node(make: Callable[..., Made]) -> Callable[..., Node]:
+    """The same, but returns the node alone."""
+    return lambda name="node", **settings: make(name, **settings).node
+
+
+@pytest.fixture
+def own(table: Path) -> dict[str, object]:
+    """What a node with records of its own must say."""
+    return {"data": table, "labels": LABELS, "budget_epsilon": 4.0}

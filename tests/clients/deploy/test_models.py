@@ -1,0 +1,90 @@
+"""A model runs on a node once its operator has approved these very files; one that brings code is never approved."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from clients.deploy import models
+from clients.deploy.__main__ import app
+from fedpriv.errors import InputError
+from fedpriv.vault.models import approved, is_unchanged, read
+from tests.processes import run_in_process
+
+
+@pytest.fixture
+def vault(make_node):
+    return make_node().vault
+
+
+@pytest.fixture
+def model(tiny_bert, tmp_path) -> Path:
+    return Path(shutil.copytree(tiny_bert, tmp_path / "tiny"))
+
+
+def test_a_folder_is_approved_by_its_path_and_its_digest(vault, model):
+    approval = models.approve(vault, str(model))
+    assert approval.is_new
+    assert approval.num_bytes == sum(file.stat().st_size for file in model.rglob("*"))
+    (known,) = read(vault.models)
+    assert known == approval.model
+    assert known.name == known.folder == str(model)
+    assert approved(known.digest, (known,)) == known
+    assert is_unchanged(known)
+    assert not models.approve(vault, str(model)).is_new
+
+
+def test_a_name_stands_for_other_files_only_on_demand(vault, model):
+    first = models.approve(vault, str(model), name="ours").model
+    (model / "vocab.txt").open("a").write("more\n")
+    assert not is_unchanged(first)
+    with pytest.raises(InputError, match=r"model = 'ours': is approved with other files, .* --replace"):
+        models.approve(vault, str(model), name="ours")
+    assert read(vault.models) == (first,)
+    second = models.approve(vault, str(model), name="ours", replace_old=True).model
+    assert read(vault.models) == (second,)
+    assert second.digest != first.digest
+    other = models.approve(vault, str(model), name="another").model
+    assert read(vault.models) == (second, other)
+
+
+def test_the_bundled_encoder_is_found_by_its_name(vault):
+    approval = models.approve(vault, "all-MiniLM-L6-v2")
+    assert approval.model.name == "all-MiniLM-L6-v2"
+    assert (Path(approval.model.folder) / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("spoil", ["code", "auto_map", "tokenizer", "pickle", "no config"])
+def test_code_pickles_and_halves_of_models_are_refused(vault, model, spoil):
+    config = json.loads((model / "config.json").read_text())
+    if spoil == "code":
+        (model / "sub").mkdir()
+        (model / "sub" / "modeling.py").write_text("")
+    elif spoil == "auto_map":
+        (model / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "modeling.Mine"}}))
+    elif spoil == "tokenizer":
+        (model / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["mine.Mine", None]}}))
+    elif spoil == "pickle":
+        (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    else:
+        (model / "config.json").unlink()
+    with pytest.raises(InputError, match="model = "):
+        models.approve(vault, str(model))
+    assert read(vault.models) == ()
+
+
+def test_a_hub_name_without_the_hub_is_one_line(vault, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(InputError, match="model = 'nobody/has-this': neither a folder nor a model") as caught:
+        models.approve(vault, "nobody/has-this")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_command_says_digest_and_size(vault, model):
+    done = run_in_process(app, "python -m clients.deploy", "approve-model", vault.folder, model)
+    assert done.returncode == 0, done.stderr
+    (known,) = read(vault.models)
+    assert f"{model} is approved: digest {known.digest}, " in done.stdout

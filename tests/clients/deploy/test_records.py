@@ -1,0 +1,126 @@
+"""`init` reads a node's records once, registers how many there are, and leaves nothing for a coordinator to decide."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import typer
+
+from clients.deploy import __main__ as kit
+from clients.deploy import records
+from clients.deploy.folder import Node
+from fedpriv.errors import InputError
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.vault.settings import VaultSettings
+from tests.processes import run_in_process
+from tests.tiny import LABELS
+from tests.vaults import write_records
+
+ROWS = [("a b", LABELS[0]), ("a", LABELS[0]), ("c", LABELS[1]), ("", LABELS[2]), ("d", "dentistry"), ("e", "")]
+
+
+def init(folder: Path, ca: Path, data: Path, *more: object) -> subprocess.CompletedProcess[str]:
+    place = ("--superlink", "127.0.0.1:9093", "--ca", ca, "--partition-id", 1)
+    columns = ("--data", data, "--text-column", "note", "--label-column", "department")
+    return run_in_process(kit.app, "python -m clients.deploy", "init", folder, *place, *columns, *more)
+
+
+@pytest.fixture
+def data(tmp_path_factory):
+    return write_records(tmp_path_factory.mktemp("data") / "own.csv", ROWS)
+
+
+def test_the_whole_file_is_registered_and_what_it_holds_is_said(tmp_path, ca, data):
+    done = init(tmp_path / "node", ca, data, "--labels", ",".join(LABELS), "--budget-epsilon", 4)
+    assert done.returncode == 0, done.stderr
+    assert "found 6 records, 1 of them empty" in done.stdout
+    assert f"labels: {LABELS[0]} 2, {LABELS[1]} 1, {LABELS[2]} 1" in done.stdout
+    assert "1 records have another label and 1 have none" in done.stdout
+    assert "registered N_k = 6, data set" in done.stdout
+    vault = Node.read(tmp_path / "node").vault
+    assert (vault.labels, vault.budget_epsilon, vault.label_column) == (LABELS, 4.0, "department")
+    with Ledger(vault.ledger) as ledger:
+        registered = ledger.data_set()
+    assert registered is not None
+    assert (registered.num_records, registered.client) == (6, "1")
+    assert vault.ledger.stat().st_mode & 0o777 == 0o600
+    assert vault.folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--labels", "a,b"], "--budget-epsilon: is required"),
+        (["--budget-epsilon", 4], "--labels: is required"),
+        (["--labels", "a", "--budget-epsilon", 4], "labels = a: must be two or more names"),
+        (["--labels", "a,b,a", "--budget-epsilon", 4], "labels = a,b,a: must be"),
+        (["--labels", "a,,b", "--budget-epsilon", 4], "labels = a,,b: must be"),
+        (["--labels", "a,b", "--budget-epsilon", 0], "budget_epsilon = 0.0"),
+        (["--labels", "a,b", "--budget-epsilon", "nan"], "budget_epsilon = nan"),
+        (["--label-column", "", "--labels", "a,b", "--budget-epsilon", 4], "labels: given without a label_column"),
+        (["--text-column", "text", "--labels", "a,b", "--budget-epsilon", 4], "--text = 'text'"),
+        (["--data", "/none/own.csv", "--labels", "a,b", "--budget-epsilon", 4], "/none/own.csv"),
+    ],
+)
+def test_nothing_is_written_when_something_is_missing(tmp_path, ca, data, given, message):
+    done = init(tmp_path / "node", ca, data, *given)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_causal_models_need_no_labels(tmp_path, ca, data):
+    done = init(tmp_path / "node", ca, data, "--label-column", "", "--budget-epsilon", 4)
+    assert done.returncode == 0, done.stderr
+    assert Node.read(tmp_path / "node").vault.labels == ()
+    assert "found 6 records" in done.stdout
+
+
+def test_on_a_terminal_what_is_required_is_asked_for(tmp_path, ca, data, monkeypatch):
+    answers = iter([",".join(LABELS), "2.5"])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr(typer, "prompt", lambda _: next(answers))
+    done = init(tmp_path / "node", ca, data)
+    assert done.returncode == 0, done.stderr
+    vault = Node.read(tmp_path / "node").vault
+    assert (vault.labels, vault.budget_epsilon) == (LABELS, 2.5)
+
+
+def test_a_ledger_that_was_there_before_keeps_what_it_registered(tmp_path, ca, data):
+    path = tmp_path / "kept" / "ledger.sqlite"
+    with Ledger(path) as ledger:
+        before = ledger.register("1", 5, 1e-6)
+    more = ("--labels", ",".join(LABELS), "--budget-epsilon", 4, "--ledger", path)
+    done = init(tmp_path / "node", ca, data, *more)
+    assert done.returncode == 0, done.stderr
+    assert f"registered N_k = 5, data set {before.id}" in done.stdout
+    assert "had registered this number before, and it stays" in done.stdout
+    with Ledger(path) as ledger:
+        assert ledger.data_set() == before
+
+
+def test_a_ledger_that_cannot_be_used_leaves_no_folder(tmp_path, ca, data):
+    path = tmp_path / "broken.sqlite"
+    path.write_bytes(b"no ledger" * 100)
+    more = ("--labels", ",".join(LABELS), "--budget-epsilon", 4, "--ledger", path)
+    done = init(tmp_path / "node", ca, data, *more)
+    assert done.returncode == 1
+    assert not (tmp_path / "node").exists()
+    assert not list(tmp_path.glob(".node*"))
+
+
+def test_a_node_of_the_corpus_registers_nothing(make):
+    made = make()
+    assert (made.found, made.data_set) == (None, None)
+    assert not made.node.vault.ledger.exists()  # how many records it has, its first run says
+
+
+@pytest.mark.parametrize("wrong", [{"budget_epsilon": None}, {"labels": ()}, {"labels": ("a", "a")}])
+def test_terms_left_open_are_refused(tmp_path, data, wrong):
+    values = {"partition_id": 0, "name": "n", "data": data, "labels": LABELS, "budget_epsilon": 1.0}
+    records.check_terms(VaultSettings(folder=tmp_path, **values))
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        records.check_terms(VaultSettings(folder=tmp_path, **(values | wrong)))
