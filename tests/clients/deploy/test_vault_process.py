@@ -1,0 +1,194 @@
+"""The vault beside a SuperNode: shown, started again when it dies, ended with it, and of another user where asked."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import tomli_w
+
+from clients.deploy import separate_users, supernode, vault_process
+from clients.deploy.folder import Node
+from fedpriv.deployment.flower import FlowerError
+from fedpriv.errors import InputError
+
+READY = "vault: vault listens on"
+
+
+class Lines:
+    """What was said, by any thread."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._more = threading.Condition()
+
+    def __call__(self, line: str) -> None:
+        with self._more:
+            self.lines.append(line)
+            self._more.notify_all()
+
+    def wait_for(self, text: str, times: int = 1, seconds: float = 60) -> None:
+        with self._more:
+            assert self._more.wait_for(lambda: self.count(text) >= times, seconds), (text, self.lines)
+
+    def count(self, text: str) -> int:
+        return sum(text in line for line in self.lines)
+
+
+def vault_of(node: Node) -> psutil.Process | None:
+    """The vault's process, not the child that it keeps."""
+    wanted = ["fedpriv.vault", str(node.folder)]
+    children = psutil.Process().children(recursive=True)
+    return next((child for child in children if child.is_running() and child.cmdline()[-2:] == wanted), None)
+
+
+@pytest.fixture
+def node(make_node) -> Node:
+    return make_node()
+
+
+def run(node: Node, say: Lines):
+    return vault_process.running(node, say, variables=os.environ, user=None)
+
+
+def test_a_vault_that_is_killed_is_started_again_and_ends_with_the_block(node):
+    say = Lines()
+    with run(node, say):
+        assert say.count(READY) == 1, "it can be asked before the block runs"
+        first = vault_of(node)
+        assert first is not None
+        first.kill()
+        say.wait_for(READY, times=2)
+        assert say.count("vault: ended with code -9; it is started again in 2 s") == 1
+        second = vault_of(node)
+        assert second is not None
+        assert second.pid != first.pid
+    assert not second.is_running()
+    assert not node.vault.socket.exists()
+    assert say.count(READY) == 2
+
+
+def test_a_vault_that_never_listens_is_not_tried_again(node):
+    node.vault.folder.joinpath("vault.toml").write_text("partition_id = -1\n")
+    say = Lines()
+    with pytest.raises(FlowerError, match="ended before it could be asked"), run(node, say):
+        pytest.fail("the block must not run")
+    assert say.count("partition_id = -1") == 1
+    assert say.count("started again") == 0
+
+
+def test_what_the_vault_writes_only_its_user_reads(node):
+    say = Lines()
+    with run(node, say):
+        process = vault_of(node)
+        assert process is not None
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        assert "Umask:\t0077" in status
+
+
+def test_a_signal_between_vault_and_supernode_ends_the_vault_too(node):
+    # Its port is free and its key is sound, but nobody answers, so the kit waits between attempts.
+    (node.folder / "node.toml").write_text(tomli_w.dumps({"superlink": "127.0.0.1:1", "port": node.port}))
+    command = [sys.executable, "-m", "clients.deploy", "start", str(node.folder)]
+    kit = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert kit.stdout is not None
+    for line in kit.stdout:
+        if line.startswith(READY):
+            break
+    vaults = [child for child in psutil.Process(kit.pid).children() if "fedpriv.vault" in child.cmdline()]
+    assert len(vaults) == 1
+    kit.send_signal(signal.SIGTERM)
+    kit.communicate(timeout=60)
+    assert kit.returncode == 0
+    assert not vaults[0].is_running()
+
+
+def with_client_user(node: Node, name: str) -> Node:
+    values = {"partition_id": 1, "name": "clinic", "client_user": name}
+    (node.folder / "vault.toml").write_text(tomli_w.dumps(values))
+    return Node.read(node.folder)
+
+
+def test_without_a_user_for_it_the_supernode_reads_the_nodes_own_key(node):
+    users = separate_users.prepared(node, os.environ)
+    assert (users.vault, users.client, users.key) == (None, None, node.vault.key)
+    assert node.folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_user_that_does_not_exist_is_named(node):
+    with pytest.raises(InputError, match="client_user = 'nobody-of-that-name': this machine has no such user"):
+        supernode.start(with_client_user(node, "nobody-of-that-name"), print)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may start processes of any user")
+def test_only_root_starts_processes_of_another_user(node):
+    with pytest.raises(InputError, match="only root can start"):
+        separate_users.prepared(with_client_user(node, "nobody"), os.environ)
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of another user")
+
+
+@needs_root
+def test_the_supernodes_user_must_not_be_the_vaults(node):
+    with pytest.raises(InputError, match="must be neither root nor the owner"):
+        separate_users.prepared(with_client_user(node, "root"), os.environ)
+
+
+@needs_root
+def test_a_user_who_cannot_run_this_checkout_is_told_so(node, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(node.vault.key))  # nobody may run it
+    with pytest.raises(InputError, match="client_user = 'nobody': cannot run"):
+        separate_users.prepared(with_client_user(node, "nobody"), os.environ)
+
+
+@needs_root
+def test_the_supernodes_user_owns_flowers_folder_and_reads_nothing_else(node, monkeypatch):
+    # Whether that user can run this Python depends on the machine, so the probe is left out here.
+    monkeypatch.setattr(separate_users, "_probe", lambda *_: None)
+    node = with_client_user(node, "nobody")
+    users = separate_users.prepared(node, os.environ)
+    nobody = pwd.getpwnam("nobody")
+    assert users.client is not None
+    assert users.client.uid == nobody.pw_uid
+    assert users.key.read_bytes() == node.vault.key.read_bytes()
+    assert users.key.stat().st_uid == nobody.pw_uid
+    assert node.flower_home.stat().st_uid == nobody.pw_uid
+    assert node.folder.stat().st_mode & 0o777 == 0o711
+    opened = subprocess.run(
+        ["sh", "-c", f"for file in {node.folder}/node.key {users.key}; do head -c 1 $file > /dev/null; echo $?; done"],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        **users.client.popen_options,
+    )
+    first, second = opened.stdout.split()
+    assert first != "0"
+    if os.access(node.folder.parent, os.X_OK) and _passable(node.folder):
+        assert second == "0", opened.stderr
+
+
+def _passable(folder: Path) -> bool:
+    """Whether others may pass through all folders above."""
+    return all(parent.stat().st_mode & 0o001 for parent in folder.parents)
+
+
+@needs_root
+def test_links_that_the_supernodes_user_left_are_not_followed(node, monkeypatch):
+    monkeypatch.setattr(separate_users, "_probe", lambda *_: None)
+    node = with_client_user(node, "nobody")
+    secret = node.folder / "ledger.sqlite"
+    secret.write_text("mine")
+    (node.flower_home / "node.key").symlink_to(secret)
+    (node.flower_home / "link").symlink_to(secret)
+    separate_users.prepared(node, os.environ)
+    assert secret.read_text() == "mine"
+    assert secret.stat().st_uid == os.geteuid()
+    assert not (node.flower_home / "node.key").is_symlink()
