@@ -111,9 +111,10 @@ def register(vault: VaultSettings, ledger: Path, num_records: int) -> DataSet:
     """
     from fedpriv.vault import guard  # slow to import
 
+    is_new = not ledger.exists()
     policy = guard.NodePolicy(ledger=ledger, budget_epsilon=vault.budget_epsilon, delta=vault.delta)
     data_set = guard.registered_data_set(policy, str(vault.partition_id), num_records)
     assert data_set is not None, "a node with a ledger registers its data"
-    if vault.ledger_file is None:
+    if is_new:
         ledger.chmod(0o600)
     return data_set

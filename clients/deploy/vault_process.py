@@ -86,31 +86,37 @@ class _Vault:
                 if line.startswith(_READY):
                     self._ready.set()
             code = process.wait()
-            if not self._ready.is_set():
-                self._ending.set()
-                self._ready.set()
-            if self._ending.is_set():
-                return
+            if not self._ready.is_set() or self._ending.is_set():
+                break
             self._say(f"vault: ended with code {code}; it is started again in {_RESTART_SECONDS:g} s")
             self._ending.wait(_RESTART_SECONDS)
+        self._ending.set()
+        self._ready.set()
 
     def _started(self) -> subprocess.Popen[str] | None:
-        """A new process; None once the vault is to end."""
+        """A new process; None once the vault is to end, or if the system does not let it start."""
         with self._lock:
             if self._ending.is_set():
                 return None
-            # In its own process group: otherwise Ctrl-C would end it before the SuperNode. What it writes is its own.
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "fedpriv.vault", str(self._node.folder)],
-                cwd=self._node.folder,
-                env=self._variables,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                process_group=0,
-                umask=0o077,
-                **(self._user.popen_options if self._user else {}),
-            )
+            try:
+                self._process = self._popen()
+            except OSError as error:
+                self._say(f"vault: cannot be started ({error.strerror})")
+                return None
             return self._process
+
+    def _popen(self) -> subprocess.Popen[str]:
+        # In its own process group: otherwise Ctrl-C would end it before the SuperNode. What it writes is its own.
+        return subprocess.Popen(
+            [sys.executable, "-m", "fedpriv.vault", str(self._node.folder)],
+            cwd=self._node.folder,
+            env=self._variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            process_group=0,
+            umask=0o077,
+            **(self._user.popen_options if self._user else {}),
+        )

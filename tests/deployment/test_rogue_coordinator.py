@@ -28,13 +28,8 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_a_bundle_that_nobody_approved_runs_nowhere(holders, holders_run, checkout, tmp_path):
-    handler = checkout / "clients" / "handler.py"
-    text = handler.read_text()
-    without_guard = text.replace(
-        "    guard.charge(policy, key, event, data_set, noise_source=config.noise_source)\n", ""
-    )
-    assert without_guard != text
-    handler.write_text(without_guard)
+    pipe = checkout / "clients" / "pipe.py"
+    pipe.write_text(f"{pipe.read_text()}\n\n# Nobody has read this.\n")
     values = {**holders_run, "out": str(tmp_path / "out"), "registration_seconds": 45}
     output = holders.run(values, code=1, checkout=checkout)
     assert "none of which can take part" in output
@@ -42,7 +37,7 @@ def test_a_bundle_that_nobody_approved_runs_nowhere(holders, holders_run, checko
     for client in range(3):
         assert "is not approved; review it, then add it to" in (holders.folder / f"node-{client}.log").read_text()
         assert not holders.charges(client)
-        assert not list((holders.node(client) / "flower").rglob("handler.py"))  # nothing was installed
+        assert not list((holders.node(client) / "flower").rglob("pipe.py"))  # nothing was installed
 
 
 def test_every_guard_refuses_a_coordinator_that_asks_for_too_much(holders, holders_run, checkout, tmp_path):
@@ -53,7 +48,7 @@ def test_every_guard_refuses_a_coordinator_that_asks_for_too_much(holders, holde
     holders.run({**holders_run, "out": str(tmp_path / "out")}, checkout=checkout, seconds=600)
     answers = json.loads((tmp_path / "out" / "answers.json").read_text())
 
-    assert set(answers["lies"]) == {"noise_multiplier", "batch_size", "local_steps", "clip_norm"}
+    assert set(answers["lies"]) == {"noise_multiplier", "batch_size", "local_steps", "clip_norm", "learning_rate"}
     for name, reasons in answers["lies"].items():
         assert len(reasons) == 3
         for reason in reasons:
@@ -68,4 +63,4 @@ def test_every_guard_refuses_a_coordinator_that_asks_for_too_much(holders, holde
     (released,) = (entry for entry in holders.entries(0) if entry.phase == "released")
     assert released.reply == answers["replays"][0]["sha256"]
     events = [json.loads(line)["event"] for line in (holders.node(0) / "events.jsonl").read_text().splitlines()]
-    assert (events.count("refused"), events.count("released"), events.count("sent_again")) == (4, 1, 9)
+    assert (events.count("refused"), events.count("released"), events.count("sent_again")) == (5, 1, 9)

@@ -84,6 +84,14 @@ def test_a_vault_that_never_listens_is_not_tried_again(node):
     assert say.count("started again") == 0
 
 
+def test_a_vault_that_cannot_be_started_is_one_line(node, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/none/python")
+    say = Lines()
+    with pytest.raises(FlowerError, match="ended before it could be asked"), run(node, say):
+        pytest.fail("the block must not run")
+    assert say.lines == ["vault: cannot be started (No such file or directory)"]
+
+
 def test_what_the_vault_writes_only_its_user_reads(node):
     say = Lines()
     with run(node, say):
