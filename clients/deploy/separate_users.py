@@ -21,7 +21,7 @@ from fedpriv.errors import InputError
 # Others may pass through a folder of this mode, and see no list of its files.
 _PASSABLE = 0o711
 
-_PROBE = "import sys, flwr, clients.deploy, fedpriv; [open(path).close() for path in sys.argv[1:]]"
+_PROBE = "import sys, clients.deploy.approved_supernode; [open(path).close() for path in sys.argv[1:]]"
 
 
 @dataclass(frozen=True, kw_only=True)
