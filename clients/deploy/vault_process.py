@@ -106,12 +106,13 @@ class _Vault:
             return self._process
 
     def _popen(self) -> subprocess.Popen[str]:
-        # In its own process group: otherwise Ctrl-C would end it before the SuperNode. What it writes is its own.
+        # In its own process group: otherwise Ctrl-C would end it before the SuperNode. What it writes is its own. If this
+        # process is killed, the pipe to the vault's standard input closes, so it ends too and leaves its socket's place.
         return subprocess.Popen(
-            [sys.executable, "-m", "fedpriv.vault", str(self._node.folder)],
+            [sys.executable, "-m", "fedpriv.vault", "--with-parent", str(self._node.folder)],
             cwd=self._node.folder,
             env=self._variables,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

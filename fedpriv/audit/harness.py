@@ -118,8 +118,8 @@ class LinearModel(TrainingModel):
         labels = torch.stack([records.labels[index] for records, index in items])
         return torch.cat([logit, torch.zeros_like(logit)], dim=1), {"labels": labels}
 
-    def passes(self, items: Sequence[Item]) -> Iterator[Pass]:
-        """The records in order, in chunks of bounded size."""
+    def passes(self, items: Sequence[Item], num_expected: float = _RECORDS_AT_ONCE) -> Iterator[Pass]:
+        """The records in order, in chunks of bounded size, however many are expected."""
         for begin in range(0, len(items), _RECORDS_AT_ONCE):
             positions = list(range(begin, min(begin + _RECORDS_AT_ONCE, len(items))))
             yield Pass(positions=positions, shape=BatchShape(rows=len(positions), tokens=1, full=True))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +22,14 @@ from fedpriv.training.shapes import MULTIPLE, Lengths, Pass, passes
 
 _FLOAT_BYTES = 4
 
-# Tokens of a pass on a CPU, times the root of the widest activation. Each length's last pass is half dummies on
-# average, which costs in proportion to the tokens; each pass has a fixed cost, in inverse proportion. The sum is least
-# at a root of the number of tokens that take as long as the fixed cost. Measured: see results/benchmarks.md.
+# Tokens of a pass on a CPU, times the root of the widest activation, in a step of 64 records. The last pass of each
+# length is half dummies on average, which costs in proportion to the tokens; each pass has a fixed cost, in inverse
+# proportion. The sum is least at a root of the step's tokens and of the fixed cost. Measured: results/benchmarks.md.
 _TOKENS_TIMES_ROOT_OF_WIDTH = 10_240
+RECORDS_OF_A_STEP = 64
+
+# A larger activation no longer fits in a CPU's caches.
+_MOST_ACTIVATION_FLOATS = 2**21
 
 # Records of the shortest padded length in a pass on a CPU, at least.
 _LENGTHS_AT_ONCE = 16
@@ -63,24 +68,24 @@ class _Footprint:
             on_cpu=next(peft_model.parameters()).device.type == "cpu",
         )
 
-    @property
-    def tokens_at_once(self) -> int:
-        """Tokens of a pass on a CPU."""
-        return int(_TOKENS_TIMES_ROOT_OF_WIDTH / math.sqrt(self.widest_activation))
+    def tokens_at_once(self, num_expected: float) -> int:
+        """Tokens of a pass on a CPU, in a step of so many records."""
+        tokens = _TOKENS_TIMES_ROOT_OF_WIDTH * math.sqrt(num_expected / RECORDS_OF_A_STEP / self.widest_activation)
+        return int(min(tokens, _MOST_ACTIVATION_FLOATS / self.widest_activation))
 
     @property
     def multiple(self) -> int:
         """Of record lengths: for a small model a further pass costs more than further padding."""
         if not self.on_cpu:
             return MULTIPLE
-        return max(MULTIPLE, 1 << ((self.tokens_at_once // _LENGTHS_AT_ONCE).bit_length() - 1))
+        return max(MULTIPLE, 1 << ((self.tokens_at_once(RECORDS_OF_A_STEP) // _LENGTHS_AT_ONCE).bit_length() - 1))
 
-    def rows(self, tokens: int, memory_limit: int) -> int:
-        """The number of rows of a pass of records of this length, >= 1: on a CPU a constant, on a GPU the most."""
+    def rows(self, tokens: int, num_expected: float, memory_limit: int) -> int:
+        """The number of rows of a pass of records of this length, >= 1: on a CPU all of them, on a GPU the most."""
         needed = _FLOAT_BYTES * (self.per_record + tokens * self.per_token + tokens**2 * self.per_token_pair)
         at_most = memory_limit // needed
         if self.on_cpu:
-            at_most = min(at_most, self.tokens_at_once // tokens) if tokens % MULTIPLE == 0 else 1
+            at_most = min(at_most, self.tokens_at_once(num_expected) // tokens) if tokens % MULTIPLE == 0 else 1
         return max(1, at_most)
 
 
@@ -200,17 +205,22 @@ class TrainingModel:
             with skipping_prefix(self.cache.prefix, hidden):
                 return self.peft_model(**inputs).logits.float(), batch
 
-    def passes(self, items: Sequence[Item]) -> Iterator[Pass]:
+    def passes(self, items: Sequence[Item], num_expected: float = RECORDS_OF_A_STEP) -> Iterator[Pass]:
         """The records in passes that stay within the memory limit.
 
         On a CPU their shapes are fixed, so that a record's gradient does not depend on the others by a bit. On a GPU
         a record's length alone decides how far it is padded, but a pass has as many rows as there are records.
-        """
-        return passes(items, self.lengths, self.rows, filled=self._footprint.on_cpu)
 
-    def rows(self, tokens: int) -> int:
+        Args:
+            items: the records.
+            num_expected: how many records such a step has on average, >= 1: a public number, never `len(items)`.
+        """
+        rows = partial(self.rows, num_expected=num_expected)
+        return passes(items, self.lengths, rows, filled=self._footprint.on_cpu)
+
+    def rows(self, tokens: int, num_expected: float = RECORDS_OF_A_STEP) -> int:
         """The number of rows of a pass of records that are padded to this length; on a GPU, the most."""
-        return self._footprint.rows(tokens, self.memory_limit) if self.records_share_passes else 1
+        return self._footprint.rows(tokens, num_expected, self.memory_limit) if self.records_share_passes else 1
 
 
 def _longest(config: Any, max_length: int | None) -> int | None:

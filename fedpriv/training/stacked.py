@@ -226,7 +226,8 @@ def _gradient_rows(
         selected = [k for k, task in enumerate(clients.tasks) if _caching_pays_off(task) == cached]
         sampled = [((clients.tasks[k].data, index), k) for k in selected for index in drawn[k]]
         items, owners = [item for item, _ in sampled if usable(item)], [k for item, k in sampled if usable(item)]
-        for together in model.passes(items):
+        num_expected = sum(clients.tasks[k].sampler.expected_batch_size for k in selected)
+        for together in model.passes(items, num_expected):
             run = partial(_pass_gradients, clients, stacked, items, owners, cached, together.shape)
             for positions, rows in isolated(run, together.positions):
                 if rows is not None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -17,13 +20,24 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command()
-def main(dir_: Annotated[Path, typer.Argument(metavar="DIR", help="The node's folder, with vault.toml.")]) -> None:
+def main(
+    dir_: Annotated[Path, typer.Argument(metavar="DIR", help="The node's folder, with vault.toml.")],
+    with_parent: Annotated[bool, typer.Option("--with-parent", help="End when standard input closes.")] = False,
+) -> None:
     """Run a node's vault: its records, ledger and model, behind the Unix socket DIR/vault.sock.
 
     Example: python -m fedpriv.vault ~/node
     """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(message)s")
+    if with_parent:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
     serve(VaultSettings.read(dir_), lambda line: print(line, flush=True))
+
+
+def _end_with_parent() -> None:
+    """End this process once the program that holds the other end of its standard input is gone, however it ended."""
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":

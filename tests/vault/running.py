@@ -15,10 +15,10 @@ ROOT = Path(__file__).resolve().parents[2]
 class Running:
     """A vault in a process of its own."""
 
-    def __init__(self, settings: VaultSettings, **options: object) -> None:
+    def __init__(self, settings: VaultSettings, *arguments: str, **options: object) -> None:
         self.settings = settings
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "fedpriv.vault", str(settings.folder)],
+            [sys.executable, "-m", "fedpriv.vault", *arguments, str(settings.folder)],
             stdout=subprocess.PIPE,
             stderr=(settings.folder.parent / "vault.log").open("a"),
             text=True,

@@ -191,6 +191,14 @@ def test_it_ends_on_a_signal_and_leaves_no_socket(settings, tmp_path, tiny_bert)
         ask(own.socket, Request(kind=REGISTER, run_config={}), retry_seconds=0.0)
 
 
+def test_it_ends_with_the_program_that_started_it(settings, tmp_path, tiny_bert):
+    own = make_vault(tmp_path / "node", settings.data, tiny_bert)
+    running = Running(own, "--with-parent", stdin=subprocess.PIPE)
+    running.process.stdin.close()  # as the system does when that program is killed
+    assert running.process.wait(30) == 0
+    assert not own.socket.exists()
+
+
 def test_a_clientapp_loads_neither_torch_nor_data_code():
     code = "import sys, clients.app; print(*sorted({'torch', 'datasets', 'transformers', 'pandas'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -44,9 +44,9 @@ class Lines:
 
 def vault_of(node: Node) -> psutil.Process | None:
     """The vault's process, not the child that it keeps."""
-    wanted = ["fedpriv.vault", str(node.folder)]
+    wanted = ["fedpriv.vault", "--with-parent", str(node.folder)]
     children = psutil.Process().children(recursive=True)
-    return next((child for child in children if child.is_running() and child.cmdline()[-2:] == wanted), None)
+    return next((child for child in children if child.is_running() and child.cmdline()[-3:] == wanted), None)
 
 
 @pytest.fixture
