@@ -106,8 +106,8 @@ class _Vault:
             return self._process
 
     def _popen(self) -> subprocess.Popen[str]:
-        # In its own process group: otherwise Ctrl-C would end it before the SuperNode. What it writes is its own. If this
-        # process is killed, the pipe to the vault's standard input closes, so it ends too and leaves its socket's place.
+        # In its own process group: otherwise Ctrl-C would end it before the SuperNode. What it writes is its own. If
+        # this process is killed, the pipe to the vault's standard input closes: it ends too, and gives its place free.
         return subprocess.Popen(
             [sys.executable, "-m", "fedpriv.vault", "--with-parent", str(self._node.folder)],
             cwd=self._node.folder,

@@ -184,8 +184,7 @@ class Ledger:
         Returns:
             Whether the content differs from what was logged before.
         """
-        (key,) = self._db.execute("SELECT content_key FROM secret").fetchone()
-        digest = hashlib.blake2b(content, key=key, digest_size=32).hexdigest()
+        digest = self._content_digest(content)
         known = self._db.execute(
             "SELECT note FROM entries WHERE phase = ? AND data_set = ? ORDER BY number DESC", (CHANGED, data_set.id)
         ).fetchone()
@@ -193,6 +192,18 @@ class Ledger:
             return False
         self._append([{"phase": CHANGED, "data_set": data_set.id, "client": data_set.client, "note": digest}])
         return known is not None
+
+    def holds_content_elsewhere(self, data_set: DataSet, content: bytes) -> bool:
+        """Whether another data set of this ledger was logged with the same content."""
+        row = self._db.execute(
+            "SELECT 1 FROM entries WHERE phase = ? AND data_set != ? AND note = ?",
+            (CHANGED, data_set.id, self._content_digest(content)),
+        ).fetchone()
+        return row is not None
+
+    def _content_digest(self, content: bytes) -> str:
+        (key,) = self._db.execute("SELECT content_key FROM secret").fetchone()
+        return hashlib.blake2b(content, key=key, digest_size=32).hexdigest()
 
     def charge(self, charges: Sequence[Charge]) -> None:
         """Charge uploads, all or none of them; the charges are durable when this returns.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import Merged
 from fedpriv.config import RunConfig
 from fedpriv.data.holdout import part
-from fedpriv.data.records import Records
+from fedpriv.data.records import Item, Records, num_tokens, usable
 from fedpriv.data.text import TextData
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.mechanisms.request import NoiseRequest
@@ -116,6 +116,23 @@ def count(
     return counts
 
 
+@torch.no_grad()
+def rehearse(model: TrainingModel, adapter: Adapter, merged: Merged, records: Records) -> None:
+    """Evaluate synthetic records, so that what no record causes fails before anything is charged.
+
+    Args:
+        model, adapter, merged: as for `count`.
+        records: synthetic ones, of which one of each length is evaluated.
+
+    Raises:
+        Exception: whatever an evaluation raises.
+    """
+    model.merge(merged)
+    lora.write_parameters(model.parameters, adapter)
+    for item in {num_tokens(item): item for item in records.items()}.values():
+        _share(model, [item])
+
+
 def noised(counts: Tensor, spec: EvaluationSpec, source: RandomSource) -> tuple[NoisedCounts, Event]:
     """The counts with Gaussian noise, and the event that pays for them; see `planned_event`.
 
@@ -133,14 +150,19 @@ def noised(counts: Tensor, spec: EvaluationSpec, source: RandomSource) -> tuple[
 def _contribution(model: TrainingModel, record: TextData, tokenize: Callable[[TextData], Records]) -> Tensor:
     """(h, 1 - h) of one record, float64 [2]; zeros if it cannot be evaluated."""
     try:
-        _, shares = losses_and_hits(*model.logits(tokenize(record).items(), cached=False))
-        share = float(shares[0])
+        (item,) = tokenize(record).items()
+        share = _share(model, [item]) if usable(item) else math.nan
     except Exception:  # whatever it is, one record must not decide whether the others count
         share = math.nan
     if not 0 <= share <= 1:
         return NO_COUNTS
     share = round(share * _STEPS) / _STEPS
     return torch.tensor([share, 1 - share], dtype=torch.float64)
+
+
+def _share(model: TrainingModel, items: Sequence[Item]) -> float:
+    """The first record's share of correct predictions."""
+    return float(losses_and_hits(*model.logits(items, cached=False))[1][0])
 
 
 def _request(spec: EvaluationSpec) -> NoiseRequest:

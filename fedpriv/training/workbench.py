@@ -73,6 +73,7 @@ class Workbench:
         model: the base with an adapter; every user sets the adapter first.
         initial: the trained tensors that a run starts from, drawn from the configuration's seed.
         num_clients: of the run, wherever their data are.
+        read_for: id of the data set for which a node's own records were read; empty if they were not.
     """
 
     def __init__(self, config: RunConfig, source: DataSource | None = None) -> None:
@@ -82,6 +83,7 @@ class Workbench:
         self.initial = self.model.initial
         self.num_clients = len(self.data.clients) if config.data != ON_NODES else config.num_clients
         self._clients: dict[int, Records] = {}
+        self.read_for = ""
 
     @cached_property
     def data(self) -> FederatedData:
@@ -113,6 +115,11 @@ class Workbench:
     def has_read(self, client: int) -> bool:
         """Whether `client` has been asked for these records before."""
         return client in self._clients
+
+    def forget_records(self) -> None:
+        """Read a node's own records anew when they are next asked for."""
+        self.__dict__.pop("data", None)
+        self._clients.clear()
 
     def set_aside(self, client: int) -> TextData:
         """The client's records for private evaluation, which are never trained on."""

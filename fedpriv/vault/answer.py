@@ -7,6 +7,8 @@ noise alone where the records could not be used.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import secrets
 from collections.abc import Callable, Mapping
@@ -30,7 +32,7 @@ from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
 from fedpriv.protocol import Broadcast, EvaluationRelease, Release
 from fedpriv.training import private_evaluation
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
-from fedpriv.training.rehearsal import rehearse
+from fedpriv.training.rehearsal import rehearse, synthetic_records
 from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.training.workbench import Workbench
@@ -45,6 +47,12 @@ _secure = SecureSource()
 
 # Characters of a refusal, which may quote what a coordinator sent.
 _LONGEST_REASON = 300
+
+# The run's keys that decide what is computed, beside those in a request.
+_MODEL_KEYS = (
+    *("model", "task", "labels", "max_length", "seed", "aggregation", "rank", "alpha", "target_modules", "layers"),
+    *("evaluation_noise_multiplier", "test_fraction"),
+)
 
 
 def answer(request: Request, holder: Holder) -> Response:
@@ -86,7 +94,7 @@ def prepare(request: Request, holder: Holder) -> UpdateTask:
     config = run_of(request.run_config, holder)
     bench = bench_of(config, holder)
     client, policy = holder.partition(bench.num_clients), holder.policy
-    key, spec, broadcast = _instruction(request, client, bench.initial)
+    key, spec, broadcast = _instruction(request, config, client, bench.initial)
     data_set, num_registered = _registered(config, bench, holder)
     guard.check_instruction(spec, policy, noise_source=config.noise_source, num_registered=num_registered)
     sampler = PoissonSampler(
@@ -215,11 +223,17 @@ def evaluate(request: Request, holder: Holder) -> Response:
     client, policy = holder.partition(bench.num_clients), holder.policy
     run, round_, spec = protocol.unpack_evaluation(request.fields)
     broadcast = protocol.unpack_model({record: _tensors(named) for record, named in request.arrays.items()})
-    key = Key(run=run, client=str(client), round=round_, request=guard.request_digest(broadcast, spec))
+    key = _key(config, client, run, round_, guard.request_digest(broadcast, spec))
     data_set, _ = _registered(config, bench, holder)
     guard.check_evaluation(spec, round_, policy, noise_source=config.noise_source)
     guard.check_broadcast(broadcast, policy.limits)
     private_evaluation.check_fits(bench.model, broadcast.adapter, broadcast.merged)
+    if holder.terms is not None:
+        classes = len(bench.label_names)
+        records = synthetic_records(
+            bench.model, max_length=config.max_length, num_labels=classes, features=bench.features
+        )
+        private_evaluation.rehearse(bench.model, broadcast.adapter, broadcast.merged, records)
     event = private_evaluation.planned_event(spec)
     try:
         is_new = guard.charge(policy, key, event, data_set, noise_source=config.noise_source)
@@ -228,7 +242,9 @@ def evaluate(request: Request, holder: Holder) -> Response:
         return _counts(released.content)
     holder.before_records()
     holder.journal.write("charged", run=run, round=round_, recorded=data_set is not None)
-    exact = _exact_counts(bench, holder, broadcast) if is_new or config.simulate else private_evaluation.NO_COUNTS
+    exact = private_evaluation.NO_COUNTS
+    if is_new or config.simulate:
+        exact = _exact_counts(bench, holder, broadcast, data_set)
     counts, event = private_evaluation.noised(exact, spec, _source(config, client, round_, "evaluation"))
     release = EvaluationRelease(round=round_, event=event, counts=counts)
     content = guard.store_reply(policy, key, event, protocol.pack_evaluation_reply(release))
@@ -285,20 +301,32 @@ def _records(config: RunConfig, bench: Workbench, holder: Holder, data_set: Data
         canaries = audited(config, bench, client)
         return canaries.records if canaries else bench.client(client)
     try:
-        is_first = not bench.has_read(0)
-        records = bench.client(0)
-        if is_first and data_set is not None:
-            guard.log_content(holder.policy, data_set, repr(bench.data.clients[0]).encode(), _size(bench, 0))
-        return records
+        _read_own(bench, holder, data_set)
+        return bench.client(0)
     except Exception as error:  # whatever the file holds must not decide whether there is an upload
         log.error("the records cannot be read, so the upload is noise alone: %s", trace_without_message(error))
         holder.journal.write("records_unreadable")
         return bench.no_records
 
 
-def _exact_counts(bench: Workbench, holder: Holder, broadcast: Broadcast) -> Tensor:
+def _read_own(bench: Workbench, holder: Holder, data_set: DataSet | None) -> None:
+    """Read a node's own records, once for each data set: what an earlier one holds is not this one's to pay for.
+
+    Raises:
+        RefusedError: the same records are registered twice.
+    """
+    if data_set is None or bench.read_for == data_set.id:
+        return
+    bench.forget_records()
+    guard.log_content(holder.policy, data_set, repr(bench.data.clients[0]).encode(), _size(bench, 0))
+    bench.read_for = data_set.id
+
+
+def _exact_counts(bench: Workbench, holder: Holder, broadcast: Broadcast, data_set: DataSet | None) -> Tensor:
     """The exact counts on the records that the client sets aside; zeros on a node whose own cannot be used."""
     try:
+        if holder.terms is not None:
+            _read_own(bench, holder, data_set)
         data = bench.set_aside(0 if holder.terms else holder.partition(bench.num_clients))
         return private_evaluation.count(bench.model, broadcast.adapter, broadcast.merged, data, bench.tokenize)
     except Exception as error:  # as in `_records`
@@ -309,13 +337,21 @@ def _exact_counts(bench: Workbench, holder: Holder, broadcast: Broadcast) -> Ten
         return private_evaluation.NO_COUNTS
 
 
-def _instruction(request: Request, client: int, initial: Adapter) -> tuple[Key, UpdateSpec, Broadcast]:
+def _instruction(
+    request: Request, config: RunConfig, client: int, initial: Adapter
+) -> tuple[Key, UpdateSpec, Broadcast]:
     """What a train request asks for, and the key under which it counts as one release."""
     run, round_, spec = protocol.unpack_instruction(request.fields)
     arrays = {record: _tensors(named) for record, named in request.arrays.items()}
     broadcast = protocol.unpack_broadcast(arrays, spec, initial)
-    key = Key(run=run, client=str(client), round=round_, request=guard.request_digest(broadcast, spec))
-    return key, spec, broadcast
+    return _key(config, client, run, round_, guard.request_digest(broadcast, spec)), spec, broadcast
+
+
+def _key(config: RunConfig, client: int, run: str, round_: int, digest: str) -> Key:
+    """The key of a release, which depends on all that the release does, except the data and the noise."""
+    model = json.dumps({name: getattr(config, name) for name in _MODEL_KEYS}, sort_keys=True)
+    request = hashlib.sha256(f"{digest} {model}".encode()).hexdigest()
+    return Key(run=run, client=str(client), round=round_, request=request)
 
 
 def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
@@ -327,7 +363,7 @@ def _settled(request: Request, holder: Holder, update: ClientUpdate) -> Response
     config = run_of(request.run_config, holder)
     bench = bench_of(config, holder)
     client = holder.partition(bench.num_clients)
-    key, spec, broadcast = _instruction(request, client, bench.initial)
+    key, spec, broadcast = _instruction(request, config, client, bench.initial)
     silent = _is_irrelevant(update.adapter, broadcast, spec, key.round)
     rounding = _source(config, client, key.round, "rounding")
     arrays = {} if silent else protocol.pack_upload(update.adapter, broadcast, spec, bench.initial, rounding)

@@ -26,6 +26,9 @@ from fedpriv.vault.policy import Limits
 
 log = logging.getLogger(__name__)
 
+# Accountants take a larger one for this, and near the largest float an upload would overflow after its charge.
+_LARGEST_NOISE_MULTIPLIER = 1e6
+
 
 class RefusedError(Exception):
     """The guard refused before anything was computed; the message holds public values only, so it may be sent."""
@@ -90,8 +93,10 @@ def check_instruction(spec: UpdateSpec, policy: NodePolicy, *, noise_source: str
         raise RefusedError(f"noise_on = {spec.noise_on!r}: must be one of {', '.join(NOISE_TARGETS)}")
     if not (math.isfinite(spec.clip_norm) and spec.clip_norm > 0):
         raise RefusedError(f"clip_norm = {spec.clip_norm}: must be finite and > 0")
-    if not (math.isfinite(spec.noise_multiplier) and spec.noise_multiplier >= 0):
-        raise RefusedError(f"noise_multiplier = {spec.noise_multiplier}: must be finite and >= 0")
+    if not 0 <= spec.noise_multiplier <= _LARGEST_NOISE_MULTIPLIER:
+        raise RefusedError(
+            f"noise_multiplier = {spec.noise_multiplier}: must lie in [0, {_LARGEST_NOISE_MULTIPLIER:g}]"
+        )
     _check_mechanism(spec)
     if spec.local_steps < 1:
         raise RefusedError(f"local_steps = {spec.local_steps}: must be >= 1")
@@ -183,8 +188,10 @@ def check_evaluation(spec: EvaluationSpec, round_: int, policy: NodePolicy, *, n
         RefusedError: one line with the name, the value and what would be right.
     """
     noise, limits = spec.noise_multiplier, policy.limits
-    if not (math.isfinite(noise) and noise > 0):
-        raise RefusedError(f"evaluation_noise_multiplier = {noise}: must be finite and > 0")
+    if not 0 < noise <= _LARGEST_NOISE_MULTIPLIER:
+        raise RefusedError(
+            f"evaluation_noise_multiplier = {noise}: must be > 0 and at most {_LARGEST_NOISE_MULTIPLIER:g}"
+        )
     if round_ < 1:
         raise RefusedError(f"round = {round_}: must be >= 1")
     if policy.ledger is None and not policy.allow_unrecorded:
@@ -263,10 +270,17 @@ def registered_data_set(policy: NodePolicy, client: str, num_records: int | None
 
 
 def log_content(policy: NodePolicy, data_set: DataSet, content: bytes, num_records: int) -> None:
-    """Note in the node's own ledger and in its log that the records changed; this resets no spending."""
+    """Note in the node's own ledger and in its log that the records changed; this resets no spending.
+
+    Raises:
+        RefusedError: an earlier data set of this ledger has held the same records, so this one is not disjoint from it.
+        LedgerError: the ledger cannot be used.
+    """
     if policy.ledger is None:
         return
     with Ledger(policy.ledger) as ledger:
+        if ledger.holds_content_elsewhere(data_set, content):
+            raise RefusedError("data: the same records are registered as another data set; what was spent on it counts")
         if ledger.log_content(data_set, content):
             log.warning("the records of %s changed; what was spent on them remains spent", data_set.id)
     if num_records != data_set.num_records:
@@ -298,6 +312,9 @@ def charge(policy: NodePolicy, key: Key, event: Event, data_set: DataSet | None,
     release = Release(event=event, rho_bar=1.0)
     new_charge = Charge(key=key, data_set=data_set.id, release=release, noise_source=noise_source)
     with Ledger(policy.ledger) as ledger:
+        current = ledger.data_set()
+        if current is None or current.id != data_set.id:
+            raise RefusedError("data: another data set was registered meanwhile; ask again")
         phase = ledger.phase(key)
         if phase == RELEASED:
             if (content := ledger.stored(key)) is None:

@@ -169,14 +169,14 @@ def _on_terms(config: RunConfig, terms: Terms, policy: NodePolicy) -> RunConfig:
         )
     if config.task != ("SEQ_CLS" if terms.labels else "CAUSAL_LM"):
         raise RefusedError(f"task = {config.task}: does not suit this node's records")
-    if terms.labels and config.labels != terms.labels:
+    if config.labels != terms.labels:
         raise RefusedError("labels: are not those that this node's operator agreed to, in their order")
     if config.max_length > terms.limits.max_length:
         raise RefusedError(f"max_length = {config.max_length}: above this node's maximum {terms.limits.max_length}")
     model = models.approved(config.model, models.read(terms.models))
     if model is None:
         raise RefusedError(f"model = {config.model!r}: this node's operator has not approved it")
-    if not _is_unchanged(model):
+    if not _is_unchanged(model, models.state_of(Path(model.folder))):
         raise RefusedError(f"model = {config.model!r}: its files changed since this node's operator approved them")
     return replace(
         config,
@@ -188,6 +188,6 @@ def _on_terms(config: RunConfig, terms: Terms, policy: NodePolicy) -> RunConfig:
 
 
 @lru_cache(maxsize=8)
-def _is_unchanged(model: ApprovedModel) -> bool:
-    """Whether a model's files are those that were approved, looked at once in a process, which keeps what it loads."""
+def _is_unchanged(model: ApprovedModel, _state: object) -> bool:
+    """Whether a model's files are those that were approved; read again only if their sizes or times changed."""
     return models.is_unchanged(model)

@@ -41,11 +41,7 @@ def digest_of(folder: Path) -> str:
     Raises:
         InputError: it is not a folder with files.
     """
-    files = sorted(
-        file
-        for file in folder.rglob("*")
-        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts)
-    )
+    files = _files(folder)
     if not files:
         raise InputError(f"model = {str(folder)!r}: must be a folder with a model's files")
     digest = hashlib.sha256()
@@ -81,9 +77,24 @@ def approved(name: str, models: tuple[ApprovedModel, ...]) -> ApprovedModel | No
     return next((model for model in models if name in (model.name, model.digest)), None)
 
 
+def state_of(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
+    """Name, inode, size and time of every file in a model's folder: cheap to compare, and different after a change."""
+    states = ((file, file.stat()) for file in _files(folder))
+    return tuple((str(file), state.st_ino, state.st_size, state.st_mtime_ns) for file, state in states)
+
+
 def is_unchanged(model: ApprovedModel) -> bool:
     """Whether the files in an approved model's folder are still those that were approved."""
     try:
         return digest_of(Path(model.folder)) == model.digest
     except (InputError, OSError):
         return False
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of a model's folder, in order; hidden ones do not count."""
+    return sorted(
+        file
+        for file in folder.rglob("*")
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    )

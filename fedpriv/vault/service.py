@@ -30,8 +30,9 @@ log = logging.getLogger(__name__)
 # A frame may be tried before its charge, again if that attempt died, and once more for noise alone.
 _ATTEMPTS = 3
 _MAX_CONNECTIONS = 256
-# Frames may be large, so only some are read at the same time.
+# Frames may be large, so only some are read and answered at the same time, and each must arrive within this time.
 _MAX_READERS = 8
+_FRAME_SECONDS = 60.0
 _IDLE_SECONDS = 30.0
 # Of sun_path in sockaddr_un, with its final zero.
 _MAX_PATH_BYTES = 107
@@ -134,14 +135,17 @@ def _converse(connection: socket.socket, worker: Worker, readers: threading.Sema
     with contextlib.suppress(OSError):  # a client that goes away is its own affair
         while connection.recv(1, socket.MSG_PEEK):  # only whoever sends something waits for its turn
             try:
+                # Until it is answered, so that not more than a few frames are in memory at a time.
                 with readers:
-                    frame = receive(connection)
+                    frame = receive(connection, seconds=_FRAME_SECONDS)
+                    answer = worker.answer(frame) if frame is not None else None
             except FrameError as error:  # what follows cannot be told from the rest of this frame
                 connection.sendall(pack_response(Response(code=REFUSED, reason=f"refused: {error}")))
                 return
-            if frame is None:
+            if answer is None:
                 return
-            connection.sendall(worker.answer(frame))
+            connection.settimeout(_IDLE_SECONDS)
+            connection.sendall(answer)
 
 
 def _close_node(marker: Path, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
 import time
@@ -37,35 +38,45 @@ def ask(path: Path, request: Request, *, retry_seconds: float = _RETRY_SECONDS) 
         try:
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.connect(str(path))
+                deadline = math.inf  # it listens; should it die, however late, it gets the same time to come back
                 connection.sendall(frame)
                 answer = receive(connection)
             if answer is not None:
                 return unpack_response(answer)
             raise ConnectionResetError("the vault ended before it answered")
         except OSError:
+            if deadline == math.inf:
+                deadline = time.monotonic() + retry_seconds
             if time.monotonic() > deadline:
                 raise
             time.sleep(_RETRY_DELAY_SECONDS)
 
 
-def receive(connection: socket.socket) -> bytes | None:
+def receive(connection: socket.socket, *, seconds: float = math.inf) -> bytes | None:
     """The next frame; None if the other side has closed the connection, before or within one.
+
+    Args:
+        connection: where to read.
+        seconds: within which the whole frame must arrive.
 
     Raises:
         FrameError: the frame is longer than a frame may be.
         OSError: the connection failed, or timed out.
     """
-    prefix = _exactly(connection, PREFIX_BYTES)
+    deadline = time.monotonic() + seconds
+    prefix = _exactly(connection, PREFIX_BYTES, deadline)
     if prefix is None:
         return None
-    rest = _exactly(connection, frame_length(prefix))
+    rest = _exactly(connection, frame_length(prefix), deadline)
     return None if rest is None else prefix + rest
 
 
-def _exactly(connection: socket.socket, length: int) -> bytes | None:
+def _exactly(connection: socket.socket, length: int, deadline: float) -> bytes | None:
     """So many bytes, or None if the connection ends before; memory grows with what arrives, not with the claim."""
     content = bytearray()
     while len(content) < length:
+        if deadline < math.inf:
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))
         piece = connection.recv(min(length - len(content), 2**20))
         if not piece:
             return None

@@ -21,6 +21,7 @@ SMALL = {
     "dp_step": ["--steps", "4"],
     "end_to_end": ["--setting", "tiny", "--rounds", "1"],
     "engine_cost": ["--clients", "2", "--rounds", "1"],
+    "fixed_shapes": ["--repeats", "1", "--batches", "8"],
     "integral_training": ["--models", "80", "--epochs", "1", "--repeats", "1"],
     "prefix_cache": ["--repeats", "1"],
     "registered_clients": ["--registered", "20", "40", "--sampled", "5", "--rounds", "1"],

@@ -24,7 +24,7 @@ from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.private_evaluation import EvaluationSpec, planned_event
 from fedpriv.vault import answer as answering
 from fedpriv.vault.answer import answer
-from fedpriv.vault.frames import EVALUATE, REFUSED, RETIRED, Request, Response
+from fedpriv.vault.frames import EVALUATE, FAILED, REFUSED, RETIRED, Request, Response
 from fedpriv.vault.guard import request_digest
 from fedpriv.vault.holder import Holder, bench_of, run_of
 from simulations.engines.flower_private import task_identity
@@ -131,12 +131,27 @@ def test_records_that_cannot_be_used_give_noise_alone(make, same_noise, monkeypa
         node.settings.data.write_text("note,department\n")
     else:
         monkeypatch.setattr(private_evaluation, "losses_and_hits", lambda *_: 1 / 0)
+        monkeypatch.setattr(private_evaluation, "rehearse", lambda *_: None)  # it would notice such a model
     release = protocol.unpack_evaluation_release(node.ask().fields)
     noise, _ = private_evaluation.noised(
         torch.zeros(2, dtype=torch.float64), EvaluationSpec(noise_multiplier=Z), SeededSource(5, "evaluation")
     )
     assert release.counts == noise
-    assert node.phases[-2:] == ["charged", "released"]
+    assert [phase for phase in node.phases if phase != "changed"][-2:] == ["charged", "released"]
+
+
+def test_a_model_that_fails_on_synthetic_records_is_found_before_the_charge(make, monkeypatch):
+    node = make()
+    monkeypatch.setattr(private_evaluation, "losses_and_hits", lambda *_: 1 / 0)
+    assert node.ask().code == FAILED
+    assert "charged" not in node.phases
+
+
+@pytest.mark.parametrize("noise", [1.1e6, 1.7e308])
+def test_noise_that_would_overflow_is_refused_before_the_charge(make, noise):
+    node = make()
+    assert node.ask(noise_multiplier=noise).code == REFUSED
+    assert "charged" not in node.phases
 
 
 def test_a_charge_without_a_stored_answer_is_answered_by_noise_alone(make, same_noise, monkeypatch):
@@ -148,7 +163,7 @@ def test_a_charge_without_a_stored_answer_is_answered_by_noise_alone(make, same_
     monkeypatch.setattr(private_evaluation, "count", die)
     with pytest.raises(KeyboardInterrupt):
         node.ask()
-    assert node.phases[-1] == "charged"
+    assert node.phases[-2:] == ["charged", "changed"]
     response = node.ask()  # does not count again, or it would die
     assert response.record == protocol.RELEASE
     assert node.phases.count("charged") == 1
@@ -167,8 +182,8 @@ def test_the_budget_of_the_node_counts_evaluations(make):
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"noise_multiplier": 0.0}, "must be finite and > 0"),
-        ({"noise_multiplier": float("nan")}, "must be finite and > 0"),
+        ({"noise_multiplier": 0.0}, "must be > 0 and at most 1e+06"),
+        ({"noise_multiplier": float("nan")}, "must be > 0 and at most 1e+06"),
         ({"noise_multiplier": 0.2}, "below this node's minimum 0.3"),
         ({"round": 0}, "round = 0: must be >= 1"),
     ],
