@@ -1,0 +1,63 @@
+"""A record that cannot be read is one record: the others are summed as without it."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from tests.adversary.exchanges import N_K, ROWS
+from tests.adversary.nodes import ask, make_node, restart, run_config, training
+from tests.adversary.stand_ins import StandIns, Sum, largest_excess, standing_in
+from tests.tiny import LABELS
+
+CSV = {
+    "three fields": b"a,b,c\r\n",
+    "latin-1": b"caf\xe9,hiv\r\n",
+    "unclosed quote": b'"unclosed,x\r\n',
+    "nothing": b"\r\n",
+}
+JSON = {
+    "broken": b"{broken\n",
+    "no brace": b'{"text": "x"\n',
+    "list": b"[1]\n",
+    "fraction among integers": b'{"text": "a cough", "label": 0.5}\n',
+    "text among integers": b'{"text": "a cough", "label": "x"}\n',
+    "object as text": b'{"text": {"a": 1}, "label": 0}\n',
+}
+
+
+def sums_of(folder: Path, approved, start, suffix: str, last: bytes) -> list[Sum]:
+    """What a node was about to noise, with the shared rows in a file of that format, and then a line of its own."""
+    node = make_node(folder, ROWS, num_registered=N_K, models=approved)
+    config = run_config()
+    if suffix == ".jsonl":
+        names = [str(index) for index in range(len(LABELS))]
+        rows = [json.dumps({"text": text, "label": LABELS.index(label)}) for text, label in ROWS]
+        path = node.records.with_suffix(suffix)
+        path.write_text("".join(f"{row}\n" for row in rows))
+        settings = node.settings
+        values = {"partition_id": 0, "name": "St. Anna", "data": str(path), "labels": names}
+        (settings.folder / "vault.toml").write_text(tomli_w.dumps({**values, "budget_epsilon": 1000.0}))
+        config = run_config(labels=",".join(names))
+    with node.records.with_suffix(suffix).open("ab") as file:
+        file.write(last)
+    restart()
+    with standing_in(partial(StandIns, watched=len(ROWS))()) as seen:
+        assert ask(node, training(config, start)).code == 0
+    return seen.sums
+
+
+@pytest.mark.parametrize(
+    ("suffix", "last"),
+    [(".csv", line) for line in CSV.values()] + [(".jsonl", line) for line in JSON.values()],
+    ids=[*CSV, *JSON],
+)
+def test_one_malformed_record_does_not_silence_the_others(approved, starts, tmp_path, suffix, last):
+    one = sums_of(tmp_path / "one", approved, starts["tiny"], suffix, last)
+    other = sums_of(tmp_path / "other", approved, starts["tiny"], suffix, b"")
+    assert any(sum_.values.any() for sum_ in other), "no record counts, so nothing was tried"
+    assert largest_excess(one, other) <= 1 + 1e-9
