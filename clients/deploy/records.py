@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,23 +84,23 @@ def check_labels(vault: VaultSettings) -> None:
 
 
 def find(vault: VaultSettings) -> Found:
-    """What the node's file holds.
+    """What the node's file holds; every record of it must be readable.
 
     Raises:
-        InputError: the file or a column is missing.
+        InputError: the file, a column or a record cannot be used.
     """
-    from fedpriv.data.checks import describe  # slow to import
+    from fedpriv.data import own  # slow to import
 
-    columns = {"text": vault.text_column, "label": vault.label_column, "text_pair": vault.text_pair_column}
-    summary = describe(str(vault.data), **columns)
-    by_label: Mapping[str, int] = summary.get("labels", {})
-    counts = {label: by_label.get(label, 0) for label in vault.labels}
+    records = own.read_strictly(vault.source)
+    labels = Counter(record.label for record in records) if vault.label_column else Counter()
+    num_without_label = labels.pop(None, 0)
+    counts = {label: labels[label] for label in vault.labels}
     return Found(
-        num_records=summary["records"],
+        num_records=len(records),
         counts=counts,
-        num_other_labels=sum(by_label.values()) - sum(counts.values()),
-        num_without_label=summary.get("records_without_label", 0),
-        num_empty=summary["empty_texts"],
+        num_other_labels=labels.total() - sum(counts.values()),
+        num_without_label=num_without_label,
+        num_empty=sum(not record.text.strip() for record in records),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -28,3 +29,19 @@ def check(
 
     values = describe(file, text=text, label=label, text_pair=text_pair, client=client)
     show(values, entries(values), as_json)
+
+
+@app.command()
+def lines(
+    file: Annotated[str, typer.Argument(help="CSV, JSONL or Parquet (gzip allowed), or a data set on the Hub.")],
+    out: Annotated[Path, typer.Argument(help="New JSONL file, which you alone may read.")],
+    as_json: AsJson = False,
+) -> None:
+    """Write a table with one record a line, as a node needs its own records: no field goes on over several lines.
+
+    Example: fedpriv data lines letters.csv letters.jsonl
+    """
+    from fedpriv.data.own import write_lines
+
+    num_records = write_lines(file, out)
+    show({"records": num_records, "file": str(out)}, [f"{num_records} records in {out}"], as_json)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import datasets
 import numpy as np
 
 from fedpriv.config import EMBEDDED, ON_NODES, RunConfig
-from fedpriv.data import hospital
+from fedpriv.data import hospital, own
 from fedpriv.data.partition import partition
 from fedpriv.data.tables import labels_of, load_table, require_columns, to_text
 from fedpriv.data.text import DataSource, FederatedData, TextData
 from fedpriv.errors import InputError
+
+log = logging.getLogger(__name__)
 
 _NO_RECORDS = TextData((), ())
 
@@ -42,17 +45,25 @@ def load(config: RunConfig) -> FederatedData:
 
 
 def load_own(config: RunConfig, source: DataSource) -> FederatedData:
-    """A node's own records, without those whose label is not among the classes; there may be none.
+    """A node's own records, without those that cannot be read or have another label than the classes; maybe none.
+
+    Guarantee: a line of the file, or a row of a Parquet file, decides one record and changes no other. One that is left
+    out would have had no gradient, and every record's inclusion in a sample is a coin of its own, so leaving it out
+    changes nothing for the others.
 
     Raises:
-        InputError: a file or column cannot be used.
+        InputError: the file or a column cannot be used; no record decides that.
     """
-    config = replace(config, data=source.data, client_column="", partition="auto")
-    for name in ("text_column", "text_pair_column", "label_column"):
-        config = replace(config, **{name: getattr(source, name)})
-    table = load_table(source.data)
-    require_columns(table, _columns(config), source.data)
-    records = to_text(_labelled(table, config), config)
+    places = own.read(source if config.labels else replace(source, label_column=""))
+    read = [record for record in places if isinstance(record, own.OwnRecord)]
+    if len(read) < len(places):
+        log.warning("%d of %d records cannot be read; nothing trains on them", len(places) - len(read), len(places))
+    usable = [record for record in read if not config.labels or record.label in config.labels]
+    records = TextData(
+        texts=tuple(record.text for record in usable),
+        labels=tuple(str(record.label) for record in usable) if config.labels else (),
+        pairs=tuple(record.pair for record in usable) if source.text_pair_column else None,
+    )
     return FederatedData((records,), ("",), _NO_RECORDS, config.labels)
 
 
@@ -135,18 +146,17 @@ def _holders(table: datasets.Dataset, config: RunConfig) -> set[object]:
     return set(column)
 
 
-def _labelled(table: datasets.Dataset, config: RunConfig) -> datasets.Dataset:
-    """The records that have a label, and one of the configured classes if there are any."""
+def _usable(table: datasets.Dataset, config: RunConfig, source: str) -> datasets.Dataset:
+    """The records that have a label, and one of the configured classes if there are any; there must be some.
+
+    Raises:
+        InputError: there are none.
+    """
     if config.task != "SEQ_CLS":
         return table
     labels = labels_of(table, config.label_column)
     classes = set(config.labels or labels) - {None}
-    return table.select([row for row, label in enumerate(labels) if label in classes])
-
-
-def _usable(table: datasets.Dataset, config: RunConfig, source: str) -> datasets.Dataset:
-    """The same, of which there must be some."""
-    usable = _labelled(table, config)
+    usable = table.select([row for row, label in enumerate(labels) if label in classes])
     if not len(usable):
         expected = f"none of labels = {','.join(config.labels)}" if config.labels else "no label at all"
         raise InputError(f"label_column = {config.label_column!r}: {source} has {expected}")

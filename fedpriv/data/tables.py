@@ -14,7 +14,12 @@ from fedpriv.data.text import TextData
 from fedpriv.errors import InputError
 from fedpriv.quiet import quiet_hub
 
-_FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+
+
+def suffix_of(path: Path) -> str:
+    """What a file's name ends in before a possible `.gz`, in lower case."""
+    return Path(path.name.removesuffix(".gz")).suffix.lower()
 
 
 def load_table(source: str, *, key: str = "data") -> datasets.Dataset:
@@ -30,20 +35,20 @@ def load_table(source: str, *, key: str = "data") -> datasets.Dataset:
         InputError: there is no such file or data set, its format is unknown, or it is unreadable or empty.
     """
     path = Path(source).expanduser()
-    suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
+    suffix = suffix_of(path)
     if not path.is_file():
-        if suffix in _FORMATS or path.is_absolute() or path.exists():
+        if suffix in FORMATS or path.is_absolute() or path.exists():
             raise InputError(f"{key} = {source!r}: no such file")
         return _from_hub(source, key)
-    if suffix not in _FORMATS:
-        raise InputError(f"{key} = {source!r}: unknown format; use {', '.join(_FORMATS)}, gzip allowed")
+    if suffix not in FORMATS:
+        raise InputError(f"{key} = {source!r}: unknown format; use {', '.join(FORMATS)}, gzip allowed")
     if not path.stat().st_size:
         raise InputError(f"{key} = {source!r}: holds no records")
     bars_were_disabled = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
         with tempfile.TemporaryDirectory(prefix="fedpriv-data-") as cache:
-            if _FORMATS[suffix] == "csv":
+            if FORMATS[suffix] == "csv":
                 # Values as written: NA is a name, and 007 differs from 7; only an empty field is missing.
                 frame = pd.read_csv(
                     path, sep="\t" if suffix == ".tsv" else ",", dtype=str, keep_default_na=False, na_values=[""]
@@ -51,7 +56,7 @@ def load_table(source: str, *, key: str = "data") -> datasets.Dataset:
                 table = datasets.Dataset.from_pandas(frame, preserve_index=False)
             else:
                 table = datasets.load_dataset(
-                    _FORMATS[suffix], data_files=str(path), split="train", cache_dir=cache, keep_in_memory=True
+                    FORMATS[suffix], data_files=str(path), split="train", cache_dir=cache, keep_in_memory=True
                 )
     except Exception as error:  # the library raises errors of many types
         reason = (str(error.__cause__ or error).splitlines() or [type(error).__name__])[0]

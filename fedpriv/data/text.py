@@ -28,10 +28,10 @@ class DataSource:
     """Where a node's records are. Only the node's own configuration decides this, never that of a run.
 
     Attributes:
-        data: a file, or a data set on the Hub.
+        data: a file; `fedpriv.data.own` says what is a record of it.
         text_column: column with the text.
         text_pair_column: column with the second text; empty for tasks on single texts.
-        label_column: column with the label.
+        label_column: column with the label; empty for causal models.
     """
 
     data: str

@@ -76,12 +76,7 @@ class Holder:
         limits = Limits.read(settings.policy) if settings.policy.is_file() else Limits()
         is_own = settings.data is not None
         terms = Terms(
-            source=DataSource(
-                data=str(settings.data),
-                text_column=settings.text_column,
-                text_pair_column=settings.text_pair_column,
-                label_column=settings.label_column,
-            ),
+            source=settings.source,
             labels=settings.labels,
             models=settings.models,
             limits=limits,

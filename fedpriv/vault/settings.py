@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from fedpriv.data.text import DataSource
 from fedpriv.deployment.settings import read_settings
 
 FILE = "vault.toml"
@@ -55,6 +56,16 @@ class VaultSettings:
             InputError: there are no settings, or invalid ones.
         """
         return read_settings(VaultSettings, folder / FILE, folder=folder.absolute())
+
+    @property
+    def source(self) -> DataSource:
+        """Where the node's own records are."""
+        return DataSource(
+            data=str(self.data),
+            text_column=self.text_column,
+            text_pair_column=self.text_pair_column,
+            label_column=self.label_column,
+        )
 
     @property
     def ledger(self) -> Path:

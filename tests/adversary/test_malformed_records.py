@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from fedpriv.config import RunConfig
+from fedpriv.data import federated
+from fedpriv.data.tables import load_table, to_text
+from fedpriv.data.text import DataSource, FederatedData, TextData
 from tests.adversary.exchanges import N_K, ROWS
 from tests.adversary.nodes import ask, make_node, restart, run_config, training
 from tests.adversary.stand_ins import StandIns, Sum, largest_excess, standing_in
@@ -27,6 +31,8 @@ JSON = {
     "fraction among integers": b'{"text": "a cough", "label": 0.5}\n',
     "text among integers": b'{"text": "a cough", "label": "x"}\n',
     "object as text": b'{"text": {"a": 1}, "label": 0}\n',
+    "surrogate": b'{"text": "\\ud800", "label": 0}\n',
+    "deep": b"[" * 100_000 + b"\n",
 }
 
 
@@ -61,3 +67,19 @@ def test_one_malformed_record_does_not_silence_the_others(approved, starts, tmp_
     other = sums_of(tmp_path / "other", approved, starts["tiny"], suffix, b"")
     assert any(sum_.values.any() for sum_ in other), "no record counts, so nothing was tried"
     assert largest_excess(one, other) <= 1 + 1e-9
+
+
+def as_a_whole(config: RunConfig, source: DataSource) -> FederatedData:
+    """The records as a parser of whole tables reads them, which infers a type for each column."""
+    return FederatedData((to_text(load_table(source.data), config),), ("",), TextData((), ()), config.labels)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "last"),
+    [(".csv", CSV["three fields"]), (".csv", CSV["latin-1"]), (".jsonl", JSON["fraction among integers"])],
+)
+def test_a_node_that_reads_its_table_as_a_whole_is_caught(approved, starts, tmp_path, monkeypatch, suffix, last):
+    monkeypatch.setattr(federated, "load_own", as_a_whole)
+    one = sums_of(tmp_path / "one", approved, starts["tiny"], suffix, last)
+    other = sums_of(tmp_path / "other", approved, starts["tiny"], suffix, b"")
+    assert largest_excess(one, other) > 1.5

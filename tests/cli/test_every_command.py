@@ -59,6 +59,7 @@ EXAMPLES = {
     "communication": Example("--model gpt2 --rank 4"),
     "status": Example("begun", infinite="epsilon_local_max"),
     "data check": Example("plain.csv --text x"),
+    "data lines": Example("plain.csv plain.jsonl"),
     "ledger show": Example("ledger.sqlite --budget-epsilon 2", infinite="data_sets 0 epsilon_local"),
     "ledger verify": Example("ledger.sqlite"),
     "ledger adopt-head": Example("moved.sqlite", infinite="data_sets 0 epsilon_local"),

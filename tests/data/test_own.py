@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from fedpriv.config import ON_NODES, parse
 from fedpriv.data.federated import load_own
+from fedpriv.data.own import read_strictly, write_lines
 from fedpriv.data.text import DataSource, TextData
 from fedpriv.errors import InputError
 
@@ -123,7 +124,7 @@ def test_no_line_whatever_changes_more_than_one_record(tmp_path_factory, name, l
 def test_two_unclosed_quotes_do_not_swallow_what_is_between_them(tmp_path):
     lines = FILES["r.csv"]
     middle = len(lines) // 2
-    between = [lines[0], b'z,"open\n', *lines[1:middle], b'"\n', *lines[middle:], b'close",0\n']
+    between = [lines[0], b'z,"open\n', *lines[1:middle], b'"\n', *lines[middle:], b'"close,0\n']
     assert difference(own(written(tmp_path / "r.csv", between)), own(written(tmp_path / "o.csv", lines))) == 0
 
 
@@ -138,7 +139,7 @@ def test_values_are_as_written_whatever_other_records_hold(tmp_path):
 
 
 def test_a_bad_value_in_parquet_is_one_record(tmp_path):
-    """Text that is not UTF-8, and a class label beyond the names, which a conversion of the column would stumble over."""
+    """Text that is not UTF-8, and a label beyond the classes' names: converted at once, the column would be lost."""
     texts = [text.encode() for text, _ in RECORDS] + [b"caf\xe9", b"a"]
     labels = [int(label) for _, label in RECORDS] + [0, 99]
     features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["0", "1"])})
@@ -175,3 +176,27 @@ def test_records_of_causal_models_need_no_label(tmp_path):
     path = written(tmp_path / "r.csv", [b"text\n", b"a\n", b'"b\n', b"c\n"])
     config = parse({"data": ON_NODES, "test_data": "t.csv", "task": "CAUSAL_LM", "num_clients": 1})
     assert load_own(config, DataSource(data=str(path))).clients[0] == TextData(("a", "c"), ())
+
+
+@pytest.mark.parametrize("name", ["r.csv", "r.tsv", "r.csv.gz", "r.parquet"])
+def test_a_file_with_line_breaks_within_fields_is_read_right_once_it_is_written_anew(tmp_path, name):
+    rows = [*RECORDS, ("two\r\nlines\n\nand, more", "1"), ('"\n', "0")]
+    path = tmp_path / name
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"text": [text for text, _ in rows], "label": [label for _, label in rows]}), path)
+    else:
+        with gzip.open(path, "wt", newline="") if path.suffix == ".gz" else path.open("w", newline="") as file:
+            csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",").writerows([("text", "label"), *rows])
+        with pytest.raises(InputError, match=r"line 7: .* `fedpriv data lines`"):
+            read_strictly(DataSource(data=str(path)))
+    out = tmp_path / "lines.jsonl"
+    assert write_lines(str(path), out) == len(rows)
+    assert [(record.text, record.label) for record in read_strictly(DataSource(data=str(out)))] == rows
+    assert out.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(InputError, match="cannot be written"):
+        write_lines(str(path), out)
+
+
+def test_a_file_without_records_cannot_be_registered(tmp_path):
+    with pytest.raises(InputError, match="holds no records"):
+        read_strictly(DataSource(data=str(written(tmp_path / "r.csv", [b"text,label\n", b"\n"]))))

@@ -60,7 +60,7 @@ def test_the_whole_file_is_registered_and_what_it_holds_is_said(tmp_path, ca, da
         (["--labels", "a,b", "--budget-epsilon", 0], "budget_epsilon = 0.0"),
         (["--labels", "a,b", "--budget-epsilon", "nan"], "budget_epsilon = nan"),
         (["--label-column", "", "--labels", "a,b", "--budget-epsilon", 4], "labels: given without a label_column"),
-        (["--text-column", "text", "--labels", "a,b", "--budget-epsilon", 4], "--text = 'text'"),
+        (["--text-column", "text", "--labels", "a,b", "--budget-epsilon", 4], "text_column = 'text'"),
         (["--data", "/none/own.csv", "--labels", "a,b", "--budget-epsilon", 4], "/none/own.csv"),
     ],
 )
@@ -70,6 +70,21 @@ def test_nothing_is_written_when_something_is_missing(tmp_path, ca, data, given,
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("line", "where"),
+    [('"two\nlines",cardiology\n', "line 8"), ("a,b,c\n", "line 8"), ("\n\nx\n", "line 10")],
+)
+def test_a_record_that_cannot_be_read_is_named_before_anything_is_registered(tmp_path, ca, data, line, where):
+    file = tmp_path / "own.csv"
+    file.write_bytes(data.read_bytes() + line.encode())
+    done = init(tmp_path / "node", ca, file, "--labels", ",".join(LABELS), "--budget-epsilon", 4)
+    assert done.returncode == 2
+    assert where in done.stderr
+    assert "`fedpriv data lines`" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "node").exists()
 
 
 def test_causal_models_need_no_labels(tmp_path, ca, data):
