@@ -14,7 +14,7 @@ from torch import Tensor
 
 Parts = Sequence[slice]
 
-# Keeps a clipped norm below the clip norm despite rounding: the error of a float64 norm of 10^7 values is < 2e-9.
+# Keeps every norm, clipped or not, below the clip norm: the rounding error of a float64 norm of 10^7 values is < 2e-9.
 _ROUNDING_MARGIN = 1.0 - 1e-8
 
 # A clipped value is a multiple of 2^-32 C or so. A float64 then holds the sum of 2^20 rows exactly.
@@ -103,7 +103,8 @@ def _finite_rows_and_scales(rows: Tensor, clip_norm: float, parts: Parts) -> tup
         raise ValueError(f"clip_norm = {clip_norm}: must be finite and at least {_SMALLEST_CLIP_NORM}")
     norms = part_norms(rows, parts)
     rows, finite = _finite_rows(rows, norms)
-    scales = torch.where(norms > clip_norm, clip_norm * _ROUNDING_MARGIN / norms, torch.ones_like(norms))
+    at_most = clip_norm * _ROUNDING_MARGIN
+    scales = torch.where(norms > at_most, at_most / norms, torch.ones_like(norms))
     return rows, torch.where(finite, scales, torch.zeros_like(scales))
 
 

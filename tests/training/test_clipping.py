@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -42,6 +43,16 @@ def test_one_record_moves_the_sum_by_at_most_the_clip_norm(num, seed, scale, cli
     full, rest, last = (clipped_sum(some, clip_norm) for some in (rows, rows[:-1], rows[-1:]))
     assert norm(last) <= clip_norm
     assert norm(full.double() - rest.double()) <= clip_norm * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_norm_that_rounds_to_the_clip_norm_does_not_exceed_it(seed):
+    row = random_rows(1, seed)
+    clip_norm = float(part_norms(row, JOINT))
+    for clipped in (clipped_rows(row, clip_norm, JOINT)[0], clipped_sum(row, clip_norm)):
+        exact = sum(Fraction(value) ** 2 for value in clipped.tolist())
+        assert exact <= Fraction(clip_norm) ** 2
+        assert exact >= Fraction(clip_norm * (1 - 1e-7)) ** 2
 
 
 @pytest.mark.parametrize("values", [27_656, 10**6, 10**7])
