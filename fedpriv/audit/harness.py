@@ -118,7 +118,9 @@ class LinearModel(TrainingModel):
         labels = torch.stack([records.labels[index] for records, index in items])
         return torch.cat([logit, torch.zeros_like(logit)], dim=1), {"labels": labels}
 
-    def passes(self, items: Sequence[Item], num_expected: float = _RECORDS_AT_ONCE) -> Iterator[Pass]:
+    def passes(
+        self, items: Sequence[Item], num_expected: float = _RECORDS_AT_ONCE, num_values: int | None = None
+    ) -> Iterator[Pass]:
         """The records in order, in chunks of bounded size, however many are expected."""
         for begin in range(0, len(items), _RECORDS_AT_ONCE):
             positions = list(range(begin, min(begin + _RECORDS_AT_ONCE, len(items))))

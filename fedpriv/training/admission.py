@@ -8,15 +8,18 @@ run one record a pass. Others keep state between passes or draw random numbers; 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from fedpriv.data.records import BatchShape, Item
+from fedpriv.data.records import BatchShape, Item, Records
 from fedpriv.errors import InputError
+from fedpriv.training.isolation import raising_failures
 from fedpriv.training.losses import losses_and_hits
-from fedpriv.training.model import TrainingModel
+from fedpriv.training.model import RECORDS_OF_A_STEP, TrainingModel
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 from fedpriv.training.rehearsal import synthetic_records
 
@@ -65,11 +68,15 @@ REFUSED = {
 # Experts are found by their configuration: whether a sum over routed tokens rounds differently depends on the data.
 _NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
+# Expected records of a step, which decide how many rows a pass has: the fewest, the default and the most.
+_STEPS = (1, RECORDS_OF_A_STEP, math.inf)
+
 # The longest synthetic records; a longer one takes the same way through a model.
 _LONGEST = 64
 
-# On a GPU, where passes have different numbers of rows, a share of a gradient's norm is rounding.
-_GPU_TOLERANCE = 0.05
+# This share of a gradient's norm may be rounding: on a GPU, where passes have different numbers of rows, and between
+# the whole model and the prefix cache.
+_TOLERANCE = 0.05
 
 
 def admit(model: TrainingModel) -> None:
@@ -86,6 +93,9 @@ def admit(model: TrainingModel) -> None:
         raise InputError(f"model: a {kind} model cannot train here ({reason}); bert, roberta, gpt2 or llama can")
     if not model.records_share_passes:
         log.warning("%s models mix the records of a pass, so each record has a pass of its own: training is slow", kind)
+    if model.cache is not None and not _can_cache(model):
+        log.warning("%s models do not run from their middle, so there is no prefix cache: training is slower", kind)
+        model.cache = None
 
 
 def _reason_to_refuse(model: TrainingModel) -> str:
@@ -93,37 +103,69 @@ def _reason_to_refuse(model: TrainingModel) -> str:
     config = model.peft_model.config
     model.records_share_passes = not any(getattr(config, name, None) for name in _NUMBERS_OF_EXPERTS)
     try:
-        if records_are_independent(model):
-            return ""
-        model.records_share_passes = False
-        return "" if records_are_independent(model) else "one record's result depends on the others'"
+        if not records_are_independent(model):
+            model.records_share_passes = False
+            if not records_are_independent(model):
+                return "one record's result depends on the others'"
     except Exception as error:  # whatever it is, synthetic records alone have caused it
         return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ""
 
 
-def records_are_independent(model: TrainingModel) -> bool:
-    """Whether removing, replacing and permuting synthetic records changes no bit of the others' gradients."""
-    classes = 0 if model.peft_model.active_peft_config.task_type == "CAUSAL_LM" else model.peft_model.config.num_labels
-    longest = min(_LONGEST, model.lengths.longest or _LONGEST)
-    records, others = (synthetic_records(model, max_length=longest, num_labels=classes, seed=s) for s in (0, 1))
+def _can_cache(model: TrainingModel) -> bool:
+    """Whether records stay apart with the prefix cache too, and have the gradients of the whole model."""
+    records = _synthetic(model, RECORDS_OF_A_STEP, seed=0)
+    try:
+        with raising_failures():
+            whole, cached = (_gradients(model, records.items(), cached=flag) for flag in (False, True))
+            return _close(cached, whole) and records_are_independent(model, cached=True)
+    except Exception as error:  # as above
+        log.warning("the prefix cache fails on synthetic records: %s", error)
+        return False
+
+
+def records_are_independent(model: TrainingModel, *, cached: bool = False) -> bool:
+    """Whether removing, replacing and permuting synthetic records changes no bit of the others' gradients.
+
+    Args:
+        model: to test, in passes of as many rows as the smallest and the largest steps have.
+        cached: through its prefix cache.
+    """
+    steps = _STEPS if model.records_share_passes else (RECORDS_OF_A_STEP,)
+    return all(_independent(model, num_expected, cached=cached) for num_expected in steps)
+
+
+def _independent(model: TrainingModel, num_expected: float, *, cached: bool) -> bool:
+    records, others = (_synthetic(model, num_expected, seed=seed) for seed in (0, 1))
+    gradients = partial(_gradients, model, num_expected=num_expected, cached=cached)
     everyone = list(range(len(records)))
     kept = everyone[::2]
-    expected = _gradients(model, records.items(kept))
-    permuted = _gradients(model, records.items(kept[::-1])).flip(0)
-    joined = _gradients(model, records.items(everyone))[kept]
-    replaced = _gradients(model, [((records if i in kept else others), i) for i in everyone])[kept]
-    shortest = _gradients(model, records.items(kept[:1]))
+    expected = gradients(records.items(kept))
+    permuted = gradients(records.items(kept[::-1])).flip(0)
+    joined = gradients(records.items(everyone))[kept]
+    replaced = gradients([((records if i in kept else others), i) for i in everyone])[kept]
+    shortest = gradients(records.items(kept[:1]))
     pairs = [(permuted, expected), (joined, expected), (replaced, expected), (shortest, expected[:1])]
     return all(_equal(model, one, other) for one, other in pairs)
 
 
+def _synthetic(model: TrainingModel, num_expected: float, *, seed: int) -> Records:
+    classes = 0 if model.peft_model.active_peft_config.task_type == "CAUSAL_LM" else model.peft_model.config.num_labels
+    longest = min(_LONGEST, model.lengths.longest or _LONGEST)
+    return synthetic_records(model, max_length=longest, num_labels=classes, seed=seed, num_expected=num_expected)
+
+
 def _equal(model: TrainingModel, one: Tensor, other: Tensor) -> bool:
-    if model.device.type == "cpu":
-        return torch.equal(one, other)
-    return bool(((one - other).norm(dim=1) <= _GPU_TOLERANCE * other.norm(dim=1)).all())
+    return torch.equal(one, other) if model.device.type == "cpu" else _close(one, other)
 
 
-def _gradients(model: TrainingModel, items: Sequence[Item]) -> Tensor:
+def _close(one: Tensor, other: Tensor) -> bool:
+    return bool(((one - other).norm(dim=1) <= _TOLERANCE * other.norm(dim=1)).all())
+
+
+def _gradients(
+    model: TrainingModel, items: Sequence[Item], *, num_expected: float = RECORDS_OF_A_STEP, cached: bool
+) -> Tensor:
     """[records, values] The records' gradients in the items' order, with parameters at which none of them vanishes."""
     generator = torch.Generator().manual_seed(0)
     parameters = {
@@ -132,12 +174,12 @@ def _gradients(model: TrainingModel, items: Sequence[Item]) -> Tensor:
         if p.requires_grad
     }
     rows: dict[int, Tensor] = {}
-    for together in model.passes(items):
+    for together in model.passes(items, num_expected):
         batch = [items[position] for position in together.positions]
         owners = torch.zeros(together.shape.rows, dtype=torch.int64, device=model.device)
 
         def losses(batch: list[Item] = batch, shape: BatchShape = together.shape) -> Tensor:
-            return losses_and_hits(*model.logits(batch, cached=False, shape=shape))[0]
+            return losses_and_hits(*model.logits(batch, cached=cached, shape=shape))[0]
 
         gradients, _ = per_sample_gradients(model.layers, losses, Stack(parameters=parameters, owners=owners))
         flat = torch.cat([gradient.flatten(1) for gradient in gradients.values()], dim=1)

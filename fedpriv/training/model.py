@@ -40,14 +40,14 @@ class _Footprint:
     """Memory that one record needs in a forward and backward pass, in floats; generous estimates.
 
     Attributes:
-        per_record: per-sample gradients, twice.
+        num_values: of the model's own adapter; per-sample gradients take twice as many.
         per_token: what the backward pass keeps of all layers, and the logits of a causal model.
         per_token_pair: for attention, per square of the number of tokens.
         widest_activation: per token.
         on_cpu: whether passes should fit in a CPU's caches.
     """
 
-    per_record: int
+    num_values: int
     per_token: int
     per_token_pair: int
     widest_activation: int
@@ -61,7 +61,7 @@ class _Footprint:
         layers = config.num_hidden_layers - frozen_layers
         causal = peft_model.active_peft_config.task_type == "CAUSAL_LM"
         return _Footprint(
-            per_record=2 * sum(parameter.numel() for parameter in parameters),
+            num_values=sum(parameter.numel() for parameter in parameters),
             per_token=layers * (16 * hidden + 4 * intermediate) + (3 * config.vocab_size if causal else 0),
             per_token_pair=3 * layers * heads,
             widest_activation=max(intermediate, config.vocab_size if causal else 0),
@@ -80,9 +80,9 @@ class _Footprint:
             return MULTIPLE
         return max(MULTIPLE, 1 << ((self.tokens_at_once(RECORDS_OF_A_STEP) // _LENGTHS_AT_ONCE).bit_length() - 1))
 
-    def rows(self, tokens: int, num_expected: float, memory_limit: int) -> int:
+    def rows(self, tokens: int, num_expected: float, num_values: int, memory_limit: int) -> int:
         """The number of rows of a pass of records of this length, >= 1: on a CPU all of them, on a GPU the most."""
-        needed = _FLOAT_BYTES * (self.per_record + tokens * self.per_token + tokens**2 * self.per_token_pair)
+        needed = _FLOAT_BYTES * (2 * num_values + tokens * self.per_token + tokens**2 * self.per_token_pair)
         at_most = memory_limit // needed
         if self.on_cpu:
             at_most = min(at_most, self.tokens_at_once(num_expected) // tokens) if tokens % MULTIPLE == 0 else 1
@@ -205,7 +205,9 @@ class TrainingModel:
             with skipping_prefix(self.cache.prefix, hidden):
                 return self.peft_model(**inputs).logits.float(), batch
 
-    def passes(self, items: Sequence[Item], num_expected: float = RECORDS_OF_A_STEP) -> Iterator[Pass]:
+    def passes(
+        self, items: Sequence[Item], num_expected: float = RECORDS_OF_A_STEP, num_values: int | None = None
+    ) -> Iterator[Pass]:
         """The records in passes that stay within the memory limit.
 
         On a CPU their shapes are fixed, so that a record's gradient does not depend on the others by a bit. On a GPU
@@ -214,13 +216,33 @@ class TrainingModel:
         Args:
             items: the records.
             num_expected: how many records such a step has on average, >= 1: a public number, never `len(items)`.
+            num_values: of the adapter that is trained, whose rank may not be the model's; None stands for the model's.
         """
-        rows = partial(self.rows, num_expected=num_expected)
+        rows = partial(self.rows, num_expected=num_expected, num_values=num_values)
         return passes(items, self.lengths, rows, filled=self._footprint.on_cpu)
 
-    def rows(self, tokens: int, num_expected: float = RECORDS_OF_A_STEP) -> int:
-        """The number of rows of a pass of records that are padded to this length; on a GPU, the most."""
-        return self._footprint.rows(tokens, num_expected, self.memory_limit) if self.records_share_passes else 1
+    def rows(self, tokens: int, num_expected: float = RECORDS_OF_A_STEP, num_values: int | None = None) -> int:
+        """The number of rows of a pass of records that are padded to this length; on a GPU, the most.
+
+        Args:
+            tokens: of a record, >= 1.
+            num_expected, num_values: as for `passes`.
+        """
+        if not self.records_share_passes:
+            return 1
+        num_values = self._footprint.num_values if num_values is None else num_values
+        return self._footprint.rows(tokens, num_expected, num_values, self.memory_limit)
+
+    def reserve_cache(self, num_records: int) -> None:
+        """Take room for the prefix cache of so many records of any length; where there is none, use no cache.
+
+        Args:
+            num_records: >= 1, the registered number: public numbers alone decide where the states go. Records beyond
+                it are not cached.
+        """
+        longest = self.lengths.longest
+        if self.cache and (longest is None or not self.cache.reserve(num_records, longest)):
+            self.cache = None
 
 
 def _longest(config: Any, max_length: int | None) -> int | None:

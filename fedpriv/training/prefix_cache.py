@@ -1,11 +1,14 @@
 """Frozen-prefix cache: below the first trainable layer, a record's hidden states never change.
 
 They are computed once per record, kept in memory up to a limit and beyond it in a nameless memory-mapped file, and fed
-to the first trainable layer; the layers below are then skipped.
+to the first trainable layer; the layers below are then skipped. For private records the room is taken before any of
+them is read, for as many and as long ones as there may be, so that no record's length decides where the others' go.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +24,10 @@ from torch import Tensor, nn
 from fedpriv.data.records import BatchShape, Item, Records, num_tokens
 from fedpriv.training.isolation import isolated
 from fedpriv.training.shapes import Pass
+
+_FLOAT_BYTES = 4
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -89,12 +96,47 @@ def skipping_prefix(prefix: Prefix, hidden: Tensor) -> Iterator[None]:
         handle.remove()
 
 
+@dataclass(frozen=True, eq=False)
+class _Room:
+    """Where states go.
+
+    Attributes:
+        states: float32 [tokens, width].
+        in_memory: or in a file.
+    """
+
+    states: Tensor
+    in_memory: bool
+
+
+@dataclass(frozen=True)
+class _Reserved:
+    """Room that was taken before the records were read.
+
+    Attributes:
+        room: for `num_records` records of `longest` tokens each.
+        num_records: >= 1.
+        longest: tokens, >= 1.
+    """
+
+    room: _Room
+    num_records: int
+    longest: int
+
+    def fits(self, index: int, tokens: int) -> bool:
+        """Whether there is room for a record of this index and length, whatever the other records are."""
+        return index < self.num_records and tokens <= self.longest
+
+
 class PrefixCache:
     """Hidden states below the first trainable layer, for any number of record sets.
 
     The states are float32 and unpadded, and computed in fixed shapes, so those of a record do not depend on the batch
     it is drawn in, nor on the other records. All states of a record set are computed at once and freed together with
-    the records. A record whose states cannot be computed has NaN, and so a gradient that counts as zero.
+    the records. A record whose states cannot be computed has NaN, and so a gradient that counts as zero. One for which
+    there is no room has its states computed, in the same shape and so to the same bits, whenever they are needed.
+
+    Without `reserve` the room depends on the number of tokens of a record set: this is for public records.
 
     Args:
         forward: runs the model in eval mode on records, in a shape.
@@ -115,12 +157,35 @@ class PrefixCache:
         memory_limit: int,
     ) -> None:
         self.prefix = prefix
-        self.bytes_in_memory = 0
         self._forward = forward
         self._passes = passes
         self._width = width
         self._memory_limit = memory_limit
-        self._states: weakref.WeakKeyDictionary[Records, tuple[Tensor, list[int]]] = weakref.WeakKeyDictionary()
+        self._reserved: _Reserved | None = None
+        self._kept: weakref.WeakKeyDictionary[Records, tuple[_Room, list[int]]] = weakref.WeakKeyDictionary()
+
+    @property
+    def bytes_in_memory(self) -> int:
+        """Of all states that are kept or have room reserved."""
+        rooms = {room for room, _ in self._kept.values()} | ({self._reserved.room} if self._reserved else set())
+        return sum(_FLOAT_BYTES * room.states.numel() for room in rooms if room.in_memory)
+
+    def reserve(self, num_records: int, longest: int) -> bool:
+        """Take room for so many records of so many tokens at most, all of it now; False if there is none.
+
+        From then on this room alone is used, for one set of records at a time: another one takes it over.
+
+        Args:
+            num_records: >= 1, a public number.
+            longest: tokens, >= 1, a public number.
+        """
+        held = self._reserved
+        if held is None or (held.num_records, held.longest) != (num_records, longest):
+            self._reserved = held = None
+            self._kept.clear()
+            room = self._room(num_records * longest)
+            self._reserved = _Reserved(room, num_records, longest) if room else None
+        return self._reserved is not None
 
     def hidden(self, items: Sequence[Item], shape: Sequence[int]) -> Tensor:
         """The states of the given records, padded with zeros to [rows, tokens], float32 [rows, tokens, width]."""
@@ -131,38 +196,63 @@ class PrefixCache:
         return states
 
     def _row(self, records: Records, index: int) -> Tensor:
-        if records not in self._states:
-            self._states[records] = self._compute(records)
-        states, starts = self._states[records]
-        return states[starts[index] : starts[index + 1]]
+        if records not in self._kept:
+            self._kept[records] = self._keep(records)
+        room, starts = self._kept[records]
+        own = room.states[starts[index] : starts[index + 1]]
+        if len(own):
+            return own
+        ((_, computed),) = self._computed([(records, index)])
+        return computed
+
+    def _keep(self, records: Records) -> tuple[_Room, list[int]]:
+        """The states of all records that there is room for, and where each begins; the others have no tokens there."""
+        room, lengths = self._room_for(records)
+        starts = [0, *np.cumsum(lengths).tolist()]
+        roomy = [index for index, length in enumerate(lengths) if length]
+        for position, states in self._computed(records.items(roomy)):
+            index = roomy[position]
+            room.states[starts[index] : starts[index + 1]] = states
+        return room, starts
+
+    def _room_for(self, records: Records) -> tuple[_Room, list[int]]:
+        """Room, and how much of it each record takes, in tokens."""
+        lengths = [num_tokens(item) for item in records.items()]
+        if self._reserved is not None:
+            self._kept.clear()
+            fits = self._reserved.fits
+            return self._reserved.room, [n if fits(index, n) else 0 for index, n in enumerate(lengths)]
+        room = self._room(sum(lengths))
+        return (room, lengths) if room else (_Room(torch.empty(0, self._width), True), [0] * len(lengths))
 
     @torch.no_grad()
-    def _compute(self, records: Records) -> tuple[Tensor, list[int]]:
-        items = records.items()
-        starts = [0, *np.cumsum([num_tokens(item) for item in items]).tolist()]
-        states = self._allocate(records, (starts[-1], self._width))
+    def _computed(self, items: Sequence[Item]) -> Iterator[tuple[int, Tensor]]:
+        """The position and the states, [tokens, width], of each record; NaN for one that fails."""
         for together in self._passes(items):
             run = partial(self._hidden_of, items, together.shape)
             for positions, hidden in isolated(run, together.positions):
-                for row, index in enumerate(positions):
-                    own = slice(starts[index], starts[index + 1])
-                    states[own] = np.nan if hidden is None else hidden[row, : own.stop - own.start]
-        return torch.from_numpy(states), starts
+                for row, position in enumerate(positions):
+                    tokens = num_tokens(items[position])
+                    failed = torch.full((tokens, self._width), torch.nan)
+                    yield position, failed if hidden is None else hidden[row, :tokens]
 
-    def _hidden_of(self, items: Sequence[Item], shape: BatchShape, positions: list[int]) -> Any:
+    def _hidden_of(self, items: Sequence[Item], shape: BatchShape, positions: list[int]) -> Tensor:
         with prefix_output(self.prefix) as captured:
             self._forward([items[position] for position in positions], shape)
-        return captured[0].float().cpu().numpy()
+        return captured[0].float().cpu()
 
-    def _allocate(self, records: Records, shape: tuple[int, int]) -> Any:
-        size = 4 * shape[0] * shape[1]
-        if self.bytes_in_memory + size <= self._memory_limit:
-            self.bytes_in_memory += size
-            weakref.finalize(records, self._release, size)
-            return np.empty(shape, dtype=np.float32)
-        # Deleted before it is written to; the mapping keeps its contents until the states are freed.
-        with tempfile.TemporaryFile(prefix="fedpriv-prefix-") as file:
-            return np.memmap(file, dtype=np.float32, mode="w+", shape=shape)
-
-    def _release(self, size: int) -> None:
-        self.bytes_in_memory -= size
+    def _room(self, num_tokens: int) -> _Room | None:
+        """Room for so many tokens' states, taken at once: neither memory nor disk can run out later. None if full."""
+        shape = num_tokens, self._width
+        size = _FLOAT_BYTES * num_tokens * self._width
+        try:
+            if self.bytes_in_memory + size <= self._memory_limit:
+                return _Room(torch.full(shape, torch.nan), in_memory=True)
+            # Deleted before it is written to; the mapping keeps its contents until the states are freed.
+            with tempfile.TemporaryFile(prefix="fedpriv-prefix-") as file:
+                os.posix_fallocate(file.fileno(), 0, size)
+                states = np.memmap(file, dtype=np.float32, mode="r+", shape=shape)
+                return _Room(torch.from_numpy(states), in_memory=False)
+        except (OSError, MemoryError) as error:
+            log.warning("no room for %d MiB of the prefix cache: %s", size // 2**20, error)
+            return None

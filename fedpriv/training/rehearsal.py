@@ -18,14 +18,18 @@ from fedpriv.data.records import Records
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training.isolation import raising_failures
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
-from fedpriv.training.model import TrainingModel
+from fedpriv.training.model import RECORDS_OF_A_STEP, TrainingModel
 from fedpriv.training.sampling import PoissonSampler
-from fedpriv.training.stacked import local_update
+from fedpriv.training.stacked import caching_pays_off, local_update
 
 # Two steps: ternary quantisation treats the first one differently from the others.
 _MOST_STEPS = 2
 
-_rehearsed: WeakKeyDictionary[TrainingModel, set[Hashable]] = WeakKeyDictionary()
+# So many requests a model remembers, the latest, whatever a coordinator sends.
+_MOST_REMEMBERED = 256
+
+# Oldest first; the values mean nothing.
+_rehearsed: WeakKeyDictionary[TrainingModel, dict[Hashable, None]] = WeakKeyDictionary()
 
 
 class _Everyone(PoissonSampler):
@@ -42,18 +46,22 @@ def rehearse(
     adapter: Adapter,
     merged: Merged,
     spec: UpdateSpec,
+    num_registered: int,
     max_length: int,
     num_labels: int,
     features: Sequence[str] = ("input_ids",),
 ) -> None:
     """Run a local update of this specification on synthetic records of every shape, through the cache and without.
 
-    It uses public inputs alone, releases nothing and draws nothing from a secure source. The model and its prefix cache
-    are as before. A model remembers what it has rehearsed: another adapter of the same shapes costs nothing.
+    It uses public inputs alone, releases nothing and draws nothing from a secure source. The model is as before, but
+    that its prefix cache has room for the registered records, if the update uses it. A model remembers what it has
+    rehearsed: another adapter of the same shapes costs nothing, and other learning rates, clip norms and the like cost
+    an update on one record.
 
     Args:
         model: as for the update.
         adapter, merged, spec: of the update.
+        num_registered: N_k, the registered number of records.
         max_length: tokens of the longest record.
         num_labels: number of classes; 0 for causal models.
         features: names of what the tokenizer returns for each record.
@@ -61,35 +69,62 @@ def rehearse(
     Raises:
         Exception: whatever the update raises; no record has caused it.
     """
+    if caching_pays_off(spec, _everyone(spec, num_registered)):
+        model.reserve_cache(num_registered)
     shapes = tuple((name, tuple(tensor.shape)) for name, tensor in adapter.items())
     products = tuple((name, product.shape) for name, product in merged.items())
-    key = (shapes, products, spec, max_length, num_labels, tuple(features))
-    known = _rehearsed.setdefault(model, set())
-    if key in known:
+    short = replace(spec, local_steps=min(spec.local_steps, _MOST_STEPS), num_rounds=1)
+    computed = (shapes, products, _without_values(short), max_length, num_labels, tuple(features))
+    exact = (computed, short)
+    known = _rehearsed.setdefault(model, {})
+    if exact in known:
         return
-    records = synthetic_records(model, max_length=max_length, num_labels=num_labels, features=features)
+    records = synthetic_records(
+        model,
+        max_length=max_length,
+        num_labels=num_labels,
+        features=features,
+        num_values=sum(tensor.numel() for tensor in adapter.values()),
+    )
+    tasks = _tasks(adapter, merged, short, records)
+    if computed in known:  # through the whole model: the prefix cache keeps its states
+        tasks = [replace(tasks[-1], data=records.part([0]))]
     before = model.merged
     try:
         with raising_failures():
-            for task in _tasks(adapter, merged, spec, records):
+            for task in tasks:
                 local_update(model, task)
     finally:
         model.merge(before)
-    known.add(key)
+    for key in (computed, exact):
+        known.pop(key, None)
+        known[key] = None
+    for oldest in list(known)[:-_MOST_REMEMBERED]:
+        del known[oldest]
 
 
 def synthetic_records(
-    model: TrainingModel, *, max_length: int, num_labels: int, features: Sequence[str] = ("input_ids",), seed: int = 0
+    model: TrainingModel,
+    *,
+    max_length: int,
+    num_labels: int,
+    features: Sequence[str] = ("input_ids",),
+    seed: int = 0,
+    num_expected: float = RECORDS_OF_A_STEP,
+    num_values: int | None = None,
 ) -> Records:
-    """Records of random tokens and labels that fill one pass of every shape, the longest of each.
+    """Records of random tokens and labels that fill one pass of every shape, the longest of each, shortest first.
 
     Args:
         model, max_length, num_labels, features: as for `rehearse`.
         seed: of tokens and labels.
+        num_expected, num_values: as for `TrainingModel.passes`.
     """
     generator = torch.Generator().manual_seed(seed)
     lengths = [
-        length for length in model.lengths.up_to(max_length) for _ in range(model.rows(model.lengths.padded(length)[0]))
+        length
+        for length in model.lengths.up_to(max_length)
+        for _ in range(model.rows(model.lengths.padded(length)[0], num_expected, num_values))
     ]
     vocabulary = model.peft_model.config.vocab_size
     columns = {name: tuple(torch.zeros(length, dtype=torch.int64) for length in lengths) for name in features}
@@ -98,19 +133,29 @@ def synthetic_records(
     return Records(columns, labels.to(torch.int64), pad_token_id=model.peft_model.config.pad_token_id or 0)
 
 
+def _without_values(spec: UpdateSpec) -> UpdateSpec:
+    """What decides how an update is computed, whatever the values: one record shows whether it fails at those."""
+    return replace(
+        spec, learning_rate=0.0, weight_decay=0.0, clip_norm=0.0, noise_multiplier=0.0, relevance_threshold=0.0
+    )
+
+
+def _everyone(spec: UpdateSpec, num_registered: int) -> _Everyone:
+    return _Everyone(
+        num_registered=num_registered, expected_batch_size=spec.batch_size, source=SeededSource("rehearsal")
+    )
+
+
 def _tasks(adapter: Adapter, merged: Merged, spec: UpdateSpec, records: Records) -> list[UpdateTask]:
     """The update with the prefix cache and without it: with few registered records the cache pays off."""
-    short = replace(spec, local_steps=min(spec.local_steps, _MOST_STEPS))
     few, many = spec.batch_size, 2 * spec.batch_size * spec.num_rounds * spec.local_steps
     return [
         UpdateTask(
             adapter=adapter,
             data=records,
-            spec=short,
+            spec=spec,
             round=1,
-            sampler=_Everyone(
-                num_registered=num_registered, expected_batch_size=spec.batch_size, source=SeededSource("rehearsal")
-            ),
+            sampler=_everyone(spec, num_registered),
             noise=SeededSource("rehearsal"),
             merged=merged,
         )

@@ -27,6 +27,7 @@ from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, 
 from fedpriv.training.losses import losses_and_hits
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import Stack, per_sample_gradients
+from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.weights import trained_weights
 
 # Floats kept per client and adapter value: start, parameter, gradient, AdamW's two moments, and what a step needs.
@@ -109,6 +110,11 @@ def execute_stacked(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[C
             stack = indices[begin : begin + at_once]
             results.update(zip(stack, _one_stack(model, [tasks[index] for index in stack]), strict=True))
     return [results[index] for index in range(len(tasks))]
+
+
+def caching_pays_off(spec: UpdateSpec, sampler: PoissonSampler) -> bool:
+    """Whether the run draws a record at least once on average; if not, the prefix cache cannot pay off."""
+    return spec.num_rounds * spec.local_steps * sampler.sampling_probability >= 1
 
 
 def clients_at_once(model: TrainingModel) -> int:
@@ -223,11 +229,11 @@ def _gradient_rows(
     model, by_name = clients.model, clients.layout.unflatten(parameters)
     stacked = {module: by_name[name] for module, name in model.adapter_names.items()}
     for cached in (True, False):
-        selected = [k for k, task in enumerate(clients.tasks) if _caching_pays_off(task) == cached]
+        selected = [k for k, task in enumerate(clients.tasks) if caching_pays_off(task.spec, task.sampler) == cached]
         sampled = [((clients.tasks[k].data, index), k) for k in selected for index in drawn[k]]
         items, owners = [item for item, _ in sampled if usable(item)], [k for item, k in sampled if usable(item)]
         num_expected = sum(clients.tasks[k].sampler.expected_batch_size for k in selected)
-        for together in model.passes(items, num_expected):
+        for together in model.passes(items, num_expected, clients.layout.size):
             run = partial(_pass_gradients, clients, stacked, items, owners, cached, together.shape)
             for positions, rows in isolated(run, together.positions):
                 if rows is not None:
@@ -255,8 +261,3 @@ def _pass_gradients(
 
     gradients, _ = per_sample_gradients(model.layers, losses, stack)
     return clients.layout.flatten({model.adapter_names[name]: g for name, g in gradients.items()})
-
-
-def _caching_pays_off(task: UpdateTask) -> bool:
-    """Whether the run draws a record at least once on average; if not, the prefix cache cannot pay off."""
-    return task.spec.num_rounds * task.spec.local_steps * task.sampler.sampling_probability >= 1

@@ -113,6 +113,7 @@ def prepare(request: Request, holder: Holder) -> UpdateTask:
             adapter=broadcast.adapter,
             merged=broadcast.merged,
             spec=spec,
+            num_registered=num_registered,
             max_length=config.max_length,
             num_labels=len(bench.label_names),
             features=bench.features,

@@ -10,10 +10,12 @@ import torch
 from fedpriv.adapters import LoraSettings, attach
 from fedpriv.data.records import Records
 from fedpriv.errors import InputError
+from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training import stacked
 from fedpriv.training.admission import REFUSED, VERIFIED, admit
 from fedpriv.training.isolation import raising_failures
 from fedpriv.training.model import TrainingModel
+from fedpriv.training.sampling import PoissonSampler
 from tests.architectures import DECODERS, ENCODERS, EVERY_DAY, TARGETS, random_base
 from tests.tiny import move, random_records
 from tests.training.test_local_update import make_task
@@ -27,11 +29,19 @@ def training_model(kind: str, *, layers: str = "all") -> TrainingModel:
     return model
 
 
-def gradients(model: TrainingModel, clients: list[tuple[Records, list[int]]], *, cached: bool) -> list[torch.Tensor]:
+def gradients(
+    model: TrainingModel, clients: list[tuple[Records, list[int]]], *, cached: bool, batch_size: int = 8
+) -> list[torch.Tensor]:
     """[client] The per-sample gradients of the drawn records, [records, values], in the order of drawing."""
-    rounds = 1000 if cached else 1
+    rounds, num_registered = (1000, batch_size) if cached else (1, 2 * batch_size)
     tasks = [
-        dataclasses.replace(make_task(model, records, num_rounds=rounds, local_steps=1, num_registered=40), noise=None)
+        dataclasses.replace(
+            make_task(model, records, num_rounds=rounds, local_steps=1),
+            sampler=PoissonSampler(
+                num_registered=num_registered, expected_batch_size=batch_size, source=SeededSource()
+            ),
+            noise=None,
+        )
         for records, _ in clients
     ]
     joined = stacked._Clients.of(model, tasks)
@@ -39,7 +49,8 @@ def gradients(model: TrainingModel, clients: list[tuple[Records, list[int]]], *,
     order = [(client, index) for client, indices in enumerate(drawn) for index in indices]
     by_record = {}
     items = [(records, index) for records, indices in clients for index in indices]
-    positions = [position for together in model.passes(items) for position in together.positions]
+    num_expected = batch_size * len(clients)
+    positions = [position for together in model.passes(items, num_expected) for position in together.positions]
     with raising_failures():
         batches = list(stacked._gradient_rows(joined, joined.broadcast, drawn))
     rows = [row for batch, owners in batches for row in batch[: len(owners)]]
@@ -85,6 +96,17 @@ def test_what_else_was_drawn_changes_no_bit_of_a_records_gradient(kind, cached):
     assert torch.equal(found[:5], expected[:5])
 
 
+@pytest.mark.parametrize("batch_size", [1, 10**6], ids=["smallest passes", "largest passes"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_passes_of_any_size_no_other_record_changes_a_bit(kind, batch_size):
+    model = training_model(kind)
+    records, everyone = records_for(model), list(range(40))
+    (expected,) = gradients(model, [(records, everyone)], cached=False, batch_size=batch_size)
+    for drawn in (everyone[:1], everyone[1::2], everyone[::-1]):
+        (found,) = gradients(model, [(records, drawn)], cached=False, batch_size=batch_size)
+        assert torch.equal(found, expected[drawn])
+
+
 def test_every_verified_architecture_is_tested():
     assert {*ENCODERS, *DECODERS} == {*VERIFIED, "mixtral"}
 
@@ -120,6 +142,43 @@ def test_an_unknown_architecture_that_mixes_records_runs_them_one_at_a_time(monk
     admit(model)
     assert not model.records_share_passes
     assert model.rows(8) == 1
+
+
+def test_records_that_touch_each_other_in_the_largest_passes_alone_are_found(monkeypatch):
+    model = unknown_model(monkeypatch)
+    most = model.rows(8)
+    assert model.rows(8, 10**6) > most
+    embeddings = model.peft_model.base_model.model.bert.embeddings
+    embeddings.register_forward_hook(lambda _module, _args, s: s + 1e-5 * s.mean(dim=0) if len(s) > most else s)
+    admit(model)
+    assert not model.records_share_passes
+
+
+@pytest.mark.parametrize("broken", ["fails", "other numbers"])
+def test_a_model_that_does_not_run_from_its_middle_trains_without_a_prefix_cache(monkeypatch, broken):
+    model = training_model("bert", layers="last-1")
+    assert model.cache is not None
+    monkeypatch.setattr(model.peft_model.config, "model_type", "unheard-of")
+    bert, first = model.peft_model.base_model.model.bert, model.cache.prefix.layers[0]
+
+    def from_the_middle(_module, _args, states):
+        if bert.encoder.layer[0] is first:
+            return None
+        if broken == "fails":
+            raise RuntimeError("the size of tensor a must match the size of tensor b")
+        return states + 1
+
+    bert.encoder.layer[1].output.register_forward_hook(from_the_middle)
+    admit(model)
+    assert model.cache is None
+    assert model.records_share_passes
+
+
+def test_an_unknown_architecture_that_runs_from_its_middle_keeps_its_prefix_cache(monkeypatch):
+    model = training_model("bert", layers="last-1")
+    monkeypatch.setattr(model.peft_model.config, "model_type", "unheard-of")
+    admit(model)
+    assert model.cache is not None
 
 
 def test_an_architecture_that_remembers_earlier_records_is_refused(monkeypatch):

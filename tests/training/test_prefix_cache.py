@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import subprocess
 import sys
 import tempfile
@@ -81,6 +83,107 @@ def test_beyond_the_memory_limit_states_go_to_a_nameless_file_and_gradients_stay
     del records
     gc.collect()
     assert not mapped_files(tmp_path)
+
+
+# The tiny BERT's states have 64 values.
+BYTES_OF_A_TOKEN = 4 * 64
+
+
+@pytest.mark.parametrize("num", [1, 12])
+@pytest.mark.parametrize("longest", [2, 12])
+def test_reserved_room_depends_on_public_numbers_alone(encoder, make_records, num, longest):
+    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30, max_length=40)
+    model.reserve_cache(12)
+    records = make_records(num, longest=longest)
+    model.logits(records.items([0]), cached=True)
+    assert model.cache.bytes_in_memory == 12 * 40 * BYTES_OF_A_TOKEN
+    del records
+    gc.collect()
+    assert model.cache.bytes_in_memory == 12 * 40 * BYTES_OF_A_TOKEN
+
+
+@pytest.mark.parametrize(
+    ("limit", "in_memory"), [(12 * 40 * BYTES_OF_A_TOKEN, True), (12 * 40 * BYTES_OF_A_TOKEN - 1, False)]
+)
+def test_reserved_room_beyond_the_memory_limit_is_a_file_with_all_of_its_blocks(
+    encoder, make_records, tmp_path, monkeypatch, limit, in_memory
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    model = TrainingModel(encoder(layers="last-1"), memory_limit=limit, max_length=40)
+    blocks, allocate = [], os.posix_fallocate
+
+    def watched(file, offset, size):
+        allocate(file, offset, size)
+        blocks.append(512 * os.fstat(file).st_blocks)
+
+    monkeypatch.setattr(os, "posix_fallocate", watched)
+    model.reserve_cache(12)
+    assert bool(mapped_files(tmp_path)) != in_memory
+    assert len(blocks) == (not in_memory)
+    assert all(size >= 12 * 40 * BYTES_OF_A_TOKEN for size in blocks)
+    assert_same(model, make_records(12))
+
+
+def test_without_room_there_is_no_cache(encoder, make_records, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    model = TrainingModel(encoder(layers="last-1"), memory_limit=1, max_length=40)
+    model.reserve_cache(12)
+    assert model.cache is None
+    assert "no room" in caplog.text
+    assert_same(model, make_records(12))
+
+
+def test_public_records_without_room_train_all_the_same(encoder, make_records, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert_same(TrainingModel(encoder(layers="last-1"), memory_limit=1), make_records(12))
+
+
+def states_of(model, records, shape=(1, 40)):
+    return [model.cache.hidden(records.items([index]), shape) for index in range(len(records))]
+
+
+def test_states_are_the_same_to_the_bit_with_and_without_room(encoder, make_records):
+    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30, max_length=40)
+    records = make_records(12, longest=40)
+    expected = states_of(model, records)
+    model.reserve_cache(5)
+    calls = []
+    model.cache.prefix.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    found = states_of(model, records)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    calls.clear()
+    states_of(model, records)
+    assert len(calls) == 7, "those beyond the registered number are computed each time, the others are not"
+
+
+def test_a_record_longer_than_any_may_be_leaves_the_others_alone(encoder, make_records):
+    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30, max_length=16)
+    records = make_records(3, longest=12)
+    expected = states_of(model, records)
+    model.reserve_cache(3)
+    tokens = records.features["input_ids"]
+    one_long = Records({"input_ids": (torch.full((40,), 5), *tokens[1:])}, records.labels, 0)
+    found = states_of(model, one_long)
+    assert torch.equal(found[1], expected[1])
+    assert torch.equal(found[2], expected[2])
+
+
+def test_reserved_room_serves_one_set_of_records_after_the_other(encoder, make_records):
+    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30, max_length=16)
+    sets = [make_records(3, seed=seed) for seed in (0, 1, 0)]
+    expected = [states_of(model, records) for records in sets]
+    model.reserve_cache(3)
+    for records, states in zip(sets, expected, strict=True):
+        model.reserve_cache(3)  # the room is there already
+        assert all(torch.equal(one, other) for one, other in zip(states_of(model, records), states, strict=True))
+    assert not torch.equal(expected[0][0], expected[1][0])
+    assert model.cache.bytes_in_memory == 3 * 16 * BYTES_OF_A_TOKEN
 
 
 # Caches states in a file of the folder that it is given, says so, and waits.

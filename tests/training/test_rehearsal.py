@@ -23,6 +23,7 @@ def model(encoder):
 
 def run(model, **changes):
     values = {"adapter": read(model.peft_model), "merged": {}, "spec": SPEC, "max_length": 40, "num_labels": 3}
+    values["num_registered"] = 40
     rehearse(model, **{**values, **changes})
 
 
@@ -68,8 +69,8 @@ def test_it_leaves_the_model_and_its_cache_as_they_were(model, make_records):
     run(model, merged=merged)
     after = model.peft_model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert model.cache.bytes_in_memory == 0
-    assert not model.cache._states
+    assert model.cache.bytes_in_memory == 40 * 40 * 4 * 64, "the room for the registered records"
+    assert not model.cache._kept
 
 
 def test_nothing_is_drawn_from_a_secure_source(model, monkeypatch):
@@ -91,3 +92,69 @@ def test_what_was_rehearsed_is_not_rehearsed_again(model, monkeypatch):
 def test_an_update_that_was_rehearsed_runs(model, make_records, changes):
     run(model, spec=dataclasses.replace(SPEC, **changes))
     rehearsal.local_update(model, make_task(model, make_records(40, shortest=1, longest=40), **changes))
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """How many records each update on synthetic records has."""
+    sizes, update = [], rehearsal.local_update
+
+    def watched(model, task):
+        sizes.append(len(task.data))
+        return update(model, task)
+
+    monkeypatch.setattr(rehearsal, "local_update", watched)
+    return sizes
+
+
+def changed(**changes):
+    return dataclasses.replace(SPEC, **changes)
+
+
+@pytest.mark.parametrize("changes", [{"learning_rate": 0.1}, {"clip_norm": 3.0}, {"noise_multiplier": 2.0}])
+def test_other_values_are_tried_on_one_record(model, computed, changes):
+    run(model)
+    assert min(computed) > 1
+    computed.clear()
+    run(model, spec=changed(**changes))
+    assert computed == [1]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"clipping": "batch"}, {"batch_size": 9}, {"local_steps": 1}, {"optimizer": "adamw"}]
+)
+def test_what_computes_in_another_way_is_rehearsed_in_full(model, computed, changes):
+    run(model)
+    in_full = computed.copy()
+    run(model, spec=changed(**changes))
+    assert computed == 2 * in_full
+
+
+def test_values_that_cannot_work_are_raised_although_others_did(model):
+    run(model)
+    for _ in range(2):  # they are not remembered as rehearsed
+        with pytest.raises(ValueError, match="clip_norm"):
+            run(model, spec=changed(clip_norm=1e-200))
+
+
+def test_what_a_model_remembers_is_bounded(model, monkeypatch, computed):
+    monkeypatch.setattr(rehearsal, "_MOST_REMEMBERED", 4)
+    for step in range(12):
+        run(model, spec=changed(learning_rate=0.1 + step))
+    assert len(rehearsal._rehearsed[model]) == 4
+    assert computed[2:] == [1] * 11, "many learning rates made it forget what they have in common"
+
+
+@pytest.mark.parametrize(("num_rounds", "reserved"), [(1, False), (2, True)])
+def test_room_is_reserved_for_the_registered_records_if_the_cache_pays_off(model, num_rounds, reserved):
+    run(model, spec=changed(num_rounds=num_rounds), num_registered=40)  # 3 steps a round, of 8 records
+    assert model.cache.bytes_in_memory == reserved * 40 * 40 * 4 * 64
+
+
+def test_passes_follow_the_rank_that_is_trained(encoder):
+    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**24, max_length=40)
+    values = sum(parameter.numel() for parameter in model.parameters.values())
+    factors = (1, 20, 200, 10**6)
+    rows = [model.rows(8, 1000, values * factor) for factor in factors]
+    assert model.rows(8, 1000) == rows[0] > rows[1] > rows[2] > rows[3] == 1
+    assert all(2 * 4 * num * values * factor <= 2**24 for num, factor in zip(rows[:3], factors, strict=False))
