@@ -83,7 +83,7 @@ def measure(model: TrainingModel, records: Records, batch_size: int, repeats: in
     times: dict[str, list[float]] = {"fixed": [], "free": []}
     for repeat in range(repeats + 1):
         pair = {"fixed": seconds(model, records, batch_size, repeat)}
-        with patch.object(model, "passes", lambda items, _: free_passes(items, widest)):
+        with patch.object(model, "passes", lambda items, *_: free_passes(items, widest)):
             pair["free"] = seconds(model, records, batch_size, repeat)
         for name, value in pair.items():
             if repeat:  # the first fills the prefix cache
