@@ -237,6 +237,7 @@ def test_an_address_without_a_cluster_is_refused_in_one_line(small_run):
         pass
 
 
+@pytest.mark.slow
 def test_a_dead_actor_is_retried_once_and_then_its_clients_fail(cluster, small_run, monkeypatch, caplog):
     import ray
 

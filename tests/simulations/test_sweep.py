@@ -138,6 +138,7 @@ def test_runs_without_an_accuracy_have_their_row_and_no_plot(write, base, tmp_pa
     assert not list(out.glob("*.png"))
 
 
+@pytest.mark.slow
 def test_runs_on_ray_give_what_they_give_in_this_process(write, base, tmp_path):
     pytest.importorskip("ray", reason="needs the extra ray")
     path = write(**base, grid={"rank": [2, 4], "seed": [0, 1]})
