@@ -21,13 +21,11 @@ from torch import Tensor
 from fedpriv import protocol
 from fedpriv.adapters.arithmetic import Adapter, difference
 from fedpriv.aggregation import cmfl as relevance
-from fedpriv.audit.run_canaries import audited
 from fedpriv.config import RunConfig
-from fedpriv.data.records import Records
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.journal import trace_without_message
-from fedpriv.ledger.entries import DataSet, Key
+from fedpriv.ledger.entries import Key
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
 from fedpriv.protocol import Broadcast, EvaluationRelease, Release
 from fedpriv.training import private_evaluation
@@ -35,8 +33,7 @@ from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, 
 from fedpriv.training.rehearsal import rehearse, synthetic_records
 from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import execute_one_by_one
-from fedpriv.training.workbench import Workbench
-from fedpriv.vault import guard
+from fedpriv.vault import guard, records
 from fedpriv.vault.frames import EVALUATE, FAILED, REFUSED, REGISTER, RETIRED, TRAIN, Request, Response
 from fedpriv.vault.guard import AlreadyReleasedError, RefusedError, RetiredError
 from fedpriv.vault.holder import Holder, bench_of, run_of
@@ -95,7 +92,7 @@ def prepare(request: Request, holder: Holder) -> UpdateTask:
     bench = bench_of(config, holder)
     client, policy = holder.partition(bench.num_clients), holder.policy
     key, spec, broadcast = _instruction(request, config, client, bench.initial)
-    data_set, num_registered = _registered(config, bench, holder)
+    data_set, num_registered = records.registered(config, bench, holder)
     guard.check_instruction(spec, policy, noise_source=config.noise_source, num_registered=num_registered)
     sampler = PoissonSampler(
         num_registered=num_registered,
@@ -126,7 +123,7 @@ def prepare(request: Request, holder: Holder) -> UpdateTask:
     return UpdateTask(
         adapter=broadcast.adapter,
         merged=broadcast.merged,
-        data=_records(config, bench, holder, data_set) if may_read else bench.no_records,
+        data=records.of_client(config, bench, holder, data_set) if may_read else bench.no_records,
         spec=spec,
         round=key.round,
         sampler=sampler,
@@ -186,12 +183,14 @@ def register(request: Request, holder: Holder) -> Response:
     config = run_of(request.run_config, holder)
     bench = None if holder.terms else bench_of(config, holder)
     client = holder.partition(bench.num_clients if bench else config.num_clients)
-    data_set, num_registered = _registered(config, bench, holder)
+    data_set, num_registered = records.registered(config, bench, holder)
     name = holder.name
     if bench is not None:
         name = name or bench.data.client_names[client]
         if data_set is not None:
-            guard.log_content(holder.policy, data_set, repr(bench.data.clients[client]).encode(), _size(bench, client))
+            guard.log_content(
+                holder.policy, data_set, repr(bench.data.clients[client]).encode(), records.size(bench, client)
+            )
     registration = protocol.Registration(
         client=client,
         num_records=num_registered,
@@ -225,16 +224,16 @@ def evaluate(request: Request, holder: Holder) -> Response:
     run, round_, spec = protocol.unpack_evaluation(request.fields)
     broadcast = protocol.unpack_model({record: _tensors(named) for record, named in request.arrays.items()})
     key = _key(config, client, run, round_, guard.request_digest(broadcast, spec))
-    data_set, _ = _registered(config, bench, holder)
+    data_set, _ = records.registered(config, bench, holder)
     guard.check_evaluation(spec, round_, policy, noise_source=config.noise_source)
     guard.check_broadcast(broadcast, policy.limits)
     private_evaluation.check_fits(bench.model, broadcast.adapter, broadcast.merged)
     if holder.terms is not None:
         classes = len(bench.label_names)
-        records = synthetic_records(
+        synthetic = synthetic_records(
             bench.model, max_length=config.max_length, num_labels=classes, features=bench.features
         )
-        private_evaluation.rehearse(bench.model, broadcast.adapter, broadcast.merged, records)
+        private_evaluation.rehearse(bench.model, broadcast.adapter, broadcast.merged, synthetic)
     event = private_evaluation.planned_event(spec)
     try:
         is_new = guard.charge(policy, key, event, data_set, noise_source=config.noise_source)
@@ -245,7 +244,7 @@ def evaluate(request: Request, holder: Holder) -> Response:
     holder.journal.write("charged", run=run, round=round_, recorded=data_set is not None)
     exact = private_evaluation.NO_COUNTS
     if is_new or config.simulate:
-        exact = _exact_counts(bench, holder, broadcast, data_set)
+        exact = records.counts(bench, holder, broadcast, data_set)
     counts, event = private_evaluation.noised(exact, spec, _source(config, client, round_, "evaluation"))
     release = EvaluationRelease(round=round_, event=event, counts=counts)
     content = guard.store_reply(policy, key, event, protocol.pack_evaluation_reply(release))
@@ -272,70 +271,6 @@ def _journal(request: Request, holder: Holder, event: str, **fields: str) -> Non
     """Note an event with the run and the round, where the request names them."""
     named = {name: value for name in ("run", "round") if isinstance(value := request.fields.get(name), (str, int))}
     holder.journal.write(event, **named, **fields)
-
-
-def _registered(config: RunConfig, bench: Workbench | None, holder: Holder) -> tuple[DataSet | None, int]:
-    """The data set in the node's ledger, if it keeps one, and N_k; a node's own records must be registered before."""
-    if bench is None or holder.terms is not None:
-        data_set = guard.registered_data_set(holder.policy, str(holder.client), None)
-        if data_set is None:
-            raise RefusedError("ledger: this node has none, and releases nothing that it cannot record")
-        return data_set, data_set.num_records
-    client = holder.partition(bench.num_clients)
-    canaries = audited(config, bench, client)
-    size = canaries.num_registered if canaries else _size(bench, client)
-    data_set = guard.registered_data_set(holder.policy, str(client), size)
-    return data_set, data_set.num_records if data_set else size
-
-
-def _size(bench: Workbench, client: int) -> int:
-    return len(bench.data.clients[client])
-
-
-def _records(config: RunConfig, bench: Workbench, holder: Holder, data_set: DataSet | None) -> Records:
-    """What the client trains on; in an audited run, with the canaries that are included.
-
-    A node's own records that cannot be read are none: the charge is made, so the upload is noise alone.
-    """
-    if holder.terms is None:
-        client = holder.partition(bench.num_clients)
-        canaries = audited(config, bench, client)
-        return canaries.records if canaries else bench.client(client)
-    try:
-        _read_own(bench, holder, data_set)
-        return bench.client(0)
-    except Exception as error:  # whatever the file holds must not decide whether there is an upload
-        log.error("the records cannot be read, so the upload is noise alone: %s", trace_without_message(error))
-        holder.journal.write("records_unreadable")
-        return bench.no_records
-
-
-def _read_own(bench: Workbench, holder: Holder, data_set: DataSet | None) -> None:
-    """Read a node's own records, once for each data set: what an earlier one holds is not this one's to pay for.
-
-    Raises:
-        RefusedError: the same records are registered twice.
-    """
-    if data_set is None or bench.read_for == data_set.id:
-        return
-    bench.forget_records()
-    guard.log_content(holder.policy, data_set, repr(bench.data.clients[0]).encode(), _size(bench, 0))
-    bench.read_for = data_set.id
-
-
-def _exact_counts(bench: Workbench, holder: Holder, broadcast: Broadcast, data_set: DataSet | None) -> Tensor:
-    """The exact counts on the records that the client sets aside; zeros on a node whose own cannot be used."""
-    try:
-        if holder.terms is not None:
-            _read_own(bench, holder, data_set)
-        data = bench.set_aside(0 if holder.terms else holder.partition(bench.num_clients))
-        return private_evaluation.count(bench.model, broadcast.adapter, broadcast.merged, data, bench.tokenize)
-    except Exception as error:  # as in `_records`
-        if holder.terms is None:
-            raise
-        log.error("the records cannot be used, so the counts are noise alone: %s", trace_without_message(error))
-        holder.journal.write("noise_alone")
-        return private_evaluation.NO_COUNTS
 
 
 def _instruction(

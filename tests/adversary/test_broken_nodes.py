@@ -13,7 +13,7 @@ from fedpriv.errors import InputError
 from fedpriv.training import clipping, stacked
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.shapes import Pass
-from fedpriv.vault import answer, guard, holder
+from fedpriv.vault import answer, guard, holder, records
 from tests.adversary.exchanges import play
 from tests.adversary.questions import ATTACKS
 
@@ -65,7 +65,7 @@ def free_retry(patch):
 
 def the_coordinators_labels(patch):
     """They take the place of the operator's, and decide which records there are before anything is paid for."""
-    on_terms, registered = holder._on_terms, answer._registered
+    on_terms, registered = holder._on_terms, records.registered
 
     def with_labels_of_run(run, terms, policy):
         return on_terms(run, replace(terms, labels=run.labels), policy)
@@ -76,7 +76,7 @@ def the_coordinators_labels(patch):
         return registered(config, bench, own)
 
     patch.setattr(holder, "_on_terms", with_labels_of_run)
-    patch.setattr(answer, "_registered", only_with_records)
+    patch.setattr(records, "registered", only_with_records)
 
 
 BROKEN: dict[str, tuple[Break, str]] = {
