@@ -37,7 +37,6 @@ SMALLEST = {
 }
 ONE_ARM = {
     "dp_step": ["--memory-of", "dp", "--layers", "last-2"],
-    "end_to_end": ["--arm", "stacked", "--setting", "tiny", "--rounds", "1"],
     "registered_clients": ["--one", "4", "--sampled", "2", "--rounds", "1"],
 }
 
