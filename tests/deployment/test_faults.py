@@ -30,7 +30,8 @@ def node_events(site: Federation, client: int) -> list[dict[str, object]]:
 
 
 def test_a_node_killed_in_a_round_costs_its_own_update_alone(holders, holders_run, tmp_path):
-    values = {**holders_run, "rounds": 4, "round_seconds": 90, "out": str(tmp_path / "out")}
+    # A round takes seconds, since vaults stay warm; a killed node is let in again after a minute.
+    values = {**holders_run, "rounds": 30, "round_seconds": 90, "out": str(tmp_path / "out")}
     before = len(holders.charges(2))
     run = holders.start_run("killed-node", values)
     wait_until(lambda: num_rounds(tmp_path / "out") >= 1, "round 1", 240)
@@ -40,19 +41,19 @@ def test_a_node_killed_in_a_round_costs_its_own_update_alone(holders, holders_ru
     wait_until(lambda: num_rounds(tmp_path / "out") >= 2, "round 2", 120)
     assert time.monotonic() - killed < 90 + 20
     holders.start_node(2)
-    assert run.process.wait(timeout=400) == 0, run.text()
+    assert run.process.wait(timeout=600) == 0, run.text()
 
     rows = pd.read_csv(tmp_path / "out" / "clients.csv")
     second = rows.query("round == 2").set_index("client")
     assert list(second.status[:2]) == ["ok", "ok"]
     assert second.status[2] in ("no reply", "failed")
-    assert list(rows.query("round == 4").status) == ["ok"] * 3, "the node trains again"
+    assert list(rows.query("round == 30").status) == ["ok"] * 3, "the node trains again"
     # One charge for each release that the node could have made, in its own ledger and in the server's.
     rounds = [entry.round for entry in holders.charges(2)[before:]]
     assert rounds == sorted(set(rounds))
-    assert set(rounds) >= {1, 2, 4}
+    assert set(rounds) >= {1, 2, 30}
     ledger = read_ledger(tmp_path / "out" / "ledger.sqlite")
-    assert [e.round for e in ledger if e.phase == "charged" and e.client == "2"] == [1, 2, 3, 4]
+    assert [e.round for e in ledger if e.phase == "charged" and e.client == "2"] == [*range(1, 31)]
 
 
 def test_without_nodes_a_run_stops_in_time_and_goes_on_when_they_return(holders, holders_run, tmp_path):
