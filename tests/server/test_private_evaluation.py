@@ -148,7 +148,7 @@ def test_with_hardly_any_noise_the_estimate_is_the_accuracy_of_the_final_model(s
     assert summary(again)["accuracy"] == found["accuracy"]
 
 
-@pytest.mark.parametrize("view", ["local", "rho"])
+@pytest.mark.parametrize("view", ["local", pytest.param("rho", marks=pytest.mark.slow)])
 def test_a_target_includes_the_evaluation_and_is_nearly_used_up(private, tmp_path, view):
     settings = {"target_epsilon": 4.0, "privacy_view": view, "evaluation_noise_multiplier": 6.0}
     found = summary(run(private, tmp_path / "run", **settings)[0])
