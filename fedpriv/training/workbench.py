@@ -112,10 +112,6 @@ class Workbench:
             self._clients[client] = self.tokenize(self._split(client)[0])
         return self._clients[client]
 
-    def has_read(self, client: int) -> bool:
-        """Whether `client` has been asked for these records before."""
-        return client in self._clients
-
     def forget_records(self) -> None:
         """Read a node's own records anew when they are next asked for."""
         self.__dict__.pop("data", None)

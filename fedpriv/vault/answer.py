@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from fedpriv import protocol
+from fedpriv.accounting.events import Event
 from fedpriv.adapters.arithmetic import Adapter, difference
 from fedpriv.aggregation import cmfl as relevance
 from fedpriv.config import RunConfig
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.journal import trace_without_message
-from fedpriv.ledger.entries import Key
+from fedpriv.ledger.entries import DataSet, Key
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
 from fedpriv.protocol import Broadcast, EvaluationRelease, Release
 from fedpriv.training import private_evaluation
@@ -115,11 +116,7 @@ def prepare(request: Request, holder: Holder) -> UpdateTask:
             num_labels=len(bench.label_names),
             features=bench.features,
         )
-    is_new = guard.charge(policy, key, event, data_set, noise_source=config.noise_source)
-    holder.before_records()
-    holder.journal.write("charged", run=key.run, round=key.round, recorded=data_set is not None)
-    # In a simulation, which protects nobody, a resumed run computes again, so that it stays equal to the bit.
-    may_read = is_new or config.simulate
+    may_read = _charged(config, holder, key, event, data_set)
     return UpdateTask(
         adapter=broadcast.adapter,
         merged=broadcast.merged,
@@ -236,15 +233,11 @@ def evaluate(request: Request, holder: Holder) -> Response:
         private_evaluation.rehearse(bench.model, broadcast.adapter, broadcast.merged, synthetic)
     event = private_evaluation.planned_event(spec)
     try:
-        is_new = guard.charge(policy, key, event, data_set, noise_source=config.noise_source)
+        may_read = _charged(config, holder, key, event, data_set)
     except AlreadyReleasedError as released:
         _journal(request, holder, "sent_again")
         return _counts(released.content)
-    holder.before_records()
-    holder.journal.write("charged", run=run, round=round_, recorded=data_set is not None)
-    exact = private_evaluation.NO_COUNTS
-    if is_new or config.simulate:
-        exact = records.counts(bench, holder, broadcast, data_set)
+    exact = records.counts(bench, holder, broadcast, data_set) if may_read else private_evaluation.NO_COUNTS
     counts, event = private_evaluation.noised(exact, spec, _source(config, client, round_, "evaluation"))
     release = EvaluationRelease(round=round_, event=event, counts=counts)
     content = guard.store_reply(policy, key, event, protocol.pack_evaluation_reply(release))
@@ -257,6 +250,19 @@ _ANSWERS: Mapping[str, Callable[[Request, Holder], Response]] = {
     TRAIN: train,
     EVALUATE: evaluate,
 }
+
+
+def _charged(config: RunConfig, holder: Holder, key: Key, event: Event, data_set: DataSet | None) -> bool:
+    """Charge a release, the last step before any record is touched; whether the records may be touched for it.
+
+    Raises:
+        Exception: see `guard.charge`.
+    """
+    is_new = guard.charge(holder.policy, key, event, data_set, noise_source=config.noise_source)
+    holder.before_records()
+    holder.journal.write("charged", run=key.run, round=key.round, recorded=data_set is not None)
+    # In a simulation, which protects nobody, a resumed run computes again, so that it stays equal to the bit.
+    return is_new or config.simulate
 
 
 def _refused(error: Exception, request: Request, holder: Holder) -> Response:

@@ -82,7 +82,7 @@ def test_it_trains_on_them_and_notes_what_it_did(context, settings):
         }
     )
     message = Message(content, 7, "train", group_id="1")
-    assert not bench.has_read(0), "nothing reads records before the charge"
+    assert "data" not in vars(bench), "nothing reads records before the charge"
     task = handler.prepare(message, context)
     assert len(task.data) == registration(context).num_records
     reply = handler.reply(message, context, execute_one_by_one(bench.model, [task])[0])
