@@ -14,10 +14,12 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
+from pydantic_core import ArgsKwargs
 
 from fedpriv.accounting.sensitivity import clipping_rule
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.registry import MECHANISMS, with_current_keys
+from fedpriv.recipes import Recipe, with_recipe
 
 EMBEDDED = "embedded"
 # Every node trains on the data that its own configuration names; the server knows only what the node registers.
@@ -67,6 +69,7 @@ Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_spli
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Budgets = Annotated[tuple[Positive, ...], BeforeValidator(_split), BeforeValidator(_one_for_all)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Probability = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -78,6 +81,9 @@ class RunConfig:
         pydantic.ValidationError: a value has the wrong type or is out of range; `parse` turns it into one line.
     """
 
+    # the keys that belong together and are not given
+    recipe: Recipe = "fedpriv"
+
     # the model and its adapter
     model: str = "all-MiniLM-L6-v2"
     task: Literal["SEQ_CLS", "CAUSAL_LM"] = "SEQ_CLS"
@@ -86,6 +92,8 @@ class RunConfig:
     target_modules: Names = ()
     layers: Layers = "last-2"
     max_length: Count = 64
+    normalize_features: bool = True
+    train: Literal["all", "head", "auto"] = "all"
 
     # the data and who holds them
     data: str = EMBEDDED
@@ -104,7 +112,9 @@ class RunConfig:
     public_data: bool = False
 
     # the federation
-    rounds: Count = 10
+    rounds: Count = 40
+    head_start: bool = True
+    lora_rounds: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_none_if_empty)] = 8
     clients_per_round: Annotated[int, Field(ge=0)] = 0
     min_clients: Count = 1
     round_seconds: Positive = 3600.0
@@ -112,20 +122,28 @@ class RunConfig:
     node_keys: str = ""
     aggregation: Literal["dp-lora", "fedavg", "t-fedavg", "cmfl", "ffa-lora", "fedex-lora", "flora"] = "dp-lora"
     client_ranks: Sizes = ()
+    client_weights: Literal["auto", "records", "root-records"] = "auto"
+    server_optimizer: Literal["sgd", "momentum", "adam", "yogi"] = "momentum"
+    server_learning_rate: Positive = 1.0
+    server_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     upload_codec: Literal["float32", "bfloat16", "int8", "ternary"] = "float32"
     relevance_threshold: Annotated[float, Field(ge=0, le=1)] = 0.8
     max_update_norm: Annotated[Positive | None, BeforeValidator(_none_if_empty)] = None
 
     # the local update and its privacy
-    local_steps: Count = 3
+    local_steps: Count = 1
     batch_size: Count = 64
+    sampling_probability: Annotated[Probability | None, BeforeValidator(_none_if_empty)] = 1.0
+    lora_sampling_probability: Annotated[Probability | None, BeforeValidator(_none_if_empty)] = 0.1
     optimizer: Literal["sgd", "adamw"] = "sgd"
-    learning_rate: Positive = 0.5
+    learning_rate: Positive | Literal["auto"] = "auto"
+    lora_scale: Positive = 1.0
     weight_decay: NonNegative = 0.0
     clipping: Annotated[Literal["joint", "split", "per-tensor", "batch"], BeforeValidator(_rule_by_any_name)] = "joint"
     clip_norm: Positive = 1.0
-    noise_multiplier: NonNegative = 1.88
-    target_epsilon: Annotated[Positive | None, BeforeValidator(_none_if_empty)] = None
+    noise_multiplier: NonNegative = 1.0
+    start_noise_multiplier: Annotated[NonNegative | None, BeforeValidator(_none_if_empty)] = None
+    target_epsilon: Annotated[Positive | None, BeforeValidator(_none_if_empty)] = 2.0
     noise_on: Literal["gradients", "upload"] = "gradients"
     mechanism: str = "gaussian"
     mechanism_parameters: str = ""
@@ -162,6 +180,11 @@ class RunConfig:
     ledger: str = ""
     out: str = ""
     resume: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_recipe(cls, given: ArgsKwargs) -> dict[str, Any]:
+        return with_recipe(given.kwargs or {})
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:

@@ -37,7 +37,7 @@ REGISTRATION = "registration"
 REGISTER = "query.register"
 EVALUATE = "query.evaluate"
 
-VERSION = 6
+VERSION = 7
 
 # The longest text, in characters, that a registration may hold.
 _MAX_TEXT_LENGTH = 200

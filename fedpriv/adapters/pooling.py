@@ -8,12 +8,19 @@ they are: plain peft can load the adapter, and `fedpriv.adapters.load` restores 
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 CONVENTIONS = ("mean", "model")
+
+# A record's features are its pooled state at unit length with one constant coordinate, at unit length again. The head's
+# bias stands for the constant: in units of `BIAS_SCALE` it is that coordinate's weight. docs/recipes.md says why 0.3.
+_CONSTANT = 0.3
+STATE_SCALE = 1 / math.hypot(1, _CONSTANT)
+BIAS_SCALE = _CONSTANT * STATE_SCALE
 
 # Encoders whose head reads the pooler's output or the first token's state.
 _ENCODERS = {"bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra"}

@@ -12,6 +12,7 @@ from fedpriv.accounting.events import Event
 from fedpriv.accounting.sensitivity import UPLOAD_FACTOR, clipping_parts, sensitivity_factor
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import Merged
+from fedpriv.adapters.pooling import BIAS_SCALE
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Records
@@ -23,6 +24,10 @@ from fedpriv.training.sampling import PoissonSampler
 OPTIMIZERS = ("sgd", "adamw")
 # Values that a tensor may take in training: any, or three around its initial one.
 QUANTIZATIONS = ("none", "ternary")
+# Which tensors an update trains; it returns the others as it received them.
+TRAINED_PARTS = ("all", "head", "lora-a", "lora-b")
+# What it descends: each record's loss, or minus the logit of its class, whose gradient is minus the record's features.
+OBJECTIVES = ("loss", "class-sums")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +37,7 @@ class UpdateSpec:
     Attributes:
         num_rounds: how many rounds the run has in all.
         local_steps: noisy steps in this round, >= 1.
-        batch_size: B, the expected batch size, >= 1.
+        batch_size: B, the expected batch size, >= 1, if there is no `sampling_probability`.
         optimizer: `sgd` or `adamw`, both without state from earlier rounds.
         learning_rate: > 0.
         weight_decay: >= 0, for `adamw`.
@@ -46,6 +51,12 @@ class UpdateSpec:
         relevance_threshold: v_0 in [0, 1]; with 0 every client uploads.
         mechanism: name of the noise mechanism in `MECHANISMS`.
         mechanism_parameters: as the mechanism reads them; empty for one that takes none.
+        sampling_probability: q in (0, 1], the same at every client; 0 stands for B / N_k.
+        trains: `all` tensors, the `head`, or `lora-a` or `lora-b`: A or B and the head.
+        objective: `loss`, or `class-sums` for the start of a head.
+        bias_scale: what the gradient of the head's bias is multiplied by before it is clipped, and its step after it
+            was noised, > 0: features get this as a further, constant coordinate.
+        lora_scale: the same for A and B.
     """
 
     num_rounds: int
@@ -63,19 +74,50 @@ class UpdateSpec:
     relevance_threshold: float = 0.0
     mechanism: str = "gaussian"
     mechanism_parameters: str = ""
+    sampling_probability: float = 0.0
+    trains: str = "all"
+    objective: str = "loss"
+    bias_scale: float = 1.0
+    lora_scale: float = 1.0
 
     @staticmethod
     def of(config: RunConfig) -> UpdateSpec:
-        """The part of a run's configuration that a client carries out."""
+        """The part of a run's configuration that a client carries out, in rounds that train everything.
+
+        Raises:
+            ValueError: the learning rate is still to be derived; see `calibrated`.
+        """
+        if config.learning_rate == "auto":
+            raise ValueError("learning_rate = auto: has not been derived yet")
         rule = RULES[config.aggregation]
         derived: dict[str, Any] = {
             "num_rounds": config.rounds,
             "codec": "ternary" if rule.ternary else config.upload_codec,
             "quantization": "ternary" if rule.ternary else "none",
             "relevance_threshold": config.relevance_threshold if rule.selective else 0.0,
+            "sampling_probability": config.sampling_probability or 0.0,
+            "trains": "all",
+            "objective": "loss",
+            "bias_scale": BIAS_SCALE if config.normalize_features else 1.0,
         }
         names = UpdateSpec.__dataclass_fields__.keys() - derived.keys()
         return UpdateSpec(**derived, **{name: getattr(config, name) for name in names})
+
+    def probability(self, num_registered: int) -> float:
+        """q, with which a client with so many registered records samples each of them."""
+        return self.sampling_probability or self.batch_size / num_registered
+
+    def sampler(self, num_registered: int, source: RandomSource) -> PoissonSampler:
+        """Draws the batches of a client with so many registered records.
+
+        Raises:
+            InputError: B > N_k.
+        """
+        if self.sampling_probability:
+            return PoissonSampler.with_probability(
+                self.sampling_probability, num_registered=num_registered, source=source
+            )
+        return PoissonSampler(num_registered=num_registered, expected_batch_size=self.batch_size, source=source)
 
     @property
     def broadcast_codec(self) -> str:

@@ -1,0 +1,57 @@
+"""Recipes: named sets of configuration keys that belong together. docs/recipes.md says where every constant is from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+Recipe = Literal["fedpriv", "dp-lora-paper"]
+RECIPES: tuple[Recipe, ...] = get_args(Recipe)
+
+# The defaults of `RunConfig` are the recipe `fedpriv`; this is what the other one has in their place.
+_DP_LORA_PAPER: Mapping[str, Any] = {
+    "rounds": 10,
+    "local_steps": 3,
+    "sampling_probability": "",
+    "learning_rate": 0.5,
+    "noise_multiplier": 1.88,
+    "target_epsilon": "",
+    "normalize_features": False,
+    "head_start": False,
+    "train": "all",
+    "lora_rounds": "",
+    "client_weights": "records",
+    "server_optimizer": "sgd",
+}
+
+# Keys that ask for what `fedpriv` has no part in, and the values with which they do not.
+_ONLY_IN_FEDPRIV: Mapping[str, tuple[Any, ...]] = {
+    "task": ("SEQ_CLS",),
+    "aggregation": ("dp-lora", "ffa-lora"),
+    "optimizer": ("sgd",),
+    "local_steps": (1,),
+    "noise_on": ("gradients",),
+    "mechanism": ("gaussian",),
+    "clipping": ("joint", "flat"),
+    "batch_size": (),
+}
+
+
+def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, with those of their recipe in place of what they leave out.
+
+    Without a `recipe` it is `fedpriv`, unless a value asks for what that has no part in: a batch size, several local
+    steps, another optimizer, clipping rule or mechanism, noise on the upload, or a rule that is no weighted sum of LoRA.
+    A noise multiplier without a `target_epsilon` leaves out the recipe's target.
+    """
+    values = dict(values)
+    recipe = values.setdefault("recipe", _implied(values))
+    presets = dict(_DP_LORA_PAPER) if recipe == "dp-lora-paper" else {}
+    if "noise_multiplier" in values:
+        presets["target_epsilon"] = ""
+    return presets | values
+
+
+def _implied(values: Mapping[str, Any]) -> Recipe:
+    foreign = (key for key, known in _ONLY_IN_FEDPRIV.items() if key in values and values[key] not in known)
+    return "dp-lora-paper" if any(foreign) else "fedpriv"
