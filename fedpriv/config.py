@@ -12,11 +12,23 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
-from fedpriv.accounting.sensitivity import clipping_rule
+from fedpriv.config_types import (
+    Budgets,
+    Clipping,
+    Count,
+    Layers,
+    Maybe,
+    Names,
+    NonNegative,
+    Positive,
+    Probability,
+    Sizes,
+    split,
+)
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.registry import MECHANISMS, with_current_keys
 from fedpriv.recipes import Recipe, with_recipe
@@ -29,48 +41,6 @@ Scalar = str | int | float | bool
 
 # Keys that only say where a run's files are. They do not affect its results, so its digest leaves them out.
 LOCATION_KEYS = ("out", "ledger", "node_keys", "resume")
-
-
-def _split(value: object) -> object:
-    """Flower's run configuration has no lists: `a,b` stands for one, or a JSON list if an item holds a comma."""
-    if isinstance(value, str):
-        if value.startswith("["):
-            try:
-                return tuple(json.loads(value))
-            except ValueError:
-                raise ValueError(f"{value}: starts like a JSON list but is not one") from None
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-    return value
-
-
-def _one_for_all(value: object) -> object:
-    """A single number holds for all clients."""
-    return (value,) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
-
-
-def _none_if_empty(value: object) -> object:
-    """TOML has no null, so the empty string stands for it."""
-    return None if value == "" else value
-
-
-def _text_of_number(value: object) -> object:
-    """In TOML, the index of a single layer is a number."""
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-def _rule_by_any_name(value: object) -> object:
-    """Other libraries have other names for the same clipping rules."""
-    return clipping_rule(value) if isinstance(value, str) else value
-
-
-Layers = Annotated[str, BeforeValidator(_text_of_number), Field(pattern=r"^(all|last-[1-9]\d*|\d+(,\d+)*)$")]
-Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
-Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_split)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Budgets = Annotated[tuple[Positive, ...], BeforeValidator(_split), BeforeValidator(_one_for_all)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Probability = Annotated[float, Field(gt=0, le=1)]
-Count = Annotated[int, Field(ge=1)]
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -99,7 +69,7 @@ class RunConfig:
     data: str = EMBEDDED
     test_data: str = ""
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    evaluation_noise_multiplier: Annotated[Positive | None, BeforeValidator(_none_if_empty)] = None
+    evaluation_noise_multiplier: Annotated[Positive | None, Maybe] = None
     text_column: str = "text"
     text_pair_column: str = ""
     label_column: str = "label"
@@ -114,7 +84,7 @@ class RunConfig:
     # the federation
     rounds: Count = 40
     head_start: bool = True
-    lora_rounds: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_none_if_empty)] = 8
+    lora_rounds: Annotated[Annotated[int, Field(ge=0)] | None, Maybe] = 8
     clients_per_round: Annotated[int, Field(ge=0)] = 0
     min_clients: Count = 1
     round_seconds: Positive = 3600.0
@@ -128,22 +98,22 @@ class RunConfig:
     server_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     upload_codec: Literal["float32", "bfloat16", "int8", "ternary"] = "float32"
     relevance_threshold: Annotated[float, Field(ge=0, le=1)] = 0.8
-    max_update_norm: Annotated[Positive | None, BeforeValidator(_none_if_empty)] = None
+    max_update_norm: Annotated[Positive | None, Maybe] = None
 
     # the local update and its privacy
     local_steps: Count = 1
     batch_size: Count = 64
-    sampling_probability: Annotated[Probability | None, BeforeValidator(_none_if_empty)] = 1.0
-    lora_sampling_probability: Annotated[Probability | None, BeforeValidator(_none_if_empty)] = 0.1
+    sampling_probability: Annotated[Probability | None, Maybe] = 1.0
+    lora_sampling_probability: Annotated[Probability | None, Maybe] = 0.1
     optimizer: Literal["sgd", "adamw"] = "sgd"
     learning_rate: Positive | Literal["auto"] = "auto"
     lora_scale: Positive = 1.0
     weight_decay: NonNegative = 0.0
-    clipping: Annotated[Literal["joint", "split", "per-tensor", "batch"], BeforeValidator(_rule_by_any_name)] = "joint"
+    clipping: Clipping = "joint"
     clip_norm: Positive = 1.0
     noise_multiplier: NonNegative = 1.0
-    start_noise_multiplier: Annotated[NonNegative | None, BeforeValidator(_none_if_empty)] = None
-    target_epsilon: Annotated[Positive | None, BeforeValidator(_none_if_empty)] = 2.0
+    start_noise_multiplier: Annotated[NonNegative | None, Maybe] = None
+    target_epsilon: Annotated[Positive | None, Maybe] = 2.0
     noise_on: Literal["gradients", "upload"] = "gradients"
     mechanism: str = "gaussian"
     mechanism_parameters: str = ""
@@ -151,7 +121,7 @@ class RunConfig:
     budget_epsilon: Budgets = ()
     uploads_hidden: bool = False
     colluding_clients: Annotated[int, Field(ge=0)] = 0
-    delta: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, BeforeValidator(_none_if_empty)] = None
+    delta: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, Maybe] = None
 
     # the variants that a run keeps, and how the server stores them
     variant_rounds: Sizes = ()
@@ -161,7 +131,7 @@ class RunConfig:
     dedup_records: Annotated[int, Field(ge=0)] = 0
     dedup_epsilon_bound: NonNegative = 0.5
     dedup_utility_bound: Annotated[float, Field(ge=0, le=1)] = 0.01
-    integral_epsilon: Annotated[NonNegative | None, BeforeValidator(_none_if_empty)] = None
+    integral_epsilon: Annotated[NonNegative | None, Maybe] = None
 
     # canaries that test the run's epsilon
     audit: Literal["", "tokens", "mislabelled"] = ""
@@ -170,7 +140,7 @@ class RunConfig:
     # how it is run
     seed: Annotated[int, Field(ge=0)] = 0
     simulate: bool = False
-    comparison: Annotated[bool | None, BeforeValidator(_none_if_empty)] = None
+    comparison: Annotated[bool | None, Maybe] = None
     prefix_cache: bool = True
     memory_limit_mb: Count = 1024
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
@@ -214,6 +184,7 @@ class RunConfig:
         if self.aggregation == "t-fedavg" and self.upload_codec not in ("float32", "ternary"):
             raise ValueError(f"upload_codec = {self.upload_codec}: t-fedavg sends ternary codes; leave the key out")
         self._check_mechanism()
+        self._check_recipe()
         if self.noise_on == "upload" and self.clipping != "joint":
             raise ValueError(
                 f"clipping = {self.clipping}: with noise_on = upload the whole update is clipped; use joint"
@@ -265,6 +236,34 @@ class RunConfig:
                 "epsilon can be kept"
             )
 
+    def _check_recipe(self) -> None:
+        """What the parts of the recipe `fedpriv` need of each other."""
+        remedy = "or use recipe = dp-lora-paper"
+        needs = {
+            "task": ("SEQ_CLS",),
+            "noise_on": ("gradients",),
+            "optimizer": ("sgd",),
+            "local_steps": (1,),
+            "clipping": ("joint",),
+            "mechanism": ("gaussian",),
+        }
+        parts = {
+            "head_start = true": self.head_start,
+            "learning_rate = auto": self.learning_rate == "auto",
+            f"train = {self.train}": self.train != "all",
+            f"lora_rounds = {self.lora_rounds}": self.lora_rounds is not None,
+        }
+        for part in (part for part, is_used in parts.items() if is_used):
+            for key, known in needs.items():
+                if (value := getattr(self, key)) not in known:
+                    raise ValueError(f"{part}: needs {key} = {known[0]}, not {value}, {remedy}")
+        if self.head_start and not self.normalize_features:
+            raise ValueError(f"head_start = true: needs normalize_features = true, {remedy}")
+        if self.head_start and self.rounds < 2:
+            raise ValueError("rounds = 1: the start of the head is the first round; use at least 2")
+        if self.normalize_features and self.task != "SEQ_CLS":
+            raise ValueError(f"normalize_features = true: a model with task = {self.task} has no head; use false")
+
     @property
     def mechanism_parameters_are_a_file(self) -> bool:
         """Whether the mechanism's parameters are still to be read from a file."""
@@ -309,6 +308,11 @@ class RunConfig:
         return self.has_test_set and (self.data_are_public or self.simulate)
 
     @property
+    def weighs_records(self) -> bool:
+        """Whether the clients' weights are rho_k = N_k / N, rather than in proportion to N_k^1.5."""
+        return self.client_weights == "records" or (self.client_weights == "auto" and self.uploads_hidden)
+
+    @property
     def partition_rule(self) -> str:
         """How records are split among clients; `auto` means `natural` if a client column is set, else `iid`."""
         if self.partition != "auto":
@@ -326,6 +330,7 @@ class RunConfig:
         return replace(
             self,
             noise_multiplier=0.0,
+            start_noise_multiplier=0.0 if self.head_start else None,
             mechanism="gaussian",
             mechanism_parameters="",
             target_epsilon=None,
@@ -419,7 +424,7 @@ def to_flower(config: RunConfig) -> dict[str, Scalar]:
 def _joined(values: tuple[Any, ...]) -> str:
     """`a,b`, or a JSON list if `a,b` would be read as something else."""
     text = ",".join(map(str, values))
-    return text if _split(text) == tuple(map(str, values)) else json.dumps(list(values))
+    return text if split(text) == tuple(map(str, values)) else json.dumps(list(values))
 
 
 def _without_null(config: RunConfig) -> list[tuple[str, Any]]:

@@ -41,7 +41,7 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values, with those of their recipe in place of what they leave out.
 
     Without a `recipe` it is `fedpriv`, unless a value asks for what that has no part in: a batch size, several local
-    steps, another optimizer, clipping rule or mechanism, noise on the upload, or a rule that is no weighted sum of LoRA.
+    steps, another optimizer, clipping rule or mechanism, noise on the upload, or a rule that is no sum of LoRA.
     A noise multiplier without a `target_epsilon` leaves out the recipe's target.
     """
     values = dict(values)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal, overload
 
 from torch import Tensor
 
-from fedpriv.accounting.calibration import rounds_within
+from fedpriv.accounting.calibration import first_rounds_within
 from fedpriv.accounting.events import Event, Unit
 from fedpriv.accounting.law import Accountant
 from fedpriv.accounting.views import Release, View, aggregate_scale, rho_bar, smallest_rho_bars
@@ -25,6 +25,7 @@ from fedpriv.protocol import Registration
 from fedpriv.training.local_update import UpdateSpec, planned_event
 from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.training.private_evaluation import planned_event as planned_evaluation
+from fedpriv.training.schedule import Schedule
 from server.aggregate_view import objections_to_aggregate
 from server.earlier_charges import EarlierCharges
 
@@ -75,13 +76,17 @@ class Books:
         }
         self.accounts = Accounts(self.sizes, config.delta, self._earlier)
         self._aggregate_holds = not objections_to_aggregate(config)
-        spec = UpdateSpec.of(config)
-        self._events = {c: planned_event(spec, spec.batch_size / size, initial) for c, size in self.sizes.items()}
+        self._schedule = Schedule.of(config)
+        self._events = {
+            client: {p.spec: planned_event(p.spec, p.spec.probability(n), initial) for p in self._schedule.phases}
+            for client, n in self.sizes.items()
+        }
         evaluation = EvaluationSpec.of(config)
         self._evaluation = planned_evaluation(evaluation) if evaluation else None
         self.num_evaluations: Counter[int] = Counter()
         self._budgets = {client: config.budget_of(client) for client in self.sizes}
         self._round = 0
+        self._after = resumed_after or 0
         self._earlier_charges = EarlierCharges()
         if ledger is not None:
             for client in self.sizes:
@@ -113,30 +118,30 @@ class Books:
             ledger.register(str(client), size, delta, data_set=self._data_sets[client])
             return
         _check_registered(known, client, size, delta)
-        unit = self._events[client].unit
+        (unit,) = self.units
         if any(release.event.unit != unit for release in self._earlier[client]):
             raise InputError(
                 f"noise_on = {self._config.noise_on}: {ledger.path} holds releases of another unit than {unit} on the "
                 f"data of client {client}; the two have no common epsilon"
             )
 
-    def event(self, client: int) -> Event:
-        """What one round costs the client on the `local` view."""
-        return self._events[client]
-
-    def effective_noise_multiplier(self, client: int) -> float:
-        """The effective noise multiplier of one of the client's releases."""
-        return self._events[client].effective_noise_multiplier
+    def event(self, client: int, round_: int) -> Event:
+        """What a round, from 1, costs the client on the `local` view."""
+        return self._events[client][self._schedule.spec(round_)]
 
     @property
     def caveat(self) -> str:
         """Why what the run's releases cost is no privacy guarantee; empty if it is one."""
-        return "; ".join(sorted({event.caveat for event in self._events.values() if event.caveat}))
+        return "; ".join(sorted({event.caveat for event in self._all_events if event.caveat}))
 
     @property
     def units(self) -> set[Unit]:
         """What the run's releases protect: a single unit, since all clients follow the same instruction."""
-        return {event.unit for event in self._events.values()}
+        return {event.unit for event in self._all_events}
+
+    @property
+    def _all_events(self) -> Iterator[Event]:
+        return (event for by_spec in self._events.values() for event in by_spec.values())
 
     @overload
     def epsilon_so_far(self, client: int, view: Literal["local", "rho"]) -> float: ...
@@ -170,45 +175,54 @@ class Books:
 
     @cached_property
     def rounds_allowed(self) -> dict[int, int]:
-        """For each client with a budget, in how many of the run's rounds it may take part, counted from the start.
+        """For each client with a budget, the round up to which it may take part in each one.
 
         This assumes the worst case over who survives each round, so on views other than `local` it may become more.
         """
         accountant: Accountant = "pld" if self._counts_by_pld else "rdp"
-        worst = self._worst(self.sizes)
         return {
-            client: self._num_before[client]
-            + rounds_within(
+            client: self._after
+            + first_rounds_within(
                 budget,
                 self.accounts.deltas[client],
-                each_round=worst[client].seen_by(self._config.privacy_view),
-                spent_before=[*self.accounts.history(client, self._config.privacy_view), *self._reserved],
-                at_most=self._config.rounds,
+                partial(self._spent_after, client),
+                at_most=self._config.rounds - self._after,
                 accountant=accountant,
             )
             for client, budget in self._budgets.items()
             if budget is not None
         }
 
+    def _spent_after(self, client: int, num_rounds: int) -> list[Event]:
+        """What a client that takes part in the next rounds will have released, on the view of the budget."""
+        view = self._config.privacy_view
+        events = [*self.accounts.history(client, view), *self._reserved]
+        for phase, count in self._schedule.following(self._after, num_rounds):
+            event = self._worst(self.sizes, phase.spec)[client].seen_by(view)
+            events.append(event.with_count(count * event.count))
+        return events
+
     @property
     def _counts_by_pld(self) -> bool:
         return len(self.sizes) <= _MAX_COUNTED_BY_PLD
 
-    def within_budget(self, selected: Iterable[int]) -> list[int]:
-        """The clients whose budget allows another round, whichever clients survive it; the others are retired."""
+    def within_budget(self, round_: int, selected: Iterable[int]) -> list[int]:
+        """The clients whose budget allows this round, whichever clients survive it; the others are retired."""
         selected = [client for client in selected if client not in self.retired]
-        worst = self._worst({client: self.sizes[client] for client in selected})
+        worst = self._worst({client: self.sizes[client] for client in selected}, self._schedule.spec(round_))
         for client, release in worst.items():
-            if not self._fits(client, release):
+            if not self._fits(client, release, round_):
                 self.retire(client, f"budget_epsilon = {self._budgets[client]:g} allows no further round")
         return [client for client in selected if client not in self.retired]
 
-    def _fits(self, client: int, release: Release) -> bool:
+    def _fits(self, client: int, release: Release, round_: int) -> bool:
         budget, view = self._budgets[client], self._config.privacy_view
         if budget is None:
             return True
-        if view == "local":  # every round costs the same, so counting is enough
-            if self.accounts.num_releases(client) < self.rounds_allowed[client]:
+        taken = self.accounts.num_releases(client) - self._num_before[client]
+        # Where every round costs the same, or the client has missed none, counting is enough.
+        if view == "local" and (len(self._events[client]) == 1 or taken == round_ - 1 - self._after):
+            if self._after + taken < self.rounds_allowed[client]:
                 return True
             if self._counts_by_pld:
                 return False
@@ -254,7 +268,8 @@ class Books:
         Raises:
             LedgerError: the charge cannot be written, so nobody may be asked.
         """
-        self._charge(round_, requests, self._worst({client: self.sizes[client] for client in requests}))
+        sizes = {client: self.sizes[client] for client in requests}
+        self._charge(round_, requests, self._worst(sizes, self._schedule.spec(round_)))
 
     def charge_evaluation(self, round_: int, requests: Mapping[int, str]) -> None:
         """Charge clients for the evaluation, as `charge` does for a round."""
@@ -318,11 +333,11 @@ class Books:
         for client, release in self._earlier_charges.pop_unused(up_to):
             self.accounts.record(client, release)
 
-    def _worst(self, sizes: Mapping[int, int]) -> dict[int, Release]:
-        """One round's releases in the worst case over which clients survive it; for `aggregate`, no other one."""
+    def _worst(self, sizes: Mapping[int, int], spec: UpdateSpec) -> dict[int, Release]:
+        """The releases of a round with this specification in the worst case over which clients survive it; for `aggregate`, no other one."""
         scale = 1.0 if self._aggregate_holds else None
         return {
-            client: Release(event=self._events[client], rho_bar=smallest, aggregate_scale=scale)
+            client: Release(event=self._events[client][spec], rho_bar=smallest, aggregate_scale=scale)
             for client, smallest in smallest_rho_bars(sizes).items()
         }
 
@@ -332,7 +347,7 @@ class Books:
         if self._aggregate_holds:
             scale = aggregate_scale(sizes, client, colluding=self._config.colluding_clients)
         return Release(
-            event=self._events[client],
+            event=self._charged[client].release.event,
             rho_bar=rho_bar(weights_by_size(sizes).values()),
             aggregate_scale=scale,
         )

@@ -10,14 +10,24 @@ from pathlib import Path
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import Schedule, calibrate_all
 from fedpriv.accounting.events import Event
+from fedpriv.accounting.recipe import (
+    Federation,
+    LearningRate,
+    client_weight,
+    learning_rate,
+    start_noise_beside,
+    start_noise_multiplier,
+)
 from fedpriv.accounting.views import default_delta
 from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters.pooling import BIAS_SCALE
 from fedpriv.config import RunConfig, parse
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.registry import MECHANISMS
-from fedpriv.training.local_update import UpdateSpec, planned_event
+from fedpriv.training.local_update import planned_event
 from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.training.private_evaluation import planned_event as planned_evaluation
+from fedpriv.training.schedule import Schedule as Rounds
 
 
 def with_mechanism_parameters(config: RunConfig) -> RunConfig:
@@ -38,7 +48,7 @@ def with_mechanism_parameters(config: RunConfig) -> RunConfig:
 
 
 def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> RunConfig:
-    """The configuration with the noise multiplier that its `target_epsilon` needs, if it has one.
+    """The configuration with the noise multipliers of its start and steps, as one charge, for its `target_epsilon`.
 
     A client is assumed to take part in every round, and in the evaluation on its records if there is one. On the `rho`
     view the worst case over who may drop out counts: rho_bar of n participants is never below 1 / sqrt(n).
@@ -48,33 +58,87 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
     """
     target = config.target_epsilon
     if target is None:
-        return config
-    selected = min(config.clients_per_round or len(sizes), len(sizes))
-    scale = 1 / math.sqrt(selected) if config.privacy_view == "rho" else 1.0
-    schedules = [
-        (_schedule(config, min(1.0, config.batch_size / size), initial, scale), config.delta or default_delta(size))
-        for size in sizes
-    ]
+        return _with_start_beside(config)
+    scale = 1 / math.sqrt(_num_selected(config, sizes)) if config.privacy_view == "rho" else 1.0
+    deltas = [config.delta or default_delta(size) for size in sizes]
     evaluation = EvaluationSpec.of(config)
     fixed = [planned_evaluation(evaluation)] if evaluation else []
-    cost = epsilon_of(fixed, min(delta for _, delta in schedules)).epsilon
+    cost = epsilon_of(fixed, min(deltas)).epsilon
     if cost >= target:
         raise InputError(
             f"evaluation_noise_multiplier = {config.evaluation_noise_multiplier}: the evaluation alone costs epsilon "
             f"{cost:.4g} of target_epsilon = {target}; use more noise for it"
         )
+    # Noise is what is looked for, and no learning rate changes what it costs.
+    planned = replace(config, learning_rate=1.0)
     try:
+        if config.head_start and config.start_noise_multiplier is None:
+            start = start_noise_multiplier(target, min(deltas), fixed=fixed) / scale
+            planned, config = (replace(each, start_noise_multiplier=start) for each in (planned, config))
+        schedules = [
+            (_releases(planned, size, initial, scale), delta) for size, delta in zip(sizes, deltas, strict=True)
+        ]
         return replace(config, noise_multiplier=calibrate_all(schedules, target, fixed=fixed))
     except ValueError as error:
         raise InputError(f"target_epsilon = {target}: {error}") from None
 
 
-def _schedule(config: RunConfig, sampling_probability: float, initial: Adapter, scale: float) -> Schedule:
+def with_learning_rate(config: RunConfig, sizes: Sequence[int]) -> RunConfig:
+    """The configuration with a number for `learning_rate = auto`; its noise is known."""
+    rate = derived_learning_rate(config, sizes)
+    return replace(config, learning_rate=rate.learning_rate) if rate else config
+
+
+def derived_learning_rate(config: RunConfig, sizes: Sequence[int]) -> LearningRate | None:
+    """What `learning_rate = auto` stands for; None if the configuration gives a number.
+
+    Args:
+        config: of the run, calibrated.
+        sizes: N_k of all clients.
+    """
+    if config.learning_rate != "auto":
+        return None
+    weights = [client_weight(size, equal=config.weighs_records) for size in sizes]
+    return learning_rate(
+        Federation(sizes=sizes, weights=weights, participation=_num_selected(config, sizes) / len(sizes)),
+        noise_multiplier=config.noise_multiplier,
+        sampling_probability=config.sampling_probability or config.batch_size * len(sizes) / math.fsum(sizes),
+        num_steps=config.rounds - config.head_start,
+    )
+
+
+def start_count_noise(config: RunConfig, sizes: Sequence[int]) -> float:
+    """The standard deviation of the noise in a class's share of all records, as the head's start releases it.
+
+    Args:
+        config: of the run, calibrated.
+        sizes: N_k of the clients whose releases are summed.
+    """
+    weights = [client_weight(size, equal=config.weighs_records) for size in sizes]
+    total = Federation(sizes=sizes, weights=weights)
+    return (config.start_noise_multiplier or 0.0) * total.weighted_noise / (BIAS_SCALE * total.weighted_records)
+
+
+def _num_selected(config: RunConfig, sizes: Sequence[int]) -> int:
+    return min(config.clients_per_round or len(sizes), len(sizes))
+
+
+def _with_start_beside(config: RunConfig) -> RunConfig:
+    """The configuration with noise for the start of the head beside steps whose noise is given."""
+    if not config.head_start or config.start_noise_multiplier is not None:
+        return config
+    noise = start_noise_beside(config.noise_multiplier, config.rounds - 1)
+    return replace(config, start_noise_multiplier=noise)
+
+
+def _releases(config: RunConfig, size: int, initial: Adapter, scale: float) -> Schedule:
     """All releases of a client in every round, by the noise multiplier, with the noise that the view counts."""
-    spec = UpdateSpec.of(config)
 
-    def schedule(noise_multiplier: float) -> Event:
-        event = planned_event(replace(spec, noise_multiplier=noise_multiplier), sampling_probability, initial)
-        return event.with_count(config.rounds * event.count).with_noise(scale)
+    def releases(noise_multiplier: float) -> list[Event]:
+        events = []
+        for phase in Rounds.of(replace(config, noise_multiplier=noise_multiplier)).phases:
+            event = planned_event(phase.spec, min(1.0, phase.spec.probability(size)), initial)
+            events.append(event.with_count(phase.num_rounds * event.count).with_noise(scale))
+        return events
 
-    return schedule
+    return releases

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from fedpriv.accounting.recipe import LearningRate
 from fedpriv.config import RunConfig
 from fedpriv.protocol import Registration
 from fedpriv.reports.tables import format_accuracy
@@ -18,8 +19,16 @@ log = logging.getLogger("flwr")
 class Observer(Protocol):
     """Follows a run; the terminal display is one."""
 
-    def started(self, config: RunConfig, registrations: Sequence[Registration]) -> None:
-        """A series of rounds begins: those of the private run, or of its comparison."""
+    def started(
+        self, config: RunConfig, registrations: Sequence[Registration], learning_rate: LearningRate | None
+    ) -> None:
+        """A series of rounds begins: those of the private run, or of its comparison.
+
+        Args:
+            config: of these rounds.
+            registrations: of the nodes that take part.
+            learning_rate: what it was derived from; None if the configuration gives a number.
+        """
 
     def notice(self, text: str) -> None:
         """Something that whoever started the run should know before it goes on."""
@@ -31,14 +40,26 @@ class Observer(Protocol):
         """Everything is written."""
 
 
+def described(rate: LearningRate) -> str:
+    """A derived learning rate with its terms, for whoever started the run."""
+    return (
+        f"learning rate {rate.learning_rate:.4g} = tau / T, tau = min(50 T, 0.6 / nu) = {rate.total_step:.4g}, "
+        f"nu = {rate.noise_per_step_length:.3g}: each weight of the head ends with noise of {rate.final_noise:.2g}"
+    )
+
+
 class LogObserver:
     """Writes to the log, for runs without a terminal of their own."""
 
-    def started(self, config: RunConfig, registrations: Sequence[Registration]) -> None:
-        """Log who takes part."""
+    def started(
+        self, config: RunConfig, registrations: Sequence[Registration], learning_rate: LearningRate | None
+    ) -> None:
+        """Log who takes part, and with which learning rate."""
         kind = f"z = {config.noise_multiplier}" if config.noise_multiplier else "comparison, z = 0"
         sizes = ", ".join(f"{r.client}: {r.num_records}" for r in registrations)
         log.info("run with %s; records by client: %s", kind, sizes)
+        if learning_rate is not None:
+            log.info("%s", described(learning_rate))
 
     def notice(self, text: str) -> None:
         """Log the text as a warning."""

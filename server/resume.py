@@ -25,8 +25,13 @@ def check_configuration(config: RunConfig) -> None:
     if not config.resume:
         return
     began = files.read_config(files.run_folder_of(Path(config.resume)))
-    # With a target epsilon, the folder's file holds the calibrated noise multiplier, which is calibrated again.
-    free = {*configuration.LOCATION_KEYS, *(["noise_multiplier"] if began.target_epsilon else [])}
+    # The folder's file holds what was derived when the run began, which is derived again.
+    free = {
+        *configuration.LOCATION_KEYS,
+        *(["noise_multiplier"] if began.target_epsilon else []),
+        *(["start_noise_multiplier"] if config.start_noise_multiplier is None else []),
+        *(["lora_rounds"] if began.train == "auto" else []),
+    }
     differing = [key for key in configuration.KEYS if getattr(began, key) != getattr(config, key)]
     if named := ", ".join(key for key in differing if key not in free):
         raise InputError(f"resume = {config.resume!r}: the run began with another configuration; {named} differ")

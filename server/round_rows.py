@@ -27,7 +27,7 @@ def client_rows(round_: Round, books: Books, spec: UpdateSpec, weights: Mapping[
 
 
 def _client_row(client: int, round_: Round, books: Books, spec: UpdateSpec, weights: Mapping[int, float]) -> ClientRow:
-    event, status = books.event(client), round_.statuses[client]
+    event, status = books.event(client, round_.number), round_.statuses[client]
     message, reply = round_.messages[client], round_.replies.get(client)
     return ClientRow(
         round=round_.number,
@@ -37,7 +37,7 @@ def _client_row(client: int, round_: Round, books: Books, spec: UpdateSpec, weig
         detail=status.detail,
         sampling_probability=getattr(event, "sampling_probability", 1.0),
         noise_multiplier=spec.noise_multiplier,
-        effective_noise_multiplier=books.effective_noise_multiplier(client),
+        effective_noise_multiplier=event.effective_noise_multiplier,
         steps=event.count,
         weight=weights.get(client, 0.0),
         rho_bar=rho_bar(weights.values()) if weights else 0.0,

@@ -22,6 +22,7 @@ from server import checkpoint, registry
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
 from server.evaluation import PrivateEvaluation, evaluate_privately
+from server.noise import derived_learning_rate, with_learning_rate
 from server.observer import Observer
 from server.registration import Nodes
 from server.strategy import RuleStrategy
@@ -49,9 +50,12 @@ class Series:
     ) -> None:
         self.run_id = resumed.run if resumed else secrets.token_hex(16)
         self.registrations = [registration for _, registration in nodes.values()]
+        sizes = [registration.num_records for registration in self.registrations]
+        self.learning_rate = derived_learning_rate(config, sizes)
+        self._rated = with_learning_rate(config, sizes)
         self.names = {registration.client: registration.name for registration in self.registrations}
         self.books = Books(
-            config,
+            self._rated,
             self.run_id,
             self.registrations,
             initial=bench.initial,
@@ -86,9 +90,9 @@ class Series:
         writer.journal = journal = writer.journal.with_fields(run=self.run_id)
         journal.write("rounds_begin", round=self._after, num_clients=len(self.registrations))
         started = time.monotonic() - sum(row.seconds for row in writer.rounds)
-        observer.started(self._config, self.registrations)
+        observer.started(self._config, self.registrations, self.learning_rate)
         strategy = RuleStrategy(
-            self._config,
+            self._rated,
             self._nodes,
             books=self.books,
             run=self.run_id,

@@ -13,12 +13,12 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedpriv import protocol
-from fedpriv.accounting.events import Event
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import Merged
 from fedpriv.aggregation.fedavg import weights_by_size
 from fedpriv.aggregation.flora import fresh_start
 from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.aggregation.head_start import started
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import RunConfig
 from fedpriv.errors import TooFewClientsError
@@ -27,10 +27,12 @@ from fedpriv.protocol import Broadcast, Registration
 from fedpriv.runs.rows import USABLE, ClientRow, RoundRow
 from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.local_update import UpdateSpec
+from fedpriv.training.schedule import Schedule
 from fedpriv.vault import guard
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
 from server.exchange import Exchange
+from server.noise import start_count_noise
 from server.replies import ExpectedReply
 from server.round import Request, Round
 from server.round_rows import client_rows, round_row
@@ -68,7 +70,7 @@ class RuleStrategy(Strategy):
         evaluate: Evaluate,
         on_round: OnRound,
     ) -> None:
-        self.spec = UpdateSpec.of(config)
+        self.schedule = Schedule.of(config)
         self.books = books
         self.model = resumed.model if resumed else GlobalModel(initial=initial, adapter=initial)
         self.uploads: dict[int, tuple[Adapter, Merged]] = dict(resumed.uploads) if resumed else {}
@@ -101,9 +103,10 @@ class RuleStrategy(Strategy):
         seed = (self._config.seed, round_, *([len(excluded)] if excluded else []))
         return sorted(np.random.default_rng(seed).choice(clients, size=num, replace=False).tolist())
 
-    def event(self, client: int) -> Event:
-        """What one round costs the client on the local view."""
-        return self.books.event(client)
+    @property
+    def spec(self) -> UpdateSpec:
+        """What the clients of the current round are asked, and before the first one, those of the first."""
+        return self.schedule.spec(self._round.number)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -118,7 +121,7 @@ class RuleStrategy(Strategy):
         round_ = self._round
         clients = self.select(round_.number, exclude=round_.messages)
         # A client that its budget leaves out is replaced as long as there are others.
-        while self.books.within_budget(clients) != clients:
+        while self.books.within_budget(round_.number, clients) != clients:
             clients = self.select(round_.number, exclude=round_.messages)
         if not clients or round_.num_usable + len(clients) < self._config.min_clients:
             return []
@@ -173,8 +176,16 @@ class RuleStrategy(Strategy):
             adapters = {client: upload.adapter for client, upload in uploads.items()}
             if not self._config.uploads_hidden:
                 self.uploads.update({client: (adapter, self.model.merged) for client, adapter in adapters.items()})
-            self.model = self._rule.aggregate(self.model, list(adapters.values()), list(weights.values()))
+            self.model = self._next_model(adapters, weights)
         return ArrayRecord(self.model.adapter)
+
+    def _next_model(self, adapters: Mapping[int, Adapter], weights: Mapping[int, float]) -> GlobalModel:
+        """The global model that the uploads of a round make."""
+        aggregated = self._rule.aggregate(self.model, list(adapters.values()), list(weights.values()))
+        if self.schedule.phase(self._round.number).name != "start":
+            return aggregated
+        noise = start_count_noise(self._config, [self.books.sizes[client] for client in adapters])
+        return started(self.model, aggregated.adapter, count_noise=noise)
 
     @property
     def _has_enough(self) -> bool:
@@ -183,7 +194,7 @@ class RuleStrategy(Strategy):
     def _expected_reply(self, client: int) -> ExpectedReply:
         return ExpectedReply(
             round=self._round.number,
-            event=self.event(client),
+            event=self.books.event(client, self._round.number),
             num_records=self.books.sizes[client],
             spec=self.spec,
             broadcast=self._round.requests[client].broadcast,
@@ -203,7 +214,8 @@ class RuleStrategy(Strategy):
 
     def summary(self) -> None:
         """Log what the run is about to do."""
-        log.info("%s: %s clients, %s", self._config.aggregation, len(self.books.sizes), self.spec)
+        for phase in self.schedule.phases:
+            log.info("%s rounds, %s: %s", phase.num_rounds, phase.name, phase.spec)
 
     def start(
         self,

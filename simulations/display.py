@@ -13,12 +13,15 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from fedpriv.accounting.recipe import LearningRate
 from fedpriv.accounting.views import default_delta
 from fedpriv.config import RunConfig
 from fedpriv.protocol import Registration
 from fedpriv.reports.tables import client_table, format_accuracy, format_bound, format_bytes, format_delta
 from fedpriv.runs.files import REPORT
 from fedpriv.runs.rows import RoundRow
+from fedpriv.training.schedule import num_lora_rounds
+from server.observer import described
 
 
 class TerminalObserver:
@@ -31,7 +34,9 @@ class TerminalObserver:
         self._bytes = 0
         self._delta = 0.0
 
-    def started(self, config: RunConfig, registrations: Sequence[Registration]) -> None:
+    def started(
+        self, config: RunConfig, registrations: Sequence[Registration], learning_rate: LearningRate | None
+    ) -> None:
         """Say which run begins, and open the progress display."""
         self._close()
         self._bytes = 0
@@ -42,10 +47,10 @@ class TerminalObserver:
         if private:
             sizes = ", ".join(f"{r.name} ({r.num_records})" for r in registrations)
             self._console.print(f"{len(registrations)} clients: {sizes}")
-            self._console.print(
-                f"{config.model}, LoRA rank {config.rank}, {config.rounds} rounds of {config.local_steps} local steps, "
-                f"expected batch {config.batch_size}, noise source: {config.noise_source}"
-            )
+            self._console.print(f"{config.model}, LoRA rank {config.rank}, noise source: {config.noise_source}")
+            self._console.print(_rounds(config), highlight=False)
+        if learning_rate is not None:
+            self._console.print(described(learning_rate), highlight=False)
         if private and config.simulate:
             self._console.print("[bold red]simulate = true: noise and sampling are seeded, this run is NOT PRIVATE[/]")
         self._progress = Progress(
@@ -99,6 +104,20 @@ class TerminalObserver:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+
+def _rounds(config: RunConfig) -> str:
+    """What the run's rounds do, in order."""
+    num_all = num_lora_rounds(config)
+    num_head = config.rounds - config.head_start - num_all
+    q, of_all = config.sampling_probability, config.lora_sampling_probability
+    batch = f"expected batch {config.batch_size}" if q is None else f"q = {q if config.lora_rounds is None else of_all}"
+    parts = [
+        "1 round for the head's start" if config.head_start else "",
+        f"{num_head} for the head, q = {q}" if num_head else "",
+        f"{num_all} for A, B and head, {config.local_steps} local steps, {batch}" if num_all else "",
+    ]
+    return f"{config.rounds} rounds: {'; '.join(filter(None, parts))}"
 
 
 def _clients_table(summary: dict[str, Any]) -> Table:

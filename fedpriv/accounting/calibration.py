@@ -11,7 +11,9 @@ from fedpriv.accounting.law import Accountant
 from fedpriv.accounting.subsampled_gaussian import MAX_NOISE
 
 # All releases of one client as a function of the noise multiplier.
-Schedule = Callable[[float], Event]
+Schedule = Callable[[float], Sequence[Event]]
+# A client's releases in the first rounds of a run, as a function of their number.
+FirstRounds = Callable[[int], Sequence[Event]]
 
 _MAX_ROUNDS = 10**9
 
@@ -46,8 +48,8 @@ def noise_multiplier_for(
     if not 0 < sampling_probability <= 1:
         raise ValueError(f"sampling_probability = {sampling_probability}: must lie in (0, 1]")
 
-    def schedule(z: float) -> Event:
-        return SubsampledGaussian(noise_multiplier=z * scale, sampling_probability=sampling_probability, count=steps)
+    def schedule(z: float) -> list[Event]:
+        return [SubsampledGaussian(noise_multiplier=z * scale, sampling_probability=sampling_probability, count=steps)]
 
     return calibrate(schedule, epsilon, delta, accountant)
 
@@ -74,12 +76,12 @@ def calibrate(
         raise ValueError(f"epsilon = {epsilon}: must be finite and > 0")
 
     def suffices(z: float, accountant: Accountant) -> bool:
-        return epsilon_of([schedule(z), *fixed], delta, accountant).epsilon <= epsilon
+        return epsilon_of([*schedule(z), *fixed], delta, accountant).epsilon <= epsilon
 
     # rdp is fast and hardly ever below pld: it finds the neighbourhood, then the requested accountant the value.
     tolerance = 1e-7 if accountant == "rdp" else 1e-4
     multiplier = _smallest(lambda z: suffices(z, "rdp"), start=1.0, tolerance=tolerance)
-    if accountant == "rdp" or not schedule(multiplier).has_pld:
+    if accountant == "rdp" or not all(event.has_pld for event in schedule(multiplier)):
         return multiplier
     return _smallest(lambda z: suffices(z, "pld"), start=multiplier, tolerance=tolerance)
 
@@ -104,14 +106,14 @@ def calibrate_all(
     """
     # The client with the highest sampling probability usually needs the most noise. The others are checked, and rarely
     # need more because of their delta.
-    distinct = {(schedule(1.0), delta): schedule for schedule, delta in clients}
-    ordered = sorted(distinct, key=lambda client: (-client[0].sampling_probability, client[1]))
+    distinct = {(tuple(schedule(1.0)), delta): schedule for schedule, delta in clients}
+    ordered = sorted(distinct, key=lambda c: (-max(event.sampling_probability for event in c[0]), c[1]))
     if not ordered:
         raise ValueError("clients: calibration needs at least one")
     multiplier = 0.0
-    for event, delta in ordered:
-        schedule = distinct[event, delta]
-        if multiplier == 0 or epsilon_of([schedule(multiplier), *fixed], delta, accountant).epsilon > epsilon:
+    for events, delta in ordered:
+        schedule = distinct[events, delta]
+        if multiplier == 0 or epsilon_of([*schedule(multiplier), *fixed], delta, accountant).epsilon > epsilon:
             multiplier = calibrate(schedule, epsilon, delta, accountant, fixed=fixed)
     return multiplier
 
@@ -155,13 +157,36 @@ def rounds_within(
     Raises:
         ValueError: a value is out of range, or the budget is never used up (more than 1e9 rounds).
     """
-    if not (math.isfinite(epsilon) and epsilon > 0):
-        raise ValueError(f"epsilon = {epsilon}: must be finite and > 0")
     before = list(spent_before)
 
+    def first_rounds(num: int) -> list[Event]:
+        return [*before, each_round.with_count(num * each_round.count)]
+
+    return first_rounds_within(epsilon, delta, first_rounds, at_most=at_most, accountant=accountant)
+
+
+def first_rounds_within(
+    epsilon: float,
+    delta: float,
+    first_rounds: FirstRounds,
+    *,
+    at_most: int | None = None,
+    accountant: Accountant = "pld",
+) -> int:
+    """`rounds_within` for rounds that cost differently.
+
+    Args:
+        epsilon, delta, at_most, accountant: as for `rounds_within`.
+        first_rounds: what was released before and in the first so many rounds, >= 1; a further round adds to it.
+
+    Raises:
+        ValueError: see `rounds_within`.
+    """
+    if not (math.isfinite(epsilon) and epsilon > 0):
+        raise ValueError(f"epsilon = {epsilon}: must be finite and > 0")
+
     def fits(rounds: int) -> bool:
-        events = [*before, each_round.with_count(rounds * each_round.count)]
-        return epsilon_of(events, delta, accountant).epsilon <= epsilon
+        return epsilon_of(first_rounds(rounds), delta, accountant).epsilon <= epsilon
 
     if at_most is not None and (at_most == 0 or fits(at_most)):
         return at_most

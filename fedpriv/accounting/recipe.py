@@ -77,8 +77,8 @@ def start_noise_multiplier(epsilon: float, delta: float, *, fixed: Sequence[Even
         ValueError: a value is out of range, or no noise suffices.
     """
 
-    def alone(z: float) -> Event:
-        return SubsampledGaussian(noise_multiplier=z, sampling_probability=1.0, count=1)
+    def alone(z: float) -> list[Event]:
+        return [SubsampledGaussian(noise_multiplier=z, sampling_probability=1.0, count=1)]
 
     return calibrate(alone, epsilon, delta, fixed=fixed) / math.sqrt(START_SHARE)
 

@@ -36,7 +36,7 @@ def load(config: RunConfig) -> FederatedData:
     for client, part in enumerate(data.clients):
         if not len(part):
             raise InputError(f"client {client} ({data.client_names[client]}): has no records; leave it out")
-        if config.batch_size > len(part):
+        if config.sampling_probability is None and config.batch_size > len(part):
             raise InputError(
                 f"batch_size = {config.batch_size}: client {client} ({data.client_names[client]}) has only "
                 f"{len(part)} records; use at most {min(map(len, data.clients))}"

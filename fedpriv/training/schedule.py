@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from fedpriv.accounting.events import Event
 from fedpriv.config import RunConfig
 from fedpriv.training.local_update import UpdateSpec
 
@@ -35,8 +33,8 @@ class Schedule:
     def of(config: RunConfig) -> Schedule:
         """The start of the head, rounds that train the head alone, and rounds that train everything.
 
-        In all steps one unit of the noised sum moves the model equally far, however many records it is expected to hold:
-        the learning rate of the last phase is in proportion to its sampling probability.
+        In all steps one unit of the noised sum moves the model equally far, however many records it is expected to
+        hold: the learning rate of the last phase is in proportion to its sampling probability.
 
         Raises:
             ValueError: the learning rate is still to be derived.
@@ -70,21 +68,20 @@ class Schedule:
         """What a client is asked in a round, from 1."""
         return self.phase(round_).spec
 
-    def events(self, num_rounds: int, event_of: Callable[[UpdateSpec], Event]) -> list[Event]:
-        """The releases of a client that takes part in each of the first rounds, one event for each phase.
+    def following(self, after: int, num_rounds: int) -> list[tuple[Phase, int]]:
+        """The phases of the next rounds, and how many rounds each of them takes.
 
         Args:
-            num_rounds: >= 0, at most those of the run.
-            event_of: what one round with a specification costs the client.
+            after: the last finished round, >= 0.
+            num_rounds: >= 0, at most those that are left.
         """
-        events = []
+        spans, first = [], 0
         for phase in self.phases:
-            count = min(num_rounds, phase.num_rounds)
-            if count:
-                event = event_of(phase.spec)
-                events.append(event.with_count(count * event.count))
-            num_rounds -= count
-        return events
+            last = first + phase.num_rounds
+            if (count := min(last, after + num_rounds) - max(first, after)) > 0:
+                spans.append((phase, count))
+            first = last
+        return spans
 
 
 def num_lora_rounds(config: RunConfig) -> int:

@@ -32,7 +32,6 @@ from fedpriv.protocol import Broadcast, EvaluationRelease, Release
 from fedpriv.training import private_evaluation
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
 from fedpriv.training.rehearsal import rehearse, synthetic_records
-from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.vault import guard, records
 from fedpriv.vault.frames import EVALUATE, FAILED, REFUSED, REGISTER, RETIRED, TRAIN, Request, Response
@@ -95,11 +94,7 @@ def prepare(request: Request, holder: Holder) -> UpdateTask:
     key, spec, broadcast = _instruction(request, config, client, bench.initial)
     data_set, num_registered = records.registered(config, bench, holder)
     guard.check_instruction(spec, policy, noise_source=config.noise_source, num_registered=num_registered)
-    sampler = PoissonSampler(
-        num_registered=num_registered,
-        expected_batch_size=spec.batch_size,
-        source=_source(config, client, key.round, "inclusion"),
-    )
+    sampler = spec.sampler(num_registered, _source(config, client, key.round, "inclusion"))
     event = planned_event(spec, sampler.sampling_probability, bench.initial)
     guard.check_limits(spec, event, key.round, policy.limits)
     guard.check_broadcast(broadcast, policy.limits)

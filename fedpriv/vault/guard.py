@@ -20,7 +20,7 @@ from fedpriv.ledger.entries import CHARGED, RELEASED, Charge, DataSet, Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.protocol import Broadcast
-from fedpriv.training.local_update import OPTIMIZERS, QUANTIZATIONS, UpdateSpec
+from fedpriv.training.local_update import OBJECTIVES, OPTIMIZERS, QUANTIZATIONS, TRAINED_PARTS, UpdateSpec
 from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.vault.policy import Limits
 
@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 
 # Accountants take a larger one for this, and near the largest float an upload would overflow after its charge.
 _LARGEST_NOISE_MULTIPLIER = 1e6
+
+# Of a gradient's part before it is clipped. A larger one would only let this part crowd out the others.
+_LARGEST_SCALE = 100.0
 
 
 class RefusedError(Exception):
@@ -100,8 +103,16 @@ def check_instruction(spec: UpdateSpec, policy: NodePolicy, *, noise_source: str
     _check_mechanism(spec)
     if spec.local_steps < 1:
         raise RefusedError(f"local_steps = {spec.local_steps}: must be >= 1")
-    if not 1 <= spec.batch_size <= num_registered:
+    if not 0 <= spec.sampling_probability <= 1:
+        raise RefusedError(f"sampling_probability = {spec.sampling_probability}: must lie in [0, 1]")
+    if not spec.sampling_probability and not 1 <= spec.batch_size <= num_registered:
         raise RefusedError(f"batch_size = {spec.batch_size}: must lie in 1..{num_registered}")
+    for name, known in (("trains", TRAINED_PARTS), ("objective", OBJECTIVES)):
+        if (named := getattr(spec, name)) not in known:
+            raise RefusedError(f"{name} = {named!r}: must be one of {', '.join(known)}")
+    for name in ("bias_scale", "lora_scale"):
+        if not 0 < (scale := getattr(spec, name)) <= _LARGEST_SCALE:
+            raise RefusedError(f"{name} = {scale}: must be > 0 and at most {_LARGEST_SCALE:g}")
     for name in ("learning_rate", "weight_decay"):
         value = getattr(spec, name)
         if not (math.isfinite(value) and value >= 0):
@@ -157,9 +168,7 @@ def check_limits(spec: UpdateSpec, event: Event, round_: int, limits: Limits | N
         raise RefusedError(f"noise_multiplier: its effective value {noise:g} is below this node's minimum {minimum:g}")
     if event.unit == "record" and probability > limits.max_sampling_probability:
         maximum = limits.max_sampling_probability
-        raise RefusedError(
-            f"batch_size: its sampling probability {probability:g} is above this node's maximum {maximum:g}"
-        )
+        raise RefusedError(f"sampling_probability: its value {probability:g} is above this node's maximum {maximum:g}")
     if spec.clip_norm < limits.min_clip_norm:
         raise RefusedError(f"clip_norm = {spec.clip_norm:g}: below this node's minimum {limits.min_clip_norm:g}")
     for name, value, maximum in (

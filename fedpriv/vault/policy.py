@@ -21,7 +21,7 @@ class Limits:
 
     Attributes:
         min_effective_noise_multiplier: noise relative to the sensitivity under the clipping rule.
-        max_sampling_probability: of q = B / N_k.
+        max_sampling_probability: of q. A full batch, q = 1, is no less private: what it costs is charged.
         max_local_steps: noisy steps in a round.
         max_rounds: rounds in a run.
         min_clip_norm: of C; far below it, clipping would work on rounding errors.
@@ -32,7 +32,7 @@ class Limits:
     """
 
     min_effective_noise_multiplier: _Positive = 0.3
-    max_sampling_probability: Annotated[float, Field(gt=0, le=1)] = 0.5
+    max_sampling_probability: Annotated[float, Field(gt=0, le=1)] = 1.0
     max_local_steps: _Count = 100
     max_rounds: _Count = 1000
     min_clip_norm: _Positive = 1e-4

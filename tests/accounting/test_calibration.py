@@ -40,12 +40,12 @@ def test_releases_whose_noise_is_given_count_towards_the_target(accountant):
     fixed = [SubsampledGaussian(noise_multiplier=4.0, sampling_probability=1.0, count=1)]
 
     def schedule(z):
-        return SubsampledGaussian(noise_multiplier=z, sampling_probability=0.16, count=30)
+        return [SubsampledGaussian(noise_multiplier=z, sampling_probability=0.16, count=30)]
 
     z = calibrate(schedule, 2.0, DELTA, accountant, fixed=fixed)
     assert z == calibrate_all([(schedule, DELTA)], 2.0, accountant, fixed=fixed)
     assert z > calibrate(schedule, 2.0, DELTA, accountant)
-    costs = [epsilon_of([schedule(noise), *fixed], DELTA, accountant).epsilon for noise in (z, 0.998 * z)]
+    costs = [epsilon_of([*schedule(noise), *fixed], DELTA, accountant).epsilon for noise in (z, 0.998 * z)]
     assert costs[0] <= 2.0 < costs[1]
 
 
@@ -98,7 +98,7 @@ def test_one_noise_multiplier_keeps_every_client_within_the_target():
     clients = [(0.05, 1e-5), (0.16, 1e-5), (0.15, 1e-9)]
 
     def schedule(q):
-        return lambda z: SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=30)
+        return lambda z: [SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=30)]
 
     z = calibrate_all([(schedule(q), delta) for q, delta in clients], 2.0, accountant="rdp")
     costs = [
@@ -116,7 +116,7 @@ def test_noise_without_a_privacy_loss_distribution_is_calibrated_by_rdp():
 
     def schedule(z):
         scaled = noise.scaled(1 / z)
-        return SubsampledLmo(parameters=scaled, sensitivity=1.0, dimension=500, sampling_probability=0.1, count=20)
+        return [SubsampledLmo(parameters=scaled, sensitivity=1.0, dimension=500, sampling_probability=0.1, count=20)]
 
     z = calibrate(schedule, 2.0, DELTA)
-    assert epsilon_of([schedule(z)], DELTA).epsilon <= 2.0 < epsilon_of([schedule(z * 0.998)], DELTA).epsilon
+    assert epsilon_of(schedule(z), DELTA).epsilon <= 2.0 < epsilon_of(schedule(z * 0.998), DELTA).epsilon

@@ -231,10 +231,10 @@ def test_equal_events_are_grouped_and_compose_with_other_mechanisms(name):
 
 def test_calibration_meets_a_target_with_every_mechanism(name):
     def schedule(z):
-        return event_of(name, noise_multiplier=z, count=3)
+        return [event_of(name, noise_multiplier=z, count=3)]
 
     z = calibrate(schedule, 2.0, DELTA, "rdp")
-    assert epsilon(schedule(z)) <= 2.0 < epsilon(schedule(0.998 * z))
+    assert epsilon(*schedule(z)) <= 2.0 < epsilon(*schedule(0.998 * z))
 
 
 # --- whole runs ---

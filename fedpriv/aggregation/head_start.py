@@ -1,0 +1,58 @@
+"""The start of a classification head: class means of the features, from one noised release of every client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters.pooling import BIAS_SCALE
+from fedpriv.aggregation.global_model import GlobalModel
+
+# A class counts as at least this share of an even one's records, and as twice the noise of its count.
+_SMALLEST_SHARE = 0.25
+
+
+def head_of(adapter: Mapping[str, Tensor]) -> tuple[str, str | None]:
+    """The names of the head's weight and, if it has one, of its bias.
+
+    Raises:
+        ValueError: the head is not a single linear layer.
+    """
+    names = [name for name in adapter if ".lora_A." not in name and ".lora_B." not in name]
+    weights = [name for name in names if adapter[name].dim() == 2]
+    biases = [name for name in names if adapter[name].dim() == 1]
+    if len(weights) != 1 or len(biases) > 1 or len(names) != len(weights) + len(biases):
+        raise ValueError(f"head: {', '.join(names) or 'none'}: must be one linear layer")
+    return weights[0], biases[0] if biases else None
+
+
+def started(model: GlobalModel, aggregated: Adapter, *, count_noise: float) -> GlobalModel:
+    """The global model with a head that scores each class by its records' mean features, less the mean of all classes'.
+
+    Counts come from the features' constant coordinate alone, which is noised like the others, so nothing but the release
+    is used. A class of few records has a mean of noise, so its count is at least a public number.
+
+    Args:
+        model: before the round.
+        aggregated: the weighted average of the uploads: what they add to the model's head is, per class, the sum of
+            its records' features over the number of all records, with noise; a bias adds `BIAS_SCALE` squared for each.
+        count_noise: standard deviation of the noise in a class's share of all records, >= 0.
+
+    Raises:
+        ValueError: the head is not a single linear layer.
+    """
+    weight, bias = head_of(model.adapter)
+    sums = aggregated[weight].double() - model.adapter[weight].double()
+    floor = max(_SMALLEST_SHARE / len(sums), 2 * count_noise)
+    shares = torch.full((len(sums),), 1 / len(sums), dtype=torch.float64)
+    if bias is not None:
+        shares = (aggregated[bias].double() - model.adapter[bias].double()) / BIAS_SCALE**2
+    means = sums / shares.clamp_min(floor).unsqueeze(1)
+    head = {weight: (means - means.mean(dim=0)).float()}
+    if bias is not None:  # the constant coordinate is the same in every class
+        head[bias] = torch.zeros_like(model.adapter[bias])
+    return replace(model, adapter={name: head.get(name, tensor) for name, tensor in model.adapter.items()})
