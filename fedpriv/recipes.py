@@ -8,6 +8,9 @@ from typing import Any, Literal, get_args
 Recipe = Literal["fedpriv", "dp-lora-paper"]
 RECIPES: tuple[Recipe, ...] = get_args(Recipe)
 
+# The value that leaves a key to the recipe, where each key must have one, as in Flower's project file.
+BY_RECIPE = "by recipe"
+
 # The defaults of `RunConfig` are the recipe `fedpriv`; this is what the other one has in their place.
 _DP_LORA_PAPER: Mapping[str, Any] = {
     "rounds": 10,
@@ -18,7 +21,6 @@ _DP_LORA_PAPER: Mapping[str, Any] = {
     "target_epsilon": "",
     "normalize_features": False,
     "head_start": False,
-    "train": "all",
     "lora_rounds": "",
     "client_weights": "records",
     "server_optimizer": "sgd",
@@ -42,9 +44,10 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Without a `recipe` it is `fedpriv`, unless a value asks for what that has no part in: a batch size, several local
     steps, another optimizer, clipping rule or mechanism, noise on the upload, or a rule that is no sum of LoRA.
-    A noise multiplier without a `target_epsilon` leaves out the recipe's target.
+    A noise multiplier without a `target_epsilon` leaves out the recipe's target. The value `by recipe` is that of a
+    key that is left out.
     """
-    values = dict(values)
+    values = {key: value for key, value in values.items() if value != BY_RECIPE}
     recipe = values.setdefault("recipe", _implied(values))
     presets = dict(_DP_LORA_PAPER) if recipe == "dp-lora-paper" else {}
     if "noise_multiplier" in values:

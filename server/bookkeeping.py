@@ -334,7 +334,7 @@ class Books:
             self.accounts.record(client, release)
 
     def _worst(self, sizes: Mapping[int, int], spec: UpdateSpec) -> dict[int, Release]:
-        """The releases of a round with this specification in the worst case over which clients survive it; for `aggregate`, no other one."""
+        """The releases of a round in the worst case over which clients survive it; for `aggregate`, no other one."""
         scale = 1.0 if self._aggregate_holds else None
         return {
             client: Release(event=self._events[client][spec], rho_bar=smallest, aggregate_scale=scale)

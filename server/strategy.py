@@ -13,6 +13,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedpriv import protocol
+from fedpriv.accounting.events import Event
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import Merged
 from fedpriv.aggregation.fedavg import weights_by_size
@@ -102,6 +103,10 @@ class RuleStrategy(Strategy):
             return clients
         seed = (self._config.seed, round_, *([len(excluded)] if excluded else []))
         return sorted(np.random.default_rng(seed).choice(clients, size=num, replace=False).tolist())
+
+    def event(self, client: int) -> Event:
+        """What the current round costs the client on the local view."""
+        return self.books.event(client, self._round.number)
 
     @property
     def spec(self) -> UpdateSpec:
@@ -194,7 +199,7 @@ class RuleStrategy(Strategy):
     def _expected_reply(self, client: int) -> ExpectedReply:
         return ExpectedReply(
             round=self._round.number,
-            event=self.books.event(client, self._round.number),
+            event=self.event(client),
             num_records=self.books.sizes[client],
             spec=self.spec,
             broadcast=self._round.requests[client].broadcast,

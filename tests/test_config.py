@@ -11,6 +11,7 @@ import pytest
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import KEYS, LOCATION_KEYS, ON_NODES, RunConfig, parse, parse_overrides, read, to_flower, to_toml
 from fedpriv.errors import InputError
+from fedpriv.recipes import BY_RECIPE
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -68,6 +69,16 @@ BAD = {
     "relevance_threshold": 1.5,
     "max_update_norm": 0.0,
     "ray_workers": -1,
+    "recipe": "secret",
+    "normalize_features": "perhaps",
+    "train": "body",
+    "head_start": "soon",
+    "lora_rounds": -1,
+    "client_weights": "equal",
+    "server_optimizer": "lion",
+    "sampling_probability": 1.5,
+    "lora_sampling_probability": 0.0,
+    "start_noise_multiplier": -1.0,
 }
 
 
@@ -94,7 +105,7 @@ def test_every_aggregation_rule_can_be_configured():
 def test_unknown_key_suggests_the_closest_one():
     with pytest.raises(InputError, match=r"lerning_rate: unknown configuration key; did you mean learning_rate\?"):
         parse({"lerning_rate": 1.0})
-    with pytest.raises(InputError, match="known keys: model, task"):
+    with pytest.raises(InputError, match="known keys: recipe, model, task"):
         parse({"zzz": 1})
 
 
@@ -135,7 +146,14 @@ def test_toml_and_flower_forms_read_back_to_the_same_configuration(values):
 def test_pyproject_lists_every_key_with_its_default_for_flower():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = project["tool"]["flwr"]["app"]["config"]
-    assert listed == to_flower(replace(RunConfig(), engine="flower"))
+    assert listed.keys() == to_flower(RunConfig()).keys()
+    assert parse(listed) == replace(RunConfig(), engine="flower")
+    # What recipes differ in is left to the recipe, so that `flwr run` can name one.
+    paper = parse(listed | {"recipe": "dp-lora-paper"})
+    assert paper == parse({"recipe": "dp-lora-paper", "engine": "flower"})
+    assert [key for key in KEYS if getattr(paper, key) != getattr(parse(listed), key)] == [
+        key for key in KEYS if listed[key] == BY_RECIPE and key != "batch_size"
+    ]
 
 
 def test_documentation_explains_every_key():
@@ -195,8 +213,9 @@ def test_a_comparison_follows_by_default_only_where_releases_without_noise_are_a
 
 
 FLOATS = [field.name for field in fields(RunConfig) if isinstance(field.default, float)]
-FLOATS += ["delta", "target_epsilon", "integral_epsilon"]
-TEXTS = [field.name for field in fields(RunConfig) if isinstance(field.default, str) and field.name != "layers"]
+FLOATS += ["delta", "learning_rate", "integral_epsilon"]
+NUMBERS_OR_TEXT = ("layers", "learning_rate")
+TEXTS = [f.name for f in fields(RunConfig) if isinstance(f.default, str) and f.name not in NUMBERS_OR_TEXT]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0], ids=str)
@@ -322,12 +341,23 @@ OTHER |= {
     "target_modules": ("q",),
     "client_sizes": (3,),
     "optimizer": "sgd",
+    "recipe": "fedpriv",
+    "train": "head",
+    "client_weights": "root-records",
+    "server_optimizer": "sgd",
+    "server_momentum": 0.8,
+    "sampling_probability": 0.3,
+    "lora_sampling_probability": 0.3,
+    "start_noise_multiplier": 3.0,
 }
+FOR_SGD_ALONE = ("train", "head_start", "lora_rounds", "server_optimizer")
 
 
 @pytest.mark.parametrize("key", sorted(set(KEYS) - {*LOCATION_KEYS, "aggregation"}))
 def test_digest_depends_on_every_key_but_locations(key):
     base = RunConfig(optimizer="adamw", aggregation="cmfl" if key == "audit" else "flora")
+    if key in FOR_SGD_ALONE:
+        base = RunConfig(lora_rounds=2)
     if key in ("mechanism", "mechanism_parameters"):
         base = replace(base, mechanism="lmo", mechanism_parameters="lmo.json")
         changes = {

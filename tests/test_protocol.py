@@ -19,7 +19,7 @@ from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.private_evaluation import EvaluationSpec, NoisedCounts
 from fedpriv.vault.frames import check_arrays
 
-SPEC = UpdateSpec.of(RunConfig())
+SPEC = UpdateSpec.of(RunConfig(recipe="dp-lora-paper"))
 EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.25, count=3)
 MESSAGES = {
     "instruction": (protocol.pack_instruction("run", 3, SPEC), protocol.unpack_instruction),

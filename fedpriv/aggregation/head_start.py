@@ -31,10 +31,10 @@ def head_of(adapter: Mapping[str, Tensor]) -> tuple[str, str | None]:
 
 
 def started(model: GlobalModel, aggregated: Adapter, *, count_noise: float) -> GlobalModel:
-    """The global model with a head that scores each class by its records' mean features, less the mean of all classes'.
+    """The global model with a head that scores each class by its records' mean features, less all classes' mean.
 
-    Counts come from the features' constant coordinate alone, which is noised like the others, so nothing but the release
-    is used. A class of few records has a mean of noise, so its count is at least a public number.
+    Counts come from the features' constant coordinate alone, which is noised like the others, so nothing but the
+    release is used. A class of few records has a mean of noise, so its count is at least a public number.
 
     Args:
         model: before the round.

@@ -8,7 +8,7 @@ An instruction with less noise than the holder allows is refused before anything
 >>> from fedpriv.vault import Limits, RefusedError, check_limits
 >>> event = SubsampledGaussian(noise_multiplier=0.1, sampling_probability=0.05)
 >>> try:
-...     check_limits(UpdateSpec.of(RunConfig()), event, 1, Limits())
+...     check_limits(UpdateSpec.of(RunConfig(recipe="dp-lora-paper")), event, 1, Limits())
 ... except RefusedError as refusal:
 ...     print(refusal)
 noise_multiplier: its effective value 0.1 is below this node's minimum 0.3

@@ -41,7 +41,9 @@ class Peak(LogObserver):
 
     before = 0
 
-    def started(self, config: RunConfig, registrations: Sequence[Registration]) -> None:
+    def started(
+        self, config: RunConfig, registrations: Sequence[Registration], learning_rate: LearningRate | None
+    ) -> None:
         self.before = peak_memory()
 
 

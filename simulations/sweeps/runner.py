@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fedpriv.accounting.recipe import LearningRate
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError, LedgerError, TooFewClientsError
 from fedpriv.protocol import Registration
@@ -75,7 +76,9 @@ def run_one(run: PlannedRun, folder: Path) -> str | None:
 class _Silent:
     """An observer that shows nothing: the sweep's display reads what each run writes."""
 
-    def started(self, config: RunConfig, registrations: Sequence[Registration]) -> None:
+    def started(
+        self, config: RunConfig, registrations: Sequence[Registration], learning_rate: LearningRate | None
+    ) -> None:
         """A series begins."""
 
     def notice(self, text: str) -> None:

@@ -15,7 +15,7 @@ from fedpriv.errors import InputError
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.vault import guard
 
-SPEC = UpdateSpec.of(RunConfig())
+SPEC = UpdateSpec.of(RunConfig(recipe="dp-lora-paper"))
 STRICT = guard.NodePolicy(allow_unrecorded=True)
 OPEN = guard.NodePolicy(allow_unrecorded=True, allow_not_private=True)
 

@@ -13,7 +13,7 @@ from fedpriv.training.local_update import UpdateSpec, planned_event
 from fedpriv.vault import guard
 from fedpriv.vault.policy import Limits
 
-SPEC = UpdateSpec.of(RunConfig())
+SPEC = UpdateSpec.of(RunConfig(recipe="dp-lora-paper"))
 ADAPTER = {name: torch.zeros(2, 3) for name in ("x.lora_A.weight", "x.lora_B.weight")}
 
 
@@ -27,7 +27,6 @@ def check(limits: Limits | None = Limits(), *, probability=0.1, round_=1, **chan
     [
         ({"noise_multiplier": 0.0}, "noise_multiplier: its effective value 0 is below this node's minimum 0.3"),
         ({"noise_multiplier": 0.4, "clipping": "split"}, "effective value 0.282843 is below"),
-        ({"probability": 1.0}, "batch_size: its sampling probability 1 is above this node's maximum 0.5"),
         ({"local_steps": 300}, "local_steps = 300: above this node's maximum 100"),
         ({"num_rounds": 10**6}, r"num_rounds = 1e\+06: above this node's maximum 1000"),
         ({"clip_norm": 1e9}, r"clip_norm = 1e\+09: above this node's maximum 100"),
@@ -39,6 +38,13 @@ def test_an_instruction_less_private_than_agreed_is_refused_by_name(changes, mes
     with pytest.raises(guard.RefusedError, match=message) as caught:
         check(**changes)
     assert "\n" not in str(caught.value)
+
+
+def test_a_sampling_probability_above_the_node_s_own_maximum_is_refused():
+    with pytest.raises(
+        guard.RefusedError, match=r"sampling_probability: its value 0\.3 is above this node's maximum 0"
+    ):
+        check(Limits(max_sampling_probability=0.25), probability=0.3)
 
 
 def test_an_instruction_exactly_at_the_limits_passes():
