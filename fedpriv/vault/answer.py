@@ -48,6 +48,7 @@ _LONGEST_REASON = 300
 # The run's keys that decide what is computed, beside those in a request.
 _MODEL_KEYS = (
     *("model", "task", "labels", "max_length", "seed", "aggregation", "rank", "alpha", "target_modules", "layers"),
+    *("normalize_features", "train"),
     *("evaluation_noise_multiplier", "test_fraction"),
 )
 

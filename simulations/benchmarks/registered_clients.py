@@ -26,6 +26,7 @@ from typing import Any
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from fedpriv.accounting.recipe import LearningRate
 from fedpriv.config import RunConfig, parse
 from fedpriv.protocol import Registration
 from server.observer import LogObserver
