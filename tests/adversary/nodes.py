@@ -150,7 +150,7 @@ def register_data(node: Node, num_records: int, *, note: str | None = None) -> N
 
 def restart() -> None:
     """Nothing stays in memory."""
-    workbench_module._workbench.cache_clear()
+    workbench_module.forget()
 
 
 def run_config(**changes: object) -> RunConfig:

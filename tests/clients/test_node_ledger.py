@@ -165,7 +165,7 @@ def test_the_registered_number_of_records_stays_when_the_file_changes(small_run,
     rows = list(csv.reader(table.open()))
     with table.open("w", newline="") as file:
         csv.writer(file).writerows(rows[:-40])
-    workbench_module._workbench.cache_clear()
+    workbench_module.forget()
     second = protocol.unpack_registration(ask(node.context).content[protocol.REGISTRATION])
     assert second == first
     uploaded(node.ask(node.message()))
@@ -174,7 +174,7 @@ def test_the_registered_number_of_records_stays_when_the_file_changes(small_run,
         (data_set,) = data_sets(db)
         (release,) = releases(db, data_set.id)
         assert release.event.sampling_probability == node.config.batch_size / first.num_records
-    workbench_module._workbench.cache_clear()
+    workbench_module.forget()
 
 
 def test_without_a_ledger_a_node_with_data_of_its_own_releases_nothing(small_run, tmp_path, monkeypatch):

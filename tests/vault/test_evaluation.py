@@ -40,14 +40,14 @@ Z = 4.0
 def _fresh_benches():
     """A bench is cached by the file's name, and these tests change what the file holds."""
     yield
-    workbench._workbench.cache_clear()
+    workbench.forget()
 
 
 class Node:
     """A node with the given rows, of which 60 are registered."""
 
     def __init__(self, folder: Path, model: Path, rows: list[tuple[str, str]], **settings: object) -> None:
-        workbench._workbench.cache_clear()
+        workbench.forget()
         data = write_records(folder.with_suffix(".csv"), rows)
         self.settings = make_vault(folder, data, model, num_records=60, **settings)
         self.holder = Holder.of(self.settings)
