@@ -19,7 +19,6 @@ from fedpriv.data.records import Records
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
-from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import execute_stacked
 from fedpriv.training.workbench import load_model, workbench
 from simulations.engines import ray_session
@@ -38,7 +37,6 @@ class _Parcel:
     spec: UpdateSpec
     round: int
     num_registered: int
-    expected_batch_size: int
     inclusion: SeededSource | None
     noise: SeededSource | None
 
@@ -121,7 +119,6 @@ class RayExecutor:
             spec=task.spec,
             round=task.round,
             num_registered=task.sampler.num_registered,
-            expected_batch_size=task.sampler.expected_batch_size,
             inclusion=_seeded(task.sampler.source),
             noise=_seeded(task.noise),
         )
@@ -170,11 +167,7 @@ class _Worker:
             data=self._records[parcel.records],
             spec=parcel.spec,
             round=parcel.round,
-            sampler=PoissonSampler(
-                num_registered=parcel.num_registered,
-                expected_batch_size=parcel.expected_batch_size,
-                source=parcel.inclusion or _secure,
-            ),
+            sampler=parcel.spec.sampler(parcel.num_registered, parcel.inclusion or _secure),
             noise=parcel.noise or _secure,
         )
 
