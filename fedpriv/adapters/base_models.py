@@ -31,7 +31,7 @@ class BaseModel:
         model: the transformers model, in eval mode, no parameter trainable.
         tokenizer: the transformers tokenizer, with a padding token.
         new_modules: modules missing from the checkpoint, which must be trained and saved with the adapter.
-        pooling: `mean` or `model`, see `fedpriv.adapters.pooling`.
+        pooling: one of `fedpriv.adapters.pooling.CONVENTIONS`.
     """
 
     name: str
@@ -66,19 +66,20 @@ def resolve(name: str) -> str:
     return name
 
 
-def load_base(name: str, *, task: str, num_labels: int = 0, seed: int = 0) -> BaseModel:
+def load_base(name: str, *, task: str, num_labels: int = 0, seed: int = 0, normalize: bool = False) -> BaseModel:
     """The frozen base model, with float32 weights and SDPA attention.
 
-    A new head is initialised from the seed, so equal seeds give equal models.
+    A new head is initialised from the seed, so equal seeds give equal models; with `normalize`, see `freeze`.
 
     Args:
         name: local folder, `all-MiniLM-L6-v2` or a name on the Hub.
         task: `SEQ_CLS` or `CAUSAL_LM`.
         num_labels: for `SEQ_CLS`, >= 2.
         seed: of the new head.
+        normalize: whether the head reads vectors of a fixed length.
 
     Raises:
-        InputError: the model cannot be obtained, or does not suit the task.
+        InputError: the model cannot be obtained, does not suit the task, or cannot be normalised.
     """
     location = resolve(name)
     loader = AutoModelForSequenceClassification if task == "SEQ_CLS" else AutoModelForCausalLM
@@ -102,16 +103,41 @@ def load_base(name: str, *, task: str, num_labels: int = 0, seed: int = 0) -> Ba
         tokenizer.pad_token = tokenizer.eos_token
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
-    return freeze(name, model, tokenizer, missing=info["missing_keys"], task=task)
+    return freeze(name, model, tokenizer, missing=info["missing_keys"], task=task, normalize=normalize)
 
 
-def freeze(name: str, model: Any, tokenizer: Any, *, missing: Any = (), task: str) -> BaseModel:
-    """The model as a frozen base: in eval mode, nothing trainable, encoders with mean pooling."""
+def freeze(
+    name: str, model: Any, tokenizer: Any, *, missing: Any = (), task: str, normalize: bool = False
+) -> BaseModel:
+    """The model as a frozen base: in eval mode, nothing trainable, encoders with mean pooling.
+
+    With `normalize`, the head reads vectors of a fixed length (`fedpriv.adapters.pooling`), is new whether or not the
+    checkpoint has one, and starts at zero: a random start, of a norm of about 0.4, would be noise alone.
+
+    Raises:
+        InputError: `normalize` is set, and the head is not one linear layer.
+    """
     model.eval().requires_grad_(False)
     new = {key.split(".")[0] for key in missing} - {model.base_model_prefix}
-    convention = pooling.convention(model) if task == "SEQ_CLS" else "model"
+    if normalize:
+        new = {_zero_head(name, model, task)}
+    convention = pooling.convention(model, normalize=normalize) if task == "SEQ_CLS" else "model"
     pooling.apply(model, convention)
     return BaseModel(name, model, tokenizer, tuple(sorted(new)), convention)
+
+
+def _zero_head(name: str, model: Any, task: str) -> str:
+    """The name of the classification model's head, which is all zeros from now on."""
+    found = pooling.linear_head(model) if task == "SEQ_CLS" else None
+    if found is None:
+        raise InputError(
+            f"model = {name!r}: normalised features need a classifier whose head is one linear layer, and that of a "
+            f"{type(model).__name__} is not; use recipe = dp-lora-paper"
+        )
+    head, layer = found
+    for parameter in layer.parameters():
+        torch.nn.init.zeros_(parameter)
+    return head
 
 
 @contextmanager

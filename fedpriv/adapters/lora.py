@@ -24,7 +24,10 @@ from fedpriv.errors import InputError
 
 CONVENTION_FILE = "fedpriv.json"
 
-Trains = Literal["lora", "lora-b", "weights"]
+Trains = Literal["lora", "lora-b", "head", "weights"]
+
+# The parts of a layer's parameter names that stay at their initial value.
+_FROZEN = {"lora-b": (".lora_A.",), "head": (".lora_A.", ".lora_B.")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +40,9 @@ class LoraSettings:
         target_modules: names of linear layers; empty for peft's default for the model type.
         layers: `all`, `last-N`, or indices such as `4,5`.
         task: `SEQ_CLS` or `CAUSAL_LM`; with the former, the classification head is trained too.
-        trains: `lora`: A and B; `lora-b`: B only, with A frozen at its random initial value; `weights`: the layers'
-            full weight matrices and biases instead, in which case rank and alpha are ignored.
+        trains: `lora`: A and B; `lora-b`: B only, with A frozen at its random initial value; `head`: neither, so that
+            only a classification head is trained; `weights`: the layers' full weight matrices and biases instead, in
+            which case rank and alpha are ignored.
     """
 
     rank: int = 8
@@ -59,10 +63,9 @@ def attach(base: BaseModel, settings: LoraSettings, *, seed: int = 0) -> PeftMod
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = get_peft_model(base.model, config).eval()
-    if settings.trains == "lora-b":
-        for name, parameter in model.named_parameters():
-            if ".lora_A." in name:
-                parameter.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in _FROZEN.get(settings.trains, ())):
+            parameter.requires_grad_(False)
     return model
 
 
@@ -219,12 +222,14 @@ def load(base: Any, directory: Path | str) -> PeftModel:
     """The base with a saved adapter, with the same pooling as in training, in eval mode.
 
     Args:
-        base: a model's name as in the configuration, a `BaseModel`, or a transformers model with the head for its
-            task, as `from_pretrained` returns it. A model object is modified: the adapter is attached to it.
+        base: a model's name as in the configuration, a `BaseModel` that pools as in training, or a transformers model
+            with the head for its task, as `from_pretrained` returns it. A model object is modified: the adapter is
+            attached to it.
         directory: where `save` wrote the adapter.
 
     Raises:
-        InputError: the directory holds no fedpriv adapter, or one of another version, or the base cannot be loaded.
+        InputError: the directory holds no fedpriv adapter, or one of another version, or the base cannot be loaded or
+            pools in another way.
     """
     path = Path(directory) / CONVENTION_FILE
     try:
@@ -235,8 +240,11 @@ def load(base: Any, directory: Path | str) -> PeftModel:
         raise InputError(f"{path}: version {convention.get('version')!r}; this fedpriv reads version 1")
     if isinstance(base, str):
         task = PeftConfig.from_pretrained(directory).task_type
-        base = load_base(base, task=task, num_labels=len(convention["labels"]))
+        normalize = pooling.normalizes(convention["pooling"])
+        base = load_base(base, task=task, num_labels=len(convention["labels"]), normalize=normalize)
     if isinstance(base, BaseModel):
+        if base.pooling != convention["pooling"]:
+            raise InputError(f"{path}: pooling = {convention['pooling']}, but the base's is {base.pooling}")
         model = base.model
     else:
         model = base.eval()

@@ -3,6 +3,9 @@
 Many encoders have a pooler or a first-token state that their training never used; on them, the mean over tokens
 separates records far better. Hooks put the mean in place, so the transformers class and all parameter names stay as
 they are: plain peft can load the adapter, and `fedpriv.adapters.load` restores the hooks.
+
+The conventions `unit-mean` and `unit-model` also bring what a linear head reads to the length `STATE_SCALE`: the pooled
+vector or, for a decoder, every token's last state. A record's gradient with respect to the head is then bounded.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-CONVENTIONS = ("mean", "model")
+_UNIT = "unit-"
+CONVENTIONS = ("mean", "model", "unit-mean", "unit-model")
 
 # A record's features are its pooled state at unit length with one constant coordinate, at unit length again. The head's
 # bias stands for the constant: in units of `BIAS_SCALE` it is that coordinate's weight. docs/recipes.md says why 0.3.
@@ -26,9 +31,37 @@ BIAS_SCALE = _CONSTANT * STATE_SCALE
 _ENCODERS = {"bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra"}
 
 
-def convention(model: Any) -> str:
-    """`mean` for the encoders that this module knows; `model`, the model's own pooling, for all others."""
-    return "mean" if model.config.model_type in _ENCODERS else "model"
+def convention(model: Any, *, normalize: bool = False) -> str:
+    """`mean` for the encoders that this module knows; `model`, the model's own pooling, for all others.
+
+    Args:
+        model: a transformers model.
+        normalize: whether the pooled vector has a fixed length, which `unit-` before the name says.
+    """
+    return _UNIT * normalize + ("mean" if model.config.model_type in _ENCODERS else "model")
+
+
+def normalizes(convention: str) -> bool:
+    """Whether the pooled vector has a fixed length by this convention."""
+    return convention.startswith(_UNIT)
+
+
+def linear_head(model: Any) -> tuple[str, nn.Linear] | None:
+    """The name of a classification model's head and the head, if one linear layer is all that follows the encoder."""
+    after = {name: module for name, module in model.named_children() if name != model.base_model_prefix}
+    with_weights = [(name, module) for name, module in after.items() if next(module.parameters(), None) is not None]
+    if len(with_weights) != 1 or type(with_weights[0][1]) is not nn.Linear:
+        return None
+    return with_weights[0]
+
+
+def unit_states(states: Tensor) -> Tensor:
+    """The vectors at length `STATE_SCALE`, float32; a vector of zeros stays one.
+
+    Args:
+        states: [..., hidden].
+    """
+    return F.normalize(states.float(), dim=-1) * STATE_SCALE
 
 
 def masked_mean(states: Tensor, mask: Tensor | None) -> Tensor:
@@ -48,13 +81,25 @@ def apply(model: Any, convention: str) -> None:
     """Make the classification model's encoder pool by the given convention from now on.
 
     Raises:
-        ValueError: the convention is unknown.
+        ValueError: the convention is unknown, or a vector of fixed length would not be what a linear head reads.
     """
     if convention not in CONVENTIONS:
         raise ValueError(f"pooling = {convention!r}: must be one of {', '.join(CONVENTIONS)}")
-    if convention == "model":
-        return
-    encoder = model.base_model
+    if normalizes(convention) and linear_head(model) is None:
+        raise ValueError(f"pooling = {convention}: the head of a {type(model).__name__} is not one linear layer")
+    if convention.removeprefix(_UNIT) == "mean":
+        _pool_by_the_mean(model.base_model)
+    if normalizes(convention):
+        model.base_model.register_forward_hook(_normalize)  # after the pooling: the encoder's output holds its result
+
+
+def _normalize(_encoder: Any, _args: Any, output: Any) -> Any:
+    name = "last_hidden_state" if getattr(output, "pooler_output", None) is None else "pooler_output"
+    setattr(output, name, unit_states(output[name]))
+    return output
+
+
+def _pool_by_the_mean(encoder: Any) -> None:
     signature = inspect.signature(type(encoder).forward)
     mask: list[Tensor | None] = [None]
 

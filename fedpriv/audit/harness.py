@@ -25,7 +25,6 @@ from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
 from fedpriv.training.local_update import UpdateSpec, UpdateTask, planned_event
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import TrainableLayer
-from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.shapes import Pass
 from fedpriv.training.stacked import stacked_updates
 
@@ -60,8 +59,13 @@ class Setup:
     def event(self) -> Event:
         """The event charged to one client for all rounds."""
         shapes = {name: torch.empty(1, size) for name, size in self.sizes.items()}
-        planned = planned_event(self.spec, self.spec.batch_size / self.num_registered, shapes)
+        planned = planned_event(self.spec, self.spec.probability(self.num_registered), shapes)
         return planned.with_count(self.rounds * planned.count)
+
+    @property
+    def expected_batch_size(self) -> float:
+        """B = q N_k, by which the noised sum of a step is divided."""
+        return self.spec.probability(self.num_registered) * self.num_registered
 
     def source(self, *labels: int | str) -> RandomSource:
         """A source of randomness, independent for different labels."""
@@ -147,11 +151,7 @@ def observed(setup: Setup, model: LinearModel, data: Sequence[Records], round_: 
             data=records,
             spec=spec,
             round=round_,
-            sampler=PoissonSampler(
-                num_registered=setup.num_registered,
-                expected_batch_size=spec.batch_size,
-                source=setup.source("inclusion", client, round_),
-            ),
+            sampler=spec.sampler(setup.num_registered, setup.source("inclusion", client, round_)),
             noise=setup.source("noise", client, round_),
         )
         for client, records in enumerate(data)
@@ -160,7 +160,7 @@ def observed(setup: Setup, model: LinearModel, data: Sequence[Records], round_: 
     uploads = torch.stack([torch.cat([t.flatten() for t in update.adapter.values()]) for update in updates])
     if spec.noise_on == "upload":
         return uploads / spec.clip_norm
-    divisor = 1 if spec.clipping == "batch" else spec.batch_size
+    divisor = 1 if spec.clipping == "batch" else setup.expected_batch_size
     return uploads * divisor / (spec.learning_rate * spec.clip_norm)
 
 
@@ -214,7 +214,7 @@ def observe_clients(setup: Setup, bits: np.ndarray) -> Tensor:
     """
     direction = torch.full((1, setup.dimension), setup.dimension**-0.5)
     # A step of lr / B times half the row must exceed S, so that the update is clipped.
-    gradient_norm = 100.0 * setup.spec.clip_norm * setup.spec.batch_size / setup.spec.learning_rate
+    gradient_norm = 100.0 * setup.spec.clip_norm * setup.expected_batch_size / setup.spec.learning_rate
     model = LinearModel(2 * gradient_norm * direction, setup.sizes)
     sums = observed(setup, model, [records_of([0], [0 if bit else 1]) for bit in bits], 0)
     return sums @ direction[0]

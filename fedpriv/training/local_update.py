@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +21,7 @@ from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.mechanisms.request import NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training.sampling import PoissonSampler
+from fedpriv.training.trained import trained_names
 
 OPTIMIZERS = ("sgd", "adamw")
 # Values that a tensor may take in training: any, or three around its initial one.
@@ -174,7 +176,7 @@ def noise_request(
     Args:
         spec: of the update.
         sampling_probabilities: [clients], q in [0, 1], of a step.
-        dimension: number of values in a client's adapter.
+        dimension: number of values that a client trains.
         num_parts: how many parts the clipping rule clips.
 
     Raises:
@@ -198,14 +200,36 @@ def planned_event(spec: UpdateSpec, sampling_probability: float, adapter: Mappin
     Args:
         spec: of the update.
         sampling_probability: q in [0, 1].
-        adapter: all trainable tensors; the cost of some mechanisms depends on their number of values.
+        adapter: all trainable tensors; those that the update trains decide how many parts are clipped, and the cost of
+            some mechanisms depends on their number of values.
 
     Raises:
-        ValueError: the clipping rule or the mechanism is unknown, or its parameters are invalid.
+        ValueError: the clipping rule, the mechanism, the objective or what is trained is unknown, a mechanism's
+            parameters are invalid, a scale is out of range, or these values do not go together.
     """
-    dimension = sum(tensor.numel() for tensor in adapter.values())
-    num_parts = len(clipping_parts(spec.clipping, adapter))
+    check(spec)
+    trained = trained_names(adapter, spec.trains)
+    dimension = sum(adapter[name].numel() for name in trained)
+    num_parts = len(clipping_parts(spec.clipping, trained))
     request = noise_request(spec, [sampling_probability], dimension, num_parts)
     count = 1 if spec.noise_on == "upload" else spec.local_steps
     (event,) = MECHANISMS.named(spec.mechanism).planned_events(replace(request, count=count))
     return event
+
+
+def check(spec: UpdateSpec) -> None:
+    """Refuse an objective, scale or combination that no update is defined for.
+
+    Raises:
+        ValueError: names the value and what is possible.
+    """
+    if spec.objective not in OBJECTIVES:
+        raise ValueError(f"objective = {spec.objective!r}: must be one of {', '.join(OBJECTIVES)}")
+    for name, scale in (("bias_scale", spec.bias_scale), ("lora_scale", spec.lora_scale)):
+        if not 0 < scale < math.inf:
+            raise ValueError(f"{name} = {scale}: must be finite and > 0")
+    if spec.trains != "all" and (spec.optimizer, spec.quantization) != ("sgd", "none"):
+        raise ValueError(
+            f"trains = {spec.trains}: needs optimizer = sgd and quantization = none, not {spec.optimizer} and "
+            f"{spec.quantization}"
+        )

@@ -21,6 +21,21 @@ def classification_losses(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels, reduction="none")
 
 
+def class_sum_losses(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """Minus the logit of each record's class, [batch]: its gradient in the head is minus what the head reads.
+
+    Args:
+        logits: [batch, classes].
+        batch: with labels, int64 [batch].
+
+    Raises:
+        ValueError: there are no labels.
+    """
+    if "labels" not in batch:
+        raise ValueError("objective = class-sums: needs a classifier's labels")
+    return -logits.gather(1, batch["labels"].unsqueeze(1)).squeeze(1)
+
+
 def next_token_targets(batch: Mapping[str, Tensor]) -> Tensor:
     """The token that each position must predict, int64 [batch, tokens - 1]; -100 if there is none.
 

@@ -7,9 +7,9 @@ plain LoRA training, and no weight gradient of the whole batch is ever formed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -109,8 +109,16 @@ class _Activations:
 
 
 @contextmanager
-def _recorded(layers: Mapping[str, TrainableLayer], stack: Stack | None) -> Iterator[_Activations]:
-    """Within this context the trainable layers are recorded, and each record uses its own client's parameters."""
+def recorded(
+    layers: Mapping[str, TrainableLayer], stack: Stack | None, wanted: Collection[str] = ()
+) -> Iterator[_Activations]:
+    """Within this context each record uses its own client's parameters, and the wanted layers are recorded.
+
+    Args:
+        layers: from `trainable_layers`.
+        stack: the parameters of each record's client; None uses the model's own.
+        wanted: names of the layers whose gradients are wanted.
+    """
     activations = _Activations()
 
     def forward_of(name: str, layer: TrainableLayer) -> Callable[[Tensor], Tensor]:
@@ -118,6 +126,10 @@ def _recorded(layers: Mapping[str, TrainableLayer], stack: Stack | None) -> Iter
             output = (
                 layer.module.__class__.forward(layer.module, x) if stack is None else _stacked(name, layer, x, stack)
             )
+            if name not in wanted:
+                return output
+            # The parameters need no gradient of their own: only that of the output is computed.
+            output = output if output.requires_grad else output.requires_grad_()
             activations.record(name, x, output)
             return output
 
@@ -141,9 +153,7 @@ def _stacked(name: str, layer: TrainableLayer, x: Tensor, stack: Stack) -> Tenso
             stack.parameters[key] if key is not None else parameter.unsqueeze(0) if parameter is not None else None
             for key, parameter in ((layer.weight, layer.module.weight), (layer.bias, layer.module.bias))
         )
-        output = _linear(x.to(weight.dtype), weight, bias, stack.owners)
-    # The parameters need no gradient of their own: only that of the output is computed.
-    return output if output.requires_grad else output.requires_grad_()
+        return _linear(x.to(weight.dtype), weight, bias, stack.owners)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, owners: Tensor) -> Tensor:
@@ -163,15 +173,20 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, owners: Tensor) -> T
 
 
 def per_sample_gradients(
-    layers: Mapping[str, TrainableLayer], losses: Callable[[], Tensor], stack: Stack | None = None
+    layers: Mapping[str, TrainableLayer],
+    losses: Callable[[], Tensor],
+    stack: Stack | None = None,
+    *,
+    trained: Collection[str] | None = None,
 ) -> tuple[PerSample, Tensor]:
-    """The gradient of every record's loss with respect to every trainable parameter.
+    """The gradient of every record's loss with respect to every trained parameter.
 
     Args:
         layers: from `trainable_layers`.
         losses: runs the forward pass and returns one loss per record, float [batch], batch >= 1; no record's loss may
             depend on another record.
         stack: the parameters of each record's client; None uses the model's own.
+        trained: names of the parameters whose gradients are wanted; None for all of the layers'.
 
     Returns:
         {parameter name: [batch, *parameter shape]}, and the losses, detached.
@@ -179,7 +194,8 @@ def per_sample_gradients(
     Raises:
         ValueError: a layer is called twice, or its input is not [batch, ..., features].
     """
-    with _recorded(layers, stack) as activations:
+    wanted = layers if trained is None else _only(layers, trained)
+    with recorded(layers, stack, wanted) as activations:
         values = losses()
         activations.recording = False
         num = len(values)
@@ -191,12 +207,25 @@ def per_sample_gradients(
     result: PerSample = {}
     for (name, (inputs, output)), gradient in zip(activations.by_module.items(), gradients, strict=True):
         g = torch.zeros_like(output) if gradient is None else gradient
-        result.update(_layer_gradients(layers[name], inputs.to(g.dtype), g))
-    for layer in layers.values():  # a layer that the pass did not use has zero gradient
+        result.update(_layer_gradients(wanted[name], inputs.to(g.dtype), g))
+    for layer in wanted.values():  # a layer that the pass did not use has zero gradient
         for key, parameter in ((layer.weight, layer.module.weight), (layer.bias, layer.module.bias)):
             if key is not None and key not in result:
                 result[key] = parameter.new_zeros((num, *parameter.shape))
     return result, values.detach()
+
+
+def _only(layers: Mapping[str, TrainableLayer], trained: Collection[str]) -> dict[str, TrainableLayer]:
+    """The layers with a trained parameter, without the names of the others."""
+    chosen = {
+        name: replace(
+            layer,
+            weight=layer.weight if layer.weight in trained else None,
+            bias=layer.bias if layer.bias in trained else None,
+        )
+        for name, layer in layers.items()
+    }
+    return {name: layer for name, layer in chosen.items() if layer.weight or layer.bias}
 
 
 def _layer_gradients(layer: TrainableLayer, x: Tensor, g: Tensor) -> PerSample:

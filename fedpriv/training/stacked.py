@@ -3,6 +3,10 @@
 The adapters of K clients are the rows of one matrix [K, values]. In each step, the records that all of them sampled
 pass through the base together, every record with its own client's adapter. Gradients are computed and clipped per
 record and summed per client, noise comes from each client's own source, and the optimizer steps all rows at once.
+
+A row holds the tensors that are trained; the others are used and returned as they were received. With scales s > 0,
+the values theta are trained as theta' = theta / s: gradients s * dl/dtheta are clipped, summed and noised, and theta
+moves by s times a step of theta'. So the head's bias acts as the weight of a further feature with the value s.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from torch import Tensor
 
 from fedpriv.accounting.events import Event, group
 from fedpriv.accounting.sensitivity import clipping_parts
+from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import same as same_merged
 from fedpriv.data.records import BatchShape, Item, usable
 from fedpriv.mechanisms.registry import MECHANISMS
@@ -24,10 +29,11 @@ from fedpriv.training.clipping import add_clipped, add_finite, clipped_rows
 from fedpriv.training.isolation import isolated
 from fedpriv.training.layout import Layout
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, noise_request, planned_event
-from fedpriv.training.losses import losses_and_hits
+from fedpriv.training.losses import class_sum_losses, losses_and_hits
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 from fedpriv.training.sampling import PoissonSampler
+from fedpriv.training.trained import trained_names, value_scales
 from fedpriv.training.weights import trained_weights
 
 # Floats kept per client and adapter value: start, parameter, gradient, AdamW's two moments, and what a step needs.
@@ -42,10 +48,14 @@ def local_update(model: TrainingModel, task: UpdateTask) -> ClientUpdate:
 def stacked_updates(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[ClientUpdate]:
     """Each client's adapter after its steps, and the event that pays for them.
 
-    With noise on the gradients, each step of a client is: Poisson sample, per-sample gradients of all trainable
-    tensors, clipping by the rule, sum, noise, division by the expected batch size, optimizer step. An empty
-    sample counts as a zero gradient. With noise on the upload, the steps add no noise, and the whole update is clipped
-    and noised. The other clients affect a client's result through rounding alone.
+    With noise on the gradients, each step of a client is: Poisson sample, per-sample gradients of the trained tensors,
+    clipping by the rule, sum, noise on each of their values, division by the expected batch size of the client's
+    sampler, optimizer step. An empty sample counts as a zero gradient. With noise on the upload, the steps add no
+    noise, and the whole update is clipped and noised. Other clients affect a result through rounding alone.
+
+    With the objective `class-sums` the gradient of record i is -e_y x phi_i in the head: phi is what the head reads,
+    with the scale of the bias as a further coordinate, and y the record's class. So a step of rate 1 of a head at zero
+    is the noised sum of each class's phi over the expected batch size.
 
     Guarantee: every client's update is (epsilon, delta)-DP at the cost of its event, for the event's unit.
 
@@ -69,14 +79,14 @@ def stacked_updates(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[C
             gradients, step_events = _private_gradients(clients, weights.values())
             for collected, event in zip(events, step_events, strict=True):
                 collected.append(event)
-        weights.step(gradients)
+        weights.step(_scaled(gradients, clients.scales))
     trained = weights.values()
     if on_upload:
         trained, upload_events = _noised_uploads(clients, trained)
         events = [[event] for event in upload_events]
     return [
         ClientUpdate(
-            adapter=clients.layout.unflatten_one(row),
+            adapter=clients.with_trained(task.adapter, row),
             event=_charged_event(collected, plan),
             num_records=task.sampler.num_registered,
         )
@@ -137,8 +147,10 @@ class _Clients:
     Attributes:
         model, tasks: as given.
         spec: the tasks' common specification.
-        layout: of an adapter's values in a row.
-        broadcast: [clients, values], the adapters that the clients start from.
+        layout: of an adapter's trained values in a row.
+        broadcast: [clients, values], the trained values that the clients start from.
+        fixed: {tensor name: [clients, *shape]} of the tensors that are not trained.
+        scales: [values], see this module; None if each is one.
     """
 
     model: TrainingModel
@@ -146,6 +158,8 @@ class _Clients:
     spec: UpdateSpec
     layout: Layout
     broadcast: Tensor
+    fixed: Mapping[str, Tensor]
+    scales: Tensor | None
 
     @staticmethod
     def of(model: TrainingModel, tasks: Sequence[UpdateTask]) -> _Clients:
@@ -155,10 +169,41 @@ class _Clients:
         if any(not same_merged(task.merged, tasks[0].merged) for task in tasks):
             raise ValueError("tasks: all of one stack must have the same merged base")
         shapes = {name: tensor.shape for name, tensor in tasks[0].adapter.items()}
+        if any({name: tensor.shape for name, tensor in task.adapter.items()} != shapes for task in tasks):
+            raise ValueError("tasks: the adapters of one stack must have tensors of the same names and shapes")
         model.check(shapes)
-        layout = Layout.of(shapes, clipping_parts(spec.clipping, shapes))
-        broadcast = torch.stack([layout.flatten_one(task.adapter) for task in tasks]).to(model.device)
-        return _Clients(model=model, tasks=tasks, spec=spec, layout=layout, broadcast=broadcast)
+        names = trained_names(shapes, spec.trains)
+        layout = Layout.of({name: shapes[name] for name in names}, clipping_parts(spec.clipping, names))
+        trained = [{name: task.adapter[name] for name in names} for task in tasks]
+        ordered = {name: shapes[name] for name in layout.columns}
+        scales = value_scales(ordered, bias_scale=spec.bias_scale, lora_scale=spec.lora_scale)
+        return _Clients(
+            model=model,
+            tasks=tasks,
+            spec=spec,
+            layout=layout,
+            broadcast=torch.stack([layout.flatten_one(adapter) for adapter in trained]).to(model.device),
+            fixed={
+                name: torch.stack([task.adapter[name] for task in tasks]).to(model.device)
+                for name in shapes.keys() - layout.columns.keys()
+            },
+            scales=None if scales is None else scales.to(model.device),
+        )
+
+    def with_trained(self, adapter: Adapter, row: Tensor) -> Adapter:
+        """A copy of the adapter with trained values [values] in the place of its own."""
+        trained = self.layout.unflatten_one(row)
+        return {name: trained[name] if name in trained else tensor.clone() for name, tensor in adapter.items()}
+
+    @property
+    def trained_parameters(self) -> set[str]:
+        """The model's own names of the trained parameters."""
+        return {name for name, stored in self.model.adapter_names.items() if stored in self.layout.columns}
+
+    def expected_batch_sizes(self) -> Tensor:
+        """[clients, 1], float64, of the samplers that draw the batches."""
+        sizes = [task.sampler.expected_batch_size for task in self.tasks]
+        return torch.tensor(sizes, dtype=torch.float64, device=self.model.device).unsqueeze(1)
 
 
 def _charged_event(events: Sequence[Event], planned: Event) -> Event:
@@ -174,7 +219,7 @@ def _plain_gradients(clients: _Clients, parameters: Tensor) -> Tensor:
     totals = torch.zeros_like(parameters, dtype=torch.float64)
     for rows, owners in _gradient_rows(clients, parameters, _drawn(clients)):
         add_finite(totals, rows, owners)
-    return totals.div_(clients.spec.batch_size).float()
+    return totals.div_(clients.expected_batch_sizes()).float()
 
 
 def _noised_uploads(clients: _Clients, trained: Tensor) -> tuple[Tensor, Sequence[Event]]:
@@ -183,9 +228,11 @@ def _noised_uploads(clients: _Clients, trained: Tensor) -> tuple[Tensor, Sequenc
     Source: Liu et al., Eq. 8.
     """
     spec = clients.spec
-    updates = clipped_rows(trained.double() - clients.broadcast, spec.clip_norm, (slice(0, clients.layout.size),))
-    noised, events = _noised(clients, updates)
-    return (clients.broadcast + noised).float(), events
+    updates = trained.double() - clients.broadcast
+    if clients.scales is not None:
+        updates = updates / clients.scales
+    noised, events = _noised(clients, clipped_rows(updates, spec.clip_norm, (slice(0, clients.layout.size),)))
+    return (clients.broadcast + _scaled(noised, clients.scales)).float(), events
 
 
 def _private_gradients(clients: _Clients, parameters: Tensor) -> tuple[Tensor, Sequence[Event]]:
@@ -203,7 +250,11 @@ def _private_gradients(clients: _Clients, parameters: Tensor) -> tuple[Tensor, S
         sizes = torch.tensor([max(len(indices), 1) for indices in drawn], device=totals.device)
         totals = clipped_rows(totals / sizes.unsqueeze(1), spec.clip_norm, parts)
     noised, events = _noised(clients, totals)
-    return noised.div_(1 if batch_rule else spec.batch_size).float(), events
+    return (noised if batch_rule else noised.div_(clients.expected_batch_sizes())).float(), events
+
+
+def _scaled(values: Tensor, scales: Tensor | None) -> Tensor:
+    return values if scales is None else values * scales
 
 
 def _noised(clients: _Clients, sums: Tensor) -> tuple[Tensor, Sequence[Event]]:
@@ -226,7 +277,7 @@ def _gradient_rows(
 
     Rows beyond the records are dummies'. A record that is unusable or fails is left out: its gradient is zero.
     """
-    model, by_name = clients.model, clients.layout.unflatten(parameters)
+    model, by_name = clients.model, {**clients.fixed, **clients.layout.unflatten(parameters)}
     stacked = {module: by_name[name] for module, name in model.adapter_names.items()}
     for cached in (True, False):
         selected = [k for k, task in enumerate(clients.tasks) if caching_pays_off(task.spec, task.sampler) == cached]
@@ -257,7 +308,13 @@ def _pass_gradients(
     stack = Stack(parameters=stacked, owners=torch.tensor(rows_owners, device=model.device))
 
     def losses() -> Tensor:
-        return losses_and_hits(*model.logits(batch, cached=cached, shape=shape))[0]
+        return _losses(clients.spec, *model.logits(batch, cached=cached, shape=shape))
 
-    gradients, _ = per_sample_gradients(model.layers, losses, stack)
-    return clients.layout.flatten({model.adapter_names[name]: g for name, g in gradients.items()})
+    gradients, _ = per_sample_gradients(model.layers, losses, stack, trained=clients.trained_parameters)
+    rows = clients.layout.flatten({model.adapter_names[name]: g for name, g in gradients.items()})
+    return _scaled(rows, clients.scales)
+
+
+def _losses(spec: UpdateSpec, logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """What each record's gradient is taken of, [batch]."""
+    return class_sum_losses(logits, batch) if spec.objective == "class-sums" else losses_and_hits(logits, batch)[0]

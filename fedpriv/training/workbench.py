@@ -24,7 +24,13 @@ def load_model(config: RunConfig, *, num_labels: int) -> tuple[BaseModel, Traini
     Raises:
         InputError: the model, an adapter setting or the device cannot be used.
     """
-    base = load_base(config.model, task=config.task, num_labels=num_labels, seed=config.seed)
+    base = load_base(
+        config.model,
+        task=config.task,
+        num_labels=num_labels,
+        seed=config.seed,
+        normalize=config.normalize_features,
+    )
     # Models without learned positions state no limit; tokenizers without a limit state a huge number.
     positions = getattr(base.model.config, "max_position_embeddings", None)
     longest = min(positions or config.max_length, base.tokenizer.model_max_length)
@@ -37,7 +43,7 @@ def load_model(config: RunConfig, *, num_labels: int) -> tuple[BaseModel, Traini
         target_modules=config.target_modules,
         layers=config.layers,
         task=config.task,
-        trains=RULES[config.aggregation].trains,
+        trains="head" if config.train == "head" else RULES[config.aggregation].trains,
     )
     model = TrainingModel(
         attach(base, settings, seed=config.seed).to(_device(config.device)),
