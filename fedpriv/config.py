@@ -239,24 +239,18 @@ class RunConfig:
     def _check_recipe(self) -> None:
         """What the parts of the recipe `fedpriv` need of each other."""
         remedy = "or use recipe = dp-lora-paper"
-        needs = {
-            "task": ("SEQ_CLS",),
-            "noise_on": ("gradients",),
-            "optimizer": ("sgd",),
-            "local_steps": (1,),
-            "clipping": ("joint",),
-            "mechanism": ("gaussian",),
-        }
+        one_clipped_sum = ("task", "noise_on", "optimizer", "clipping", "mechanism")
         parts = {
-            "head_start = true": self.head_start,
-            "learning_rate = auto": self.learning_rate == "auto",
-            f"train = {self.train}": self.train != "all",
-            f"lora_rounds = {self.lora_rounds}": self.lora_rounds is not None,
+            "head_start = true": (self.head_start, one_clipped_sum),
+            "learning_rate = auto": (self.learning_rate == "auto", (*one_clipped_sum, "local_steps")),
+            f"train = {self.train}": (self.train != "all", one_clipped_sum),
+            f"lora_rounds = {self.lora_rounds}": (self.lora_rounds is not None, one_clipped_sum),
         }
-        for part in (part for part, is_used in parts.items() if is_used):
-            for key, known in needs.items():
-                if (value := getattr(self, key)) not in known:
-                    raise ValueError(f"{part}: needs {key} = {known[0]}, not {value}, {remedy}")
+        known = {key: getattr(RunConfig, key) for key in (*one_clipped_sum, "local_steps")}
+        for part, (is_used, needed) in parts.items():
+            for key in needed:
+                if is_used and (value := getattr(self, key)) != known[key]:
+                    raise ValueError(f"{part}: needs {key} = {known[key]}, not {value}, {remedy}")
         if self.head_start and not self.normalize_features:
             raise ValueError(f"head_start = true: needs normalize_features = true, {remedy}")
         if self.head_start and self.rounds < 2:

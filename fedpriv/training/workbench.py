@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cached_property, lru_cache
+from collections.abc import Hashable
+from functools import cached_property
 
 import torch
 
 from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base
 from fedpriv.aggregation.rules import RULES
-from fedpriv.config import ON_NODES, RunConfig
+from fedpriv.config import KEYS, LOCATION_KEYS, ON_NODES, RunConfig
 from fedpriv.data import federated, holdout
 from fedpriv.data.records import Records, check_max_length, tokenize
 from fedpriv.data.text import DataSource, FederatedData, TextData
@@ -139,10 +140,24 @@ class Workbench:
 
 
 def workbench(config: RunConfig, source: DataSource | None = None) -> Workbench:
-    """The workbench of this configuration; a run and its comparison share one, and so its caches."""
-    return _workbench(config.without_noise, source)
+    """The workbench of this configuration; runs that differ in what it does not depend on share one, and its caches."""
+    key = tuple(getattr(config, name) for name in KEYS if name not in _WITHOUT_EFFECT), source
+    if key not in _last:
+        _last.clear()
+        _last[key] = Workbench(config, source)
+    return _last[key]
 
 
-@lru_cache(maxsize=1)
-def _workbench(config: RunConfig, source: DataSource | None) -> Workbench:
-    return Workbench(config, source)
+# The last workbench, by what it depends on.
+_last: dict[Hashable, Workbench] = {}
+
+# Keys on which neither data nor model depend.
+_WITHOUT_EFFECT = {
+    *("recipe", "rounds", "head_start", "lora_rounds", "clients_per_round", "min_clients", "round_seconds"),
+    *("client_weights", "server_optimizer", "server_learning_rate", "server_momentum", "relevance_threshold"),
+    *("max_update_norm", "local_steps", "lora_sampling_probability", "learning_rate", "lora_scale", "clip_norm"),
+    *("noise_multiplier", "start_noise_multiplier", "target_epsilon", "mechanism", "mechanism_parameters"),
+    *("privacy_view", "budget_epsilon", "uploads_hidden", "colluding_clients", "delta", "comparison"),
+    *("variant_rounds", "variant_clients", "dedup", "dedup_block_size", "dedup_records", "dedup_epsilon_bound"),
+    *("dedup_utility_bound", "integral_epsilon", *LOCATION_KEYS),
+}
