@@ -39,6 +39,9 @@ ON_NODES = "on-nodes"
 
 Scalar = str | int | float | bool
 
+# The aggregation rules whose global model is the weighted sum of the uploads, from which a server optimizer may step.
+LINEAR_RULES = ("dp-lora", "fedavg", "ffa-lora")
+
 # Keys that only say where a run's files are. They do not affect its results, so its digest leaves them out.
 LOCATION_KEYS = ("out", "ledger", "node_keys", "resume")
 
@@ -185,6 +188,7 @@ class RunConfig:
             raise ValueError(f"upload_codec = {self.upload_codec}: t-fedavg sends ternary codes; leave the key out")
         self._check_mechanism()
         self._check_recipe()
+        self._check_server_optimizer()
         if self.noise_on == "upload" and self.clipping != "joint":
             raise ValueError(
                 f"clipping = {self.clipping}: with noise_on = upload the whole update is clipped; use joint"
@@ -234,6 +238,15 @@ class RunConfig:
             raise ValueError(
                 f"mechanism_parameters: their cost is no privacy guarantee ({self.caveat}), so no target or budget of "
                 "epsilon can be kept"
+            )
+
+    def _check_server_optimizer(self) -> None:
+        plain = self.server_optimizer == "sgd" and self.server_learning_rate == 1
+        if not plain and self.aggregation not in LINEAR_RULES:
+            raise ValueError(
+                f"server_optimizer = {self.server_optimizer}, server_learning_rate = {self.server_learning_rate}: "
+                f"aggregation = {self.aggregation} is no weighted sum of the uploads; use sgd and 1, or one of "
+                f"{', '.join(LINEAR_RULES)}"
             )
 
     def _check_recipe(self) -> None:

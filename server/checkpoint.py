@@ -30,7 +30,7 @@ from fedpriv.errors import InputError
 from fedpriv.protocol import Registration
 from fedpriv.runs import files
 
-VERSION = 2
+VERSION = 3
 _KEPT = 2
 _STATE, _TENSORS = "state.json", "tensors.safetensors"
 
@@ -81,6 +81,7 @@ def write(run_folder: Path, checkpoint: Checkpoint) -> None:
         "registrations": [asdict(registration) for registration in checkpoint.registrations],
         "retired": {str(client): reason for client, reason in checkpoint.retired.items()},
         "uploads": {str(client): bases.index(base) for client, (_, base) in checkpoint.uploads.items()},
+        "moments": list(checkpoint.model.optimizer_state),
         "packages": _packages(),
         "tensors": hashlib.sha256(tensors).hexdigest(),
     }
@@ -155,6 +156,7 @@ def _from(state: Mapping[str, Any], tensors: Mapping[str, Tensor], initial: Adap
         # In the order of the initial tensors, so that sums over tensors are the same to the bit.
         adapter={name: tensors[f"adapter/{name}"] for name in initial},
         merged=merged.from_tensors(_under("base 0", tensors)),
+        optimizer_state={moment: _under(f"moment {moment}", tensors) for moment in state["moments"]},
         last_update=_under("last_update", tensors),
     )
     bases: dict[int, Merged] = {0: model.merged}
@@ -191,6 +193,7 @@ def _tensors(checkpoint: Checkpoint, bases: _Bases) -> Iterator[tuple[str, Tenso
     groups: list[tuple[str, Mapping[str, Tensor]]] = [
         ("adapter", checkpoint.model.adapter),
         ("last_update", checkpoint.model.last_update),
+        *((f"moment {moment}", tensors) for moment, tensors in checkpoint.model.optimizer_state.items()),
         *((f"base {index}", merged.to_tensors(base)) for index, base in enumerate(bases.all)),
         *((f"upload of {client}", adapter) for client, (adapter, _) in checkpoint.uploads.items()),
     ]

@@ -22,5 +22,6 @@ if TYPE_CHECKING:
     from fedpriv.aggregation.global_model import GlobalModel as GlobalModel
     from fedpriv.aggregation.rules import RULES as RULES
     from fedpriv.aggregation.rules import Rule as Rule
+    from fedpriv.aggregation.server_optimizers import server_step as server_step
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

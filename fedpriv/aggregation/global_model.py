@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fedpriv.adapters.arithmetic import Adapter
@@ -16,10 +17,12 @@ class GlobalModel:
         initial: the trained tensors before the first round, which every client can derive from the run's seed.
         adapter: the current trained tensors.
         merged: what has been added to the frozen weights.
+        optimizer_state: {moment: {tensor: its value}} of the server's optimizer, float32; empty before its first step.
         last_update: how the last round changed `adapter`, if the rule uses it; empty before the first round.
     """
 
     initial: Adapter = field(repr=False)
     adapter: Adapter = field(repr=False)
     merged: Merged = field(default_factory=dict, repr=False)
+    optimizer_state: Mapping[str, Adapter] = field(default_factory=dict, repr=False)
     last_update: Adapter = field(default_factory=dict, repr=False)

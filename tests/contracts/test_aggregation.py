@@ -16,6 +16,7 @@ from fedpriv.aggregation.cmfl import pack_signs, relevance, threshold, unpack_si
 from fedpriv.aggregation.flora import fresh_start
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.aggregation.rules import RULES
+from fedpriv.aggregation.server_optimizers import SERVER_OPTIMIZERS, server_step
 from fedpriv.aggregation.t_fedavg import ternary_codes
 
 LAYERS = {"m.query": (7, 5), "m.value": (6, 9)}  # name: (out, in)
@@ -170,6 +171,39 @@ def test_a_fresh_start_adds_nothing_keeps_the_head_and_differs_between_rounds():
     assert torch.equal(starts[4, 1][name], fresh_start(model, rank=4, seed=3, round_=1)[name])
     assert not torch.equal(starts[4, 1][name], starts[4, 2][name])
     assert starts[4, 1][name].abs().max() <= 5**-0.5
+
+
+# Server optimizers, on top of every linear rule
+
+LINEAR = [name for name, rule in RULES.items() if rule.linear]
+OPTIMIZED = [(rule, optimizer) for rule in LINEAR for optimizer in SERVER_OPTIMIZERS]
+
+
+def optimized(
+    rule: str, optimizer: str, rounds: list[tuple[list[dict[str, torch.Tensor]], list[float]]]
+) -> GlobalModel:
+    """The model after rounds with these uploads and weights."""
+    model = start_of(rule)
+    for uploads, weights in rounds:
+        aggregated = RULES[rule].aggregate(model, uploads, weights)
+        model = server_step(model, aggregated, optimizer, learning_rate=0.5, momentum=0.9)
+    return model
+
+
+@pytest.mark.parametrize(("rule", "optimizer"), OPTIMIZED)
+def test_a_server_optimizer_leaves_a_model_that_no_upload_changed(rule, optimizer):
+    start = start_of(rule)
+    model = optimized(rule, optimizer, [([start.adapter] * 2, [0.5, 0.5])] * 3)
+    assert all(torch.equal(model.adapter[name], tensor) for name, tensor in start.adapter.items())
+
+
+@pytest.mark.parametrize(("rule", "optimizer"), OPTIMIZED)
+def test_a_server_optimizer_sees_nothing_but_the_weighted_average(rule, optimizer):
+    weights = [0.5, 0.25, 0.25]  # exact in binary, so that both averages are the same to the bit
+    several = [([lora(10 * round_ + k) for k in range(3)], weights) for round_ in range(3)]
+    single = [([RULES[rule].aggregate(start_of(rule), uploads, weights).adapter], [1.0]) for uploads, _ in several]
+    one, other = (optimized(rule, optimizer, rounds) for rounds in (several, single))
+    assert all(torch.equal(one.adapter[name], tensor) for name, tensor in other.adapter.items())
 
 
 # T-FedAvg

@@ -16,7 +16,7 @@ SECURE = IN_PROCESS | {"simulate": False, "public_data": True, "comparison": Fal
 LEDGERS = {"ledger": "yes", "budget_epsilon": [40.0]}
 FLORA = {"aggregation": "flora", "client_ranks": [2, 4, 3]}
 # A rule that carries a merged base, one that carries the last update, and the plain one; seeded and not; with nodes
-# that keep ledgers of their own and without; clients trained one by one and together.
+# that keep ledgers of their own and without; clients trained one by one and together; server optimizers with a state.
 KINDS = {
     "seeded": IN_PROCESS,
     "seeded-flora": IN_PROCESS | FLORA,
@@ -28,10 +28,12 @@ KINDS = {
         "ledger": "yes",
     },
     "seeded-ledgers": IN_PROCESS | LEDGERS,
+    "seeded-momentum": IN_PROCESS | {"server_optimizer": "momentum"},
+    "seeded-adam": IN_PROCESS | {"server_optimizer": "adam", "server_learning_rate": 0.1},
     "secure": SECURE,
     "secure-ledgers": SECURE | {"ledger": "yes"},
 }
-# Of the four seeded kinds together more than fifty.
+# Of the seeded kinds together more than fifty.
 KILLS = {kind: 13 if kind.startswith("seeded") else 7 for kind in KINDS}
 ALWAYS = {
     "charging",

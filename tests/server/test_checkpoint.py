@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from fedpriv.adapters.merged import Product
@@ -23,6 +24,7 @@ from server.observer import LogObserver
 from simulations import __main__ as command
 from simulations.engines import federation
 
+GLOBAL = Path("variants") / "global" / "adapter_model.safetensors"
 INITIAL = {"b": torch.zeros(2, 3), "a": torch.ones(4)}
 
 
@@ -36,7 +38,11 @@ def make(round_: int = 3) -> Checkpoint:
         registrations=(Registration(client=0, num_records=40, name="St. Anna", data_set="x", keeps_replies=True),),
         retired={2: "budget"},
         model=GlobalModel(
-            initial=INITIAL, adapter={n: t + 1 for n, t in INITIAL.items()}, merged=base, last_update=dict(INITIAL)
+            initial=INITIAL,
+            adapter={n: t + 1 for n, t in INITIAL.items()},
+            merged=base,
+            last_update=dict(INITIAL),
+            optimizer_state={"first": {n: t + 3 for n, t in INITIAL.items()}},
         ),
         uploads={0: ({n: t + 2 for n, t in INITIAL.items()}, base), 5: (dict(INITIAL), {})},
     )
@@ -56,6 +62,8 @@ def test_reads_back_everything(tmp_path):
     assert list(found.model.adapter) == list(INITIAL), "the order decides in which order floats are summed"
     assert_equal_tensors(found.model.adapter, made.model.adapter)
     assert_equal_tensors(found.model.last_update, made.model.last_update)
+    assert found.model.optimizer_state.keys() == {"first"}
+    assert_equal_tensors(found.model.optimizer_state["first"], made.model.optimizer_state["first"])
     assert {name: p.right is None for name, p in found.model.merged.items()} == {"layer": False, "other": True}
     for name, product in made.model.merged.items():
         assert torch.equal(found.model.merged[name].matrix(), product.matrix())
@@ -106,8 +114,8 @@ def test_checkpoint_of_another_version_or_package_is_refused(tmp_path, monkeypat
     monkeypatch.setattr(checkpoint, "_packages", lambda: {"flwr": "9.9"})
     with pytest.raises(InputError, match=r"was written with flwr \d\S*; 9\.9 is installed"):
         read_last(tmp_path, INITIAL)
-    monkeypatch.setattr(checkpoint, "VERSION", 3)
-    with pytest.raises(InputError, match="version 2, but this fedpriv reads version 3"):
+    monkeypatch.setattr(checkpoint, "VERSION", 4)
+    with pytest.raises(InputError, match="version 3, but this fedpriv reads version 4"):
         read_last(tmp_path, INITIAL)
 
 
@@ -125,8 +133,9 @@ class Interrupted(LogObserver):
 
 
 @pytest.fixture
-def interrupted(small_run, tmp_path) -> tuple[dict, Path]:
+def interrupted(request, small_run, tmp_path) -> tuple[dict, Path]:
     values = {**small_run, "rounds": 4, "target_epsilon": 6.0, "noise_multiplier": 1.88, "out": str(tmp_path / "run")}
+    values |= {"server_optimizer": getattr(request, "param", "sgd")}
     with pytest.raises(KeyboardInterrupt):
         federation.run(parse(values), Interrupted())
     return values, tmp_path / "run"
@@ -136,12 +145,14 @@ def resume(values: dict, folder: Path, **changes) -> None:
     federation.run(parse({**values, "resume": str(folder), **changes}), LogObserver())
 
 
+@pytest.mark.parametrize("interrupted", ["sgd", "momentum", "adam"], indirect=True)
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(interrupted, tmp_path):
     values, folder = interrupted
     resume(values, folder)
     federation.run(parse({**values, "out": str(tmp_path / "whole")}), LogObserver())
     tables = [pd.read_csv(f / "rounds.csv").drop(columns="seconds") for f in (folder, tmp_path / "whole")]
     pd.testing.assert_frame_equal(*tables, check_exact=True)
+    assert_equal_tensors(*(load_file(f / GLOBAL) for f in (folder, tmp_path / "whole")))
     one, other = (json.loads((f / "summary.json").read_text()) for f in (folder, tmp_path / "whole"))
     for name in ("accuracy", "epsilon_local_max", "epsilon_rho_max", "bytes_up", "bytes_down", "num_rounds"):
         assert one[name] == other[name], name

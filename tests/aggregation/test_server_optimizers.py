@@ -1,0 +1,114 @@
+"""Server optimizers against torch's SGD and plain numpy, over several rounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.aggregation.rules import RULES
+from fedpriv.aggregation.server_optimizers import SERVER_OPTIMIZERS, server_step
+from fedpriv.config import LINEAR_RULES, parse
+from fedpriv.errors import InputError
+
+ROUNDS = 6
+
+
+def drawn(seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"A": scale * torch.randn(3, 5, generator=generator), "b": scale * torch.randn(4, generator=generator)}
+
+
+def stepped(optimizer: str, *, learning_rate: float, momentum: float) -> list[tuple[GlobalModel, dict, GlobalModel]]:
+    """(model before, its change D, model after) of each round; D is of the size of a noised update."""
+    model, rounds = GlobalModel(initial=drawn(0), adapter=drawn(0)), []
+    for round_ in range(ROUNDS):
+        moved = {name: t + drawn(round_ + 1, 0.05)[name] for name, t in model.adapter.items()}
+        change = {name: moved[name].double() - t.double() for name, t in model.adapter.items()}
+        after = server_step(
+            model, replace(model, adapter=moved), optimizer, learning_rate=learning_rate, momentum=momentum
+        )
+        rounds.append((model, change, after))
+        model = after
+    return rounds
+
+
+def test_sgd_with_rate_one_is_the_average_itself_to_the_bit():
+    model = GlobalModel(initial={}, adapter={"a": torch.tensor([1.0, -3e8, 0.0])})
+    average = replace(model, adapter={"a": torch.tensor([1e-20, 0.1, -0.0])})
+    assert server_step(model, average, "sgd", learning_rate=1.0, momentum=0.9) is average
+
+
+def test_sgd_goes_a_part_of_the_way():
+    for before, change, after in stepped("sgd", learning_rate=0.25, momentum=0.9):
+        for name, t in before.adapter.items():
+            torch.testing.assert_close(
+                after.adapter[name].double(), t.double() + 0.25 * change[name], atol=1e-7, rtol=0
+            )
+        assert not after.optimizer_state
+
+
+@pytest.mark.parametrize(("learning_rate", "momentum"), [(1.0, 0.9), (0.3, 0.5), (2.0, 0.0)])
+def test_momentum_is_torchs_sgd_with_dampening(learning_rate, momentum):
+    rounds = stepped("momentum", learning_rate=learning_rate, momentum=momentum)
+    weights = {name: tensor.double().requires_grad_() for name, tensor in drawn(0).items()}
+    torchs = torch.optim.SGD(weights.values(), lr=learning_rate, momentum=momentum, dampening=momentum)
+    # torch does not dampen its first gradient, so that is zero here.
+    for change in [{name: torch.zeros_like(t) for name, t in weights.items()}, *(change for _, change, _ in rounds)]:
+        for name, weight in weights.items():
+            weight.grad = -change[name]
+        torchs.step()
+    for name, weight in weights.items():
+        torch.testing.assert_close(rounds[-1][2].adapter[name].double(), weight.detach(), atol=1e-6, rtol=1e-6)
+
+
+def test_momentum_is_exact_over_many_rounds_of_one_change():
+    """V after t rounds of the same D is (1 - beta^t) D, so the sum of the steps has a closed form."""
+    model = GlobalModel(initial={}, adapter={"a": torch.zeros(1)})
+    for _ in range(50):
+        moved = {"a": model.adapter["a"] + 0.5}
+        model = server_step(model, replace(model, adapter=moved), "momentum", learning_rate=1.0, momentum=0.9)
+    expected = 0.5 * (50 - sum(0.9**t for t in range(1, 51)))
+    assert model.adapter["a"].item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "yogi"])
+@pytest.mark.parametrize(("learning_rate", "momentum"), [(0.1, 0.9), (1.0, 0.0)])
+def test_adam_and_yogi_are_the_papers(optimizer, learning_rate, momentum):
+    rounds = stepped(optimizer, learning_rate=learning_rate, momentum=momentum)
+    for name, start in drawn(0).items():
+        theta, m, v = start.double().numpy(), 0.0, np.full(start.shape, 1e-3**2)
+        for _, change, _ in rounds:
+            d = change[name].numpy()
+            m = momentum * m + (1 - momentum) * d
+            v = 0.99 * v + 0.01 * d**2 if optimizer == "adam" else v - 0.01 * d**2 * np.sign(v - d**2)
+            theta = theta + learning_rate * m / (np.sqrt(v) + 1e-3)
+        np.testing.assert_allclose(rounds[-1][2].adapter[name], theta, atol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", SERVER_OPTIMIZERS)
+def test_a_step_is_float32_and_leaves_its_arguments_and_the_rest_of_the_model_alone(optimizer):
+    model = GlobalModel(initial=drawn(0), adapter=drawn(0), last_update=drawn(9))
+    after = server_step(model, replace(model, adapter=drawn(1)), optimizer, learning_rate=0.5, momentum=0.9)
+    again = server_step(after, replace(after, adapter=drawn(2)), optimizer, learning_rate=0.5, momentum=0.9)
+    assert all(torch.equal(model.adapter[name], drawn(0)[name]) for name in model.adapter)
+    assert not model.optimizer_state
+    assert list(again.adapter) == list(model.adapter)
+    assert again.last_update is model.last_update
+    tensors = [t for state in (again.adapter, *again.optimizer_state.values()) for t in state.values()]
+    assert {t.dtype for t in tensors} == {torch.float32}
+
+
+def test_the_configuration_knows_the_linear_rules():
+    assert set(LINEAR_RULES) == {name for name, rule in RULES.items() if rule.linear}
+
+
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if not rule.linear])
+@pytest.mark.parametrize("change", [{"server_optimizer": "adam"}, {"server_learning_rate": 0.5}])
+def test_a_rule_that_is_no_weighted_sum_takes_no_server_optimizer(rule, change):
+    with pytest.raises(InputError, match=rf"aggregation = {rule} is no weighted sum of the uploads; use sgd and 1"):
+        parse({"aggregation": rule, **change})
+    assert parse({"aggregation": rule, "server_momentum": 0.5}).server_optimizer == "sgd"
