@@ -8,16 +8,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
 
 from fedpriv.accounting.calibration import calibrate
 from fedpriv.accounting.events import Event, SubsampledGaussian
+from fedpriv.accounting.law import Array
 
 # Of the budget, in units of 1 / z^2: a Gaussian release costs in proportion to that.
 START_SHARE = 0.15
 
 # The standard deviation with which each of the head's weights may end, and the longest step that is ever useful.
-_FINAL_NOISE = 0.6
+FINAL_NOISE = 0.6
 _LARGEST_RATE = 50.0
+
+# Whom a round may ask is enumerated up to this many possibilities, and beyond that drawn this often, always the same.
+_ENUMERATED_ROUNDS = 5000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +34,7 @@ class Federation:
     Attributes:
         sizes: N_k >= 1, registered, of each client.
         weights: w_k > 0, of each client's summed gradients in the global sum.
-        participation: share of the clients that each round asks, in (0, 1].
+        participation: share of the clients that each round asks, drawn anew each time, in (0, 1].
     """
 
     sizes: Sequence[int]
@@ -36,18 +43,43 @@ class Federation:
 
     @property
     def weighted_records(self) -> float:
-        """Sum of w_k N_k, of the clients of a round on average."""
-        return self.participation * math.fsum(w * n for w, n in zip(self.weights, self.sizes, strict=True))
+        """Sum of w_k N_k over all clients."""
+        return math.fsum(w * n for w, n in zip(self.weights, self.sizes, strict=True))
 
     @property
     def weighted_noise(self) -> float:
-        """Root of the sum of w_k^2, of the clients of a round on average: noise of the sum over that of one client."""
-        return math.sqrt(self.participation * math.fsum(w * w for w in self.weights))
+        """Root of the sum of w_k^2 over all clients: noise of the sum over that of one client."""
+        return math.sqrt(math.fsum(w * w for w in self.weights))
+
+    @property
+    def noise_per_record(self) -> float:
+        """sqrt(sum w_k^2) / sum w_k N_k of a round: the root mean square over whom it may ask.
+
+        With unequal clients this is more than the ratio of the averages: a round of small clients is noisier than a
+        round of large ones is quiet.
+        """
+        num_asked = max(1, round(self.participation * len(self.sizes)))
+        if num_asked >= len(self.sizes):
+            return self.weighted_noise / self.weighted_records
+        weights, sizes = (np.array(values, dtype=float) for values in (self.weights, self.sizes))
+        asked = _rounds(len(sizes), num_asked)
+        squares = (weights[asked] ** 2).sum(axis=1) / (weights * sizes)[asked].sum(axis=1) ** 2
+        return math.sqrt(squares.mean())
+
+
+def _rounds(num_clients: int, num_asked: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """[rounds, num_asked]: indices of the clients of every round that there can be, or of many of them."""
+    if math.comb(num_clients, num_asked) <= _ENUMERATED_ROUNDS:
+        return np.array(list(combinations(range(num_clients), num_asked)), dtype=np.int64)
+    rng = np.random.default_rng(0)
+    return np.stack([rng.permutation(num_clients)[:num_asked] for _ in range(_ENUMERATED_ROUNDS)])
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
     """A learning rate, and the terms that it was derived from.
+
+    All of them are those of a server that adds up the steps as they come; see `arrived`.
 
     Attributes:
         noise_per_step_length: nu, the standard deviation of each of the head's weights per unit of `total_step`.
@@ -61,7 +93,7 @@ class LearningRate:
 
     @property
     def final_noise(self) -> float:
-        """The standard deviation with which each of the head's weights ends."""
+        """The standard deviation with which each of the head's weights ends, from noise alone."""
         return self.noise_per_step_length * self.total_step
 
 
@@ -106,10 +138,23 @@ def learning_rate(
         sampling_probability: q in (0, 1].
         num_steps: T >= 1.
     """
-    noise = noise_multiplier * federation.weighted_noise
-    nu = noise / (sampling_probability * math.sqrt(num_steps) * federation.weighted_records)
-    tau = min(_LARGEST_RATE * num_steps, _FINAL_NOISE / nu if nu else math.inf)
+    nu = noise_multiplier * federation.noise_per_record / (sampling_probability * math.sqrt(num_steps))
+    tau = min(_LARGEST_RATE * num_steps, FINAL_NOISE / nu if nu else math.inf)
     return LearningRate(noise_per_step_length=nu, total_step=tau, learning_rate=tau / num_steps)
+
+
+def arrived(num_steps: int, momentum: float) -> Array:
+    """[T], in (0, 1]: the share of each round's step that the server's momentum has delivered by the end of the run.
+
+    With V <- m V + (1 - m) D and theta <- theta + eta V, the step that comes s rounds before the end (itself counted)
+    has arrived up to the factor 1 - m^s. The mean is the share of the total step, the root mean square that of its
+    noise: 0.78 and 0.81 after 40 rounds with m = 0.9, so weights end with noise of 0.49 instead of 0.6.
+
+    Args:
+        num_steps: T >= 1.
+        momentum: m in [0, 1).
+    """
+    return np.asarray(1 - momentum ** np.arange(num_steps, 0, -1))
 
 
 def client_weight(num_records: int, *, equal: bool) -> float:
