@@ -12,12 +12,13 @@ import fedpriv
 from fedpriv.cli import audit, data, dedup, integral, ledger, lmo
 from fedpriv.cli.account import account, calibrate, repeat_and_select
 from fedpriv.cli.communication import communication
+from fedpriv.cli.plan import plan
 from fedpriv.cli.report import report
 from fedpriv.cli.status import status
 from fedpriv.errors import LedgerError, StoreError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (account, calibrate, repeat_and_select, report, communication, status):
+for command in (account, calibrate, repeat_and_select, plan, report, communication, status):
     app.command()(command)
 app.add_typer(data.app, name="data")
 app.add_typer(ledger.app, name="ledger")

@@ -55,6 +55,7 @@ EXAMPLES = {
         "--number-is-random-and-secret --losers-are-hidden",
         infinite="epsilon_of_one_run",
     ),
+    "plan": Example("--records 60 --records 40 --epsilon 2 --records-per-second 50"),
     "report": Example("finished"),
     "communication": Example("--model gpt2 --rank 4"),
     "status": Example("begun", infinite="epsilon_local_max"),
@@ -184,7 +185,7 @@ def test_the_app_shows_its_version_and_help():
 
 
 LIGHT = [
-    *("account", "calibrate", "repeat-and-select", "status", "audit one-run", "lmo account"),
+    *("account", "calibrate", "repeat-and-select", "plan", "status", "audit one-run", "lmo account"),
     *(name for name in COMMANDS if name.startswith("ledger ")),
 ]
 
