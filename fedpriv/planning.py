@@ -25,9 +25,6 @@ from fedpriv.errors import InputError
 # Who may learn no more than the budget allows: the server, or those who see only the sums.
 View = Literal["local", "aggregate"]
 
-# A plan is for the recipe's own settings, so what it says is what a run does.
-_DEFAULTS = RunConfig()
-
 # The total step after which records at their classes' means differ from the middle by as much as noise would have moved
 # them with nu = 1: 2 sqrt(2) C / Delta^2, with C classes whose means are Delta apart. Measured with the default model:
 # 140 (embedded corpus, 8 classes), 194 (SST-2, 2), 120 (MedQuAD, 15).
@@ -39,13 +36,13 @@ HOPELESS_STEP = 50.0
 # Noise to signal at which they lost 7 and 2 points.
 GOOD_RATIO = 0.2
 
-# A batch of fewer than this share of the records teaches LoRA nothing.
+# LoRA is left out rather than trained on batches of a smaller share of the records than this.
 _SMALLEST_LORA_SAMPLE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The public numbers of a run.
+    """The public numbers of a run; by default the recipe's own, which are the defaults of `RunConfig`.
 
     Attributes:
         sizes: N_k >= 1, registered, of each client.
@@ -67,12 +64,12 @@ class Setting:
     epsilon: float
     delta: float | None = None
     view: View = "local"
-    rounds: int = _DEFAULTS.rounds
-    head_start: bool = _DEFAULTS.head_start
-    sampling_probability: float = _DEFAULTS.sampling_probability or 1.0
-    lora_rounds: int = _DEFAULTS.lora_rounds or 0
-    lora_sampling_probability: float = _DEFAULTS.lora_sampling_probability or 1.0
-    momentum: float = _DEFAULTS.server_momentum
+    rounds: int = RunConfig.rounds
+    head_start: bool = RunConfig.head_start
+    sampling_probability: float = RunConfig.sampling_probability or 1.0
+    lora_rounds: int = RunConfig.lora_rounds or 0
+    lora_sampling_probability: float = RunConfig.lora_sampling_probability or 1.0
+    momentum: float = RunConfig.server_momentum
 
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 1:
@@ -95,7 +92,7 @@ class Setting:
     @property
     def deltas(self) -> tuple[float, ...]:
         """[clients]."""
-        return tuple(self.delta or default_delta(size) for size in self.sizes)
+        return tuple(default_delta(size) if self.delta is None else self.delta for size in self.sizes)
 
     @property
     def federation(self) -> Federation:
@@ -113,6 +110,15 @@ class Setting:
         not_drawn = (1 - self.sampling_probability) ** (self.num_steps - self.num_lora_steps)
         drawn = 1.0 if self.head_start else 1 - not_drawn
         return sum(self.sizes) * (drawn + self.num_lora_steps * self.lora_sampling_probability)
+
+    def seconds(self, records_per_second: float) -> float:
+        """How long the passes take, one after the other.
+
+        Raises:
+            InputError: records_per_second is not finite and > 0.
+        """
+        _check_positive("records_per_second", records_per_second)
+        return self.record_passes / records_per_second
 
     def releases(self, noise_multiplier: float) -> list[Event]:
         """The steps of a client that takes part in all of them, without the start."""
@@ -296,12 +302,10 @@ def fitted(setting: Setting, *, seconds: float, records_per_second: float) -> tu
     Raises:
         InputError: a value is out of range.
     """
-    for name, value in (("seconds", seconds), ("records_per_second", records_per_second)):
-        if not 0 < value < math.inf:
-            raise InputError(f"{name} = {value}: must be finite and > 0")
-    affordable = seconds * records_per_second / sum(setting.sizes)  # passes of every record
-    if setting.record_passes <= affordable * sum(setting.sizes):
+    _check_positive("seconds", seconds)
+    if setting.seconds(records_per_second) <= seconds:
         return setting, ()
+    affordable = seconds * records_per_second / sum(setting.sizes)  # passes of every record
     q = (affordable - 1) / max(1, setting.num_lora_steps)
     if q >= _SMALLEST_LORA_SAMPLE:
         return replace(setting, lora_sampling_probability=q), (
@@ -336,3 +340,8 @@ def _calibrated(setting: Setting) -> tuple[float | None, float]:
 def _release(noise_multiplier: float) -> Event:
     """The head's start."""
     return SubsampledGaussian(noise_multiplier=noise_multiplier, sampling_probability=1.0, count=1)
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise InputError(f"{name} = {value}: must be finite and > 0")

@@ -116,7 +116,7 @@ def _row(found: Plan, speed: float) -> dict[str, Any]:
         "noise_multiplier": found.noise_multiplier,
         "final_noise": found.final_noise,
         "noise_to_signal": found.noise_to_signal,
-        "seconds": found.setting.record_passes / speed,
+        "seconds": found.setting.seconds(speed),
     }
 
 

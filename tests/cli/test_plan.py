@@ -57,15 +57,19 @@ def test_the_rate_is_the_recipes(five):
     assert five["learning_rate"] == pytest.approx(0.6 / nu / 39)
 
 
+def end_of_weight(steps):
+    """Where the server's momentum leaves a weight after these steps."""
+    position, velocity = 0.0, 0.0
+    for step in steps:
+        velocity = 0.9 * velocity + 0.1 * step
+        position += velocity
+    return position
+
+
 def test_noise_to_signal_is_what_noise_and_mean_gradient_make_of_a_weight(five):
-    """A weight is moved round by round, as the schedule has it, by the mean of q_t sums and by noise."""
-    nu, rate, signal, noise, velocity, kernel = five["noise_per_step_length"], 1 / 39, 0.0, 0.0, 0.0, []
-    for step in range(39):
-        share = 1.0 if step < 31 else 0.1
-        velocity = 0.9 * velocity + 0.1 * rate * share
-        signal += velocity
-        kernel = [1.0 - 0.9 ** (39 - first) for first in range(step + 1)]
-    noise = nu * math.sqrt(39) * rate * math.sqrt(sum(factor**2 for factor in kernel))
+    signal = end_of_weight([1.0] * 31 + [0.1] * 8)  # sums of a tenth of the records
+    ends = [end_of_weight([0.0] * before + [1.0] + [0.0] * (38 - before)) for before in range(39)]
+    noise = five["noise_per_step_length"] * math.sqrt(39) * math.sqrt(sum(end**2 for end in ends))
     assert five["noise_to_signal"] == pytest.approx(150 * noise / signal)
 
 
