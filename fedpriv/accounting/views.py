@@ -155,7 +155,8 @@ def aggregate_objections(
 
     Args:
         local_steps: noisy steps in a round.
-        optimizer: optimizer of the local update.
+        optimizer: optimizer of the local update. The server's own does not matter: it steps from the sum, which is
+            all that the observer is assumed to see anyway.
         noise_on: `gradients` or `upload`.
         linear: whether the global adapter is a linear weighted sum of the uploads.
         uploads_hidden: whether nobody sees any single upload, and no variant of a single client is kept.
