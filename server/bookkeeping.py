@@ -14,7 +14,14 @@ from torch import Tensor
 from fedpriv.accounting.calibration import first_rounds_within
 from fedpriv.accounting.events import Event, Unit
 from fedpriv.accounting.law import Accountant
-from fedpriv.accounting.views import Release, View, aggregate_scale, rho_bar, smallest_rho_bars
+from fedpriv.accounting.views import (
+    Release,
+    View,
+    aggregate_scale,
+    rho_bar,
+    smallest_aggregate_scales,
+    smallest_rho_bars,
+)
 from fedpriv.aggregation.fedavg import weights_by_size
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
@@ -28,6 +35,7 @@ from fedpriv.training.private_evaluation import planned_event as planned_evaluat
 from fedpriv.training.schedule import Schedule
 from server.aggregate_view import objections_to_aggregate
 from server.earlier_charges import EarlierCharges
+from server.weights import client_masses, record_weights
 
 log = logging.getLogger("flwr")
 
@@ -77,6 +85,10 @@ class Books:
         self.accounts = Accounts(self.sizes, config.delta, self._earlier)
         self._aggregate_holds = not objections_to_aggregate(config)
         self._schedule = Schedule.of(config)
+        self._masses = client_masses(config, self.sizes)
+        self._record_weights = {
+            phase.spec: record_weights(config, phase.spec, self.sizes) for phase in self._schedule.phases
+        }
         self._events = {
             client: {p.spec: planned_event(p.spec, p.spec.probability(n), initial) for p in self._schedule.phases}
             for client, n in self.sizes.items()
@@ -128,6 +140,10 @@ class Books:
     def event(self, client: int, round_: int) -> Event:
         """What a round, from 1, costs the client on the `local` view."""
         return self._events[client][self._schedule.spec(round_)]
+
+    def weights(self, clients: Iterable[int]) -> dict[int, float]:
+        """{client: rho_k} of uploads of these clients in a round's sum."""
+        return weights_by_size({client: self._masses[client] for client in clients})
 
     @property
     def caveat(self) -> str:
@@ -209,7 +225,7 @@ class Books:
     def within_budget(self, round_: int, selected: Iterable[int]) -> list[int]:
         """The clients whose budget allows this round, whichever clients survive it; the others are retired."""
         selected = [client for client in selected if client not in self.retired]
-        worst = self._worst({client: self.sizes[client] for client in selected}, self._schedule.spec(round_))
+        worst = self._worst(selected, self._schedule.spec(round_))
         for client, release in worst.items():
             if not self._fits(client, release, round_):
                 self.retire(client, f"budget_epsilon = {self._budgets[client]:g} allows no further round")
@@ -268,8 +284,7 @@ class Books:
         Raises:
             LedgerError: the charge cannot be written, so nobody may be asked.
         """
-        sizes = {client: self.sizes[client] for client in requests}
-        self._charge(round_, requests, self._worst(sizes, self._schedule.spec(round_)))
+        self._charge(round_, requests, self._worst(requests, self._schedule.spec(round_)))
 
     def charge_evaluation(self, round_: int, requests: Mapping[int, str]) -> None:
         """Charge clients for the evaluation, as `charge` does for a round."""
@@ -298,7 +313,9 @@ class Books:
         """Record what happened in the round that was charged.
 
         Every charged client pays: a client that was asked may have released something, whether or not it arrived. A
-        client whose upload is not in the sum pays as if it were.
+        client whose upload is not in the sum pays as if it were. Where the uploads are too few for a sum, nobody sees
+        one, but a later attempt at the round may sum these uploads and others: the `aggregate` view keeps its worst
+        case.
 
         Args:
             replies: {client: digest of its reply} of those in the sum.
@@ -306,8 +323,7 @@ class Books:
         Raises:
             LedgerError: it cannot be written.
         """
-        charged = self._charged
-        self._settle({k: self._release(k, {c: self.sizes[c] for c in {*replies, k}}) for k in charged}, replies)
+        self._settle({client: self._release(client, replies) for client in self._charged}, replies)
 
     def settle_evaluation(self, replies: Mapping[int, str]) -> None:
         """Record the evaluation that was charged, as `settle` does for a round."""
@@ -333,24 +349,38 @@ class Books:
         for client, release in self._earlier_charges.pop_unused(up_to):
             self.accounts.record(client, release)
 
-    def _worst(self, sizes: Mapping[int, int], spec: UpdateSpec) -> dict[int, Release]:
-        """The releases of a round in the worst case over which clients survive it; for `aggregate`, no other one."""
-        scale = 1.0 if self._aggregate_holds else None
+    def _worst(self, clients: Iterable[int], spec: UpdateSpec) -> dict[int, Release]:
+        """The clients' releases in a round in the worst case over which of them survive it.
+
+        On the `aggregate` view anyone may be among the `min_clients` survivors: a round with too few asks others.
+        """
         return {
-            client: Release(event=self._events[client][spec], rho_bar=smallest, aggregate_scale=scale)
-            for client, smallest in smallest_rho_bars(sizes).items()
+            client: Release(
+                event=self._events[client][spec],
+                rho_bar=smallest,
+                aggregate_scale=self._worst_scales[spec][client] if self._aggregate_holds else None,
+            )
+            for client, smallest in smallest_rho_bars({client: self._masses[client] for client in clients}).items()
         }
 
-    def _release(self, client: int, sizes: Mapping[int, int]) -> Release:
-        """The client's release in a round whose sum holds uploads of clients with these sizes."""
-        scale = None
-        if self._aggregate_holds:
-            scale = aggregate_scale(sizes, client, colluding=self._config.colluding_clients)
-        return Release(
-            event=self._charged[client].release.event,
-            rho_bar=rho_bar(weights_by_size(sizes).values()),
-            aggregate_scale=scale,
-        )
+    @cached_property
+    def _worst_scales(self) -> dict[UpdateSpec, dict[int, float]]:
+        """By specification, each client's smallest noise of any sum that is seen, relative to its own."""
+        threshold, colluding = self._config.min_clients, self._config.colluding_clients
+        return {
+            spec: smallest_aggregate_scales(weights, threshold=threshold, colluding=colluding)
+            for spec, weights in self._record_weights.items()
+        }
+
+    def _release(self, client: int, uploads: Iterable[int]) -> Release:
+        """The client's release in the round that was charged, with these uploads and its own in the sum."""
+        summed, release = {*uploads, client}, self._charged[client].release
+        scale = release.aggregate_scale
+        if scale is not None and len({*uploads}) >= self._config.min_clients:
+            of_all = self._record_weights[self._schedule.spec(self._round)]
+            weights = {each: of_all[each] for each in summed}
+            scale = aggregate_scale(weights, client, colluding=self._config.colluding_clients)
+        return replace(release, rho_bar=rho_bar(self.weights(summed).values()), aggregate_scale=scale)
 
 
 def _check_registered(known: DataSet, client: int, size: int, delta: float) -> None:

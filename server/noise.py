@@ -18,7 +18,7 @@ from fedpriv.accounting.recipe import (
     start_noise_beside,
     start_noise_multiplier,
 )
-from fedpriv.accounting.views import default_delta
+from fedpriv.accounting.views import default_delta, smallest_aggregate_scales
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.pooling import BIAS_SCALE
 from fedpriv.config import RunConfig, parse
@@ -28,6 +28,7 @@ from fedpriv.training.local_update import planned_event
 from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.training.private_evaluation import planned_event as planned_evaluation
 from fedpriv.training.schedule import Schedule as Rounds
+from server.weights import record_weights
 
 
 def with_mechanism_parameters(config: RunConfig) -> RunConfig:
@@ -50,8 +51,8 @@ def with_mechanism_parameters(config: RunConfig) -> RunConfig:
 def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> RunConfig:
     """The configuration with the noise multipliers of its start and steps, as one charge, for its `target_epsilon`.
 
-    A client is assumed to take part in every round, and in the evaluation on its records if there is one. On the `rho`
-    view the worst case over who may drop out counts: rho_bar of n participants is never below 1 / sqrt(n).
+    A client is assumed to take part in every round, and in the evaluation on its records if there is one; on views
+    other than `local`, the worst case over who may drop out counts.
 
     Raises:
         InputError: no noise meets the target.
@@ -59,7 +60,7 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
     target = config.target_epsilon
     if target is None:
         return _with_start_beside(config)
-    scale = 1 / math.sqrt(_num_selected(config, sizes)) if config.privacy_view == "rho" else 1.0
+    scale = view_scale(config, sizes)
     deltas = [config.delta or default_delta(size) for size in sizes]
     evaluation = EvaluationSpec.of(config)
     fixed = [planned_evaluation(evaluation)] if evaluation else []
@@ -81,6 +82,32 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
         return replace(config, noise_multiplier=calibrate_all(schedules, target, fixed=fixed))
     except ValueError as error:
         raise InputError(f"target_epsilon = {target}: {error}") from None
+
+
+def view_scale(config: RunConfig, sizes: Sequence[int]) -> float:
+    """What every client's noise is at least multiplied by on the run's `privacy_view`, whichever clients drop out.
+
+    On `rho` this is 1 / sqrt(n): rho_bar of n participants is never below that. On `aggregate`, which must hold, it is
+    the smallest noise of any client in any sum of `min_clients` uploads, over its own.
+
+    Args:
+        config: of the run.
+        sizes: N_k of all clients.
+    """
+    if config.privacy_view == "local":
+        return 1.0
+    if config.privacy_view == "rho":
+        return 1 / math.sqrt(_num_selected(config, sizes))
+    clients = dict(enumerate(sizes))
+    # No learning rate and no noise changes the clients' shares of a sum.
+    phases = Rounds.of(replace(config, learning_rate=1.0, start_noise_multiplier=1.0)).phases
+    threshold, colluding = config.min_clients, config.colluding_clients
+    weights = [record_weights(config, phase.spec, clients) for phase in phases]
+    return min(
+        scale
+        for each in weights
+        for scale in smallest_aggregate_scales(each, threshold=threshold, colluding=colluding).values()
+    )
 
 
 def with_learning_rate(config: RunConfig, sizes: Sequence[int]) -> RunConfig:

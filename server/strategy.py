@@ -16,7 +16,6 @@ from fedpriv import protocol
 from fedpriv.accounting.events import Event
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import Merged
-from fedpriv.aggregation.fedavg import weights_by_size
 from fedpriv.aggregation.flora import fresh_start
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.aggregation.head_start import started
@@ -173,7 +172,7 @@ class RuleStrategy(Strategy):
         """Settle the round and make the next model, if enough clients replied."""
         # Ordered by partition id: sums do not depend on the order of arrival.
         uploads = dict(sorted(self._round.uploads.items()))
-        weights = weights_by_size({client: self.books.sizes[client] for client in uploads}) if uploads else {}
+        weights = self.books.weights(uploads) if uploads else {}
         self.books.settle({client: upload.digest for client, upload in uploads.items()})
         self._rows = client_rows(self._round, self.books, self.spec, weights)
         if not self._has_enough:

@@ -350,7 +350,7 @@ OTHER |= {
     "lora_sampling_probability": 0.3,
     "start_noise_multiplier": 3.0,
 }
-FOR_SGD_ALONE = ("train", "head_start", "lora_rounds", "server_optimizer")
+FOR_SGD_ALONE = ("train", "head_start", "lora_rounds", "server_optimizer", "server_learning_rate")
 
 
 @pytest.mark.parametrize("key", sorted(set(KEYS) - {*LOCATION_KEYS, "aggregation"}))

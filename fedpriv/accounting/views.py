@@ -75,17 +75,17 @@ def rho_bar(weights: Iterable[float]) -> float:
     return min(1.0, math.sqrt(math.fsum(weight * weight for weight in weights)))
 
 
-def smallest_rho_bars(sizes: Mapping[int, int]) -> dict[int, float]:
+def smallest_rho_bars(sizes: Mapping[int, float]) -> dict[int, float]:
     """For each client, the smallest rho_bar of any round whose sum includes it, whichever other clients drop out.
 
     In the worst case, the other survivors are always the smallest few. For if x < y, x drops out and y survives, then
     adding x or dropping y lowers rho_bar. Adding x fails to lower it only if x (s1^2 - s2) >= 2 s1 s2,
     and dropping y fails to only if y (t1^2 - t2) <= 2 t1 t2, where s1, s2 are the sums of the sizes and of their
-    squares with y, and t1, t2 those without. In units of t1, the first gives y (1 - y) > 2 t2, so y > 2 t2; the second,
-    y <= 2 t2 / (1 - t2), then gives y < t2: a contradiction.
+    squares with y, and t1, t2 those without. In units of t1, s1 = 1 + y and s2 = t2 + y^2, so the first, with y for x,
+    gives y (1 - 3 t2) - 2 y^3 > 2 t2, and the second is 2 t2 >= y (1 - t2); together -y t2 > y^3: a contradiction.
 
     Args:
-        sizes: {client: registered N_k >= 1} of the clients in the round.
+        sizes: {client: m_k > 0} of the clients in the round, to which its weight rho_k is in proportion.
     """
     ordered = sorted(sizes, key=lambda client: sizes[client])
     values = np.array([float(sizes[client]) for client in ordered])
@@ -100,20 +100,44 @@ def smallest_rho_bars(sizes: Mapping[int, int]) -> dict[int, float]:
     return smallest
 
 
-def aggregate_scale(sizes: Mapping[int, int], client: int, *, colluding: int = 0) -> float:
-    """The noise of a round's sum relative to the client's own noise, for equal z, C, B and learning rate.
+def aggregate_scale(weights: Mapping[int, float], client: int, *, colluding: int = 0) -> float:
+    """The noise of a round's sum relative to the client's own noise, for equal z, C and learning rate.
 
-    sqrt(sum_j rho_j^2) / rho_k over the clients whose noise counts: all those in the sum except `colluding` others,
-    assumed to be the ones with the largest weights, who may reveal their noise to the observer.
+    sqrt(sum_j v_j^2) / v_k over the clients whose noise counts: all those in the sum except `colluding` others,
+    assumed to be the ones with the largest noise, who may reveal it to the observer.
 
     Args:
-        sizes: {client: registered N_k} of the clients in the sum, including this one.
+        weights: {client: v_j > 0} of the clients in the sum, including this one: what one clipped gradient, and noise
+            of scale z C, count for in the sum, up to a common factor. That is rho_j / B_j with the expected batch size,
+            or rho_j under the clipping rule `batch`.
         client: the client whose records are protected.
         colluding: number of other clients assumed to collude with the observer, >= 0.
     """
-    others = sorted(size for other, size in sizes.items() if other != client)
+    others = sorted(weight for other, weight in weights.items() if other != client)
     honest = others[: max(0, len(others) - colluding)]
-    return max(1.0, math.sqrt(math.fsum(size**2 for size in [*honest, sizes[client]])) / sizes[client])
+    return max(1.0, math.hypot(*honest, weights[client]) / weights[client])
+
+
+def smallest_aggregate_scales(weights: Mapping[int, float], *, threshold: int, colluding: int = 0) -> dict[int, float]:
+    """For each client, the smallest `aggregate_scale` of any sum of at least `threshold` uploads that includes it.
+
+    In the worst case the other survivors have the smallest weights, and those among them with the largest collude.
+
+    Args:
+        weights: {client: v_j > 0} of all clients that may be in a sum.
+        threshold: no sum of fewer uploads is ever seen, >= 1.
+        colluding: as for `aggregate_scale`.
+    """
+    num_honest = max(0, min(threshold, len(weights)) - 1 - colluding)
+    ordered = sorted(weights, key=lambda client: weights[client])
+    squares = np.array([weights[client] for client in ordered]) ** 2
+    sums = np.append(0.0, np.cumsum(squares))
+    smallest = {}
+    for i, client in enumerate(ordered):
+        others = sums[num_honest + 1] - squares[i] if i <= num_honest else sums[num_honest]
+        # Slightly less, so that the scale of the actual round never rounds to below it.
+        smallest[client] = max(1.0, math.sqrt(1 + others / squares[i]) * (1 - 1e-12))
+    return smallest
 
 
 def aggregate_objections(
@@ -131,7 +155,8 @@ def aggregate_objections(
 
     Args:
         local_steps: noisy steps in a round.
-        optimizer: optimizer of the local update.
+        optimizer: optimizer of the local update. The server's own does not matter: it steps from the sum, which is
+            all that the observer is assumed to see anyway.
         noise_on: `gradients` or `upload`.
         linear: whether the global adapter is a linear weighted sum of the uploads.
         uploads_hidden: whether nobody sees any single upload, and no variant of a single client is kept.

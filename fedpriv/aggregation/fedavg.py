@@ -17,22 +17,22 @@ from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.aggregation.global_model import GlobalModel
 
 
-def weights_by_size(num_records: Mapping[int, int]) -> dict[int, float]:
-    """rho_k = N_k / N over the given clients.
+def weights_by_size(sizes: Mapping[int, float]) -> dict[int, float]:
+    """rho_k = m_k / sum m_j over the given clients; the paper's N_k / N where sizes are numbers of records.
 
     Args:
-        num_records: {client: registered N_k >= 1}, at least one client; never what a reply claims.
+        sizes: {client: m_k >= 1}, at least one client: registered N_k, or w_k N_k; never what a reply claims.
 
     Raises:
         ValueError: there is no client, or a size is below 1.
     """
-    if not num_records:
-        raise ValueError("num_records: weights need at least one client")
-    for client, size in num_records.items():
+    if not sizes:
+        raise ValueError("sizes: weights need at least one client")
+    for client, size in sizes.items():
         if size < 1:
-            raise ValueError(f"num_records of client {client} = {size}: must be >= 1")
-    total = sum(num_records.values())
-    return {client: size / total for client, size in num_records.items()}
+            raise ValueError(f"size of client {client} = {size}: must be >= 1")
+    total = math.fsum(sizes.values())
+    return {client: size / total for client, size in sizes.items()}
 
 
 def weighted_average(adapters: Sequence[Adapter], weights: Sequence[float]) -> Adapter:

@@ -17,6 +17,7 @@ from fedpriv.accounting.views import (
     aggregate_scale,
     default_delta,
     rho_bar,
+    smallest_aggregate_scales,
     smallest_rho_bars,
 )
 from fedpriv.ledger.accounts import Accounts
@@ -87,7 +88,7 @@ def test_a_release_with_an_impossible_rho_bar_is_refused(bad):
         Release(event=EVENT, rho_bar=bad)
 
 
-@given(st.lists(st.integers(1, 1000), min_size=1, max_size=7))
+@given(st.lists(st.integers(1, 1000) | st.floats(1e-3, 1e3), min_size=1, max_size=7))
 def test_smallest_rho_bar_is_the_minimum_over_all_sets_of_survivors(sizes):
     clients = dict(enumerate(sizes))
     smallest = smallest_rho_bars(clients)
@@ -117,6 +118,45 @@ def test_colluding_clients_take_their_noise_with_them():
     sizes = {0: 3, 1: 4, 2: 5}
     scales = [aggregate_scale(sizes, 0, colluding=num) for num in range(4)]
     assert scales == pytest.approx([math.sqrt(50) / 3, 5 / 3, 1.0, 1.0])
+
+
+@given(
+    st.lists(st.integers(1, 50) | st.floats(1e-3, 1e3), min_size=1, max_size=6),
+    st.integers(1, 7),
+    st.integers(0, 3),
+)
+def test_smallest_aggregate_scale_is_the_minimum_over_all_sums_that_are_seen(weights, threshold, colluding):
+    """Against every set of at least `threshold` survivors, and every set of so many of them that collude."""
+    clients = dict(enumerate(weights))
+    smallest = smallest_aggregate_scales(clients, threshold=threshold, colluding=colluding)
+    for client, own in clients.items():
+        others = [other for other in clients if other != client]
+        every = [
+            math.sqrt(own**2 + sum(clients[c] ** 2 for c in rest if c not in traitors)) / own
+            for num in range(min(threshold - 1, len(others)), len(others) + 1)
+            for rest in itertools.combinations(others, num)
+            for traitors in itertools.combinations(rest, min(colluding, num))
+        ]
+        assert smallest[client] == pytest.approx(min(every), rel=1e-9)
+        assert smallest[client] <= max(1.0, min(every)), "never above a value that can occur"
+
+
+@pytest.mark.parametrize("threshold", [1, 2, 4])
+def test_whoever_survives_a_round_it_costs_at_most_its_worst_case(threshold):
+    clients = {0: 3.0, 1: 1.0, 2: 4.0, 3: 1.5}
+    worst = smallest_aggregate_scales(clients, threshold=threshold, colluding=1)
+    for num in range(threshold, len(clients) + 1):
+        for survivors in itertools.combinations(clients, num):
+            for client in survivors:
+                scale = aggregate_scale({c: clients[c] for c in survivors}, client, colluding=1)
+                assert scale >= worst[client]
+
+
+def test_equal_clients_share_their_noise_up_to_the_threshold():
+    equal = dict.fromkeys(range(5), 0.3)
+    for threshold, colluding, honest in ((1, 0, 1), (3, 0, 3), (5, 0, 5), (9, 0, 5), (9, 2, 3), (5, 2, 3), (3, 4, 1)):
+        scales = smallest_aggregate_scales(equal, threshold=threshold, colluding=colluding)
+        assert list(scales.values()) == pytest.approx([math.sqrt(honest)] * 5)
 
 
 HOLDS = {"local_steps": 1, "optimizer": "sgd", "noise_on": "gradients", "linear": True, "uploads_hidden": True}

@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_refused(parts, weights, message):
 
 @pytest.mark.parametrize("sizes", [{}, {0: 0}, {0: 5, 1: -1}])
 def test_impossible_sizes_are_refused(sizes):
-    with pytest.raises(ValueError, match="num_records"):
+    with pytest.raises(ValueError, match="size"):
         weights_by_size(sizes)
 
 

@@ -8,6 +8,7 @@ import pytest
 from fedpriv.config import parse
 from fedpriv.ledger.entries import entries
 from fedpriv.ledger.reader import reading
+from server.aggregate_view import objections_to_aggregate
 from server.observer import LogObserver
 from simulations.engines import federation
 
@@ -36,6 +37,14 @@ def test_the_ledgers_entries_are_the_same_whatever_the_server_optimizer_is(folde
     plain = costs(folders["sgd"])
     assert sum(cost[0] == "released" for cost in plain) == 3 * 3
     assert all(costs(folder) == plain for folder in folders.values())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_aggregate_view_objects_to_the_clients_optimizer_alone(small_run, optimizer):
+    values = small_run | {"local_steps": 1, "uploads_hidden": True, "server_optimizer": optimizer}
+    assert objections_to_aggregate(parse(values)) == ()
+    (objection,) = objections_to_aggregate(parse(values | {"optimizer": "adamw"}))
+    assert objection.startswith("optimizer = adamw")
 
 
 def test_the_server_optimizer_decides_the_model_and_no_epsilon(folders):

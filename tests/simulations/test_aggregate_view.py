@@ -1,0 +1,70 @@
+"""Runs that are calibrated, and budgets that are kept, on what the sum of all clients shows."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from fedpriv.config import parse
+from fedpriv.errors import InputError
+from fedpriv.runs import files
+from server.observer import LogObserver
+from simulations.engines import federation
+from tests.tiny import write_table
+
+TARGET = 3.0
+
+
+@pytest.fixture(scope="module")
+def summed(small_run, tmp_path_factory) -> dict[str, object]:
+    """Five equal clients of which only sums of five uploads are seen."""
+    return small_run | {
+        "recipe": "dp-lora-paper",
+        "data": str(write_table(tmp_path_factory.mktemp("summed") / "records.csv", 200)),
+        "partition": "iid",
+        "client_column": "",
+        "num_clients": 5,
+        "sampling_probability": 0.5,
+        "local_steps": 1,
+        "rounds": 3,
+        "uploads_hidden": True,
+        "min_clients": 5,
+    }
+
+
+def run(values: dict[str, object], out: Path, **changes: object) -> tuple[float, dict]:
+    """The run's noise multiplier and its summary."""
+    federation.run(parse({**values, **changes, "out": str(out)}), LogObserver())
+    return files.read_config(out).noise_multiplier, json.loads((out / "summary.json").read_text())
+
+
+def test_five_equal_clients_need_root_five_times_less_noise_in_their_sum(summed, tmp_path):
+    noise = {}
+    for view in ("local", "aggregate"):
+        noise[view], found = run(summed, tmp_path / view, privacy_view=view, target_epsilon=TARGET)
+        assert 0.99 * TARGET < found[f"epsilon_{view}_max"] <= TARGET
+        assert found["num_rounds"] == 3
+    assert noise["local"] / noise["aggregate"] == pytest.approx(math.sqrt(5), rel=1e-3)
+    assert found["epsilon_local_max"] > TARGET
+
+
+def test_those_who_collude_and_a_lower_threshold_cost_noise(summed, tmp_path):
+    changes = {"privacy_view": "aggregate", "target_epsilon": TARGET, "min_clients": 4, "colluding_clients": 1}
+    local, _ = run(summed, tmp_path / "local", target_epsilon=TARGET)
+    noise, found = run(summed, tmp_path / "four", **changes)
+    assert local / noise == pytest.approx(math.sqrt(3), rel=1e-3)
+    assert found["epsilon_aggregate_max"] < TARGET, "all five were in the sum, so four kept their noise"
+
+
+def test_a_budget_on_the_sum_counts_on_the_threshold_alone(summed, tmp_path):
+    noise, _ = run(summed, tmp_path / "calibrated", privacy_view="aggregate", target_epsilon=TARGET)
+    spend = {**summed, "privacy_view": "aggregate", "noise_multiplier": noise, "budget_epsilon": TARGET}
+    _, found = run(spend, tmp_path / "kept")
+    assert found["num_rounds"] == 3
+    assert found["epsilon_aggregate_max"] <= TARGET
+    assert not any(client["retired"] for client in found["clients"])
+    with pytest.raises(InputError, match="allows 0 of 5 clients a round"):
+        run(spend, tmp_path / "alone", min_clients=1)
