@@ -171,6 +171,7 @@ class RunConfig:
     seed: Annotated[int, Field(ge=0)] = 0
     simulate: bool = False
     comparison: Annotated[bool | None, BeforeValidator(_none_if_empty)] = None
+    baselines: Annotated[bool | None, BeforeValidator(_none_if_empty)] = None
     prefix_cache: bool = True
     memory_limit_mb: Count = 1024
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
@@ -200,6 +201,8 @@ class RunConfig:
             self._check_private_evaluation()
         if not self.has_test_set:
             self._check_without_test_set()
+        if self.baselines:
+            self._check_baselines()
         if self.integral_epsilon is not None and self.uploads_hidden:
             raise ValueError("integral_epsilon: compares single uploads; with uploads_hidden = true, nobody sees those")
         if max(self.variant_rounds, default=0) > self.rounds:
@@ -246,6 +249,17 @@ class RunConfig:
             raise ValueError(f"dedup = {self.dedup}: validates on the server's test set; give test_data")
         if self.comparison and (self.data_are_public or self.simulate):  # elsewhere no run without noise is allowed
             raise ValueError("comparison = true: compares accuracies on the server's test set; give test_data")
+
+    def _check_baselines(self) -> None:
+        if self.task != "SEQ_CLS":
+            raise ValueError(f"baselines = true: are classifiers, which task = {self.task} has none of; leave it out")
+        if not self.has_test_set:
+            raise ValueError("baselines = true: are tested on the server's test set; give test_data")
+        if self.data != ON_NODES and not self.data_are_public:
+            raise ValueError(
+                "baselines = true: would train on the clients' private records without noise; leave it out, or set "
+                "public_data = true if nobody's privacy depends on them"
+            )
 
     def _check_mechanism(self) -> None:
         mechanism = MECHANISMS.named(self.mechanism)
@@ -309,6 +323,13 @@ class RunConfig:
         return self.has_test_set and (self.data_are_public or self.simulate)
 
     @property
+    def computes_baselines(self) -> bool:
+        """Whether plain classifiers stand beside the run's accuracy; by default, wherever public data are tested on."""
+        if self.baselines is not None:
+            return self.baselines
+        return self.task == "SEQ_CLS" and self.has_test_set and self.data_are_public
+
+    @property
     def partition_rule(self) -> str:
         """How records are split among clients; `auto` means `natural` if a client column is set, else `iid`."""
         if self.partition != "auto":
@@ -332,6 +353,7 @@ class RunConfig:
             budget_epsilon=(),
             privacy_view="local",
             comparison=False,
+            baselines=False,
             variant_rounds=(),
             dedup="",
             integral_epsilon=None,
