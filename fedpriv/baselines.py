@@ -74,8 +74,8 @@ class _Labelled:
         return _Labelled([self.texts[p] for p in positions], self.features[positions], self.labels[positions])
 
 
-def compute(config: RunConfig, bench: Workbench) -> Baselines:
-    """Both baselines, the same for the same seed.
+def compute(config: RunConfig, bench: Workbench) -> Baselines | None:
+    """Both baselines, the same for the same seed; None for a cross-validation of a single record.
 
     Args:
         config: with `computes_baselines`: nobody's privacy depends on the records that this reads.
@@ -101,17 +101,19 @@ def compute(config: RunConfig, bench: Workbench) -> Baselines:
     )
 
 
-def _cross_validated(records: _Labelled, seed: int) -> Baselines:
+def _cross_validated(records: _Labelled, seed: int) -> Baselines | None:
     num = len(records.labels)
+    if num < 2:
+        return None
     order = np.random.default_rng(seed).permutation(num)[:MOST_RECORDS]
     records, folds = records.part(order), min(FOLDS, num)
-    parts = list(KFold(folds).split(order)) if folds > 1 else []
+    parts = list(KFold(folds).split(order))
     hits = np.array([_hits(records.part(rest), records.part(held_out), seed) for rest, held_out in parts])
-    probe, tfidf = hits.sum(axis=0) / len(order) if parts else (0.0, 0.0)
+    probe, tfidf = hits.sum(axis=0) / len(order)
     return Baselines(
         probe_accuracy=float(probe),
         tfidf_accuracy=float(tfidf),
-        num_trained_on=max((len(rest) for rest, _ in parts), default=0),
+        num_trained_on=max(len(rest) for rest, _ in parts),
         num_available=num,
         folds=folds,
     )
@@ -187,9 +189,11 @@ def _predicted(transform: Any, inputs: Any, labels: _Vector, others: Any, grid: 
 
 def _best(rows: Any, labels: _Vector, grid: Sequence[float], seed: int) -> float:
     """The C with the most hits in cross-validation, the smallest of several."""
+    if len(np.unique(labels)) < 2:
+        return grid[0]
     hits = np.zeros(len(grid), dtype=np.int64)
     folds = KFold(min(_FOLDS_FOR_C, len(labels)), shuffle=True, random_state=seed)
-    for rest, held_out in folds.split(labels) if len(labels) > 1 else ():
+    for rest, held_out in folds.split(labels):
         fit = _path(rows[rest], labels[rest])
         hits += [int((fit(c, rows[held_out]) == labels[held_out]).sum()) for c in grid]
     return grid[int(hits.argmax())]

@@ -21,8 +21,8 @@ def accuracy_table(summary: Mapping[str, Any]) -> Table:
     cost = f"at rho-ε {format_bound(summary['epsilon_rho_max'])}, δ {format_delta(summary['delta_max'])}"
     others = (
         ("without noise", "accuracy_non_private", "z = 0, clipping kept"),
-        ("linear probe", "probe_accuracy", f"frozen features; {_trained_on(summary)}"),
-        ("TF-IDF", "tfidf_accuracy", f"1- and 2-grams; {_trained_on(summary)}"),
+        ("linear probe", "probe_accuracy", _trained_on(summary)),
+        ("TF-IDF", "tfidf_accuracy", _trained_on(summary)),
         ("largest class", "majority_accuracy", "always guessing it"),
         ("untrained", "accuracy_initial", ""),
     )
@@ -45,8 +45,8 @@ def _trained_on(summary: Mapping[str, Any]) -> str:
     num, available = baselines["num_trained_on"], baselines["num_available"]
     if baselines["folds"]:
         return f"{baselines['folds']}-fold on {available:,} test records"
-    records = f"{num:,}" if num == available else f"{num:,} of {available:,}"
-    return f"{records} pooled records, no privacy"
+    records = f"{num:,} pooled" if num == available else f"{num:,} of {available:,}"
+    return f"{records} records, no privacy"
 
 
 @dataclass(frozen=True, kw_only=True)
