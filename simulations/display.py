@@ -119,7 +119,7 @@ def _clients_table(summary: dict[str, Any]) -> Table:
 
 def _accuracies(summary: dict[str, Any]) -> Table:
     content = accuracy_table(summary)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=content.caption)
     for header in content.headers:
         table.add_column(header, no_wrap=bool(header) or not table.columns)
     for row in content.rows:

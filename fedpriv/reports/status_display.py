@@ -26,8 +26,8 @@ def show(run: RunStatus, console: Console) -> None:
     console.print(_figures(run))
     if run.resume_command:  # outside the table, so that it can be copied in one piece
         console.print(f"\nresume with\n  {_printable(run.resume_command)}", soft_wrap=True, markup=False)
-    for line in run.warnings:
-        console.print(Text.assemble(("\nwarning: ", "bold red"), _printable(line)))
+    for warning in run.warnings:
+        console.print(Text.assemble(("\nwarning: ", "bold red"), _printable(warning)))
     if run.clients:
         console.print()
         console.print(_client_table(run))
