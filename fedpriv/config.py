@@ -16,6 +16,9 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
+from fedpriv.config_checks import check
+from fedpriv.config_types import EMBEDDED as EMBEDDED
+from fedpriv.config_types import ON_NODES as ON_NODES
 from fedpriv.config_types import (
     Budgets,
     Clipping,
@@ -33,14 +36,7 @@ from fedpriv.errors import InputError
 from fedpriv.mechanisms.registry import MECHANISMS, with_current_keys
 from fedpriv.recipes import Recipe, with_recipe
 
-EMBEDDED = "embedded"
-# Every node trains on the data that its own configuration names; the server knows only what the node registers.
-ON_NODES = "on-nodes"
-
 Scalar = str | int | float | bool
-
-# The aggregation rules whose global model is the weighted sum of the uploads, from which a server optimizer may step.
-LINEAR_RULES = ("dp-lora", "fedavg", "ffa-lora")
 
 # Keys that only say where a run's files are. They do not affect its results, so its digest leaves them out.
 LOCATION_KEYS = ("out", "ledger", "node_keys", "resume")
@@ -144,6 +140,7 @@ class RunConfig:
     seed: Annotated[int, Field(ge=0)] = 0
     simulate: bool = False
     comparison: Annotated[bool | None, Maybe] = None
+    baselines: Annotated[bool | None, Maybe] = None
     prefix_cache: bool = True
     memory_limit_mb: Count = 1024
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
@@ -161,115 +158,8 @@ class RunConfig:
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        if self.data == ON_NODES and self.task == "SEQ_CLS" and len(self.labels) < 2:
-            raise ValueError("data = on-nodes: needs labels, the classes that all holders agreed on")
-        if self.partition == "natural" and not self.client_column:
-            raise ValueError("partition = natural: needs client_column, the column that says who holds a record")
-        if self.partition == "sizes" and not self.client_sizes:
-            raise ValueError("partition = sizes: needs client_sizes, for instance [1200, 1000, 800]")
-        if self.audit:
-            self._check_audit()
-        if self.evaluation_noise_multiplier is not None:
-            self._check_private_evaluation()
-        if not self.has_test_set:
-            self._check_without_test_set()
-        if self.integral_epsilon is not None and self.uploads_hidden:
-            raise ValueError("integral_epsilon: compares single uploads; with uploads_hidden = true, nobody sees those")
-        if max(self.variant_rounds, default=0) > self.rounds:
-            raise ValueError(f"variant_rounds = {list(self.variant_rounds)}: the run has {self.rounds} rounds")
-        if self.weight_decay > 0 and self.optimizer == "sgd":
-            raise ValueError(f"weight_decay = {self.weight_decay}: only adamw applies it; use 0 with sgd")
-        if self.client_ranks and self.aggregation != "flora":
-            raise ValueError(
-                f"client_ranks = {list(self.client_ranks)}: aggregation = {self.aggregation} averages tensors of one "
-                "shape; clients of different ranks need flora"
-            )
-        if self.aggregation == "t-fedavg" and self.upload_codec not in ("float32", "ternary"):
-            raise ValueError(f"upload_codec = {self.upload_codec}: t-fedavg sends ternary codes; leave the key out")
-        self._check_mechanism()
-        self._check_recipe()
-        self._check_server_optimizer()
-        if self.noise_on == "upload" and self.clipping != "joint":
-            raise ValueError(
-                f"clipping = {self.clipping}: with noise_on = upload the whole update is clipped; use joint"
-            )
+        check(self)
         return self
-
-    def _check_audit(self) -> None:
-        if self.data == ON_NODES:
-            raise ValueError(
-                "audit: its canaries go into the clients' data, which are on their nodes; audit a simulation instead"
-            )
-        if self.aggregation in ("fedex-lora", "flora"):
-            raise ValueError(f"audit: the global model of aggregation = {self.aggregation} is more than one adapter")
-        if self.noise_on == "upload":
-            raise ValueError("audit: canaries are records; noise_on = upload protects whole clients")
-
-    def _check_private_evaluation(self) -> None:
-        key = f"evaluation_noise_multiplier = {self.evaluation_noise_multiplier}"
-        if self.test_data:
-            raise ValueError(f"{key}: with test_data the server has a test set of its own; leave one of the two out")
-        if self.noise_on == "upload":
-            raise ValueError(
-                f"{key}: protects records, noise_on = upload whole clients; the two have no common epsilon"
-            )
-        if self.audit:
-            raise ValueError(f"{key}: an audit puts canaries among all of a client's records; leave one of the two out")
-
-    def _check_without_test_set(self) -> None:
-        if self.dedup:
-            raise ValueError(f"dedup = {self.dedup}: validates on the server's test set; give test_data")
-        if self.comparison and (self.data_are_public or self.simulate):  # elsewhere no run without noise is allowed
-            raise ValueError("comparison = true: compares accuracies on the server's test set; give test_data")
-
-    def _check_mechanism(self) -> None:
-        mechanism = MECHANISMS.named(self.mechanism)
-        if mechanism.parameters_hint and not self.mechanism_parameters:
-            raise ValueError(f"mechanism = {self.mechanism}: needs mechanism_parameters, {mechanism.parameters_hint}")
-        if self.client_ranks and mechanism.cost_depends_on_dimension:
-            raise ValueError(
-                f"client_ranks: with mechanism = {self.mechanism}, epsilon depends on the adapter's number of values; "
-                "use gaussian"
-            )
-        if self.mechanism_parameters_are_a_file:
-            return
-        MECHANISMS.checked_parameters(self.mechanism, self.mechanism_parameters, self.noise_multiplier)
-        if self.caveat and (self.target_epsilon or self.budget_epsilon):
-            raise ValueError(
-                f"mechanism_parameters: their cost is no privacy guarantee ({self.caveat}), so no target or budget of "
-                "epsilon can be kept"
-            )
-
-    def _check_server_optimizer(self) -> None:
-        plain = self.server_optimizer == "sgd" and self.server_learning_rate == 1
-        if not plain and self.aggregation not in LINEAR_RULES:
-            raise ValueError(
-                f"server_optimizer = {self.server_optimizer}, server_learning_rate = {self.server_learning_rate}: "
-                f"aggregation = {self.aggregation} is no weighted sum of the uploads; use sgd and 1, or one of "
-                f"{', '.join(LINEAR_RULES)}"
-            )
-
-    def _check_recipe(self) -> None:
-        """What the parts of the recipe `fedpriv` need of each other."""
-        remedy = "or use recipe = dp-lora-paper"
-        one_clipped_sum = ("task", "noise_on", "optimizer", "clipping", "mechanism")
-        parts = {
-            "head_start = true": (self.head_start, one_clipped_sum),
-            "learning_rate = auto": (self.learning_rate == "auto", (*one_clipped_sum, "local_steps")),
-            f"train = {self.train}": (self.train != "all", one_clipped_sum),
-            f"lora_rounds = {self.lora_rounds}": (self.lora_rounds is not None, one_clipped_sum),
-        }
-        known = {key: getattr(RunConfig, key) for key in (*one_clipped_sum, "local_steps")}
-        for part, (is_used, needed) in parts.items():
-            for key in needed:
-                if is_used and (value := getattr(self, key)) != known[key]:
-                    raise ValueError(f"{part}: needs {key} = {known[key]}, not {value}, {remedy}")
-        if self.head_start and not self.normalize_features:
-            raise ValueError(f"head_start = true: needs normalize_features = true, {remedy}")
-        if self.head_start and self.rounds < 2:
-            raise ValueError("rounds = 1: the start of the head is the first round; use at least 2")
-        if self.normalize_features and self.task != "SEQ_CLS":
-            raise ValueError(f"normalize_features = true: a model with task = {self.task} has no head; use false")
 
     @property
     def mechanism_parameters_are_a_file(self) -> bool:
@@ -320,6 +210,13 @@ class RunConfig:
         return self.client_weights == "records" or (self.client_weights == "auto" and self.uploads_hidden)
 
     @property
+    def computes_baselines(self) -> bool:
+        """Whether plain classifiers stand beside the run's accuracy; by default, wherever public data are tested on."""
+        if self.baselines is not None:
+            return self.baselines
+        return self.task == "SEQ_CLS" and self.has_test_set and self.data_are_public
+
+    @property
     def partition_rule(self) -> str:
         """How records are split among clients; `auto` means `natural` if a client column is set, else `iid`."""
         if self.partition != "auto":
@@ -344,6 +241,7 @@ class RunConfig:
             budget_epsilon=(),
             privacy_view="local",
             comparison=False,
+            baselines=False,
             variant_rounds=(),
             dedup="",
             integral_epsilon=None,

@@ -9,6 +9,10 @@ from pydantic import BeforeValidator, Field
 
 from fedpriv.accounting.sensitivity import clipping_rule
 
+EMBEDDED = "embedded"
+# Every node trains on the data that its own configuration names; the server knows only what the node registers.
+ON_NODES = "on-nodes"
+
 
 def split(value: object) -> object:
     """Flower's run configuration has no lists: `a,b` stands for one, or a JSON list if an item holds a comma."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flwr.serverapp import Grid
 
+from fedpriv import baselines
 from fedpriv.audit.run_canaries import audit_of
 from fedpriv.config import RunConfig
 from fedpriv.ledger.ledger import Ledger
@@ -46,6 +47,7 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     resumed = checkpoint.read_last(Path(config.resume), bench.initial) if config.resume else None
     nodes = _nodes(grid, config, bench, resumed)
     config = calibrated(config, [registration.num_records for _, registration in nodes.values()], bench.initial)
+    plain = baselines.compute(config, bench) if config.computes_baselines else None
     writer = (
         resume.reopened_folder(config, resumed) if resumed else RunWriter.created(Path(config.out).absolute(), config)
     )
@@ -66,7 +68,7 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     comparison = _comparison(grid, config, bench, nodes, writer, observer) if config.compares else None
     registry.keep(config, bench, writer, outcome, series.registrations, uploads)
     integral = registry.keep_recurring(config, bench, writer, outcome, series.registrations, uploads)
-    summary = summarize(config, bench, outcome, comparison) | {"ledger_head": head, "integral": integral}
+    summary = summarize(config, bench, outcome, comparison, plain) | {"ledger_head": head, "integral": integral}
     claimed = math.inf if summary["epsilon_local_max"] is None else summary["epsilon_local_max"]
     final = outcome.strategy.model.adapter
     summary["audit"] = audit_of(config, bench, final, delta=summary["delta_max"], claimed_epsilon=claimed)

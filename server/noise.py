@@ -20,7 +20,6 @@ from fedpriv.accounting.recipe import (
 )
 from fedpriv.accounting.views import default_delta, smallest_aggregate_scales
 from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.adapters.pooling import BIAS_SCALE
 from fedpriv.config import RunConfig, parse
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.registry import MECHANISMS
@@ -134,8 +133,8 @@ def derived_learning_rate(config: RunConfig, sizes: Sequence[int]) -> LearningRa
     )
 
 
-def start_count_noise(config: RunConfig, sizes: Sequence[int]) -> float:
-    """The standard deviation of the noise in a class's share of all records, as the head's start releases it.
+def start_noise(config: RunConfig, sizes: Sequence[int]) -> float:
+    """The standard deviation of the noise in each feature's sum over the number of all records, in the head's start.
 
     Args:
         config: of the run, calibrated.
@@ -143,7 +142,7 @@ def start_count_noise(config: RunConfig, sizes: Sequence[int]) -> float:
     """
     weights = [client_weight(size, equal=config.weighs_records) for size in sizes]
     total = Federation(sizes=sizes, weights=weights)
-    return (config.start_noise_multiplier or 0.0) * total.weighted_noise / (BIAS_SCALE * total.weighted_records)
+    return (config.start_noise_multiplier or 0.0) * total.weighted_noise / total.weighted_records
 
 
 def _num_selected(config: RunConfig, sizes: Sequence[int]) -> int:

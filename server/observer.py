@@ -74,5 +74,7 @@ class LogObserver:
         )
 
     def finished(self, folder: Path, summary: dict[str, Any]) -> None:
-        """Log where the results are."""
+        """Log where the results are, and what speaks against them."""
+        for line in summary["warnings"]:
+            log.warning("%s", line)
         log.info("accuracy %s; results in %s", format_accuracy(summary), folder)

@@ -70,13 +70,15 @@ class Series:
     def run(self, grid: Grid, writer: RunWriter, observer: Observer) -> Outcome:
         """Run all rounds and write them to the run's folder, with a checkpoint after each if there is a ledger."""
         bench = self._bench
+        last: tuple[GlobalModel | None, Evaluation | None] = None, None
 
         def test(model: GlobalModel) -> Evaluation | None:
-            if not len(bench.test):
-                return None
-            bench.model.merge(model.merged)
-            lora.write_parameters(bench.model.parameters, model.adapter)
-            return evaluate(bench.model, bench.test)
+            nonlocal last
+            if len(bench.test) and last[0] is not model:
+                bench.model.merge(model.merged)
+                lora.write_parameters(bench.model.parameters, model.adapter)
+                last = model, evaluate(bench.model, bench.test)
+            return last[1]
 
         def on_round(row: RoundRow, clients: list[ClientRow]) -> None:
             writer.add(row, clients)
@@ -123,6 +125,7 @@ class Series:
             strategy=strategy,
             names=self.names,
             seconds=time.monotonic() - started,
+            test=test(strategy.model),  # as after the last round, unless the run was resumed after it
             evaluation=evaluation,
         )
 

@@ -33,7 +33,7 @@ from fedpriv.vault import guard
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
 from server.exchange import Exchange
-from server.noise import start_count_noise
+from server.noise import start_noise
 from server.replies import ExpectedReply
 from server.round import Request, Round
 from server.round_rows import client_rows, round_row
@@ -196,8 +196,8 @@ class RuleStrategy(Strategy):
                 learning_rate=config.server_learning_rate,
                 momentum=config.server_momentum,
             )
-        noise = start_count_noise(self._config, [self.books.sizes[client] for client in adapters])
-        return started(self.model, aggregated.adapter, count_noise=noise)
+        noise = start_noise(self._config, [self.books.sizes[client] for client in adapters])
+        return started(self.model, aggregated.adapter, noise=noise)
 
     @property
     def _has_enough(self) -> bool:

@@ -13,11 +13,14 @@ from fedpriv.accounting.accountants import PrivacySpent, epsilon_of
 from fedpriv.accounting.views import VIEWS
 from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX
 from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.baselines import Baselines
 from fedpriv.config import RunConfig
 from fedpriv.runs.rows import ClientRow, RoundRow
+from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.workbench import Workbench
 from server.aggregate_view import objections_to_aggregate
 from server.evaluation import PrivateEvaluation
+from server.quality import quality
 from server.strategy import RuleStrategy
 
 Costs = Mapping[str, Mapping[int, PrivacySpent | None]]
@@ -25,7 +28,7 @@ Costs = Mapping[str, Mapping[int, PrivacySpent | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One series of rounds."""
+    """One series of rounds; `test` is that of its final model on the server's test set, if there is one."""
 
     run_id: str
     rows: list[RoundRow]
@@ -33,10 +36,17 @@ class Outcome:
     strategy: RuleStrategy
     names: Mapping[int, str]
     seconds: float
+    test: Evaluation | None = None
     evaluation: PrivateEvaluation | None = None
 
 
-def summarize(config: RunConfig, bench: Workbench, outcome: Outcome, comparison: Outcome | None) -> dict[str, Any]:
+def summarize(
+    config: RunConfig,
+    bench: Workbench,
+    outcome: Outcome,
+    comparison: Outcome | None,
+    baselines: Baselines | None = None,
+) -> dict[str, Any]:
     """The figures of a run; epsilons by pld, each from its client's whole history, earlier runs included."""
     accounts, rows = outcome.strategy.books.accounts, outcome.rows
     costs = {f"epsilon_{view}": accounts.final(view) for view in VIEWS}
@@ -57,6 +67,7 @@ def summarize(config: RunConfig, bench: Workbench, outcome: Outcome, comparison:
         "accuracy_initial": rows[0].test_accuracy,
         "accuracy_non_private": comparison.rows[-1].test_accuracy if comparison else None,
         "chance_accuracy": 1 / (len(labels) if labels else bench.base.model.config.vocab_size),
+        **quality(rows, outcome.test, labels, baselines),
         **{f"epsilon_{view}_max": epsilon for view, epsilon in largest.items()},
         "delta_max": max(accounts.deltas.values()),
         "aggregate_objections": list(objections_to_aggregate(config)),

@@ -17,7 +17,8 @@ from fedpriv.accounting.recipe import LearningRate
 from fedpriv.accounting.views import default_delta
 from fedpriv.config import RunConfig
 from fedpriv.protocol import Registration
-from fedpriv.reports.tables import client_table, format_accuracy, format_bound, format_bytes, format_delta
+from fedpriv.reports.accuracies import accuracy_table
+from fedpriv.reports.tables import client_table, format_bound, format_bytes, format_delta
 from fedpriv.runs.files import REPORT
 from fedpriv.runs.rows import RoundRow
 from fedpriv.training.schedule import num_lora_rounds
@@ -92,6 +93,8 @@ class TerminalObserver:
         self._console.print(_accuracies(summary))
         if summary["accuracy"] is None and not summary["accuracy_interval"]:
             self._console.print("accuracy is empty: nothing was evaluated on the holders' records, see test_data")
+        for line in summary["warnings"]:
+            self._console.print(Panel(escape(line), title="WARNING", style="bold red"))
         if not summary["private"]:
             self._console.print(Panel("This run is NOT PRIVATE: see report.html.", style="bold red"))
         if not summary["adapters_moved"]:
@@ -134,14 +137,10 @@ def _clients_table(summary: dict[str, Any]) -> Table:
 
 
 def _accuracies(summary: dict[str, Any]) -> Table:
-    grid = Table.grid(padding=(0, 2))
-    under = f"at rho-epsilon {format_bound(summary['epsilon_rho_max'])}, delta {format_delta(summary['delta_max'])}"
-    rows = [("accuracy, private", format_accuracy(summary), under)]
-    if summary["accuracy_non_private"] is not None:
-        rows.append(("accuracy, comparison", f"{summary['accuracy_non_private']:.4f}", "z = 0, clipping kept"))
-    if summary["accuracy_initial"] is not None:
-        rows.append(("accuracy, untrained", f"{summary['accuracy_initial']:.4f}", ""))
-    rows.append(("chance", f"{summary['chance_accuracy']:.4f}", ""))
-    for row in rows:
-        grid.add_row(*row)
-    return grid
+    content = accuracy_table(summary)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=content.caption)
+    for header in content.headers:
+        table.add_column(header, no_wrap=bool(header) or not table.columns)
+    for row in content.rows:
+        table.add_row(*map(escape, row))
+    return table

@@ -60,6 +60,7 @@ BAD = {
     "seed": "zero",
     "simulate": "maybe",
     "comparison": "maybe",
+    "baselines": "maybe",
     "prefix_cache": 7,
     "memory_limit_mb": 0,
     "engine": "teleport",
@@ -212,6 +213,47 @@ def test_a_comparison_follows_by_default_only_where_releases_without_noise_are_a
     assert parse(values).compares is expected
 
 
+ON_NODES_TESTED = {"data": ON_NODES, "labels": "a,b", "test_data": "test.csv"}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, True),
+        ({"baselines": False}, False),
+        ({"evaluation_noise_multiplier": 2.0}, False),
+        ({"data": "x.csv"}, False),
+        ({"data": "x.csv", "simulate": True}, False),
+        ({"data": "x.csv", "test_data": "test.csv"}, False),
+        ({"data": "x.csv", "public_data": True}, True),
+        ({"data": "x.csv", "public_data": True, "task": "CAUSAL_LM"}, False),
+        (ON_NODES_TESTED, False),
+        (ON_NODES_TESTED | {"baselines": True}, True),
+        (ON_NODES_TESTED | {"public_data": True}, True),
+    ],
+)
+def test_baselines_are_computed_by_default_only_where_public_data_are_tested_on(values, expected):
+    assert parse(values).computes_baselines is expected
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"data": "x.csv"}, "give test_data"),
+        ({"data": "x.csv", "test_data": "test.csv"}, "clients' private records"),
+        ({"data": "x.csv", "simulate": True}, "clients' private records"),
+        ({"evaluation_noise_multiplier": 2.0}, "give test_data"),
+        ({"data": ON_NODES, "labels": "a,b"}, "give test_data"),
+        ({"data": ON_NODES, "labels": "a,b", "public_data": True}, "give test_data"),
+        ({"data": "x.csv", "public_data": True, "task": "CAUSAL_LM"}, "CAUSAL_LM"),
+    ],
+)
+def test_baselines_that_would_need_private_records_or_have_no_test_set_are_refused(values, message):
+    with pytest.raises(InputError, match=f"^baselines = true: .*{message}") as caught:
+        parse(values | {"baselines": True})
+    assert "\n" not in str(caught.value)
+
+
 FLOATS = [field.name for field in fields(RunConfig) if isinstance(field.default, float)]
 FLOATS += ["delta", "learning_rate", "integral_epsilon"]
 NUMBERS_OR_TEXT = ("layers", "learning_rate")
@@ -320,6 +362,7 @@ OTHER |= {
     "engine": "flower",
     "device": "cpu",
     "comparison": True,
+    "baselines": True,
     "delta": 1e-7,
     "target_epsilon": 2.0,
     "test_fraction": 0.3,

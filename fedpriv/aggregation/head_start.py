@@ -15,6 +15,11 @@ from fedpriv.aggregation.global_model import GlobalModel
 # A class counts as at least this share of an even one's records, and as twice the noise of its count.
 _SMALLEST_SHARE = 0.25
 
+# Logits of class means alone are small: they are scaled until each weight's noise has this standard deviation, and by no
+# more than the factor. Chosen on training records of the embedded corpus that were held back; docs/recipes.md.
+_NOISE_AT_START = 0.25
+_LARGEST_FACTOR = 20.0
+
 
 def head_of(adapter: Mapping[str, Tensor]) -> tuple[str, str | None]:
     """The names of the head's weight and, if it has one, of its bias.
@@ -30,8 +35,10 @@ def head_of(adapter: Mapping[str, Tensor]) -> tuple[str, str | None]:
     return weights[0], biases[0] if biases else None
 
 
-def started(model: GlobalModel, aggregated: Adapter, *, count_noise: float) -> GlobalModel:
+def started(model: GlobalModel, aggregated: Adapter, *, noise: float) -> GlobalModel:
     """The global model with a head that scores each class by its records' mean features, less all classes' mean.
+
+    The scores are scaled as far as their noise allows.
 
     Counts come from the features' constant coordinate alone, which is noised like the others, so nothing but the
     release is used. A class of few records has a mean of noise, so its count is at least a public number.
@@ -40,19 +47,21 @@ def started(model: GlobalModel, aggregated: Adapter, *, count_noise: float) -> G
         model: before the round.
         aggregated: the weighted average of the uploads: what they add to the model's head is, per class, the sum of
             its records' features over the number of all records, with noise; a bias adds `BIAS_SCALE` squared for each.
-        count_noise: standard deviation of the noise in a class's share of all records, >= 0.
+        noise: standard deviation of the noise in each feature's sum over the number of all records, >= 0.
 
     Raises:
         ValueError: the head is not a single linear layer.
     """
     weight, bias = head_of(model.adapter)
     sums = aggregated[weight].double() - model.adapter[weight].double()
-    floor = max(_SMALLEST_SHARE / len(sums), 2 * count_noise)
+    floor = max(_SMALLEST_SHARE / len(sums), 2 * noise / BIAS_SCALE)
     shares = torch.full((len(sums),), 1 / len(sums), dtype=torch.float64)
     if bias is not None:
         shares = (aggregated[bias].double() - model.adapter[bias].double()) / BIAS_SCALE**2
     means = sums / shares.clamp_min(floor).unsqueeze(1)
-    head = {weight: (means - means.mean(dim=0)).float()}
+    noise_of_means = noise * len(sums)
+    factor = min(_LARGEST_FACTOR, _NOISE_AT_START / noise_of_means) if noise else _LARGEST_FACTOR
+    head = {weight: (factor * (means - means.mean(dim=0))).float()}
     if bias is not None:  # the constant coordinate is the same in every class
         head[bias] = torch.zeros_like(model.adapter[bias])
     return replace(model, adapter={name: head.get(name, tensor) for name, tensor in model.adapter.items()})

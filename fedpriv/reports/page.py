@@ -14,7 +14,7 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from fedpriv.reports import plots, series, stored_variants, tables
+from fedpriv.reports import accuracies, plots, series, stored_variants, tables
 from fedpriv.reports.tables import Table
 from fedpriv.runs import files
 from fedpriv.runs.reader import FinishedRun, read_run
@@ -76,6 +76,8 @@ def render(run: FinishedRun) -> str:
         why_not_private=why_not_private(run),
         accountant=_accountant(summary),
         interval=summary.get("accuracy_interval"),
+        accuracies=accuracies.accuracy_table(summary),
+        confusion=accuracies.confusion_table(summary),
         accuracy_without_noise=_accuracy_without_noise(run),
         epsilon_local=tables.format_epsilon(summary["epsilon_local_max"], summary["delta_max"]),
         epsilon_aggregate=_epsilon_aggregate(summary),
@@ -182,18 +184,28 @@ def _quality_panels(run: FinishedRun) -> list[Panel]:
         return []
     accuracy = series.compared(run.rounds, run.comparison_rounds, "test_accuracy", name)
     loss = series.compared(run.rounds, run.comparison_rounds, "test_loss", name)
-    chance = run.summary["chance_accuracy"]
+    references = _references(run.summary)
     note = "On the server's own test set; round 0 is the untrained model."
     return [
         _panel(
             "Test accuracy",
             note,
-            plots.accuracy_plot(accuracy, chance=chance),
+            plots.accuracy_plot(accuracy, references=references),
             accuracy,
             tables.format_percent,
         ),
         _panel("Test loss", "On the same test set.", plots.loss_plot(loss), loss, tables.format_number),
     ]
+
+
+def _references(summary: Mapping[str, Any]) -> dict[str, float]:
+    """What an accuracy has to beat, by name: chance only where the largest class is not known."""
+    guess = "chance" if summary["majority_accuracy"] is None else "largest class"
+    named = {
+        guess: summary["chance_accuracy" if guess == "chance" else "majority_accuracy"],
+        "linear probe": summary["probe_accuracy"],
+    }
+    return {name: accuracy for name, accuracy in named.items() if accuracy is not None}
 
 
 def _evaluation_panel(run: FinishedRun, name: str) -> Panel:
@@ -202,7 +214,7 @@ def _evaluation_panel(run: FinishedRun, name: str) -> Panel:
         "Of the final model, on records that the holders set aside; the bar is the 95% interval, which covers the "
         "noise of their counts."
     )
-    svg = plots.evaluation_plot(evaluated, chance=run.summary["chance_accuracy"])
+    svg = plots.evaluation_plot(evaluated, references=_references(run.summary))
     return _panel("Private evaluation", note, svg, evaluated, tables.format_percent)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -25,29 +25,27 @@ Format = Callable[[float], str]
 Label = tuple[str, float, float, str]  # text, x, y, colour
 
 
-def accuracy_plot(frame: pd.DataFrame, *, chance: float | None, name: str = "accuracy") -> str:
-    """Test accuracy over rounds, each run a line, chance as a dotted one."""
-    figure, axes = _axes([*_labels_of(frame), "chance"], _percent_tick)
+def accuracy_plot(frame: pd.DataFrame, *, references: Mapping[str, float], name: str = "accuracy") -> str:
+    """Test accuracy over rounds, each run a line, and what it has to beat as dotted ones, by name."""
+    figure, axes = _axes([*_labels_of(frame), *references], _percent_tick)
     labels = _draw_lines(axes, frame)
-    if chance is not None:
-        axes.axhline(chance, color=INK, linestyle=":", linewidth=1)
-        labels.append(("chance", float(frame.index.max()), chance, INK))
+    labels += _draw_references(axes, references, float(frame.index.max()))
     axes.set_ylim(max(0.0, axes.get_ylim()[0]), min(1.0, axes.get_ylim()[1]))
     _draw_labels(axes, labels)
     return to_svg(figure, name=name, description=describe(frame, "Test accuracy", format_percent))
 
 
-def evaluation_plot(frame: pd.DataFrame, *, chance: float | None, name: str = "evaluation") -> str:
-    """One accuracy with its interval as an error bar, chance as a dotted line.
+def evaluation_plot(frame: pd.DataFrame, *, references: Mapping[str, float], name: str = "evaluation") -> str:
+    """One accuracy with its interval as an error bar, and what it has to beat as dotted lines.
 
     Args:
         frame: from `series.evaluated`.
-        chance: accuracy of guessing.
+        references: {name: accuracy}.
         name: a word that is unique on the page.
     """
     (round_,), (label, *_) = frame.index, frame.columns
     accuracy, low, high = frame.iloc[0]
-    figure, axes = _axes([label, "chance"], _percent_tick)
+    figure, axes = _axes([label, *references], _percent_tick)
     middle = (low + high) / 2 if math.isnan(accuracy) else accuracy
     ends = [[middle - low], [high - middle]]
     axes.errorbar([round_], [middle], yerr=ends, fmt="none", ecolor=SERIES[0], capsize=6, elinewidth=1.6)
@@ -55,10 +53,7 @@ def evaluation_plot(frame: pd.DataFrame, *, chance: float | None, name: str = "e
     axes.set_xticks([round_])
     axes.set_xlim(round_ - 1, round_ + 1)
     axes.set_ylim(0.0, 1.0)
-    labels = [(label, float(round_), middle, SERIES[0])]
-    if chance is not None:
-        axes.axhline(chance, color=INK, linestyle=":", linewidth=1)
-        labels.append(("chance", float(round_) + 1, chance, INK))
+    labels = [(label, float(round_), middle, SERIES[0]), *_draw_references(axes, references, float(round_) + 1)]
     _draw_labels(axes, labels)
     interval = f"95% interval {format_percent(low)} to {format_percent(high)}"
     description = f"Accuracy after round {round_:g}: {format_percent(accuracy)}, {interval}."
@@ -189,6 +184,12 @@ def _draw_labels(axes: Axes, labels: Sequence[Label]) -> None:
             annotation_clip=False,
             arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 3},
         )
+
+
+def _draw_references(axes: Axes, references: Mapping[str, float], end: float) -> list[Label]:
+    for accuracy in references.values():
+        axes.axhline(accuracy, color=INK, linestyle=":", linewidth=1)
+    return [(name, end, accuracy, INK) for name, accuracy in references.items()]
 
 
 def _percent_tick(share: float) -> str:

@@ -26,6 +26,8 @@ def show(run: RunStatus, console: Console) -> None:
     console.print(_figures(run))
     if run.resume_command:  # outside the table, so that it can be copied in one piece
         console.print(f"\nresume with\n  {_printable(run.resume_command)}", soft_wrap=True, markup=False)
+    for warning in run.warnings:
+        console.print(Text.assemble(("\nwarning: ", "bold red"), _printable(warning)))
     if run.clients:
         console.print()
         console.print(_client_table(run))
@@ -54,7 +56,7 @@ def _figures(run: RunStatus) -> Table:
     lines += [
         ("rounds", f"{run.num_rounds}{planned}, {format_seconds(run.seconds)}"),
         ("checkpoint", checkpoint),
-        ("accuracy", format_percent(run.test_accuracy)),
+        ("accuracy", _accuracy(run)),
         ("largest ε", f"local {_bound(run.epsilon_local_max)}, rho {_bound(run.epsilon_rho_max)}"),
         ("", f"aggregate {aggregate}; at δ = {format_delta(run.delta_max)}, by {run.accountant}"),
         ("sent", f"{format_bytes(run.bytes_up)} up, {format_bytes(run.bytes_down)} down"),
@@ -73,6 +75,12 @@ def _age(run: RunStatus) -> str:
     if run.state != "running":
         return age
     return f"{age}; after {format_seconds(run.round_seconds)} without a sign of life it counts as interrupted"
+
+
+def _accuracy(run: RunStatus) -> str:
+    error = "" if run.accuracy_standard_error is None else f" ± {format_percent(run.accuracy_standard_error)}"
+    largest = "" if run.majority_accuracy is None else f", largest class {format_percent(run.majority_accuracy)}"
+    return f"{format_percent(run.test_accuracy)}{error}{largest}"
 
 
 def _bound(epsilon: float | None) -> str:

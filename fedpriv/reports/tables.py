@@ -68,9 +68,13 @@ def format_percent(share: float | None) -> str:
 
 
 def format_accuracy(summary: Mapping[str, Any]) -> str:
-    """A run's accuracy with four decimals, and its interval if it was read from noised counts; a dash if unknown."""
+    """A run's accuracy with four decimals and its standard error; a dash if unknown.
+
+    One that was read from noised counts has its interval in place of the standard error.
+    """
     accuracy, interval = summary["accuracy"], summary.get("accuracy_interval")
-    text = MISSING if accuracy is None else f"{accuracy:.4f}"
+    error = summary.get("accuracy_standard_error")
+    text = MISSING if accuracy is None else f"{accuracy:.4f}" if error is None else f"{accuracy:.4f} ± {error:.4f}"
     return text if interval is None else f"{text}, 95% interval {interval[0]:.4f} to {interval[1]:.4f}"
 
 

@@ -53,7 +53,12 @@ CLIENT_KEYS = (
 )
 COUNTS = ("num_clients", "num_rounds", "bytes_up", "bytes_down", "seconds")
 ACCURACIES = ("accuracy", "accuracy_initial", "accuracy_non_private", "chance_accuracy")
-NULLABLE = (*ACCURACIES, "delta", "delta_max")
+FIGURES_OF_QUALITY = (
+    *("majority_accuracy", "accuracy_standard_error", "macro_f1"),
+    *("probe_accuracy", "tfidf_accuracy"),
+)
+QUALITY_KEYS = (*FIGURES_OF_QUALITY, "confusion_matrix", "labels", "baselines", "warnings")
+NULLABLE = (*ACCURACIES, *FIGURES_OF_QUALITY, "delta", "delta_max")
 FLAGS = ("private", "adapters_moved")
 LEDGER_KEYS = ("privacy_view", "budget_epsilon", "stopped_early", "aggregate_objections", "ledger_head")
 SUMMARY_KEYS = (*ACCURACIES, *COUNTS, *FLAGS, *LEDGER_KEYS, "epsilon_local_max", "epsilon_rho_max", "delta_max")
@@ -128,7 +133,8 @@ def _numbers(path: Path, column: pd.Series) -> pd.Series:
 
 
 def _read_summary(path: Path) -> dict[str, Any]:
-    summary = files.read_values(path)
+    """The summary; of an older run, what it says about quality is None, and it has no warnings."""
+    summary = dict.fromkeys(QUALITY_KEYS) | {"warnings": []} | files.read_values(path)
     for key in (*SUMMARY_KEYS, *WORDS, "engine", "clients"):
         if key not in summary:
             raise InputError(f"{path}: key {key} is missing; a finished run writes it")
@@ -139,9 +145,10 @@ def _read_summary(path: Path) -> dict[str, Any]:
     for key in FLAGS:
         if not isinstance(summary[key], bool):
             raise InputError(f"{path}: {key} = {summary[key]!r}: must be true or false")
-    _check_numbers(path, "", summary, (*ACCURACIES, *COUNTS, "delta_max"))
+    _check_numbers(path, "", summary, (*ACCURACIES, *FIGURES_OF_QUALITY, *COUNTS, "delta_max"))
     _check_epsilons(path, "", summary, ("epsilon_local_max", "epsilon_rho_max"))
     _check_interval(path, summary.get("accuracy_interval"))
+    _check_quality(path, summary)
     if not isinstance(summary["clients"], list):
         raise InputError(f"{path}: clients must be a list with one entry per client")
     for index, client in enumerate(summary["clients"]):
@@ -181,6 +188,21 @@ def _check_interval(path: Path, interval: object) -> None:
     ends = interval if isinstance(interval, list) and all(isinstance(end, (int, float)) for end in interval) else []
     if len(ends) != 2 or not 0 <= ends[0] <= ends[1] <= 1:
         raise InputError(f"{path}: accuracy_interval = {interval!r}: must be [low, high], both in [0, 1]")
+
+
+def _check_quality(path: Path, summary: Mapping[str, Any]) -> None:
+    """Refuse warnings that are no lines, and a confusion matrix that is none or has other classes than `labels`."""
+    warnings, confusion = summary["warnings"], summary["confusion_matrix"]
+    if not isinstance(warnings, list) or not all(isinstance(line, str) for line in warnings):
+        raise InputError(f"{path}: warnings = {warnings!r}: must be a list of lines")
+    if confusion is None:
+        return
+    labels = summary["labels"]
+    num_classes = len(labels) if isinstance(labels, list) else 0
+    rows = confusion if isinstance(confusion, list) else []
+    square = len(rows) == num_classes and all(isinstance(row, list) and len(row) == num_classes for row in rows)
+    if not num_classes or not square or not all(type(count) is int and count >= 0 for row in rows for count in row):
+        raise InputError(f"{path}: confusion_matrix: must hold a row and a column of counts for each of the labels")
 
 
 def _check_epsilons(path: Path, prefix: str, values: Mapping[str, Any], keys: Sequence[str]) -> None:

@@ -73,6 +73,8 @@ class RunStatus:
         num_rounds: finished rounds; round 0, the test of the untrained model, does not count.
         num_rounds_planned: None if the configuration does not say.
         test_accuracy: after the last round; None before the first test, or without one.
+        accuracy_standard_error, majority_accuracy: of a finished run, if they are known.
+        warnings: of a finished run: why it may be of no use.
         accountant: the one that computed the epsilons: rdp until the run is finished.
         epsilon_local_max, epsilon_rho_max, epsilon_aggregate_max: the largest over all clients at `delta_max`; None as
             long as nothing is known, and for `aggregate` if `aggregate_view_holds` is False.
@@ -93,6 +95,9 @@ class RunStatus:
     num_rounds: int
     num_rounds_planned: int | None
     test_accuracy: float | None
+    accuracy_standard_error: float | None
+    majority_accuracy: float | None
+    warnings: tuple[str, ...]
     accountant: str
     epsilon_local_max: float | None
     epsilon_rho_max: float | None
@@ -154,6 +159,9 @@ def read_status(run_dir: Path, *, now: float) -> RunStatus:
         num_rounds=rounds[-1]["round"] if rounds else 0,
         num_rounds_planned=config.get("rounds"),
         test_accuracy=summary.get("accuracy", rounds[-1]["test_accuracy"] if rounds else None),
+        accuracy_standard_error=summary.get("accuracy_standard_error"),
+        majority_accuracy=summary.get("majority_accuracy"),
+        warnings=tuple(summary.get("warnings", ())),
         **(_final_costs(summary) if summary else _costs_so_far(rounds, clients)),
         bytes_up=sum(row["bytes_up"] for row in rounds),
         bytes_down=sum(row["bytes_down"] for row in rounds),

@@ -1,12 +1,14 @@
-"""Accuracy and loss on a set of records."""
+"""Accuracy, loss and confusion matrix on a set of records."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from fedpriv.data.records import Records, num_tokens, usable
+from fedpriv.data.records import Item, Records, num_tokens, usable
+from fedpriv.training.class_metrics import Confusion, confusion_matrix
 from fedpriv.training.losses import losses_and_hits
 from fedpriv.training.model import TrainingModel
 
@@ -20,15 +22,24 @@ class Evaluation:
     Attributes:
         accuracy: share of correct classes or next tokens, in [0, 1].
         loss: cross-entropy in nats.
+        confusion: records by true class (row) and predicted class (column); None for causal models.
     """
 
     accuracy: float
     loss: float
+    confusion: Confusion | None = field(default=None, repr=False)
+
+
+def passes_by_length(items: Sequence[Item]) -> Iterator[list[int]]:
+    """The positions of the records in passes without much padding."""
+    order = sorted(range(len(items)), key=lambda position: num_tokens(items[position]))
+    for begin in range(0, len(order), _RECORDS_PER_PASS):
+        yield order[begin : begin + _RECORDS_PER_PASS]
 
 
 @torch.no_grad()
 def evaluate(model: TrainingModel, records: Records) -> Evaluation:
-    """The accuracy and loss of the model, with its current adapter, on the records.
+    """How well the model, with its current adapter, predicts the records.
 
     Raises:
         ValueError: there are no records that a model can read.
@@ -37,10 +48,20 @@ def evaluate(model: TrainingModel, records: Records) -> Evaluation:
     if not items:
         raise ValueError("evaluation needs at least one record")
     hits = losses = 0.0
-    order = sorted(items, key=num_tokens)
-    for begin in range(0, len(order), _RECORDS_PER_PASS):
-        logits, batch = model.logits(order[begin : begin + _RECORDS_PER_PASS], cached=True)
+    labels: list[int] = []
+    predicted: list[int] = []
+    num_classes = 0
+    for positions in passes_by_length(items):
+        logits, batch = model.logits([items[position] for position in positions], cached=True)
         loss, hit = losses_and_hits(logits, batch)
         losses += float(loss.double().sum())
         hits += float(hit.double().sum())
-    return Evaluation(accuracy=hits / len(items), loss=losses / len(items))
+        if "labels" in batch:
+            num_classes = logits.shape[-1]
+            labels += batch["labels"].tolist()
+            predicted += logits.argmax(dim=-1).tolist()
+    return Evaluation(
+        accuracy=hits / len(items),
+        loss=losses / len(items),
+        confusion=confusion_matrix(labels, predicted, num_classes) if labels else None,
+    )

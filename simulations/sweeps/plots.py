@@ -143,13 +143,18 @@ def _named(key: str, value: object) -> str:
 
 
 def _draw_references(axes: Axes, done: pd.DataFrame) -> None:
-    """Draw chance and, where it was measured, the mean accuracy without noise; one far below the runs is only named."""
+    """Draw what runs are compared with, each the mean of what was measured; one far below the runs is only named.
+
+    Chance stands for the largest class where that is not known.
+    """
     low, high = float(done["accuracy"].min()), float(done["accuracy"].max())
+    known = done.get("majority_accuracy", pd.Series(dtype=float)).notna().any()
     for column, label, style in (
         ("accuracy_non_private", "z = 0, clipping kept", "--"),
-        ("chance_accuracy", "chance", ":"),
+        ("probe_accuracy", "linear probe", "-."),
+        ("majority_accuracy", "largest class", ":") if known else ("chance_accuracy", "chance", ":"),
     ):
-        values = done[column].dropna()
+        values = done.get(column, pd.Series(dtype=float)).dropna()
         if not len(values):
             continue
         value = float(values.astype(float).mean())

@@ -17,6 +17,8 @@ PRIVACY_KEYS = ("target_epsilon", "noise_multiplier", "budget_epsilon")
 
 # Of them, a run that was not tested has chance alone.
 _ACCURACIES = ("accuracy", "accuracy_initial", "accuracy_non_private", "chance_accuracy")
+# What older runs of a sweep that is continued do not have.
+_QUALITY = ("accuracy_standard_error", "macro_f1", "majority_accuracy", "probe_accuracy", "tfidf_accuracy")
 _FIGURES = (
     *_ACCURACIES,
     *("epsilon_local_max", "epsilon_rho_max", "delta_max", "noise_source", "private", "num_clients", "num_rounds"),
@@ -41,6 +43,7 @@ def tidy(sweep: Sweep, out: Path, errors: Mapping[str, str], spent: Total) -> pd
             summary = files.read_values(folder / files.SUMMARY)
             resolved = files.read_values(folder / files.CONFIG)
             row |= {"status": "done", **{name: summary[name] for name in _FIGURES}}
+            row |= {name: summary.get(name) for name in _QUALITY} | {"num_warnings": len(summary.get("warnings", ()))}
             row |= {"noise_multiplier": resolved["noise_multiplier"], "batch_size": resolved["batch_size"]}
         else:
             row["status"] = "failed" if run.key in errors else "not run"
@@ -48,7 +51,7 @@ def tidy(sweep: Sweep, out: Path, errors: Mapping[str, str], spent: Total) -> pd
         row |= {"folder": run.key, "error": errors.get(run.key, "")}
         rows.append(row)
     frame = pd.DataFrame(rows)
-    return frame.astype({name: float for name in _ACCURACIES if name in frame})
+    return frame.astype({name: float for name in (*_ACCURACIES, *_QUALITY) if name in frame})
 
 
 def settings(frame: pd.DataFrame, sweep: Sweep) -> tuple[pd.DataFrame, list[str]]:

@@ -14,7 +14,9 @@ INDEX = pd.Index([0, 1, 2], name="round")
 CLIENTS = pd.DataFrame({"0": [0.0, 0.5, 0.8], "1": [0.0, 0.6, 0.9]}, index=INDEX)
 MANY = pd.DataFrame({name: [0.0, 0.5, 0.8] for name in ("highest", "90%", "median", "10%")}, index=INDEX)
 PLOTS: dict[str, Callable[[], str]] = {
-    "accuracy": lambda: accuracy_plot(pd.DataFrame({"with DP": [0.1, 0.5, 0.9]}, index=INDEX), chance=0.125),
+    "accuracy": lambda: accuracy_plot(
+        pd.DataFrame({"with DP": [0.1, 0.5, 0.9]}, index=INDEX), references={"chance": 0.125}
+    ),
     "loss": lambda: loss_plot(pd.DataFrame({"with DP": [2.0, math.nan, 0.5]}, index=INDEX)),
     "clients": lambda: epsilon_plot(CLIENTS, title="ε", name="clients"),
     "many": lambda: epsilon_plot(MANY, title="ε", name="many"),

@@ -251,6 +251,25 @@ def test_a_finished_run_shows_its_final_figures(write_run: WriteRun) -> None:
     assert [client.epsilon_local for client in found.clients] == [0.0, 0.05, 0.1]
 
 
+def test_a_finished_run_shows_its_warnings_and_what_its_accuracy_is_compared_with(write_run: WriteRun) -> None:
+    folder = write_run()
+    quality = {"accuracy": 0.6, "accuracy_standard_error": 0.011, "majority_accuracy": 0.59, "warnings": ["too low"]}
+    (folder / "summary.json").write_text(json.dumps(summary(**quality)))
+    found = status(folder)
+    assert "60.0% ± 1.1%, largest class 59.0%" in shown(found)
+    assert "warning: too low" in shown(found)
+    assert found.as_dict()["warnings"] == ("too low",)
+
+
+def test_the_summary_of_an_older_run_has_no_warnings(write_run: WriteRun) -> None:
+    folder = write_run()
+    assert not summary().keys() & {"warnings", "majority_accuracy"}
+    (folder / "summary.json").write_text(json.dumps(summary()))
+    found = status(folder)
+    assert (found.warnings, found.majority_accuracy, found.accuracy_standard_error) == ((), None, None)
+    assert "warning" not in shown(found)
+
+
 def test_null_in_a_summary_is_infinity_and_null_in_json_again(write_run: WriteRun) -> None:
     folder = write_run()
     (folder / "summary.json").write_text(json.dumps(summary(epsilon_local_max=None, aggregate_objections=[])))

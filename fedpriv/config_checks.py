@@ -1,0 +1,146 @@
+"""Which keys of a run's configuration do not fit together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fedpriv.config_types import ON_NODES
+from fedpriv.mechanisms.registry import MECHANISMS
+
+if TYPE_CHECKING:
+    from fedpriv.config import RunConfig
+
+# The aggregation rules whose global model is the weighted sum of the uploads, from which a server optimizer may step.
+LINEAR_RULES = ("dp-lora", "fedavg", "ffa-lora")
+
+
+def check(config: RunConfig) -> None:
+    """Refuse keys that do not fit together.
+
+    Raises:
+        ValueError: names the keys, the values and what would be right.
+    """
+    if config.data == ON_NODES and config.task == "SEQ_CLS" and len(config.labels) < 2:
+        raise ValueError("data = on-nodes: needs labels, the classes that all holders agreed on")
+    if config.partition == "natural" and not config.client_column:
+        raise ValueError("partition = natural: needs client_column, the column that says who holds a record")
+    if config.partition == "sizes" and not config.client_sizes:
+        raise ValueError("partition = sizes: needs client_sizes, for instance [1200, 1000, 800]")
+    if config.audit:
+        _check_audit(config)
+    if config.evaluation_noise_multiplier is not None:
+        _check_private_evaluation(config)
+    if not config.has_test_set:
+        _check_without_test_set(config)
+    if config.baselines:
+        _check_baselines(config)
+    if config.integral_epsilon is not None and config.uploads_hidden:
+        raise ValueError("integral_epsilon: compares single uploads; with uploads_hidden = true, nobody sees those")
+    if max(config.variant_rounds, default=0) > config.rounds:
+        raise ValueError(f"variant_rounds = {list(config.variant_rounds)}: the run has {config.rounds} rounds")
+    if config.weight_decay > 0 and config.optimizer == "sgd":
+        raise ValueError(f"weight_decay = {config.weight_decay}: only adamw applies it; use 0 with sgd")
+    if config.client_ranks and config.aggregation != "flora":
+        raise ValueError(
+            f"client_ranks = {list(config.client_ranks)}: aggregation = {config.aggregation} averages tensors of one "
+            "shape; clients of different ranks need flora"
+        )
+    if config.aggregation == "t-fedavg" and config.upload_codec not in ("float32", "ternary"):
+        raise ValueError(f"upload_codec = {config.upload_codec}: t-fedavg sends ternary codes; leave the key out")
+    _check_mechanism(config)
+    _check_recipe(config)
+    _check_server_optimizer(config)
+    if config.noise_on == "upload" and config.clipping != "joint":
+        raise ValueError(f"clipping = {config.clipping}: with noise_on = upload the whole update is clipped; use joint")
+
+
+def _check_audit(config: RunConfig) -> None:
+    if config.data == ON_NODES:
+        raise ValueError(
+            "audit: its canaries go into the clients' data, which are on their nodes; audit a simulation instead"
+        )
+    if config.aggregation in ("fedex-lora", "flora"):
+        raise ValueError(f"audit: the global model of aggregation = {config.aggregation} is more than one adapter")
+    if config.noise_on == "upload":
+        raise ValueError("audit: canaries are records; noise_on = upload protects whole clients")
+
+
+def _check_private_evaluation(config: RunConfig) -> None:
+    key = f"evaluation_noise_multiplier = {config.evaluation_noise_multiplier}"
+    if config.test_data:
+        raise ValueError(f"{key}: with test_data the server has a test set of its own; leave one of the two out")
+    if config.noise_on == "upload":
+        raise ValueError(f"{key}: protects records, noise_on = upload whole clients; the two have no common epsilon")
+    if config.audit:
+        raise ValueError(f"{key}: an audit puts canaries among all of a client's records; leave one of the two out")
+
+
+def _check_without_test_set(config: RunConfig) -> None:
+    if config.dedup:
+        raise ValueError(f"dedup = {config.dedup}: validates on the server's test set; give test_data")
+    if config.comparison and (config.data_are_public or config.simulate):  # elsewhere no run without noise is allowed
+        raise ValueError("comparison = true: compares accuracies on the server's test set; give test_data")
+
+
+def _check_baselines(config: RunConfig) -> None:
+    if config.task != "SEQ_CLS":
+        raise ValueError(f"baselines = true: are classifiers, which task = {config.task} has none of; leave it out")
+    if not config.has_test_set:
+        raise ValueError("baselines = true: are tested on the server's test set; give test_data")
+    if config.data != ON_NODES and not config.data_are_public:
+        raise ValueError(
+            "baselines = true: would train on the clients' private records without noise; leave it out, or set "
+            "public_data = true if nobody's privacy depends on them"
+        )
+
+
+def _check_mechanism(config: RunConfig) -> None:
+    mechanism = MECHANISMS.named(config.mechanism)
+    if mechanism.parameters_hint and not config.mechanism_parameters:
+        raise ValueError(f"mechanism = {config.mechanism}: needs mechanism_parameters, {mechanism.parameters_hint}")
+    if config.client_ranks and mechanism.cost_depends_on_dimension:
+        raise ValueError(
+            f"client_ranks: with mechanism = {config.mechanism}, epsilon depends on the adapter's number of values; "
+            "use gaussian"
+        )
+    if config.mechanism_parameters_are_a_file:
+        return
+    MECHANISMS.checked_parameters(config.mechanism, config.mechanism_parameters, config.noise_multiplier)
+    if config.caveat and (config.target_epsilon or config.budget_epsilon):
+        raise ValueError(
+            f"mechanism_parameters: their cost is no privacy guarantee ({config.caveat}), so no target or budget of "
+            "epsilon can be kept"
+        )
+
+
+def _check_server_optimizer(config: RunConfig) -> None:
+    plain = config.server_optimizer == "sgd" and config.server_learning_rate == 1
+    if not plain and config.aggregation not in LINEAR_RULES:
+        raise ValueError(
+            f"server_optimizer = {config.server_optimizer}, server_learning_rate = {config.server_learning_rate}: "
+            f"aggregation = {config.aggregation} is no weighted sum of the uploads; use sgd and 1, or one of "
+            f"{', '.join(LINEAR_RULES)}"
+        )
+
+
+def _check_recipe(config: RunConfig) -> None:
+    """What the parts of the recipe `fedpriv` need of each other."""
+    remedy = "or use recipe = dp-lora-paper"
+    one_clipped_sum = ("task", "noise_on", "optimizer", "clipping", "mechanism")
+    parts = {
+        "head_start = true": (config.head_start, one_clipped_sum),
+        "learning_rate = auto": (config.learning_rate == "auto", (*one_clipped_sum, "local_steps")),
+        f"train = {config.train}": (config.train != "all", one_clipped_sum),
+        f"lora_rounds = {config.lora_rounds}": (config.lora_rounds is not None, one_clipped_sum),
+    }
+    known = {key: getattr(type(config), key) for key in (*one_clipped_sum, "local_steps")}
+    for part, (is_used, needed) in parts.items():
+        for key in needed:
+            if is_used and (value := getattr(config, key)) != known[key]:
+                raise ValueError(f"{part}: needs {key} = {known[key]}, not {value}, {remedy}")
+    if config.head_start and not config.normalize_features:
+        raise ValueError(f"head_start = true: needs normalize_features = true, {remedy}")
+    if config.head_start and config.rounds < 2:
+        raise ValueError("rounds = 1: the start of the head is the first round; use at least 2")
+    if config.normalize_features and config.task != "SEQ_CLS":
+        raise ValueError(f"normalize_features = true: a model with task = {config.task} has no head; use false")

@@ -1,0 +1,127 @@
+"""The accuracies beside each other: on the page, in the terminal and in a run's status, and of older runs."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from fedpriv.errors import InputError
+from fedpriv.reports.accuracies import MOST_CLASSES, accuracy_table, confusion_table
+from fedpriv.reports.page import write_report
+from fedpriv.runs.reader import QUALITY_KEYS, read_run
+from simulations.display import TerminalObserver
+
+WARNING = "accuracy 0.871 ± 0.010 is not above 0.860 <b>"
+QUALITY: dict[str, Any] = {
+    "majority_accuracy": 0.6,
+    "accuracy_standard_error": 0.0106,
+    "macro_f1": 0.8512,
+    "confusion_matrix": [[590, 10], [119, 281]],
+    "labels": ["no & <i>", "yes"],
+    "probe_accuracy": 0.9011,
+    "tfidf_accuracy": 0.8834,
+    "baselines": {"num_trained_on": 20_000, "num_available": 60_614, "folds": None},
+    "warnings": [WARNING],
+}
+
+
+def page_of(run_dir: Path) -> str:
+    return write_report(run_dir).read_text(encoding="utf-8")
+
+
+def rows_of(run_dir: Path) -> list[tuple[str, ...]]:
+    return list(accuracy_table(read_run(run_dir).summary).rows)
+
+
+def test_every_accuracy_has_a_row_the_private_one_first(write_run):
+    assert rows_of(write_run(**QUALITY)) == [
+        ("private", "0.8710 ± 0.0106", "0.8512", rows_of(write_run("again", **QUALITY))[0][3]),
+        ("without noise", "0.9240", "", "z = 0, clipping kept"),
+        ("linear probe", "0.9011", "", "20,000 of 60,614 records, no privacy"),
+        ("TF-IDF", "0.8834", "", "20,000 of 60,614 records, no privacy"),
+        ("largest class", "0.6000", "", "always guessing it"),
+        ("untrained", "0.1310", "", ""),
+    ]
+
+
+def test_what_was_cross_validated_on_test_records_says_so(write_run):
+    folds = {"baselines": {"num_trained_on": 800, "num_available": 1000, "folds": 5}}
+    assert rows_of(write_run(**QUALITY | folds))[2][3] == "5-fold on 1,000 test records"
+
+
+def test_the_page_shows_warnings_baselines_and_the_confusion_matrix_escaped(write_run):
+    page = page_of(write_run(**QUALITY))
+    assert '<div class="banner alarm" role="alert"><strong>Warning</strong>' in page
+    assert "ccuracy 0.871 ± 0.010 is not above 0.860 &lt;b&gt;" in page
+    assert "no &amp; &lt;i&gt;" in page
+    assert "<i>" not in page
+    cells = re.findall(r'<td( class="right")? style="--share: ([\d.]+)">(\d+)</td>', page)
+    assert [int(count) for _, _, count in cells] == [590, 10, 119, 281]
+    assert [bool(right) for right, _, _ in cells] == [True, False, False, True]
+    assert [float(share) for _, share, _ in cells] == pytest.approx(
+        [590 / 600, 10 / 600, 119 / 400, 281 / 400], abs=5.1e-4
+    )
+    assert "Chance" not in page
+
+
+def test_a_run_without_warnings_has_no_banner(write_run):
+    assert 'role="alert"' not in page_of(write_run(**QUALITY | {"warnings": []}))
+
+
+def test_a_folder_of_an_older_run_still_opens(write_run):
+    old = write_run()
+    assert not json.loads((old / "summary.json").read_text()).keys() & set(QUALITY_KEYS)
+    page = page_of(old)
+    assert "Chance" in page
+    assert "Confusion matrix" not in page
+    assert [row[0] for row in rows_of(old)] == ["private", "without noise", "untrained"]
+
+
+@pytest.mark.parametrize("num_classes", [MOST_CLASSES, MOST_CLASSES + 1])
+def test_a_large_confusion_matrix_is_left_to_the_summary(write_run, num_classes):
+    names, rows = [f"class {c}" for c in range(num_classes)], [[1] * num_classes] * num_classes
+    run_dir = write_run(**QUALITY | {"labels": names, "confusion_matrix": rows})
+    assert (confusion_table(read_run(run_dir).summary) is None) == (num_classes > MOST_CLASSES)
+    assert (f"of {num_classes} classes is in" in page_of(run_dir)) == (num_classes > MOST_CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("warnings", "one line"),
+        ("warnings", [3]),
+        ("confusion_matrix", [[1, 2]]),
+        ("confusion_matrix", [[1, 2], [3]]),
+        ("confusion_matrix", [[1, -2], [3, 4]]),
+        ("confusion_matrix", [[1, 2.5], [3, 4]]),
+        ("labels", None),
+        ("labels", ["a", "b", "c"]),
+        ("probe_accuracy", "high"),
+        ("majority_accuracy", True),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_by_name(write_run, key, value):
+    name = "confusion_matrix" if key == "labels" else key
+    with pytest.raises(InputError, match=rf"summary\.json: {name}"):
+        read_run(write_run(**QUALITY | {key: value}))
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_terminal_shows_warnings_and_the_same_table(write_run, width):
+    run_dir = write_run(**QUALITY)
+    summary = dict(read_run(run_dir).summary) | {"accuracy_interval": None, "unmoved_tensors": []}
+    console = Console(file=io.StringIO(), width=width)
+    TerminalObserver(console).finished(run_dir, summary)
+    text = console.file.getvalue()
+    assert "WARNING" in text
+    assert "is not above 0.860" in text
+    for row in accuracy_table(summary).rows:
+        line = next(line for line in text.splitlines() if line.lstrip().startswith(row[0]))
+        assert all(cell in line for cell in row)
+    assert "chance" not in text
