@@ -39,7 +39,8 @@ def evaluate(model: TrainingModel, records: Records) -> Evaluation:
     hits = losses = 0.0
     order = sorted(items, key=num_tokens)
     for begin in range(0, len(order), _RECORDS_PER_PASS):
-        logits, batch = model.logits(order[begin : begin + _RECORDS_PER_PASS], cached=True)
+        indices = [index for _, index in order[begin : begin + _RECORDS_PER_PASS]]
+        logits, batch = model.evaluation_logits(records, indices)
         loss, hit = losses_and_hits(logits, batch)
         losses += float(loss.double().sum())
         hits += float(hit.double().sum())
