@@ -15,8 +15,8 @@ from fedpriv.aggregation.global_model import GlobalModel
 # A class counts as at least this share of an even one's records, and as twice the noise of its count.
 _SMALLEST_SHARE = 0.25
 
-# Logits of class means alone are small: they are scaled until each weight's noise has this standard deviation, and by no
-# more than the factor. Chosen on training records of the embedded corpus that were held back; docs/recipes.md.
+# Scores by class means are small: they are scaled until each weight's noise has this standard deviation, and by no more
+# than the factor. Chosen on training records of the embedded corpus that were held back; docs/recipes.md.
 _NOISE_AT_START = 0.25
 _LARGEST_FACTOR = 20.0
 

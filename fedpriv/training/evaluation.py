@@ -52,7 +52,7 @@ def evaluate(model: TrainingModel, records: Records) -> Evaluation:
     predicted: list[int] = []
     num_classes = 0
     for positions in passes_by_length(items):
-        logits, batch = model.logits([items[position] for position in positions], cached=True)
+        logits, batch = model.evaluation_logits(records, [items[position][1] for position in positions])
         loss, hit = losses_and_hits(logits, batch)
         losses += float(loss.double().sum())
         hits += float(hit.double().sum())

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from fedpriv.adapters import lora
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX, Merged, factors_of, same
-from fedpriv.data.records import BatchShape, Item, collate
-from fedpriv.training.per_sample import TrainableLayer, trainable_layers
-from fedpriv.training.prefix_cache import PrefixCache, find_prefix, skipping_prefix
+from fedpriv.data.records import BatchShape, Item, Records, collate
+from fedpriv.training.feature_cache import Body, FeatureCache
+from fedpriv.training.isolation import raising_failures
+from fedpriv.training.per_sample import Stack, TrainableLayer, recorded, trainable_layers
+from fedpriv.training.prefix_cache import PrefixCache, find_prefix, input_of, skipping_prefix
 from fedpriv.training.shapes import MULTIPLE, Lengths, Pass, passes
 
 _FLOAT_BYTES = 4
@@ -33,6 +35,9 @@ _MOST_ACTIVATION_FLOATS = 2**21
 
 # Records of the shortest padded length in a pass on a CPU, at least.
 _LENGTHS_AT_ONCE = 16
+
+# Records of a pass through the head alone.
+_FEATURES_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +99,19 @@ class TrainingModel:
 
     Args:
         peft_model: in eval mode, where it stays, so that neither dropout nor batch statistics couple records.
-        memory_limit: bytes for one forward and backward pass, and the same again for the prefix cache in memory.
+        memory_limit: bytes for one forward and backward pass, the same again for the prefix cache in memory, and at
+            most that for the features that a head reads.
         prefix_cache: whether to cache the states below the first trainable layer.
         max_length: tokens of the longest record, if known; such records are not padded further than to a multiple of 8.
 
     Raises:
         ValueError: a trainable layer does not support per-sample gradients; names it.
     """
+
+    head: str | None = None
+    """Name of the layer that turns one vector for each record into the logits; None if no such layer is trained."""
+    features: FeatureCache | None = None
+    """What that layer reads."""
 
     def __init__(
         self, peft_model: Any, *, memory_limit: int, prefix_cache: bool = True, max_length: int | None = None
@@ -125,6 +136,11 @@ class TrainingModel:
             self.cache = PrefixCache(
                 self._forward, self.passes, prefix, width=peft_model.config.hidden_size, memory_limit=memory_limit
             )
+
+        self.head = self._find_head()
+        if self.head is not None:
+            width = self.layers[self.head].module.in_features
+            self.features = FeatureCache(self._head_inputs, self.passes, width=width, memory_limit=memory_limit)
 
     def check(self, shapes: Mapping[str, torch.Size]) -> None:
         """Refuse an adapter that does not fit the model; its rank, equal in all LoRA layers, may differ.
@@ -204,6 +220,60 @@ class TrainingModel:
             hidden = self.cache.hidden(items, batch["input_ids"].shape).to(self.device)
             with skipping_prefix(self.cache.prefix, hidden):
                 return self.peft_model(**inputs).logits.float(), batch
+
+    @torch.no_grad()
+    def _find_head(self) -> str | None:
+        names = [name for name in self.layers if ".modules_to_save." in name]
+        if len(names) != 1:
+            return None
+        calls: list[tuple[int, Tensor]] = []
+        head = self.layers[names[0]].module
+        hook = head.register_forward_hook(lambda _, args, out: calls.append((args[0].dim(), out)))
+        token = torch.full((1, MULTIPLE), self.peft_model.config.pad_token_id or 0, device=self.device)
+        try:
+            logits = self.peft_model(input_ids=token, attention_mask=torch.ones_like(token)).logits
+        finally:
+            hook.remove()
+        return names[0] if len(calls) == 1 and calls[0][0] == 2 and calls[0][1] is logits else None
+
+    @property
+    def head_tensors(self) -> set[str]:
+        """Names of the head's tensors in the adapter; empty without a `head`."""
+        layer = self.layers[self.head] if self.head is not None else None
+        return {self.adapter_names[name] for name in (layer.weight, layer.bias) if name} if layer else set()
+
+    def _head_inputs(self, items: Sequence[Item], shape: BatchShape, body: Body, cached: bool) -> Tensor:
+        """[rows, width] What the head reads of the records, with the body's tensors in the place of the model's own."""
+        assert self.head is not None
+        layers = {name: layer for name, layer in self.layers.items() if name != self.head}
+        by_name = {name: body.tensors[stored] for name, stored in self.adapter_names.items() if stored in body.tensors}
+        stack = Stack(
+            parameters={name: tensor.unsqueeze(0).to(self.device) for name, tensor in by_name.items()},
+            owners=torch.zeros(shape.rows, dtype=torch.int64, device=self.device),
+        )
+        with recorded(layers, stack), input_of(self.layers[self.head].module) as captured:
+            self.logits(items, cached=cached, shape=shape)
+        return captured[0]
+
+    @torch.no_grad()
+    def evaluation_logits(self, records: Records, indices: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The logits on public records with the model's current adapter, and the batch; features are kept.
+
+        Raises:
+            Exception: whatever the model raises on them.
+        """
+        if self.features is None or self.head is None:
+            return self.logits(records.items(indices), cached=True)
+        own = {name: p.detach().cpu() for name, p in self.parameters.items() if name not in self.head_tensors}
+        chosen = torch.as_tensor(indices, dtype=torch.int64)
+        with raising_failures():
+            features = self.features.features([(records, chosen)], Body(own, self._merged), keep=True)
+        logits = self.layers[self.head].module(features.to(self.device))
+        return logits, {"labels": records.labels[chosen].to(self.device)}
+
+    def features_at_once(self, num_values: int) -> int:
+        """Records of a pass through the head alone, whose per-sample gradients have so many values each."""
+        return max(1, min(_FEATURES_AT_ONCE, _MOST_ACTIVATION_FLOATS // num_values))
 
     def passes(
         self, items: Sequence[Item], num_expected: float = RECORDS_OF_A_STEP, num_values: int | None = None

@@ -48,7 +48,7 @@ class Prefix:
 
 
 class _StopForwardError(Exception):
-    """Ends a forward pass once the prefix's output is known."""
+    """Ends a forward pass once a module's input is known."""
 
 
 def find_prefix(model: Any) -> Prefix | None:
@@ -63,15 +63,15 @@ def find_prefix(model: Any) -> Prefix | None:
 
 
 @contextmanager
-def prefix_output(prefix: Prefix) -> Iterator[list[Tensor]]:
-    """Within this context a forward pass stops before the first trainable layer and appends its input to the list."""
+def input_of(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Within this context a forward pass stops before the module and appends its input to the list."""
     captured: list[Tensor] = []
 
     def stop(_module: nn.Module, args: Any) -> None:
         captured.append(args[0])
         raise _StopForwardError
 
-    handle = prefix.layers[prefix.length].register_forward_pre_hook(stop)
+    handle = module.register_forward_pre_hook(stop)
     try:
         yield captured
     except _StopForwardError:
@@ -237,7 +237,7 @@ class PrefixCache:
                     yield position, failed if hidden is None else hidden[row, :tokens]
 
     def _hidden_of(self, items: Sequence[Item], shape: BatchShape, positions: list[int]) -> Tensor:
-        with prefix_output(self.prefix) as captured:
+        with input_of(self.prefix.layers[self.prefix.length]) as captured:
             self._forward([items[position] for position in positions], shape)
         return captured[0].float().cpu()
 

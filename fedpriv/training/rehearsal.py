@@ -6,6 +6,7 @@ at all would otherwise show as an upload of noise alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from weakref import WeakKeyDictionary
@@ -54,7 +55,7 @@ def rehearse(
     """Run a local update of this specification on synthetic records of every shape, through the cache and without.
 
     It uses public inputs alone, releases nothing and draws nothing from a secure source. The model is as before, but
-    that its prefix cache has room for the registered records, if the update uses it. A model remembers what it has
+    that its caches have room for the registered records, if the update uses them. A model remembers what it has
     rehearsed: another adapter of the same shapes costs nothing, and other learning rates, clip norms and the like cost
     an update on one record.
 
@@ -69,12 +70,16 @@ def rehearse(
     Raises:
         Exception: whatever the update raises; no record has caused it.
     """
-    if caching_pays_off(spec, _everyone(spec, num_registered)):
+    sampler = spec.sampler(num_registered, SeededSource("rehearsal"))
+    if caching_pays_off(spec, sampler):
         model.reserve_cache(num_registered)
+        if model.features is not None and spec.trains == "head":
+            model.features.reserve(num_registered)
     shapes = tuple((name, tuple(tensor.shape)) for name, tensor in adapter.items())
     products = tuple((name, product.shape) for name, product in merged.items())
     short = replace(spec, local_steps=min(spec.local_steps, _MOST_STEPS), num_rounds=1)
-    computed = (shapes, products, _without_values(short), max_length, num_labels, tuple(features))
+    size = sampler.expected_batch_size
+    computed = (shapes, products, _without_values(short), size, max_length, num_labels, tuple(features))
     exact = (computed, short)
     known = _rehearsed.setdefault(model, {})
     if exact in known:
@@ -86,7 +91,7 @@ def rehearse(
         features=features,
         num_values=sum(tensor.numel() for tensor in adapter.values()),
     )
-    tasks = _tasks(adapter, merged, short, records)
+    tasks = _tasks(adapter, merged, short, records, size)
     if computed in known:  # through the whole model: the prefix cache keeps its states
         tasks = [replace(tasks[-1], data=records.part([0]))]
     before = model.merged
@@ -140,24 +145,24 @@ def _without_values(spec: UpdateSpec) -> UpdateSpec:
     )
 
 
-def _everyone(spec: UpdateSpec, num_registered: int) -> _Everyone:
-    return _Everyone(
-        num_registered=num_registered, expected_batch_size=spec.batch_size, source=SeededSource("rehearsal")
-    )
-
-
-def _tasks(adapter: Adapter, merged: Merged, spec: UpdateSpec, records: Records) -> list[UpdateTask]:
-    """The update with the prefix cache and without it: with few registered records the cache pays off."""
-    few, many = spec.batch_size, 2 * spec.batch_size * spec.num_rounds * spec.local_steps
+def _tasks(
+    adapter: Adapter, merged: Merged, spec: UpdateSpec, records: Records, expected_batch_size: float
+) -> list[UpdateTask]:
+    """The update with the caches and without them: with few registered records they pay off."""
+    few = math.ceil(expected_batch_size)
     return [
         UpdateTask(
             adapter=adapter,
             data=records,
             spec=spec,
             round=1,
-            sampler=_everyone(spec, num_registered),
+            sampler=_Everyone(
+                num_registered=num_registered,
+                expected_batch_size=expected_batch_size,
+                source=SeededSource("rehearsal"),
+            ),
             noise=SeededSource("rehearsal"),
             merged=merged,
         )
-        for num_registered in (few, many)
+        for num_registered in (few, 2 * few * spec.num_rounds * spec.local_steps)
     ]

@@ -18,6 +18,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fedpriv.accounting.events import Event, group
 from fedpriv.accounting.sensitivity import clipping_parts
@@ -26,6 +27,7 @@ from fedpriv.adapters.merged import same as same_merged
 from fedpriv.data.records import BatchShape, Item, usable
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.training.clipping import add_clipped, add_finite, clipped_rows
+from fedpriv.training.feature_cache import Body, FeatureCache
 from fedpriv.training.isolation import isolated
 from fedpriv.training.layout import Layout
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, noise_request, planned_event
@@ -279,6 +281,9 @@ def _gradient_rows(
     """
     model, by_name = clients.model, {**clients.fixed, **clients.layout.unflatten(parameters)}
     stacked = {module: by_name[name] for module, name in model.adapter_names.items()}
+    if model.features is not None and clients.layout.columns.keys() == model.head_tensors:
+        yield from _head_gradient_rows(clients, model.features, stacked, drawn)
+        return
     for cached in (True, False):
         selected = [k for k, task in enumerate(clients.tasks) if caching_pays_off(task.spec, task.sampler) == cached]
         sampled = [((clients.tasks[k].data, index), k) for k in selected for index in drawn[k]]
@@ -311,6 +316,61 @@ def _pass_gradients(
         return _losses(clients.spec, *model.logits(batch, cached=cached, shape=shape))
 
     gradients, _ = per_sample_gradients(model.layers, losses, stack, trained=clients.trained_parameters)
+    rows = clients.layout.flatten({model.adapter_names[name]: g for name, g in gradients.items()})
+    return _scaled(rows, clients.scales)
+
+
+def _head_gradient_rows(
+    clients: _Clients, features: FeatureCache, stacked: Mapping[str, Tensor], drawn: Sequence[Sequence[int]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """`_gradient_rows` where the head alone is trained: through the head alone, from the features of the records."""
+    for body, keep, members in _by_body(clients):
+        records = [(clients.tasks[k].data, torch.as_tensor(drawn[k], dtype=torch.int64)) for k in members]
+        inputs = features.features(records, body, keep=keep)
+        labels = torch.cat([data.labels[indices] for data, indices in records])
+        owners = torch.repeat_interleave(torch.tensor(members), torch.tensor([len(drawn[k]) for k in members]))
+        at_once = clients.model.features_at_once(clients.layout.size)
+        run = partial(_head_pass, clients, stacked, inputs, labels, owners, at_once)
+        for begin in range(0, len(inputs), at_once):
+            for positions, rows in isolated(run, range(begin, min(begin + at_once, len(inputs)))):
+                if rows is not None:
+                    yield rows, owners[positions].to(rows.device)
+
+
+def _by_body(clients: _Clients) -> list[tuple[Body, bool, list[int]]]:
+    """The clients whose features are computed with the same tensors, and whether these pay off being kept."""
+    groups: list[tuple[Body, bool, list[int]]] = []
+    for k, task in enumerate(clients.tasks):
+        own = Body({name: task.adapter[name] for name in sorted(clients.fixed)}, task.merged)
+        keep = caching_pays_off(task.spec, task.sampler)
+        for body, kept, members in groups:
+            if kept == keep and body.same(own):
+                members.append(k)
+                break
+        else:
+            groups.append((own, keep, [k]))
+    return groups
+
+
+def _head_pass(
+    clients: _Clients,
+    stacked: Mapping[str, Tensor],
+    features: Tensor,
+    labels: Tensor,
+    owners: Tensor,
+    num_rows: int,
+    positions: list[int],
+) -> Tensor:
+    """[rows, values] Per-sample gradients of the head for the records at the given positions, and for dummies."""
+    model = clients.model
+    assert model.head is not None
+    layer, padding = model.layers[model.head], num_rows - len(positions)
+    inputs = F.pad(features[positions], (0, 0, 0, padding)).to(model.device)
+    batch = {"labels": F.pad(labels[positions], (0, padding)).to(model.device)}
+    stack = Stack(parameters=stacked, owners=F.pad(owners[positions], (0, padding)).to(model.device))
+    gradients, _ = per_sample_gradients(
+        {model.head: layer}, lambda: _losses(clients.spec, layer.module(inputs), batch), stack
+    )
     rows = clients.layout.flatten({model.adapter_names[name]: g for name, g in gradients.items()})
     return _scaled(rows, clients.scales)
 
