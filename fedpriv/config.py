@@ -83,7 +83,8 @@ class RunConfig:
     # the federation
     rounds: Count = 40
     head_start: bool = True
-    lora_rounds: Annotated[Annotated[int, Field(ge=0)] | None, Maybe] = 8
+    lora_rounds: Annotated[Annotated[int, Field(ge=0)] | None, Maybe] = 12
+    lora_share: Annotated[float, Field(gt=0, lt=0.8)] = 0.05
     clients_per_round: Annotated[int, Field(ge=0)] = 0
     min_clients: Count = 1
     round_seconds: Positive = 3600.0
@@ -103,15 +104,17 @@ class RunConfig:
     local_steps: Count = 1
     batch_size: Count = 64
     sampling_probability: Annotated[Probability | None, Maybe] = 1.0
-    lora_sampling_probability: Annotated[Probability | None, Maybe] = 0.1
+    lora_sampling_probability: Annotated[Probability | None, Maybe] = 0.125
     optimizer: Literal["sgd", "adamw"] = "sgd"
     learning_rate: Positive | Literal["auto"] = "auto"
-    lora_scale: Positive = 1.0
+    lora_learning_rate: Positive | Literal["auto"] = "auto"
+    lora_head_learning_rate: Positive | Literal["auto"] = "auto"
     weight_decay: NonNegative = 0.0
     clipping: Clipping = "joint"
     clip_norm: Positive = 1.0
     noise_multiplier: NonNegative = 1.0
     start_noise_multiplier: Annotated[NonNegative | None, Maybe] = None
+    lora_noise_multiplier: Annotated[NonNegative | None, Maybe] = None
     target_epsilon: Annotated[Positive | None, Maybe] = 2.0
     noise_on: Literal["gradients", "upload"] = "gradients"
     mechanism: str = "gaussian"
@@ -235,6 +238,7 @@ class RunConfig:
             self,
             noise_multiplier=0.0,
             start_noise_multiplier=0.0 if self.head_start else None,
+            lora_noise_multiplier=None if self.lora_rounds is None else 0.0,
             mechanism="gaussian",
             mechanism_parameters="",
             target_epsilon=None,

@@ -14,7 +14,9 @@ from fedpriv.accounting.recipe import (
     Federation,
     LearningRate,
     client_weight,
+    joint_rates,
     learning_rate,
+    noise_multiplier_of_share,
     start_noise_beside,
     start_noise_multiplier,
 )
@@ -27,6 +29,7 @@ from fedpriv.training.local_update import planned_event
 from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.training.private_evaluation import planned_event as planned_evaluation
 from fedpriv.training.schedule import Schedule as Rounds
+from fedpriv.training.schedule import num_lora_rounds
 from server.weights import record_weights
 
 
@@ -69,14 +72,22 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
             f"evaluation_noise_multiplier = {config.evaluation_noise_multiplier}: the evaluation alone costs epsilon "
             f"{cost:.4g} of target_epsilon = {target}; use more noise for it"
         )
-    # Noise is what is looked for, and no learning rate changes what it costs.
-    planned = replace(config, learning_rate=1.0)
     try:
         if config.head_start and config.start_noise_multiplier is None:
             start = start_noise_multiplier(target, min(deltas), fixed=fixed) / scale
-            planned, config = (replace(each, start_noise_multiplier=start) for each in (planned, config))
+            config = replace(config, start_noise_multiplier=start)
+        if _has_joint_phase(config) and config.lora_noise_multiplier is None:
+            joint = noise_multiplier_of_share(
+                config.lora_share,
+                target,
+                min(deltas),
+                sampling_probability=config.lora_sampling_probability or 1.0,
+                num_steps=num_lora_rounds(config),
+                fixed=fixed,
+            )
+            config = replace(config, lora_noise_multiplier=joint / scale)
         schedules = [
-            (_releases(planned, size, initial, scale), delta) for size, delta in zip(sizes, deltas, strict=True)
+            (_releases(config, size, initial, scale), delta) for size, delta in zip(sizes, deltas, strict=True)
         ]
         return replace(config, noise_multiplier=calibrate_all(schedules, target, fixed=fixed))
     except ValueError as error:
@@ -98,8 +109,8 @@ def view_scale(config: RunConfig, sizes: Sequence[int]) -> float:
     if config.privacy_view == "rho":
         return 1 / math.sqrt(_num_selected(config, sizes))
     clients = dict(enumerate(sizes))
-    # No learning rate and no noise changes the clients' shares of a sum.
-    phases = Rounds.of(replace(config, learning_rate=1.0, start_noise_multiplier=1.0)).phases
+    # No noise changes the clients' shares of a sum.
+    phases = Rounds.of(_with_any_rates(replace(config, start_noise_multiplier=1.0))).phases
     threshold, colluding = config.min_clients, config.colluding_clients
     weights = [record_weights(config, phase.spec, clients) for phase in phases]
     return min(
@@ -109,10 +120,33 @@ def view_scale(config: RunConfig, sizes: Sequence[int]) -> float:
     )
 
 
-def with_learning_rate(config: RunConfig, sizes: Sequence[int]) -> RunConfig:
-    """The configuration with a number for `learning_rate = auto`; its noise is known."""
+def with_learning_rates(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> RunConfig:
+    """The configuration with numbers for learning rates that are `auto`; its noise is known.
+
+    Args:
+        config: of the run, calibrated.
+        sizes: N_k of all clients.
+        initial: the adapter.
+    """
     rate = derived_learning_rate(config, sizes)
-    return replace(config, learning_rate=rate.learning_rate) if rate else config
+    if rate is not None:
+        config = replace(config, learning_rate=rate.learning_rate)
+    if config.lora_rounds is None or not num_lora_rounds(config):
+        return config
+    noise = config.noise_multiplier if config.lora_noise_multiplier is None else config.lora_noise_multiplier
+    joint = joint_rates(
+        _federation(config, sizes),
+        noise_multiplier=noise,
+        sampling_probability=config.lora_sampling_probability or _probability(config, sizes),
+        num_steps=num_lora_rounds(config),
+        num_values=max(1, sum(t.numel() for name, t in initial.items() if ".lora_" in name)),
+    )
+    of_head, of_lora = config.lora_head_learning_rate, config.lora_learning_rate
+    return replace(
+        config,
+        lora_head_learning_rate=joint.head if of_head == "auto" else of_head,
+        lora_learning_rate=joint.lora if of_lora == "auto" else of_lora,
+    )
 
 
 def derived_learning_rate(config: RunConfig, sizes: Sequence[int]) -> LearningRate | None:
@@ -124,12 +158,11 @@ def derived_learning_rate(config: RunConfig, sizes: Sequence[int]) -> LearningRa
     """
     if config.learning_rate != "auto":
         return None
-    weights = [client_weight(size, equal=config.weighs_records) for size in sizes]
     return learning_rate(
-        Federation(sizes=sizes, weights=weights, participation=_num_selected(config, sizes) / len(sizes)),
+        _federation(config, sizes),
         noise_multiplier=config.noise_multiplier,
-        sampling_probability=config.sampling_probability or config.batch_size * len(sizes) / math.fsum(sizes),
-        num_steps=config.rounds - config.head_start,
+        sampling_probability=_probability(config, sizes),
+        num_steps=max(1, _num_steps(config)),
     )
 
 
@@ -140,9 +173,34 @@ def start_noise(config: RunConfig, sizes: Sequence[int]) -> float:
         config: of the run, calibrated.
         sizes: N_k of the clients whose releases are summed.
     """
-    weights = [client_weight(size, equal=config.weighs_records) for size in sizes]
-    total = Federation(sizes=sizes, weights=weights)
+    total = _federation(config, sizes)
     return (config.start_noise_multiplier or 0.0) * total.weighted_noise / total.weighted_records
+
+
+def _federation(config: RunConfig, sizes: Sequence[int]) -> Federation:
+    weights = [client_weight(size, equal=config.weighs_records) for size in sizes]
+    return Federation(sizes=sizes, weights=weights, participation=_num_selected(config, sizes) / len(sizes))
+
+
+def _probability(config: RunConfig, sizes: Sequence[int]) -> float:
+    """q, or the average one of clients with different ones."""
+    return config.sampling_probability or config.batch_size * len(sizes) / math.fsum(sizes)
+
+
+def _num_steps(config: RunConfig) -> int:
+    """The rounds whose noise is `noise_multiplier`: those of the head, or all after the start."""
+    after_start = config.rounds - config.head_start
+    return after_start - num_lora_rounds(config) if config.lora_rounds is not None else after_start
+
+
+def _has_joint_phase(config: RunConfig) -> bool:
+    """Whether the last rounds, which train A and B too, have noise of their own."""
+    return config.lora_rounds is not None and num_lora_rounds(config) > 0 and _num_steps(config) > 0
+
+
+def _with_any_rates(config: RunConfig) -> RunConfig:
+    """The configuration with some number for each rate: none changes what a release costs."""
+    return replace(config, learning_rate=1.0, lora_head_learning_rate=1.0, lora_learning_rate=1.0)
 
 
 def _num_selected(config: RunConfig, sizes: Sequence[int]) -> int:
@@ -153,16 +211,18 @@ def _with_start_beside(config: RunConfig) -> RunConfig:
     """The configuration with noise for the start of the head beside steps whose noise is given."""
     if not config.head_start or config.start_noise_multiplier is not None:
         return config
-    noise = start_noise_beside(config.noise_multiplier, config.rounds - 1)
+    noise = start_noise_beside(config.noise_multiplier, max(1, _num_steps(config)))
     return replace(config, start_noise_multiplier=noise)
 
 
 def _releases(config: RunConfig, size: int, initial: Adapter, scale: float) -> Schedule:
     """All releases of a client in every round, by the noise multiplier, with the noise that the view counts."""
 
+    planned = _with_any_rates(config)
+
     def releases(noise_multiplier: float) -> list[Event]:
         events = []
-        for phase in Rounds.of(replace(config, noise_multiplier=noise_multiplier)).phases:
+        for phase in Rounds.of(replace(planned, noise_multiplier=noise_multiplier)).phases:
             event = planned_event(phase.spec, min(1.0, phase.spec.probability(size)), initial)
             events.append(event.with_count(phase.num_rounds * event.count).with_noise(scale))
         return events

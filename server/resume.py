@@ -29,7 +29,7 @@ def check_configuration(config: RunConfig) -> None:
     free = {
         *configuration.LOCATION_KEYS,
         *(["noise_multiplier"] if began.target_epsilon else []),
-        *(["start_noise_multiplier"] if config.start_noise_multiplier is None else []),
+        *(key for key in ("start_noise_multiplier", "lora_noise_multiplier") if getattr(config, key) is None),
         *(["lora_rounds"] if began.train == "auto" else []),
     }
     differing = [key for key in configuration.KEYS if getattr(began, key) != getattr(config, key)]

@@ -22,7 +22,7 @@ from server import checkpoint, registry
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
 from server.evaluation import PrivateEvaluation, evaluate_privately
-from server.noise import derived_learning_rate, with_learning_rate
+from server.noise import derived_learning_rate, with_learning_rates
 from server.observer import Observer
 from server.registration import Nodes
 from server.strategy import RuleStrategy
@@ -52,7 +52,7 @@ class Series:
         self.registrations = [registration for _, registration in nodes.values()]
         sizes = [registration.num_records for registration in self.registrations]
         self.learning_rate = derived_learning_rate(config, sizes)
-        self._rated = with_learning_rate(config, sizes)
+        self._rated = with_learning_rates(config, sizes, bench.initial)
         self.names = {registration.client: registration.name for registration in self.registrations}
         self.books = Books(
             self._rated,

@@ -80,6 +80,10 @@ BAD = {
     "sampling_probability": 1.5,
     "lora_sampling_probability": 0.0,
     "start_noise_multiplier": -1.0,
+    "lora_noise_multiplier": -1.0,
+    "lora_share": 0.9,
+    "lora_learning_rate": 0.0,
+    "lora_head_learning_rate": 0.0,
 }
 
 
@@ -256,7 +260,7 @@ def test_baselines_that_would_need_private_records_or_have_no_test_set_are_refus
 
 FLOATS = [field.name for field in fields(RunConfig) if isinstance(field.default, float)]
 FLOATS += ["delta", "learning_rate", "integral_epsilon"]
-NUMBERS_OR_TEXT = ("layers", "learning_rate")
+NUMBERS_OR_TEXT = ("layers", "learning_rate", "lora_learning_rate", "lora_head_learning_rate")
 TEXTS = [f.name for f in fields(RunConfig) if isinstance(f.default, str) and f.name not in NUMBERS_OR_TEXT]
 
 
@@ -392,6 +396,10 @@ OTHER |= {
     "sampling_probability": 0.3,
     "lora_sampling_probability": 0.3,
     "start_noise_multiplier": 3.0,
+    "lora_noise_multiplier": 3.0,
+    "lora_share": 0.1,
+    "lora_learning_rate": 3.0,
+    "lora_head_learning_rate": 3.0,
 }
 FOR_SGD_ALONE = ("train", "head_start", "lora_rounds", "server_optimizer", "server_learning_rate")
 

@@ -78,12 +78,14 @@ def calibrate(
     def suffices(z: float, accountant: Accountant) -> bool:
         return epsilon_of([*schedule(z), *fixed], delta, accountant).epsilon <= epsilon
 
-    # rdp is fast and hardly ever below pld: it finds the neighbourhood, then the requested accountant the value.
-    tolerance = 1e-7 if accountant == "rdp" else 1e-4
-    multiplier = _smallest(lambda z: suffices(z, "rdp"), start=1.0, tolerance=tolerance)
-    if accountant == "rdp" or not all(event.has_pld for event in schedule(multiplier)):
-        return multiplier
-    return _smallest(lambda z: suffices(z, "pld"), start=multiplier, tolerance=tolerance)
+    if accountant == "rdp" or not all(event.has_pld for event in [*schedule(1.0), *fixed]):
+        return _smallest(lambda z: suffices(z, "rdp"), start=1.0, tolerance=1e-7 if accountant == "rdp" else 1e-4)
+    # rdp is fast and hardly ever below pld: it finds the neighbourhood, unless the fixed releases alone are too much by
+    # rdp, and then the requested accountant the value.
+    start = 1.0
+    if epsilon_of(fixed, delta, "rdp").epsilon < epsilon:
+        start = _smallest(lambda z: suffices(z, "rdp"), start=1.0, tolerance=0.02)
+    return _smallest(lambda z: suffices(z, "pld"), start=start, tolerance=1e-4)
 
 
 def calibrate_all(

@@ -12,7 +12,8 @@ from itertools import combinations
 
 import numpy as np
 
-from fedpriv.accounting.calibration import calibrate
+from fedpriv.accounting.accountants import epsilon_of
+from fedpriv.accounting.calibration import calibrate, noise_multiplier_for
 from fedpriv.accounting.events import Event, SubsampledGaussian
 from fedpriv.accounting.law import Array
 
@@ -22,6 +23,13 @@ START_SHARE = 0.15
 # The standard deviation with which each of the head's weights may end, and the longest step that is ever useful.
 FINAL_NOISE = 0.6
 _LARGEST_RATE = 50.0
+
+# The same for the last rounds, which train A and B too: the noise of the head's weights, and how far A and B may step for
+# what their noise adds up to. docs/recipes.md says how both were found.
+_FINAL_NOISE_BESIDE_LORA = 0.18
+_LORA_NOISE = 0.016
+_LARGEST_LORA_STEP = 1200.0
+_LARGEST_LORA_RATE = 100.0
 
 # Whom a round may ask is enumerated up to this many possibilities, and beyond that drawn this often, always the same.
 _ENUMERATED_ROUNDS = 5000
@@ -108,11 +116,44 @@ def start_noise_multiplier(epsilon: float, delta: float, *, fixed: Sequence[Even
     Raises:
         ValueError: a value is out of range, or no noise suffices.
     """
+    return _gaussian_multiplier(epsilon, delta, fixed) / math.sqrt(START_SHARE)
+
+
+def noise_multiplier_of_share(
+    share: float,
+    epsilon: float,
+    delta: float,
+    *,
+    sampling_probability: float,
+    num_steps: int,
+    fixed: Sequence[Event] = (),
+) -> float:
+    """z of sampled steps that together cost what a Gaussian release with this share of the budget costs.
+
+    Args:
+        share: in (0, 1), of 1 / z^2 of the single Gaussian release that the run may afford.
+        epsilon, delta, fixed: as for `start_noise_multiplier`.
+        sampling_probability: q in (0, 1].
+        num_steps: J >= 1.
+
+    Raises:
+        ValueError: a value is out of range, or no noise suffices.
+    """
+    alone = SubsampledGaussian(
+        noise_multiplier=_gaussian_multiplier(epsilon, delta, fixed) / math.sqrt(share), sampling_probability=1.0
+    )
+    return noise_multiplier_for(
+        epsilon_of([alone], delta).epsilon, delta, sampling_probability=sampling_probability, steps=num_steps
+    )
+
+
+def _gaussian_multiplier(epsilon: float, delta: float, fixed: Sequence[Event]) -> float:
+    """z of the single Gaussian release that is left within (epsilon, delta)."""
 
     def alone(z: float) -> list[Event]:
         return [SubsampledGaussian(noise_multiplier=z, sampling_probability=1.0, count=1)]
 
-    return calibrate(alone, epsilon, delta, fixed=fixed) / math.sqrt(START_SHARE)
+    return calibrate(alone, epsilon, delta, fixed=fixed)
 
 
 def start_noise_beside(noise_multiplier: float, num_steps: int) -> float:
@@ -141,6 +182,30 @@ def learning_rate(
     nu = noise_multiplier * federation.noise_per_record / (sampling_probability * math.sqrt(num_steps))
     tau = min(_LARGEST_RATE * num_steps, FINAL_NOISE / nu if nu else math.inf)
     return LearningRate(noise_per_step_length=nu, total_step=tau, learning_rate=tau / num_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointRates:
+    """Learning rates of rounds that train A, B and head."""
+
+    head: float
+    lora: float
+
+
+def joint_rates(
+    federation: Federation, *, noise_multiplier: float, sampling_probability: float, num_steps: int, num_values: int
+) -> JointRates:
+    """The rates of the last rounds: tau = min(50 J, 0.18 / nu) for the head, min(1200, 0.016 / (nu^2 d)) for A and B.
+
+    Args:
+        federation, noise_multiplier, sampling_probability: as for `learning_rate`, of these rounds.
+        num_steps: J >= 1.
+        num_values: d >= 1, in A and B.
+    """
+    nu = noise_multiplier * federation.noise_per_record / (sampling_probability * math.sqrt(num_steps))
+    head = min(_LARGEST_RATE * num_steps, _FINAL_NOISE_BESIDE_LORA / nu if nu else math.inf)
+    lora = min(_LARGEST_LORA_STEP, _LORA_NOISE / (nu**2 * num_values) if nu else math.inf)
+    return JointRates(head=head / num_steps, lora=min(lora / num_steps, _LARGEST_LORA_RATE))
 
 
 def arrived(num_steps: int, momentum: float) -> Array:

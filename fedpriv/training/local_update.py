@@ -59,6 +59,7 @@ class UpdateSpec:
         bias_scale: what the gradient of the head's bias is multiplied by before it is clipped, and its step after it
             was noised, > 0: features get this as a further, constant coordinate.
         lora_scale: the same for A and B.
+        lora_learning_rate: of A and B; 0 stands for `learning_rate`.
     """
 
     num_rounds: int
@@ -81,6 +82,7 @@ class UpdateSpec:
     objective: str = "loss"
     bias_scale: float = 1.0
     lora_scale: float = 1.0
+    lora_learning_rate: float = 0.0
 
     @staticmethod
     def of(config: RunConfig) -> UpdateSpec:
@@ -101,6 +103,8 @@ class UpdateSpec:
             "trains": "all",
             "objective": "loss",
             "bias_scale": BIAS_SCALE if config.normalize_features else 1.0,
+            "lora_scale": 1.0,
+            "lora_learning_rate": 0.0,
         }
         names = UpdateSpec.__dataclass_fields__.keys() - derived.keys()
         return UpdateSpec(**derived, **{name: getattr(config, name) for name in names})

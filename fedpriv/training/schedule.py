@@ -33,9 +33,6 @@ class Schedule:
     def of(config: RunConfig) -> Schedule:
         """The start of the head, rounds that train the head alone, and rounds that train everything.
 
-        In all steps one unit of the noised sum moves the model equally far, however many records it is expected to
-        hold: the learning rate of the last phase is in proportion to its sampling probability.
-
         Raises:
             ValueError: the learning rate is still to be derived.
         """
@@ -47,12 +44,8 @@ class Schedule:
         if num_head := config.rounds - config.head_start - num_all:
             phases.append(Phase(name="head", spec=replace(everything, trains="head"), num_rounds=num_head))
         if num_all:
-            q, of_all = config.sampling_probability, config.lora_sampling_probability
-            if q and of_all and config.lora_rounds is not None:
-                everything = replace(
-                    everything, sampling_probability=of_all, learning_rate=everything.learning_rate * of_all / q
-                )
-            phases.append(Phase(name="all", spec=everything, num_rounds=num_all))
+            spec = everything if config.lora_rounds is None else _joint(config, everything)
+            phases.append(Phase(name="all", spec=spec, num_rounds=num_all))
         return Schedule(tuple(phases))
 
     def phase(self, round_: int) -> Phase:
@@ -82,6 +75,22 @@ class Schedule:
                 spans.append((phase, count))
             first = last
         return spans
+
+
+def _joint(config: RunConfig, spec: UpdateSpec) -> UpdateSpec:
+    """A step of A, B and head, with noise, sampling and rates of its own where the configuration has them."""
+    rates = config.lora_head_learning_rate, config.lora_learning_rate
+    if "auto" in rates:
+        raise ValueError(f"lora_head_learning_rate, lora_learning_rate = {rates}: have not been derived yet")
+    of_head, of_lora = map(float, rates)
+    noise = spec.noise_multiplier if config.lora_noise_multiplier is None else config.lora_noise_multiplier
+    return replace(
+        spec,
+        sampling_probability=config.lora_sampling_probability or spec.sampling_probability,
+        noise_multiplier=noise,
+        learning_rate=of_head,
+        lora_learning_rate=of_lora,
+    )
 
 
 def num_lora_rounds(config: RunConfig) -> int:

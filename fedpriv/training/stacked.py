@@ -81,7 +81,7 @@ def stacked_updates(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[C
             gradients, step_events = _private_gradients(clients, weights.values())
             for collected, event in zip(events, step_events, strict=True):
                 collected.append(event)
-        weights.step(_scaled(gradients, clients.scales))
+        weights.step(_scaled(_scaled(gradients, clients.scales), clients.rates))
     trained = weights.values()
     if on_upload:
         trained, upload_events = _noised_uploads(clients, trained)
@@ -153,6 +153,7 @@ class _Clients:
         broadcast: [clients, values], the trained values that the clients start from.
         fixed: {tensor name: [clients, *shape]} of the tensors that are not trained.
         scales: [values], see this module; None if each is one.
+        rates: [values], each value's learning rate over the specification's; None if each is one.
     """
 
     model: TrainingModel
@@ -162,6 +163,7 @@ class _Clients:
     broadcast: Tensor
     fixed: Mapping[str, Tensor]
     scales: Tensor | None
+    rates: Tensor | None
 
     @staticmethod
     def of(model: TrainingModel, tasks: Sequence[UpdateTask]) -> _Clients:
@@ -179,6 +181,8 @@ class _Clients:
         trained = [{name: task.adapter[name] for name in names} for task in tasks]
         ordered = {name: shapes[name] for name in layout.columns}
         scales = value_scales(ordered, bias_scale=spec.bias_scale, lora_scale=spec.lora_scale)
+        rate = spec.lora_learning_rate / spec.learning_rate if spec.lora_learning_rate else 1.0
+        rates = value_scales(ordered, bias_scale=1.0, lora_scale=rate)
         return _Clients(
             model=model,
             tasks=tasks,
@@ -190,6 +194,7 @@ class _Clients:
                 for name in shapes.keys() - layout.columns.keys()
             },
             scales=None if scales is None else scales.to(model.device),
+            rates=None if rates is None else rates.to(model.device),
         )
 
     def with_trained(self, adapter: Adapter, row: Tensor) -> Adapter:

@@ -117,6 +117,8 @@ def check_instruction(spec: UpdateSpec, policy: NodePolicy, *, noise_source: str
         value = getattr(spec, name)
         if not (math.isfinite(value) and value >= 0):
             raise RefusedError(f"{name} = {value}: must be finite and >= 0")
+    if not 0 <= spec.lora_learning_rate < math.inf:
+        raise RefusedError(f"lora_learning_rate = {spec.lora_learning_rate}: must be finite and >= 0")
     if spec.learning_rate == 0:
         raise RefusedError("learning_rate = 0: must be > 0")
     if spec.optimizer not in OPTIMIZERS:
@@ -176,6 +178,7 @@ def check_limits(spec: UpdateSpec, event: Event, round_: int, limits: Limits | N
         ("num_rounds", spec.num_rounds, limits.max_rounds),
         ("clip_norm", spec.clip_norm, limits.max_clip_norm),
         ("learning_rate", spec.learning_rate, limits.max_learning_rate),
+        ("lora_learning_rate", spec.lora_learning_rate, limits.max_learning_rate),
         ("weight_decay", spec.weight_decay, limits.max_learning_rate),
     ):
         if value > maximum:

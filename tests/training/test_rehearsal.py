@@ -88,7 +88,17 @@ def test_what_was_rehearsed_is_not_rehearsed_again(model, monkeypatch):
     run(model, adapter=moved)
 
 
-@pytest.mark.parametrize("changes", [{"noise_on": "upload"}, {"clipping": "batch"}, {"optimizer": "adamw"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"noise_on": "upload"},
+        {"clipping": "batch"},
+        {"optimizer": "adamw"},
+        {"trains": "head", "sampling_probability": 1.0},
+        {"trains": "head", "objective": "class-sums", "sampling_probability": 1.0},
+        {"sampling_probability": 0.1, "bias_scale": 0.3, "lora_scale": 2.0},
+    ],
+)
 def test_an_update_that_was_rehearsed_runs(model, make_records, changes):
     run(model, spec=dataclasses.replace(SPEC, **changes))
     rehearsal.local_update(model, make_task(model, make_records(40, shortest=1, longest=40), **changes))
@@ -149,6 +159,13 @@ def test_what_a_model_remembers_is_bounded(model, monkeypatch, computed):
 def test_room_is_reserved_for_the_registered_records_if_the_cache_pays_off(model, num_rounds, reserved):
     run(model, spec=changed(num_rounds=num_rounds), num_registered=40)  # 3 steps a round, of 8 records
     assert model.cache.bytes_in_memory == reserved * 40 * 40 * 4 * 64
+
+
+@pytest.mark.parametrize(("probability", "reserved"), [(0.3, False), (0.4, True), (1.0, True)])
+def test_a_sampling_probability_decides_whether_the_caches_pay_off(model, probability, reserved):
+    run(model, spec=changed(num_rounds=1, trains="head", sampling_probability=probability), num_registered=17)
+    assert model.cache.bytes_in_memory == reserved * 17 * 40 * 4 * 64
+    assert model.features.bytes_in_memory == reserved * 17 * 4 * 64
 
 
 def test_passes_follow_the_rank_that_is_trained(encoder):
