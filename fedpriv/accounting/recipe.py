@@ -24,8 +24,8 @@ START_SHARE = 0.15
 FINAL_NOISE = 0.6
 _LARGEST_RATE = 50.0
 
-# The same for the last rounds, which train A and B too: the noise of the head's weights, and how far A and B may step for
-# what their noise adds up to. docs/recipes.md says how both were found.
+# The same for the last rounds, which train A and B too: the noise of the head's weights, and how far A and B may step
+# for what their noise adds up to. docs/recipes.md says how both were found.
 _FINAL_NOISE_BESIDE_LORA = 0.18
 _LORA_NOISE = 0.016
 _LARGEST_LORA_STEP = 1200.0

@@ -1,0 +1,208 @@
+"""Runs of the recipe `fedpriv`: what every round trains and costs, and that all of them together meet the target."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from safetensors.torch import load_file
+
+from clients import handler
+from clients import node as node_keys
+from fedpriv import protocol
+from fedpriv.accounting.accountants import epsilon_of
+from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.config import parse, to_flower
+from fedpriv.ledger.entries import data_sets, entries, releases
+from fedpriv.ledger.reader import reading
+from fedpriv.protocol import Registration
+from fedpriv.training.schedule import Schedule
+from fedpriv.training.workbench import workbench
+from server.bookkeeping import Books
+from server.noise import calibrated, derived_learning_rate, with_learning_rates
+from server.observer import LogObserver
+from simulations.engines import federation
+from simulations.engines.flower_private import task_identity
+
+TARGET, SIZES = 3.0, [84, 56, 52]
+ROUNDS = {"rounds": 8, "lora_rounds": 3, "target_epsilon": TARGET, "delta": 1e-5, "baselines": False}
+
+
+@pytest.fixture(scope="module")
+def recipe(small_run):
+    """Configuration values of a small run of the recipe."""
+    of_the_paper = ("local_steps", "batch_size", "noise_multiplier")
+    return {key: value for key, value in small_run.items() if key not in of_the_paper} | ROUNDS
+
+
+@pytest.fixture(scope="module")
+def finished(recipe, tmp_path_factory):
+    """The folder of such a run."""
+    out = tmp_path_factory.mktemp("recipe") / "run"
+    federation.run(parse(recipe | {"out": str(out), "ledger": str(out.parent / "ledger.sqlite")}), LogObserver())
+    return out
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "clients.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_start_and_steps_are_one_charge_that_meets_the_target(finished):
+    summary = json.loads((finished / "summary.json").read_text())
+    assert 0.995 * TARGET < summary["epsilon_local_max"] <= TARGET
+
+
+def test_every_round_costs_what_its_phase_says(finished):
+    by_round = {int(row["round"]): row for row in rows(finished) if row["client"] == "0"}
+    probabilities = [float(by_round[r]["sampling_probability"]) for r in range(1, 9)]
+    assert probabilities == [1.0] * 5 + [0.125] * 3
+    noise = [float(by_round[r]["noise_multiplier"]) for r in range(1, 9)]
+    assert len(set(noise[1:5])) == len(set(noise[5:])) == 1
+    assert len({noise[0], noise[1], noise[5]}) == 3
+    events = [
+        SubsampledGaussian(noise_multiplier=z, sampling_probability=q)
+        for z, q in zip(noise, probabilities, strict=True)
+    ]
+    summary = json.loads((finished / "summary.json").read_text())
+    assert summary["epsilon_local_max"] == pytest.approx(epsilon_of(events, 1e-5).epsilon, rel=1e-9)
+
+
+def test_the_ledger_holds_every_release_with_its_own_event(finished):
+    ledger = finished.parent / "ledger.sqlite"
+    with reading(ledger) as db:
+        for data_set in data_sets(db):
+            events = [release.event for release in releases(db, data_set.id)]
+            counts = {(event.noise_multiplier, event.sampling_probability): event.count for event in events}
+            assert sorted((q, count) for (_, q), count in counts.items()) == [(0.125, 3), (1.0, 1), (1.0, 4)]
+            assert epsilon_of(events, data_set.delta).epsilon <= TARGET
+
+
+def test_a_b_and_head_are_trained(finished):
+    summary = json.loads((finished / "summary.json").read_text())
+    assert summary["adapters_moved"], summary["unmoved_tensors"]
+    names = load_file(finished / "variants" / "global" / "adapter_model.safetensors").keys()
+    assert {"lora_A", "lora_B", "classifier"} <= {part for name in names for part in name.split(".")}
+
+
+def test_the_head_alone_leaves_the_rest_as_it_was(recipe, tmp_path):
+    config = parse(recipe | {"train": "head", "out": str(tmp_path / "run")})
+    federation.run(config, LogObserver())
+    tensors = load_file(tmp_path / "run" / "variants" / "global" / "adapter_model.safetensors")
+    assert all(not tensor.any() for name, tensor in tensors.items() if "lora_B" in name)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["adapters_moved"]
+
+
+@pytest.mark.parametrize("view", ["local", "rho", "aggregate"])
+@pytest.mark.parametrize("target", [0.5, 2.0, 8.0])
+def test_noise_meets_the_target_on_every_view_and_wastes_little(recipe, view, target):
+    hidden = {"uploads_hidden": True, "min_clients": 3} if view == "aggregate" else {}
+    config = parse(recipe | ROUNDS | hidden | {"privacy_view": view, "target_epsilon": target})
+    initial = workbench(parse(recipe)).initial
+    found = with_learning_rates(calibrated(config, SIZES, initial), SIZES, initial)
+    registered = [Registration(client=c, num_records=n, name="", data_set=f"d{c}") for c, n in enumerate(SIZES)]
+    books = Books(found, "run", registered, initial=initial)
+    for round_ in range(1, 9):
+        books.charge(round_, dict.fromkeys(range(3), f"request {round_}"))
+        books.settle(dict.fromkeys(range(3), "reply"))
+    costs = [books.accounts.final(view)[client].epsilon for client in range(3)]
+    assert max(costs) <= target
+    # On `rho` the worst case is more even weights than these clients have.
+    assert max(costs) > (0.8 if view == "rho" else 0.995) * target
+
+
+def test_a_budget_counts_rounds_that_cost_differently(recipe):
+    initial = workbench(parse(recipe)).initial
+    config = calibrated(parse(recipe | ROUNDS), SIZES, initial)
+    registered = [Registration(client=c, num_records=n, name="", data_set=f"d{c}") for c, n in enumerate(SIZES)]
+
+    def allowed(budget: float) -> int:
+        found = with_learning_rates(replace(config, budget_epsilon=(budget,)), SIZES, initial)
+        books = Books(found, "run", registered, initial=initial)
+        number = books.rounds_allowed[0]
+        for round_ in range(1, 9):
+            if books.within_budget(round_, [0]) != [0]:
+                assert round_ == number + 1
+                break
+            books.charge(round_, {0: "request"})
+            books.settle({0: "reply"})
+            assert books.accounts.final("local")[0].epsilon <= budget
+        return number
+
+    schedule = Schedule.of(with_learning_rates(config, SIZES, initial))
+    costs = []
+    for num_rounds in range(1, 9):
+        events = [
+            SubsampledGaussian(
+                noise_multiplier=phase.spec.noise_multiplier,
+                sampling_probability=phase.spec.sampling_probability,
+                count=count,
+            )
+            for phase, count in schedule.following(0, num_rounds)
+        ]
+        costs.append(epsilon_of(events, 1e-5).epsilon)
+    assert costs == sorted(costs)
+    for budget in (0.5 * costs[0], 1.01 * costs[0], 1.01 * costs[3], 1.01 * costs[7]):
+        assert allowed(budget) == sum(cost <= budget for cost in costs)
+
+
+def test_a_client_that_missed_the_cheap_rounds_is_judged_by_what_it_spent(recipe):
+    initial = workbench(parse(recipe)).initial
+    costly_last = {"noise_multiplier": 40.0, "lora_noise_multiplier": 1.0, "lora_sampling_probability": 1.0}
+    config = calibrated(parse(recipe | costly_last | {"target_epsilon": ""}), SIZES, initial)
+    config = with_learning_rates(config, SIZES, initial)
+    one = epsilon_of([SubsampledGaussian(noise_multiplier=1.0, sampling_probability=1.0)], 1e-5).epsilon
+    registered = [Registration(client=0, num_records=84, name="", data_set="d0")]
+    books = Books(replace(config, budget_epsilon=(1.05 * one,)), "run", registered, initial=initial)
+    spent = []
+    for round_ in range(6, 9):  # it was never asked before
+        if books.within_budget(round_, [0]):
+            books.charge(round_, {0: "request"})
+            books.settle({0: "reply"})
+            spent.append(round_)
+    assert spent == [6]
+    assert books.accounts.final("local")[0].epsilon <= 1.05 * one
+
+
+def test_the_learning_rate_is_that_of_the_rule_and_a_given_one_is_kept(recipe):
+    initial = workbench(parse(recipe)).initial
+    config = calibrated(parse(recipe | ROUNDS), SIZES, initial)
+    weights = [n**0.5 for n in SIZES]
+    noise = config.noise_multiplier * sum(w * w for w in weights) ** 0.5
+    nu = noise / (4**0.5 * sum(w * n for w, n in zip(weights, SIZES, strict=True)))
+    rate = derived_learning_rate(config, SIZES)
+    assert rate.noise_per_step_length == pytest.approx(nu)
+    assert rate.learning_rate == pytest.approx(min(75 * 4, 0.6 / nu) / 4)
+    assert derived_learning_rate(replace(config, learning_rate=7.0), SIZES) is None
+    given = replace(config, learning_rate=7.0, lora_learning_rate=2.0)
+    assert with_learning_rates(given, SIZES, initial).learning_rate == 7.0
+    assert with_learning_rates(given, SIZES, initial).lora_learning_rate == 2.0
+
+
+def test_the_start_is_in_the_node_s_ledger_before_it_is_computed(recipe, tmp_path):
+    values = parse(recipe | {"simulate": False, "comparison": False})
+    config = with_learning_rates(calibrated(values, SIZES, workbench(values).initial), SIZES, workbench(values).initial)
+    ledger = tmp_path / "node.sqlite"
+    keys = {"partition-id": 0, node_keys.TRUST_KEY: True, node_keys.LEDGER_KEY: str(ledger)}
+    context = Context(1, 7, keys, RecordDict(), to_flower(values))
+    spec = Schedule.of(config).spec(1)
+    content = {
+        protocol.ADAPTER: ArrayRecord(workbench(values).initial),
+        protocol.INSTRUCTION: ConfigRecord(protocol.pack_instruction("run", 1, spec)),
+    }
+    with task_identity(1):
+        message = Message(RecordDict(content), 7, "train", group_id="1")
+        task = handler.prepare(message, context)
+        with reading(ledger) as db:  # nothing is computed yet
+            (entry,) = [entry for entry in entries(db) if entry.phase == "charged"]
+            (release,) = [release for data_set in data_sets(db) for release in releases(db, data_set.id)]
+        assert entry.phase == "charged"
+        assert release.event == SubsampledGaussian(noise_multiplier=spec.noise_multiplier, sampling_probability=1.0)
+        assert (task.spec.objective, task.spec.trains) == ("class-sums", "head")
+        assert task.sampler.sampling_probability == 1.0
+        assert torch.is_tensor(task.data.labels)
