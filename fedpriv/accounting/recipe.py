@@ -22,7 +22,7 @@ START_SHARE = 0.15
 
 # The standard deviation with which each of the head's weights may end, and the longest step that is ever useful.
 FINAL_NOISE = 0.6
-_LARGEST_RATE = 50.0
+_LARGEST_RATE = 75.0
 
 # The same for the last rounds, which train A and B too: the noise of the head's weights, and how far A and B may step
 # for what their noise adds up to. docs/recipes.md says how both were found.
@@ -169,9 +169,9 @@ def start_noise_beside(noise_multiplier: float, num_steps: int) -> float:
 def learning_rate(
     federation: Federation, *, noise_multiplier: float, sampling_probability: float, num_steps: int
 ) -> LearningRate:
-    """The learning rate with which each of the head's weights ends with noise of about 0.6, and at most 50.
+    """The learning rate with which each of the head's weights ends with noise of about 0.6, and at most 75.
 
-    nu = z sqrt(sum w_k^2) / (q sqrt(T) sum w_k N_k), tau = min(50 T, 0.6 / nu), and the rate is tau / T.
+    nu = z sqrt(sum w_k^2) / (q sqrt(T) sum w_k N_k), tau = min(75 T, 0.6 / nu), and the rate is tau / T.
 
     Args:
         federation: of the rounds.
@@ -195,7 +195,7 @@ class JointRates:
 def joint_rates(
     federation: Federation, *, noise_multiplier: float, sampling_probability: float, num_steps: int, num_values: int
 ) -> JointRates:
-    """The rates of the last rounds: tau = min(50 J, 0.18 / nu) for the head, min(1200, 0.016 / (nu^2 d)) for A and B.
+    """The rates of the last rounds: tau = min(75 J, 0.18 / nu) for the head, min(1200, 0.016 / (nu^2 d)) for A and B.
 
     Args:
         federation, noise_multiplier, sampling_probability: as for `learning_rate`, of these rounds.

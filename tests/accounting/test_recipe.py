@@ -163,7 +163,7 @@ def test_too_many_possible_rounds_to_enumerate_are_sampled_closely():
 
 def test_without_noise_the_rate_is_the_largest():
     rule = learning_rate(federation(), noise_multiplier=0.0, sampling_probability=1.0, num_steps=40)
-    assert (rule.learning_rate, rule.total_step, rule.final_noise) == (50.0, 2000.0, 0.0)
+    assert (rule.learning_rate, rule.total_step, rule.final_noise) == (75.0, 3000.0, 0.0)
 
 
 def test_full_batches_end_as_noisy_as_one_release_with_their_share_of_the_budget():
@@ -193,7 +193,7 @@ def test_more_noise_never_raises_the_rate_and_more_records_never_lower_it(sizes,
         return learning_rate(federation(sizes), noise_multiplier=z, sampling_probability=q, num_steps=num_steps)
 
     base = rule(sizes, z)
-    assert 0 < base.learning_rate <= 50
+    assert 0 < base.learning_rate <= 75
     assert base.final_noise <= 0.6 * (1 + 1e-12)
     assert rule(sizes, more * z).learning_rate <= base.learning_rate * (1 + 1e-12)
     assert rule([2 * size for size in sizes], z).learning_rate >= base.learning_rate * (1 - 1e-12)
