@@ -20,7 +20,7 @@ from fedpriv.aggregation.flora import fresh_start
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.aggregation.head_start import started
 from fedpriv.aggregation.rules import RULES
-from fedpriv.aggregation.server_optimizers import server_step
+from fedpriv.aggregation.server_optimizers import ServerOptimizer, server_step
 from fedpriv.config import RunConfig
 from fedpriv.errors import TooFewClientsError
 from fedpriv.mechanisms.sources import SeededSource
@@ -188,14 +188,7 @@ class RuleStrategy(Strategy):
         """The global model that the uploads of a round make."""
         aggregated = self._rule.aggregate(self.model, list(adapters.values()), list(weights.values()))
         if self.schedule.phase(self._round.number).name != "start":
-            config = self._config
-            return server_step(
-                self.model,
-                aggregated,
-                config.server_optimizer,
-                learning_rate=config.server_learning_rate,
-                momentum=config.server_momentum,
-            )
+            return server_step(self.model, aggregated, ServerOptimizer.of(self._config))
         noise = start_noise(self._config, [self.books.sizes[client] for client in adapters])
         return started(self.model, aggregated.adapter, noise=noise)
 
