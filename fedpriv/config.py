@@ -83,6 +83,7 @@ class RunConfig:
     # the federation
     rounds: Count = 40
     head_start: bool = True
+    evaluate_every: Count = 1
     lora_rounds: Annotated[Annotated[int, Field(ge=0)] | None, Maybe] = 8
     lora_share: Annotated[float, Field(gt=0, lt=0.8)] = 0.05
     clients_per_round: Annotated[int, Field(ge=0)] = 0

@@ -135,11 +135,11 @@ def with_learning_rates(config: RunConfig, sizes: Sequence[int], initial: Adapte
         return config
     noise = config.noise_multiplier if config.lora_noise_multiplier is None else config.lora_noise_multiplier
     joint = joint_rates(
-        _federation(config, sizes),
+        federation_of(config, sizes),
         noise_multiplier=noise,
         sampling_probability=config.lora_sampling_probability or _probability(config, sizes),
         num_steps=num_lora_rounds(config),
-        num_values=max(1, sum(t.numel() for name, t in initial.items() if ".lora_" in name)),
+        num_values=num_lora_values(initial),
     )
     of_head, of_lora = config.lora_head_learning_rate, config.lora_learning_rate
     return replace(
@@ -159,7 +159,7 @@ def derived_learning_rate(config: RunConfig, sizes: Sequence[int]) -> LearningRa
     if config.learning_rate != "auto":
         return None
     return learning_rate(
-        _federation(config, sizes),
+        federation_of(config, sizes),
         noise_multiplier=config.noise_multiplier,
         sampling_probability=_probability(config, sizes),
         num_steps=max(1, _num_steps(config)),
@@ -173,11 +173,17 @@ def start_noise(config: RunConfig, sizes: Sequence[int]) -> float:
         config: of the run, calibrated.
         sizes: N_k of the clients whose releases are summed.
     """
-    total = _federation(config, sizes)
+    total = federation_of(config, sizes)
     return (config.start_noise_multiplier or 0.0) * total.weighted_noise / total.weighted_records
 
 
-def _federation(config: RunConfig, sizes: Sequence[int]) -> Federation:
+def num_lora_values(initial: Adapter) -> int:
+    """How many values A and B have; 1 if there are none."""
+    return max(1, sum(tensor.numel() for name, tensor in initial.items() if ".lora_" in name))
+
+
+def federation_of(config: RunConfig, sizes: Sequence[int]) -> Federation:
+    """The public numbers of a run's rounds, with the clients' weights."""
     weights = [client_weight(size, equal=config.weighs_records) for size in sizes]
     return Federation(sizes=sizes, weights=weights, participation=_num_selected(config, sizes) / len(sizes))
 

@@ -279,7 +279,8 @@ class RuleStrategy(Strategy):
         log.info("the run ends early: %s", self.stopped)
 
     def _report(self, round_: int, started: float) -> None:
-        test, rows = self._evaluate(self.model), self._rows
+        is_due = round_ % self._config.evaluate_every == 0 or round_ == self._config.rounds
+        test, rows = self._evaluate(self.model) if is_due or self.stopped else None, self._rows
         num_late, seconds = self._exchange.pop_num_late(), time.monotonic() - started
         self._on_round(
             round_row(round_, rows, self.books, test, num_late=num_late, seconds=seconds),

@@ -82,6 +82,7 @@ BAD = {
     "start_noise_multiplier": -1.0,
     "lora_noise_multiplier": -1.0,
     "lora_share": 0.9,
+    "evaluate_every": 0,
     "lora_server_optimizer": "lion",
     "lora_server_learning_rate": 0.0,
     "lora_learning_rate": 0.0,

@@ -32,6 +32,12 @@ _LARGEST_LORA_RATE = 30.0
 # Sampling has noise of its own: a rate of one for so many records in a step.
 _RECORDS_PER_RATE = 100.0
 
+# Where LoRA pays, most rounds train it, with most of the budget.
+LORA_PAYS = 2e-4
+LORA_SHARE = 0.75
+LORA_ROUNDS = 0.7
+LORA_PROBABILITY = 1 / 16
+
 # Whom a round may ask is enumerated up to this many possibilities, and beyond that drawn this often, always the same.
 _ENUMERATED_ROUNDS = 5000
 
@@ -212,6 +218,18 @@ def joint_rates(
     return JointRates(
         head=min(head / num_steps, _LARGEST_RATE, of_sampling), lora=min(lora / num_steps, _LARGEST_LORA_RATE)
     )
+
+
+def lora_noise(
+    federation: Federation, *, noise_multiplier: float, sampling_probability: float, num_steps: int, num_values: int
+) -> float:
+    """nu^2 d: the squared length of the noise in A and B per unit of their total step, to be held against `LORA_PAYS`.
+
+    Args:
+        federation, noise_multiplier, sampling_probability, num_steps, num_values: as for `joint_rates`.
+    """
+    nu = noise_multiplier * federation.noise_per_record / (sampling_probability * math.sqrt(num_steps))
+    return nu**2 * num_values
 
 
 def arrived(num_steps: int, momentum: float) -> Array:

@@ -138,6 +138,6 @@ def test_the_configuration_knows_the_linear_rules():
 @pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if not rule.linear])
 @pytest.mark.parametrize("change", [{"server_optimizer": "adam"}, {"server_learning_rate": 0.5}])
 def test_a_rule_that_is_no_weighted_sum_takes_no_server_optimizer(rule, change):
-    with pytest.raises(InputError, match=rf"aggregation = {rule} is no weighted sum of the uploads; use sgd, 1 and same"):
+    with pytest.raises(InputError, match=f"aggregation = {rule} is no weighted sum of .*; use sgd, 1 and same"):
         parse({"aggregation": rule, **change})
     assert parse({"aggregation": rule, "server_momentum": 0.5}).server_optimizer == "sgd"
