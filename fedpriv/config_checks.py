@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from fedpriv.config import RunConfig
 
 # The aggregation rules whose global model is the weighted sum of the uploads, from which a server optimizer may step.
-LINEAR_RULES = ("dp-lora", "fedavg", "ffa-lora")
+LINEAR_RULES = ("dp-lora", "fedavg", "ffa-lora", "rolora")
+# Those with rounds that train some of the tensors.
+PARTIAL_RULES = ("rolora",)
 
 
 def check(config: RunConfig) -> None:
@@ -47,6 +49,8 @@ def check(config: RunConfig) -> None:
         )
     if config.aggregation == "t-fedavg" and config.upload_codec not in ("float32", "ternary"):
         raise ValueError(f"upload_codec = {config.upload_codec}: t-fedavg sends ternary codes; leave the key out")
+    if config.aggregation in PARTIAL_RULES and config.optimizer != "sgd":
+        raise ValueError(f"optimizer = {config.optimizer}: aggregation = {config.aggregation} needs sgd")
     _check_mechanism(config)
     _check_recipe(config)
     _check_server_optimizer(config)

@@ -41,7 +41,7 @@ def decided(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> tuple[
         noise_multiplier=found.noise_multiplier if found.lora_noise_multiplier is None else found.lora_noise_multiplier,
         sampling_probability=LORA_PROBABILITY,
         num_steps=num_rounds,
-        num_values=num_lora_values(initial),
+        num_values=num_lora_values(config, initial),
     )
     pays = noise <= LORA_PAYS
     reason = (

@@ -24,6 +24,8 @@ class Rule:
     Attributes:
         aggregate: the next global model from the valid uploads and their weights.
         trains: `lora`: A, B and a head; `lora-b`: B and a head; `weights`: full weight matrices and a head.
+        turns: which of these the rounds train that train more than the head, one after the other, round by round; the
+            others are broadcast and uploaded as they are.
         linear: whether the new model is the weighted sum of the uploads, as the `aggregate` view requires.
         restarts: whether clients start each round with a fresh adapter; their ranks may then differ.
         ternary: whether tensors are ternary differences to the start, in training and on the wire in both directions.
@@ -32,6 +34,7 @@ class Rule:
 
     aggregate: Aggregate
     trains: Trains = "lora"
+    turns: tuple[str, ...] = ("all",)
     linear: bool = False
     restarts: bool = False
     ternary: bool = False
@@ -44,6 +47,7 @@ RULES = {
     "t-fedavg": Rule(aggregate=t_fedavg, trains="weights", ternary=True),
     "cmfl": Rule(aggregate=cmfl, trains="weights", selective=True),
     "ffa-lora": Rule(aggregate=average, trains="lora-b", linear=True),
+    "rolora": Rule(aggregate=average, turns=("lora-b", "lora-a"), linear=True),
     "fedex-lora": Rule(aggregate=fedex_lora),
     "flora": Rule(aggregate=flora, restarts=True),
 }

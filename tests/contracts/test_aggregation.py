@@ -144,6 +144,18 @@ def test_with_a_shared_frozen_factor_averaging_is_exact():
         torch.testing.assert_close(average, expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("turn", [B_SUFFIX, A_SUFFIX])
+def test_averaging_the_factor_whose_turn_it_is_is_exact(turn):
+    """With rolora all clients share the other factor, since they were sent it and uploaded it as it was."""
+    sent, weights = lora(0), [0.5, 0.3, 0.2]
+    uploads = [sent | {name: t for name, t in lora(k + 1).items() if name.endswith(turn)} for k in range(3)]
+    found = function(RULES["rolora"].aggregate(GlobalModel(initial={}, adapter=sent), uploads, weights))
+    for name in LAYERS:
+        products = [left.double() @ right.double() for left, right in (factors_of(u)[name] for u in uploads)]
+        expected = sum(w * p for w, p in zip(weights, products, strict=True))
+        torch.testing.assert_close(found[name], expected, atol=2e-6, rtol=1e-5)
+
+
 def test_stacking_accepts_clients_of_different_rank():
     uploads, weights = [lora(k, rank=k + 1) for k in range(3)], [0.5, 0.3, 0.2]
     average = function(RULES["flora"].aggregate(start_of("flora"), uploads, weights))
