@@ -190,7 +190,8 @@ class RuleStrategy(Strategy):
         aggregated = self._rule.aggregate(self.model, list(adapters.values()), list(weights.values()))
         if self.schedule.phase(self._round.number).name != "start":
             trained = trained_names(aggregated.adapter, self.spec.trains)
-            return server_step(self.model, aggregated, ServerOptimizer.of(self._config), trained=trained)
+            stepped = server_step(self.model, aggregated, ServerOptimizer.of(self._config), trained=trained)
+            return self._rule.finish(stepped) if self._rule.finish else stepped
         noise = start_noise(self._config, [self.books.sizes[client] for client in adapters])
         return started(self.model, aggregated.adapter, noise=noise)
 

@@ -155,6 +155,16 @@ def test_the_configuration_knows_the_linear_rules():
     assert set(LINEAR_RULES) == {name for name, rule in RULES.items() if rule.linear}
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("server_optimizer", "adam"), ("server_optimizer", "yogi"), ("lora_server_optimizer", "adam"), ("train", "auto")],
+)
+def test_fedsvd_takes_no_optimizer_whose_state_cannot_follow_the_basis(key, value):
+    with pytest.raises(InputError, match=f"{key} = {value}: aggregation = fedsvd .*cannot follow; use "):
+        parse({"aggregation": "fedsvd", key: value})
+    assert parse({"aggregation": "fedsvd"}).server_optimizer == "momentum"
+
+
 @pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if not rule.linear])
 @pytest.mark.parametrize("change", [{"server_optimizer": "adam"}, {"server_learning_rate": 0.5}])
 def test_a_rule_that_is_no_weighted_sum_takes_no_server_optimizer(rule, change):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
@@ -14,13 +14,15 @@ from safetensors.torch import load_file
 
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import factors_of
+from fedpriv.aggregation.fedsvd import rebased
 from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.aggregation.rules import RULES
 from fedpriv.config import parse
 from server.observer import LogObserver
 from server.strategy import RuleStrategy
 from simulations.engines import federation
 
-TURNS = {"dp-lora": ["all"] * 4, "rolora": ["lora-b", "lora-a"] * 2}
+TURNS = {"dp-lora": ["all"] * 4, "rolora": ["lora-b", "lora-a"] * 2, "fedsvd": ["lora-b"] * 4}
 PARTIAL = [rule for rule in TURNS if rule != "dp-lora"]
 
 
@@ -126,6 +128,47 @@ def test_turns_cost_what_rounds_that_train_everything_cost(runs, rule, optimizer
     summary = json.loads((runs[rule, optimizer][0] / "summary.json").read_text())
     assert 7.9 < summary["epsilon_local_max"] <= 8.0
     assert not summary["unmoved_tensors"]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
+def test_fedsvd_sends_an_orthonormal_a_that_turns_in_its_row_space_once_b_has_moved(runs, optimizer):
+    _, seen = runs["fedsvd", optimizer]
+    a = {name: tensor for name, tensor in seen[0].before.initial.items() if kind(name) == "A"}
+    assert a
+    for each in seen[:2]:
+        assert all(torch.equal(each.after.adapter[name], rows) for name, rows in a.items())
+    for each in seen[2:]:
+        for name, rows in a.items():
+            new = each.after.adapter[name]
+            assert not torch.allclose(new, each.before.adapter[name], atol=1e-3)
+            torch.testing.assert_close(new @ new.T, torch.eye(len(new)), atol=1e-5, rtol=0)
+            torch.testing.assert_close(new @ rows.T @ rows, new, atol=1e-5, rtol=0)
+
+
+def without_moments(model: GlobalModel) -> GlobalModel:
+    """The re-basing, with the server's momentum left in the old basis."""
+    return replace(rebased(model), optimizer_state=model.optimizer_state)
+
+
+def test_without_noise_fedsvd_is_training_b_with_a_frozen_orthonormal_a(small_run, tmp_path):
+    """Each record is clipped, and the server's momentum must turn with the basis."""
+    changes = {
+        "target_epsilon": "",
+        "noise_multiplier": 0.0,
+        "clip_norm": 0.1,
+        "rounds": 8,
+        "lora_rounds": 6,
+        "rank": 3,
+    }
+    changes |= {"lora_learning_rate": 400.0, "lora_head_learning_rate": 1.0}
+    losses = {}
+    for name, finish in (("turning", rebased), ("frozen", None), ("stale", without_moments)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(RULES, "fedsvd", replace(RULES["fedsvd"], finish=finish))
+            federation.run(parse(values_of(small_run, "fedsvd", tmp_path / name, **changes)), LogObserver())
+        losses[name] = pd.read_csv(tmp_path / name / "rounds.csv").test_loss.tolist()
+    assert losses["turning"] == pytest.approx(losses["frozen"], rel=1e-5)
+    assert losses["stale"] != pytest.approx(losses["frozen"], rel=1e-3), "the test could not see a wrong basis"
 
 
 class Interrupted(LogObserver):

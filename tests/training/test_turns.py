@@ -31,6 +31,10 @@ def test_the_last_rounds_of_rolora_train_b_and_a_in_turn():
     assert made.spec(1).objective == "class-sums"
 
 
+def test_the_last_rounds_of_fedsvd_train_b():
+    assert trained(schedule("fedsvd"), 9) == ["head"] * 4 + ["lora-b"] * 5
+
+
 def test_without_a_phase_of_the_head_all_rounds_take_turns():
     made = schedule("rolora", recipe="dp-lora-paper", rounds=3, lora_rounds="", head_start=False)
     assert trained(made, 3) == ["lora-b", "lora-a", "lora-b"]
