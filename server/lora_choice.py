@@ -37,7 +37,7 @@ def decided(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> tuple[
         lora_server_optimizer="adam",
     )
     found = calibrated(with_lora, sizes, initial)
-    num_values = num_lora_values(initial)
+    num_values = num_lora_values(config, initial)
     noise = lora_noise(
         federation_of(config, sizes),
         noise_multiplier=found.noise_multiplier if found.lora_noise_multiplier is None else found.lora_noise_multiplier,
