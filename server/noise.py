@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import Schedule, calibrate_all
@@ -94,11 +95,11 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
                 num_steps=_num_steps(config) if of_head else num_lora_rounds(config),
                 fixed=fixed,
             )
-            config = replace(config, **{shared: noise / scale})
+            config = _with_value(config, shared, noise / scale)
         schedules = [
             (_releases(config, name, size, initial, scale), delta) for size, delta in zip(sizes, deltas, strict=True)
         ]
-        return replace(config, **{name: calibrate_all(schedules, target, fixed=fixed)})
+        return _with_value(config, name, calibrate_all(schedules, target, fixed=fixed))
     except ValueError as error:
         raise InputError(f"target_epsilon = {target}: {error}") from None
 
@@ -215,6 +216,11 @@ def _has_joint_phase(config: RunConfig) -> bool:
     return config.lora_rounds is not None and num_lora_rounds(config) > 0 and _num_steps(config) > 0
 
 
+def _with_value(config: RunConfig, name: str, value: float) -> RunConfig:
+    values: dict[str, Any] = {name: value}
+    return replace(config, **values)
+
+
 def _with_any_rates(config: RunConfig) -> RunConfig:
     """The configuration with some number for each rate: none changes what a release costs."""
     return replace(config, learning_rate=1.0, lora_head_learning_rate=1.0, lora_learning_rate=1.0)
@@ -238,7 +244,7 @@ def _releases(config: RunConfig, name: str, size: int, initial: Adapter, scale: 
 
     def releases(noise_multiplier: float) -> list[Event]:
         events = []
-        for spec, num_rounds in Rounds.of(replace(planned, **{name: noise_multiplier})).totals.items():
+        for spec, num_rounds in Rounds.of(_with_value(planned, name, noise_multiplier)).totals.items():
             event = planned_event(spec, min(1.0, spec.probability(size)), initial)
             events.append(event.with_count(num_rounds * event.count).with_noise(scale))
         return events
