@@ -88,19 +88,29 @@ UNNAMED = [name for name, corpus in CORPORA.items() if not corpus.named]
 
 
 def cells() -> Iterator[Cell]:
-    """All cells, the most telling first; those that share data, model and features are neighbours."""
-    private, rest, small = (2.0, 8.0), (1.0, None), NAMED[:-1]
+    """All cells, each once, the most telling first; those that share data, model and features are neighbours."""
+    yield from dict.fromkeys(_in_order())
+
+
+def _in_order() -> Iterator[Cell]:
+    private, rest, small, embedded = (2.0, 8.0), (1.0, None), NAMED[:-1], NAMED[:1]
     yield from _all(small, ["head"], private)
     yield from _all(UNNAMED, ["head"], (8.0,))
     yield from _all(UNNAMED, [BASELINES], (None,))
-    yield from _all(NAMED[:1], list(INGREDIENTS), (2.0,))
+    yield from _all(embedded, [PROBES, CENTRAL], private)
+    yield from _all(embedded, [RECIPE], private)
+    yield from _all(small, [PROBES], private)
     yield from _all(small, ["head"], private, ("sum",))
+    yield from _all(embedded, list(INGREDIENTS), (2.0,))
+    yield from _all(small, [BASELINES], (None,))
+    for seed in SEEDS:
+        yield from _all(small, list(RATES), private, seeds=(seed,))
+    yield from _all(embedded, ["paper"], private)
     yield from _all(NAMED[-1:], ["head"], private, ("local", "sum"))
-    yield from _all(NAMED[:1], [PROBES, CENTRAL, RECIPE, "paper"], private)
-    yield from _all(NAMED[:1], list(RATES), private)
-    yield from _all(NAMED, [BASELINES], (None,))
-    yield from _all(NAMED[1:], [PROBES, CENTRAL], private)
-    yield from _all(NAMED[1:], list(RATES), private)
+    yield from _all(small, [CENTRAL], private)
+    yield from _all(NAMED[-1:], [PROBES, CENTRAL], private)
+    yield from _all(NAMED[-1:], [BASELINES], (None,))
+    yield from _all(NAMED[-1:], list(RATES), private)
     yield from _all(UNNAMED, [RECIPE], (8.0,))
     yield from _all(NAMED, ["head", CENTRAL], rest)
     yield from _all(NAMED, ["head"], (1.0,), ("sum",))
@@ -112,7 +122,11 @@ def cells() -> Iterator[Cell]:
 
 
 def _all(
-    corpora: list[str], methods: list[str], epsilons: tuple[float | None, ...], views: tuple[str, ...] = ("local",)
+    corpora: list[str],
+    methods: list[str],
+    epsilons: tuple[float | None, ...],
+    views: tuple[str, ...] = ("local",),
+    seeds: tuple[int, ...] = SEEDS,
 ) -> Iterator[Cell]:
-    for corpus, seed, view, method, epsilon in product(corpora, SEEDS, views, methods, epsilons):
+    for corpus, seed, view, method, epsilon in product(corpora, seeds, views, methods, epsilons):
         yield Cell(corpus=corpus, method=method, epsilon=epsilon, view=view, seed=seed)

@@ -51,6 +51,9 @@ frozen base's features of a record are computed once for all cells, since they d
 - *central*: the head with one client that holds everything. *averaged probes*: 40 full-batch steps of every client's
   own head with noise for all of its epsilon, and one average weighted by N_k; their learning rate is the rule's for one
   client of the average size.
+- *linear probe*: logistic regression on the pooled records' features, as the private head reads them but standardised;
+  *TF-IDF*: the same on words and pairs of words; both with the penalty that cross-validation on the training records
+  prefers, and on at most 20,000 records.
 - Test sets chose nothing in this study: what compares in order to choose, the grid of learning rates, is tested on a
   fifth of the training records, set aside. But the prototypes behind the recipe's constants saw the test records of
   embedded, SST-2 and MedQuAD ([docs/recipes.md](../docs/recipes.md)); the corpora further below are free of that.
