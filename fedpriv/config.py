@@ -56,10 +56,10 @@ class RunConfig:
     # the model and its adapter
     model: str = "all-MiniLM-L6-v2"
     task: Literal["SEQ_CLS", "CAUSAL_LM"] = "SEQ_CLS"
-    rank: Count = 8
-    alpha: Positive = 16.0
+    rank: Count = 4
+    alpha: Positive = 8.0
     target_modules: Names = ()
-    layers: Layers = "last-2"
+    layers: Layers = "last-1"
     max_length: Count = 64
     normalize_features: bool = True
     train: Literal["all", "head", "auto"] = "all"
@@ -83,7 +83,8 @@ class RunConfig:
     # the federation
     rounds: Count = 40
     head_start: bool = True
-    lora_rounds: Annotated[Annotated[int, Field(ge=0)] | None, Maybe] = 12
+    evaluate_every: Count = 1
+    lora_rounds: Annotated[Annotated[int, Field(ge=0)] | None, Maybe] = 8
     lora_share: Annotated[float, Field(gt=0, lt=0.8)] = 0.05
     clients_per_round: Annotated[int, Field(ge=0)] = 0
     min_clients: Count = 1
@@ -95,6 +96,8 @@ class RunConfig:
     client_weights: Literal["auto", "records", "root-records"] = "auto"
     server_optimizer: Literal["sgd", "momentum", "adam", "yogi"] = "momentum"
     server_learning_rate: Positive = 1.0
+    lora_server_optimizer: Literal["same", "adam"] = "same"
+    lora_server_learning_rate: Positive = 0.02
     server_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     upload_codec: Literal["float32", "bfloat16", "int8", "ternary"] = "float32"
     relevance_threshold: Annotated[float, Field(ge=0, le=1)] = 0.8

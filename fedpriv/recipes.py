@@ -13,6 +13,9 @@ BY_RECIPE = "by recipe"
 
 # The defaults of `RunConfig` are the recipe `fedpriv`; this is what the other one has in their place.
 _DP_LORA_PAPER: Mapping[str, Any] = {
+    "rank": 8,
+    "alpha": 16.0,
+    "layers": "last-2",
     "rounds": 10,
     "local_steps": 3,
     "sampling_probability": "",

@@ -20,6 +20,7 @@ from fedpriv.vault import guard
 from server import checkpoint, registry, resume
 from server.budgets import announce_budgets, check_budget_and_view
 from server.checkpoint import Checkpoint
+from server.lora_choice import decided
 from server.noise import calibrated, with_mechanism_parameters
 from server.observer import Observer
 from server.registration import Nodes, register_nodes
@@ -46,7 +47,11 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     check_budget_and_view(config, bench.num_clients)
     resumed = checkpoint.read_last(Path(config.resume), bench.initial) if config.resume else None
     nodes = _nodes(grid, config, bench, resumed)
-    config = calibrated(config, [registration.num_records for _, registration in nodes.values()], bench.initial)
+    sizes = [registration.num_records for _, registration in nodes.values()]
+    config, reason = decided(config, sizes, bench.initial)
+    if reason:
+        observer.notice(reason)
+    config = calibrated(config, sizes, bench.initial)
     plain = baselines.compute(config, bench) if config.computes_baselines else None
     writer = (
         resume.reopened_folder(config, resumed) if resumed else RunWriter.created(Path(config.out).absolute(), config)

@@ -11,6 +11,7 @@ from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import Schedule, calibrate_all
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.recipe import (
+    START_SHARE,
     Federation,
     LearningRate,
     client_weight,
@@ -76,20 +77,26 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
         if config.head_start and config.start_noise_multiplier is None:
             start = start_noise_multiplier(target, min(deltas), fixed=fixed) / scale
             config = replace(config, start_noise_multiplier=start)
+        name = "noise_multiplier"
         if _has_joint_phase(config) and config.lora_noise_multiplier is None:
-            joint = noise_multiplier_of_share(
-                config.lora_share,
+            # One phase has its share, and the other one what is left, which costs exactly the rest. Shares of full
+            # batches add up exactly, so these have theirs if there are any.
+            of_head = config.sampling_probability == 1
+            shared, name = (name, "lora_noise_multiplier") if of_head else ("lora_noise_multiplier", name)
+            share = 1 - START_SHARE * config.head_start - config.lora_share if of_head else config.lora_share
+            noise = noise_multiplier_of_share(
+                share,
                 target,
                 min(deltas),
-                sampling_probability=config.lora_sampling_probability or 1.0,
-                num_steps=num_lora_rounds(config),
+                sampling_probability=1.0 if of_head else config.lora_sampling_probability or 1.0,
+                num_steps=_num_steps(config) if of_head else num_lora_rounds(config),
                 fixed=fixed,
             )
-            config = replace(config, lora_noise_multiplier=joint / scale)
+            config = replace(config, **{shared: noise / scale})
         schedules = [
-            (_releases(config, size, initial, scale), delta) for size, delta in zip(sizes, deltas, strict=True)
+            (_releases(config, name, size, initial, scale), delta) for size, delta in zip(sizes, deltas, strict=True)
         ]
-        return replace(config, noise_multiplier=calibrate_all(schedules, target, fixed=fixed))
+        return replace(config, **{name: calibrate_all(schedules, target, fixed=fixed)})
     except ValueError as error:
         raise InputError(f"target_epsilon = {target}: {error}") from None
 
@@ -135,11 +142,11 @@ def with_learning_rates(config: RunConfig, sizes: Sequence[int], initial: Adapte
         return config
     noise = config.noise_multiplier if config.lora_noise_multiplier is None else config.lora_noise_multiplier
     joint = joint_rates(
-        _federation(config, sizes),
+        federation_of(config, sizes),
         noise_multiplier=noise,
         sampling_probability=config.lora_sampling_probability or _probability(config, sizes),
         num_steps=num_lora_rounds(config),
-        num_values=max(1, sum(t.numel() for name, t in initial.items() if ".lora_" in name)),
+        num_values=num_lora_values(initial),
     )
     of_head, of_lora = config.lora_head_learning_rate, config.lora_learning_rate
     return replace(
@@ -159,7 +166,7 @@ def derived_learning_rate(config: RunConfig, sizes: Sequence[int]) -> LearningRa
     if config.learning_rate != "auto":
         return None
     return learning_rate(
-        _federation(config, sizes),
+        federation_of(config, sizes),
         noise_multiplier=config.noise_multiplier,
         sampling_probability=_probability(config, sizes),
         num_steps=max(1, _num_steps(config)),
@@ -173,11 +180,17 @@ def start_noise(config: RunConfig, sizes: Sequence[int]) -> float:
         config: of the run, calibrated.
         sizes: N_k of the clients whose releases are summed.
     """
-    total = _federation(config, sizes)
+    total = federation_of(config, sizes)
     return (config.start_noise_multiplier or 0.0) * total.weighted_noise / total.weighted_records
 
 
-def _federation(config: RunConfig, sizes: Sequence[int]) -> Federation:
+def num_lora_values(initial: Adapter) -> int:
+    """How many values A and B have; 1 if there are none."""
+    return max(1, sum(tensor.numel() for name, tensor in initial.items() if ".lora_" in name))
+
+
+def federation_of(config: RunConfig, sizes: Sequence[int]) -> Federation:
+    """The public numbers of a run's rounds, with the clients' weights."""
     weights = [client_weight(size, equal=config.weighs_records) for size in sizes]
     return Federation(sizes=sizes, weights=weights, participation=_num_selected(config, sizes) / len(sizes))
 
@@ -215,14 +228,13 @@ def _with_start_beside(config: RunConfig) -> RunConfig:
     return replace(config, start_noise_multiplier=noise)
 
 
-def _releases(config: RunConfig, size: int, initial: Adapter, scale: float) -> Schedule:
-    """All releases of a client in every round, by the noise multiplier, with the noise that the view counts."""
-
+def _releases(config: RunConfig, name: str, size: int, initial: Adapter, scale: float) -> Schedule:
+    """All releases of a client in every round, with the noise that the view counts, by the noise of this name."""
     planned = _with_any_rates(config)
 
     def releases(noise_multiplier: float) -> list[Event]:
         events = []
-        for phase in Rounds.of(replace(planned, noise_multiplier=noise_multiplier)).phases:
+        for phase in Rounds.of(replace(planned, **{name: noise_multiplier})).phases:
             event = planned_event(phase.spec, min(1.0, phase.spec.probability(size)), initial)
             events.append(event.with_count(phase.num_rounds * event.count).with_noise(scale))
         return events

@@ -15,6 +15,9 @@ from fedpriv.runs.writer import RunWriter
 from server.checkpoint import Checkpoint
 from server.registration import Nodes
 
+# What `train = auto` decides.
+_DECIDED = ("lora_rounds", "lora_share", "lora_sampling_probability", "lora_server_optimizer")
+
 
 def check_configuration(config: RunConfig) -> None:
     """Refuse to resume a run with a configuration other than the one it began with.
@@ -30,7 +33,7 @@ def check_configuration(config: RunConfig) -> None:
         *configuration.LOCATION_KEYS,
         *(["noise_multiplier"] if began.target_epsilon else []),
         *(key for key in ("start_noise_multiplier", "lora_noise_multiplier") if getattr(config, key) is None),
-        *(["lora_rounds"] if began.train == "auto" else []),
+        *(_DECIDED if began.train == "auto" else ()),
     }
     differing = [key for key in configuration.KEYS if getattr(began, key) != getattr(config, key)]
     if named := ", ".join(key for key in differing if key not in free):

@@ -20,7 +20,7 @@ from fedpriv.aggregation.flora import fresh_start
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.aggregation.head_start import started
 from fedpriv.aggregation.rules import RULES
-from fedpriv.aggregation.server_optimizers import server_step
+from fedpriv.aggregation.server_optimizers import ServerOptimizer, server_step
 from fedpriv.config import RunConfig
 from fedpriv.errors import TooFewClientsError
 from fedpriv.mechanisms.sources import SeededSource
@@ -188,14 +188,7 @@ class RuleStrategy(Strategy):
         """The global model that the uploads of a round make."""
         aggregated = self._rule.aggregate(self.model, list(adapters.values()), list(weights.values()))
         if self.schedule.phase(self._round.number).name != "start":
-            config = self._config
-            return server_step(
-                self.model,
-                aggregated,
-                config.server_optimizer,
-                learning_rate=config.server_learning_rate,
-                momentum=config.server_momentum,
-            )
+            return server_step(self.model, aggregated, ServerOptimizer.of(self._config))
         noise = start_noise(self._config, [self.books.sizes[client] for client in adapters])
         return started(self.model, aggregated.adapter, noise=noise)
 
@@ -286,7 +279,8 @@ class RuleStrategy(Strategy):
         log.info("the run ends early: %s", self.stopped)
 
     def _report(self, round_: int, started: float) -> None:
-        test, rows = self._evaluate(self.model), self._rows
+        is_due = round_ % self._config.evaluate_every == 0 or round_ == self._config.rounds
+        test, rows = self._evaluate(self.model) if is_due or self.stopped else None, self._rows
         num_late, seconds = self._exchange.pop_num_late(), time.monotonic() - started
         self._on_round(
             round_row(round_, rows, self.books, test, num_late=num_late, seconds=seconds),

@@ -82,6 +82,9 @@ BAD = {
     "start_noise_multiplier": -1.0,
     "lora_noise_multiplier": -1.0,
     "lora_share": 0.9,
+    "evaluate_every": 0,
+    "lora_server_optimizer": "lion",
+    "lora_server_learning_rate": 0.0,
     "lora_learning_rate": 0.0,
     "lora_head_learning_rate": 0.0,
 }
@@ -398,6 +401,8 @@ OTHER |= {
     "start_noise_multiplier": 3.0,
     "lora_noise_multiplier": 3.0,
     "lora_share": 0.1,
+    "lora_server_optimizer": "adam",
+    "lora_server_learning_rate": 0.1,
     "lora_learning_rate": 3.0,
     "lora_head_learning_rate": 3.0,
 }

@@ -28,8 +28,15 @@ _LARGEST_RATE = 75.0
 # for what their noise adds up to. docs/recipes.md says how both were found.
 _FINAL_NOISE_BESIDE_LORA = 0.18
 _LORA_NOISE = 0.016
-_LARGEST_LORA_STEP = 1200.0
-_LARGEST_LORA_RATE = 100.0
+_LARGEST_LORA_RATE = 30.0
+# Sampling has noise of its own: a rate of one for so many records in a step.
+_RECORDS_PER_RATE = 100.0
+
+# Where LoRA pays, most rounds train it, with most of the budget.
+LORA_PAYS = 2e-4
+LORA_SHARE = 0.75
+LORA_ROUNDS = 0.7
+LORA_PROBABILITY = 1 / 16
 
 # Whom a round may ask is enumerated up to this many possibilities, and beyond that drawn this often, always the same.
 _ENUMERATED_ROUNDS = 5000
@@ -195,7 +202,9 @@ class JointRates:
 def joint_rates(
     federation: Federation, *, noise_multiplier: float, sampling_probability: float, num_steps: int, num_values: int
 ) -> JointRates:
-    """The rates of the last rounds: tau = min(75 J, 0.18 / nu) for the head, min(1200, 0.016 / (nu^2 d)) for A and B.
+    """The rates of the last rounds: tau = 0.18 / nu for the head, 0.016 / (nu^2 d) for A and B, each over J.
+
+    They are at most 75 and 30, and the head's at most one for each hundred records of an expected step.
 
     Args:
         federation, noise_multiplier, sampling_probability: as for `learning_rate`, of these rounds.
@@ -203,9 +212,24 @@ def joint_rates(
         num_values: d >= 1, in A and B.
     """
     nu = noise_multiplier * federation.noise_per_record / (sampling_probability * math.sqrt(num_steps))
-    head = min(_LARGEST_RATE * num_steps, _FINAL_NOISE_BESIDE_LORA / nu if nu else math.inf)
-    lora = min(_LARGEST_LORA_STEP, _LORA_NOISE / (nu**2 * num_values) if nu else math.inf)
-    return JointRates(head=head / num_steps, lora=min(lora / num_steps, _LARGEST_LORA_RATE))
+    of_sampling = federation.participation * sampling_probability * math.fsum(federation.sizes) / _RECORDS_PER_RATE
+    head = _FINAL_NOISE_BESIDE_LORA / nu if nu else math.inf
+    lora = _LORA_NOISE / (nu**2 * num_values) if nu else math.inf
+    return JointRates(
+        head=min(head / num_steps, _LARGEST_RATE, of_sampling), lora=min(lora / num_steps, _LARGEST_LORA_RATE)
+    )
+
+
+def lora_noise(
+    federation: Federation, *, noise_multiplier: float, sampling_probability: float, num_steps: int, num_values: int
+) -> float:
+    """nu^2 d: the squared length of the noise in A and B per unit of their total step, to be held against `LORA_PAYS`.
+
+    Args:
+        federation, noise_multiplier, sampling_probability, num_steps, num_values: as for `joint_rates`.
+    """
+    nu = noise_multiplier * federation.noise_per_record / (sampling_probability * math.sqrt(num_steps))
+    return nu**2 * num_values
 
 
 def arrived(num_steps: int, momentum: float) -> Array:

@@ -7,12 +7,16 @@ so no optimizer here changes what a round costs on any view.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.aggregation.global_model import GlobalModel
+
+if TYPE_CHECKING:
+    from fedpriv.config import RunConfig
 
 # As in the experiments of Reddi et al. 2021, and Flower's defaults; the second moment starts at tau^2, the least that
 # Algorithm 2 allows.
@@ -58,9 +62,45 @@ def _adaptive(first: Tensor, second: Tensor) -> tuple[Tensor, dict[str, Tensor]]
 SERVER_OPTIMIZERS: Mapping[str, Rule] = {"sgd": _sgd, "momentum": _momentum, "adam": _adam, "yogi": _yogi}
 
 
-def server_step(
-    model: GlobalModel, aggregated: GlobalModel, optimizer: str, *, learning_rate: float, momentum: float
-) -> GlobalModel:
+@dataclass(frozen=True, kw_only=True)
+class ServerOptimizer:
+    """How the server steps towards the aggregated model.
+
+    Attributes:
+        name: in `SERVER_OPTIMIZERS`.
+        learning_rate: eta > 0.
+        momentum: beta in [0, 1).
+        of_lora: what takes its place for A and B; None for the same.
+    """
+
+    name: str
+    learning_rate: float
+    momentum: float
+    of_lora: ServerOptimizer | None = None
+
+    @staticmethod
+    def of(config: RunConfig) -> ServerOptimizer:
+        """The optimizer that a run's configuration asks for."""
+        of_lora = None
+        if config.lora_server_optimizer != "same":
+            of_lora = ServerOptimizer(
+                name=config.lora_server_optimizer,
+                learning_rate=config.lora_server_learning_rate,
+                momentum=config.server_momentum,
+            )
+        return ServerOptimizer(
+            name=config.server_optimizer,
+            learning_rate=config.server_learning_rate,
+            momentum=config.server_momentum,
+            of_lora=of_lora,
+        )
+
+    def for_tensor(self, name: str) -> ServerOptimizer:
+        """The one for the tensor of this name."""
+        return self.of_lora if self.of_lora and ".lora_" in name else self
+
+
+def server_step(model: GlobalModel, aggregated: GlobalModel, optimizer: ServerOptimizer) -> GlobalModel:
     """The global model after a step towards the aggregated one, with the optimizer's moments for the next round.
 
     With D = average - theta, eta the learning rate and beta the momentum, tensor by tensor and without bias correction:
@@ -71,21 +111,21 @@ def server_step(
     Args:
         model: before the round.
         aggregated: what the aggregation rule makes of it; for all but `sgd` with learning rate 1, of a linear rule.
-        optimizer: a name in `SERVER_OPTIMIZERS`.
-        learning_rate: eta > 0.
-        momentum: beta in [0, 1).
+        optimizer: which, and how far it steps.
 
     Source: Reddi et al. 2021, Algorithm 2; `momentum`: Hsu et al. 2019, whose V is this one over 1 - beta.
     """
-    if optimizer == "sgd" and learning_rate == 1:  # theta + D rounds, where the two differ much in size
+    plain = optimizer.name == "sgd" and optimizer.learning_rate == 1 and optimizer.of_lora is None
+    if plain:  # theta + D rounds, where the two differ much in size
         return aggregated
     adapter: Adapter = {}
     state: dict[str, Adapter] = {}
     for name, before in model.adapter.items():
+        own = optimizer.for_tensor(name)
         change = aggregated.adapter[name].double() - before.double()
-        moments = {moment: tensors[name].double() for moment, tensors in model.optimizer_state.items()}
-        direction, moments = SERVER_OPTIMIZERS[optimizer](change, moments, momentum)
-        adapter[name] = (before.double() + learning_rate * direction).float()
+        moments = {m: tensors[name].double() for m, tensors in model.optimizer_state.items() if name in tensors}
+        direction, moments = SERVER_OPTIMIZERS[own.name](change, moments, own.momentum)
+        adapter[name] = (before.double() + own.learning_rate * direction).float()
         for moment, value in moments.items():
             state.setdefault(moment, {})[name] = value.float()
     return replace(aggregated, adapter=adapter, optimizer_state=state)

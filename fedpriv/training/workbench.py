@@ -164,12 +164,16 @@ _last: dict[Hashable, Workbench] = {}
 
 # Keys on which neither data nor model depend.
 _WITHOUT_EFFECT = {
-    *("recipe", "rounds", "head_start", "lora_rounds", "clients_per_round", "min_clients", "round_seconds"),
-    *("client_weights", "server_optimizer", "server_learning_rate", "server_momentum", "relevance_threshold"),
-    *("max_update_norm", "local_steps", "lora_sampling_probability", "learning_rate", "clip_norm", "lora_share"),
-    *("lora_learning_rate", "lora_head_learning_rate", "lora_noise_multiplier"),
-    *("noise_multiplier", "start_noise_multiplier", "target_epsilon", "mechanism", "mechanism_parameters"),
-    *("privacy_view", "budget_epsilon", "uploads_hidden", "colluding_clients", "delta", "comparison"),
-    *("variant_rounds", "variant_clients", "dedup", "dedup_block_size", "dedup_records", "dedup_epsilon_bound"),
-    *("dedup_utility_bound", "integral_epsilon", *LOCATION_KEYS),
+    *("recipe", "rounds", "evaluate_every", "head_start"),
+    *("lora_rounds", "clients_per_round", "min_clients", "round_seconds"),
+    *("client_weights", "server_optimizer", "server_learning_rate", "lora_server_optimizer"),
+    *("lora_server_learning_rate", "server_momentum", "relevance_threshold", "max_update_norm"),
+    *("local_steps", "lora_sampling_probability", "learning_rate", "clip_norm"),
+    *("lora_share", "lora_learning_rate", "lora_head_learning_rate", "lora_noise_multiplier"),
+    *("noise_multiplier", "start_noise_multiplier", "target_epsilon", "mechanism"),
+    *("mechanism_parameters", "privacy_view", "budget_epsilon", "uploads_hidden"),
+    *("colluding_clients", "delta", "comparison", "variant_rounds"),
+    *("variant_clients", "dedup", "dedup_block_size", "dedup_records"),
+    *("dedup_epsilon_bound", "dedup_utility_bound", "integral_epsilon"),
+    *LOCATION_KEYS,
 }

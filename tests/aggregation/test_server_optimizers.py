@@ -10,8 +10,9 @@ import torch
 
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.aggregation.rules import RULES
-from fedpriv.aggregation.server_optimizers import SERVER_OPTIMIZERS, server_step
-from fedpriv.config import LINEAR_RULES, parse
+from fedpriv.aggregation.server_optimizers import SERVER_OPTIMIZERS, ServerOptimizer, server_step
+from fedpriv.config import parse
+from fedpriv.config_checks import LINEAR_RULES
 from fedpriv.errors import InputError
 
 ROUNDS = 6
@@ -28,9 +29,8 @@ def stepped(optimizer: str, *, learning_rate: float, momentum: float) -> list[tu
     for round_ in range(ROUNDS):
         moved = {name: t + drawn(round_ + 1, 0.05)[name] for name, t in model.adapter.items()}
         change = {name: moved[name].double() - t.double() for name, t in model.adapter.items()}
-        after = server_step(
-            model, replace(model, adapter=moved), optimizer, learning_rate=learning_rate, momentum=momentum
-        )
+        named = ServerOptimizer(name=optimizer, learning_rate=learning_rate, momentum=momentum)
+        after = server_step(model, replace(model, adapter=moved), named)
         rounds.append((model, change, after))
         model = after
     return rounds
@@ -39,7 +39,7 @@ def stepped(optimizer: str, *, learning_rate: float, momentum: float) -> list[tu
 def test_sgd_with_rate_one_is_the_average_itself_to_the_bit():
     model = GlobalModel(initial={}, adapter={"a": torch.tensor([1.0, -3e8, 0.0])})
     average = replace(model, adapter={"a": torch.tensor([1e-20, 0.1, -0.0])})
-    assert server_step(model, average, "sgd", learning_rate=1.0, momentum=0.9) is average
+    assert server_step(model, average, ServerOptimizer(name="sgd", learning_rate=1.0, momentum=0.9)) is average
 
 
 def test_sgd_goes_a_part_of_the_way():
@@ -70,7 +70,9 @@ def test_momentum_is_exact_over_many_rounds_of_one_change():
     model = GlobalModel(initial={}, adapter={"a": torch.zeros(1)})
     for _ in range(50):
         moved = {"a": model.adapter["a"] + 0.5}
-        model = server_step(model, replace(model, adapter=moved), "momentum", learning_rate=1.0, momentum=0.9)
+        model = server_step(
+            model, replace(model, adapter=moved), ServerOptimizer(name="momentum", learning_rate=1.0, momentum=0.9)
+        )
     expected = 0.5 * (50 - sum(0.9**t for t in range(1, 51)))
     assert model.adapter["a"].item() == pytest.approx(expected, rel=1e-6)
 
@@ -89,11 +91,38 @@ def test_adam_and_yogi_are_the_papers(optimizer, learning_rate, momentum):
         np.testing.assert_allclose(rounds[-1][2].adapter[name], theta, atol=1e-5)
 
 
+def test_a_and_b_may_have_an_optimizer_of_their_own():
+    """Each tensor takes the steps that it would take if its optimizer were the only one."""
+    names = ("x.lora_A.weight", "x.lora_B.weight", "head.weight")
+    of_lora = ServerOptimizer(name="adam", learning_rate=0.1, momentum=0.9)
+    of_head = ServerOptimizer(name="momentum", learning_rate=2.0, momentum=0.5)
+    start = {name: torch.full((3,), 1.0) for name in names}
+    both, adam, momentum = (GlobalModel(initial=start, adapter=start) for _ in range(3))
+    for round_ in range(3):
+        change = {
+            name: torch.randn(3, generator=torch.Generator().manual_seed(10 * round_ + i))
+            for i, name in enumerate(names)
+        }
+
+        def after(model, optimizer, change=change):
+            moved = {name: model.adapter[name] + change[name] for name in names}
+            return server_step(model, replace(model, adapter=moved), optimizer)
+
+        both = after(both, replace(of_head, of_lora=of_lora))
+        adam, momentum = after(adam, of_lora), after(momentum, of_head)
+    for name in names:
+        assert torch.allclose(both.adapter[name], (momentum if "head" in name else adam).adapter[name], atol=1e-5)
+
+
 @pytest.mark.parametrize("optimizer", SERVER_OPTIMIZERS)
 def test_a_step_is_float32_and_leaves_its_arguments_and_the_rest_of_the_model_alone(optimizer):
     model = GlobalModel(initial=drawn(0), adapter=drawn(0), last_update=drawn(9))
-    after = server_step(model, replace(model, adapter=drawn(1)), optimizer, learning_rate=0.5, momentum=0.9)
-    again = server_step(after, replace(after, adapter=drawn(2)), optimizer, learning_rate=0.5, momentum=0.9)
+    after = server_step(
+        model, replace(model, adapter=drawn(1)), ServerOptimizer(name=optimizer, learning_rate=0.5, momentum=0.9)
+    )
+    again = server_step(
+        after, replace(after, adapter=drawn(2)), ServerOptimizer(name=optimizer, learning_rate=0.5, momentum=0.9)
+    )
     assert all(torch.equal(model.adapter[name], drawn(0)[name]) for name in model.adapter)
     assert not model.optimizer_state
     assert list(again.adapter) == list(model.adapter)
@@ -109,6 +138,6 @@ def test_the_configuration_knows_the_linear_rules():
 @pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if not rule.linear])
 @pytest.mark.parametrize("change", [{"server_optimizer": "adam"}, {"server_learning_rate": 0.5}])
 def test_a_rule_that_is_no_weighted_sum_takes_no_server_optimizer(rule, change):
-    with pytest.raises(InputError, match=rf"aggregation = {rule} is no weighted sum of the uploads; use sgd and 1"):
+    with pytest.raises(InputError, match=f"aggregation = {rule} is no weighted sum of .*; use sgd, 1 and same"):
         parse({"aggregation": rule, **change})
     assert parse({"aggregation": rule, "server_momentum": 0.5}).server_optimizer == "sgd"

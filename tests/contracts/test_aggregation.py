@@ -16,7 +16,7 @@ from fedpriv.aggregation.cmfl import pack_signs, relevance, threshold, unpack_si
 from fedpriv.aggregation.flora import fresh_start
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.aggregation.rules import RULES
-from fedpriv.aggregation.server_optimizers import SERVER_OPTIMIZERS, server_step
+from fedpriv.aggregation.server_optimizers import SERVER_OPTIMIZERS, ServerOptimizer, server_step
 from fedpriv.aggregation.t_fedavg import ternary_codes
 
 LAYERS = {"m.query": (7, 5), "m.value": (6, 9)}  # name: (out, in)
@@ -186,7 +186,7 @@ def optimized(
     model = start_of(rule)
     for uploads, weights in rounds:
         aggregated = RULES[rule].aggregate(model, uploads, weights)
-        model = server_step(model, aggregated, optimizer, learning_rate=0.5, momentum=0.9)
+        model = server_step(model, aggregated, ServerOptimizer(name=optimizer, learning_rate=0.5, momentum=0.9))
     return model
 
 
