@@ -14,17 +14,22 @@ SEEDS = (0, 1, 2)
 EPSILONS: tuple[float | None, ...] = (2.0, 8.0, 1.0, None)
 FACTORS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
 
-BASELINES, RECIPE, PROBES, CENTRAL, LOCAL_STEPS = "baselines", "recipe", "averaged probes", "central", "3 local steps"
+BASELINES, RECIPE, AUTO, PROBES = "baselines", "recipe", "auto", "averaged probes"
+CENTRAL, LOCAL_STEPS = "central", "3 local steps"
 
 _HEAD: Mapping[str, Any] = {"train": "head", "prefix_cache": False}
+
+# A test after every round would take most of the time of a run that trains A and B.
+_TESTED_AT_THE_END: Mapping[str, Any] = {"evaluate_every": 1000}
 
 # Steps of a client's own head, all of them before anything is averaged.
 PROBE_STEPS = 40
 
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "head": _HEAD,
-    RECIPE: {},
-    "paper": {"recipe": "dp-lora-paper"},
+    RECIPE: _TESTED_AT_THE_END,
+    AUTO: {**_TESTED_AT_THE_END, "train": "auto"},
+    "paper": {**_TESTED_AT_THE_END, "recipe": "dp-lora-paper"},
     CENTRAL: _HEAD,
     # recipe is given, since several local steps would stand for the other one; their learning rate is derived.
     PROBES: {
@@ -95,17 +100,21 @@ def cells() -> Iterator[Cell]:
 def _in_order() -> Iterator[Cell]:
     private, rest, small, embedded = (2.0, 8.0), (1.0, None), NAMED[:-1], NAMED[:1]
     yield from _all(small, ["head"], private)
-    yield from _all(UNNAMED, ["head"], (8.0,))
-    yield from _all(UNNAMED, [BASELINES], (None,))
-    yield from _all(embedded, [PROBES, CENTRAL], private)
-    yield from _all(embedded, [RECIPE], private)
-    yield from _all(small, [PROBES], private)
-    yield from _all(small, ["head"], private, ("sum",))
+    first, others = SEEDS[:1], SEEDS[1:]
+    yield from _all(UNNAMED[:-1], ["head", BASELINES], (8.0,), seeds=first)
+    yield from _all(embedded, [PROBES, RECIPE], private, seeds=first)
+    yield from _all(small[1:], [PROBES], private, seeds=first)
+    yield from _all(UNNAMED[-1:], ["head", BASELINES], (8.0,), seeds=first)
+    yield from _all(embedded, [PROBES, RECIPE], private, seeds=others)
+    yield from _all(small[1:], [PROBES], private, seeds=others)
     yield from _all(embedded, list(INGREDIENTS), (2.0,))
+    yield from _all(small, ["head"], private, ("sum",))
+    yield from _all(UNNAMED, ["head", BASELINES], (8.0,), seeds=others)
+    yield from _all(embedded, [CENTRAL], private)
     yield from _all(small, [BASELINES], (None,))
     for seed in SEEDS:
         yield from _all(small, list(RATES), private, seeds=(seed,))
-    yield from _all(embedded, ["paper"], private)
+    yield from _all(embedded, [AUTO, "paper"], private)
     yield from _all(NAMED[-1:], ["head"], private, ("local", "sum"))
     yield from _all(small, [CENTRAL], private)
     yield from _all(NAMED[-1:], [PROBES, CENTRAL], private)
@@ -116,7 +125,7 @@ def _in_order() -> Iterator[Cell]:
     yield from _all(NAMED, ["head"], (1.0,), ("sum",))
     yield from _all(NAMED, [PROBES], (1.0,))
     yield from _all(NAMED, list(RATES), (1.0,))
-    yield from _all(NAMED[1:], [RECIPE, "paper"], private)
+    yield from _all(NAMED[1:], [RECIPE, AUTO, "paper"], private)
     yield from _all(NAMED, [RECIPE], private, ("sum",))
     yield from _all(NAMED, [RECIPE, "paper"], rest)
 
@@ -129,4 +138,5 @@ def _all(
     seeds: tuple[int, ...] = SEEDS,
 ) -> Iterator[Cell]:
     for corpus, seed, view, method, epsilon in product(corpora, seeds, views, methods, epsilons):
+        epsilon = None if method == BASELINES else epsilon
         yield Cell(corpus=corpus, method=method, epsilon=epsilon, view=view, seed=seed)

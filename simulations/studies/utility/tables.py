@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 
 from simulations.studies.utility.cells import (
+    AUTO,
     BASELINES,
     CENTRAL,
     EPSILONS,
@@ -47,7 +48,8 @@ frozen base's features of a record are computed once for all cells, since they d
   eight types of question of `simulations/configs/medquad.toml`, nine sites, a fifth of all rows set aside for testing.
 - *local*: epsilon against whoever sees a client's uploads. *in the sum*: against whoever sees only the sum of all
   (`uploads_hidden`, `privacy_view = aggregate`, every client needed), so each client adds less noise.
-- *head*: `train = "head"`. *recipe*: the default, which trains A, B and head. *paper*: `recipe = "dp-lora-paper"`.
+- *head*: `train = "head"`. *recipe*: the default, which trains A, B and head. *auto*: `train = "auto"`. *paper*:
+  `recipe = "dp-lora-paper"`.
 - *central*: the head with one client that holds everything. *averaged probes*: 40 full-batch steps of every client's
   own head with noise for all of its epsilon, and one average weighted by N_k; their learning rate is the rule's for one
   client of the average size.
@@ -104,18 +106,16 @@ def _comparisons(results: Results) -> Iterator[tuple[str, Estimate | None]]:
     for name in NAMED:
         for epsilon, view in product(_ORDER, ("local", "sum")):
             head = results.by_seed(name, "head", epsilon, view)
-            for method in (PROBES, RECIPE):
-                other = results.by_seed(name, method, epsilon, view)
-                claim = f"{name}, epsilon {_epsilon(epsilon)}, {view}: "
-                if method == PROBES:
-                    yield claim + "head less averaged probes", difference(head, other)
-                else:
-                    yield claim + "recipe less head", difference(other, head)
+            claim = f"{name}, epsilon {_epsilon(epsilon)}, {view}: "
+            yield claim + "head less averaged probes", difference(head, results.by_seed(name, PROBES, epsilon, view))
+            for method in (RECIPE, AUTO):
+                found = difference(results.by_seed(name, method, epsilon, view), head)
+                yield f"{claim}{method} less head", found
 
 
 def _corpus(results: Results, name: str) -> str:
     rows = []
-    for view, methods in (("local", ("head", RECIPE, "paper", PROBES, CENTRAL)), ("sum", ("head", RECIPE))):
+    for view, methods in (("local", ("head", RECIPE, AUTO, "paper", PROBES, CENTRAL)), ("sum", ("head", RECIPE))):
         for method in methods:
             found = [results.estimate(name, method, epsilon, view) for epsilon in _ORDER]
             if any(found):
