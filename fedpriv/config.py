@@ -20,6 +20,7 @@ from fedpriv.config_checks import check
 from fedpriv.config_types import EMBEDDED as EMBEDDED
 from fedpriv.config_types import ON_NODES as ON_NODES
 from fedpriv.config_types import (
+    Aggregation,
     Budgets,
     Clipping,
     Count,
@@ -91,7 +92,7 @@ class RunConfig:
     round_seconds: Positive = 3600.0
     registration_seconds: Positive = 300.0
     node_keys: str = ""
-    aggregation: Literal["dp-lora", "fedavg", "t-fedavg", "cmfl", "ffa-lora", "fedex-lora", "flora"] = "dp-lora"
+    aggregation: Aggregation = "dp-lora"
     client_ranks: Sizes = ()
     client_weights: Literal["auto", "records", "root-records"] = "auto"
     server_optimizer: Literal["sgd", "momentum", "adam", "yogi"] = "momentum"

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from fedpriv.config import RunConfig
 
 # The aggregation rules whose global model is the weighted sum of the uploads, from which a server optimizer may step.
-LINEAR_RULES = ("dp-lora", "fedavg", "ffa-lora")
+LINEAR_RULES = ("dp-lora", "fedavg", "ffa-lora", "rolora", "fedsvd")
+# Those with rounds that train some of the tensors.
+PARTIAL_RULES = ("rolora", "fedsvd")
 
 
 def check(config: RunConfig) -> None:
@@ -47,6 +49,8 @@ def check(config: RunConfig) -> None:
         )
     if config.aggregation == "t-fedavg" and config.upload_codec not in ("float32", "ternary"):
         raise ValueError(f"upload_codec = {config.upload_codec}: t-fedavg sends ternary codes; leave the key out")
+    if config.aggregation in PARTIAL_RULES and config.optimizer != "sgd":
+        raise ValueError(f"optimizer = {config.optimizer}: aggregation = {config.aggregation} needs sgd")
     _check_mechanism(config)
     _check_recipe(config)
     _check_server_optimizer(config)
@@ -123,6 +127,23 @@ def _check_server_optimizer(config: RunConfig) -> None:
             f"aggregation = {config.aggregation} is no weighted sum of the uploads; use sgd, 1 and same, or one of "
             f"{', '.join(LINEAR_RULES)}"
         )
+    if config.aggregation == "fedsvd":
+        _check_fedsvd(config)
+
+
+def _check_fedsvd(config: RunConfig) -> None:
+    adaptive = ("adam", "yogi")
+    remedies = {
+        "server_optimizer": (config.server_optimizer in adaptive, "sgd or momentum"),
+        "lora_server_optimizer": (config.lora_server_optimizer in adaptive, "same"),
+        "train": (config.train == "auto", "all or head, since auto may choose adam"),
+    }
+    for key, (is_adaptive, remedy) in remedies.items():
+        if is_adaptive:
+            raise ValueError(
+                f"{key} = {getattr(config, key)}: aggregation = fedsvd rotates B after every round, and the squares of "
+                f"single values, which adam and yogi keep, cannot follow; use {remedy}"
+            )
 
 
 def _check_recipe(config: RunConfig) -> None:

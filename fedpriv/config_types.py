@@ -46,6 +46,9 @@ def rule_by_any_name(value: object) -> object:
     return clipping_rule(value) if isinstance(value, str) else value
 
 
+Aggregation = Literal[
+    "dp-lora", "fedavg", "t-fedavg", "cmfl", "ffa-lora", "rolora", "fedsvd", "fedex-lora", "flora"
+]  # of fedpriv/aggregation/rules.py
 Layers = Annotated[str, BeforeValidator(text_of_number), Field(pattern=r"^(all|last-[1-9]\d*|\d+(,\d+)*)$")]
 Names = Annotated[tuple[str, ...], BeforeValidator(split)]
 Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(split)]

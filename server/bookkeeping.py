@@ -86,11 +86,10 @@ class Books:
         self._aggregate_holds = not objections_to_aggregate(config)
         self._schedule = Schedule.of(config)
         self._masses = client_masses(config, self.sizes)
-        self._record_weights = {
-            phase.spec: record_weights(config, phase.spec, self.sizes) for phase in self._schedule.phases
-        }
+        specs = self._schedule.totals.keys()
+        self._record_weights = {spec: record_weights(config, spec, self.sizes) for spec in specs}
         self._events = {
-            client: {p.spec: planned_event(p.spec, p.spec.probability(n), initial) for p in self._schedule.phases}
+            client: {spec: planned_event(spec, spec.probability(n), initial) for spec in specs}
             for client, n in self.sizes.items()
         }
         evaluation = EvaluationSpec.of(config)
@@ -213,8 +212,8 @@ class Books:
         """What a client that takes part in the next rounds will have released, on the view of the budget."""
         view = self._config.privacy_view
         events = [*self.accounts.history(client, view), *self._reserved]
-        for phase, count in self._schedule.following(self._after, num_rounds):
-            event = self._worst(self.sizes, phase.spec)[client].seen_by(view)
+        for spec, count in self._schedule.counts(self._after, num_rounds).items():
+            event = self._worst(self.sizes, spec)[client].seen_by(view)
             events.append(event.with_count(count * event.count))
         return events
 

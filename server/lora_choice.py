@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fedpriv.accounting.recipe import LORA_PAYS, LORA_PROBABILITY, LORA_ROUNDS, LORA_SHARE, lora_noise
+from fedpriv.accounting.recipe import LORA_ADAM_NOISE, LORA_PAYS, LORA_PROBABILITY, LORA_ROUNDS, LORA_SHARE, lora_noise
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.config import RunConfig
 from server.noise import calibrated, federation_of, num_lora_values
@@ -36,13 +37,18 @@ def decided(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> tuple[
         lora_server_optimizer="adam",
     )
     found = calibrated(with_lora, sizes, initial)
+    num_values = num_lora_values(config, initial)
     noise = lora_noise(
         federation_of(config, sizes),
         noise_multiplier=found.noise_multiplier if found.lora_noise_multiplier is None else found.lora_noise_multiplier,
         sampling_probability=LORA_PROBABILITY,
         num_steps=num_rounds,
-        num_values=num_lora_values(initial),
+        num_values=num_values,
     )
+    # Adam steps by its rate whatever the gradient's size is, so the rate follows the noise of a round.
+    of_round = math.sqrt(noise / num_values * num_rounds)
+    rate = min(config.lora_server_learning_rate, LORA_ADAM_NOISE / (of_round * num_values) if noise else math.inf)
+    with_lora = replace(with_lora, lora_server_learning_rate=rate)
     pays = noise <= LORA_PAYS
     reason = (
         f"train = auto: {'A, B and head' if pays else 'the head alone'}, since nu^2 d, the noise in A and B, would be "

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import Schedule, calibrate_all
@@ -23,6 +24,7 @@ from fedpriv.accounting.recipe import (
 )
 from fedpriv.accounting.views import default_delta, smallest_aggregate_scales
 from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.aggregation.rules import RULES
 from fedpriv.config import RunConfig, parse
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.registry import MECHANISMS
@@ -31,6 +33,7 @@ from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.training.private_evaluation import planned_event as planned_evaluation
 from fedpriv.training.schedule import Schedule as Rounds
 from fedpriv.training.schedule import num_lora_rounds
+from fedpriv.training.trained import trained_names
 from server.weights import record_weights
 
 
@@ -92,11 +95,11 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
                 num_steps=_num_steps(config) if of_head else num_lora_rounds(config),
                 fixed=fixed,
             )
-            config = replace(config, **{shared: noise / scale})
+            config = _with_value(config, shared, noise / scale)
         schedules = [
             (_releases(config, name, size, initial, scale), delta) for size, delta in zip(sizes, deltas, strict=True)
         ]
-        return replace(config, **{name: calibrate_all(schedules, target, fixed=fixed)})
+        return _with_value(config, name, calibrate_all(schedules, target, fixed=fixed))
     except ValueError as error:
         raise InputError(f"target_epsilon = {target}: {error}") from None
 
@@ -117,9 +120,9 @@ def view_scale(config: RunConfig, sizes: Sequence[int]) -> float:
         return 1 / math.sqrt(_num_selected(config, sizes))
     clients = dict(enumerate(sizes))
     # No noise changes the clients' shares of a sum.
-    phases = Rounds.of(_with_any_rates(replace(config, start_noise_multiplier=1.0))).phases
+    rounds = Rounds.of(_with_any_rates(replace(config, start_noise_multiplier=1.0)))
     threshold, colluding = config.min_clients, config.colluding_clients
-    weights = [record_weights(config, phase.spec, clients) for phase in phases]
+    weights = [record_weights(config, spec, clients) for spec in rounds.totals]
     return min(
         scale
         for each in weights
@@ -146,7 +149,7 @@ def with_learning_rates(config: RunConfig, sizes: Sequence[int], initial: Adapte
         noise_multiplier=noise,
         sampling_probability=config.lora_sampling_probability or _probability(config, sizes),
         num_steps=num_lora_rounds(config),
-        num_values=num_lora_values(initial),
+        num_values=num_lora_values(config, initial),
     )
     of_head, of_lora = config.lora_head_learning_rate, config.lora_learning_rate
     return replace(
@@ -184,9 +187,11 @@ def start_noise(config: RunConfig, sizes: Sequence[int]) -> float:
     return (config.start_noise_multiplier or 0.0) * total.weighted_noise / total.weighted_records
 
 
-def num_lora_values(initial: Adapter) -> int:
-    """How many values A and B have; 1 if there are none."""
-    return max(1, sum(tensor.numel() for name, tensor in initial.items() if ".lora_" in name))
+def num_lora_values(config: RunConfig, initial: Adapter) -> int:
+    """How many values of A and B the rule's rounds train; 1 if there are none."""
+    turns = RULES[config.aggregation].turns
+    trained = {name for turn in turns for name in trained_names(initial, turn)}
+    return max(1, sum(initial[name].numel() for name in trained if ".lora_" in name))
 
 
 def federation_of(config: RunConfig, sizes: Sequence[int]) -> Federation:
@@ -209,6 +214,11 @@ def _num_steps(config: RunConfig) -> int:
 def _has_joint_phase(config: RunConfig) -> bool:
     """Whether the last rounds, which train A and B too, have noise of their own."""
     return config.lora_rounds is not None and num_lora_rounds(config) > 0 and _num_steps(config) > 0
+
+
+def _with_value(config: RunConfig, name: str, value: float) -> RunConfig:
+    values: dict[str, Any] = {name: value}
+    return replace(config, **values)
 
 
 def _with_any_rates(config: RunConfig) -> RunConfig:
@@ -234,9 +244,9 @@ def _releases(config: RunConfig, name: str, size: int, initial: Adapter, scale: 
 
     def releases(noise_multiplier: float) -> list[Event]:
         events = []
-        for phase in Rounds.of(replace(planned, **{name: noise_multiplier})).phases:
-            event = planned_event(phase.spec, min(1.0, phase.spec.probability(size)), initial)
-            events.append(event.with_count(phase.num_rounds * event.count).with_noise(scale))
+        for spec, num_rounds in Rounds.of(_with_value(planned, name, noise_multiplier)).totals.items():
+            event = planned_event(spec, min(1.0, spec.probability(size)), initial)
+            events.append(event.with_count(num_rounds * event.count).with_noise(scale))
         return events
 
     return releases

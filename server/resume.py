@@ -16,7 +16,13 @@ from server.checkpoint import Checkpoint
 from server.registration import Nodes
 
 # What `train = auto` decides.
-_DECIDED = ("lora_rounds", "lora_share", "lora_sampling_probability", "lora_server_optimizer")
+_DECIDED = (
+    "lora_rounds",
+    "lora_share",
+    "lora_sampling_probability",
+    "lora_server_optimizer",
+    "lora_server_learning_rate",
+)
 
 
 def check_configuration(config: RunConfig) -> None:

@@ -29,6 +29,7 @@ from fedpriv.runs.rows import USABLE, ClientRow, RoundRow
 from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.schedule import Schedule
+from fedpriv.training.trained import trained_names
 from fedpriv.vault import guard
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
@@ -188,7 +189,9 @@ class RuleStrategy(Strategy):
         """The global model that the uploads of a round make."""
         aggregated = self._rule.aggregate(self.model, list(adapters.values()), list(weights.values()))
         if self.schedule.phase(self._round.number).name != "start":
-            return server_step(self.model, aggregated, ServerOptimizer.of(self._config))
+            trained = trained_names(aggregated.adapter, self.spec.trains)
+            stepped = server_step(self.model, aggregated, ServerOptimizer.of(self._config), trained=trained)
+            return self._rule.finish(stepped) if self._rule.finish else stepped
         noise = start_noise(self._config, [self.books.sizes[client] for client in adapters])
         return started(self.model, aggregated.adapter, noise=noise)
 
@@ -219,8 +222,8 @@ class RuleStrategy(Strategy):
 
     def summary(self) -> None:
         """Log what the run is about to do."""
-        for phase in self.schedule.phases:
-            log.info("%s rounds, %s: %s", phase.num_rounds, phase.name, phase.spec)
+        for spec, num_rounds in self.schedule.totals.items():
+            log.info("%s rounds: %s", num_rounds, spec)
 
     def start(
         self,

@@ -406,7 +406,14 @@ OTHER |= {
     "lora_learning_rate": 3.0,
     "lora_head_learning_rate": 3.0,
 }
-FOR_SGD_ALONE = ("train", "head_start", "lora_rounds", "server_optimizer", "server_learning_rate")
+FOR_SGD_ALONE = (
+    "train",
+    "head_start",
+    "lora_rounds",
+    "server_optimizer",
+    "server_learning_rate",
+    "lora_server_optimizer",
+)
 
 
 @pytest.mark.parametrize("key", sorted(set(KEYS) - {*LOCATION_KEYS, "aggregation"}))

@@ -80,10 +80,10 @@ def calibrate(
 
     if accountant == "rdp" or not all(event.has_pld for event in [*schedule(1.0), *fixed]):
         return _smallest(lambda z: suffices(z, "rdp"), start=1.0, tolerance=1e-7 if accountant == "rdp" else 1e-4)
-    # rdp is fast and hardly ever below pld: it finds the neighbourhood, unless the fixed releases alone are too much by
-    # rdp, and then the requested accountant the value.
+    # rdp is fast and hardly ever below pld: it finds the neighbourhood, unless releases that do not depend on z are too
+    # much by rdp alone, and then the requested accountant the value.
     start = 1.0
-    if epsilon_of(fixed, delta, "rdp").epsilon < epsilon:
+    if suffices(MAX_NOISE, "rdp"):
         start = _smallest(lambda z: suffices(z, "rdp"), start=1.0, tolerance=0.02)
     return _smallest(lambda z: suffices(z, "pld"), start=start, tolerance=1e-4)
 

@@ -37,6 +37,7 @@ LORA_PAYS = 2e-4
 LORA_SHARE = 0.75
 LORA_ROUNDS = 0.7
 LORA_PROBABILITY = 1 / 16
+LORA_ADAM_NOISE = 0.1
 
 # Whom a round may ask is enumerated up to this many possibilities, and beyond that drawn this often, always the same.
 _ENUMERATED_ROUNDS = 5000

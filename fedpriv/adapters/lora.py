@@ -43,6 +43,7 @@ class LoraSettings:
         trains: `lora`: A and B; `lora-b`: B only, with A frozen at its random initial value; `head`: neither, so that
             only a classification head is trained; `weights`: the layers' full weight matrices and biases instead, in
             which case rank and alpha are ignored.
+        orthonormal: whether the rows of A are made orthonormal at the start, keeping what they span.
     """
 
     rank: int = 8
@@ -51,22 +52,34 @@ class LoraSettings:
     layers: str = "all"
     task: str = "SEQ_CLS"
     trains: Trains = "lora"
+    orthonormal: bool = False
 
 
 def attach(base: BaseModel, settings: LoraSettings, *, seed: int = 0) -> PeftModel:
     """The base with a new adapter that leaves its function unchanged: A random and B zero, or copies of weights.
 
     Raises:
-        InputError: the model lacks a target module or layer, or has no full weights that can be trained.
+        InputError: the model lacks a target module or layer, or has no full weights that can be trained, or a layer has
+            fewer inputs than an orthonormal A has rows.
     """
     config = _weights_config(base, settings) if settings.trains == "weights" else _lora_config(base, settings)
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = get_peft_model(base.model, config).eval()
     for name, parameter in model.named_parameters():
+        if settings.orthonormal and ".lora_A." in name:
+            _make_orthonormal(name, parameter)
         if any(part in name for part in _FROZEN.get(settings.trains, ())):
             parameter.requires_grad_(False)
     return model
+
+
+@torch.no_grad()
+def _make_orthonormal(name: str, rows: nn.Parameter) -> None:
+    rank, width = rows.shape
+    if rank > width:
+        raise InputError(f"rank = {rank}: {name} has {width} inputs, so no more orthonormal rows; use at most {width}")
+    rows.copy_(torch.linalg.qr(rows.double().T).Q.T)
 
 
 def _lora_config(base: BaseModel, settings: LoraSettings) -> LoraConfig:

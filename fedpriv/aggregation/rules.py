@@ -10,6 +10,7 @@ from fedpriv.adapters.lora import Trains
 from fedpriv.aggregation.cmfl import cmfl
 from fedpriv.aggregation.fedavg import average
 from fedpriv.aggregation.fedex_lora import fedex_lora
+from fedpriv.aggregation.fedsvd import rebased
 from fedpriv.aggregation.flora import flora
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.aggregation.t_fedavg import t_fedavg
@@ -24,6 +25,10 @@ class Rule:
     Attributes:
         aggregate: the next global model from the valid uploads and their weights.
         trains: `lora`: A, B and a head; `lora-b`: B and a head; `weights`: full weight matrices and a head.
+        turns: which of these the rounds train that train more than the head, one after the other, round by round; the
+            others are broadcast and uploaded as they are.
+        orthonormal: whether the rows of A are orthonormal at the start.
+        finish: what is made of the model after the step of the server's optimizer; its function stays the same.
         linear: whether the new model is the weighted sum of the uploads, as the `aggregate` view requires.
         restarts: whether clients start each round with a fresh adapter; their ranks may then differ.
         ternary: whether tensors are ternary differences to the start, in training and on the wire in both directions.
@@ -32,6 +37,9 @@ class Rule:
 
     aggregate: Aggregate
     trains: Trains = "lora"
+    turns: tuple[str, ...] = ("all",)
+    orthonormal: bool = False
+    finish: Callable[[GlobalModel], GlobalModel] | None = None
     linear: bool = False
     restarts: bool = False
     ternary: bool = False
@@ -44,6 +52,8 @@ RULES = {
     "t-fedavg": Rule(aggregate=t_fedavg, trains="weights", ternary=True),
     "cmfl": Rule(aggregate=cmfl, trains="weights", selective=True),
     "ffa-lora": Rule(aggregate=average, trains="lora-b", linear=True),
+    "rolora": Rule(aggregate=average, turns=("lora-b", "lora-a"), linear=True),
+    "fedsvd": Rule(aggregate=average, turns=("lora-b",), orthonormal=True, finish=rebased, linear=True),
     "fedex-lora": Rule(aggregate=fedex_lora),
     "flora": Rule(aggregate=flora, restarts=True),
 }

@@ -6,13 +6,12 @@ so no optimizer here changes what a round costs on any view.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.aggregation.global_model import GlobalModel
 
 if TYPE_CHECKING:
@@ -100,7 +99,13 @@ class ServerOptimizer:
         return self.of_lora if self.of_lora and ".lora_" in name else self
 
 
-def server_step(model: GlobalModel, aggregated: GlobalModel, optimizer: ServerOptimizer) -> GlobalModel:
+def server_step(
+    model: GlobalModel,
+    aggregated: GlobalModel,
+    optimizer: ServerOptimizer,
+    *,
+    trained: Collection[str] | None = None,
+) -> GlobalModel:
     """The global model after a step towards the aggregated one, with the optimizer's moments for the next round.
 
     With D = average - theta, eta the learning rate and beta the momentum, tensor by tensor and without bias correction:
@@ -112,18 +117,19 @@ def server_step(model: GlobalModel, aggregated: GlobalModel, optimizer: ServerOp
         model: before the round.
         aggregated: what the aggregation rule makes of it; for all but `sgd` with learning rate 1, of a linear rule.
         optimizer: which, and how far it steps.
+        trained: names of the tensors that the round trained, None for all; the others rest, and so do their moments.
 
     Source: Reddi et al. 2021, Algorithm 2; `momentum`: Hsu et al. 2019, whose V is this one over 1 - beta.
     """
     plain = optimizer.name == "sgd" and optimizer.learning_rate == 1 and optimizer.of_lora is None
     if plain:  # theta + D rounds, where the two differ much in size
         return aggregated
-    adapter: Adapter = {}
-    state: dict[str, Adapter] = {}
-    for name, before in model.adapter.items():
-        own = optimizer.for_tensor(name)
+    adapter = dict(model.adapter)
+    state = {moment: dict(tensors) for moment, tensors in model.optimizer_state.items()}
+    for name in model.adapter if trained is None else trained:
+        own, before = optimizer.for_tensor(name), model.adapter[name]
         change = aggregated.adapter[name].double() - before.double()
-        moments = {m: tensors[name].double() for m, tensors in model.optimizer_state.items() if name in tensors}
+        moments = {moment: tensors[name].double() for moment, tensors in state.items() if name in tensors}
         direction, moments = SERVER_OPTIMIZERS[own.name](change, moments, own.momentum)
         adapter[name] = (before.double() + own.learning_rate * direction).float()
         for moment, value in moments.items():

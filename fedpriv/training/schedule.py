@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 
+from fedpriv.aggregation.rules import RULES
 from fedpriv.config import RunConfig
 from fedpriv.training.local_update import UpdateSpec
 
@@ -45,7 +49,7 @@ class Schedule:
             phases.append(Phase(name="head", spec=replace(everything, trains="head"), num_rounds=num_head))
         if num_all:
             spec = everything if config.lora_rounds is None else _joint(config, everything)
-            phases.append(Phase(name="all", spec=spec, num_rounds=num_all))
+            phases += _in_turn(spec, RULES[config.aggregation].turns, num_all)
         return Schedule(tuple(phases))
 
     def phase(self, round_: int) -> Phase:
@@ -75,6 +79,27 @@ class Schedule:
                 spans.append((phase, count))
             first = last
         return spans
+
+    def counts(self, after: int, num_rounds: int) -> Mapping[UpdateSpec, int]:
+        """{specification: how many of the next rounds have it}; arguments as for `following`."""
+        counts = Counter[UpdateSpec]()
+        for phase, count in self.following(after, num_rounds):
+            counts[phase.spec] += count
+        return counts
+
+    @property
+    def totals(self) -> Mapping[UpdateSpec, int]:
+        """{specification: how many of the run's rounds have it}."""
+        return self.counts(0, sum(phase.num_rounds for phase in self.phases))
+
+
+def _in_turn(spec: UpdateSpec, turns: Sequence[str], num_rounds: int) -> list[Phase]:
+    """Rounds after the head's: one phase or, where they train different tensors in turn, a phase for each round."""
+    if len(turns) == 1:
+        return [Phase(name="all", spec=replace(spec, trains=turns[0]), num_rounds=num_rounds)]
+    return [
+        Phase(name="all", spec=replace(spec, trains=turn), num_rounds=1) for turn in islice(cycle(turns), num_rounds)
+    ]
 
 
 def _joint(config: RunConfig, spec: UpdateSpec) -> UpdateSpec:

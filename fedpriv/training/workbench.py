@@ -37,13 +37,15 @@ def load_model(config: RunConfig, *, num_labels: int) -> tuple[BaseModel, Traini
     if config.max_length > longest:
         raise InputError(f"max_length = {config.max_length}: model {config.model!r} takes at most {longest}")
     check_max_length(base.tokenizer, config.max_length, pairs=bool(config.text_pair_column))
+    rule = RULES[config.aggregation]
     settings = LoraSettings(
         rank=config.rank,
         alpha=config.alpha,
         target_modules=config.target_modules,
         layers=config.layers,
         task=config.task,
-        trains="head" if config.train == "head" else RULES[config.aggregation].trains,
+        trains="head" if config.train == "head" else rule.trains,
+        orthonormal=rule.orthonormal,
     )
     model = TrainingModel(
         attach(base, settings, seed=config.seed).to(_device(config.device)),

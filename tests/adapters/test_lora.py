@@ -219,3 +219,23 @@ def test_adapter_of_another_origin_or_version_is_refused(tiny_bert, tmp_path):
     (tmp_path / "fedpriv.json").write_text('{"version": 2}')
     with pytest.raises(InputError, match="version 2"):
         fedpriv.adapters.load(str(tiny_bert), tmp_path)
+
+
+def test_an_orthonormal_a_spans_what_pefts_random_one_does(tiny_bert):
+    (plain, turned) = (
+        read(attach(load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3), LoraSettings(rank=4, orthonormal=each)))
+        for each in (False, True)
+    )
+    names = [name for name in plain if ".lora_A." in name]
+    assert names
+    for name in names:
+        rows = turned[name]
+        torch.testing.assert_close(rows @ rows.T, torch.eye(4), atol=1e-6, rtol=0)
+        torch.testing.assert_close(plain[name] @ rows.T @ rows, plain[name], atol=1e-6, rtol=0)
+    assert all(torch.equal(plain[name], turned[name]) for name in plain if name not in names)
+
+
+def test_more_orthonormal_rows_than_inputs_are_refused(tiny_bert):
+    base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3)
+    with pytest.raises(InputError, match=r"rank = 65: .*lora_A.* has 64 inputs"):
+        attach(base, LoraSettings(rank=65, orthonormal=True))

@@ -131,8 +131,38 @@ def test_a_step_is_float32_and_leaves_its_arguments_and_the_rest_of_the_model_al
     assert {t.dtype for t in tensors} == {torch.float32}
 
 
+@pytest.mark.parametrize("optimizer", SERVER_OPTIMIZERS)
+@pytest.mark.parametrize("learning_rate", [1.0, 0.5])
+def test_a_tensor_that_a_round_did_not_train_rests_with_its_moments(optimizer, learning_rate):
+    """Taking turns, each tensor moves as if its own rounds were the only ones."""
+    both = alone = GlobalModel(initial={}, adapter=drawn(0))
+    alone = replace(alone, adapter={"A": drawn(0)["A"]})
+    for round_ in range(6):
+        name = "bA"[round_ % 2]
+        moved = {**both.adapter, name: both.adapter[name] + drawn(round_ + 1, 0.05)[name]}
+        step = ServerOptimizer(name=optimizer, learning_rate=learning_rate, momentum=0.9)
+        both = server_step(both, replace(both, adapter=moved), step, trained=[name])
+        if name == "A":
+            alone = server_step(alone, replace(alone, adapter={"A": moved["A"]}), step)
+    assert list(both.adapter) == ["A", "b"]
+    assert torch.equal(both.adapter["A"], alone.adapter["A"])
+    assert not torch.equal(both.adapter["A"], drawn(0)["A"])
+    for moment, tensors in alone.optimizer_state.items():
+        assert torch.equal(both.optimizer_state[moment]["A"], tensors["A"])
+
+
 def test_the_configuration_knows_the_linear_rules():
     assert set(LINEAR_RULES) == {name for name, rule in RULES.items() if rule.linear}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("server_optimizer", "adam"), ("server_optimizer", "yogi"), ("lora_server_optimizer", "adam"), ("train", "auto")],
+)
+def test_fedsvd_takes_no_optimizer_whose_state_cannot_follow_the_basis(key, value):
+    with pytest.raises(InputError, match=f"{key} = {value}: aggregation = fedsvd .*cannot follow; use "):
+        parse({"aggregation": "fedsvd", key: value})
+    assert parse({"aggregation": "fedsvd"}).server_optimizer == "momentum"
 
 
 @pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if not rule.linear])

@@ -144,6 +144,77 @@ def test_with_a_shared_frozen_factor_averaging_is_exact():
         torch.testing.assert_close(average, expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("turn", [B_SUFFIX, A_SUFFIX])
+def test_averaging_the_factor_whose_turn_it_is_is_exact(turn):
+    """With rolora all clients share the other factor, since they were sent it and uploaded it as it was."""
+    sent, weights = lora(0), [0.5, 0.3, 0.2]
+    uploads = [sent | {name: t for name, t in lora(k + 1).items() if name.endswith(turn)} for k in range(3)]
+    found = function(RULES["rolora"].aggregate(GlobalModel(initial={}, adapter=sent), uploads, weights))
+    for name in LAYERS:
+        products = [left.double() @ right.double() for left, right in (factors_of(u)[name] for u in uploads)]
+        expected = sum(w * p for w, p in zip(weights, products, strict=True))
+        torch.testing.assert_close(found[name], expected, atol=2e-6, rtol=1e-5)
+
+
+# Rules that rewrite the model after the server's step
+
+FINISHING = [name for name, rule in RULES.items() if rule.finish]
+SHAPES = [(7, 5, 2), (3, 9, 4), (6, 4, 4), (5, 8, 1)]  # (out, in, rank); one rank is above the number of outputs
+
+
+def finished(rule: str, shape: tuple[int, int, int], rank_of_b: int) -> tuple[GlobalModel, GlobalModel]:
+    """A model with momentum whose B has this rank, and what the rule makes of it."""
+    out_features, in_features, rank = shape
+    generator = torch.Generator().manual_seed(rank_of_b)
+
+    def drawn(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator)
+
+    adapter = {
+        "m" + A_SUFFIX: drawn(rank, in_features),
+        "m" + B_SUFFIX: drawn(out_features, rank_of_b) @ drawn(rank_of_b, rank),
+        "head.weight": drawn(3, 4),
+    }
+    moments = {"first": {"m" + B_SUFFIX: drawn(out_features, rank), "head.weight": drawn(3, 4)}}
+    model = GlobalModel(initial=adapter, adapter=adapter, optimizer_state=moments)
+    finish = RULES[rule].finish
+    assert finish is not None
+    return model, finish(model)
+
+
+@pytest.mark.parametrize("rank_of_b", [0, 1, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rule", FINISHING)
+def test_what_is_made_of_a_finished_model_has_the_same_function_and_the_same_momentum(rule, shape, rank_of_b):
+    model, after = finished(rule, shape, rank_of_b)
+    assert list(after.adapter) == list(model.adapter)
+    assert {t.dtype for t in after.adapter.values()} == {torch.float32}
+    assert_same(model, after)
+    one, other = (
+        m.optimizer_state["first"]["m" + B_SUFFIX].double() @ m.adapter["m" + A_SUFFIX].double() for m in (model, after)
+    )
+    torch.testing.assert_close(other, one, atol=1e-5, rtol=1e-5)
+    assert torch.equal(after.optimizer_state["first"]["head.weight"], model.optimizer_state["first"]["head.weight"])
+
+
+@pytest.mark.parametrize("rank_of_b", [1, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fedsvd_gives_singular_vectors_by_falling_singular_value(shape, rank_of_b):
+    model, after = finished("fedsvd", shape, rank_of_b)
+    b, a = after.adapter["m" + B_SUFFIX].double(), after.adapter["m" + A_SUFFIX].double()
+    torch.testing.assert_close(a @ a.T, torch.eye(len(a), dtype=torch.float64), atol=1e-6, rtol=0)
+    product = model.adapter["m" + B_SUFFIX].double() @ model.adapter["m" + A_SUFFIX].double()
+    expected = torch.zeros(len(a), dtype=torch.float64)
+    values = torch.linalg.svdvals(product)[: len(a)]
+    expected[: len(values)] = values
+    torch.testing.assert_close(b.T @ b, expected.square().diag(), atol=1e-4, rtol=1e-5)
+
+
+def test_fedsvd_keeps_a_while_b_is_zero():
+    model, after = finished("fedsvd", (7, 5, 2), 0)
+    assert all(torch.equal(after.adapter[name], tensor) for name, tensor in model.adapter.items())
+
+
 def test_stacking_accepts_clients_of_different_rank():
     uploads, weights = [lora(k, rank=k + 1) for k in range(3)], [0.5, 0.3, 0.2]
     average = function(RULES["flora"].aggregate(start_of("flora"), uploads, weights))

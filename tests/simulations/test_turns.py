@@ -1,0 +1,204 @@
+"""Whole runs of the recipe whose rounds train some of the tensors: who moves when, exactly, and at what cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters.merged import factors_of
+from fedpriv.aggregation.fedsvd import rebased
+from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.aggregation.rules import RULES
+from fedpriv.config import parse
+from server.observer import LogObserver
+from server.strategy import RuleStrategy
+from simulations.engines import federation
+
+TURNS = {"dp-lora": ["all"] * 4, "rolora": ["lora-b", "lora-a"] * 2, "fedsvd": ["lora-b"] * 4}
+PARTIAL = [rule for rule in TURNS if rule != "dp-lora"]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the server saw of a round."""
+
+    before: GlobalModel
+    uploads: Mapping[int, Adapter]
+    weights: Mapping[int, float]
+    after: GlobalModel
+
+
+def values_of(small_run, rule: str, out: Path, **changes) -> dict[str, object]:
+    kept = {
+        key: value for key, value in small_run.items() if key not in ("local_steps", "batch_size", "noise_multiplier")
+    }
+    recipe = {"recipe": "fedpriv", "rounds": 6, "lora_rounds": 4, "target_epsilon": 8.0, "aggregation": rule}
+    recipe |= {"lora_share": 0.5, "lora_learning_rate": 0.5}  # moves that float32 holds beside A
+    return {**kept, **recipe, "out": str(out), **changes}
+
+
+@pytest.fixture(scope="module")
+def runs(small_run, tmp_path_factory):
+    """{(rule, server optimizer): (folder, what the server saw of each round)}."""
+    made: dict[tuple[str, str], tuple[Path, list[Seen]]] = {}
+    plain = RuleStrategy._next_model
+    for rule in TURNS:
+        for optimizer in ("sgd", "momentum"):
+            seen: list[Seen] = []
+
+            def watched(self, adapters, weights, seen=seen):
+                before, after = self.model, plain(self, adapters, weights)
+                seen.append(Seen(before, dict(adapters), dict(weights), after))
+                return after
+
+            folder = tmp_path_factory.mktemp("runs") / f"{rule}-{optimizer}"
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(RuleStrategy, "_next_model", watched)
+                federation.run(parse(values_of(small_run, rule, folder, server_optimizer=optimizer)), LogObserver())
+            made[rule, optimizer] = folder, seen
+    return made
+
+
+def kind(name: str) -> str:
+    return "A" if ".lora_A." in name else "B" if ".lora_B." in name else "head"
+
+
+def moves_in(trains: str) -> set[str]:
+    return set({"all": "A B head", "head": "head", "lora-a": "A head", "lora-b": "B head"}[trains].split())
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
+@pytest.mark.parametrize("rule", PARTIAL)
+def test_every_trained_value_is_noised_and_every_other_one_comes_back_as_it_was_sent(runs, rule, optimizer):
+    _, seen = runs[rule, optimizer]
+    for each, trains in zip(seen, ["head", "head", *TURNS[rule]], strict=True):
+        for upload in each.uploads.values():
+            for name, sent in each.before.adapter.items():
+                if kind(name) in moves_in(trains):
+                    assert (upload[name] != sent).float().mean() > 0.99, f"{name}: float32 may round a move away"
+                else:
+                    assert torch.equal(upload[name], sent), name
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
+def test_in_rolora_a_factor_moves_in_its_own_rounds_alone(runs, optimizer):
+    _, seen = runs["rolora", optimizer]
+    for each, trains in zip(seen[1:], ["head", *TURNS["rolora"]], strict=True):  # the start leaves the bias at zero
+        for name, before in each.before.adapter.items():
+            assert torch.equal(before, each.after.adapter[name]) == (kind(name) not in moves_in(trains)), name
+
+
+def products(adapter: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: b.double() @ a.double() for name, (b, a) in factors_of(adapter).items()}
+
+
+def error(each: Seen) -> float:
+    """How far the product of the averages is from the average of the products, relative to the latter's change."""
+    total = {name: torch.zeros_like(p) for name, p in products(each.before.adapter).items()}
+    for client, upload in each.uploads.items():
+        for name, product in products(upload).items():
+            total[name] += each.weights[client] * product
+    after = products(each.after.adapter)
+    before = products(each.before.adapter)
+    off = sum(float((after[name] - t).square().sum()) for name, t in total.items())
+    moved = sum(float((before[name] - t).square().sum()) for name, t in total.items())
+    return (off / moved) ** 0.5
+
+
+@pytest.mark.parametrize("rule", PARTIAL)
+def test_averaging_is_exact_in_every_round_and_that_of_dp_lora_is_not(runs, rule):
+    assert max(error(each) for each in runs[rule, "sgd"][1][2:]) < 1e-5
+    assert max(error(each) for each in runs["dp-lora", "sgd"][1][2:]) > 1e-2
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
+@pytest.mark.parametrize("rule", PARTIAL)
+def test_turns_cost_what_rounds_that_train_everything_cost(runs, rule, optimizer):
+    tables = [pd.read_csv(runs[each, optimizer][0] / "rounds.csv") for each in (rule, "dp-lora")]
+    for view in ("local", "rho"):
+        assert tables[0][f"epsilon_{view}_max"].equals(tables[1][f"epsilon_{view}_max"])
+    summary = json.loads((runs[rule, optimizer][0] / "summary.json").read_text())
+    assert 7.9 < summary["epsilon_local_max"] <= 8.0
+    assert not summary["unmoved_tensors"]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
+def test_fedsvd_sends_an_orthonormal_a_that_turns_in_its_row_space_once_b_has_moved(runs, optimizer):
+    _, seen = runs["fedsvd", optimizer]
+    a = {name: tensor for name, tensor in seen[0].before.initial.items() if kind(name) == "A"}
+    assert a
+    for each in seen[:2]:
+        assert all(torch.equal(each.after.adapter[name], rows) for name, rows in a.items())
+    for each in seen[2:]:
+        for name, rows in a.items():
+            new = each.after.adapter[name]
+            assert not torch.allclose(new, each.before.adapter[name], atol=1e-3)
+            torch.testing.assert_close(new @ new.T, torch.eye(len(new)), atol=1e-5, rtol=0)
+            torch.testing.assert_close(new @ rows.T @ rows, new, atol=1e-5, rtol=0)
+
+
+def without_moments(model: GlobalModel) -> GlobalModel:
+    """The re-basing, with the server's momentum left in the old basis."""
+    return replace(rebased(model), optimizer_state=model.optimizer_state)
+
+
+def test_without_noise_fedsvd_is_training_b_with_a_frozen_orthonormal_a(small_run, tmp_path):
+    """Each record is clipped, and the server's momentum must turn with the basis."""
+    changes = {
+        "target_epsilon": "",
+        "noise_multiplier": 0.0,
+        "clip_norm": 0.1,
+        "rounds": 8,
+        "lora_rounds": 6,
+        "rank": 3,
+    }
+    changes |= {"lora_learning_rate": 400.0, "lora_head_learning_rate": 1.0}
+    losses = {}
+    for name, finish in (("turning", rebased), ("frozen", None), ("stale", without_moments)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(RULES, "fedsvd", replace(RULES["fedsvd"], finish=finish))
+            federation.run(parse(values_of(small_run, "fedsvd", tmp_path / name, **changes)), LogObserver())
+        losses[name] = pd.read_csv(tmp_path / name / "rounds.csv").test_loss.tolist()
+    assert losses["turning"] == pytest.approx(losses["frozen"], rel=1e-5)
+    assert losses["stale"] != pytest.approx(losses["frozen"], rel=1e-3), "the test could not see a wrong basis"
+
+
+class Interrupted(LogObserver):
+    """Ends the run in the middle of the turns, as Ctrl-C would."""
+
+    def round_done(self, row):
+        if row.round == 4:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("rule", PARTIAL)
+def test_a_run_that_is_resumed_between_turns_ends_as_a_whole_one(runs, small_run, tmp_path, rule):
+    whole, _ = runs[rule, "momentum"]
+    values = values_of(small_run, rule, tmp_path / "run", server_optimizer="momentum")
+    with pytest.raises(KeyboardInterrupt):
+        federation.run(parse(values), Interrupted())
+    federation.run(parse(values | {"resume": str(tmp_path / "run")}), LogObserver())
+    tables = [pd.read_csv(folder / "rounds.csv").drop(columns="seconds") for folder in (tmp_path / "run", whole)]
+    pd.testing.assert_frame_equal(*tables, check_exact=True)
+    tensors = [load_file(f / "variants/global/adapter_model.safetensors") for f in (tmp_path / "run", whole)]
+    assert all(torch.equal(tensors[0][name], tensor) for name, tensor in tensors[1].items())
+
+
+@pytest.mark.parametrize("rule", PARTIAL)
+def test_a_budget_stops_the_run_in_the_round_that_would_exceed_it(small_run, tmp_path, rule):
+    """Both turns cost the same, so it is the round in which dp-lora would stop as well."""
+    ends = {}
+    for each in (rule, "dp-lora"):
+        values = values_of(small_run, each, tmp_path / each, budget_epsilon=[7.0])
+        federation.run(parse(values), LogObserver())
+        ends[each] = json.loads((tmp_path / each / "summary.json").read_text())
+    assert ends[rule]["epsilon_local_max"] == ends["dp-lora"]["epsilon_local_max"] <= 7.0
+    assert 2 < ends[rule]["num_rounds"] == ends["dp-lora"]["num_rounds"] < 6

@@ -1,0 +1,70 @@
+"""Rules whose rounds train parts of the adapter in turn: which part each round asks for, and how often."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from fedpriv.aggregation.rules import RULES
+from fedpriv.config import parse
+from fedpriv.config_checks import PARTIAL_RULES
+from fedpriv.errors import InputError
+from fedpriv.training.schedule import Schedule
+
+RATES = {"learning_rate": 1.0, "lora_learning_rate": 1.0, "lora_head_learning_rate": 1.0, "start_noise_multiplier": 1.0}
+
+
+def schedule(rule: str, **changes) -> Schedule:
+    return Schedule.of(
+        parse({"recipe": "fedpriv", "aggregation": rule, "rounds": 9, "lora_rounds": 5, **RATES, **changes})
+    )
+
+
+def trained(made: Schedule, rounds: int) -> list[str]:
+    return [made.spec(round_).trains for round_ in range(1, rounds + 1)]
+
+
+def test_the_last_rounds_of_rolora_train_b_and_a_in_turn():
+    made = schedule("rolora")
+    assert trained(made, 9) == ["head"] * 4 + ["lora-b", "lora-a"] * 2 + ["lora-b"]
+    assert made.spec(1).objective == "class-sums"
+
+
+def test_the_last_rounds_of_fedsvd_train_b():
+    assert trained(schedule("fedsvd"), 9) == ["head"] * 4 + ["lora-b"] * 5
+
+
+def test_without_a_phase_of_the_head_all_rounds_take_turns():
+    made = schedule("rolora", recipe="dp-lora-paper", rounds=3, lora_rounds="", head_start=False)
+    assert trained(made, 3) == ["lora-b", "lora-a", "lora-b"]
+
+
+def test_rounds_without_lora_have_no_turns():
+    assert trained(schedule("rolora", train="head"), 9) == ["head"] * 9
+
+
+@pytest.mark.parametrize("rule", ["dp-lora", "rolora"])
+@pytest.mark.parametrize("after", range(10))
+def test_specifications_are_counted_as_in_a_loop_over_the_rounds(rule, after):
+    made = schedule(rule)
+    for num_rounds in range(10 - after):
+        looped = Counter(made.spec(round_) for round_ in range(after + 1, after + num_rounds + 1))
+        assert made.counts(after, num_rounds) == looped
+    assert made.totals == made.counts(0, 9)
+
+
+def test_turns_differ_in_what_they_train_alone():
+    one, other = schedule("rolora").spec(5), schedule("rolora").spec(6)
+    assert {name for name in one.__dataclass_fields__ if getattr(one, name) != getattr(other, name)} == {"trains"}
+
+
+def test_the_configuration_knows_the_rules_whose_rounds_train_some_of_the_tensors():
+    assert set(PARTIAL_RULES) == {name for name, rule in RULES.items() if rule.turns != ("all",)}
+
+
+@pytest.mark.parametrize("rule", PARTIAL_RULES)
+def test_a_rule_whose_rounds_train_some_of_the_tensors_needs_sgd(rule):
+    with pytest.raises(InputError, match=rf"optimizer = adamw: aggregation = {rule} needs sgd"):
+        parse({"aggregation": rule, "optimizer": "adamw"})
+    assert parse({"aggregation": rule}).recipe == "fedpriv"
