@@ -11,6 +11,7 @@ import torch
 
 from fedpriv.config import parse
 from fedpriv.errors import InputError
+from fedpriv.training.feature_cache import Body
 from fedpriv.training.workbench import forget, workbench
 from simulations.studies.dedup.lines import append, lines
 from simulations.studies.utility import corpora, run, tables
@@ -88,6 +89,17 @@ def test_features_of_a_trained_body_are_not_kept(tiny, tmp_path):
                 parameter.add_(0.5)
     after, _ = bench.model.evaluation_logits(bench.test, range(4))
     assert not torch.allclose(before, after)
+
+
+def test_features_that_are_missing_are_computed_beside_those_that_are_kept(tiny, tmp_path):
+    values = corpora.keys("tiny", 0, data=tmp_path, folder=tmp_path, validation=False, pooled=False)
+    config = parse({**values, "model": METHODS["head"]["model"], "layers": "last-1", "simulate": True, "train": "head"})
+    model, records = workbench(config).model, workbench(config).test
+    drawn = [(records, torch.arange(len(records)))]
+    expected = model.features.features(drawn, Body({}, {}), keep=False)
+    FeatureStore(tmp_path / "features.npz").serve(model, config)
+    model.features.features([(records, torch.arange(0, len(records), 3))], Body({}, {}), keep=False)
+    torch.testing.assert_close(model.features.features(drawn, Body({}, {}), keep=False), expected)
 
 
 def test_a_corpus_without_its_file_is_skipped_with_a_message(tmp_path, capsys):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -71,9 +72,13 @@ class FeatureStore:
             if not _is_untrained(body):
                 return compute(items, shape, body, cached)
             keys = [_digest(item, base) for item in items]
-            if not all(key in self._states for key in keys):
-                computed = compute(items, shape, body, cached).float().cpu().numpy()
-                self._states.update(zip(keys, computed[: len(keys)].copy(), strict=True))
+            missing = [position for position, key in enumerate(keys) if key not in self._states]
+            if missing:
+                # Fewer rows than the model's own pass: the same features up to rounding.
+                needed = shape if len(missing) == len(keys) else replace(shape, rows=len(missing))
+                computed = compute([items[position] for position in missing], needed, body, cached)
+                rows = computed[: len(missing)].float().cpu().numpy().copy()
+                self._states.update(zip([keys[position] for position in missing], rows, strict=True))
             return torch.from_numpy(np.stack([self._states[key] for key in keys]))
 
         return states
