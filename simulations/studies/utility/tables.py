@@ -136,7 +136,8 @@ def _ingredients(results: Results) -> str:
     rows = [("the whole recipe, head alone", _text(Estimate.of(list(whole.values()))), "")]
     for method in INGREDIENTS:
         found = results.by_seed(NAMED[0], method, 2.0)
-        rows.append((method, _text(Estimate.of(list(found.values()))), _text(difference(found, whole), sign=True)))
+        if found:
+            rows.append((method, _text(Estimate.of(list(found.values()))), _text(difference(found, whole), sign=True)))
     return (
         "## What each ingredient brings\n\nEmbedded, local epsilon 2, the head alone; differences seed by seed. The "
         "three local steps are taken in 13 rounds after the start, at the rule's rate for 39 steps.\n\n"
@@ -223,4 +224,6 @@ def _verdict(met: bool | Estimate | None) -> str:
 
 def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     body = ["| " + " | ".join(row) + " |" for row in rows]
+    if not body:
+        return "Not run."
     return "\n".join(["| " + " | ".join(headers) + " |", "|" + " --- |" * len(headers), *body])
