@@ -63,15 +63,15 @@ class Baselines:
 
 
 @dataclass(frozen=True)
-class _Labelled:
+class Labelled:
     """Records as both classifiers read them: texts, features [records, hidden] and class indices [records]."""
 
     texts: list[str]
     features: npt.NDArray[np.float64]
     labels: _Vector
 
-    def part(self, positions: _Vector) -> _Labelled:
-        return _Labelled([self.texts[p] for p in positions], self.features[positions], self.labels[positions])
+    def part(self, positions: _Vector) -> Labelled:
+        return Labelled([self.texts[p] for p in positions], self.features[positions], self.labels[positions])
 
 
 def compute(config: RunConfig, bench: Workbench) -> Baselines | None:
@@ -91,7 +91,7 @@ def compute(config: RunConfig, bench: Workbench) -> Baselines | None:
     # The cache keeps whole record sets, which only pays where this process trains on them too.
     trains_here = config.engine in ("in-process", "stacked")
     train = _labelled(bench.model, [pooled[p] for p in chosen], cached=trains_here)
-    probe, tfidf = _hits(train, test, config.seed)
+    probe, tfidf = hits(train, test, config.seed)
     return Baselines(
         probe_accuracy=probe / len(test.labels),
         tfidf_accuracy=tfidf / len(test.labels),
@@ -101,15 +101,15 @@ def compute(config: RunConfig, bench: Workbench) -> Baselines | None:
     )
 
 
-def _cross_validated(records: _Labelled, seed: int) -> Baselines | None:
+def _cross_validated(records: Labelled, seed: int) -> Baselines | None:
     num = len(records.labels)
     if num < 2:
         return None
     order = np.random.default_rng(seed).permutation(num)[:MOST_RECORDS]
     records, folds = records.part(order), min(FOLDS, num)
     parts = list(KFold(folds).split(order))
-    hits = np.array([_hits(records.part(rest), records.part(held_out), seed) for rest, held_out in parts])
-    probe, tfidf = hits.sum(axis=0) / len(order)
+    counts = np.array([hits(records.part(rest), records.part(held_out), seed) for rest, held_out in parts])
+    probe, tfidf = counts.sum(axis=0) / len(order)
     return Baselines(
         probe_accuracy=float(probe),
         tfidf_accuracy=float(tfidf),
@@ -126,10 +126,10 @@ def _rows(data: TextData, records: Records) -> list[tuple[str, Item]]:
     return [(text, item) for text, item in zip(texts, records.items(), strict=True) if usable(item)]
 
 
-def _labelled(model: TrainingModel, rows: Sequence[tuple[str, Item]], *, cached: bool) -> _Labelled:
+def _labelled(model: TrainingModel, rows: Sequence[tuple[str, Item]], *, cached: bool) -> Labelled:
     items = [item for _, item in rows]
     labels = np.array([int(records.labels[index]) for records, index in items], dtype=np.int64)
-    return _Labelled([text for text, _ in rows], features(model, items, cached=cached), labels)
+    return Labelled([text for text, _ in rows], features(model, items, cached=cached), labels)
 
 
 @torch.no_grad()
@@ -160,8 +160,13 @@ def features(model: TrainingModel, items: Sequence[Item], *, cached: bool) -> np
     return np.where(np.isfinite(pooled), pooled, 0.0)
 
 
-def _hits(train: _Labelled, test: _Labelled, seed: int) -> tuple[int, int]:
-    """How many of the test records the linear probe and TF-IDF get right."""
+def hits(train: Labelled, test: Labelled, seed: int) -> tuple[int, int]:
+    """How many of the test records the linear probe and TF-IDF get right.
+
+    Args:
+        train, test: public records: nothing adds noise.
+        seed: of the folds that choose the penalty.
+    """
     probe = _predicted(StandardScaler(), train.features, train.labels, test.features, _PROBE_GRID, seed)
     if any(re.search(r"\w", text) for text in train.texts):
         words = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, token_pattern=r"(?u)\b\w+\b")

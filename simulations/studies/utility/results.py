@@ -1,0 +1,72 @@
+"""The lines of the study, and what they say of a method: means, standard errors and differences over seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from simulations.studies.dedup.lines import lines
+from simulations.studies.utility.cells import Cell
+from simulations.studies.utility.run import RUNS
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The mean over seeds, and its standard error; None for a single seed."""
+
+    mean: float
+    standard_error: float | None
+    num_seeds: int
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Estimate | None:
+        """Of one value for each seed; None if there are none."""
+        if not values:
+            return None
+        error = stdev(values) / sqrt(len(values)) if len(values) > 1 else None
+        return Estimate(mean(values), error, len(values))
+
+    def text(self, *, sign: bool = False) -> str:
+        """For a table; a single seed is marked as such."""
+        value = f"{self.mean:+.3f}" if sign else f"{self.mean:.3f}"
+        if self.standard_error is None:
+            return f"{value} (one seed)"
+        few = f" ({self.num_seeds} seeds)" if self.num_seeds < 3 else ""
+        return f"{value} ± {self.standard_error:.3f}{few}"
+
+
+class Results:
+    """The accuracies of all cells that were run."""
+
+    def __init__(self, found: Iterable[dict[str, Any]]) -> None:
+        self._lines = {line["key"]: line for line in found}
+
+    @staticmethod
+    def read(out: Path) -> Results:
+        """From the study's folder."""
+        return Results(lines(out / RUNS))
+
+    def __contains__(self, cell: Cell) -> bool:
+        return cell.key in self._lines
+
+    def by_seed(
+        self, corpus: str, method: str, epsilon: float | None, view: str = "local", *, figure: str = "accuracy"
+    ) -> dict[int, float]:
+        """{seed: the figure} of the seeds that were run."""
+        cells = (Cell(corpus=corpus, method=method, epsilon=epsilon, view=view, seed=seed) for seed in range(100))
+        return {cell.seed: float(self._lines[cell.key][figure]) for cell in cells if cell in self}
+
+    def estimate(
+        self, corpus: str, method: str, epsilon: float | None, view: str = "local", *, figure: str = "accuracy"
+    ) -> Estimate | None:
+        """Over the seeds that were run."""
+        return Estimate.of(list(self.by_seed(corpus, method, epsilon, view, figure=figure).values()))
+
+
+def difference(ones: dict[int, float], others: dict[int, float]) -> Estimate | None:
+    """One less the other, seed by seed: both have the same records, split and test set."""
+    return Estimate.of([ones[seed] - others[seed] for seed in sorted(ones.keys() & others.keys())])

@@ -1,0 +1,149 @@
+"""The study of what private models are worth: a cell is a whole federation, and its tables say what its lines say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from fedpriv.config import parse
+from fedpriv.errors import InputError
+from fedpriv.training.feature_cache import Body
+from fedpriv.training.workbench import forget, workbench
+from simulations.studies.dedup.lines import append, lines
+from simulations.studies.utility import corpora, run, tables
+from simulations.studies.utility.cells import CENTRAL, FACTORS, METHODS, PROBES, RATES, Cell, cells
+from simulations.studies.utility.features import FeatureStore
+from simulations.studies.utility.results import Estimate, Results, difference
+from tests.tiny import LABELS, WORDS
+
+CELL = Cell(corpus="tiny", method="head", epsilon=8.0)
+
+
+@pytest.fixture
+def tiny(tiny_bert, monkeypatch):
+    """A corpus of two clients whose labels are words of its texts, and a model that takes seconds."""
+
+    def frames(data, seed):
+        rng = np.random.default_rng(seed)
+        labels = [LABELS[i % len(LABELS)] for i in range(150)]
+        texts = [" ".join([label, *rng.choice(WORDS, 3)]) for label in labels]
+        frame = pd.DataFrame({"text": texts, "label": labels, "client": ["a", "b", "b"] * 50})
+        return frame[:120], frame[120:]
+
+    sharing = (("partition", "natural"), ("client_column", "client"))
+    monkeypatch.setitem(corpora.CORPORA, "tiny", corpora.Corpus(frames=frames, sharing=sharing))
+    small = {"model": str(tiny_bert), "layers": "last-1", "rank": 4, "rounds": 3}
+    for name in ("head", CENTRAL):
+        monkeypatch.setitem(METHODS, name, {**METHODS[name], **small})
+    monkeypatch.setitem(METHODS, PROBES, {**METHODS[PROBES], **small, "rounds": 1, "local_steps": 3})
+    monkeypatch.setitem(RATES, "rate x 2", {**RATES["rate x 2"], **small})
+    forget()
+
+
+def test_a_cell_is_a_federation_within_its_epsilon_and_is_run_once(tiny, tmp_path, capsys):
+    chosen = [CELL, replace(CELL, view="sum"), replace(CELL, method=PROBES), replace(CELL, method=CENTRAL)]
+    chosen += [replace(CELL, epsilon=None), replace(CELL, method="rate x 2"), replace(CELL, method="baselines")]
+    run.run_all(tmp_path, tmp_path, chosen)
+    found = {line["key"]: line for line in lines(tmp_path / run.RUNS)}
+    assert found.keys() == {cell.key for cell in chosen}
+    local, summed, probes, central, without, rate, _ = (found[cell.key] for cell in chosen)
+    for line in (local, probes, central, rate):
+        assert 7.5 < line["epsilon_local_max"] <= 8
+    assert 7.5 < summed["epsilon_aggregate_max"] <= 8 < summed["epsilon_local_max"]
+    assert without["noise_multiplier"] == 0
+    assert (local["num_clients"], central["num_clients"], probes["num_rounds"]) == (2, 1, 1)
+    assert len(local["accuracies"]) == 4
+    before = (tmp_path / run.RUNS).read_bytes()
+    run.run_all(tmp_path, tmp_path, chosen)
+    assert (tmp_path / run.RUNS).read_bytes() == before
+
+
+def test_kept_features_change_no_run(tiny, tmp_path):
+    first = run.run_cell(CELL, tmp_path / "first", tmp_path, FeatureStore(tmp_path / "none.npz"))
+    forget()
+    store = FeatureStore(tmp_path / "features.npz")
+    run.run_cell(replace(CELL, seed=0, method=CENTRAL), tmp_path / "second", tmp_path, store)
+    store.save()
+    forget()
+    again = run.run_cell(CELL, tmp_path / "second", tmp_path, FeatureStore(tmp_path / "features.npz"))
+    assert again["accuracies"] == first["accuracies"]
+
+
+def test_features_of_a_trained_body_are_not_kept(tiny, tmp_path):
+    values = corpora.keys("tiny", 0, data=tmp_path, folder=tmp_path, validation=False, pooled=False)
+    config = parse({**values, "model": METHODS["head"]["model"], "layers": "last-1", "simulate": True})
+    bench, store = workbench(config), FeatureStore(tmp_path / "features.npz")
+    store.serve(bench.model, config)
+    with torch.no_grad():
+        for name, parameter in bench.model.parameters.items():
+            if ".lora_" not in name:
+                parameter.normal_()
+    before, _ = bench.model.evaluation_logits(bench.test, range(4))
+    with torch.no_grad():
+        for name, parameter in bench.model.parameters.items():
+            if ".lora_B." in name:
+                parameter.add_(0.5)
+    after, _ = bench.model.evaluation_logits(bench.test, range(4))
+    assert not torch.allclose(before, after)
+
+
+def test_features_that_are_missing_are_computed_beside_those_that_are_kept(tiny, tmp_path):
+    values = corpora.keys("tiny", 0, data=tmp_path, folder=tmp_path, validation=False, pooled=False)
+    config = parse({**values, "model": METHODS["head"]["model"], "layers": "last-1", "simulate": True, "train": "head"})
+    model, records = workbench(config).model, workbench(config).test
+    drawn = [(records, torch.arange(len(records)))]
+    expected = model.features.features(drawn, Body({}, {}), keep=False)
+    FeatureStore(tmp_path / "features.npz").serve(model, config)
+    model.features.features([(records, torch.arange(0, len(records), 3))], Body({}, {}), keep=False)
+    torch.testing.assert_close(model.features.features(drawn, Body({}, {}), keep=False), expected)
+
+
+def test_a_corpus_without_its_file_is_skipped_with_a_message(tmp_path, capsys):
+    run.run_all(tmp_path, tmp_path / "absent", [replace(CELL, corpus="Adult in sentences")])
+    assert "adult.csv.gz" in capsys.readouterr().out
+    with pytest.raises(InputError, match="holds no medquad"):
+        corpora.keys("MedQuAD by source", 0, data=tmp_path, folder=tmp_path, validation=False, pooled=False)
+
+
+def test_every_cell_has_a_key_of_its_own():
+    keys = [cell.key for cell in cells()]
+    assert len(set(keys)) == len(keys)
+
+
+def test_differences_are_taken_seed_by_seed():
+    found = difference({0: 0.9, 1: 0.8, 2: 0.7}, {0: 0.8, 1: 0.9, 3: 0.1})
+    assert found is not None
+    assert found.mean == pytest.approx(0.0)
+    assert found.standard_error == pytest.approx(0.1)  # of +0.1 and -0.1: sqrt(0.02 / 1) / sqrt(2)
+    assert Estimate.of([0.5]).text() == "0.500 (one seed)"
+
+
+def line(method, accuracy, *, epsilon=2.0, seed=0, corpus="embedded"):
+    cell = Cell(corpus=corpus, method=method, epsilon=epsilon, seed=seed)
+    return {"key": cell.key, "accuracy": accuracy}
+
+
+def test_the_page_states_what_was_met_and_what_was_not_run(tmp_path):
+    for each in (line("head", 0.775), line("head", 0.785, seed=1), line("recipe", 0.7), line("recipe", 0.7, seed=1)):
+        append(tmp_path / run.RUNS, each)
+    tables.write(tmp_path / "page.md", tmp_path)
+    page = (tmp_path / "page.md").read_text()
+    assert "| embedded, local epsilon 2, head | 0.77 | 0.780 ± 0.005 (2 seeds) | yes |" in page
+    assert "| embedded, local epsilon 2, recipe | 0.77 | 0.700 ± 0.000 (2 seeds) | **no** |" in page
+    assert "| embedded, epsilon 2, local: recipe less head | >= 0 | -0.080 ± 0.005 (2 seeds) | **no** |" in page
+    assert "| embedded, local epsilon 8, head | 0.82 | not run | not run |" in page
+    assert "| embedded | head | local | 10 of 12 |" in page
+
+
+def test_the_rule_is_compared_with_the_best_mean_of_the_grid():
+    accuracies = dict(zip(RATES, (0.70, 0.72, 0.75, 0.78, 0.80, 0.60, 0.50), strict=True))
+    results = Results(line(method, accuracy) for method, accuracy in accuracies.items())
+    assert FACTORS[3] == 1
+    found = tables.gap_of_rule(results, "embedded", 2.0)
+    assert found is not None
+    assert found.mean == pytest.approx(-0.02)
+    assert tables.gap_of_rule(results, "embedded", 8.0) is None
