@@ -85,6 +85,21 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
         raise InputError(f"target_epsilon = {target}: {error}") from None
 
 
+def planned_releases(config: RunConfig, size: int, initial: Adapter) -> list[Event]:
+    """What a client releases that takes part in every round; without the evaluation on its records.
+
+    Args:
+        config: of the run, with numbers for noise and learning rates.
+        size: N_k, registered.
+        initial: the adapter.
+    """
+    events = []
+    for spec, num_rounds in Rounds.of(config).totals.items():
+        event = planned_event(spec, min(1.0, spec.probability(size)), initial)
+        events.append(event.with_count(num_rounds * event.count))
+    return events
+
+
 def view_scale(config: RunConfig, sizes: Sequence[int]) -> float:
     """What every client's noise is at least multiplied by on the run's `privacy_view`, whichever clients drop out.
 
@@ -224,10 +239,7 @@ def _releases(config: RunConfig, name: str, size: int, initial: Adapter, scale: 
     planned = _with_any_rates(config)
 
     def releases(noise_multiplier: float) -> list[Event]:
-        events = []
-        for spec, num_rounds in Rounds.of(_with_value(planned, name, noise_multiplier)).totals.items():
-            event = planned_event(spec, min(1.0, spec.probability(size)), initial)
-            events.append(event.with_count(num_rounds * event.count).with_noise(scale))
-        return events
+        events = planned_releases(_with_value(planned, name, noise_multiplier), size, initial)
+        return [event.with_noise(scale) for event in events]
 
     return releases
