@@ -27,9 +27,9 @@ from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.mechanisms.request import NoiseRequest
 from fedpriv.mechanisms.sources import SecureSource, SeededSource
 from fedpriv.training.local_update import UpdateSpec
+from fedpriv.training.noise_plan import calibrated
 from fedpriv.training.workbench import workbench
 from fedpriv.vault import guard
-from server.noise import calibrated
 from server.observer import LogObserver
 from simulations.engines import federation
 from tests.contracts.laplace import Laplace, SubsampledLaplace

@@ -12,11 +12,11 @@ from fedpriv import protocol
 from fedpriv.aggregation.fedavg import weights_by_size
 from fedpriv.config import RunConfig, parse
 from fedpriv.protocol import Registration, Release
+from fedpriv.training.client_weights import client_masses, record_weights
+from fedpriv.training.noise_plan import view_scale
 from fedpriv.training.schedule import Schedule
 from server.bookkeeping import Books
-from server.noise import view_scale
 from server.strategy import RuleStrategy
-from server.weights import client_masses, record_weights
 from simulations.engines.flower_private import task_identity
 
 SIZES = {0: 400, 1: 100, 2: 225, 3: 900}
