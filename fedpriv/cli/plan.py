@@ -172,7 +172,8 @@ def _page(values: Mapping[str, Any]) -> Iterable[str]:
     yield from entries(shown)
     yield from ("", *table(values["phases"], list(values["phases"][0])), values["train_auto"])
     clients = sorted(values["clients"], key=lambda client: -client["num_records"])
-    yield from ("", *table(clients[:_MOST_CLIENTS], list(clients[0])))
+    yield from ("", "What it costs a client if all take part in every round:")
+    yield from table(clients[:_MOST_CLIENTS], list(clients[0]))
     if len(clients) > _MOST_CLIENTS:
         yield f"and {len(clients) - _MOST_CLIENTS} smaller ones"
     plans = [{"plan": "this one"} | dict(values), *values["alternatives"]]
