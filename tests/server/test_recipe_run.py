@@ -98,6 +98,15 @@ def test_the_head_alone_leaves_the_rest_as_it_was(recipe, tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["adapters_moved"]
 
 
+def test_the_model_is_tested_every_so_many_rounds_and_at_the_end(recipe, tmp_path):
+    tested = {"rounds": 5, "evaluate_every": 3, "train": "auto", "out": str(tmp_path / "run")}
+    federation.run(parse(recipe | tested), LogObserver())
+    with (tmp_path / "run" / "rounds.csv").open(newline="") as file:
+        accuracies = {int(row["round"]): row["test_accuracy"] for row in csv.DictReader(file)}
+    assert [round_ for round_, accuracy in accuracies.items() if accuracy] == [0, 3, 5]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["accuracy"] == float(accuracies[5])
+
+
 @pytest.mark.parametrize("view", ["local", "rho", "aggregate"])
 @pytest.mark.parametrize("target", [0.5, 2.0, 8.0])
 def test_noise_meets_the_target_on_every_view_and_wastes_little(recipe, view, target):

@@ -1,0 +1,50 @@
+"""`train = auto` decides by public numbers whether A and B are trained, and says why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedpriv.accounting.recipe import LORA_PAYS
+from fedpriv.config import parse
+from fedpriv.training.lora_choice import decided
+from fedpriv.training.noise_plan import calibrated, with_learning_rates
+from fedpriv.training.schedule import Schedule
+
+LORA = {"layer.lora_A.weight": torch.zeros(4, 768), "layer.lora_B.weight": torch.zeros(768, 4)}
+INITIAL = LORA | {"head.weight": torch.zeros(2, 384), "head.bias": torch.zeros(2)}
+AUTO = {"train": "auto", "target_epsilon": 8.0, "delta": 1e-5}
+MANY, FEW = [12_000] * 5, [1200] * 5
+
+
+def test_with_many_records_most_rounds_train_a_and_b_with_most_of_the_budget():
+    config, reason = decided(parse(AUTO), MANY, INITIAL)
+    assert (config.lora_rounds, config.lora_share, config.lora_server_optimizer) == (27, 0.75, "adam")
+    assert reason.startswith("train = auto: A, B and head")
+    assert f"{LORA_PAYS:g}" in reason
+    schedule = Schedule.of(with_learning_rates(calibrated(config, MANY, INITIAL), MANY, INITIAL))
+    assert [(phase.name, phase.num_rounds) for phase in schedule.phases] == [("start", 1), ("head", 12), ("all", 27)]
+
+
+def test_with_few_records_the_head_alone_is_trained():
+    config, reason = decided(parse(AUTO), FEW, INITIAL)
+    assert config.lora_rounds == 0
+    assert reason.startswith("train = auto: the head alone")
+
+
+@pytest.mark.parametrize(("changes", "pays"), [({}, True), ({"target_epsilon": 0.5}, False), ({"rank": 4}, True)])
+def test_less_budget_is_a_reason_against_lora(changes, pays):
+    config, _ = decided(parse(AUTO | changes), MANY, INITIAL)
+    assert bool(config.lora_rounds) == pays
+
+
+def test_adam_steps_less_far_where_there_is_more_noise():
+    rates = [decided(parse(AUTO), sizes, INITIAL)[0].lora_server_learning_rate for sizes in ([40_000] * 5, [6500] * 5)]
+    assert rates[0] == 0.02
+    assert 0 < rates[1] < rates[0]
+
+
+def test_any_other_choice_is_left_alone():
+    for train in ("all", "head"):
+        config = parse(AUTO | {"train": train})
+        assert decided(config, MANY, INITIAL) == (config, "")
