@@ -31,6 +31,7 @@ from fedpriv.config_types import (
     Positive,
     Probability,
     Sizes,
+    Train,
     split,
 )
 from fedpriv.errors import InputError
@@ -63,7 +64,7 @@ class RunConfig:
     layers: Layers = "last-1"
     max_length: Count = 64
     normalize_features: bool = True
-    train: Literal["all", "head", "auto"] = "all"
+    train: Train = "all"
 
     # the data and who holds them
     data: str = EMBEDDED

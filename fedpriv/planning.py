@@ -1,6 +1,7 @@
-"""What a run of the recipe `fedpriv` could learn within a budget, before anything is registered: noise, rate, time.
+"""What a run could learn within a budget, before anything is registered: noise, rates, epsilons, time.
 
-Everything here is a function of public numbers. docs/recipes.md derives the formulas.
+Everything here is a function of public numbers; noise and rates are computed by what a run computes them with.
+docs/recipes.md derives the formulas.
 """
 
 from __future__ import annotations
@@ -9,21 +10,22 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from statistics import NormalDist
-from typing import Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
+import torch
 
 from fedpriv.accounting import recipe
 from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.calibration import calibrate
-from fedpriv.accounting.events import Event, SubsampledGaussian
-from fedpriv.accounting.recipe import Federation, LearningRate, client_weight
-from fedpriv.accounting.views import default_delta, rho_bar
-from fedpriv.config import RunConfig
+from fedpriv.accounting.law import Array
+from fedpriv.accounting.views import PlannedView, aggregate_scale, default_delta, rho_bar
+from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.config import RunConfig, parse
 from fedpriv.errors import InputError
-
-# Who may learn no more than the budget allows: the server, or those who see only the sums.
-View = Literal["local", "aggregate"]
+from fedpriv.training.client_weights import client_masses, record_weights
+from fedpriv.training.lora_choice import decided
+from fedpriv.training.noise_plan import calibrated, federation_of, planned_releases, with_learning_rates
+from fedpriv.training.schedule import Phase, Schedule, num_lora_rounds
 
 # The total step after which records at their classes' means differ from the middle by as much as noise would have moved
 # them with nu = 1: 2 sqrt(2) C / Delta^2, with C classes whose means are Delta apart. Measured with the default model:
@@ -39,66 +41,81 @@ GOOD_RATIO = 0.2
 # LoRA is left out rather than trained on batches of a smaller share of the records than this.
 _SMALLEST_LORA_SAMPLE = 0.01
 
+# A and B in the default model: rank 4, for query and value of its last layer, whose matrices are 384 x 384.
+LORA_VALUES = 2 * 4 * (384 + 384)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The public numbers of a run; by default the recipe's own, which are the defaults of `RunConfig`.
+    """The public numbers of a run.
 
     Attributes:
         sizes: N_k >= 1, registered, of each client.
-        epsilon: that each client may spend, > 0.
-        delta: in (0, 1), of each client; None stands for 1 / (10 N_k), at most 1e-5.
-        view: who may see no more than that: the server, or those who see only the sums.
-        rounds: >= 1, with the head's start, if there is one, as the first.
-        head_start: whether it starts with class sums of all records.
-        sampling_probability: q in (0, 1] of the rounds that train the head.
-        lora_rounds: the last rounds, >= 0, which train A and B too.
-        lora_sampling_probability: q in (0, 1] of those.
-        momentum: the server's, in [0, 1).
+        config: of the run, with the recipe `fedpriv`: its `target_epsilon` is what each client may spend on its
+            `privacy_view`.
+        num_lora_values: d >= 1, in A and B.
 
     Raises:
         InputError: a value is out of range.
     """
 
     sizes: tuple[int, ...]
-    epsilon: float
-    delta: float | None = None
-    view: View = "local"
-    rounds: int = RunConfig.rounds
-    head_start: bool = RunConfig.head_start
-    sampling_probability: float = RunConfig.sampling_probability or 1.0
-    lora_rounds: int = RunConfig.lora_rounds or 0
-    lora_sampling_probability: float = RunConfig.lora_sampling_probability or 1.0
-    momentum: float = RunConfig.server_momentum
+    config: RunConfig
+    num_lora_values: int = LORA_VALUES
 
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 1:
             raise InputError(f"records = {list(self.sizes)}: needs at least one client, and each at least one record")
-        if self.view not in get_args(View):
-            raise InputError(f"view = {self.view!r}: must be one of {', '.join(get_args(View))}")
-        if self.rounds < 1 + self.head_start:
-            raise InputError(f"rounds = {self.rounds}: must be >= {1 + self.head_start}; the first starts the head")
+        if self.config.min_clients > len(self.sizes):
+            raise InputError(f"min_clients = {self.config.min_clients}: there are {len(self.sizes)} clients")
+        if self.num_lora_values < 1:
+            raise InputError(f"lora_values = {self.num_lora_values}: must be >= 1")
+
+    @staticmethod
+    def of(
+        sizes: tuple[int, ...],
+        *,
+        epsilon: float,
+        view: PlannedView = "local",
+        num_lora_values: int = LORA_VALUES,
+        **keys: Any,
+    ) -> Setting:
+        """A run with these clients and the recipe's own numbers, but for the keys that are given and not None.
+
+        Args:
+            sizes, num_lora_values: see above.
+            epsilon: that each client may spend, > 0.
+            view: who may learn no more than that: the server, or those who see only sums; unless `min_clients` is
+                given, these are of all clients.
+            keys: of the configuration.
+
+        Raises:
+            InputError: a value is out of range.
+        """
+        if view not in get_args(PlannedView):
+            raise InputError(f"view = {view!r}: must be one of {', '.join(get_args(PlannedView))}")
+        values = {key: value for key, value in keys.items() if value is not None}
+        hidden = {"uploads_hidden": True, "min_clients": max(1, len(sizes))} if view == "aggregate" else {}
+        config = parse({"target_epsilon": epsilon, "privacy_view": view} | hidden | values)
+        return Setting(sizes=sizes, config=config, num_lora_values=num_lora_values)
 
     @property
-    def num_steps(self) -> int:
-        """T, the noisy steps after the start."""
-        return self.rounds - self.head_start
-
-    @property
-    def num_lora_steps(self) -> int:
-        """How many of them train A and B."""
-        return min(self.lora_rounds, self.num_steps)
+    def num_lora_rounds(self) -> int:
+        """How many rounds train A and B."""
+        return num_lora_rounds(self.config)
 
     @property
     def deltas(self) -> tuple[float, ...]:
         """[clients]."""
-        return tuple(default_delta(size) if self.delta is None else self.delta for size in self.sizes)
+        return tuple(self.config.delta or default_delta(size) for size in self.sizes)
 
     @property
-    def federation(self) -> Federation:
-        """Sizes and weights: equal ones where only the sum is seen, as in a run."""
-        weights = [client_weight(size, equal=self.view == "aggregate") for size in self.sizes]
-        return Federation(sizes=self.sizes, weights=weights)
+    def adapter(self) -> Adapter:
+        """What stands for the run's adapter: Gaussian noise costs the same for any, and rates depend on d alone."""
+        return {
+            "layer.lora_A.weight": torch.empty(self.num_lora_values, device="meta"),
+            "classifier.weight": torch.empty(1, device="meta"),
+        }
 
     @property
     def record_passes(self) -> float:
@@ -107,9 +124,11 @@ class Setting:
         The head's rounds need each record's features once, and next to nothing then; LoRA's rounds need every record
         that they draw.
         """
-        not_drawn = (1 - self.sampling_probability) ** (self.num_steps - self.num_lora_steps)
-        drawn = 1.0 if self.head_start else 1 - not_drawn
-        return sum(self.sizes) * (drawn + self.num_lora_steps * self.lora_sampling_probability)
+        config = self.config
+        q = config.sampling_probability or 1.0
+        drawn = 1 - (1 - q) ** (config.rounds - config.head_start - self.num_lora_rounds)
+        of_lora = self.num_lora_rounds * (config.lora_sampling_probability or q)
+        return sum(self.sizes) * ((1.0 if config.head_start else drawn) + of_lora)
 
     def seconds(self, records_per_second: float) -> float:
         """How long the passes take, one after the other.
@@ -120,17 +139,9 @@ class Setting:
         _check_positive("records_per_second", records_per_second)
         return self.record_passes / records_per_second
 
-    def releases(self, noise_multiplier: float) -> list[Event]:
-        """The steps of a client that takes part in all of them, without the start."""
-        phases = (
-            (self.num_steps - self.num_lora_steps, self.sampling_probability),
-            (self.num_lora_steps, self.lora_sampling_probability),
-        )
-        return [
-            SubsampledGaussian(noise_multiplier=noise_multiplier, sampling_probability=q, count=count)
-            for count, q in phases
-            if count
-        ]
+    def changed(self, **keys: Any) -> Setting:
+        """The setting with other values of these keys of its configuration."""
+        return replace(self, config=replace(self.config, **keys))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,41 +170,65 @@ class Plan:
     """What a setting comes to.
 
     Attributes:
-        setting: as asked for.
-        noise_multiplier: z of each step of each client.
-        start_noise_multiplier: z of the head's start; None without one.
-        rate: the learning rate and its terms.
+        setting: as asked for, with numbers for all noise and all learning rates in its configuration.
     """
 
     setting: Setting
-    noise_multiplier: float
-    start_noise_multiplier: float | None
-    rate: LearningRate
+
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """The start of the head, if there is one, rounds of the head, and rounds of A, B and head."""
+        return Schedule.of(self.setting.config).phases
+
+    @property
+    def steps(self) -> tuple[Phase, ...]:
+        """The phases after the start."""
+        return tuple(phase for phase in self.phases if phase.name != "start")
+
+    @property
+    def noise_per_step_length(self) -> float:
+        """nu of the rounds of the head, or of all where there are none: noise of its weights per unit of their step."""
+        spec = self.steps[0].spec
+        return recipe.noise_per_step_length(
+            federation_of(self.setting.config, self.setting.sizes),
+            noise_multiplier=spec.noise_multiplier,
+            sampling_probability=spec.sampling_probability,
+            num_steps=self.steps[0].num_rounds,
+        )
+
+    @property
+    def total_step(self) -> float:
+        """tau of the same rounds, the sum of their learning rates."""
+        return self.steps[0].spec.learning_rate * self.steps[0].num_rounds
+
+    @property
+    def affordable_step(self) -> float:
+        """0.6 / nu, the total step that brings the noise of each weight to 0.6; infinite without noise."""
+        nu = self.noise_per_step_length
+        return recipe.FINAL_NOISE / nu if nu else math.inf
 
     @property
     def final_noise(self) -> float:
-        """The standard deviation with which each of the head's weights ends, from noise alone."""
-        return self.rate.final_noise * self._noise_share
+        """The standard deviation with which the noise of all steps leaves each of the head's weights."""
+        noise = federation_of(self.setting.config, self.setting.sizes).noise_per_record
+        of_rounds = self._each_round(
+            [p.spec.learning_rate * p.spec.noise_multiplier * noise / p.spec.sampling_probability for p in self.steps]
+        )
+        return math.sqrt(np.sum(of_rounds**2))
 
     @property
     def noise_to_signal(self) -> float:
         """Noise in the difference of two logits, over what the steps make of that difference.
 
-        nu times `NEEDED_STEP`, and more where steps deliver less than the learning rate says: those on few records, and
-        those that the server's momentum still holds back at the end.
+        `NEEDED_STEP` times the noise that has arrived in a weight by the end of the run, over the step that has.
         """
-        return self.rate.noise_per_step_length * NEEDED_STEP * self._noise_share / self._step_share
+        step = float(np.sum(self._each_round([phase.spec.learning_rate for phase in self.steps])))
+        return NEEDED_STEP * self.final_noise / step
 
     @property
     def misplaced(self) -> float:
         """The chance, in [0, 0.5], that noise alone moves a record at its class's mean to another given class."""
         return NormalDist().cdf(-1 / self.noise_to_signal) if self.noise_to_signal else 0.0
-
-    @property
-    def affordable_step(self) -> float:
-        """0.6 / nu, the total step that brings the noise of each weight to 0.6; infinite without noise."""
-        nu = self.rate.noise_per_step_length
-        return recipe.FINAL_NOISE / nu if nu else math.inf
 
     @property
     def is_hopeless(self) -> bool:
@@ -207,88 +242,86 @@ class Plan:
 
     @cached_property
     def costs(self) -> tuple[ClientCost, ...]:
-        """[clients]."""
-        federation = self.setting.federation
-        shares = [
-            w * n / federation.weighted_records for w, n in zip(federation.weights, federation.sizes, strict=True)
-        ]
-        bar = rho_bar(shares)
+        """[clients], if all take part in every round."""
+        config, sizes = self.setting.config, dict(enumerate(self.setting.sizes))
+        masses = client_masses(config, sizes)
+        shares = {client: mass / math.fsum(masses.values()) for client, mass in masses.items()}
+        bar = rho_bar(shares.values())
+        # The same q at every client: a gradient counts for the same in every phase.
+        weights = record_weights(config, self.phases[-1].spec, sizes)
         return tuple(
             ClientCost(
                 num_records=size,
                 delta=delta,
-                share=share,
+                share=shares[client],
                 epsilon_local=self._epsilon(1.0, delta),
                 epsilon_rho=self._epsilon(bar, delta),
-                epsilon_aggregate=self._epsilon(federation.weighted_noise / weight, delta),
+                epsilon_aggregate=self._epsilon(aggregate_scale(weights, client), delta),
             )
-            for size, delta, share, weight in zip(
-                federation.sizes, self.setting.deltas, shares, federation.weights, strict=True
-            )
+            for (client, size), delta in zip(sizes.items(), self.setting.deltas, strict=True)
         )
 
     def _epsilon(self, factor: float, delta: float) -> float:
-        start = self.start_noise_multiplier
-        events = self.setting.releases(self.noise_multiplier) + ([_release(start)] if start is not None else [])
+        events = planned_releases(self.setting.config, 1, self.setting.adapter)
         return epsilon_of([event.with_noise(factor) for event in events], delta).epsilon
 
-    @property
-    def _noise_share(self) -> float:
-        arrived = recipe.arrived(self.setting.num_steps, self.setting.momentum)
-        return math.sqrt(np.mean(arrived**2))
-
-    @property
-    def _step_share(self) -> float:
-        arrived = recipe.arrived(self.setting.num_steps, self.setting.momentum)
-        # In every round one unit of the noised sum moves the model equally far, however many records the sum is of.
-        of_lora = self.setting.lora_sampling_probability / self.setting.sampling_probability
-        first_lora = self.setting.num_steps - self.setting.num_lora_steps
-        return float(arrived[:first_lora].sum() + of_lora * arrived[first_lora:].sum()) / self.setting.num_steps
+    def _each_round(self, values: list[float]) -> Array:
+        """[rounds after the start]: a value of each of their phases, times what momentum has delivered by the end."""
+        rounds = np.repeat(values, [phase.num_rounds for phase in self.steps])
+        return np.asarray(rounds * recipe.arrived(len(rounds), self.setting.config.server_momentum))
 
 
+@lru_cache(maxsize=64)
 def plan(setting: Setting) -> Plan:
     """The least noise that keeps every client within the budget, and what follows from it.
 
     Raises:
         InputError: the budget is out of range, or no noise meets it.
     """
-    # Noise is the same at every client, and the smallest delta needs most of it.
-    try:
-        start, noise_multiplier = _calibrated(replace(setting, sizes=(1,), view="local", delta=min(setting.deltas)))
-    except ValueError as error:
-        raise InputError(str(error)) from None
-    if setting.view == "aggregate":
-        # Weights are equal, so the noise of K clients adds up to sqrt(K) times that of each.
-        of_sum = math.sqrt(len(setting.sizes))
-        start, noise_multiplier = None if start is None else start / of_sum, noise_multiplier / of_sum
-    rate = recipe.learning_rate(
-        setting.federation,
-        noise_multiplier=noise_multiplier,
-        sampling_probability=setting.sampling_probability,
-        num_steps=setting.num_steps,
-    )
-    return Plan(setting=setting, noise_multiplier=noise_multiplier, start_noise_multiplier=start, rate=rate)
+    if setting.config.train == "auto":
+        setting, _ = lora_choice(setting)
+    config = calibrated(setting.config, setting.sizes, setting.adapter)
+    return Plan(setting=replace(setting, config=with_learning_rates(config, setting.sizes, setting.adapter)))
+
+
+@lru_cache(maxsize=64)
+def lora_choice(setting: Setting) -> tuple[Setting, str]:
+    """The setting that `train = auto` stands for, and why.
+
+    Raises:
+        InputError: no noise meets the budget.
+    """
+    config, reason = decided(replace(setting.config, train="auto"), setting.sizes, setting.adapter)
+    return replace(setting, config=replace(config, train="all")), reason
 
 
 def alternatives(setting: Setting) -> dict[str, Plan]:
     """The plans of settings that differ from this one in one respect, by what that is."""
-    q, of_lora, num_clients = setting.sampling_probability, setting.lora_sampling_probability, len(setting.sizes)
-    largest = tuple(sorted(setting.sizes, reverse=True)[: math.ceil(num_clients / 2)])
-    changed = {f"q = {other:g}": replace(setting, sampling_probability=other) for other in (1.0, 0.1) if other != q}
-    for rounds in (setting.rounds // 2, 2 * setting.rounds):
-        if rounds > setting.head_start:
-            changed[f"{rounds} rounds"] = replace(setting, rounds=rounds)
-    if setting.num_lora_steps:
+    config, num_clients = setting.config, len(setting.sizes)
+    q, of_lora = config.sampling_probability or 1.0, config.lora_sampling_probability or 1.0
+    others = {f"q = {other:g}": setting.changed(sampling_probability=other) for other in (1.0, 0.1) if other != q}
+    for rounds in (config.rounds // 2, 2 * config.rounds):
+        if rounds > config.head_start:
+            others[f"{rounds} rounds"] = setting.changed(rounds=rounds)
+    if setting.num_lora_rounds:
         larger = min(1.0, 4 * of_lora)
         if larger > of_lora:
-            changed[f"LoRA q = {larger:g}"] = replace(setting, lora_sampling_probability=larger)
-        changed["head alone"] = replace(setting, lora_rounds=0)
+            others[f"LoRA q = {larger:g}"] = setting.changed(lora_sampling_probability=larger)
+        others["head alone"] = setting.changed(lora_rounds=0)
+    chosen, _ = lora_choice(setting)
+    if chosen.num_lora_rounds and chosen != setting:
+        others["train = auto"] = chosen
     if num_clients > 1:
-        changed[f"{len(largest)} largest of {num_clients} clients"] = replace(setting, sizes=largest)
-        other_view: View = "local" if setting.view == "aggregate" else "aggregate"
-        name = "secure aggregation" if other_view == "aggregate" else "uploads seen by the server"
-        changed[name] = replace(setting, view=other_view)
-    return {name: plan(other) for name, other in changed.items()}
+        largest = tuple(sorted(setting.sizes, reverse=True)[: math.ceil(num_clients / 2)])
+        fewer = setting.changed(min_clients=min(config.min_clients, len(largest)))
+        others[f"{len(largest)} largest of {num_clients} clients"] = replace(fewer, sizes=largest)
+        if config.uploads_hidden:
+            seen = setting.changed(privacy_view="local", uploads_hidden=False, min_clients=1)
+            others["uploads seen by the server"] = seen
+        else:
+            hidden = setting.changed(privacy_view="aggregate", uploads_hidden=True, min_clients=num_clients)
+            others["secure aggregation"] = hidden
+    return {name: plan(other) for name, other in others.items()}
 
 
 def fitted(setting: Setting, *, seconds: float, records_per_second: float) -> tuple[Setting, tuple[str, ...]]:
@@ -306,17 +339,17 @@ def fitted(setting: Setting, *, seconds: float, records_per_second: float) -> tu
     if setting.seconds(records_per_second) <= seconds:
         return setting, ()
     affordable = seconds * records_per_second / sum(setting.sizes)  # passes of every record
-    q = (affordable - 1) / max(1, setting.num_lora_steps)
+    q, asked = (affordable - 1) / max(1, setting.num_lora_rounds), setting.config.lora_sampling_probability
     if q >= _SMALLEST_LORA_SAMPLE:
-        return replace(setting, lora_sampling_probability=q), (
-            f"{seconds:g} seconds are too short for LoRA with q = {setting.lora_sampling_probability:g}: q = {q:.3g}",
+        return setting.changed(lora_sampling_probability=q), (
+            f"{seconds:g} seconds are too short for LoRA with q = {asked:g}: q = {q:.3g}",
         )
-    head = replace(setting, lora_rounds=0)
+    head = setting.changed(lora_rounds=0)
     left_out = "LoRA: the head alone is trained"
     if affordable >= 1:
         return head, (f"{seconds:g} seconds are too short for {left_out}",)
-    q = 1 - (1 - affordable) ** (1 / setting.rounds)
-    return replace(head, head_start=False, sampling_probability=q), (
+    q = 1 - (1 - affordable) ** (1 / setting.config.rounds)
+    return head.changed(head_start=False, sampling_probability=q), (
         f"{seconds:g} seconds are too short for {left_out}",
         f"and too short for full batches: q = {q:.3g}, without the head's start, which needs every record",
     )
@@ -325,21 +358,6 @@ def fitted(setting: Setting, *, seconds: float, records_per_second: float) -> tu
 def most_helpful(plans: dict[str, Plan]) -> str:
     """The alternative with the least noise to signal."""
     return min(plans, key=lambda name: plans[name].noise_to_signal)
-
-
-@lru_cache(maxsize=64)
-def _calibrated(setting: Setting) -> tuple[float | None, float]:
-    """z of the start, if there is one, and of the steps, of a client whose uploads are seen."""
-    (delta,) = setting.deltas
-    if not setting.head_start:
-        return None, calibrate(setting.releases, setting.epsilon, delta)
-    start = recipe.start_noise_multiplier(setting.epsilon, delta)
-    return start, calibrate(setting.releases, setting.epsilon, delta, fixed=[_release(start)])
-
-
-def _release(noise_multiplier: float) -> Event:
-    """The head's start."""
-    return SubsampledGaussian(noise_multiplier=noise_multiplier, sampling_probability=1.0, count=1)
 
 
 def _check_positive(name: str, value: float) -> None:

@@ -29,13 +29,13 @@ from fedpriv.ledger.accounts import Accounts
 from fedpriv.ledger.entries import RELEASED, Charge, DataSet, Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
+from fedpriv.training.client_weights import client_masses, record_weights
 from fedpriv.training.local_update import UpdateSpec, planned_event
 from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.training.private_evaluation import planned_event as planned_evaluation
 from fedpriv.training.schedule import Schedule
 from server.aggregate_view import objections_to_aggregate
 from server.earlier_charges import EarlierCharges
-from server.weights import client_masses, record_weights
 
 log = logging.getLogger("flwr")
 

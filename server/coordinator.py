@@ -15,13 +15,14 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.reports.page import write_report
 from fedpriv.runs import files
 from fedpriv.runs.writer import RunWriter
+from fedpriv.training.lora_choice import decided
+from fedpriv.training.noise_plan import calibrated
 from fedpriv.training.workbench import Workbench, workbench
 from fedpriv.vault import guard
 from server import checkpoint, registry, resume
 from server.budgets import announce_budgets, check_budget_and_view
 from server.checkpoint import Checkpoint
-from server.lora_choice import decided
-from server.noise import calibrated, with_mechanism_parameters
+from server.mechanism_parameters import with_mechanism_parameters
 from server.observer import Observer
 from server.registration import Nodes, register_nodes
 from server.series import Series

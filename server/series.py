@@ -16,13 +16,13 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.runs.rows import ClientRow, RoundRow
 from fedpriv.runs.writer import RunWriter
 from fedpriv.training.evaluation import Evaluation, evaluate
+from fedpriv.training.noise_plan import derived_learning_rate, with_learning_rates
 from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.training.workbench import Workbench
 from server import checkpoint, registry
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
 from server.evaluation import PrivateEvaluation, evaluate_privately
-from server.noise import derived_learning_rate, with_learning_rates
 from server.observer import Observer
 from server.registration import Nodes
 from server.strategy import RuleStrategy

@@ -28,13 +28,13 @@ from fedpriv.protocol import Broadcast, Registration
 from fedpriv.runs.rows import USABLE, ClientRow, RoundRow
 from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.local_update import UpdateSpec
+from fedpriv.training.noise_plan import start_noise
 from fedpriv.training.schedule import Schedule
 from fedpriv.training.trained import trained_names
 from fedpriv.vault import guard
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
 from server.exchange import Exchange
-from server.noise import start_noise
 from server.replies import ExpectedReply
 from server.round import Request, Round
 from server.round_rows import client_rows, round_row

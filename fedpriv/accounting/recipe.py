@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
 
 import numpy as np
@@ -124,7 +125,7 @@ def start_noise_multiplier(epsilon: float, delta: float, *, fixed: Sequence[Even
     Raises:
         ValueError: a value is out of range, or no noise suffices.
     """
-    return _gaussian_multiplier(epsilon, delta, fixed) / math.sqrt(START_SHARE)
+    return _gaussian_multiplier(epsilon, delta, tuple(fixed)) / math.sqrt(START_SHARE)
 
 
 def noise_multiplier_of_share(
@@ -148,14 +149,15 @@ def noise_multiplier_of_share(
         ValueError: a value is out of range, or no noise suffices.
     """
     alone = SubsampledGaussian(
-        noise_multiplier=_gaussian_multiplier(epsilon, delta, fixed) / math.sqrt(share), sampling_probability=1.0
+        noise_multiplier=_gaussian_multiplier(epsilon, delta, tuple(fixed)) / math.sqrt(share), sampling_probability=1.0
     )
     return noise_multiplier_for(
         epsilon_of([alone], delta).epsilon, delta, sampling_probability=sampling_probability, steps=num_steps
     )
 
 
-def _gaussian_multiplier(epsilon: float, delta: float, fixed: Sequence[Event]) -> float:
+@lru_cache(maxsize=64)
+def _gaussian_multiplier(epsilon: float, delta: float, fixed: tuple[Event, ...]) -> float:
     """z of the single Gaussian release that is left within (epsilon, delta)."""
 
     def alone(z: float) -> list[Event]:
@@ -174,12 +176,10 @@ def start_noise_beside(noise_multiplier: float, num_steps: int) -> float:
     return noise_multiplier * math.sqrt((1 - START_SHARE) / (START_SHARE * num_steps))
 
 
-def learning_rate(
+def noise_per_step_length(
     federation: Federation, *, noise_multiplier: float, sampling_probability: float, num_steps: int
-) -> LearningRate:
-    """The learning rate with which each of the head's weights ends with noise of about 0.6, and at most 75.
-
-    nu = z sqrt(sum w_k^2) / (q sqrt(T) sum w_k N_k), tau = min(75 T, 0.6 / nu), and the rate is tau / T.
+) -> float:
+    """nu = z sqrt(sum w_k^2) / (q sqrt(T) sum w_k N_k): the noise of a weight per unit of its total step.
 
     Args:
         federation: of the rounds.
@@ -187,7 +187,25 @@ def learning_rate(
         sampling_probability: q in (0, 1].
         num_steps: T >= 1.
     """
-    nu = noise_multiplier * federation.noise_per_record / (sampling_probability * math.sqrt(num_steps))
+    return noise_multiplier * federation.noise_per_record / (sampling_probability * math.sqrt(num_steps))
+
+
+def learning_rate(
+    federation: Federation, *, noise_multiplier: float, sampling_probability: float, num_steps: int
+) -> LearningRate:
+    """The learning rate with which each of the head's weights ends with noise of about 0.6, and at most 75.
+
+    tau = min(75 T, 0.6 / nu), and the rate is tau / T.
+
+    Args:
+        federation, noise_multiplier, sampling_probability, num_steps: as for `noise_per_step_length`.
+    """
+    nu = noise_per_step_length(
+        federation,
+        noise_multiplier=noise_multiplier,
+        sampling_probability=sampling_probability,
+        num_steps=num_steps,
+    )
     tau = min(_LARGEST_RATE * num_steps, FINAL_NOISE / nu if nu else math.inf)
     return LearningRate(noise_per_step_length=nu, total_step=tau, learning_rate=tau / num_steps)
 
@@ -212,7 +230,12 @@ def joint_rates(
         num_steps: J >= 1.
         num_values: d >= 1, in A and B.
     """
-    nu = noise_multiplier * federation.noise_per_record / (sampling_probability * math.sqrt(num_steps))
+    nu = noise_per_step_length(
+        federation,
+        noise_multiplier=noise_multiplier,
+        sampling_probability=sampling_probability,
+        num_steps=num_steps,
+    )
     of_sampling = federation.participation * sampling_probability * math.fsum(federation.sizes) / _RECORDS_PER_RATE
     head = _FINAL_NOISE_BESIDE_LORA / nu if nu else math.inf
     lora = _LORA_NOISE / (nu**2 * num_values) if nu else math.inf
@@ -229,7 +252,12 @@ def lora_noise(
     Args:
         federation, noise_multiplier, sampling_probability, num_steps, num_values: as for `joint_rates`.
     """
-    nu = noise_multiplier * federation.noise_per_record / (sampling_probability * math.sqrt(num_steps))
+    nu = noise_per_step_length(
+        federation,
+        noise_multiplier=noise_multiplier,
+        sampling_probability=sampling_probability,
+        num_steps=num_steps,
+    )
     return nu**2 * num_values
 
 

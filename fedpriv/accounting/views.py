@@ -19,6 +19,8 @@ from fedpriv.accounting.events import Event
 
 View = Literal["local", "rho", "aggregate"]
 VIEWS: tuple[View, ...] = get_args(View)
+# Those that say who is protected against whom, for which a run can be planned.
+PlannedView = Literal["local", "aggregate"]
 
 
 @dataclass(frozen=True, kw_only=True)

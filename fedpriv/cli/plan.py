@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -12,10 +12,15 @@ from fedpriv.cli.options import OneOf
 from fedpriv.cli.output import AsJson, entries, show, table
 
 if TYPE_CHECKING:
-    from fedpriv.planning import Plan, View
+    from fedpriv.accounting.views import PlannedView
+    from fedpriv.planning import Plan
+    from fedpriv.training.schedule import Phase
 
 # Of the clients, so many are shown, the largest first; --json has them all.
 _MOST_CLIENTS = 10
+
+# What plans are compared by.
+_COLUMNS = ("noise_multiplier", "lora_noise_multiplier", "final_noise", "noise_to_signal", "seconds")
 
 
 def plan(
@@ -27,11 +32,24 @@ def plan(
     view: Annotated[
         str,
         typer.Option(
-            click_type=OneOf("fedpriv.planning:View"),
+            click_type=OneOf("fedpriv.accounting.views:PlannedView"),
             help="Who may learn no more: the server, or those who see only sums (secure aggregation).",
         ),
     ] = "local",
+    min_clients: Annotated[
+        int | None, typer.Option(help="No sum of fewer uploads is seen; for --view aggregate all, by default.")
+    ] = None,
     rounds: Annotated[int | None, typer.Option(help="The first starts the head; by default as in a run.")] = None,
+    train: Annotated[
+        str | None,
+        typer.Option(
+            click_type=OneOf("fedpriv.config_types:Train"),
+            help="A, B and head in the last rounds, the head alone, or what pays; by default as in a run.",
+        ),
+    ] = None,
+    lora_values: Annotated[
+        int | None, typer.Option(help="d, the values in A and B; by default those of the default model.")
+    ] = None,
     classes: Annotated[int, typer.Option(help="C >= 2, for the chance that noise misplaces a record.")] = 2,
     seconds: Annotated[
         float | None, typer.Option(help="For the passes of all clients' records; what does not fit is left out.")
@@ -54,9 +72,18 @@ def plan(
 
     if classes < 2:
         raise InputError(f"classes = {classes}: must be >= 2")
-    setting = planning.Setting(sizes=tuple(records), epsilon=epsilon, delta=delta, view=cast("View", view))
-    if rounds is not None:
-        setting = replace(setting, rounds=rounds)
+    setting = planning.Setting.of(
+        tuple(records),
+        epsilon=epsilon,
+        view=cast("PlannedView", view),
+        num_lora_values=planning.LORA_VALUES if lora_values is None else lora_values,
+        delta=delta,
+        min_clients=min_clients,
+        rounds=rounds,
+        train=train,
+    )
+    chosen, reason = planning.lora_choice(setting)
+    setting = chosen if setting.config.train == "auto" else setting
     speed = _timed() if records_per_second is None else records_per_second
     left_out: tuple[str, ...] = ()
     if seconds is not None:
@@ -70,6 +97,7 @@ def plan(
             "misplaced": min(1 - 1 / classes, (classes - 1) * found.misplaced),
             "needed_records": found.needed_records,
             "is_hopeless": found.is_hopeless,
+            "train_auto": reason,
             "helps_most": planning.most_helpful(others) if others else None,
             "left_out": list(left_out),
             "clients": [asdict(cost) for cost in found.costs],
@@ -86,22 +114,19 @@ def _timed() -> float:
 
 
 def _values(found: Plan) -> dict[str, Any]:
-    setting, rate = found.setting, found.rate
+    setting, config = found.setting, found.setting.config
     return {
         "num_clients": len(setting.sizes),
         "num_records": sum(setting.sizes),
-        "epsilon": setting.epsilon,
+        "epsilon": config.target_epsilon,
         "delta": min(setting.deltas),
-        "view": setting.view,
-        "num_rounds": setting.rounds,
-        "num_steps": setting.num_steps,
-        "sampling_probability": setting.sampling_probability,
-        "lora_rounds": setting.num_lora_steps,
-        "lora_sampling_probability": setting.lora_sampling_probability,
-        "start_noise_multiplier": found.start_noise_multiplier,
-        "learning_rate": rate.learning_rate,
-        "noise_per_step_length": rate.noise_per_step_length,
-        "total_step": rate.total_step,
+        "view": config.privacy_view,
+        "min_clients": config.min_clients,
+        "num_rounds": config.rounds,
+        "lora_rounds": setting.num_lora_rounds,
+        "phases": [_phase(found, phase) for phase in found.phases],
+        "noise_per_step_length": found.noise_per_step_length,
+        "total_step": found.total_step,
         "affordable_step": found.affordable_step,
         "record_passes": setting.record_passes,
         "epsilon_local_max": max(cost.epsilon_local for cost in found.costs),
@@ -110,10 +135,28 @@ def _values(found: Plan) -> dict[str, Any]:
     }
 
 
-def _row(found: Plan, speed: float) -> dict[str, Any]:
-    """What plans are compared by."""
+def _phase(found: Plan, phase: Phase) -> dict[str, Any]:
+    """What its rounds ask for, with the name of what they train."""
+    config, spec = found.setting.config, phase.spec
+    is_joint = spec.trains != "head"
+    by_adam = config.lora_server_optimizer == "adam"
+    of_lora = config.lora_server_learning_rate if by_adam else spec.lora_learning_rate
     return {
-        "noise_multiplier": found.noise_multiplier,
+        "phase": {"start": "start of the head", "head": "head"}.get(phase.name, "A, B and head"),
+        "rounds": phase.num_rounds,
+        "sampling_probability": spec.sampling_probability,
+        "noise_multiplier": spec.noise_multiplier,
+        "learning_rate": None if phase.name == "start" else spec.learning_rate,
+        "lora_learning_rate": of_lora if is_joint else None,
+        "lora_optimizer": ("adam" if by_adam else config.server_optimizer) if is_joint else None,
+    }
+
+
+def _row(found: Plan, speed: float) -> dict[str, Any]:
+    """The values of `_COLUMNS`."""
+    return {
+        "noise_multiplier": found.steps[0].spec.noise_multiplier,
+        "lora_noise_multiplier": found.steps[-1].spec.noise_multiplier if found.setting.num_lora_rounds else None,
         "final_noise": found.final_noise,
         "noise_to_signal": found.noise_to_signal,
         "seconds": found.setting.seconds(speed),
@@ -122,16 +165,19 @@ def _row(found: Plan, speed: float) -> dict[str, Any]:
 
 def _page(values: Mapping[str, Any]) -> Iterable[str]:
     """Lines for a reader."""
-    tables = ("clients", "alternatives", "left_out", "is_hopeless", "helps_most", "needed_records")
-    shown = {name: _rounded(value) for name, value in values.items() if name not in tables}
+    elsewhere = ("phases", "clients", "alternatives", "left_out", "is_hopeless", "helps_most", "needed_records")
+    of_phases = ("lora_rounds", "noise_multiplier", "lora_noise_multiplier", "train_auto")
+    shown = {name: _rounded(value) for name, value in values.items() if name not in elsewhere + of_phases}
     yield from (f"note: {text}" for text in values["left_out"])
     yield from entries(shown)
+    yield from ("", *table(values["phases"], list(values["phases"][0])), values["train_auto"])
     clients = sorted(values["clients"], key=lambda client: -client["num_records"])
-    yield from ("", *table(clients[:_MOST_CLIENTS], list(clients[0])))
+    yield from ("", "What it costs a client if all take part in every round:")
+    yield from table(clients[:_MOST_CLIENTS], list(clients[0]))
     if len(clients) > _MOST_CLIENTS:
         yield f"and {len(clients) - _MOST_CLIENTS} smaller ones"
     plans = [{"plan": "this one"} | dict(values), *values["alternatives"]]
-    yield from ("", *table(plans, ["plan", "noise_multiplier", "final_noise", "noise_to_signal", "seconds"]))
+    yield from ("", *table(plans, ["plan", *_COLUMNS]))
     yield from ("", *_meaning(values))
 
 
@@ -145,17 +191,14 @@ def _meaning(values: Mapping[str, Any]) -> Iterable[str]:
 
     nu, ratio = values["noise_per_step_length"], values["noise_to_signal"]
     yield (
-        f"A bound: noise alone moves every logit of every record by a standard deviation of at most "
+        f"A bound: the noise of all steps moves every logit of every record by a standard deviation of at most "
         f"{values['final_noise']:.2g}."
     )
     yield (
-        f"A rule of thumb: noise to signal = {ratio:.2g}, from nu * {NEEDED_STEP:g} and what the server's momentum and "
-        "LoRA's smaller batches hold back of the step."
+        f"A rule of thumb: noise to signal = {ratio:.2g}. It is {NEEDED_STEP:g}, the total step that separates classes "
+        "(120 to 194 on three corpora), times that noise, over the step that has arrived when the run ends."
     )
-    yield (
-        f"{NEEDED_STEP:g} is the total step that separates classes: 120 to 194 on three corpora. By it, noise alone "
-        f"misplaces {values['misplaced']:.2g} of the records that lie at their class's mean."
-    )
+    yield f"By it, noise alone misplaces {values['misplaced']:.2g} of the records that lie at their class's mean."
     if values["is_hopeless"]:
         yield (
             f"Hopeless: nu = {nu:.2g} allows a total step of {values['affordable_step']:.3g}, less than "

@@ -18,7 +18,8 @@ def accuracy_table(summary: Mapping[str, Any]) -> Table:
     Args:
         summary: of a run, with the keys of `fedpriv.runs.reader.QUALITY_KEYS`.
     """
-    cost = f"at rho-ε {format_bound(summary['epsilon_rho_max'])}, δ {format_delta(summary['delta_max'])}"
+    local, rho = (format_bound(summary[f"epsilon_{view}_max"]) for view in ("local", "rho"))
+    cost = f"ε {local} local, {rho} rho, δ {format_delta(summary['delta_max'])}"
     others = (
         ("without noise", "accuracy_non_private", "z = 0, clipping kept"),
         ("linear probe", "probe_accuracy", _trained_on(summary)),

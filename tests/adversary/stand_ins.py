@@ -115,16 +115,24 @@ def standing_in(stand_ins: StandIns) -> Iterator[StandIns]:
         return stand_ins.words(num)
 
     def logits(self: TrainingModel, items: Sequence[Item], **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        if stand_ins.fails_on in (tuple(records.features["input_ids"][index].tolist()) for records, index in items):
-            raise RuntimeError("the model fails on one of these records")
+        may_fail(items)
         return compute_logits(self, items, **options)
 
-    compute_logits = TrainingModel.logits
+    def head_inputs(self: TrainingModel, items: Sequence[Item], *options: Any) -> Tensor:
+        may_fail(items)
+        return compute_head_inputs(self, items, *options)
+
+    def may_fail(items: Sequence[Item]) -> None:
+        if stand_ins.fails_on in (tuple(records.features["input_ids"][index].tolist()) for records, index in items):
+            raise RuntimeError("the model fails on one of these records")
+
+    compute_logits, compute_head_inputs = TrainingModel.logits, TrainingModel._head_inputs
     noises = {type(MECHANISMS[name]): type(MECHANISMS[name]).add_noise for name in MECHANISMS}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PoissonSampler, "draw", draw)
         patch.setattr(SecureSource, "words", words)
         patch.setattr(TrainingModel, "logits", logits)
+        patch.setattr(TrainingModel, "_head_inputs", head_inputs)
         for mechanism in noises:
             patch.setattr(mechanism, "add_noise", add_noise)
         yield stand_ins

@@ -185,7 +185,7 @@ def test_the_app_shows_its_version_and_help():
 
 
 LIGHT = [
-    *("account", "calibrate", "repeat-and-select", "plan", "status", "audit one-run", "lmo account"),
+    *("account", "calibrate", "repeat-and-select", "status", "audit one-run", "lmo account"),
     *(name for name in COMMANDS if name.startswith("ledger ")),
 ]
 

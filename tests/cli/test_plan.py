@@ -9,9 +9,11 @@ import pytest
 from dp_accounting import pld
 
 from fedpriv import planning
-from fedpriv.config import RunConfig
+from fedpriv.config import RunConfig, parse
 from fedpriv.planning import Setting
+from fedpriv.training.noise_plan import calibrated, num_lora_values, with_learning_rates
 from fedpriv.training.schedule import Schedule
+from fedpriv.training.workbench import workbench
 from tests.cli.command_line import as_json, fedpriv
 
 SIZES = (1200, 1000, 800, 600, 400)
@@ -33,28 +35,88 @@ def composed(*phases, delta=1e-5):
     return library.get_epsilon(delta)
 
 
-def test_the_noise_of_start_and_steps_spends_the_budget_and_no_more(five):
-    z, start = five["noise_multiplier"], five["start_noise_multiplier"]
-    assert composed((start, 1.0, 1), (z, 1.0, 31), (z, 0.1, 8)) == pytest.approx(2.0, abs=2e-3)
+def phases(plan):
+    """(z, q, rounds) of each phase of a plan."""
+    return [(p["noise_multiplier"], p["sampling_probability"], p["rounds"]) for p in plan["phases"]]
+
+
+def test_start_and_steps_spend_the_budget_and_no_more(five):
+    assert [(q, rounds) for _, q, rounds in phases(five)] == [(1.0, 1), (1.0, 31), (0.125, 8)]
+    assert composed(*phases(five)) == pytest.approx(2.0, abs=2e-3)
     assert five["epsilon_local_max"] == pytest.approx(2.0, abs=1e-3)
 
 
+def test_start_and_head_have_their_shares_of_the_budget(five):
+    """1 / z^2 adds up for full batches, and s1 is that of the exact Gaussian mechanism at epsilon 2 and delta 1e-5."""
+    start, head, _ = phases(five)
+    assert (1.99381 / start[0]) ** 2 == pytest.approx(0.15, rel=1e-3)
+    assert 31 * (1.99381 / head[0]) ** 2 == pytest.approx(0.8, rel=1e-3)
+
+
 def test_every_view_counts_the_noise_that_its_definition_says(five):
-    z, start = five["noise_multiplier"], five["start_noise_multiplier"]
     weighted = [math.sqrt(size) * size for size in SIZES]
     bar = math.sqrt(sum((value / sum(weighted)) ** 2 for value in weighted))
     own = [math.sqrt(sum(SIZES) / size) for size in SIZES]  # sqrt(sum w^2) / w_k with w_k = sqrt(N_k)
     for client, factor in zip(five["clients"], own, strict=True):
         for view, scale in (("rho", bar), ("aggregate", factor)):
-            phases = [(scale * start, 1.0, 1), (scale * z, 1.0, 31), (scale * z, 0.1, 8)]
-            assert client[f"epsilon_{view}"] == pytest.approx(composed(*phases), rel=2e-3)
+            scaled = [(scale * z, q, rounds) for z, q, rounds in phases(five)]
+            assert client[f"epsilon_{view}"] == pytest.approx(composed(*scaled), rel=2e-3)
 
 
-def test_the_rate_is_the_recipes(five):
-    nu = five["noise_multiplier"] * math.sqrt(sum(SIZES)) / (math.sqrt(39) * sum(size**1.5 for size in SIZES))
+VIEWS = {
+    "local": {},
+    "aggregate": {"privacy_view": "aggregate", "uploads_hidden": True, "min_clients": 5},
+    "three of five": {"privacy_view": "aggregate", "uploads_hidden": True, "min_clients": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def initial():
+    """The adapter of a run with the default model."""
+    return workbench(parse({"baselines": False})).initial
+
+
+@pytest.mark.parametrize("of_view", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize("further", [{}, {"train": "head"}, {"rounds": 6}], ids=str)
+def test_a_plan_has_the_noise_and_the_rates_that_a_run_computes(of_view, further, initial):
+    config = parse({"target_epsilon": 4.0} | of_view | further)
+    run = with_learning_rates(calibrated(config, SIZES, initial), SIZES, initial)
+    view = of_view.get("privacy_view", "local")
+    setting = Setting.of(SIZES, epsilon=4.0, view=view, min_clients=of_view.get("min_clients"), **further)
+    planned = planning.plan(setting)
+    assert [(p.name, p.num_rounds, p.spec) for p in planned.phases] == [
+        (p.name, p.num_rounds, p.spec) for p in Schedule.of(run).phases
+    ]
+
+
+def test_the_default_model_has_as_many_lora_values_as_a_plan_assumes(initial):
+    assert num_lora_values(RunConfig(), initial) == planning.LORA_VALUES
+
+
+def test_the_command_shows_what_the_library_plans(five):
+    planned = planning.plan(Setting.of(SIZES, epsilon=2.0))
+    specs = [phase.spec for phase in planned.phases]
+    assert phases(five) == [
+        (s.noise_multiplier, s.sampling_probability, n) for s, n in zip(specs, (1, 31, 8), strict=True)
+    ]
+    assert [p["learning_rate"] for p in five["phases"]] == [None, specs[1].learning_rate, specs[2].learning_rate]
+    assert [p["lora_learning_rate"] for p in five["phases"]] == [None, None, specs[2].lora_learning_rate]
+
+
+def noise_per_record():
+    """sqrt(sum w^2) / sum w_k N_k with w_k = sqrt(N_k)."""
+    return math.sqrt(sum(SIZES)) / sum(size**1.5 for size in SIZES)
+
+
+def test_the_rates_are_the_recipes(five):
+    (_, (head, _, _), (joint, q, _)) = phases(five)
+    nu = head * noise_per_record() / math.sqrt(31)
     assert five["noise_per_step_length"] == pytest.approx(nu)
     assert five["total_step"] == pytest.approx(0.6 / nu)
-    assert five["learning_rate"] == pytest.approx(0.6 / nu / 39)
+    assert five["phases"][1]["learning_rate"] == pytest.approx(0.6 / nu / 31)
+    of_joint = joint * noise_per_record() / (q * math.sqrt(8))
+    assert five["phases"][2]["learning_rate"] == pytest.approx(min(0.18 / of_joint / 8, 4000 * q / 100))
+    assert five["phases"][2]["lora_learning_rate"] == pytest.approx(0.016 / (of_joint**2 * 6144) / 8)
 
 
 def end_of_weight(steps):
@@ -67,30 +129,50 @@ def end_of_weight(steps):
 
 
 def test_noise_to_signal_is_what_noise_and_mean_gradient_make_of_a_weight(five):
-    signal = end_of_weight([1.0] * 31 + [0.1] * 8)  # sums of a tenth of the records
-    ends = [end_of_weight([0.0] * before + [1.0] + [0.0] * (38 - before)) for before in range(39)]
-    noise = five["noise_per_step_length"] * math.sqrt(39) * math.sqrt(sum(end**2 for end in ends))
-    assert five["noise_to_signal"] == pytest.approx(150 * noise / signal)
+    rows = [row for row in five["phases"][1:] for _ in range(row["rounds"])]
+    signal = end_of_weight([row["learning_rate"] for row in rows])
+    squares = 0.0
+    for before, row in enumerate(rows):
+        step = row["learning_rate"] * row["noise_multiplier"] * noise_per_record() / row["sampling_probability"]
+        squares += end_of_weight([0.0] * before + [step] + [0.0] * (38 - before)) ** 2
+    assert five["final_noise"] == pytest.approx(math.sqrt(squares))
+    assert five["noise_to_signal"] == pytest.approx(150 * math.sqrt(squares) / signal)
 
 
-def test_a_plan_has_the_phases_of_a_run():
-    config = RunConfig(learning_rate=1.0, noise_multiplier=1.0, start_noise_multiplier=1.0)
-    setting = Setting(sizes=SIZES, epsilon=2.0)
-    phases = [(phase.num_rounds, phase.spec.probability(1000)) for phase in Schedule.of(config).phases]
-    planned = [(event.count, event.sampling_probability) for event in setting.releases(1.0)]
-    assert [(1, 1.0), *planned] == phases
+LARGE = (12_000,) * 5
+
+
+def test_train_auto_is_explained_and_changes_the_plan_where_lora_pays(five):
+    assert five["train_auto"].startswith("train = auto: the head alone, since nu^2 d")
+    assert "train = auto" not in {row["plan"] for row in five["alternatives"]}
+    setting = Setting.of(LARGE, epsilon=8.0)
+    chosen, reason = planning.lora_choice(setting)
+    assert reason.startswith("train = auto: A, B and head, since nu^2 d")
+    found = planning.plan(chosen)
+    specs = [(p.spec.noise_multiplier, p.spec.sampling_probability, p.num_rounds) for p in found.phases]
+    assert [(q, rounds) for _, q, rounds in specs] == [(1.0, 1), (1.0, 12), (0.0625, 27)]
+    assert composed(*specs, delta=1 / 120_000) == pytest.approx(8.0, abs=1e-2)
+    assert found == planning.plan(Setting.of(LARGE, epsilon=8.0, train="auto"))
+    assert found == planning.alternatives(setting)["train = auto"]
+
+
+def test_fewer_values_in_a_and_b_may_make_lora_pay():
+    few, many = (Setting.of((20_000,), epsilon=8.0, num_lora_values=d) for d in (500, 100_000))
+    assert planning.lora_choice(few)[0].num_lora_rounds == 27
+    assert planning.lora_choice(many)[0].num_lora_rounds == 0
 
 
 def test_time_is_one_pass_for_the_features_and_what_lora_draws(five):
-    assert five["record_passes"] == pytest.approx(4000 * (1 + 8 * 0.1))
-    assert five["seconds"] == pytest.approx(7200 / 60)
+    assert five["record_passes"] == pytest.approx(4000 * (1 + 8 * 0.125))
+    assert five["seconds"] == pytest.approx(8000 / 60)
 
 
 def test_under_secure_aggregation_the_sum_has_the_noise_of_one_client_with_all_records():
     hidden = as_json("plan", *RECORDS, "--epsilon", 2, "--view", "aggregate", *SPEED)
-    one = planning.plan(Setting(sizes=(4000,), epsilon=2.0))
-    assert hidden["noise_multiplier"] == pytest.approx(one.noise_multiplier / math.sqrt(5))
-    assert hidden["noise_to_signal"] == pytest.approx(one.noise_to_signal)
+    one = planning.plan(Setting.of((4000,), epsilon=2.0))
+    for (z, _, _), phase in zip(phases(hidden), one.phases, strict=True):
+        assert z == pytest.approx(phase.spec.noise_multiplier / math.sqrt(5), rel=5e-4)
+    assert hidden["noise_to_signal"] == pytest.approx(one.noise_to_signal, rel=5e-4)
     assert hidden["epsilon_aggregate_max"] == pytest.approx(2.0, abs=1e-3)
     assert hidden["epsilon_local_max"] > 4
 
@@ -98,18 +180,18 @@ def test_under_secure_aggregation_the_sum_has_the_noise_of_one_client_with_all_r
 def test_each_alternative_is_the_plan_of_its_own_setting(five):
     rows = {row["plan"]: row for row in five["alternatives"]}
     assert rows.keys() == {
-        *("q = 0.1", "20 rounds", "80 rounds", "LoRA q = 0.4", "head alone"),
+        *("q = 0.1", "20 rounds", "80 rounds", "LoRA q = 0.5", "head alone"),
         *("3 largest of 5 clients", "secure aggregation"),
     }
-    few = planning.plan(Setting(sizes=(1200, 1000, 800), epsilon=2.0))
+    few = planning.plan(Setting.of((1200, 1000, 800), epsilon=2.0))
     assert rows["3 largest of 5 clients"]["noise_to_signal"] == pytest.approx(few.noise_to_signal)
     head = rows["head alone"]["noise_multiplier"]
-    assert composed((five["start_noise_multiplier"], 1.0, 1), (head, 1.0, 39)) == pytest.approx(2.0, abs=2e-3)
+    assert composed(phases(five)[0], (head, 1.0, 39)) == pytest.approx(2.0, abs=2e-3)
     assert five["helps_most"] == "secure aggregation"
 
 
 def test_a_delta_of_a_large_client_is_its_own_and_the_smallest_sets_the_noise():
-    setting = Setting(sizes=(100, 50_000), epsilon=1.0, lora_rounds=0)
+    setting = Setting.of((100, 50_000), epsilon=1.0, train="head")
     found = planning.plan(setting)
     assert setting.deltas == (1e-5, 2e-6)
     small, large = found.costs
@@ -118,13 +200,13 @@ def test_a_delta_of_a_large_client_is_its_own_and_the_smallest_sets_the_noise():
 
 @pytest.mark.parametrize(
     ("seconds", "lora_rounds", "of_lora", "q", "head_start"),
-    [(1000, 8, 0.1, 1.0, True), (100, 8, 0.0625, 1.0, True), (70, 0, 0.1, 1.0, True), (20, 0, 0.1, None, False)],
+    [(1000, 8, 0.125, 1.0, True), (100, 8, 0.0625, 1.0, True), (70, 0, 0.125, 1.0, True), (20, 0, 0.125, None, False)],
 )
 def test_what_the_time_does_not_allow_is_left_out_in_order(seconds, lora_rounds, of_lora, q, head_start):
-    setting, notes = planning.fitted(Setting(sizes=SIZES, epsilon=2.0), seconds=seconds, records_per_second=60)
-    assert (setting.lora_rounds, setting.head_start) == (lora_rounds, head_start)
-    assert setting.lora_sampling_probability == pytest.approx(of_lora)
-    assert q is None or setting.sampling_probability == q
+    setting, notes = planning.fitted(Setting.of(SIZES, epsilon=2.0), seconds=seconds, records_per_second=60)
+    assert (setting.num_lora_rounds, setting.config.head_start) == (lora_rounds, head_start)
+    assert setting.config.lora_sampling_probability == pytest.approx(of_lora)
+    assert q is None or setting.config.sampling_probability == q
     assert setting.record_passes <= 60 * seconds * (1 + 1e-9)
     assert bool(notes) == (seconds < 1000)
 
@@ -138,7 +220,7 @@ def test_a_plan_that_cannot_work_says_so_and_what_would_help():
     assert found["is_hopeless"]
     assert found["affordable_step"] < 50
     factor = found["needed_records"] / 60
-    enough = planning.plan(Setting(sizes=(round(30 * factor),) * 2, epsilon=1.0, delta=1e-5))
+    enough = planning.plan(Setting.of((round(30 * factor),) * 2, epsilon=1.0, delta=1e-5))
     assert enough.noise_to_signal == pytest.approx(0.2, rel=0.01)
     assert "Hopeless" not in fedpriv("plan", *RECORDS, "--epsilon", 2, *SPEED)[0]
 
@@ -160,6 +242,9 @@ def test_what_does_not_fit_is_shown(five):
         ("--delta", 1),
         ("--view", "rho"),
         ("--classes", 1),
+        ("--min-clients", 2),
+        ("--train", "lora"),
+        ("--lora-values", 0),
         ("--seconds", 0),
         ("--records-per-second", -1),
     ],

@@ -27,9 +27,9 @@ from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.mechanisms.request import NoiseRequest
 from fedpriv.mechanisms.sources import SecureSource, SeededSource
 from fedpriv.training.local_update import UpdateSpec
+from fedpriv.training.noise_plan import calibrated
 from fedpriv.training.workbench import workbench
 from fedpriv.vault import guard
-from server.noise import calibrated
 from server.observer import LogObserver
 from simulations.engines import federation
 from tests.contracts.laplace import Laplace, SubsampledLaplace
@@ -38,6 +38,8 @@ LMO = '{"combination": "mixture", "uniform": {"weight": 1.0, "low": 1.0, "high":
 PUBLISHED = json.dumps({**json.loads(LMO), "accounting": "published"})
 FALSE_ALARM = 1e-6
 DELTA = 1e-5
+
+PLAIN = UpdateSpec.of(parse({"recipe": "dp-lora-paper"}))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -289,7 +291,10 @@ def test_a_noise_multiplier_out_of_range_is_refused_before_anything_is_planned(m
     with pytest.raises(InputError, match="noise_multiplier = "):
         MECHANISMS["lmo"].checked(LMO, multiplier)
     spec = dataclasses.replace(
-        UpdateSpec.of(parse({})), mechanism="lmo", mechanism_parameters=LMO, noise_multiplier=multiplier
+        PLAIN,
+        mechanism="lmo",
+        mechanism_parameters=LMO,
+        noise_multiplier=multiplier,
     )
     with pytest.raises(guard.RefusedError, match="noise_multiplier = "):
         guard.check_instruction(
@@ -300,7 +305,7 @@ def test_a_noise_multiplier_out_of_range_is_refused_before_anything_is_planned(m
 def test_an_unknown_mechanism_is_refused_by_config_and_guard():
     with pytest.raises(InputError, match="mechanism = 'quantum': must be one of gaussian, lmo, laplace"):
         parse({"mechanism": "quantum"})
-    spec = dataclasses.replace(UpdateSpec.of(parse({})), mechanism="quantum")
+    spec = dataclasses.replace(PLAIN, mechanism="quantum")
     with pytest.raises(guard.RefusedError, match="mechanism = 'quantum': must be one of"):
         guard.check_instruction(
             spec, guard.NodePolicy(allow_unrecorded=True), noise_source="secure", num_registered=100
@@ -308,7 +313,7 @@ def test_an_unknown_mechanism_is_refused_by_config_and_guard():
 
 
 def test_a_node_limits_every_mechanism_by_its_effective_noise_multiplier(name):
-    spec = UpdateSpec.of(parse({}))
+    spec = PLAIN
     weak = event_of(name, noise_multiplier=1e-3)
     with pytest.raises(guard.RefusedError, match="its effective value"):
         guard.check_limits(spec, weak, 1, guard.Limits())
@@ -352,7 +357,7 @@ def test_a_node_charges_no_event_that_protects_nobody_whatever_its_mechanism_say
     ids=["long", "nested", "text", "digits", "brackets"],
 )
 def test_parameters_of_a_hostile_coordinator_are_refused_in_one_short_line(parameters):
-    spec = dataclasses.replace(UpdateSpec.of(parse({})), mechanism="lmo", mechanism_parameters=parameters)
+    spec = dataclasses.replace(PLAIN, mechanism="lmo", mechanism_parameters=parameters)
     policy = guard.NodePolicy(allow_unrecorded=True)
     with pytest.raises(guard.RefusedError) as refusal:
         guard.check_instruction(spec, policy, noise_source="secure", num_registered=100)

@@ -18,10 +18,10 @@ from fedpriv.ledger import statement
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from fedpriv.training.local_update import UpdateSpec, planned_event
+from fedpriv.training.noise_plan import calibrated
 from fedpriv.training.workbench import workbench
 from fedpriv.vault import guard
 from fedpriv.vault.policy import Limits
-from server.noise import calibrated
 from server.observer import LogObserver
 from simulations.engines import federation
 

@@ -84,7 +84,7 @@ def harmed(rng: random.Random, message: Message, good: RecordDict) -> Message:
             release.pop(rng.choice(sorted(release)))
         case "value":
             key = rng.choice(sorted(release))
-            release[key] = rng.choice([7, -1, 2**62, 3.5, "", "{}", "[" * 1000, b"x", [1, 2]])
+            release[key] = rng.choice([9999, -1, 2**62, 3.5, "", "{}", "[" * 1000, b"x", [1, 2]])
         case "silent":
             release["silent"] = True
     return Message(

@@ -21,10 +21,10 @@ from fedpriv.config import parse, to_flower
 from fedpriv.ledger.entries import data_sets, entries, releases
 from fedpriv.ledger.reader import reading
 from fedpriv.protocol import Registration
+from fedpriv.training.noise_plan import calibrated, derived_learning_rate, with_learning_rates
 from fedpriv.training.schedule import Schedule
 from fedpriv.training.workbench import workbench
 from server.bookkeeping import Books
-from server.noise import calibrated, derived_learning_rate, with_learning_rates
 from server.observer import LogObserver
 from simulations.engines import federation
 from simulations.engines.flower_private import task_identity

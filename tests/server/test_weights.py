@@ -12,11 +12,11 @@ from fedpriv import protocol
 from fedpriv.aggregation.fedavg import weights_by_size
 from fedpriv.config import RunConfig, parse
 from fedpriv.protocol import Registration, Release
+from fedpriv.training.client_weights import client_masses, record_weights
+from fedpriv.training.noise_plan import view_scale
 from fedpriv.training.schedule import Schedule
 from server.bookkeeping import Books
-from server.noise import view_scale
 from server.strategy import RuleStrategy
-from server.weights import client_masses, record_weights
 from simulations.engines.flower_private import task_identity
 
 SIZES = {0: 400, 1: 100, 2: 225, 3: 900}
@@ -151,7 +151,8 @@ def test_what_a_view_makes_of_every_clients_noise_at_least(changes, scale):
 
 def test_all_phases_of_a_run_count():
     """The start takes all records, which weighs them alike; batches of one size weigh a large client's more."""
-    config = parse({**HIDDEN, "sampling_probability": "", "learning_rate": 0.1, "start_noise_multiplier": 2.0})
+    of_batches = {"sampling_probability": "", "lora_rounds": 0}
+    config = parse({**HIDDEN, **of_batches, "learning_rate": 0.1, "start_noise_multiplier": 2.0})
     by_phase = [record_weights(config, phase.spec, SIZES) for phase in Schedule.of(config).phases]
     assert set(by_phase[0].values()) == {1.0}
     assert by_phase[-1][3] / by_phase[-1][1] == pytest.approx(9)

@@ -71,7 +71,7 @@ def test_a_grid_is_the_product_of_its_lists_and_of_every_run(write):
         ("sgd", 4, 0),
     ]
     assert all(run.config.rounds == 3 for run in plan.runs)
-    assert plan.runs[0].varied["learning_rate"] == 0.5, "what only other runs name is the default"
+    assert plan.runs[0].varied["learning_rate"] == "auto", "what only other runs name is the default"
 
 
 def test_a_point_that_occurs_twice_is_run_once(write):

@@ -152,15 +152,8 @@ def without_moments(model: GlobalModel) -> GlobalModel:
 
 def test_without_noise_fedsvd_is_training_b_with_a_frozen_orthonormal_a(small_run, tmp_path):
     """Each record is clipped, and the server's momentum must turn with the basis."""
-    changes = {
-        "target_epsilon": "",
-        "noise_multiplier": 0.0,
-        "clip_norm": 0.1,
-        "rounds": 8,
-        "lora_rounds": 6,
-        "rank": 3,
-    }
-    changes |= {"lora_learning_rate": 400.0, "lora_head_learning_rate": 1.0}
+    changes = {"target_epsilon": "", "noise_multiplier": 0.0, "clip_norm": 0.1, "rounds": 8, "lora_rounds": 6}
+    changes |= {"rank": 3, "alpha": 60.0, "lora_learning_rate": 400.0, "lora_head_learning_rate": 1.0}
     losses = {}
     for name, finish in (("turning", rebased), ("frozen", None), ("stale", without_moments)):
         with pytest.MonkeyPatch.context() as patch:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
 
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import parse
 from fedpriv.config_checks import PARTIAL_RULES
 from fedpriv.errors import InputError
 from fedpriv.training.schedule import Schedule
+from server.noise import num_lora_values
 
 RATES = {"learning_rate": 1.0, "lora_learning_rate": 1.0, "lora_head_learning_rate": 1.0, "start_noise_multiplier": 1.0}
 
@@ -68,3 +70,10 @@ def test_a_rule_whose_rounds_train_some_of_the_tensors_needs_sgd(rule):
     with pytest.raises(InputError, match=rf"optimizer = adamw: aggregation = {rule} needs sgd"):
         parse({"aggregation": rule, "optimizer": "adamw"})
     assert parse({"aggregation": rule}).recipe == "fedpriv"
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("dp-lora", 44), ("rolora", 44), ("fedsvd", 28)])
+def test_the_rule_for_learning_rates_counts_the_lora_values_that_are_noised(rule, expected):
+    shapes = {"m.lora_A.weight": (4, 4), "m.lora_B.weight": (7, 4), "head.weight": (3, 9)}
+    initial = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    assert num_lora_values(parse({"aggregation": rule}), initial) == expected

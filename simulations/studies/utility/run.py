@@ -23,8 +23,8 @@ from fedpriv.errors import InputError
 from fedpriv.protocol import Registration
 from fedpriv.runs.rows import RoundRow
 from fedpriv.training.feature_cache import Body
+from fedpriv.training.noise_plan import calibrated, derived_learning_rate
 from fedpriv.training.workbench import Workbench, workbench
-from server.noise import calibrated, derived_learning_rate
 from simulations.engines import federation
 from simulations.studies.dedup.lines import append, lines
 from simulations.studies.utility import corpora

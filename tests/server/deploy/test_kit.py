@@ -163,10 +163,10 @@ def test_one_key_for_one_partition_id(coordinator, public_key, tmp_path):
 
 
 def test_run_gets_a_folder_the_keys_of_the_nodes_and_checked_values(coordinator):
-    values = runs.run_values(coordinator, ["rounds=1", "model=all-MiniLM-L6-v2", "client_sizes=[3, 4]"])
+    values = runs.run_values(coordinator, ["rounds=3", "model=all-MiniLM-L6-v2", "client_sizes=[3, 4]"])
     assert values["node_keys"] == str(coordinator.nodes)
     assert Path(values["out"]).parent == coordinator.runs
-    assert (values["rounds"], values["client_sizes"]) == (1, "3,4")
+    assert (values["rounds"], values["client_sizes"]) == (3, "3,4")
     assert values["engine"] == "flower"
 
 

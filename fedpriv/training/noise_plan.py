@@ -1,11 +1,10 @@
-"""The noise that a run's configuration asks for: its parameters from their file, its scale for a target epsilon."""
+"""The noise and the learning rates that a run's configuration asks for: of public numbers alone, for runs and plans."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from fedpriv.accounting.accountants import epsilon_of
@@ -25,33 +24,15 @@ from fedpriv.accounting.recipe import (
 from fedpriv.accounting.views import default_delta, smallest_aggregate_scales
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.aggregation.rules import RULES
-from fedpriv.config import RunConfig, parse
+from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
-from fedpriv.mechanisms.registry import MECHANISMS
+from fedpriv.training.client_weights import record_weights
 from fedpriv.training.local_update import planned_event
 from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.training.private_evaluation import planned_event as planned_evaluation
 from fedpriv.training.schedule import Schedule as Rounds
 from fedpriv.training.schedule import num_lora_rounds
 from fedpriv.training.trained import trained_names
-from server.weights import record_weights
-
-
-def with_mechanism_parameters(config: RunConfig) -> RunConfig:
-    """The configuration with the mechanism's parameters in place of their file's name, as one canonical line.
-
-    Raises:
-        InputError: there is no such file, or it holds none that the mechanism takes.
-    """
-    text = config.mechanism_parameters
-    if config.mechanism_parameters_are_a_file:
-        try:
-            text = Path(text.strip()).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or "no text"
-            raise InputError(f"mechanism_parameters = {text!r}: cannot be read ({reason})") from None
-    text = MECHANISMS.checked_parameters(config.mechanism, text, config.noise_multiplier)
-    return config if text == config.mechanism_parameters else parse(asdict(config) | {"mechanism_parameters": text})
 
 
 def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> RunConfig:
@@ -102,6 +83,21 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
         return _with_value(config, name, calibrate_all(schedules, target, fixed=fixed))
     except ValueError as error:
         raise InputError(f"target_epsilon = {target}: {error}") from None
+
+
+def planned_releases(config: RunConfig, size: int, initial: Adapter) -> list[Event]:
+    """What a client releases that takes part in every round; without the evaluation on its records.
+
+    Args:
+        config: of the run, with numbers for noise and learning rates.
+        size: N_k, registered.
+        initial: the adapter.
+    """
+    events = []
+    for spec, num_rounds in Rounds.of(config).totals.items():
+        event = planned_event(spec, min(1.0, spec.probability(size)), initial)
+        events.append(event.with_count(num_rounds * event.count))
+    return events
 
 
 def view_scale(config: RunConfig, sizes: Sequence[int]) -> float:
@@ -243,10 +239,7 @@ def _releases(config: RunConfig, name: str, size: int, initial: Adapter, scale: 
     planned = _with_any_rates(config)
 
     def releases(noise_multiplier: float) -> list[Event]:
-        events = []
-        for spec, num_rounds in Rounds.of(_with_value(planned, name, noise_multiplier)).totals.items():
-            event = planned_event(spec, min(1.0, spec.probability(size)), initial)
-            events.append(event.with_count(num_rounds * event.count).with_noise(scale))
-        return events
+        events = planned_releases(_with_value(planned, name, noise_multiplier), size, initial)
+        return [event.with_noise(scale) for event in events]
 
     return releases

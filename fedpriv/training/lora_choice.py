@@ -9,7 +9,7 @@ from dataclasses import replace
 from fedpriv.accounting.recipe import LORA_ADAM_NOISE, LORA_PAYS, LORA_PROBABILITY, LORA_ROUNDS, LORA_SHARE, lora_noise
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.config import RunConfig
-from server.noise import calibrated, federation_of, num_lora_values
+from fedpriv.training.noise_plan import calibrated, federation_of, num_lora_values
 
 
 def decided(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> tuple[RunConfig, str]:
