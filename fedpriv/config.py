@@ -120,7 +120,7 @@ class RunConfig:
     noise_multiplier: NonNegative = 1.0
     start_noise_multiplier: Annotated[NonNegative | None, Maybe] = None
     lora_noise_multiplier: Annotated[NonNegative | None, Maybe] = None
-    target_epsilon: Annotated[Positive | None, Maybe] = 2.0
+    target_epsilon: Annotated[Positive | None, Maybe] = 2.3
     noise_on: Literal["gradients", "upload"] = "gradients"
     mechanism: str = "gaussian"
     mechanism_parameters: str = ""

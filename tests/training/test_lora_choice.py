@@ -39,7 +39,7 @@ def test_less_budget_is_a_reason_against_lora(changes, pays):
 
 
 def test_adam_steps_less_far_where_there_is_more_noise():
-    rates = [decided(parse(AUTO), sizes, INITIAL)[0].lora_server_learning_rate for sizes in ([40_000] * 5, [6500] * 5)]
+    rates = [decided(parse(AUTO), sizes, INITIAL)[0].lora_server_learning_rate for sizes in ([40_000] * 5, [5200] * 5)]
     assert rates[0] == 0.02
     assert 0 < rates[1] < rates[0]
 

@@ -11,8 +11,8 @@ from fedpriv.aggregation.rules import RULES
 from fedpriv.config import parse
 from fedpriv.config_checks import PARTIAL_RULES
 from fedpriv.errors import InputError
+from fedpriv.training.noise_plan import num_lora_values
 from fedpriv.training.schedule import Schedule
-from server.noise import num_lora_values
 
 RATES = {"learning_rate": 1.0, "lora_learning_rate": 1.0, "lora_head_learning_rate": 1.0, "start_noise_multiplier": 1.0}
 

@@ -236,7 +236,7 @@ def test_seeded_noise_is_refused(make):
 def test_no_training_request_shares_the_key_of_an_evaluation(make):
     node = make()
     broadcast = Broadcast(adapter=node.initial)
-    spec = UpdateSpec.of(parse(node.run_config))
+    spec = UpdateSpec.of(parse({"recipe": "dp-lora-paper"}))
     assert request_digest(broadcast, spec) != request_digest(broadcast, EvaluationSpec(noise_multiplier=Z))
 
 
