@@ -142,6 +142,7 @@ def test_noise_to_signal_is_what_noise_and_mean_gradient_make_of_a_weight(five):
 LARGE = (12_000,) * 5
 
 
+@pytest.mark.slow
 def test_train_auto_is_explained_and_changes_the_plan_where_lora_pays(five):
     assert five["train_auto"].startswith("train = auto: the head alone, since nu^2 d")
     assert "train = auto" not in {row["plan"] for row in five["alternatives"]}
@@ -167,6 +168,7 @@ def test_time_is_one_pass_for_the_features_and_what_lora_draws(five):
     assert five["seconds"] == pytest.approx(8000 / 60)
 
 
+@pytest.mark.slow
 def test_under_secure_aggregation_the_sum_has_the_noise_of_one_client_with_all_records():
     hidden = as_json("plan", *RECORDS, "--epsilon", 2, "--view", "aggregate", *SPEED)
     one = planning.plan(Setting.of((4000,), epsilon=2.0))
@@ -177,6 +179,7 @@ def test_under_secure_aggregation_the_sum_has_the_noise_of_one_client_with_all_r
     assert hidden["epsilon_local_max"] > 4
 
 
+@pytest.mark.slow
 def test_each_alternative_is_the_plan_of_its_own_setting(five):
     rows = {row["plan"]: row for row in five["alternatives"]}
     assert rows.keys() == {
@@ -211,6 +214,7 @@ def test_what_the_time_does_not_allow_is_left_out_in_order(seconds, lora_rounds,
     assert bool(notes) == (seconds < 1000)
 
 
+@pytest.mark.slow
 def test_a_plan_that_cannot_work_says_so_and_what_would_help():
     arguments = ["plan", "--records", 30, "--records", 30, "--epsilon", 1, *SPEED]
     out = fedpriv(*arguments)[0]
