@@ -28,7 +28,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the public files")
     parser.add_argument("--out", type=Path, default=Path("results/studies/utility"))
     parser.add_argument("--page", type=Path, default=Path("results/utility.md"))
-    parser.add_argument("--corpora", type=lambda text: text.split(","), default=list(CORPORA), help="by name")
+    parser.add_argument(
+        "--corpora", type=lambda text: text.split(";"), default=list(CORPORA), help="names, separated by ;"
+    )
     parser.add_argument("--methods", type=lambda text: text.split(","), default=[], help="by name; default all")
     parser.add_argument("--minutes", type=float, help="begin no cell after so long")
     arguments = parser.parse_args()
