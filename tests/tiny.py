@@ -37,6 +37,12 @@ def write_table(path: Path, num_records: int = 240, *, seed: int = 0) -> Path:
 
 VOCABULARY = 60
 
+# Two records of token ids, the second one padded.
+BATCH = {
+    "input_ids": torch.tensor([[2, 7, 8, 9, 3], [2, 10, 3, 0, 0]]),
+    "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]),
+}
+
 
 def tiny_causal(kind: str) -> BaseModel:
     """A random Llama or GPT-2 of two layers."""

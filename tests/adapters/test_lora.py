@@ -23,11 +23,7 @@ import fedpriv.adapters
 from fedpriv.adapters import LoraSettings, attach, load_base, read, save, trainable, write
 from fedpriv.adapters.base_models import freeze, resolve
 from fedpriv.errors import InputError
-
-BATCH = {
-    "input_ids": torch.tensor([[2, 7, 8, 9, 3], [2, 10, 3, 0, 0]]),
-    "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]),
-}
+from tests.tiny import BATCH
 
 
 def small(kind):

@@ -28,11 +28,8 @@ import fedpriv.adapters
 from fedpriv.adapters import LoraSettings, attach, freeze, load_base, pooling, read, save, trainable
 from fedpriv.errors import InputError
 from fedpriv.training.model import TrainingModel
+from tests.tiny import BATCH
 
-BATCH = {
-    "input_ids": torch.tensor([[2, 7, 8, 9, 3], [2, 10, 3, 0, 0]]),
-    "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]),
-}
 SIZES = {"vocab_size": 40, "pad_token_id": 0, "num_labels": 3}
 HIDDEN = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 
