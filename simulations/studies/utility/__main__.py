@@ -1,10 +1,11 @@
 """What private models are worth, beside what a user would do without a federation.
 
-    python -m simulations.studies.utility run|tables [--data FOLDER] [--out results/studies/utility]
+    python -m simulations.studies.utility run|tables [--data FOLDER] [--runs results/utility.jsonl]
 
 `run` runs one federation for each cell of the study and keeps a line of each; cells that have one are not run again.
 `tables` writes results/utility.md from the lines. The data folder holds sst2_train.csv.gz, sst2_dev.csv.gz,
-medquad.csv.gz and adult.csv.gz; corpora that it lacks are skipped.
+medquad.csv.gz and adult.csv.gz; corpora that it lacks are skipped. Several processes may add to one file of runs if
+their corpora differ; each has a folder of its own for `--out`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=("run", "tables"))
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the public files")
-    parser.add_argument("--out", type=Path, default=Path("results/studies/utility"))
+    parser.add_argument("--runs", type=Path, default=Path("results/utility.jsonl"), help="a line for each cell")
+    parser.add_argument("--out", type=Path, default=Path("results/studies/utility"), help="records and features")
     parser.add_argument("--page", type=Path, default=Path("results/utility.md"))
     parser.add_argument(
         "--corpora", type=lambda text: text.split(";"), default=list(CORPORA), help="names, separated by ;"
@@ -37,7 +39,7 @@ def main() -> None:
     if unknown := [name for name in arguments.corpora if name not in CORPORA]:
         parser.error(f"corpora = {unknown[0]}: known are {', '.join(CORPORA)}")
     if arguments.step == "tables":
-        tables.write(arguments.page, arguments.out)
+        tables.write(arguments.page, arguments.runs)
         return
     torch.set_num_threads(1)
     logging.getLogger("flwr").setLevel(logging.WARNING)
@@ -47,7 +49,7 @@ def main() -> None:
         if cell.corpus in arguments.corpora and cell.method in (arguments.methods or [cell.method])
     ]
     until = time.time() + 60 * arguments.minutes if arguments.minutes is not None else None
-    run.run_all(arguments.out, arguments.data, chosen, until=until)
+    run.run_all(arguments.runs, arguments.out, arguments.data, chosen, until=until)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ FACTORS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
 BASELINES, RECIPE, AUTO, PROBES = "baselines", "recipe", "auto", "averaged probes"
 CENTRAL, LOCAL_STEPS = "central", "3 local steps"
 
-_HEAD: Mapping[str, Any] = {"train": "head", "prefix_cache": False}
-
 # A test after every round would take most of the time of a run that trains A and B.
 _TESTED_AT_THE_END: Mapping[str, Any] = {"evaluate_every": 1000}
+
+_HEAD: Mapping[str, Any] = {**_TESTED_AT_THE_END, "train": "head", "prefix_cache": False}
 
 # Steps of a client's own head, all of them before anything is averaged.
 PROBE_STEPS = 40

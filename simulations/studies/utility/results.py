@@ -11,7 +11,6 @@ from typing import Any
 
 from simulations.studies.dedup.lines import lines
 from simulations.studies.utility.cells import Cell
-from simulations.studies.utility.run import RUNS
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,9 @@ class Results:
         self._lines = {line["key"]: line for line in found}
 
     @staticmethod
-    def read(out: Path) -> Results:
-        """From the study's folder."""
-        return Results(lines(out / RUNS))
+    def read(runs: Path) -> Results:
+        """From the study's file of runs."""
+        return Results(lines(runs))
 
     def __contains__(self, cell: Cell) -> bool:
         return cell.key in self._lines

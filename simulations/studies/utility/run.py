@@ -42,8 +42,6 @@ from simulations.studies.utility.cells import (
 )
 from simulations.studies.utility.features import FeatureStore
 
-RUNS = "runs.jsonl"
-
 # Of a run's summary.
 _KEPT = (
     "accuracy", "accuracy_initial", "accuracy_standard_error", "macro_f1", "majority_accuracy", "epsilon_local_max",
@@ -56,7 +54,7 @@ class SilentObserver:
 
     def __init__(self) -> None:
         self.noise: dict[str, float | None] = {}
-        self.accuracies: list[float | None] = []
+        self.accuracies: list[float] = []
         self.summary: dict[str, Any] = {}
 
     def started(
@@ -75,25 +73,27 @@ class SilentObserver:
         print(text, flush=True)
 
     def round_done(self, row: RoundRow) -> None:
-        """Keep the accuracy."""
-        self.accuracies.append(row.test_accuracy)
+        """Keep the accuracy of a tested round."""
+        if row.test_accuracy is not None:
+            self.accuracies.append(row.test_accuracy)
 
     def finished(self, folder: Path, summary: dict[str, Any]) -> None:
         """Keep the summary."""
         self.summary = summary
 
 
-def run_all(out: Path, data: Path, cells: Sequence[Cell], *, until: float | None = None) -> None:
+def run_all(runs: Path, out: Path, data: Path, cells: Sequence[Cell], *, until: float | None = None) -> None:
     """Run every cell that has no line yet.
 
     Args:
-        out: folder of the lines, and of the features of records.
+        runs: file of the lines.
+        out: folder of the records as written for the runs, and of their features.
         data: folder of the public files; corpora whose files it lacks are skipped with a message.
         cells: in their order.
         until: `time.time()` after which no cell is begun.
     """
     out.mkdir(parents=True, exist_ok=True)
-    done, store = {line["key"] for line in lines(out / RUNS)}, FeatureStore(out / "features.npz")
+    done, store = {line["key"] for line in lines(runs)}, FeatureStore(out / "features.npz")
     skipped: set[str] = set()
     for cell in cells:
         if cell.key in done or cell.corpus in skipped:
@@ -106,7 +106,7 @@ def run_all(out: Path, data: Path, cells: Sequence[Cell], *, until: float | None
             skipped.add(cell.corpus)
             print(f"{cell.corpus}: skipped: {error}", flush=True)
             continue
-        append(out / RUNS, line)
+        append(runs, line)
         store.save()
         print(f"{cell.key}: {line['accuracy']:.4f}, {line['wall_seconds']:.0f} s", flush=True)
 

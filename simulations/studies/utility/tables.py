@@ -38,7 +38,7 @@ its budget, averaged.
     python -m simulations.studies.utility run --data FOLDER
     python -m simulations.studies.utility tables
 
-MiniLM, delta 1e-5, five clients unless stated otherwise, every figure the mean over three seeds with its standard
+Every run is a line of [utility.jsonl](utility.jsonl), with its epsilons, noise and learning rate. MiniLM, delta 1e-5, five clients unless stated otherwise, every figure the mean over three seeds with its standard
 error over seeds. One marked "one seed" has no such error: the accuracy itself then has one of 0.005 (SST-2) to 0.013
 (embedded) from the number of test records. Cells that are missing are listed at the end.
 
@@ -65,9 +65,9 @@ a record are computed once for all cells, since they depend on its tokens alone.
 """
 
 
-def write(page: Path, out: Path) -> None:
-    """Write the page from the lines in the study's folder."""
-    results = Results.read(out)
+def write(page: Path, runs: Path) -> None:
+    """Write the page from the lines in the study's file of runs."""
+    results = Results.read(runs)
     parts = [
         INTRODUCTION,
         "## Targets\n\n" + _table(("claim", "target", "measured", "met"), _targets(results)),
