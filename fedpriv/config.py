@@ -116,7 +116,7 @@ class RunConfig:
     lora_head_learning_rate: Positive | Literal["auto"] = "auto"
     weight_decay: NonNegative = 0.0
     clipping: Clipping = "joint"
-    clip_norm: Positive = 1.0
+    clip_norm: Positive = 0.8
     noise_multiplier: NonNegative = 1.0
     start_noise_multiplier: Annotated[NonNegative | None, Maybe] = None
     lora_noise_multiplier: Annotated[NonNegative | None, Maybe] = None

@@ -191,7 +191,7 @@ class Plan:
         spec = self.steps[0].spec
         return recipe.noise_per_step_length(
             federation_of(self.setting.config, self.setting.sizes),
-            noise_multiplier=spec.noise_multiplier,
+            noise_stddev=spec.noise_multiplier * spec.clip_norm,
             sampling_probability=spec.sampling_probability,
             num_steps=self.steps[0].num_rounds,
         )
@@ -211,9 +211,9 @@ class Plan:
     def final_noise(self) -> float:
         """The standard deviation with which the noise of all steps leaves each of the head's weights."""
         noise = federation_of(self.setting.config, self.setting.sizes).noise_per_record
-        of_rounds = self._each_round(
-            [p.spec.learning_rate * p.spec.noise_multiplier * noise / p.spec.sampling_probability for p in self.steps]
-        )
+        specs = [phase.spec for phase in self.steps]
+        stddevs = [spec.noise_multiplier * spec.clip_norm * noise / spec.sampling_probability for spec in specs]
+        of_rounds = self._each_round([spec.learning_rate * x for spec, x in zip(specs, stddevs, strict=True)])
         return math.sqrt(np.sum(of_rounds**2))
 
     @property

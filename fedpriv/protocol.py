@@ -37,7 +37,7 @@ REGISTRATION = "registration"
 REGISTER = "query.register"
 EVALUATE = "query.evaluate"
 
-VERSION = 7
+VERSION = 8
 
 # The longest text, in characters, that a registration may hold.
 _MAX_TEXT_LENGTH = 200
@@ -136,7 +136,7 @@ def unpack_instruction(fields: Mapping[str, Any]) -> tuple[str, int, UpdateSpec]
     """
     rest = _without_version(fields)
     run, round_ = _typed(rest, "run", str), _typed(rest, "round", int)
-    types = {"str": str, "int": int, "float": float}
+    types = {"str": str, "int": int, "float": float, "bool": bool}
     values = {name: _typed(rest, name, types[kind]) for name, kind in UpdateSpec.__annotations__.items()}
     _refuse_unknown("instruction", rest)
     return run, round_, UpdateSpec(**values)

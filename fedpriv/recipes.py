@@ -20,6 +20,7 @@ _DP_LORA_PAPER: Mapping[str, Any] = {
     "local_steps": 3,
     "sampling_probability": "",
     "learning_rate": 0.5,
+    "clip_norm": 1.0,
     "noise_multiplier": 1.88,
     "target_epsilon": "",
     "normalize_features": False,

@@ -18,7 +18,7 @@ from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import Merged
 from fedpriv.aggregation.flora import fresh_start
 from fedpriv.aggregation.global_model import GlobalModel
-from fedpriv.aggregation.head_start import started
+from fedpriv.aggregation.head_start import recentred, started
 from fedpriv.aggregation.rules import RULES
 from fedpriv.aggregation.server_optimizers import ServerOptimizer, server_step
 from fedpriv.config import RunConfig
@@ -191,6 +191,8 @@ class RuleStrategy(Strategy):
         if self.schedule.phase(self._round.number).name != "start":
             trained = trained_names(aggregated.adapter, self.spec.trains)
             stepped = server_step(self.model, aggregated, ServerOptimizer.of(self._config), trained=trained)
+            if self.spec.centred:
+                stepped = recentred(stepped, self.model)
             return self._rule.finish(stepped) if self._rule.finish else stepped
         noise = start_noise(self._config, [self.books.sizes[client] for client in adapters])
         return started(self.model, aggregated.adapter, noise=noise)

@@ -23,7 +23,7 @@ START_SHARE = 0.15
 
 # The standard deviation with which each of the head's weights may end, and the longest step that is ever useful.
 FINAL_NOISE = 0.6
-_LARGEST_RATE = 75.0
+_LARGEST_RATE = 200.0
 
 # The same for the last rounds, which train A and B too: the noise of the head's weights, and how far A and B may step
 # for what their noise adds up to. docs/recipes.md says how both were found.
@@ -177,32 +177,32 @@ def start_noise_beside(noise_multiplier: float, num_steps: int) -> float:
 
 
 def noise_per_step_length(
-    federation: Federation, *, noise_multiplier: float, sampling_probability: float, num_steps: int
+    federation: Federation, *, noise_stddev: float, sampling_probability: float, num_steps: int
 ) -> float:
-    """nu = z sqrt(sum w_k^2) / (q sqrt(T) sum w_k N_k): the noise of a weight per unit of its total step.
+    """nu = z C sqrt(sum w_k^2) / (q sqrt(T) sum w_k N_k): the noise of a weight per unit of its total step.
 
     Args:
         federation: of the rounds.
-        noise_multiplier: z >= 0 of each client's noise.
+        noise_stddev: z C >= 0, of each client's noise in a sum of clipped gradients.
         sampling_probability: q in (0, 1].
         num_steps: T >= 1.
     """
-    return noise_multiplier * federation.noise_per_record / (sampling_probability * math.sqrt(num_steps))
+    return noise_stddev * federation.noise_per_record / (sampling_probability * math.sqrt(num_steps))
 
 
 def learning_rate(
-    federation: Federation, *, noise_multiplier: float, sampling_probability: float, num_steps: int
+    federation: Federation, *, noise_stddev: float, sampling_probability: float, num_steps: int
 ) -> LearningRate:
-    """The learning rate with which each of the head's weights ends with noise of about 0.6, and at most 75.
+    """The learning rate with which each of the head's weights ends with noise of about 0.6, and at most 200.
 
-    tau = min(75 T, 0.6 / nu), and the rate is tau / T.
+    tau = min(200 T, 0.6 / nu), and the rate is tau / T.
 
     Args:
-        federation, noise_multiplier, sampling_probability, num_steps: as for `noise_per_step_length`.
+        federation, noise_stddev, sampling_probability, num_steps: as for `noise_per_step_length`.
     """
     nu = noise_per_step_length(
         federation,
-        noise_multiplier=noise_multiplier,
+        noise_stddev=noise_stddev,
         sampling_probability=sampling_probability,
         num_steps=num_steps,
     )
@@ -219,20 +219,20 @@ class JointRates:
 
 
 def joint_rates(
-    federation: Federation, *, noise_multiplier: float, sampling_probability: float, num_steps: int, num_values: int
+    federation: Federation, *, noise_stddev: float, sampling_probability: float, num_steps: int, num_values: int
 ) -> JointRates:
     """The rates of the last rounds: tau = 0.18 / nu for the head, 0.016 / (nu^2 d) for A and B, each over J.
 
-    They are at most 75 and 30, and the head's at most one for each hundred records of an expected step.
+    They are at most 200 and 30, and the head's at most one for each hundred records of an expected step.
 
     Args:
-        federation, noise_multiplier, sampling_probability: as for `learning_rate`, of these rounds.
+        federation, noise_stddev, sampling_probability: as for `learning_rate`, of these rounds.
         num_steps: J >= 1.
         num_values: d >= 1, in A and B.
     """
     nu = noise_per_step_length(
         federation,
-        noise_multiplier=noise_multiplier,
+        noise_stddev=noise_stddev,
         sampling_probability=sampling_probability,
         num_steps=num_steps,
     )
@@ -245,16 +245,16 @@ def joint_rates(
 
 
 def lora_noise(
-    federation: Federation, *, noise_multiplier: float, sampling_probability: float, num_steps: int, num_values: int
+    federation: Federation, *, noise_stddev: float, sampling_probability: float, num_steps: int, num_values: int
 ) -> float:
     """nu^2 d: the squared length of the noise in A and B per unit of their total step, to be held against `LORA_PAYS`.
 
     Args:
-        federation, noise_multiplier, sampling_probability, num_steps, num_values: as for `joint_rates`.
+        federation, noise_stddev, sampling_probability, num_steps, num_values: as for `joint_rates`.
     """
     nu = noise_per_step_length(
         federation,
-        noise_multiplier=noise_multiplier,
+        noise_stddev=noise_stddev,
         sampling_probability=sampling_probability,
         num_steps=num_steps,
     )

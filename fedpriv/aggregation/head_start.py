@@ -1,4 +1,7 @@
-"""The start of a classification head: class means of the features, from one noised release of every client."""
+"""The start of a classification head: class means of the features, from one noised release of every client.
+
+The mean of the head's rows is the mean of all features: no prediction depends on it, and clients read it there.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def head_of(adapter: Mapping[str, Tensor]) -> tuple[str, str | None]:
 def started(model: GlobalModel, aggregated: Adapter, *, noise: float) -> GlobalModel:
     """The global model with a head that scores each class by its records' mean features, less all classes' mean.
 
-    The scores are scaled as far as their noise allows.
+    The scores are scaled as far as their noise allows. With a bias, the mean of all features is added to every row.
 
     Counts come from the features' constant coordinate alone, which is noised like the others, so nothing but the
     release is used. A class of few records has a mean of noise, so its count is at least a public number.
@@ -61,7 +64,31 @@ def started(model: GlobalModel, aggregated: Adapter, *, noise: float) -> GlobalM
     means = sums / shares.clamp_min(floor).unsqueeze(1)
     noise_of_means = noise * len(sums)
     factor = min(_LARGEST_FACTOR, _NOISE_AT_START / noise_of_means) if noise else _LARGEST_FACTOR
-    head = {weight: (factor * (means - means.mean(dim=0))).float()}
-    if bias is not None:  # the constant coordinate is the same in every class
-        head[bias] = torch.zeros_like(model.adapter[bias])
+    scores = factor * (means - means.mean(dim=0))
+    head = {weight: scores.float()}
+    if bias is not None:
+        head = {weight: (scores + _centre(sums, noise)).float()}
+        head[bias] = torch.zeros_like(model.adapter[bias])  # the constant coordinate is the same in every class
     return replace(model, adapter={name: head.get(name, tensor) for name, tensor in model.adapter.items()})
+
+
+def recentred(model: GlobalModel, before: GlobalModel) -> GlobalModel:
+    """The same model with the mean of its head's rows as it was before a round, which adds noise to it alone.
+
+    Raises:
+        ValueError: the head is not a single linear layer.
+    """
+    weight, _ = head_of(model.adapter)
+    rows, earlier = model.adapter[weight].double(), before.adapter[weight].double()
+    moved = (rows - rows.mean(dim=0) + earlier.mean(dim=0)).float()
+    return replace(model, adapter={**model.adapter, weight: moved})
+
+
+def _centre(sums: Tensor, noise: float) -> Tensor:
+    """[inputs] The mean of all features, shortened by what noise is expected to add to its length.
+
+    Source: James and Stein 1961, the positive part.
+    """
+    mean = sums.sum(dim=0)
+    of_noise, squares = sums.numel() * noise**2, float(mean.square().sum())
+    return mean * max(0.0, 1 - of_noise / squares) if squares else mean

@@ -58,8 +58,8 @@ class UpdateSpec:
         objective: `loss`, or `class-sums` for the start of a head.
         bias_scale: what the gradient of the head's bias is multiplied by before it is clipped, and its step after it
             was noised, > 0: features get this as a further, constant coordinate.
-        lora_scale: the same for A and B.
         lora_learning_rate: of A and B; 0 stands for `learning_rate`.
+        centred: whether a head's steps are taken with features less the mean of its rows; see `centred.py`.
     """
 
     num_rounds: int
@@ -81,8 +81,8 @@ class UpdateSpec:
     trains: str = "all"
     objective: str = "loss"
     bias_scale: float = 1.0
-    lora_scale: float = 1.0
     lora_learning_rate: float = 0.0
+    centred: bool = False
 
     @staticmethod
     def of(config: RunConfig) -> UpdateSpec:
@@ -103,8 +103,8 @@ class UpdateSpec:
             "trains": "all",
             "objective": "loss",
             "bias_scale": BIAS_SCALE if config.normalize_features else 1.0,
-            "lora_scale": 1.0,
             "lora_learning_rate": 0.0,
+            "centred": False,
         }
         names = UpdateSpec.__dataclass_fields__.keys() - derived.keys()
         return UpdateSpec(**derived, **{name: getattr(config, name) for name in names})
@@ -229,11 +229,14 @@ def check(spec: UpdateSpec) -> None:
     """
     if spec.objective not in OBJECTIVES:
         raise ValueError(f"objective = {spec.objective!r}: must be one of {', '.join(OBJECTIVES)}")
-    for name, scale in (("bias_scale", spec.bias_scale), ("lora_scale", spec.lora_scale)):
-        if not 0 < scale < math.inf:
-            raise ValueError(f"{name} = {scale}: must be finite and > 0")
+    if not 0 < spec.bias_scale < math.inf:
+        raise ValueError(f"bias_scale = {spec.bias_scale}: must be finite and > 0")
     if spec.trains != "all" and (spec.optimizer, spec.quantization) != ("sgd", "none"):
         raise ValueError(
             f"trains = {spec.trains}: needs optimizer = sgd and quantization = none, not {spec.optimizer} and "
             f"{spec.quantization}"
+        )
+    if spec.centred and (spec.trains, spec.objective) != ("head", "loss"):
+        raise ValueError(
+            f"centred = true: needs trains = head and objective = loss, not {spec.trains} and {spec.objective}"
         )

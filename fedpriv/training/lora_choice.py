@@ -38,9 +38,10 @@ def decided(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> tuple[
     )
     found = calibrated(with_lora, sizes, initial)
     num_values = num_lora_values(config, initial)
+    # In units of the clip norm, whatever it is: the bound was found so.
     noise = lora_noise(
         federation_of(config, sizes),
-        noise_multiplier=found.noise_multiplier if found.lora_noise_multiplier is None else found.lora_noise_multiplier,
+        noise_stddev=found.noise_multiplier if found.lora_noise_multiplier is None else found.lora_noise_multiplier,
         sampling_probability=LORA_PROBABILITY,
         num_steps=num_rounds,
         num_values=num_values,

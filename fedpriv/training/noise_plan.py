@@ -142,7 +142,7 @@ def with_learning_rates(config: RunConfig, sizes: Sequence[int], initial: Adapte
     noise = config.noise_multiplier if config.lora_noise_multiplier is None else config.lora_noise_multiplier
     joint = joint_rates(
         federation_of(config, sizes),
-        noise_multiplier=noise,
+        noise_stddev=noise * config.clip_norm,
         sampling_probability=config.lora_sampling_probability or _probability(config, sizes),
         num_steps=num_lora_rounds(config),
         num_values=num_lora_values(config, initial),
@@ -166,7 +166,7 @@ def derived_learning_rate(config: RunConfig, sizes: Sequence[int]) -> LearningRa
         return None
     return learning_rate(
         federation_of(config, sizes),
-        noise_multiplier=config.noise_multiplier,
+        noise_stddev=config.noise_multiplier * config.clip_norm,
         sampling_probability=_probability(config, sizes),
         num_steps=max(1, _num_steps(config)),
     )

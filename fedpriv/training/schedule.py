@@ -46,7 +46,9 @@ class Schedule:
         if config.head_start:
             phases.append(Phase(name="start", spec=_start(config, everything), num_rounds=1))
         if num_head := config.rounds - config.head_start - num_all:
-            phases.append(Phase(name="head", spec=replace(everything, trains="head"), num_rounds=num_head))
+            # The start of the head is what makes the features' mean known.
+            spec = replace(everything, trains="head", centred=config.head_start)
+            phases.append(Phase(name="head", spec=spec, num_rounds=num_head))
         if num_all:
             spec = everything if config.lora_rounds is None else _joint(config, everything)
             phases += _in_turn(spec, RULES[config.aggregation].turns, num_all)

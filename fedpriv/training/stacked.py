@@ -26,6 +26,7 @@ from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import same as same_merged
 from fedpriv.data.records import BatchShape, Item, usable
 from fedpriv.mechanisms.registry import MECHANISMS
+from fedpriv.training.centred import centre_of, shifted
 from fedpriv.training.clipping import add_clipped, add_finite, clipped_rows
 from fedpriv.training.feature_cache import Body, FeatureCache
 from fedpriv.training.isolation import isolated
@@ -35,7 +36,7 @@ from fedpriv.training.losses import class_sum_losses, losses_and_hits
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 from fedpriv.training.sampling import PoissonSampler
-from fedpriv.training.trained import trained_names, value_scales
+from fedpriv.training.trained import trained_names, value_factors
 from fedpriv.training.weights import trained_weights
 
 # Floats kept per client and adapter value: start, parameter, gradient, AdamW's two moments, and what a step needs.
@@ -88,11 +89,11 @@ def stacked_updates(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[C
         events = [[event] for event in upload_events]
     return [
         ClientUpdate(
-            adapter=clients.with_trained(task.adapter, row),
+            adapter=clients.with_trained(client, row),
             event=_charged_event(collected, plan),
             num_records=task.sampler.num_registered,
         )
-        for row, collected, plan, task in zip(trained.cpu(), events, planned, tasks, strict=True)
+        for client, (row, collected, plan, task) in enumerate(zip(trained.cpu(), events, planned, tasks, strict=True))
     ]
 
 
@@ -154,6 +155,7 @@ class _Clients:
         fixed: {tensor name: [clients, *shape]} of the tensors that are not trained.
         scales: [values], see this module; None if each is one.
         rates: [values], each value's learning rate over the specification's; None if each is one.
+        centres: [clients, inputs], what each client takes off the features that its head reads.
     """
 
     model: TrainingModel
@@ -164,6 +166,7 @@ class _Clients:
     fixed: Mapping[str, Tensor]
     scales: Tensor | None
     rates: Tensor | None
+    centres: Tensor | None
 
     @staticmethod
     def of(model: TrainingModel, tasks: Sequence[UpdateTask]) -> _Clients:
@@ -179,10 +182,15 @@ class _Clients:
         names = trained_names(shapes, spec.trains)
         layout = Layout.of({name: shapes[name] for name in names}, clipping_parts(spec.clipping, names))
         trained = [{name: task.adapter[name] for name in names} for task in tasks]
+        centres = [centre_of(adapter) for adapter in trained] if spec.centred else []
+        if centres:
+            if model.features is None:
+                raise ValueError("centred = true: needs a classifier whose head is one linear layer")
+            trained = [shifted(adapter, centre) for adapter, centre in zip(trained, centres, strict=True)]
         ordered = {name: shapes[name] for name in layout.columns}
-        scales = value_scales(ordered, bias_scale=spec.bias_scale, lora_scale=spec.lora_scale)
+        scales = value_factors(ordered, bias=spec.bias_scale)
         rate = spec.lora_learning_rate / spec.learning_rate if spec.lora_learning_rate else 1.0
-        rates = value_scales(ordered, bias_scale=1.0, lora_scale=rate)
+        rates = value_factors(ordered, lora=rate)
         return _Clients(
             model=model,
             tasks=tasks,
@@ -195,11 +203,14 @@ class _Clients:
             },
             scales=None if scales is None else scales.to(model.device),
             rates=None if rates is None else rates.to(model.device),
+            centres=torch.stack(centres).to(model.device) if centres else None,
         )
 
-    def with_trained(self, adapter: Adapter, row: Tensor) -> Adapter:
-        """A copy of the adapter with trained values [values] in the place of its own."""
-        trained = self.layout.unflatten_one(row)
+    def with_trained(self, client: int, row: Tensor) -> Adapter:
+        """A copy of the client's adapter with trained values [values] in the place of its own."""
+        adapter, trained = self.tasks[client].adapter, self.layout.unflatten_one(row)
+        if self.centres is not None:
+            trained = shifted(trained, -self.centres[client].cpu())
         return {name: trained[name] if name in trained else tensor.clone() for name, tensor in adapter.items()}
 
     @property
@@ -373,6 +384,8 @@ def _head_pass(
     inputs = F.pad(features[positions], (0, 0, 0, padding)).to(model.device)
     batch = {"labels": F.pad(labels[positions], (0, padding)).to(model.device)}
     stack = Stack(parameters=stacked, owners=F.pad(owners[positions], (0, padding)).to(model.device))
+    if clients.centres is not None:
+        inputs = inputs - clients.centres[stack.owners]
     gradients, _ = per_sample_gradients(
         {model.head: layer}, lambda: _losses(clients.spec, layer.module(inputs), batch), stack
     )

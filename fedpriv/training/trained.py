@@ -31,21 +31,21 @@ def trained_names(names: Iterable[str], trains: str) -> tuple[str, ...]:
     return chosen
 
 
-def value_scales(shapes: Mapping[str, torch.Size], *, bias_scale: float, lora_scale: float) -> Tensor | None:
-    """What each value is multiplied by relative to the one that is trained, [values]; None if each is one.
+def value_factors(shapes: Mapping[str, torch.Size], *, bias: float = 1.0, lora: float = 1.0) -> Tensor | None:
+    """A factor for each value by the kind of its tensor, [values]; None if each is one.
 
     Args:
         shapes: {tensor name: its shape}, in the order of the values.
-        bias_scale: of the head's bias, its tensor of one dimension, > 0.
-        lora_scale: of A and B, > 0.
+        bias: of the head's bias, its tensor of one dimension, > 0.
+        lora: of A and B, > 0.
     """
 
-    def scale(name: str, shape: torch.Size) -> float:
+    def factor(name: str, shape: torch.Size) -> float:
         if _A in name or _B in name:
-            return lora_scale
-        return bias_scale if len(shape) == 1 else 1.0
+            return lora
+        return bias if len(shape) == 1 else 1.0
 
-    scales = {name: scale(name, shape) for name, shape in shapes.items()}
-    if all(value == 1 for value in scales.values()):
+    factors = {name: factor(name, shape) for name, shape in shapes.items()}
+    if all(value == 1 for value in factors.values()):
         return None
-    return torch.cat([torch.full((shape.numel(),), scales[name]) for name, shape in shapes.items()])
+    return torch.cat([torch.full((shape.numel(),), factors[name]) for name, shape in shapes.items()])

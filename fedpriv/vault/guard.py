@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 _LARGEST_NOISE_MULTIPLIER = 1e6
 
 # Of a gradient's part before it is clipped. A larger one would only let this part crowd out the others.
-_LARGEST_SCALE = 100.0
+_LARGEST_BIAS_SCALE = 100.0
 
 
 class RefusedError(Exception):
@@ -110,9 +110,8 @@ def check_instruction(spec: UpdateSpec, policy: NodePolicy, *, noise_source: str
     for name, known in (("trains", TRAINED_PARTS), ("objective", OBJECTIVES)):
         if (named := getattr(spec, name)) not in known:
             raise RefusedError(f"{name} = {named!r}: must be one of {', '.join(known)}")
-    for name in ("bias_scale", "lora_scale"):
-        if not 0 < (scale := getattr(spec, name)) <= _LARGEST_SCALE:
-            raise RefusedError(f"{name} = {scale}: must be > 0 and at most {_LARGEST_SCALE:g}")
+    if not 0 < spec.bias_scale <= _LARGEST_BIAS_SCALE:
+        raise RefusedError(f"bias_scale = {spec.bias_scale}: must be > 0 and at most {_LARGEST_BIAS_SCALE:g}")
     for name in ("learning_rate", "weight_decay"):
         value = getattr(spec, name)
         if not (math.isfinite(value) and value >= 0):

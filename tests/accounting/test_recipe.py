@@ -115,7 +115,7 @@ def simulated_end(sizes, *, z, q, num_steps, rate, momentum=0.0, num_asked=None,
 @pytest.mark.parametrize("sizes", [SIZES, (1000,), (50, 5000, 300)], ids=str)
 @pytest.mark.parametrize(("z", "q", "num_steps"), [(13.5, 1.0, 39), (3.0, 0.1, 20)])
 def test_weights_that_only_noise_moves_end_as_noisy_as_the_rule_says(sizes, z, q, num_steps):
-    rule = learning_rate(federation(sizes), noise_multiplier=z, sampling_probability=q, num_steps=num_steps)
+    rule = learning_rate(federation(sizes), noise_stddev=z, sampling_probability=q, num_steps=num_steps)
     ends = simulated_end(sizes, z=z, q=q, num_steps=num_steps, rate=rule.learning_rate)
     assert np.std(ends) == pytest.approx(rule.final_noise, rel=0.05)
     assert rule.final_noise == pytest.approx(0.6)
@@ -123,7 +123,7 @@ def test_weights_that_only_noise_moves_end_as_noisy_as_the_rule_says(sizes, z, q
 
 @pytest.mark.parametrize(("num_steps", "momentum"), [(40, 0.9), (5, 0.9), (40, 0.5)])
 def test_momentum_leaves_the_share_of_noise_and_of_the_step_that_it_says(num_steps, momentum):
-    rule = learning_rate(federation(), noise_multiplier=13.5, sampling_probability=1.0, num_steps=num_steps)
+    rule = learning_rate(federation(), noise_stddev=13.5, sampling_probability=1.0, num_steps=num_steps)
     shares = arrived(num_steps, momentum)
     ends = simulated_end(SIZES, z=13.5, q=1.0, num_steps=num_steps, rate=rule.learning_rate, momentum=momentum)
     assert np.std(ends) == pytest.approx(math.sqrt(np.mean(shares**2)) * rule.final_noise, rel=0.05)
@@ -146,7 +146,7 @@ def test_momentum_of_the_recipe_leaves_four_fifths_and_no_momentum_everything():
 @pytest.mark.parametrize(("sizes", "num_asked"), [(SIZES, 2), ((100, 1000), 1), ((300, 300, 300, 300), 3)], ids=str)
 def test_rounds_that_ask_some_clients_end_as_noisy_as_the_rule_says(sizes, num_asked):
     asked = federation(sizes, participation=num_asked / len(sizes))
-    rule = learning_rate(asked, noise_multiplier=13.5, sampling_probability=1.0, num_steps=400)
+    rule = learning_rate(asked, noise_stddev=13.5, sampling_probability=1.0, num_steps=400)
     options = {"z": 13.5, "q": 1.0, "num_steps": 400, "rate": rule.learning_rate, "num_asked": num_asked}
     assert np.std(simulated_end(sizes, **options)) == pytest.approx(rule.final_noise, rel=0.06)
 
@@ -162,8 +162,8 @@ def test_too_many_possible_rounds_to_enumerate_are_sampled_closely():
 
 
 def test_without_noise_the_rate_is_the_largest():
-    rule = learning_rate(federation(), noise_multiplier=0.0, sampling_probability=1.0, num_steps=40)
-    assert (rule.learning_rate, rule.total_step, rule.final_noise) == (75.0, 3000.0, 0.0)
+    rule = learning_rate(federation(), noise_stddev=0.0, sampling_probability=1.0, num_steps=40)
+    assert (rule.learning_rate, rule.total_step, rule.final_noise) == (200.0, 8000.0, 0.0)
 
 
 def test_full_batches_end_as_noisy_as_one_release_with_their_share_of_the_budget():
@@ -171,15 +171,15 @@ def test_full_batches_end_as_noisy_as_one_release_with_their_share_of_the_budget
     s1, clients = exact_gaussian(2.0, DELTA), federation()
     for num_steps in (20, 40, 160):
         z = s1 * math.sqrt(num_steps / 0.85)
-        rule = learning_rate(clients, noise_multiplier=z, sampling_probability=1.0, num_steps=num_steps)
+        rule = learning_rate(clients, noise_stddev=z, sampling_probability=1.0, num_steps=num_steps)
         expected = s1 * clients.weighted_noise / (math.sqrt(0.85) * clients.weighted_records)
         assert rule.noise_per_step_length == pytest.approx(expected)
 
 
 def test_hidden_uploads_are_as_good_as_one_client_with_all_records():
     options = {"sampling_probability": 1.0, "num_steps": 40}
-    hidden = learning_rate(federation(equal=True), noise_multiplier=13.5 / math.sqrt(5), **options)
-    central = learning_rate(federation([sum(SIZES)], equal=True), noise_multiplier=13.5, **options)
+    hidden = learning_rate(federation(equal=True), noise_stddev=13.5 / math.sqrt(5), **options)
+    central = learning_rate(federation([sum(SIZES)], equal=True), noise_stddev=13.5, **options)
     assert hidden.learning_rate == pytest.approx(central.learning_rate)
 
 
@@ -190,10 +190,10 @@ NOISE = st.floats(1e-3, 1e4)
 @given(sizes=CLIENTS, z=NOISE, more=st.floats(1, 10), q=st.floats(0.01, 1), num_steps=st.integers(1, 200))
 def test_more_noise_never_raises_the_rate_and_more_records_never_lower_it(sizes, z, more, q, num_steps):
     def rule(sizes, z):
-        return learning_rate(federation(sizes), noise_multiplier=z, sampling_probability=q, num_steps=num_steps)
+        return learning_rate(federation(sizes), noise_stddev=z, sampling_probability=q, num_steps=num_steps)
 
     base = rule(sizes, z)
-    assert 0 < base.learning_rate <= 75
+    assert 0 < base.learning_rate <= 200
     assert base.final_noise <= 0.6 * (1 + 1e-12)
     assert rule(sizes, more * z).learning_rate <= base.learning_rate * (1 + 1e-12)
     assert rule([2 * size for size in sizes], z).learning_rate >= base.learning_rate * (1 - 1e-12)

@@ -52,6 +52,12 @@ def sure_head(adapter: Adapter, confidence: float) -> dict[str, Tensor]:
     return moved
 
 
+def far_head(adapter: Adapter) -> dict[str, Tensor]:
+    """The adapter with a head whose rows' mean is far from every feature, which centred steps take off them."""
+    far = {name: t + 9e3 if "classifier" in name and t.ndim == 2 else t for name, t in adapter.items()}
+    return far | {name: t * 0 for name, t in far.items() if "classifier" in name and t.ndim == 1}
+
+
 def _tiny_norms(**fields: object) -> Callable[[Starts], Exchange]:
     """Against C = 1e-36, gradients of 1e-26, whose squares vanish in float32."""
     return lambda starts: Exchange(
@@ -105,10 +111,18 @@ ATTACKS: dict[str, Callable[[Starts], Exchange]] = {
         questions=[honest(starts["tiny"], trains="head", round=round_, num_rounds=1000) for round_ in range(1, 6)],
         everyone=False,
     ),
+    "a centre that makes every gradient long": lambda starts: Exchange(
+        one=("rash", LABELS[0]),
+        other=None,
+        questions=[
+            honest(far_head(starts["tiny"]), trains="head", centred=True, sampling_probability=1.0, round=round_)
+            for round_ in (1, 2)
+        ],
+    ),
     "a bias that would crowd out a record's weights": lambda starts: Exchange(
         one=("rash", LABELS[0]),
         other=None,
-        questions=[honest(starts["tiny"], bias_scale=100.0, lora_scale=1e-30, lora_learning_rate=100.0)],
+        questions=[honest(starts["tiny"], bias_scale=100.0, lora_learning_rate=100.0)],
     ),
     "a text that is cut nowhere": lambda starts: Exchange(
         one=(LONG, LABELS[0]), other=None, questions=[training(run_config(max_length=1), starts["tiny"])] * 3
@@ -157,7 +171,7 @@ _USUAL: dict[str, list[object]] = {
     "trains": ["all", "all", "head", "lora-a", "lora-b"],
     "objective": ["loss", "loss", "class-sums"],
     "bias_scale": [1.0, 1e-30, 0.3, 100.0],
-    "lora_scale": [1.0, 1e-30, 0.3, 100.0],
+    "centred": [False, False, True],
     "weight_decay": [0.0, 1.0],
     "optimizer": ["sgd", "adamw"],
     "clipping": ["joint", "split", "per-tensor", "batch"],
@@ -181,7 +195,7 @@ _HOSTILE: dict[str, list[object]] = {
     "trains": ["nothing", "", 1],
     "objective": ["accuracy", True],
     "bias_scale": [0.0, -1.0, 1e30, math.nan],
-    "lora_scale": [0.0, -1.0, 1e30, math.inf],
+    "centred": ["yes", 1],
     "weight_decay": [-1.0, 1e9],
     "optimizer": ["adam", 1],
     "clipping": ["none", ""],

@@ -9,7 +9,7 @@ import torch
 
 from fedpriv.adapters.pooling import BIAS_SCALE, STATE_SCALE
 from fedpriv.aggregation.global_model import GlobalModel
-from fedpriv.aggregation.head_start import head_of, started
+from fedpriv.aggregation.head_start import head_of, recentred, started
 
 WEIGHT, BIAS, B = "classifier.weight", "classifier.bias", "layer.lora_B.weight"
 
@@ -36,11 +36,11 @@ def records(num=300, classes=3, width=5):
     return torch.nn.functional.normalize(features, dim=1) * STATE_SCALE, labels
 
 
-def test_without_noise_the_head_is_the_class_means_less_their_mean():
+def test_without_noise_the_head_is_the_class_means_less_their_mean_and_its_rows_mean_is_that_of_all_features():
     features, labels = records()
     head = started(model(), uploads(features, labels, 3), noise=0.0).adapter
     means = torch.stack([features[labels == c].mean(dim=0) for c in range(3)])
-    assert torch.allclose(head[WEIGHT], 20 * (means - means.mean(dim=0)), atol=1e-4)
+    assert torch.allclose(head[WEIGHT], 20 * (means - means.mean(dim=0)) + features.mean(dim=0), atol=1e-4)
     assert torch.equal(head[BIAS], torch.zeros(3))
     assert torch.equal(head[B], torch.ones(2, 2))
 
@@ -75,6 +75,30 @@ def test_a_class_whose_count_noise_has_wiped_out_does_not_blow_up(share):
     head = started(model(), aggregated, noise=0.01).adapter[WEIGHT]
     assert torch.isfinite(head).all()
     assert head.abs().max() < 20
+
+
+def test_a_mean_that_noise_alone_makes_is_not_used_and_a_clear_one_is_kept():
+    """20 classes of 400 values with noise 0.01 give a mean of length sqrt(8000) 0.01 = 0.9 by noise alone."""
+    generator = torch.Generator().manual_seed(2)
+    noise = 0.01 * torch.randn(20, 400, generator=generator)
+    even = {BIAS: torch.full((20,), BIAS_SCALE**2 / 20), B: torch.ones(2, 2)}
+    lengths = []
+    for true in (0.0, 9.0):
+        aggregated = {WEIGHT: noise + true / 20 / 400**0.5, **even}
+        lengths.append(started(model(20, 400), aggregated, noise=0.01).adapter[WEIGHT].mean(dim=0).norm().item())
+    assert lengths[0] < 0.2
+    assert lengths[1] == pytest.approx(9.0, rel=0.05)
+
+
+def test_a_round_s_noise_in_the_mean_of_the_rows_is_taken_out_and_no_prediction_changes():
+    before, after = model(), model()
+    before.adapter[WEIGHT] += torch.arange(5.0)
+    after.adapter[WEIGHT] += torch.randn(3, 5, generator=torch.Generator().manual_seed(3))
+    moved = recentred(after, before).adapter
+    assert torch.allclose(moved[WEIGHT].mean(dim=0), torch.arange(5.0), atol=1e-6)
+    features, _ = records()
+    one, two = (torch.log_softmax(features @ head[WEIGHT].T, dim=1) for head in (after.adapter, moved))
+    assert torch.allclose(one, two, atol=1e-5)
 
 
 def test_a_head_without_a_bias_has_even_classes():

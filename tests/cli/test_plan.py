@@ -110,11 +110,11 @@ def noise_per_record():
 
 def test_the_rates_are_the_recipes(five):
     (_, (head, _, _), (joint, q, _)) = phases(five)
-    nu = head * noise_per_record() / math.sqrt(31)
+    nu = 0.8 * head * noise_per_record() / math.sqrt(31)
     assert five["noise_per_step_length"] == pytest.approx(nu)
     assert five["total_step"] == pytest.approx(0.6 / nu)
     assert five["phases"][1]["learning_rate"] == pytest.approx(0.6 / nu / 31)
-    of_joint = joint * noise_per_record() / (q * math.sqrt(8))
+    of_joint = 0.8 * joint * noise_per_record() / (q * math.sqrt(8))
     assert five["phases"][2]["learning_rate"] == pytest.approx(min(0.18 / of_joint / 8, 4000 * q / 100))
     assert five["phases"][2]["lora_learning_rate"] == pytest.approx(0.016 / (of_joint**2 * 6144) / 8)
 
@@ -133,7 +133,7 @@ def test_noise_to_signal_is_what_noise_and_mean_gradient_make_of_a_weight(five):
     signal = end_of_weight([row["learning_rate"] for row in rows])
     squares = 0.0
     for before, row in enumerate(rows):
-        step = row["learning_rate"] * row["noise_multiplier"] * noise_per_record() / row["sampling_probability"]
+        step = row["learning_rate"] * 0.8 * row["noise_multiplier"] * noise_per_record() / row["sampling_probability"]
         squares += end_of_weight([0.0] * before + [step] + [0.0] * (38 - before)) ** 2
     assert five["final_noise"] == pytest.approx(math.sqrt(squares))
     assert five["noise_to_signal"] == pytest.approx(150 * math.sqrt(squares) / signal)

@@ -36,9 +36,9 @@ def head_task(model, records, *, num_registered=40, **changes):
     return dataclasses.replace(make_task(model, records), spec=spec, sampler=sampler)
 
 
-def rows_of(model, records, drawn):
+def rows_of(model, records, drawn, **changes):
     """Per-sample gradients of the drawn records, [records, values]."""
-    clients = stacked._Clients.of(model, [head_task(model, records)])
+    clients = stacked._Clients.of(model, [head_task(model, records, **changes)])
     found = [rows[: len(owners)] for rows, owners in stacked._gradient_rows(clients, clients.broadcast, [drawn])]
     return torch.cat(found) if found else torch.empty(0)
 
@@ -51,11 +51,12 @@ def passes(model):
     return count
 
 
+@pytest.mark.parametrize("centred", [False, True], ids=["", "centred"])
 @pytest.mark.parametrize("room", ["kept", "reserved for some", "none"])
-def test_neither_the_cache_nor_other_records_change_a_bit(encoder, make_records, room):
+def test_neither_the_cache_nor_other_records_change_a_bit(encoder, make_records, room, centred):
     records, chosen = make_records(40, longest=40), list(range(0, 40, 2))
     model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30, max_length=40)
-    expected = rows_of(model, records, chosen)
+    expected = rows_of(model, records, chosen, centred=centred)
     assert len(expected) == 20
     assert (expected.norm(dim=1) > 0).all()
     model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30, max_length=40)
@@ -63,12 +64,12 @@ def test_neither_the_cache_nor_other_records_change_a_bit(encoder, make_records,
         model.features._memory_limit = {"reserved for some": 2**30, "none": 0}[room]
         model.features.reserve(11)
     for drawn in (chosen[1:], chosen[:1], chosen[::-1], list(range(40))):
-        found = rows_of(model, records, drawn)
+        found = rows_of(model, records, drawn, centred=centred)
         for index in set(drawn) & set(chosen):
             assert torch.equal(found[drawn.index(index)], expected[chosen.index(index)])
     others = make_records(40, longest=40, seed=7)
     tokens = [(records if i < 9 else others).features["input_ids"][i] for i in range(40)]
-    found = rows_of(model, Records({"input_ids": tuple(tokens)}, records.labels, 0), chosen)
+    found = rows_of(model, Records({"input_ids": tuple(tokens)}, records.labels, 0), chosen, centred=centred)
     assert torch.equal(found[:5], expected[:5])
 
 

@@ -96,7 +96,7 @@ def test_what_was_rehearsed_is_not_rehearsed_again(model, monkeypatch):
         {"optimizer": "adamw"},
         {"trains": "head", "sampling_probability": 1.0},
         {"trains": "head", "objective": "class-sums", "sampling_probability": 1.0},
-        {"sampling_probability": 0.1, "bias_scale": 0.3, "lora_scale": 2.0},
+        {"sampling_probability": 0.1, "bias_scale": 0.3},
     ],
 )
 def test_an_update_that_was_rehearsed_runs(model, make_records, changes):

@@ -17,14 +17,14 @@ from fedpriv.training import stacked
 from fedpriv.training.local_update import OBJECTIVES, TRAINED_PARTS, UpdateSpec, UpdateTask, planned_event
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.stacked import local_update, stacked_updates
-from fedpriv.training.trained import trained_names, value_scales
+from fedpriv.training.trained import trained_names, value_factors
 from tests.tiny import move
 
 SPEC = dataclasses.replace(
     UpdateSpec.of(RunConfig(batch_size=8, local_steps=1, learning_rate=0.5, clip_norm=0.4, noise_multiplier=0.0)),
     sampling_probability=1.0,
 )
-SCALED = {"bias_scale": pooling.BIAS_SCALE, "lora_scale": 3.0}
+SCALED = {"bias_scale": pooling.BIAS_SCALE}
 
 
 @pytest.fixture
@@ -53,9 +53,7 @@ def is_trained(name, trains):
 
 
 def scale_of(name, tensor, spec):
-    if "lora" in name:
-        return spec.lora_scale
-    return spec.bias_scale if tensor.dim() == 1 else 1.0
+    return spec.bias_scale if "lora" not in name and tensor.dim() == 1 else 1.0
 
 
 def scaled_gradient(model, item, spec):
@@ -226,8 +224,8 @@ def test_the_planned_event_is_that_of_the_trained_tensors(model, make_records, t
         ({"trains": "lora"}, "trains = 'lora': must be one of all, head, lora-a, lora-b"),
         ({"objective": "sums"}, "objective = 'sums': must be one of loss, class-sums"),
         ({"bias_scale": 0.0}, "bias_scale = 0.0: must be finite and > 0"),
-        ({"lora_scale": math.inf}, "lora_scale = inf"),
-        ({"lora_scale": math.nan}, "lora_scale = nan"),
+        ({"bias_scale": math.inf}, "bias_scale = inf"),
+        ({"bias_scale": math.nan}, "bias_scale = nan"),
         ({"trains": "head", "optimizer": "adamw"}, "trains = head: needs optimizer = sgd"),
         ({"trains": "lora-b", "quantization": "ternary"}, "trains = lora-b: needs .* not sgd and ternary"),
     ],
@@ -251,9 +249,9 @@ def test_class_sums_need_labels_and_a_head_needs_one(causal, make_records):
         stacked.class_sum_losses(torch.zeros(1, 3), {})
 
 
-def test_names_and_scales_follow_the_kind_of_tensor():
+def test_names_and_factors_follow_the_kind_of_tensor():
     names = ("x.lora_A.weight", "x.lora_B.weight", "classifier.weight", "classifier.bias")
     assert trained_names(names, "lora-b") == names[1:]
     shapes = {name: torch.Size([2]) if name.endswith("bias") else torch.Size([1, 3]) for name in names}
-    assert value_scales(shapes, bias_scale=1.0, lora_scale=1.0) is None
-    assert value_scales(shapes, bias_scale=0.5, lora_scale=2.0).tolist() == [2.0] * 6 + [1.0] * 3 + [0.5] * 2
+    assert value_factors(shapes) is None
+    assert value_factors(shapes, bias=0.5, lora=2.0).tolist() == [2.0] * 6 + [1.0] * 3 + [0.5] * 2

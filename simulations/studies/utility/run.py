@@ -204,7 +204,7 @@ def probe_learning_rate(config: RunConfig) -> float:
     alone = start_noise_multiplier(_target(config), DELTA) * sqrt(START_SHARE)
     rate = learning_rate(
         Federation(sizes=[round(sum(sizes) / len(sizes))], weights=[1.0]),
-        noise_multiplier=alone * sqrt(PROBE_STEPS),
+        noise_stddev=alone * sqrt(PROBE_STEPS) * config.clip_norm,
         sampling_probability=1.0,
         num_steps=PROBE_STEPS,
     )
