@@ -1,7 +1,8 @@
 """Classification heads of one linear layer, in place of the several layers that some encoders' heads have.
 
 The transformers class stays as it is: modules of its own are replaced, such that its forward pass applies one linear
-layer to the pooled vector.
+layer to the pooled vector. The pooling convention `unit-mean` implies it, so `fedpriv.adapters.load` restores it; plain
+peft refuses such an adapter on the model's own head, unless `pooling.apply` comes first.
 """
 
 from __future__ import annotations

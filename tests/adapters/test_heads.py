@@ -56,11 +56,16 @@ def test_it_reads_the_mean_of_the_real_tokens_states_at_unit_length(folder):
     torch.testing.assert_close(base.model(**BATCH).logits, torch.stack(expected), atol=1e-5, rtol=1e-4)
 
 
-def test_replacing_it_draws_no_random_number(kind):
+def test_a_head_that_replaces_another_is_zeros_and_draws_no_random_number(kind):
     model = random_model(kind)
     before = torch.get_rng_state()
-    pooling.apply(model, "unit-mean")
+    torch.use_deterministic_algorithms(True)  # memory that nobody initialises holds NaN
+    try:
+        pooling.apply(model, "unit-mean")
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(p, torch.zeros_like(p)) for p in heads.linear_head(model)[1].parameters())
 
 
 def test_what_a_relu_makes_of_both_signs_has_their_difference_to_the_bit():
