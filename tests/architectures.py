@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,8 +68,12 @@ DECODERS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def random_base(kind: str) -> BaseModel:
-    """A frozen random base of this model type."""
+# Encoders whose head of several layers is replaced where features are normalised.
+REPLACED_HEADS = ("roberta", "xlm-roberta", "camembert", "electra", "distilbert")
+
+
+def random_model(kind: str) -> Any:
+    """A random model of this type: a classifier if it is an encoder, else a causal model."""
     encoder = kind in ENCODERS
     config = AutoConfig.for_model(kind, **(ENCODERS if encoder else DECODERS)[kind])
     loader = AutoModelForSequenceClassification if encoder else AutoModelForCausalLM
@@ -79,14 +84,27 @@ def random_base(kind: str) -> BaseModel:
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and "norm" not in name.lower():
                 parameter.data.mul_(3)
-    return freeze(kind, model, tokenizer=None, task="SEQ_CLS" if encoder else "CAUSAL_LM")
+    return model
+
+
+def random_base(kind: str, *, normalize: bool = False) -> BaseModel:
+    """A frozen random base of this model type."""
+    task = "SEQ_CLS" if kind in ENCODERS else "CAUSAL_LM"
+    return freeze(kind, random_model(kind), tokenizer=None, task=task, normalize=normalize)
+
+
+def save(model: Any, folder: Path, *, tokenizer_of: Path) -> Path:
+    """The folder, with a model and the tokenizer of another model's folder."""
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((tokenizer_of / name).read_bytes())
+    return folder
 
 
 # Every day one of each way to be different; the others are slow tests.
 EVERY_DAY = ("bert", "fnet", "gpt2", "llama", "mixtral")
 # Where peft has no default.
 TARGETS = {
-    "camembert": ("query", "value"),
     "ernie": ("query", "value"),
     "modernbert": ("Wqkv",),
     "mpnet": ("q", "v"),

@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from fedpriv.adapters import pooling
+from fedpriv.adapters import heads, pooling
 from fedpriv.errors import InputError
 from fedpriv.quiet import quiet_hub
 
@@ -112,32 +112,30 @@ def freeze(
     """The model as a frozen base: in eval mode, nothing trainable, encoders with mean pooling.
 
     With `normalize`, the head reads vectors of a fixed length (`fedpriv.adapters.pooling`), is new whether or not the
-    checkpoint has one, and starts at zero: a random start, of a norm of about 0.4, would be noise alone.
+    checkpoint has one, and starts at zero: a random start, of a norm of about 0.4, would be noise alone. It is one
+    linear layer, also where the model's own head has several (`fedpriv.adapters.heads`).
 
     Raises:
-        InputError: `normalize` is set, and the head is not one linear layer.
+        InputError: `normalize` is set, and the head is not one linear layer and cannot be replaced by one.
     """
-    model.eval().requires_grad_(False)
-    new = {key.split(".")[0] for key in missing} - {model.base_model_prefix}
-    if normalize:
-        new = {_zero_head(name, model, task)}
+    if normalize and (task != "SEQ_CLS" or not heads.can_be_linear(model)):
+        raise InputError(
+            f"model = {name!r}: normalised features need a classifier whose head is one linear layer or is known to be "
+            f"replaceable by one, and that of a {type(model).__name__} is neither; use recipe = dp-lora-paper"
+        )
     convention = pooling.convention(model, normalize=normalize) if task == "SEQ_CLS" else "model"
     pooling.apply(model, convention)
+    new = {_zero_head(model)} if normalize else {key.split(".")[0] for key in missing} - {model.base_model_prefix}
+    model.eval().requires_grad_(False)
     return BaseModel(name, model, tokenizer, tuple(sorted(new)), convention)
 
 
-def _zero_head(name: str, model: Any, task: str) -> str:
-    """The name of the classification model's head, which is all zeros from now on."""
-    found = pooling.linear_head(model) if task == "SEQ_CLS" else None
-    if found is None:
-        raise InputError(
-            f"model = {name!r}: normalised features need a classifier whose head is one linear layer, and that of a "
-            f"{type(model).__name__} is not; use recipe = dp-lora-paper"
-        )
-    head, layer = found
-    for parameter in layer.parameters():
-        torch.nn.init.zeros_(parameter)
-    return head
+def _zero_head(model: Any) -> str:
+    """The name of the classification model's linear head, which is all zeros from now on."""
+    found = heads.linear_head(model)
+    assert found is not None  # `pooling.apply` makes sure
+    heads.zero(found[1])
+    return found[0]
 
 
 @contextmanager

@@ -135,7 +135,7 @@ def default_targets(base: BaseModel) -> tuple[str, ...]:
         InputError: peft has no default for it, or a pattern instead of a list.
     """
     model_type = base.model.config.model_type
-    extra = {"distilbert": ["q_lin", "v_lin"]}
+    extra = {"camembert": ["query", "value"], "distilbert": ["q_lin", "v_lin"]}
     names = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model_type) or extra.get(model_type)
     if names is None or isinstance(names, str):
         raise InputError(f"target_modules: peft has no list of defaults for a {model_type} model; name the layers")

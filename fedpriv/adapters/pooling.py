@@ -5,7 +5,8 @@ separates records far better. Hooks put the mean in place, so the transformers c
 they are: plain peft can load the adapter, and `fedpriv.adapters.load` restores the hooks.
 
 The conventions `unit-mean` and `unit-model` also bring what a linear head reads to the length `STATE_SCALE`: the pooled
-vector or, for a decoder, every token's last state. A record's gradient with respect to the head is then bounded.
+vector or, for a decoder, every token's last state. A record's gradient with respect to the head is then bounded. By
+`unit-mean` an encoder whose head has several layers gets a linear one (`fedpriv.adapters.heads`).
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
+
+from fedpriv.adapters import heads
 
 _UNIT = "unit-"
 CONVENTIONS = ("mean", "model", "unit-mean", "unit-model")
@@ -46,15 +49,6 @@ def normalizes(convention: str) -> bool:
     return convention.startswith(_UNIT)
 
 
-def linear_head(model: Any) -> tuple[str, nn.Linear] | None:
-    """The name of a classification model's head and the head, if one linear layer is all that follows the encoder."""
-    after = {name: module for name, module in model.named_children() if name != model.base_model_prefix}
-    with_weights = [(name, module) for name, module in after.items() if next(module.parameters(), None) is not None]
-    if len(with_weights) != 1 or type(with_weights[0][1]) is not nn.Linear:
-        return None
-    return with_weights[0]
-
-
 def unit_states(states: Tensor) -> Tensor:
     """The vectors at length `STATE_SCALE`, float32; a vector of zeros stays one.
 
@@ -78,17 +72,19 @@ def masked_mean(states: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def apply(model: Any, convention: str) -> None:
-    """Make the classification model's encoder pool by the given convention from now on.
+    """Make the classification model's encoder pool by the given convention from now on, and its head fit that.
 
     Raises:
         ValueError: the convention is unknown, or a vector of fixed length would not be what a linear head reads.
     """
     if convention not in CONVENTIONS:
         raise ValueError(f"pooling = {convention!r}: must be one of {', '.join(CONVENTIONS)}")
-    if normalizes(convention) and linear_head(model) is None:
+    if convention == "unit-mean":
+        heads.make_linear(model)
+    if normalizes(convention) and heads.linear_head(model) is None:
         raise ValueError(f"pooling = {convention}: the head of a {type(model).__name__} is not one linear layer")
     if convention.removeprefix(_UNIT) == "mean":
-        _pool_by_the_mean(model.base_model)
+        _pool_by_the_mean(model.base_model, alone=normalizes(convention) and heads.is_called_with_states(model))
     if normalizes(convention):
         model.base_model.register_forward_hook(_normalize)  # after the pooling: the encoder's output holds its result
 
@@ -99,7 +95,8 @@ def _normalize(_encoder: Any, _args: Any, output: Any) -> Any:
     return output
 
 
-def _pool_by_the_mean(encoder: Any) -> None:
+def _pool_by_the_mean(encoder: Any, *, alone: bool) -> None:
+    """Put the mean in the place of the pooler's output, of the first token's state or, alone, of all states."""
     signature = inspect.signature(type(encoder).forward)
     mask: list[Tensor | None] = [None]
 
@@ -109,14 +106,14 @@ def _pool_by_the_mean(encoder: Any) -> None:
     def pool(_module: Any, args: Any, _output: Any) -> Tensor:
         return masked_mean(args[0], mask[0])
 
-    def replace_first_token(_module: Any, _args: Any, output: Any) -> Any:
+    def replace_states(_module: Any, _args: Any, output: Any) -> Any:
         states = output[0]
-        pooled = masked_mean(states, mask[0]).unsqueeze(1)
-        output.last_hidden_state = torch.cat([pooled, states[:, 1:]], dim=1)
+        pooled = masked_mean(states, mask[0])
+        output.last_hidden_state = pooled if alone else torch.cat([pooled.unsqueeze(1), states[:, 1:]], dim=1)
         return output
 
     encoder.register_forward_pre_hook(remember_mask, with_kwargs=True)
     if getattr(encoder, "pooler", None) is not None:
         encoder.pooler.register_forward_hook(pool)
     else:
-        encoder.register_forward_hook(replace_first_token)
+        encoder.register_forward_hook(replace_states)

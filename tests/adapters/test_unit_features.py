@@ -12,22 +12,18 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     BertForSequenceClassification,
-    DistilBertConfig,
-    DistilBertForSequenceClassification,
-    ElectraConfig,
-    ElectraForSequenceClassification,
     GPT2Config,
     GPT2ForSequenceClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
-    RobertaConfig,
-    RobertaForSequenceClassification,
 )
 
 import fedpriv.adapters
 from fedpriv.adapters import LoraSettings, attach, freeze, load_base, pooling, read, save, trainable
 from fedpriv.errors import InputError
 from fedpriv.training.model import TrainingModel
+from tests import architectures
+from tests.architectures import REPLACED_HEADS, random_model
 from tests.tiny import BATCH
 
 SIZES = {"vocab_size": 40, "pad_token_id": 0, "num_labels": 3}
@@ -40,23 +36,17 @@ def classifier(kind):
         "bert": lambda: BertForSequenceClassification(BertConfig(**SIZES, **HIDDEN)),
         "gpt2": lambda: GPT2ForSequenceClassification(GPT2Config(**SIZES, n_embd=32, n_layer=2, n_head=2)),
         "llama": lambda: LlamaForSequenceClassification(LlamaConfig(**SIZES, **HIDDEN)),
-        "roberta": lambda: RobertaForSequenceClassification(RobertaConfig(**SIZES, **HIDDEN)),
-        "electra": lambda: ElectraForSequenceClassification(ElectraConfig(**SIZES, **HIDDEN)),
-        "distilbert": lambda: DistilBertForSequenceClassification(
-            DistilBertConfig(**SIZES, dim=32, n_layers=2, n_heads=2, hidden_dim=48)
-        ),
     }
-    return models[kind]().eval()
+    return models[kind]().eval() if kind in models else random_model(kind).eval()
 
 
-@pytest.fixture(params=["bert", "gpt2", "llama"])
+OWN_HEADS = ("bert", "gpt2", "llama")
+
+
+@pytest.fixture(params=[*OWN_HEADS, *REPLACED_HEADS])
 def folder(request, tmp_path, tiny_bert):
     """A classifier's checkpoint."""
-    path = tmp_path / request.param
-    classifier(request.param).save_pretrained(path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (path / name).write_bytes((tiny_bert / name).read_bytes())
-    return path
+    return architectures.save(classifier(request.param), tmp_path / request.param, tokenizer_of=tiny_bert)
 
 
 def load_unit(folder):
@@ -86,6 +76,7 @@ def test_with_the_constant_features_have_norm_one(folder):
     assert math.hypot(pooling.STATE_SCALE, pooling.BIAS_SCALE) == pytest.approx(1, abs=1e-15)
 
 
+@pytest.mark.parametrize("folder", OWN_HEADS, indirect=True)
 def test_the_direction_is_that_of_the_state_without_normalisation(folder):
     seen = []
     for normalize in (False, True):
@@ -144,13 +135,18 @@ def test_a_saved_adapter_gives_the_same_logits_in_every_way_it_can_be_loaded(fol
         fedpriv.adapters.load(load_base(str(folder), task="SEQ_CLS", num_labels=3), directory)
 
 
-@pytest.mark.parametrize("kind", ["roberta", "distilbert", "electra"])
-def test_a_head_of_more_than_one_layer_is_refused_in_one_line(kind):
+@pytest.mark.parametrize("kind", ["mpnet", "deberta", "convbert", "modernbert"])
+def test_another_familys_head_of_more_than_one_layer_is_refused_in_one_line(kind):
     with pytest.raises(InputError, match=rf"model = '{kind}': .*; use recipe = dp-lora-paper") as caught:
         freeze(kind, classifier(kind), None, task="SEQ_CLS", normalize=True)
     assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="not one linear layer"):
         pooling.apply(classifier(kind), "unit-mean")
+
+
+def test_an_encoder_whose_pooled_vector_is_not_a_mean_keeps_its_head():
+    with pytest.raises(ValueError, match="unit-model: the head of a RobertaForSequenceClassification is not one"):
+        pooling.apply(classifier("roberta"), "unit-model")
 
 
 def test_an_unknown_convention_is_refused():
