@@ -47,6 +47,7 @@ INGREDIENTS: Mapping[str, Mapping[str, Any]] = {
     "no start": {**_HEAD, "head_start": False},
     "no normalised features, no start": {**_HEAD, "head_start": False, "normalize_features": False},
     "learning rate 0.5": {**_HEAD, "learning_rate": 0.5},
+    "clip norm 1": {**_HEAD, "clip_norm": 1.0},
     "no momentum": {**_HEAD, "server_optimizer": "sgd"},
     "weights by records": {**_HEAD, "client_weights": "records"},
     LOCAL_STEPS: {**_HEAD, "recipe": "fedpriv", "local_steps": 3, "rounds": 14},
