@@ -44,10 +44,10 @@ class LoraSettings:
         target_modules: names of linear layers; empty for peft's default for the model type.
         layers: `all`, `last-N`, or indices such as `4,5`.
         task: `SEQ_CLS` or `CAUSAL_LM`; with the former, the classification head is trained too.
-        trains: `lora`: A and B; `lora-b`: B only, with A frozen at its random initial value; `lora-r`: a matrix R between B
-            and A, which are frozen singular vectors of the weight; `head`: neither, so that only a classification head
-            is trained; `weights`: the layers' full weight matrices and biases instead, in which case rank and
-            alpha are ignored.
+        trains: `lora`: A and B; `lora-b`: B only, with A frozen at its random initial value; `lora-r`: a matrix R
+            between B and A, which are frozen singular vectors of the weight; `head`: neither, so that only a
+            classification head is trained; `weights`: the layers' full weight matrices and biases instead, in which
+            case rank and alpha are ignored.
         orthonormal: whether the rows of A are made orthonormal at the start, keeping what they span.
     """
 
