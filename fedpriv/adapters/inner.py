@@ -24,9 +24,9 @@ from fedpriv.errors import InputError
 INNER_SUFFIX = ".lora_B.default.R.weight"
 OUTER_SUFFIX = ".lora_B.default.B.weight"
 
-# Two singular values that differ by less, relative to the largest one, leave their vectors to a machine's rounding.
-# Rounding moves these in float64 by its size over the difference: by 1e-7 at most, as much as float32 does.
-_LEAST_GAP = 1e-7
+# Two singular values that differ by less, relative to the largest one, leave their vectors to a machine's rounding. It
+# moves vectors by its size over the difference: in float64, some 1e-13 for a large matrix, by no more than float32's.
+_LEAST_GAP = 1e-6
 
 
 def put_between(model: nn.Module) -> None:
