@@ -18,6 +18,7 @@ from transformers import AutoModelForSequenceClassification
 import fedpriv
 from clients import handler
 from fedpriv import protocol
+from fedpriv.adapter_variants import AdapterEvaluator
 from fedpriv.adapters.inner import INNER_SUFFIX, OUTER_SUFFIX
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import parse
@@ -117,6 +118,8 @@ def test_r_alone_is_sent_between_factors_that_never_move(small_run, tmp_path):
 def test_variants_that_the_runs_model_could_not_validate_are_refused_before_the_run(small_run):
     with pytest.raises(InputError, match="dedup = greedy: aggregation = fed-sb trains R alone"):
         parse({**small_run, "aggregation": "fed-sb", "dedup": "greedy"})
+    with pytest.raises(InputError, match="aggregation = fed-sb: its variants hold B R"):
+        AdapterEvaluator(workbench(parse({**small_run, "aggregation": "fed-sb"})))
 
 
 def test_ternary_weights_send_a_fourteenth_both_ways(small_run, tmp_path):
