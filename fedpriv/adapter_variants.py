@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from peft import get_peft_model_state_dict
 from torch import Tensor, nn
 
+from fedpriv.adapters.inner import INNER_SUFFIX
 from fedpriv.dedup import saliency
 from fedpriv.dedup.named_view import named_view
 from fedpriv.dedup.saliency import Saliency
@@ -40,7 +41,7 @@ class AdapterEvaluator:
         seed: for choosing them.
 
     Raises:
-        InputError: the run has no test set.
+        InputError: the run has no test set, or its model trains R alone, so that its variants do not fit it.
 
     Attributes:
         num_records: in use.
@@ -59,6 +60,8 @@ class AdapterEvaluator:
         # Not only the trained ones: if only B is trained, a variant contains A too.
         by_address = {p.data_ptr(): (name, p) for name, p in self.model.peft_model.named_parameters()}
         stored = get_peft_model_state_dict(self.model.peft_model)
+        if any(name.endswith(INNER_SUFFIX) for name in stored):
+            raise InputError("aggregation = fed-sb: its variants hold B R, which the run's model cannot validate")
         self._parameters = {name: by_address[tensor.data_ptr()] for name, tensor in stored.items()}
 
     @classmethod

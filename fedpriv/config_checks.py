@@ -11,9 +11,11 @@ if TYPE_CHECKING:
     from fedpriv.config import RunConfig
 
 # The aggregation rules whose global model is the weighted sum of the uploads, from which a server optimizer may step.
-LINEAR_RULES = ("dp-lora", "fedavg", "ffa-lora", "rolora", "fedsvd")
+LINEAR_RULES = ("dp-lora", "fedavg", "ffa-lora", "rolora", "fedsvd", "fed-sb")
 # Those with rounds that train some of the tensors.
 PARTIAL_RULES = ("rolora", "fedsvd")
+# Those whose uploads hold one factor of the map alone; the others are frozen in every model.
+ONE_FACTOR_RULES = ("ffa-lora", "fed-sb")
 
 
 def check(config: RunConfig) -> None:
@@ -38,6 +40,16 @@ def check(config: RunConfig) -> None:
         _check_baselines(config)
     if config.integral_epsilon is not None and config.uploads_hidden:
         raise ValueError("integral_epsilon: compares single uploads; with uploads_hidden = true, nobody sees those")
+    if config.integral_epsilon is not None and config.aggregation in ONE_FACTOR_RULES:
+        raise ValueError(
+            f"integral_epsilon: compares the products of uploaded factors; aggregation = {config.aggregation} uploads "
+            "one factor alone; use dp-lora"
+        )
+    if config.dedup and config.aggregation == "fed-sb":
+        raise ValueError(
+            f"dedup = {config.dedup}: aggregation = fed-sb trains R alone, and its variants, which hold B R and A, do "
+            "not fit the model that would validate them; use dp-lora"
+        )
     if max(config.variant_rounds, default=0) > config.rounds:
         raise ValueError(f"variant_rounds = {list(config.variant_rounds)}: the run has {config.rounds} rounds")
     if config.weight_decay > 0 and config.optimizer == "sgd":

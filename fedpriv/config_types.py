@@ -47,7 +47,7 @@ def rule_by_any_name(value: object) -> object:
 
 
 Aggregation = Literal[
-    "dp-lora", "fedavg", "t-fedavg", "cmfl", "ffa-lora", "rolora", "fedsvd", "fedex-lora", "flora"
+    "dp-lora", "fedavg", "t-fedavg", "cmfl", "ffa-lora", "rolora", "fedsvd", "fed-sb", "fedex-lora", "flora"
 ]  # of fedpriv/aggregation/rules.py
 Layers = Annotated[str, BeforeValidator(text_of_number), Field(pattern=r"^(all|last-[1-9]\d*|\d+(,\d+)*)$")]
 Train = Literal["all", "head", "auto"]

@@ -33,7 +33,7 @@ _DP_LORA_PAPER: Mapping[str, Any] = {
 # Keys that ask for what `fedpriv` has no part in, and the values with which they do not.
 _ONLY_IN_FEDPRIV: Mapping[str, tuple[Any, ...]] = {
     "task": ("SEQ_CLS",),
-    "aggregation": ("dp-lora", "ffa-lora", "rolora", "fedsvd"),
+    "aggregation": ("dp-lora", "ffa-lora", "rolora", "fedsvd", "fed-sb"),
     "optimizer": ("sgd",),
     "local_steps": (1,),
     "noise_on": ("gradients",),

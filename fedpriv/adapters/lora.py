@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from fedpriv.adapters import pooling
+from fedpriv.adapters import inner, pooling
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.base_models import BaseModel, load_base, quiet_transformers
 from fedpriv.adapters.merged import Merged, as_one_adapter, factors_of
@@ -24,10 +24,14 @@ from fedpriv.errors import InputError
 
 CONVENTION_FILE = "fedpriv.json"
 
-Trains = Literal["lora", "lora-b", "head", "weights"]
+Trains = Literal["lora", "lora-b", "lora-r", "head", "weights"]
 
 # The parts of a layer's parameter names that stay at their initial value.
-_FROZEN = {"lora-b": (".lora_A.",), "head": (".lora_A.", ".lora_B.")}
+_FROZEN = {
+    "lora-b": (".lora_A.",),
+    "lora-r": (".lora_A.", inner.OUTER_SUFFIX),
+    "head": (".lora_A.", ".lora_B."),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +44,10 @@ class LoraSettings:
         target_modules: names of linear layers; empty for peft's default for the model type.
         layers: `all`, `last-N`, or indices such as `4,5`.
         task: `SEQ_CLS` or `CAUSAL_LM`; with the former, the classification head is trained too.
-        trains: `lora`: A and B; `lora-b`: B only, with A frozen at its random initial value; `head`: neither, so that
-            only a classification head is trained; `weights`: the layers' full weight matrices and biases instead, in
-            which case rank and alpha are ignored.
+        trains: `lora`: A and B; `lora-b`: B only, with A frozen at its random initial value; `lora-r`: a matrix R
+            between B and A, which are frozen singular vectors of the weight; `head`: neither, so that only a
+            classification head is trained; `weights`: the layers' full weight matrices and biases instead, in which
+            case rank and alpha are ignored.
         orthonormal: whether the rows of A are made orthonormal at the start, keeping what they span.
     """
 
@@ -56,16 +61,18 @@ class LoraSettings:
 
 
 def attach(base: BaseModel, settings: LoraSettings, *, seed: int = 0) -> PeftModel:
-    """The base with a new adapter that leaves its function unchanged: A random and B zero, or copies of weights.
+    """The base with a new adapter that leaves its function unchanged: B or R zero, or copies of weights.
 
     Raises:
         InputError: the model lacks a target module or layer, or has no full weights that can be trained, or a layer has
-            fewer inputs than an orthonormal A has rows.
+            fewer inputs than an orthonormal A has rows, or no unique singular vectors.
     """
     config = _weights_config(base, settings) if settings.trains == "weights" else _lora_config(base, settings)
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = get_peft_model(base.model, config).eval()
+        if settings.trains == "lora-r":
+            inner.put_between(model)
     for name, parameter in model.named_parameters():
         if settings.orthonormal and ".lora_A." in name:
             _make_orthonormal(name, parameter)
@@ -220,7 +227,7 @@ def save(
     config = copy.copy(model.active_peft_config)
     config.inference_mode = True
     stored = {name: tensor.detach().cpu() for name, tensor in get_peft_model_state_dict(model).items()}
-    tensors = as_one_adapter({**stored, **(adapter or {})}, merged or {})
+    tensors = as_one_adapter(inner.as_ordinary({**stored, **(adapter or {})}), merged or {})
     if isinstance(config, LoraConfig):
         rank = next(right.shape[0] for _, right in factors_of(tensors).values())
         config.lora_alpha, config.r = config.lora_alpha * rank / config.r, rank

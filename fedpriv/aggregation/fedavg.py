@@ -1,8 +1,9 @@
 """The weighted average of the uploaded tensors, tensor by tensor (Liu et al., Eq. 8).
 
 On A and B it is DP-LoRA's rule, which is inexact: the product of averages is not the average of products. On full
-weights it is FedAvg, on B only, with A frozen and shared, FFA-LoRA, and on B and A in turn, round by round, RoLoRA
-(Chen et al. 2025, Algorithm 1): these are exact, since the model's weights are linear in what is averaged.
+weights it is FedAvg, on B only, with A frozen and shared, FFA-LoRA, on B and A in turn, round by round, RoLoRA (Chen et
+al. 2025, Algorithm 1), and on R between B and A, both frozen, Fed-SB (Singhal et al. 2025): these are exact, since the
+model's weights are linear in what is averaged.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ class Rule:
 
     Attributes:
         aggregate: the next global model from the valid uploads and their weights.
-        trains: `lora`: A, B and a head; `lora-b`: B and a head; `weights`: full weight matrices and a head.
+        trains: `lora`: A, B and a head; `lora-b`: B and a head; `lora-r`: a matrix R between frozen B and A, and a
+            head; `weights`: full weight matrices and a head.
         turns: which of these the rounds train that train more than the head, one after the other, round by round; the
             others are broadcast and uploaded as they are.
         orthonormal: whether the rows of A are orthonormal at the start.
@@ -54,6 +55,7 @@ RULES = {
     "ffa-lora": Rule(aggregate=average, trains="lora-b", linear=True),
     "rolora": Rule(aggregate=average, turns=("lora-b", "lora-a"), linear=True),
     "fedsvd": Rule(aggregate=average, turns=("lora-b",), orthonormal=True, finish=rebased, linear=True),
+    "fed-sb": Rule(aggregate=average, trains="lora-r", linear=True),
     "fedex-lora": Rule(aggregate=fedex_lora),
     "flora": Rule(aggregate=flora, restarts=True),
 }

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.adapters.arithmetic import difference
+from fedpriv.adapters.inner import INNER_SUFFIX
 from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX, as_one_adapter, factors_of
 from fedpriv.aggregation.cmfl import pack_signs, relevance, threshold, unpack_signs
 from fedpriv.aggregation.flora import fresh_start
@@ -142,6 +143,21 @@ def test_with_a_shared_frozen_factor_averaging_is_exact():
         expected = sum(w * p for w, p in zip(weights, products, strict=True))
         average = model.adapter[name + B_SUFFIX].double() @ shared[name + A_SUFFIX].double()
         torch.testing.assert_close(average, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_averaging_what_is_between_shared_frozen_factors_is_exact():
+    factors, weights = factors_of(lora(0)), [0.5, 0.3, 0.2]
+    generator = torch.Generator().manual_seed(1)
+    uploads = [{name + INNER_SUFFIX: torch.randn(2, 2, generator=generator) for name in LAYERS} for _ in range(3)]
+    average = RULES["fed-sb"].aggregate(GlobalModel(initial={}, adapter=uploads[0]), uploads, weights).adapter
+
+    def product(layer: str, upload: dict[str, torch.Tensor]) -> torch.Tensor:
+        b, a = factors[layer]
+        return b.double() @ upload[layer + INNER_SUFFIX].double() @ a.double()
+
+    for name in LAYERS:
+        expected = sum(w * product(name, upload) for w, upload in zip(weights, uploads, strict=True))
+        torch.testing.assert_close(product(name, average), expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("turn", [B_SUFFIX, A_SUFFIX])

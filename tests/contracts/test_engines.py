@@ -118,7 +118,8 @@ def test_stacked_equals_alone_with_memory_for_only_some_clients(encoder, make_re
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(
-    ("trains", "quantization"), [("lora-b", "none"), ("weights", "none"), ("weights", "ternary"), ("lora", "ternary")]
+    ("trains", "quantization"),
+    [("lora-b", "none"), ("lora-r", "none"), ("weights", "none"), ("weights", "ternary"), ("lora", "ternary")],
 )
 def test_stacked_equals_alone_whatever_is_trained(encoder, make_records, optimizer, trains, quantization):
     model = TrainingModel(encoder(trains=trains, layers="last-1"), memory_limit=2**30)

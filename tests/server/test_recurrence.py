@@ -55,3 +55,9 @@ def test_nobody_compares_what_nobody_asked_to_or_may_see(small_run, tmp_path):
     hidden = {"uploads_hidden": True, "local_steps": 1, "privacy_view": "aggregate"}
     with pytest.raises(InputError, match="integral_epsilon: compares single uploads"):
         parse({**small_run, **hidden, "integral_epsilon": 0.1})
+
+
+@pytest.mark.parametrize("rule", ["ffa-lora", "fed-sb"])
+def test_uploads_that_hold_one_factor_have_no_products_to_compare(small_run, rule):
+    with pytest.raises(InputError, match=f"integral_epsilon: .* aggregation = {rule} uploads one factor alone"):
+        parse({**small_run, "aggregation": rule, "integral_epsilon": 0.1})

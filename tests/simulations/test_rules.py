@@ -11,13 +11,15 @@ import pandas as pd
 import pytest
 import torch
 from flwr.app import ArrayRecord
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 import fedpriv
 from clients import handler
 from fedpriv import protocol
+from fedpriv.adapter_variants import AdapterEvaluator
+from fedpriv.adapters.inner import INNER_SUFFIX, OUTER_SUFFIX
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import parse
 from fedpriv.data.records import tokenize
@@ -91,6 +93,33 @@ def test_a_frozen_shared_factor_is_never_sent_and_never_moves(small_run, tmp_pat
     assert all(torch.equal(each[name], saved["global"][name]) for each in saved.values() for name in frozen)
     full = clients(run(small_run, tmp_path / "dp", aggregation="dp-lora")).bytes_up.sum()
     assert clients(folder).bytes_up.sum() < full
+
+
+def test_r_alone_is_sent_between_factors_that_never_move(small_run, tmp_path):
+    folder = run(small_run, tmp_path / "sb", aggregation="fed-sb")
+    bench = workbench(parse(tomllib.loads((folder / "config.toml").read_text())))
+    inner = {name for name in bench.initial if name.endswith(INNER_SUFFIX)}
+    assert inner
+    assert {name for name in bench.initial if "lora_" in name} == inner
+    saved = [load_file(v / "adapter_model.safetensors") for v in (folder / "variants").iterdir()]
+    frozen = get_peft_model_state_dict(bench.model.peft_model)
+    for name in (name for name in saved[0] if "lora_A" in name):
+        stem = name.removesuffix(".lora_A.weight")
+        outer = frozen[stem + OUTER_SUFFIX]
+        for each in saved:
+            assert torch.equal(each[name], frozen[name])
+            b = each[stem + ".lora_B.weight"]
+            assert b.any()
+            torch.testing.assert_close(outer @ (outer.T @ b), b, atol=1e-6, rtol=0)
+    less = clients(run(small_run, tmp_path / "ffa", aggregation="ffa-lora")).bytes_up.sum()
+    assert clients(folder).bytes_up.sum() < less
+
+
+def test_variants_that_the_runs_model_could_not_validate_are_refused_before_the_run(small_run):
+    with pytest.raises(InputError, match="dedup = greedy: aggregation = fed-sb trains R alone"):
+        parse({**small_run, "aggregation": "fed-sb", "dedup": "greedy"})
+    with pytest.raises(InputError, match="aggregation = fed-sb: its variants hold B R"):
+        AdapterEvaluator(workbench(parse({**small_run, "aggregation": "fed-sb"})))
 
 
 def test_ternary_weights_send_a_fourteenth_both_ways(small_run, tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fedpriv.accounting.recipe import LORA_PAYS
+from fedpriv.adapters.inner import INNER_SUFFIX
 from fedpriv.config import parse
 from fedpriv.training.lora_choice import decided
 from fedpriv.training.noise_plan import calibrated, with_learning_rates
@@ -42,6 +43,18 @@ def test_adam_steps_less_far_where_there_is_more_noise():
     rates = [decided(parse(AUTO), sizes, INITIAL)[0].lora_server_learning_rate for sizes in ([40_000] * 5, [5200] * 5)]
     assert rates[0] == 0.02
     assert 0 < rates[1] < rates[0]
+
+
+def test_with_r_between_frozen_factors_fewer_records_suffice():
+    inner = {f"{name}{INNER_SUFFIX}": torch.zeros(16, 16) for name in ("query", "value")}
+    chosen = [
+        decided(parse(AUTO | changes), [3000] * 5, initial)[0].lora_rounds
+        for changes, initial in (
+            ({}, INITIAL),
+            ({"aggregation": "fed-sb"}, inner | {"head.weight": torch.zeros(2, 384)}),
+        )
+    ]
+    assert chosen == [0, 27]
 
 
 def test_any_other_choice_is_left_alone():

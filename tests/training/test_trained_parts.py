@@ -27,11 +27,22 @@ SPEC = dataclasses.replace(
 SCALED = {"bias_scale": pooling.BIAS_SCALE}
 
 
+def made(tiny_bert, trains):
+    base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3, normalize=True)
+    settings = LoraSettings(rank=4, layers="last-1", trains=trains)
+    return TrainingModel(move(attach(base, settings)), memory_limit=2**30)
+
+
 @pytest.fixture
 def model(tiny_bert):
     """A tiny BERT with unit features, its head and LoRA away from their start."""
-    base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3, normalize=True)
-    return TrainingModel(move(attach(base, LoraSettings(rank=4, layers="last-1"))), memory_limit=2**30)
+    return made(tiny_bert, "lora")
+
+
+@pytest.fixture
+def inner(tiny_bert):
+    """The same with R between frozen factors."""
+    return made(tiny_bert, "lora-r")
 
 
 def make_task(model, records, *, num_registered=None, seed=0, **changes):
@@ -107,6 +118,18 @@ def test_an_update_equals_a_loop_over_single_records(model, make_records, trains
             assert torch.equal(found[name], task.adapter[name])
 
 
+@pytest.mark.parametrize("scales", [{}, SCALED], ids=["unscaled", "scaled"])
+def test_an_update_of_r_equals_a_loop_over_single_records(inner, make_records, scales):
+    task = make_task(inner, make_records(20), **scales)
+    expected, num_clipped = by_hand(inner, task)
+    assert num_clipped
+    found = local_update(inner, task).adapter
+    assert {tensor.shape for name, tensor in found.items() if "lora" in name} == {(4, 4)}
+    for name, tensor in expected.items():
+        assert not torch.equal(tensor, task.adapter[name]), f"{name} did not move, so the test would prove nothing"
+        torch.testing.assert_close(found[name] - task.adapter[name], tensor - task.adapter[name], atol=2e-6, rtol=0)
+
+
 def test_scaled_coordinates_are_clipped_jointly(model, make_records):
     """The bound holds for what is clipped: a whole gradient, its LoRA part 3 and its bias part 0.29 times as long."""
     task = make_task(model, make_records(1), clip_norm=0.01, **SCALED)
@@ -168,9 +191,21 @@ def has_variance(samples, variance):
     return (low <= statistic) & (statistic <= high)
 
 
-@pytest.mark.parametrize(("trains", "objective"), [("head", "class-sums"), ("head", "loss"), ("all", "loss")])
-def test_noise_reaches_every_trained_value_at_its_scale_and_no_other_value(model, make_records, trains, objective):
-    q, size, z = 0.5, 30, 1.7
+NOISED = [
+    ("model", "head", "class-sums"),
+    ("model", "head", "loss"),
+    ("model", "all", "loss"),
+    ("inner", "head", "loss"),
+    ("inner", "all", "loss"),
+]
+
+
+@pytest.mark.parametrize(("kind", "trains", "objective"), NOISED)
+def test_noise_reaches_every_trained_value_at_its_scale_and_no_other_value(
+    request, make_records, kind, trains, objective
+):
+    model, q, size, z = request.getfixturevalue(kind), 0.5, 30, 1.7
+    frozen = {n: p.clone() for n, p in model.peft_model.named_parameters() if not p.requires_grad}
     changes = {"trains": trains, "objective": objective, "learning_rate": 0.8, "noise_multiplier": z, **SCALED}
     changes["sampling_probability"] = q
     none = make_records(0)
@@ -186,6 +221,10 @@ def test_noise_reaches_every_trained_value_at_its_scale_and_no_other_value(model
         assert has_variance(steps, stddev**2).all(), name
         for wrong in (2 / 3, 3 / 2):
             assert not has_variance(wrong * steps, stddev**2).any(), "the test could not see a wrong scale"
+    noised = sum(tensor.numel() for name, tensor in tasks[0].adapter.items() if is_trained(name, trains))
+    assert noised == {("inner", "all"): 2 * 4 * 4 + 3 * 64 + 3}.get((kind, trains), noised)
+    after = dict(model.peft_model.named_parameters())
+    assert all(torch.equal(after[name], tensor) for name, tensor in frozen.items())
 
 
 def test_noise_on_the_upload_is_in_scaled_coordinates_too(model, make_records):

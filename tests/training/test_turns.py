@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
+from fedpriv.adapters.inner import INNER_SUFFIX
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import parse
 from fedpriv.config_checks import PARTIAL_RULES
@@ -77,3 +78,12 @@ def test_the_rule_for_learning_rates_counts_the_lora_values_that_are_noised(rule
     shapes = {"m.lora_A.weight": (4, 4), "m.lora_B.weight": (7, 4), "head.weight": (3, 9)}
     initial = {name: torch.zeros(shape) for name, shape in shapes.items()}
     assert num_lora_values(parse({"aggregation": rule}), initial) == expected
+
+
+def test_with_r_between_frozen_factors_its_own_values_count():
+    initial = {
+        "m" + INNER_SUFFIX: torch.zeros(5, 5),
+        "n" + INNER_SUFFIX: torch.zeros(5, 5),
+        "head.weight": torch.zeros(3, 9),
+    }
+    assert num_lora_values(parse({"aggregation": "fed-sb"}), initial) == 50
