@@ -121,6 +121,10 @@ class TrainingModel:
         self.layers: dict[str, TrainableLayer] = trainable_layers(peft_model)
         self.parameters: dict[str, nn.Parameter] = lora.trainable(peft_model)
         self.initial: Adapter = lora.read_parameters(self.parameters)
+        # Rounds leave these as they are, but deduplication may replace their blocks.
+        self._frozen_factors = {
+            name: p for name, p in peft_model.named_parameters() if ".lora_" in name and not p.requires_grad
+        }
         self._merged: Merged = {}
         self._pretrained: dict[str, Tensor] = {}
         # Gradients are keyed by module names, adapters by peft's names.
@@ -265,6 +269,7 @@ class TrainingModel:
         if self.features is None or self.head is None:
             return self.logits(records.items(indices), cached=True)
         own = {name: p.detach().cpu() for name, p in self.parameters.items() if name not in self.head_tensors}
+        own |= {name: p.detach().cpu() for name, p in self._frozen_factors.items()}
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         with raising_failures():
             features = self.features.features([(records, chosen)], Body(own, self._merged), keep=True)

@@ -122,6 +122,18 @@ def test_variants_that_the_runs_model_could_not_validate_are_refused_before_the_
         AdapterEvaluator(workbench(parse({**small_run, "aggregation": "fed-sb"})))
 
 
+def test_a_variant_with_other_frozen_factors_is_evaluated_with_them(small_run):
+    """Deduplication may replace blocks of a frozen A, which no round ever trains."""
+    evaluator = AdapterEvaluator(workbench(parse({**small_run, "aggregation": "ffa-lora"})))
+    generator = torch.Generator().manual_seed(0)
+    first = {n: 9 * torch.randn(p.shape, generator=generator).numpy() for n, p in evaluator.parameters.items()}
+    other = {n: -value if ".lora_A." in n else value for n, value in first.items()}
+    counts = [evaluator.count_correct(tensors) for tensors in (first, other)]
+    evaluator.model.features = None  # by whole passes
+    assert counts == [evaluator.count_correct(tensors) for tensors in (first, other)]
+    assert counts[0] != counts[1], "both are the same, so the test would prove nothing"
+
+
 def test_ternary_weights_send_a_fourteenth_both_ways(small_run, tmp_path):
     values = {**small_run, "layers": "all"}
     ternary, full = (clients(run(values, tmp_path / name, aggregation=name)) for name in ("t-fedavg", "fedavg"))

@@ -15,6 +15,7 @@ EPSILONS: tuple[float | None, ...] = (2.0, 8.0, 1.0, None)
 FACTORS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
 
 BASELINES, RECIPE, AUTO, PROBES = "baselines", "recipe", "auto", "averaged probes"
+INNER = "auto, R alone"
 CENTRAL, LOCAL_STEPS = "central", "3 local steps"
 
 # A test after every round would take most of the time of a run that trains A and B.
@@ -29,6 +30,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "head": _HEAD,
     RECIPE: _TESTED_AT_THE_END,
     AUTO: {**_TESTED_AT_THE_END, "train": "auto"},
+    INNER: {**_TESTED_AT_THE_END, "train": "auto", "aggregation": "fed-sb", "rank": 16, "alpha": 64},
     "paper": {**_TESTED_AT_THE_END, "recipe": "dp-lora-paper"},
     CENTRAL: _HEAD,
     # recipe is given, since several local steps would stand for the other one; their learning rate is derived.
@@ -121,6 +123,7 @@ def _in_order() -> Iterator[Cell]:
     yield from _all(NAMED[-1:], [PROBES, CENTRAL], private)
     yield from _all(NAMED[-1:], [BASELINES], (None,))
     yield from _all(NAMED[-1:], list(RATES), private)
+    yield from _all(NAMED[1:], [INNER], (8.0,))
     yield from _all(UNNAMED, [RECIPE], (8.0,))
     yield from _all(NAMED, ["head", CENTRAL], rest)
     yield from _all(NAMED, ["head"], (1.0,), ("sum",))

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedpriv.adapters.inner import INNER_SUFFIX
 from fedpriv.adapters.merged import B_SUFFIX
 from fedpriv.config import RunConfig
 from fedpriv.data.records import BatchShape, Item
@@ -85,8 +86,8 @@ class FeatureStore:
 
 
 def _is_untrained(body: Body) -> bool:
-    """Whether nothing is added to the frozen base: B is zero before it is trained."""
-    trained = (tensor for name, tensor in body.tensors.items() if name.endswith(B_SUFFIX))
+    """Whether nothing is added to the frozen base: B, or R before a frozen one, is zero before it is trained."""
+    trained = (tensor for name, tensor in body.tensors.items() if name.endswith((B_SUFFIX, INNER_SUFFIX)))
     return not body.merged and not any(bool(tensor.any()) for tensor in trained)
 
 

@@ -14,6 +14,7 @@ from simulations.studies.utility.cells import (
     EPSILONS,
     FACTORS,
     INGREDIENTS,
+    INNER,
     NAMED,
     PROBES,
     RATES,
@@ -52,8 +53,8 @@ a record are computed once for all cells, since they depend on its tokens alone.
   eight types of question of `simulations/configs/medquad.toml`, nine sites, a fifth of all rows set aside for testing.
 - *local*: epsilon against whoever sees a client's uploads. *in the sum*: against whoever sees only the sum of all
   (`uploads_hidden`, `privacy_view = aggregate`, every client needed), so each client adds less noise.
-- *head*: `train = "head"`. *recipe*: the default, which trains A, B and head. *auto*: `train = "auto"`. *paper*:
-  `recipe = "dp-lora-paper"`.
+- *head*: `train = "head"`. *recipe*: the default, which trains A, B and head. *auto*: `train = "auto"`. *auto, R
+  alone*: the same with `aggregation = "fed-sb"`, rank 16 and alpha 64. *paper*: `recipe = "dp-lora-paper"`.
 - *central*: the head with one client that holds everything. *averaged probes*: 40 full-batch steps of every client's
   own head with noise for all of its epsilon, and one average weighted by N_k; their learning rate is the rule's for one
   client of the average size.
@@ -112,14 +113,17 @@ def _comparisons(results: Results) -> Iterator[tuple[str, Estimate | None]]:
             head = results.by_seed(name, "head", epsilon, view)
             claim = f"{name}, epsilon {_epsilon(epsilon)}, {view}: "
             yield claim + "head less averaged probes", difference(head, results.by_seed(name, PROBES, epsilon, view))
-            for method in (RECIPE, AUTO):
+            for method in (RECIPE, AUTO, INNER):
                 found = difference(results.by_seed(name, method, epsilon, view), head)
                 yield f"{claim}{method} less head", found
 
 
 def _corpus(results: Results, name: str) -> str:
     rows = []
-    for view, methods in (("local", ("head", RECIPE, AUTO, "paper", PROBES, CENTRAL)), ("sum", ("head", RECIPE))):
+    for view, methods in (
+        ("local", ("head", RECIPE, AUTO, INNER, "paper", PROBES, CENTRAL)),
+        ("sum", ("head", RECIPE)),
+    ):
         for method in methods:
             found = [results.estimate(name, method, epsilon, view) for epsilon in _ORDER]
             if any(found):
