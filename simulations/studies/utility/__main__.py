@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from simulations.studies.utility import run, tables
-from simulations.studies.utility.cells import cells
+from simulations.studies.utility.cells import SEEDS, cells
 from simulations.studies.utility.corpora import CORPORA
 
 
@@ -34,6 +34,9 @@ def main() -> None:
         "--corpora", type=lambda text: text.split(";"), default=list(CORPORA), help="names, separated by ;"
     )
     parser.add_argument("--methods", type=lambda text: text.split(","), default=[], help="by name; default all")
+    parser.add_argument("--epsilons", type=lambda text: text.split(","), default=[], help="or none; default all")
+    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=SEEDS)
+    parser.add_argument("--views", type=lambda text: text.split(","), default=["local", "sum"])
     parser.add_argument("--minutes", type=float, help="begin no cell after so long")
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.corpora if name not in CORPORA]:
@@ -46,7 +49,11 @@ def main() -> None:
     chosen = [
         cell
         for cell in cells()
-        if cell.corpus in arguments.corpora and cell.method in (arguments.methods or [cell.method])
+        if cell.corpus in arguments.corpora
+        and cell.method in (arguments.methods or [cell.method])
+        and cell.shown_epsilon in (arguments.epsilons or [cell.shown_epsilon])
+        and cell.seed in arguments.seeds
+        and cell.view in arguments.views
     ]
     until = time.time() + 60 * arguments.minutes if arguments.minutes is not None else None
     run.run_all(arguments.runs, arguments.out, arguments.data, chosen, until=until)

@@ -82,8 +82,12 @@ class Cell:
     @property
     def key(self) -> str:
         """Unique among the cells."""
-        noise = "none" if self.epsilon is None else f"{self.epsilon:g}"
-        return "/".join((self.corpus, self.method, noise, self.view, str(self.seed)))
+        return "/".join((self.corpus, self.method, self.shown_epsilon, self.view, str(self.seed)))
+
+    @property
+    def shown_epsilon(self) -> str:
+        """`none` without noise."""
+        return "none" if self.epsilon is None else f"{self.epsilon:g}"
 
     @property
     def is_validated(self) -> bool:

@@ -120,10 +120,8 @@ def _comparisons(results: Results) -> Iterator[tuple[str, Estimate | None]]:
 
 def _corpus(results: Results, name: str) -> str:
     rows = []
-    for view, methods in (
-        ("local", ("head", RECIPE, AUTO, INNER, "paper", PROBES, CENTRAL)),
-        ("sum", ("head", RECIPE)),
-    ):
+    views = {"local": ("head", RECIPE, AUTO, INNER, "paper", PROBES, CENTRAL), "sum": ("head", RECIPE)}
+    for view, methods in views.items():
         for method in methods:
             found = [results.estimate(name, method, epsilon, view) for epsilon in _ORDER]
             if any(found):
