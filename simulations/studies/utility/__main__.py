@@ -48,11 +48,10 @@ def main() -> None:
     logging.getLogger("flwr").setLevel(logging.WARNING)
     chosen = [
         cell
-        for cell in cells()
+        for cell in cells(arguments.seeds)
         if cell.corpus in arguments.corpora
         and cell.method in (arguments.methods or [cell.method])
         and cell.shown_epsilon in (arguments.epsilons or [cell.shown_epsilon])
-        and cell.seed in arguments.seeds
         and cell.view in arguments.views
     ]
     until = time.time() + 60 * arguments.minutes if arguments.minutes is not None else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -99,43 +99,43 @@ NAMED = [name for name, corpus in CORPORA.items() if corpus.named]
 UNNAMED = [name for name, corpus in CORPORA.items() if not corpus.named]
 
 
-def cells() -> Iterator[Cell]:
+def cells(seeds: Sequence[int] = SEEDS) -> Iterator[Cell]:
     """All cells, each once, the most telling first; those that share data, model and features are neighbours."""
-    yield from dict.fromkeys(_in_order())
+    yield from dict.fromkeys(_in_order(seeds))
 
 
-def _in_order() -> Iterator[Cell]:
+def _in_order(seeds: Sequence[int]) -> Iterator[Cell]:
     private, rest, small, embedded = (2.0, 8.0), (1.0, None), NAMED[:-1], NAMED[:1]
-    yield from _all(small, ["head"], private)
-    first, others = SEEDS[:1], SEEDS[1:]
+    yield from _all(small, ["head"], private, seeds=seeds)
+    first, others = seeds[:1], seeds[1:]
     yield from _all(UNNAMED[:-1], ["head", BASELINES], (8.0,), seeds=first)
     yield from _all(embedded, [PROBES, RECIPE], private, seeds=first)
     yield from _all(small[1:], [PROBES], private, seeds=first)
     yield from _all(UNNAMED[-1:], ["head", BASELINES], (8.0,), seeds=first)
     yield from _all(embedded, [PROBES, RECIPE], private, seeds=others)
     yield from _all(small[1:], [PROBES], private, seeds=others)
-    yield from _all(embedded, list(INGREDIENTS), (2.0,))
-    yield from _all(small, ["head"], private, ("sum",))
+    yield from _all(embedded, list(INGREDIENTS), (2.0,), seeds=seeds)
+    yield from _all(small, ["head"], private, ("sum",), seeds=seeds)
     yield from _all(UNNAMED, ["head", BASELINES], (8.0,), seeds=others)
-    yield from _all(embedded, [CENTRAL], private)
-    yield from _all(small, [BASELINES], (None,))
-    for seed in SEEDS:
+    yield from _all(embedded, [CENTRAL], private, seeds=seeds)
+    yield from _all(small, [BASELINES], (None,), seeds=seeds)
+    for seed in seeds:
         yield from _all(small, list(RATES), private, seeds=(seed,))
-    yield from _all(embedded, [AUTO, "paper"], private)
-    yield from _all(NAMED[-1:], ["head"], private, ("local", "sum"))
-    yield from _all(small, [CENTRAL], private)
-    yield from _all(NAMED[-1:], [PROBES, CENTRAL], private)
-    yield from _all(NAMED[-1:], [BASELINES], (None,))
-    yield from _all(NAMED[-1:], list(RATES), private)
-    yield from _all(NAMED[1:], [INNER], (8.0,))
-    yield from _all(UNNAMED, [RECIPE], (8.0,))
-    yield from _all(NAMED, ["head", CENTRAL], rest)
-    yield from _all(NAMED, ["head"], (1.0,), ("sum",))
-    yield from _all(NAMED, [PROBES], (1.0,))
-    yield from _all(NAMED, list(RATES), (1.0,))
-    yield from _all(NAMED[1:], [RECIPE, AUTO, "paper"], private)
-    yield from _all(NAMED, [RECIPE], private, ("sum",))
-    yield from _all(NAMED, [RECIPE, "paper"], rest)
+    yield from _all(embedded, [AUTO, "paper"], private, seeds=seeds)
+    yield from _all(NAMED[-1:], ["head"], private, ("local", "sum"), seeds=seeds)
+    yield from _all(small, [CENTRAL], private, seeds=seeds)
+    yield from _all(NAMED[-1:], [PROBES, CENTRAL], private, seeds=seeds)
+    yield from _all(NAMED[-1:], [BASELINES], (None,), seeds=seeds)
+    yield from _all(NAMED[-1:], list(RATES), private, seeds=seeds)
+    yield from _all(NAMED[1:], [INNER], (8.0,), seeds=seeds)
+    yield from _all(UNNAMED, [RECIPE], (8.0,), seeds=seeds)
+    yield from _all(NAMED, ["head", CENTRAL], rest, seeds=seeds)
+    yield from _all(NAMED, ["head"], (1.0,), ("sum",), seeds=seeds)
+    yield from _all(NAMED, [PROBES], (1.0,), seeds=seeds)
+    yield from _all(NAMED, list(RATES), (1.0,), seeds=seeds)
+    yield from _all(NAMED[1:], [RECIPE, AUTO, "paper"], private, seeds=seeds)
+    yield from _all(NAMED, [RECIPE], private, ("sum",), seeds=seeds)
+    yield from _all(NAMED, [RECIPE, "paper"], rest, seeds=seeds)
 
 
 def _all(
@@ -143,7 +143,8 @@ def _all(
     methods: list[str],
     epsilons: tuple[float | None, ...],
     views: tuple[str, ...] = ("local",),
-    seeds: tuple[int, ...] = SEEDS,
+    *,
+    seeds: Sequence[int],
 ) -> Iterator[Cell]:
     for corpus, seed, view, method, epsilon in product(corpora, seeds, views, methods, epsilons):
         epsilon = None if method == BASELINES else epsilon

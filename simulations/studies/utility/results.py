@@ -34,8 +34,8 @@ class Estimate:
         value = f"{self.mean:+.3f}" if sign else f"{self.mean:.3f}"
         if self.standard_error is None:
             return f"{value} (one seed)"
-        few = f" ({self.num_seeds} seeds)" if self.num_seeds < 3 else ""
-        return f"{value} ± {self.standard_error:.3f}{few}"
+        others = f" ({self.num_seeds} seeds)" if self.num_seeds != 3 else ""
+        return f"{value} ± {self.standard_error:.3f}{others}"
 
 
 class Results:
