@@ -114,7 +114,7 @@ class Setting:
         """What stands for the run's adapter: Gaussian noise costs the same for any, and rates depend on d alone."""
         return {
             "layer.lora_A.weight": torch.empty(self.num_lora_values, device="meta"),
-            "classifier.weight": torch.empty(1, device="meta"),
+            "classifier.bias": torch.empty(1, device="meta"),
         }
 
     @property

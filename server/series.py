@@ -51,7 +51,7 @@ class Series:
         self.run_id = resumed.run if resumed else secrets.token_hex(16)
         self.registrations = [registration for _, registration in nodes.values()]
         sizes = [registration.num_records for registration in self.registrations]
-        self.learning_rate = derived_learning_rate(config, sizes)
+        self.learning_rate = derived_learning_rate(config, sizes, bench.initial)
         self._rated = with_learning_rates(config, sizes, bench.initial)
         self.names = {registration.client: registration.name for registration in self.registrations}
         self.books = Books(

@@ -21,9 +21,11 @@ from fedpriv.accounting.law import Array
 # Of the budget, in units of 1 / z^2: a Gaussian release costs in proportion to that.
 START_SHARE = 0.15
 
-# The standard deviation with which each of the head's weights may end, and the longest step that is ever useful.
+# The standard deviation with which each of the head's weights may end, and the longest steps: with momentum 0.9 those
+# on features of norm 1 are stable up to 76, and on centred ones, which point in all directions, far beyond.
 FINAL_NOISE = 0.6
-_LARGEST_RATE = 200.0
+_LARGEST_RATE = 75.0
+_LARGEST_CENTRED_RATE = 200.0
 
 # The same for the last rounds, which train A and B too: the noise of the head's weights, and how far A and B may step
 # for what their noise adds up to. docs/recipes.md says how both were found.
@@ -102,11 +104,13 @@ class LearningRate:
         noise_per_step_length: nu, the standard deviation of each of the head's weights per unit of `total_step`.
         total_step: tau, the sum of all rounds' learning rates.
         learning_rate: of each round.
+        largest_learning_rate: that it is held to.
     """
 
     noise_per_step_length: float
     total_step: float
     learning_rate: float
+    largest_learning_rate: float
 
     @property
     def final_noise(self) -> float:
@@ -191,14 +195,20 @@ def noise_per_step_length(
 
 
 def learning_rate(
-    federation: Federation, *, noise_stddev: float, sampling_probability: float, num_steps: int
+    federation: Federation,
+    *,
+    noise_stddev: float,
+    sampling_probability: float,
+    num_steps: int,
+    centred: bool = False,
 ) -> LearningRate:
-    """The learning rate with which each of the head's weights ends with noise of about 0.6, and at most 200.
+    """The learning rate with which each of the head's weights ends with noise of about 0.6, up to a largest one.
 
-    tau = min(200 T, 0.6 / nu), and the rate is tau / T.
+    tau = min(75 T, 0.6 / nu), or min(200 T, 0.6 / nu) where features are centred, and the rate is tau / T.
 
     Args:
         federation, noise_stddev, sampling_probability, num_steps: as for `noise_per_step_length`.
+        centred: whether the steps are taken with features less their mean.
     """
     nu = noise_per_step_length(
         federation,
@@ -206,8 +216,11 @@ def learning_rate(
         sampling_probability=sampling_probability,
         num_steps=num_steps,
     )
-    tau = min(_LARGEST_RATE * num_steps, FINAL_NOISE / nu if nu else math.inf)
-    return LearningRate(noise_per_step_length=nu, total_step=tau, learning_rate=tau / num_steps)
+    largest = _LARGEST_CENTRED_RATE if centred else _LARGEST_RATE
+    tau = min(largest * num_steps, FINAL_NOISE / nu if nu else math.inf)
+    return LearningRate(
+        noise_per_step_length=nu, total_step=tau, learning_rate=tau / num_steps, largest_learning_rate=largest
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +236,7 @@ def joint_rates(
 ) -> JointRates:
     """The rates of the last rounds: tau = 0.18 / nu for the head, 0.016 / (nu^2 d) for A and B, each over J.
 
-    They are at most 200 and 30, and the head's at most one for each hundred records of an expected step.
+    They are at most 75 and 30, and the head's at most one for each hundred records of an expected step.
 
     Args:
         federation, noise_stddev, sampling_probability: as for `learning_rate`, of these rounds.

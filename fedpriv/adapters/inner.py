@@ -42,6 +42,8 @@ def put_between(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _put_between(name: str, layer: Any) -> None:
+    if "default" not in layer.lora_A:
+        raise InputError(f"target_modules: {name} is no linear layer, and R lies between factors of a weight matrix")
     a, b = layer.lora_A["default"], layer.lora_B["default"]
     weight = layer.get_base_layer().weight
     try:

@@ -191,7 +191,7 @@ def _meaning(values: Mapping[str, Any]) -> Iterable[str]:
 
     nu, ratio = values["noise_per_step_length"], values["noise_to_signal"]
     yield (
-        f"A bound: the noise of all steps moves every logit of every record by a standard deviation of at most "
+        f"Size: the noise of all steps moves a record's logits by a standard deviation of about "
         f"{values['final_noise']:.2g}."
     )
     yield (

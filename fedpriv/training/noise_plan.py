@@ -134,7 +134,7 @@ def with_learning_rates(config: RunConfig, sizes: Sequence[int], initial: Adapte
         sizes: N_k of all clients.
         initial: the adapter.
     """
-    rate = derived_learning_rate(config, sizes)
+    rate = derived_learning_rate(config, sizes, initial)
     if rate is not None:
         config = replace(config, learning_rate=rate.learning_rate)
     if config.lora_rounds is None or not num_lora_rounds(config):
@@ -155,12 +155,13 @@ def with_learning_rates(config: RunConfig, sizes: Sequence[int], initial: Adapte
     )
 
 
-def derived_learning_rate(config: RunConfig, sizes: Sequence[int]) -> LearningRate | None:
+def derived_learning_rate(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> LearningRate | None:
     """What `learning_rate = auto` stands for; None if the configuration gives a number.
 
     Args:
         config: of the run, calibrated.
         sizes: N_k of all clients.
+        initial: the adapter.
     """
     if config.learning_rate != "auto":
         return None
@@ -169,6 +170,7 @@ def derived_learning_rate(config: RunConfig, sizes: Sequence[int]) -> LearningRa
         noise_stddev=config.noise_multiplier * config.clip_norm,
         sampling_probability=_probability(config, sizes),
         num_steps=max(1, _num_steps(config)),
+        centred=_has_centred_rounds(config, initial),
     )
 
 
@@ -205,6 +207,12 @@ def _num_steps(config: RunConfig) -> int:
     """The rounds whose noise is `noise_multiplier`: those of the head, or all after the start."""
     after_start = config.rounds - config.head_start
     return after_start - num_lora_rounds(config) if config.lora_rounds is not None else after_start
+
+
+def _has_centred_rounds(config: RunConfig, initial: Adapter) -> bool:
+    """Whether rounds of the head follow its start, and it has a bias, without which it is not centred."""
+    has_bias = any(tensor.dim() == 1 for name, tensor in initial.items() if ".lora_" not in name)
+    return config.head_start and has_bias and config.rounds - 1 > num_lora_rounds(config)
 
 
 def _has_joint_phase(config: RunConfig) -> bool:

@@ -37,7 +37,7 @@ class Limits:
     max_rounds: _Count = 1000
     min_clip_norm: _Positive = 1e-4
     max_clip_norm: _Positive = 100.0
-    max_learning_rate: _Positive = 100.0
+    max_learning_rate: _Positive = 1000.0
     max_broadcast_value: _Positive = 1e4
     max_length: _Count = 512
 

@@ -23,6 +23,7 @@ from fedpriv.accounting.recipe import (
     start_noise_beside,
     start_noise_multiplier,
 )
+from fedpriv.vault.policy import Limits
 
 DELTA = 1e-5
 SIZES = (1200, 1000, 800, 600, 400)
@@ -162,8 +163,10 @@ def test_too_many_possible_rounds_to_enumerate_are_sampled_closely():
 
 
 def test_without_noise_the_rate_is_the_largest():
-    rule = learning_rate(federation(), noise_stddev=0.0, sampling_probability=1.0, num_steps=40)
-    assert (rule.learning_rate, rule.total_step, rule.final_noise) == (200.0, 8000.0, 0.0)
+    for centred, largest in ((False, 75.0), (True, 200.0)):
+        rule = learning_rate(federation(), noise_stddev=0.0, sampling_probability=1.0, num_steps=40, centred=centred)
+        assert (rule.learning_rate, rule.total_step, rule.final_noise) == (largest, 40 * largest, 0.0)
+        assert largest <= Limits().max_learning_rate, "nodes would refuse it after the start was paid for"
 
 
 def test_full_batches_end_as_noisy_as_one_release_with_their_share_of_the_budget():
@@ -193,7 +196,7 @@ def test_more_noise_never_raises_the_rate_and_more_records_never_lower_it(sizes,
         return learning_rate(federation(sizes), noise_stddev=z, sampling_probability=q, num_steps=num_steps)
 
     base = rule(sizes, z)
-    assert 0 < base.learning_rate <= 200
+    assert 0 < base.learning_rate <= 75
     assert base.final_noise <= 0.6 * (1 + 1e-12)
     assert rule(sizes, more * z).learning_rate <= base.learning_rate * (1 + 1e-12)
     assert rule([2 * size for size in sizes], z).learning_rate >= base.learning_rate * (1 - 1e-12)

@@ -133,3 +133,9 @@ def test_weights_that_are_stored_transposed_have_the_same_r(tmp_path):
 def test_an_adapter_without_r_is_left_as_it_is():
     tensors = {"m.lora_A.weight": drawn(2, 3), "m.lora_B.weight": drawn(4, 2), "head.weight": drawn(2, 4)}
     assert as_ordinary(tensors) == tensors
+
+
+def test_an_embedding_is_refused_by_name(tiny_bert):
+    base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3)
+    with pytest.raises(InputError, match="target_modules: .*word_embeddings is no linear layer"):
+        attach(base, LoraSettings(rank=2, trains="lora-r", target_modules=("query", "word_embeddings")))

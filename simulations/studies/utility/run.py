@@ -217,7 +217,7 @@ def local_learning_rate(config: RunConfig) -> float:
     sizes = [len(client) for client in bench.data.clients]
     num_steps = config.local_steps * (config.rounds - config.head_start)
     single = parse({**asdict(config), "local_steps": 1, "rounds": num_steps + 1, "learning_rate": "auto"})
-    rate = derived_learning_rate(calibrated(single, sizes, bench.initial), sizes)
+    rate = derived_learning_rate(calibrated(single, sizes, bench.initial), sizes, bench.initial)
     assert rate is not None  # the configuration asks for it
     return rate.learning_rate
 
