@@ -21,8 +21,8 @@ from simulations.tiny_bert import make_tiny_bert
 from tests.tiny import LABELS, WORDS, move, random_records, tiny_causal, write_table
 
 TESTS = Path(__file__).parent
-# Their files take longest, for their tests are whole runs.
-WHOLE_RUNS = ("contracts", "integration", "simulations", "cli", "server")
+# Their files take longest: their tests are whole runs, start processes of their own, or try many models.
+WHOLE_RUNS = ("contracts", "integration", "simulations", "cli", "server", "adversary", "vault", "training")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -55,7 +55,7 @@ EXAMPLES = {
         "--number-is-random-and-secret --losers-are-hidden",
         infinite="epsilon_of_one_run",
     ),
-    "plan": Example("--records 60 --records 40 --epsilon 2 --records-per-second 50"),
+    "plan": Example("--records 100 --epsilon 2 --train head --records-per-second 50"),
     "report": Example("finished"),
     "communication": Example("--model gpt2 --rank 4"),
     "status": Example("begun", infinite="epsilon_local_max"),

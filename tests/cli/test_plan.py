@@ -77,7 +77,9 @@ def initial():
 
 
 @pytest.mark.parametrize("of_view", VIEWS.values(), ids=VIEWS)
-@pytest.mark.parametrize("further", [{}, {"train": "head"}, {"rounds": 6}], ids=str)
+@pytest.mark.parametrize(
+    "further", [{}, {"train": "head"}, pytest.param({"rounds": 6}, marks=pytest.mark.slow)], ids=str
+)
 def test_a_plan_has_the_noise_and_the_rates_that_a_run_computes(of_view, further, initial):
     config = parse({"target_epsilon": 4.0} | of_view | further)
     run = with_learning_rates(calibrated(config, SIZES, initial), SIZES, initial)
@@ -263,4 +265,4 @@ def test_values_out_of_range_are_refused_by_name(wrong):
 
 def test_without_a_speed_it_is_timed_on_the_default_model(monkeypatch):
     monkeypatch.setattr("fedpriv.training.speed.records_per_second", lambda: 42.0)
-    assert as_json("plan", "--records", 100, "--epsilon", 2)["records_per_second"] == 42.0
+    assert as_json("plan", "--records", 100, "--epsilon", 2, "--train", "head")["records_per_second"] == 42.0

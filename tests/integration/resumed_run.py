@@ -33,7 +33,6 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from fedpriv.runs.status import read_status
 from fedpriv.runs.writer import RunWriter
-from fedpriv.training.workbench import workbench
 from fedpriv.vault import guard
 from server import checkpoint, registry
 from server.bookkeeping import Books
@@ -283,6 +282,8 @@ class Hunt:
 def one_kind(config: RunConfig, place: Path, kills: int) -> dict[str, Any]:
     """Runs of one configuration until so many kills hit, and every phase at least once."""
     place.mkdir()
+    # Children find loaded what a run needs, and in this process's caches what its rounds cost.
+    federation.run(parse({**vars(config), "ledger": "", "out": str(place / "first")}), LogObserver())
 
     def with_ledger(folder: Path) -> RunConfig:
         ledger = str(folder / "ledger.sqlite") if config.ledger else ""
@@ -319,7 +320,6 @@ def main() -> None:
     torch.set_num_threads(1)
     result = {}
     for kind, values in kinds.items():
-        workbench(parse(values))
         result[kind] = one_kind(parse(values), folder / kind, kills)
     print(json.dumps(result))
 

@@ -27,6 +27,8 @@ pytest.importorskip("ray", reason="Flower's own simulation engine needs the extr
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
+# One process trains all clients, in turn: loading torch in a second one takes longer than the whole run.
+FEDERATION = "num-supernodes=3 client-resources-num-cpus=2 init-args-num-cpus=2"
 
 
 @pytest.fixture
@@ -70,7 +72,7 @@ def test_flower_runs_the_same_apps_to_the_same_numbers(flower_environment, small
     config = parse({**small_run, "engine": "flower", "out": str(tmp_path / "flower")})
     pairs = " ".join(f"{key}={json.dumps(value)}" for key, value in to_flower(config).items())
     output = flwr(
-        flower_environment, "run", ".", "--stream", "--federation-config", "num-supernodes=3", "-c", pairs
+        flower_environment, "run", ".", "--stream", "--federation-config", FEDERATION, "-c", pairs
     )  # fmt: skip
     run_id = re.search(r"Successfully started run (\d+)", output)
     assert run_id, output

@@ -121,9 +121,9 @@ def life(path, told, instant):
     os.write(told, b"e")
     os._exit(0)
 
-results, instant = [], 0
+results, instant, step = [], 0, int(sys.argv[2])
 while not results or results[-1][0] != "rce":
-    instant += 1
+    instant += step
     path = Path(sys.argv[1], str(instant), "ledger.sqlite")
     read, told = os.pipe()
     if not os.fork():
@@ -149,9 +149,10 @@ print(json.dumps(results))
 """
 
 
-def test_a_crash_at_any_instant_locks_nobody_out_and_loses_nothing(tmp_path):
-    """A child dies at every single call of a ledger's life, from its creation on; the next writer goes on."""
-    done = subprocess.run([sys.executable, "-c", CRASHES, tmp_path], capture_output=True, text=True)
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_crash_at_any_instant_locks_nobody_out_and_loses_nothing(tmp_path, step):
+    """A child dies at every so manieth call of a ledger's life, from its creation on; the next writer goes on."""
+    done = subprocess.run([sys.executable, "-c", CRASHES, tmp_path, str(step)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
     assert {told for told, _ in results} == {"", "r", "rc", "rce"}, "deaths in every phase"

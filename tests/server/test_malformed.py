@@ -1,4 +1,4 @@
-"""A thousand malformed replies from a generator: none is aggregated, none stops the server, each is counted by name."""
+"""Many malformed replies from a generator: none is aggregated, none stops the server, each is counted by name."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.protocol import Release
 from simulations.engines.flower_private import task_identity
 from tests.server.test_strategy import ADAPTER, SIZES, ask, make_strategy
-
-NUM_REPLIES = 1000
 
 
 @pytest.fixture(autouse=True)
@@ -93,13 +91,14 @@ def harmed(rng: random.Random, message: Message, good: RecordDict) -> Message:
     )
 
 
+@pytest.mark.parametrize("num", [80, pytest.param(250, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_thousand_malformed_replies(codec):
+def test_many_malformed_replies(codec, num):
     rng = random.Random(codec)
-    strategy = make_strategy(upload_codec=codec, rounds=NUM_REPLIES)
+    strategy = make_strategy(upload_codec=codec, rounds=num)
     broadcast = protocol.Broadcast(adapter=ADAPTER)
     reasons: dict[str, int] = {}
-    for round_ in range(1, NUM_REPLIES // len(CODECS) + 1):
+    for round_ in range(1, num + 1):
         messages = ask(strategy, round_)
         replies = []
         for client, message in enumerate(messages):
@@ -121,7 +120,7 @@ def test_a_thousand_malformed_replies(codec):
         reasons[strategy._rows[1].detail.split(":")[0]] = reasons.get(strategy._rows[1].detail.split(":")[0], 0) + 1
         for tensor in arrays.to_torch_state_dict().values():
             torch.testing.assert_close(tensor, torch.full_like(tensor, 0.25))
-    assert sum(reasons.values()) == NUM_REPLIES // len(CODECS)
+    assert sum(reasons.values()) == num
     assert len(reasons) >= 5, reasons
 
 

@@ -78,10 +78,11 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, table, tiny_bert, pa
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path):
+def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path, table, tiny_bert):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("keep")
-    result = simulate(tmp_path)
+    small = ["client_column=site", "layers=last-1", "batch_size=8", "noise_multiplier=1", "baselines=false"]
+    result = simulate(tmp_path, f"data={table}", f"model={tiny_bert}", *small)
     assert result.exit_code == 2
     assert "already holds" in result.stderr
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
