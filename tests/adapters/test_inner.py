@@ -137,5 +137,5 @@ def test_an_adapter_without_r_is_left_as_it_is():
 
 def test_an_embedding_is_refused_by_name(tiny_bert):
     base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3)
-    with pytest.raises(InputError, match="target_modules: .*word_embeddings is no linear layer"):
+    with pytest.raises(InputError, match=r"target_modules: .*word_embeddings is no linear layer"):
         attach(base, LoraSettings(rank=2, trains="lora-r", target_modules=("query", "word_embeddings")))
