@@ -39,11 +39,10 @@ its budget, averaged.
     python -m simulations.studies.utility run --data FOLDER
     python -m simulations.studies.utility tables
 
-Every run is a line of [utility.jsonl](utility.jsonl), with its epsilons, noise and learning rate; its seconds are those of
-a busy machine. MiniLM, delta 1e-5,
-five clients unless stated otherwise, every figure the mean over three seeds with its standard error over seeds. One
-marked "one seed" has no such error: the accuracy itself then has one of 0.005 (SST-2) to 0.013 (embedded) from the
-number of test records. Cells that are missing are listed at the end.
+Every run is a line of [utility.jsonl](utility.jsonl), with its epsilons, noise and learning rate; its seconds are those
+of a busy machine. MiniLM, delta 1e-5, five clients unless stated otherwise, every figure the mean over three seeds with
+its standard error over seeds. One marked "one seed" has no such error: the accuracy itself then has one of 0.005
+(SST-2) to 0.013 (embedded) from the number of test records. Cells that are missing are listed at the end.
 
 A seed decides the split, which client has which record, and the noise. Each cell is a whole federation with noise,
 ledger and accounting as in any run; noise comes from a seed, so that it can be repeated. The frozen base's features of
