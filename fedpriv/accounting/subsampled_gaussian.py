@@ -1,4 +1,4 @@
-"""The Gaussian mechanism on a Poisson sample of the records, by dp-accounting."""
+"""The Gaussian mechanism on a Poisson sample of the records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import dp_accounting
 import numpy as np
 import numpy.typing as npt
 from absl import logging as absl_logging
-from dp_accounting import pld, rdp
+from dp_accounting import pld
 
 from fedpriv.accounting.law import (
     SMALLEST_DIVERGENCE,
@@ -27,6 +27,7 @@ from fedpriv.accounting.law import (
     check_probability,
     check_sampled_unit,
 )
+from fedpriv.accounting.sampled_curve import sampled_curve
 
 # Outside this range of z floating-point results are meaningless: a smaller z counts as no noise, a larger one as the
 # largest. Both only raise the cost.
@@ -64,21 +65,18 @@ class SubsampledGaussian(Event):
         check_sampled_unit(self.sampling_probability, self.unit)
 
     def rdp(self, orders: npt.ArrayLike) -> Array:
-        """[orders] Renyi divergence of all releases; infinite without noise.
-
-        Source: Mironov, Talwar and Zhang 2019, Section 3.3, by dp-accounting.
-        """
+        """[orders] Renyi divergence of all releases; infinite without noise."""
         orders = np.asarray(orders, dtype=float)
         if self.sampling_probability == 0:
             return np.zeros(orders.shape)
         if self.noise_multiplier < MIN_NOISE:
             return np.full(orders.shape, math.inf)
-        accountant = rdp.RdpAccountant(orders=orders.tolist())
-        with quiet_absl():
-            accountant.compose(self.as_dp_event())
+        without_sampling = orders / (2 * self._noise**2)
+        if self.sampling_probability == 1:
+            return np.asarray(self.count * without_sampling)
         # The Gaussian without sampling bounds the curve from above, so the floor never exceeds it.
-        floor = np.minimum(orders / (2 * self._noise**2), SMALLEST_DIVERGENCE)
-        return np.asarray(self.count * np.maximum(accountant.rdp, floor))
+        floor = np.minimum(without_sampling, SMALLEST_DIVERGENCE)
+        return np.asarray(self.count * np.maximum(sampled_curve(self.sampling_probability, self._noise, orders), floor))
 
     def pld(self, value_interval: float) -> Any:
         """The privacy loss distribution of all releases, built in the same steps as by dp-accounting's accountant."""

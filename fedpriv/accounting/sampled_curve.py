@@ -1,0 +1,84 @@
+"""The Renyi curve of the Gaussian mechanism on a Poisson sample, at all orders at once.
+
+dp-accounting has the same curve, term by term in Python; a calibration asks for it dozens of times.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import gammaln, log_ndtr, logsumexp
+
+from fedpriv.accounting.law import Array
+
+# Terms of a series at first, and the most of them; where the first left out could still matter, the curve is infinite.
+_FEWEST_TERMS, _MOST_TERMS = 64, 1024
+_NEGLIGIBLE = -30.0
+
+
+def sampled_curve(sampling_probability: float, noise_multiplier: float, orders: npt.ArrayLike) -> Array:
+    """[orders] Renyi divergence of one release, of either neighbour from the other, whichever is larger.
+
+    It is log(A) / (order - 1), where A is the mean of ((1 - q) + q exp((2 x - 1) / (2 z^2)))^order over x ~ N(0, z^2).
+
+    Args:
+        sampling_probability: q in (0, 1).
+        noise_multiplier: z > 0.
+        orders: each > 1.
+
+    Source: Mironov, Talwar and Zhang 2019, Section 3.3.
+    """
+    q, z, orders = sampling_probability, noise_multiplier, np.asarray(orders, dtype=float)
+    is_whole = orders == np.floor(orders)
+    log_moments = np.empty(orders.shape)
+    log_moments[is_whole] = _of_whole_orders(q, z, orders[is_whole])
+    log_moments[~is_whole] = _of_fractions(q, z, orders[~is_whole])
+    return np.asarray(log_moments / (orders - 1))
+
+
+def _of_whole_orders(q: float, z: float, orders: Array) -> Array:
+    """[orders] log A by the binomial theorem, Eq. (3.4): the mean of the k-th power is exp((k^2 - k) / (2 z^2)).
+
+    Without the powers' ones, which add up to 1, a small divergence is not lost to rounding.
+    """
+    if not orders.size:
+        return orders
+    k, n = np.arange(2.0, orders.max() + 1), orders[:, None]
+    exponents = (k * k - k) / (2 * z * z)
+    less_one = exponents + np.log(-np.expm1(-exponents))
+    terms = _log_binomial(n, k) + k * math.log(q) + (n - k) * math.log1p(-q) + less_one
+    return np.asarray(np.logaddexp(0.0, logsumexp(np.where(k <= n, terms, -np.inf), axis=1)))
+
+
+def _of_fractions(q: float, z: float, orders: Array) -> Array:
+    """[orders] log A by two binomial series, one for x on each side of where both parts are equal, Section 3.3.
+
+    Terms beyond the order alternate in sign; all are counted as positive, which is an upper bound.
+    """
+    log_moments, num_terms = np.full(orders.shape, math.inf), _FEWEST_TERMS
+    while num_terms <= _MOST_TERMS and (left := np.isinf(log_moments)).any():
+        low, high = _series(q, z, orders[left], num_terms)
+        total = logsumexp(np.concatenate([low, high], axis=1), axis=1)
+        falls = (low[:, -1] < low[:, -2]) & (high[:, -1] < high[:, -2])
+        is_small = np.maximum(low[:, -1], high[:, -1]) < total + _NEGLIGIBLE
+        log_moments[left] = np.where(falls & is_small, total, math.inf)
+        num_terms *= 2
+    return log_moments
+
+
+def _series(q: float, z: float, orders: Array, num_terms: int) -> tuple[Array, Array]:
+    """Two times [orders, terms]: logarithms of the terms' absolute values, below and above the point x0."""
+    i, n = np.arange(float(num_terms)), orders[:, None]
+    j = n - i
+    x0 = z * z * math.log(1 / q - 1) + 0.5
+    binomial = _log_binomial(n, i)
+    low = i * math.log(q) + j * math.log1p(-q) + (i * i - i) / (2 * z * z) + log_ndtr((x0 - i) / z)
+    high = j * math.log(q) + i * math.log1p(-q) + (j * j - j) / (2 * z * z) + log_ndtr((j - x0) / z)
+    return binomial + low, binomial + high
+
+
+def _log_binomial(n: Array, k: Array) -> Array:
+    """log |n over k|, also for n that is no whole number."""
+    return np.asarray(gammaln(n + 1) - gammaln(k + 1) - gammaln(n - k + 1))
