@@ -86,8 +86,8 @@ class RunConfig:
     rounds: Count = 40
     head_start: bool = True
     evaluate_every: Count = 1
-    lora_rounds: Annotated[Annotated[int, Field(ge=0)] | None, Maybe] = 8
-    lora_share: Annotated[float, Field(gt=0, lt=0.8)] = 0.05
+    lora_rounds: Annotated[Annotated[int, Field(ge=0)] | None, Maybe] = 4
+    lora_share: Annotated[float, Field(gt=0, lt=0.8)] = 0.02
     clients_per_round: Annotated[int, Field(ge=0)] = 0
     min_clients: Count = 1
     round_seconds: Positive = 3600.0

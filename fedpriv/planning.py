@@ -24,7 +24,13 @@ from fedpriv.config import RunConfig, parse
 from fedpriv.errors import InputError
 from fedpriv.training.client_weights import client_masses, record_weights
 from fedpriv.training.lora_choice import decided
-from fedpriv.training.noise_plan import calibrated, federation_of, planned_releases, with_learning_rates
+from fedpriv.training.noise_plan import (
+    calibrated,
+    federation_of,
+    momentum_of,
+    planned_releases,
+    with_learning_rates,
+)
 from fedpriv.training.schedule import Phase, Schedule, num_lora_rounds
 
 # The total step after which records at their classes' means differ from the middle by as much as noise would have moved
@@ -203,9 +209,10 @@ class Plan:
 
     @property
     def affordable_step(self) -> float:
-        """0.6 / nu, the total step that brings the noise of each weight to 0.6; infinite without noise."""
-        nu = self.noise_per_step_length
-        return recipe.FINAL_NOISE / nu if nu else math.inf
+        """The total step of the same rounds that brings the noise of each weight to 0.487; infinite without noise."""
+        first, *others = (phase.num_rounds for phase in self.steps)
+        delivered = recipe.delivered_noise(first, momentum_of(self.setting.config), num_after=sum(others))
+        return recipe.affordable_step(delivered * self.noise_per_step_length)
 
     @property
     def final_noise(self) -> float:
@@ -268,7 +275,7 @@ class Plan:
     def _each_round(self, values: list[float]) -> Array:
         """[rounds after the start]: a value of each of their phases, times what momentum has delivered by the end."""
         rounds = np.repeat(values, [phase.num_rounds for phase in self.steps])
-        return np.asarray(rounds * recipe.arrived(len(rounds), self.setting.config.server_momentum))
+        return np.asarray(rounds * recipe.arrived(len(rounds), momentum_of(self.setting.config)))
 
 
 @lru_cache(maxsize=64)

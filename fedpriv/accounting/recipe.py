@@ -23,7 +23,7 @@ START_SHARE = 0.15
 
 # The standard deviation with which each of the head's weights may end, and the longest steps: with momentum 0.9 those
 # on features of norm 1 are stable up to 76, and on centred ones, which point in all directions, far beyond.
-FINAL_NOISE = 0.6
+_FINAL_NOISE = 0.487
 _LARGEST_RATE = 75.0
 _LARGEST_CENTRED_RATE = 200.0
 
@@ -98,24 +98,25 @@ def _rounds(num_clients: int, num_asked: int) -> np.ndarray[tuple[int, ...], np.
 class LearningRate:
     """A learning rate, and the terms that it was derived from.
 
-    All of them are those of a server that adds up the steps as they come; see `arrived`.
-
     Attributes:
-        noise_per_step_length: nu, the standard deviation of each of the head's weights per unit of `total_step`.
+        noise_per_step_length: nu, the standard deviation of each of the head's weights per unit of `total_step`, if the
+            server adds up the steps as they come.
         total_step: tau, the sum of all rounds' learning rates.
         learning_rate: of each round.
         largest_learning_rate: that it is held to.
+        delivered_noise: in (0, 1], how much of the noise the server's momentum has delivered when the run ends.
     """
 
     noise_per_step_length: float
     total_step: float
     learning_rate: float
     largest_learning_rate: float
+    delivered_noise: float
 
     @property
     def final_noise(self) -> float:
         """The standard deviation with which each of the head's weights ends, from noise alone."""
-        return self.noise_per_step_length * self.total_step
+        return self.delivered_noise * self.noise_per_step_length * self.total_step
 
 
 def start_noise_multiplier(epsilon: float, delta: float, *, fixed: Sequence[Event] = ()) -> float:
@@ -200,14 +201,19 @@ def learning_rate(
     noise_stddev: float,
     sampling_probability: float,
     num_steps: int,
+    num_after: int = 0,
+    momentum: float = 0.0,
     centred: bool = False,
 ) -> LearningRate:
-    """The learning rate with which each of the head's weights ends with noise of about 0.6, up to a largest one.
+    """The learning rate with which each of the head's weights ends with noise of about 0.49, up to a largest one.
 
-    tau = min(75 T, 0.6 / nu), or min(200 T, 0.6 / nu) where features are centred, and the rate is tau / T.
+    tau = min(75 T, 0.487 / (a nu)), or min(200 T, 0.487 / (a nu)) where features are centred, and the rate is tau / T.
+    a is the root mean square of what momentum delivers of each step's noise; see `arrived`.
 
     Args:
         federation, noise_stddev, sampling_probability, num_steps: as for `noise_per_step_length`.
+        num_after: rounds of the run that follow these steps, >= 0.
+        momentum: of the server, in [0, 1).
         centred: whether the steps are taken with features less their mean.
     """
     nu = noise_per_step_length(
@@ -216,11 +222,30 @@ def learning_rate(
         sampling_probability=sampling_probability,
         num_steps=num_steps,
     )
+    delivered = delivered_noise(num_steps, momentum, num_after=num_after)
     largest = _LARGEST_CENTRED_RATE if centred else _LARGEST_RATE
-    tau = min(largest * num_steps, FINAL_NOISE / nu if nu else math.inf)
+    tau = min(largest * num_steps, affordable_step(delivered * nu))
     return LearningRate(
-        noise_per_step_length=nu, total_step=tau, learning_rate=tau / num_steps, largest_learning_rate=largest
+        noise_per_step_length=nu,
+        total_step=tau,
+        learning_rate=tau / num_steps,
+        largest_learning_rate=largest,
+        delivered_noise=delivered,
     )
+
+
+def delivered_noise(num_steps: int, momentum: float, *, num_after: int) -> float:
+    """The root mean square of `arrived`, whose arguments it takes: in (0, 1]."""
+    return math.sqrt(np.mean(arrived(num_steps, momentum, num_after=num_after) ** 2))
+
+
+def affordable_step(noise_per_step_length: float) -> float:
+    """The total step after which each of the head's weights has noise of 0.487; infinite without noise.
+
+    Args:
+        noise_per_step_length: >= 0, of a weight per unit of the total step, as delivered.
+    """
+    return _FINAL_NOISE / noise_per_step_length if noise_per_step_length else math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,18 +299,19 @@ def lora_noise(
     return nu**2 * num_values
 
 
-def arrived(num_steps: int, momentum: float) -> Array:
+def arrived(num_steps: int, momentum: float, *, num_after: int = 0) -> Array:
     """[T], in (0, 1]: the share of each round's step that the server's momentum has delivered by the end of the run.
 
     With V <- m V + (1 - m) D and theta <- theta + eta V, the step that comes s rounds before the end (itself counted)
     has arrived up to the factor 1 - m^s. The mean is the share of the total step, the root mean square that of its
-    noise: 0.78 and 0.81 after 40 rounds with m = 0.9, so weights end with noise of 0.49 instead of 0.6.
+    noise: 0.78 and 0.81 after 40 rounds with m = 0.9.
 
     Args:
         num_steps: T >= 1.
         momentum: m in [0, 1).
+        num_after: rounds that follow them, >= 0.
     """
-    return np.asarray(1 - momentum ** np.arange(num_steps, 0, -1))
+    return np.asarray(1 - momentum ** np.arange(num_steps + num_after, num_after, -1))
 
 
 def client_weight(num_records: int, *, equal: bool) -> float:

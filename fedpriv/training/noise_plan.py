@@ -165,11 +165,14 @@ def derived_learning_rate(config: RunConfig, sizes: Sequence[int], initial: Adap
     """
     if config.learning_rate != "auto":
         return None
+    num_steps = max(1, _num_steps(config))
     return learning_rate(
         federation_of(config, sizes),
         noise_stddev=config.noise_multiplier * config.clip_norm,
         sampling_probability=_probability(config, sizes),
-        num_steps=max(1, _num_steps(config)),
+        num_steps=num_steps,
+        num_after=config.rounds - config.head_start - num_steps,
+        momentum=momentum_of(config),
         centred=_has_centred_rounds(config, initial),
     )
 
@@ -196,6 +199,11 @@ def federation_of(config: RunConfig, sizes: Sequence[int]) -> Federation:
     """The public numbers of a run's rounds, with the clients' weights."""
     weights = [client_weight(size, equal=config.weighs_records) for size in sizes]
     return Federation(sizes=sizes, weights=weights, participation=_num_selected(config, sizes) / len(sizes))
+
+
+def momentum_of(config: RunConfig) -> float:
+    """The server's momentum, m in [0, 1): the share of earlier steps that stays in its next one."""
+    return config.server_momentum if config.server_optimizer == "momentum" else 0.0
 
 
 def _probability(config: RunConfig, sizes: Sequence[int]) -> float:

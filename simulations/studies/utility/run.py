@@ -199,7 +199,10 @@ def _privacy(cell: Cell) -> dict[str, Any]:
 
 
 def probe_learning_rate(config: RunConfig) -> float:
-    """The rule's learning rate for one client that trains alone, of the average size, with all of its budget."""
+    """The rule's learning rate for one client that trains alone, of the average size, with all of its budget.
+
+    As for the federation's head, whose momentum holds some of the steps back.
+    """
     sizes = [len(client) for client in workbench(config).data.clients]
     alone = start_noise_multiplier(_target(config), DELTA) * sqrt(START_SHARE)
     rate = learning_rate(
@@ -207,6 +210,7 @@ def probe_learning_rate(config: RunConfig) -> float:
         noise_stddev=alone * sqrt(PROBE_STEPS) * config.clip_norm,
         sampling_probability=1.0,
         num_steps=PROBE_STEPS,
+        momentum=config.server_momentum,
     )
     return rate.learning_rate
 
