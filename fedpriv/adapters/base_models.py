@@ -69,7 +69,8 @@ def resolve(name: str) -> str:
 def load_base(name: str, *, task: str, num_labels: int = 0, seed: int = 0, normalize: bool = False) -> BaseModel:
     """The frozen base model, with float32 weights and SDPA attention.
 
-    A new head is initialised from the seed, so equal seeds give equal models; with `normalize`, see `freeze`.
+    A new head is initialised from the seed, so equal seeds give equal models; with `normalize`, see `freeze`. A
+    classifier's head for another number of labels than its checkpoint's is a new one.
 
     Args:
         name: local folder, `all-MiniLM-L6-v2` or a name on the Hub.
@@ -83,7 +84,7 @@ def load_base(name: str, *, task: str, num_labels: int = 0, seed: int = 0, norma
     """
     location = resolve(name)
     loader = AutoModelForSequenceClassification if task == "SEQ_CLS" else AutoModelForCausalLM
-    options = {"num_labels": num_labels} if task == "SEQ_CLS" else {}
+    options = {"num_labels": num_labels, "ignore_mismatched_sizes": True} if task == "SEQ_CLS" else {}
     try:
         with quiet_transformers(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -103,7 +104,10 @@ def load_base(name: str, *, task: str, num_labels: int = 0, seed: int = 0, norma
         tokenizer.pad_token = tokenizer.eos_token
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
-    return freeze(name, model, tokenizer, missing=info["missing_keys"], task=task, normalize=normalize)
+    resized = {key for key, *_ in info["mismatched_keys"]}
+    if inside := sorted(key for key in resized if key.startswith(f"{model.base_model_prefix}.")):
+        raise InputError(f"model = {name!r}: its weights do not fit its config.json ({inside[0]})")
+    return freeze(name, model, tokenizer, missing={*info["missing_keys"], *resized}, task=task, normalize=normalize)
 
 
 def freeze(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 
 import pytest
@@ -118,6 +119,25 @@ def test_a_head_part_that_the_checkpoint_lacks_is_trained_and_saved(encoder_fold
     if isinstance(base.model, DistilBertForSequenceClassification):
         assert any("pre_classifier.weight" in name for name in names)
     assert any("classifier" in name and name.endswith("weight") for name in names)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_checkpoint_s_head_for_other_labels_is_replaced(tiny_bert, tmp_path, normalize):
+    load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3).model.save_pretrained(tmp_path)
+    load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3).tokenizer.save_pretrained(tmp_path)
+    base = load_base(str(tmp_path), task="SEQ_CLS", num_labels=5, normalize=normalize)
+    assert base.model.classifier.weight.shape[0] == 5
+    assert base.new_modules == ("classifier",)
+    assert load_base(str(tmp_path), task="SEQ_CLS", num_labels=3).new_modules == ()
+
+
+def test_weights_that_do_not_fit_the_configuration_are_refused(tiny_bert, tmp_path):
+    base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3)
+    base.model.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text()) | {"intermediate_size": 96}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(InputError, match="weights do not fit its config"):
+        load_base(str(tmp_path), task="SEQ_CLS", num_labels=3)
 
 
 def test_gpt2_needs_and_gets_fan_in_fan_out(tmp_path):

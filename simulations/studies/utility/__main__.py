@@ -33,7 +33,9 @@ def main() -> None:
     parser.add_argument(
         "--corpora", type=lambda text: text.split(";"), default=list(CORPORA), help="names, separated by ;"
     )
-    parser.add_argument("--methods", type=lambda text: text.split(","), default=[], help="by name; default all")
+    parser.add_argument(
+        "--methods", type=lambda text: text.split(";"), default=[], help="by name, separated by ;; default all"
+    )
     parser.add_argument("--epsilons", type=lambda text: text.split(","), default=[], help="or none; default all")
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=SEEDS)
     parser.add_argument("--views", type=lambda text: text.split(","), default=["local", "sum"])
