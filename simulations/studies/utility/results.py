@@ -15,15 +15,15 @@ from simulations.studies.utility.cells import Cell
 
 @dataclass(frozen=True)
 class Estimate:
-    """The mean over seeds, and its standard error; None for a single seed."""
+    """The mean over runs, and its standard error; None for a single run."""
 
     mean: float
     standard_error: float | None
-    num_seeds: int
+    num_runs: int
 
     @staticmethod
     def of(values: Sequence[float]) -> Estimate | None:
-        """Of one value for each seed; None if there are none."""
+        """Of one value for each run; None if there are none."""
         if not values:
             return None
         error = stdev(values) / sqrt(len(values)) if len(values) > 1 else None
@@ -34,7 +34,7 @@ class Estimate:
         value = f"{self.mean:+.3f}" if sign else f"{self.mean:.3f}"
         if self.standard_error is None:
             return f"{value} (one seed)"
-        others = f" ({self.num_seeds} seeds)" if self.num_seeds != 3 else ""
+        others = f" ({self.num_runs} runs)" if self.num_runs != 3 else ""
         return f"{value} ± {self.standard_error:.3f}{others}"
 
 
