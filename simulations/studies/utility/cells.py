@@ -15,7 +15,7 @@ EPSILONS: tuple[float | None, ...] = (2.0, 8.0, 1.0, None)
 FACTORS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
 
 BASELINES, RECIPE, AUTO, PROBES = "baselines", "recipe", "auto", "averaged probes"
-INNER = "auto, R alone"
+INNER, INNER_OF_TWO = "auto, R alone", "auto, R of two layers"
 CENTRAL, LOCAL_STEPS = "central", "3 local steps"
 
 # A test after every round would take most of the time of a run that trains A and B.
@@ -31,6 +31,14 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     RECIPE: _TESTED_AT_THE_END,
     AUTO: {**_TESTED_AT_THE_END, "train": "auto"},
     INNER: {**_TESTED_AT_THE_END, "train": "auto", "aggregation": "fed-sb", "rank": 16, "alpha": 64},
+    INNER_OF_TWO: {
+        **_TESTED_AT_THE_END,
+        "train": "auto",
+        "aggregation": "fed-sb",
+        "rank": 16,
+        "alpha": 64,
+        "layers": "last-2",
+    },
     "paper": {**_TESTED_AT_THE_END, "recipe": "dp-lora-paper"},
     CENTRAL: _HEAD,
     # recipe is given, since several local steps would stand for the other one; their learning rate is derived.
@@ -128,6 +136,7 @@ def _in_order(seeds: Sequence[int]) -> Iterator[Cell]:
     yield from _all(NAMED[-1:], [BASELINES], (None,), seeds=seeds)
     yield from _all(NAMED[-1:], list(RATES), private, seeds=seeds)
     yield from _all(NAMED[1:], [INNER], (8.0,), seeds=seeds)
+    yield from _all(NAMED[-1:], [INNER_OF_TWO], (8.0,), seeds=seeds)
     yield from _all(UNNAMED, [RECIPE], (8.0,), seeds=seeds)
     yield from _all(NAMED, ["head", CENTRAL], rest, seeds=seeds)
     yield from _all(NAMED, ["head"], (1.0,), ("sum",), seeds=seeds)

@@ -15,6 +15,7 @@ from simulations.studies.utility.cells import (
     FACTORS,
     INGREDIENTS,
     INNER,
+    INNER_OF_TWO,
     NAMED,
     PROBES,
     RATES,
@@ -55,7 +56,8 @@ a record are computed once for all cells, since they depend on its tokens alone.
 - *local*: epsilon against whoever sees a client's uploads. *in the sum*: against whoever sees only the sum of all
   (`uploads_hidden`, `privacy_view = aggregate`, every client needed), so each client adds less noise.
 - *head*: `train = "head"`. *recipe*: the default, which trains A, B and head. *auto*: `train = "auto"`. *auto, R
-  alone*: the same with `aggregation = "fed-sb"`, rank 16 and alpha 64. *paper*: `recipe = "dp-lora-paper"`.
+  alone*: the same with `aggregation = "fed-sb"`, rank 16 and alpha 64; *R of two layers* with `layers = "last-2"`
+  besides. *paper*: `recipe = "dp-lora-paper"`.
 - *central*: the head with one client that holds everything. *averaged probes*: 40 full-batch steps of every client's
   own head with noise for all of its epsilon, and one average weighted by N_k; their learning rate is the rule's for one
   client of the average size.
@@ -114,7 +116,7 @@ def _comparisons(results: Results) -> Iterator[tuple[str, Estimate | None]]:
             head = results.by_seed(name, "head", epsilon, view)
             claim = f"{name}, epsilon {_epsilon(epsilon)}, {view}: "
             yield claim + "head less averaged probes", difference(head, results.by_seed(name, PROBES, epsilon, view))
-            for method in (RECIPE, AUTO, INNER):
+            for method in (RECIPE, AUTO, INNER, INNER_OF_TWO):
                 found = difference(results.by_seed(name, method, epsilon, view), head)
                 yield f"{claim}{method} less head", found
     yield "all corpora, epsilons, views and seeds: recipe less head", _pooled(results, RECIPE)
@@ -131,7 +133,7 @@ def _pooled(results: Results, method: str) -> Estimate | None:
 
 def _corpus(results: Results, name: str) -> str:
     rows = []
-    views = {"local": ("head", RECIPE, AUTO, INNER, "paper", PROBES, CENTRAL), "sum": ("head", RECIPE)}
+    views = {"local": ("head", RECIPE, AUTO, INNER, INNER_OF_TWO, "paper", PROBES, CENTRAL), "sum": ("head", RECIPE)}
     for view, methods in views.items():
         for method in methods:
             found = [results.estimate(name, method, epsilon, view) for epsilon in _ORDER]
