@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 # Before any test imports torch, transformers or flwr. One thread for each worker: two of them share two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,6 +18,7 @@ from peft import PeftModel
 
 from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base
 from fedpriv.data.records import Records
+from fedpriv.reports import plots
 from simulations.tiny_bert import make_tiny_bert
 from tests.tiny import LABELS, WORDS, move, random_records, tiny_causal, write_table
 
@@ -24,10 +26,25 @@ TESTS = Path(__file__).parent
 # Their files take longest: their tests are whole runs, start processes of their own, or try many models.
 WHOLE_RUNS = ("contracts", "integration", "simulations", "cli", "server", "adversary", "vault", "training")
 
+# The plots themselves, and whole runs whose pages have them.
+WITH_PLOTS = "reports"
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put whole runs first, so that workers that take one file at a time end together."""
     items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in WHOLE_RUNS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _pages_without_plots(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Leave the plots out of the pages of whole runs: drawing them takes as long as all else that a small run does."""
+    if request.path.relative_to(TESTS).parts[0] == WITH_PLOTS:
+        yield
+        return
+    with mock.patch("fedpriv.reports.page.plots", mock.create_autospec(plots)) as without:
+        for name in ("accuracy_plot", "loss_plot", "evaluation_plot", "epsilon_plot", "traffic_plot"):
+            getattr(without, name).return_value = ""
+        yield
 
 
 @pytest.fixture(scope="session")
