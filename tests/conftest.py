@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from unittest import mock
 
 # Before any test imports torch, transformers or flwr. One thread for each worker: two of them share two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,15 +18,15 @@ from peft import PeftModel
 
 from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base
 from fedpriv.data.records import Records
-from fedpriv.reports import plots
 from simulations.tiny_bert import make_tiny_bert
+from tests.pages import without_plots
 from tests.tiny import LABELS, WORDS, move, random_records, tiny_causal, write_table
 
 TESTS = Path(__file__).parent
 # Their files take longest: their tests are whole runs, start processes of their own, or try many models.
 WHOLE_RUNS = ("contracts", "integration", "simulations", "cli", "server", "adversary", "vault", "training")
 
-# The plots themselves, and whole runs whose pages have them.
+# Tests of the plots, and whole runs whose pages have them.
 WITH_PLOTS = "reports"
 
 
@@ -37,13 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _pages_without_plots(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Leave the plots out of the pages of whole runs: drawing them takes as long as all else that a small run does."""
-    if request.path.relative_to(TESTS).parts[0] == WITH_PLOTS:
-        yield
-        return
-    with mock.patch("fedpriv.reports.page.plots", mock.create_autospec(plots)) as without:
-        for name in ("accuracy_plot", "loss_plot", "evaluation_plot", "epsilon_plot", "traffic_plot"):
-            getattr(without, name).return_value = ""
+    with nullcontext() if request.path.relative_to(TESTS).parts[0] == WITH_PLOTS else without_plots():
         yield
 
 
