@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 # Before any test imports torch, transformers or flwr. One thread for each worker: two of them share two cores.
@@ -18,16 +19,26 @@ from peft import PeftModel
 from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base
 from fedpriv.data.records import Records
 from simulations.tiny_bert import make_tiny_bert
+from tests.pages import without_plots
 from tests.tiny import LABELS, WORDS, move, random_records, tiny_causal, write_table
 
 TESTS = Path(__file__).parent
 # Their files take longest: their tests are whole runs, start processes of their own, or try many models.
 WHOLE_RUNS = ("contracts", "integration", "simulations", "cli", "server", "adversary", "vault", "training")
 
+# Tests of the plots, and whole runs whose pages have them.
+WITH_PLOTS = "reports"
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put whole runs first, so that workers that take one file at a time end together."""
     items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in WHOLE_RUNS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _pages_without_plots(request: pytest.FixtureRequest) -> Iterator[None]:
+    with nullcontext() if request.path.relative_to(TESTS).parts[0] == WITH_PLOTS else without_plots():
+        yield
 
 
 @pytest.fixture(scope="session")

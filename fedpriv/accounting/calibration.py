@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+from scipy import optimize
+
 from fedpriv.accounting.accountants import check_delta, epsilon_of
 from fedpriv.accounting.events import Event, SubsampledGaussian
 from fedpriv.accounting.law import Accountant
@@ -16,6 +18,7 @@ Schedule = Callable[[float], Sequence[Event]]
 FirstRounds = Callable[[int], Sequence[Event]]
 
 _MAX_ROUNDS = 10**9
+_LARGEST_EXCESS = 1e6
 
 
 def noise_multiplier_for(
@@ -75,17 +78,18 @@ def calibrate(
     if not (math.isfinite(epsilon) and epsilon > 0):
         raise ValueError(f"epsilon = {epsilon}: must be finite and > 0")
 
-    def suffices(z: float, accountant: Accountant) -> bool:
-        return epsilon_of([*schedule(z), *fixed], delta, accountant).epsilon <= epsilon
+    def excess(z: float, accountant: Accountant) -> float:
+        return epsilon_of([*schedule(z), *fixed], delta, accountant).epsilon - epsilon
+
+    def by_rdp(z: float) -> float:
+        return excess(z, "rdp")
 
     if accountant == "rdp" or not all(event.has_pld for event in [*schedule(1.0), *fixed]):
-        return _smallest(lambda z: suffices(z, "rdp"), start=1.0, tolerance=1e-7 if accountant == "rdp" else 1e-4)
+        return _smallest(by_rdp, start=1.0, tolerance=1e-7 if accountant == "rdp" else 1e-4)
     # rdp is fast and hardly ever below pld: it finds the neighbourhood, unless releases that do not depend on z are too
     # much by rdp alone, and then the requested accountant the value.
-    start = 1.0
-    if suffices(MAX_NOISE, "rdp"):
-        start = _smallest(lambda z: suffices(z, "rdp"), start=1.0, tolerance=0.02)
-    return _smallest(lambda z: suffices(z, "pld"), start=start, tolerance=1e-4)
+    start = _smallest(by_rdp, start=1.0, tolerance=0.02) if by_rdp(MAX_NOISE) <= 0 else 1.0
+    return _smallest(lambda z: excess(z, "pld"), start=start, tolerance=1e-4)
 
 
 def calibrate_all(
@@ -120,21 +124,31 @@ def calibrate_all(
     return multiplier
 
 
-def _smallest(suffices: Callable[[float], bool], *, start: float, tolerance: float) -> float:
-    """The smallest z that suffices, up to a relative tolerance and never below it; `suffices` must be monotone."""
+def _smallest(excess: Callable[[float], float], *, start: float, tolerance: float) -> float:
+    """The smallest z whose excess is at most 0, up to a relative tolerance and never below it.
+
+    Args:
+        excess: of the cost of a z over the target; must not rise with z.
+        start: some z, best near the result, > 0.
+        tolerance: relative, > 0.
+
+    Raises:
+        ValueError: no z up to `MAX_NOISE` suffices.
+    """
     low = high = start
-    while not suffices(high):
+    while excess(high) > 0:
         low, high = high, 1.5 * high
         if high > MAX_NOISE:
             raise ValueError(f"no noise multiplier up to {MAX_NOISE:g} meets the target; raise epsilon or delta")
-    while low == high or suffices(low):
+    while low == high or excess(low) <= 0:
         low, high = low / 1.5, low
         if low < 1 / MAX_NOISE:
             return high
-    while high > low * (1 + tolerance):
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if suffices(middle) else (middle, high)
-    return high
+    # Infinite costs have no place between others.
+    z = optimize.brentq(lambda z: min(excess(z), _LARGEST_EXCESS), low, high, xtol=low * tolerance / 4)
+    while excess(z) > 0:
+        z *= 1 + tolerance / 2
+    return float(z)
 
 
 def rounds_within(

@@ -13,8 +13,9 @@ from scipy.special import gammaln, log_ndtr, logsumexp
 
 from fedpriv.accounting.law import Array
 
-# Terms of a series at first, and the most of them; where the first left out could still matter, the curve is infinite.
-_FEWEST_TERMS, _MOST_TERMS = 64, 1024
+# Terms of a series, until the first left out no longer matters. Where it still does after dp-accounting's thousand, the
+# curve is infinite, as theirs is: the bounds for many clients rest on that.
+_NUM_TERMS = (64, 128, 256, 512, 1000)
 _NEGLIGIBLE = -30.0
 
 
@@ -57,14 +58,15 @@ def _of_fractions(q: float, z: float, orders: Array) -> Array:
 
     Terms beyond the order alternate in sign; all are counted as positive, which is an upper bound.
     """
-    log_moments, num_terms = np.full(orders.shape, math.inf), _FEWEST_TERMS
-    while num_terms <= _MOST_TERMS and (left := np.isinf(log_moments)).any():
+    log_moments = np.full(orders.shape, math.inf)
+    for num_terms in _NUM_TERMS:
+        if not (left := np.isinf(log_moments)).any():
+            break
         low, high = _series(q, z, orders[left], num_terms)
         total = logsumexp(np.concatenate([low, high], axis=1), axis=1)
         falls = (low[:, -1] < low[:, -2]) & (high[:, -1] < high[:, -2])
         is_small = np.maximum(low[:, -1], high[:, -1]) < total + _NEGLIGIBLE
         log_moments[left] = np.where(falls & is_small, total, math.inf)
-        num_terms *= 2
     return log_moments
 
 

@@ -92,14 +92,14 @@ def labels_of(table: datasets.Dataset, column: str) -> list[str | None]:
     """The name of each record's label; None if it is missing."""
     feature = table.features[column]
     name = feature.int2str if isinstance(feature, datasets.ClassLabel) else str
-    return [None if label is None else name(label) for label in table[column]]
+    return [None if label is None else name(label) for label in table[column][:]]
 
 
 def to_text(table: datasets.Dataset, config: RunConfig) -> TextData:
     """The texts and labels of the configured columns; a missing text counts as empty."""
 
     def texts(column: str) -> tuple[str, ...]:
-        return tuple("" if text is None else str(text) for text in table[column])
+        return tuple("" if text is None else str(text) for text in table[column][:])
 
     return TextData(
         texts=texts(config.text_column),

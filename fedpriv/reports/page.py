@@ -7,11 +7,12 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from fedpriv.reports import accuracies, plots, series, stored_variants, tables
@@ -57,20 +58,8 @@ def write_report(run_dir: Path) -> Path:
 
 def render(run: FinishedRun) -> str:
     """The page as HTML. All text from the run is escaped; only the plots are markup."""
-    environment = Environment(
-        loader=PackageLoader("fedpriv.reports"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "bytes": tables.format_bytes,
-        "percent": tables.format_percent,
-        "seconds": tables.format_seconds,
-    }
     summary = run.summary
-    return environment.get_template("report.html.j2").render(
+    return _template().render(
         run=run,
         summary=summary,
         why_not_private=why_not_private(run),
@@ -95,6 +84,24 @@ def render(run: FinishedRun) -> str:
         panels=[*_quality_panels(run), *_epsilon_panels(run), *_traffic_panels(run)],
         settings={"Configuration": _texts(run.config), "Environment": _texts(run.environment)},
     )
+
+
+@cache
+def _template() -> Template:
+    """The page's template, compiled once."""
+    environment = Environment(
+        loader=PackageLoader("fedpriv.reports"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "bytes": tables.format_bytes,
+        "percent": tables.format_percent,
+        "seconds": tables.format_seconds,
+    }
+    return environment.get_template("report.html.j2")
 
 
 def why_not_private(run: FinishedRun) -> list[str]:

@@ -41,6 +41,7 @@ from server.strategy import RuleStrategy
 from simulations.engines import federation
 from simulations.engines.grid import LocalGrid
 from tests.integration.killed_run import tapped
+from tests.pages import without_plots
 
 WHOLE_RUN = "the whole run"
 # What a run spends its time with; storing is a node's, where it keeps a ledger.
@@ -319,8 +320,9 @@ def main() -> None:
     random.seed(int(sys.argv[4]))
     torch.set_num_threads(1)
     result = {}
-    for kind, values in kinds.items():
-        result[kind] = one_kind(parse(values), folder / kind, kills)
+    with without_plots():
+        for kind, values in kinds.items():
+            result[kind] = one_kind(parse(values), folder / kind, kills)
     print(json.dumps(result))
 
 

@@ -192,7 +192,8 @@ def test_the_learning_rate_is_that_of_the_rule_and_a_given_one_is_kept(recipe):
     nu = noise / (4**0.5 * sum(w * n for w, n in zip(weights, SIZES, strict=True)))
     rate = derived_learning_rate(config, SIZES, initial)
     assert rate.noise_per_step_length == pytest.approx(nu)
-    assert rate.learning_rate == pytest.approx(min(200 * 4, 0.6 / nu) / 4)
+    delivered = (sum((1 - 0.9**s) ** 2 for s in range(4, 8)) / 4) ** 0.5  # of steps 4 to 7 rounds before the end
+    assert rate.learning_rate == pytest.approx(min(200 * 4, 0.487 / (delivered * nu)) / 4)
     assert derived_learning_rate(replace(config, learning_rate=7.0), SIZES, initial) is None
     given = replace(config, learning_rate=7.0, lora_learning_rate=2.0)
     assert with_learning_rates(given, SIZES, initial).learning_rate == 7.0

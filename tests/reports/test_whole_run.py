@@ -1,0 +1,29 @@
+"""The page that a run writes has its plots, which `tests/conftest.py` leaves out everywhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedpriv.config import parse
+from server.observer import LogObserver
+from simulations.engines import federation
+
+PRIVATE = {"simulate": False, "evaluation_noise_multiplier": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "measured"),
+    [({"comparison": True}, ["Test accuracy", "Test loss"]), (PRIVATE, ["Accuracy"])],
+    ids=["tested", "evaluated on private records"],
+)
+def test_every_series_of_a_run_is_drawn(
+    small_run: dict[str, object], tmp_path: Path, changes: dict[str, object], measured: list[str]
+) -> None:
+    federation.run(parse({**small_run, **changes, "out": str(tmp_path / "run")}), LogObserver())
+    page = (tmp_path / "run" / "report.html").read_text()
+    series = [*measured, "ε so far, local view", "ε so far, rho view", "Bytes in each round", "Bytes so far"]
+    assert page.count("<svg") == len(series)
+    for name in series:
+        assert page.count(f'aria-label="{name} ') == 1, name
