@@ -38,8 +38,8 @@ from fedpriv.training.schedule import Phase, Schedule, num_lora_rounds
 # 140 (embedded corpus, 8 classes), 194 (SST-2, 2), 120 (MedQuAD, 15).
 NEEDED_STEP = 150.0
 
-# Where noise allows a third of that or less, heads of the embedded corpus and SST-2 lost 54 and 19 points of accuracy.
-HOPELESS_STEP = 50.0
+# Where noise allows a quarter of that, heads of the embedded corpus and SST-2 lost 54 and 19 points of accuracy.
+HOPELESS_STEP = 40.0
 
 # Noise to signal at which they lost 7 and 2 points.
 GOOD_RATIO = 0.2
@@ -209,10 +209,8 @@ class Plan:
 
     @property
     def affordable_step(self) -> float:
-        """The total step of the same rounds that brings the noise of each weight to 0.487; infinite without noise."""
-        first, *others = (phase.num_rounds for phase in self.steps)
-        delivered = recipe.delivered_noise(first, momentum_of(self.setting.config), num_after=sum(others))
-        return recipe.affordable_step(delivered * self.noise_per_step_length)
+        """0.487 / nu, the step that may arrive until noise is 0.487 in each weight; infinite without noise."""
+        return recipe.affordable_step(self.noise_per_step_length)
 
     @property
     def final_noise(self) -> float:

@@ -44,8 +44,9 @@ def described(rate: LearningRate) -> str:
     """A derived learning rate with its terms, for whoever started the run."""
     return (
         f"learning rate {rate.learning_rate:.4g} = tau / T, "
-        f"tau = min({rate.largest_learning_rate:g} T, 0.6 / nu) = {rate.total_step:.4g}, "
-        f"nu = {rate.noise_per_step_length:.3g}: each weight of the head ends with noise of {rate.final_noise:.2g}"
+        f"tau = min({rate.largest_learning_rate:g} T, 0.487 / (a nu)) = {rate.total_step:.4g}, "
+        f"nu = {rate.noise_per_step_length:.3g}, a = {rate.delivered_noise:.2f}: "
+        f"each weight of the head ends with noise of {rate.final_noise:.2g}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Epsilon of a composition of events: accountants `pld` and `rdp` (Google's dp-accounting), and `closed-form`."""
+"""Epsilon of a composition of events: accountants `pld` and `rdp`, by Google's dp-accounting, and `closed-form`."""
 
 from __future__ import annotations
 

@@ -137,15 +137,15 @@ def _smallest(excess: Callable[[float], float], *, start: float, tolerance: floa
     """
     low = high = start
     while excess(high) > 0:
-        low, high = high, 1.5 * high
-        if high > MAX_NOISE:
+        if high == MAX_NOISE:
             raise ValueError(f"no noise multiplier up to {MAX_NOISE:g} meets the target; raise epsilon or delta")
+        low, high = high, min(1.5 * high, MAX_NOISE)
     while low == high or excess(low) <= 0:
         low, high = low / 1.5, low
         if low < 1 / MAX_NOISE:
             return high
     # Infinite costs have no place between others.
-    z = optimize.brentq(lambda z: min(excess(z), _LARGEST_EXCESS), low, high, xtol=low * tolerance / 4)
+    z = optimize.brentq(lambda middle: min(excess(middle), _LARGEST_EXCESS), low, high, xtol=low * tolerance / 4)
     while excess(z) > 0:
         z *= 1 + tolerance / 2
     return float(z)

@@ -74,7 +74,7 @@ def _series(q: float, z: float, orders: Array, num_terms: int) -> tuple[Array, A
     """Two times [orders, terms]: logarithms of the terms' absolute values, below and above the point x0."""
     i, n = np.arange(float(num_terms)), orders[:, None]
     j = n - i
-    x0 = z * z * math.log(1 / q - 1) + 0.5
+    x0 = z * z * (math.log1p(-q) - math.log(q)) + 0.5
     binomial = _log_binomial(n, i)
     low = i * math.log(q) + j * math.log1p(-q) + (i * i - i) / (2 * z * z) + log_ndtr((x0 - i) / z)
     high = j * math.log(q) + i * math.log1p(-q) + (j * j - j) / (2 * z * z) + log_ndtr((j - x0) / z)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Self
 
-import dp_accounting
 import numpy as np
 import numpy.typing as npt
 from absl import logging as absl_logging
@@ -102,13 +101,6 @@ class SubsampledGaussian(Event):
         from fedpriv.accounting import many_gaussians  # deferred: it imports the accountants, which import this module
 
         return many_gaussians.epsilon_bounds(events, deltas, accountant, workers=workers)
-
-    def as_dp_event(self) -> dp_accounting.DpEvent:
-        """One release as an event of dp-accounting; q = 1 is the plain Gaussian."""
-        gaussian = dp_accounting.GaussianDpEvent(self._noise)
-        if self.sampling_probability == 1:
-            return gaussian
-        return dp_accounting.PoissonSampledDpEvent(self.sampling_probability, gaussian)
 
     @property
     def effective_noise_multiplier(self) -> float:

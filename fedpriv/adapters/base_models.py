@@ -104,9 +104,9 @@ def load_base(name: str, *, task: str, num_labels: int = 0, seed: int = 0, norma
         tokenizer.pad_token = tokenizer.eos_token
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
-    resized = {key for key, *_ in info["mismatched_keys"]}
-    if inside := sorted(key for key in resized if key.startswith(f"{model.base_model_prefix}.")):
-        raise InputError(f"model = {name!r}: its weights do not fit its config.json ({inside[0]})")
+    resized = {key: tuple(shape) for key, _, shape in info["mismatched_keys"]}
+    if other := sorted(key for key, shape in resized.items() if shape[0] != num_labels):
+        raise InputError(f"model = {name!r}: its weights do not fit its config.json ({other[0]})")
     return freeze(name, model, tokenizer, missing={*info["missing_keys"], *resized}, task=task, normalize=normalize)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.calibration import calibrate, calibrate_all, noise_multiplier_for, rounds_within
+from fedpriv.accounting.calibration import _smallest, calibrate, calibrate_all, noise_multiplier_for, rounds_within
 from fedpriv.accounting.events import SubsampledGaussian, SubsampledLmo
 from fedpriv.accounting.lmo.parameters import LmoParameters, UniformPart
+from fedpriv.accounting.subsampled_gaussian import MAX_NOISE
 
 DELTA = 1e-5
 
@@ -120,3 +122,20 @@ def test_noise_without_a_privacy_loss_distribution_is_calibrated_by_rdp():
 
     z = calibrate(schedule, 2.0, DELTA)
     assert epsilon_of(schedule(z), DELTA).epsilon <= 2.0 < epsilon_of(schedule(z * 0.998), DELTA).epsilon
+
+
+@pytest.mark.parametrize("threshold", [1e-5, 0.7, 1.0, 3.1, 5e3, 9.9e5, MAX_NOISE])
+@pytest.mark.parametrize(
+    "cost", [lambda low: 1.0, lambda low: math.inf, lambda low: low], ids=["step", "pole", "slope"]
+)
+def test_the_smallest_noise_is_found_whatever_the_cost_looks_like(threshold, cost):
+    def excess(z):
+        return -1.0 if z >= threshold else cost(threshold / z - 1)
+
+    found = _smallest(excess, start=1.0, tolerance=1e-4)
+    assert threshold <= found <= threshold * (1 + 1e-4)
+
+
+def test_a_cost_that_no_noise_meets_is_refused():
+    with pytest.raises(ValueError, match="no noise multiplier up to 1e"):
+        _smallest(lambda z: 1.0, start=1.0, tolerance=1e-4)

@@ -136,7 +136,7 @@ def test_the_page_states_what_was_met_and_what_was_not_run(tmp_path):
     assert "| embedded, local epsilon 2, head | 0.77 | 0.780 ± 0.005 (2 runs) | yes |" in page
     assert "| embedded, local epsilon 2, recipe | 0.77 | 0.700 ± 0.000 (2 runs) | **no** |" in page
     assert "| embedded, epsilon 2, local: recipe less head | >= 0 | -0.080 ± 0.005 (2 runs) | **no** |" in page
-    assert "| all corpora, epsilons, views and seeds: recipe less head | >= 0 | -0.080 ± 0.005 (2 runs)" in page
+    assert "| all runs of both: recipe less head | >= 0 | -0.080 ± 0.005 (2 runs)" in page
     assert "| embedded, local epsilon 8, head | 0.82 | not run | not run |" in page
     assert "| embedded | head | local | 10 of 12 |" in page
 

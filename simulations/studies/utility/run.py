@@ -65,7 +65,6 @@ class SilentObserver:
             "noise_multiplier": config.noise_multiplier,
             "start_noise_multiplier": config.start_noise_multiplier,
             "learning_rate": learning_rate.learning_rate if learning_rate else float(config.learning_rate),
-            "final_noise": learning_rate.final_noise if learning_rate else None,
         }
 
     def notice(self, text: str) -> None:
@@ -199,9 +198,9 @@ def _privacy(cell: Cell) -> dict[str, Any]:
 
 
 def probe_learning_rate(config: RunConfig) -> float:
-    """The rule's learning rate for one client that trains alone, of the average size, with all of its budget.
+    """The rule's learning rate for one client of the average size that trains alone, with all of its budget.
 
-    As for the federation's head, whose momentum holds some of the steps back.
+    It is that of as many rounds with the server's momentum, 0.6 / nu, although local steps have none.
     """
     sizes = [len(client) for client in workbench(config).data.clients]
     alone = start_noise_multiplier(_target(config), DELTA) * sqrt(START_SHARE)
