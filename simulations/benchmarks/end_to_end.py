@@ -74,6 +74,7 @@ def configuration(setting: str, folder: Path, rounds: int) -> RunConfig:
         "noise_multiplier": 1.0,
         "simulate": True,
         "comparison": False,
+        "baselines": False,
         "out": str(folder / "run"),
     }
     if setting == "tiny":

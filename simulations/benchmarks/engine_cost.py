@@ -111,6 +111,7 @@ def own_apps(num_clients: int, rounds: int) -> float:
                 "rounds": rounds,
                 "batch_size": 8,
                 "comparison": False,
+                "baselines": False,
                 "out": folder,
             }
         )

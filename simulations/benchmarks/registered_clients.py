@@ -84,6 +84,7 @@ def one_size(registered: int, sampled: int, rounds: int) -> dict[str, Any]:
                 "noise_multiplier": 1.0,
                 "simulate": True,
                 "comparison": False,
+                "baselines": False,
                 "out": str(Path(folder) / "run"),
             }
         )

@@ -80,4 +80,5 @@ def test_calibrated_noise_meets_the_target_by_the_library(accountant, num, rel):
         z = noise_multiplier_for(target, 1e-5, sampling_probability=q, steps=steps, accountant=accountant)
         event = SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=steps)
         direct = directly(accountant, event).get_epsilon(1e-5)
-        assert target * (1 - rel) <= direct <= target, (target, q, steps)
+        # Their sums of the same terms are rounded in another order.
+        assert target * (1 - rel) <= direct <= target * (1 + 1e-12), (target, q, steps)
