@@ -31,7 +31,6 @@ def main(grid, context):
     honest = UpdateSpec.of(config)
     lies = {
         "noise_multiplier": replace(honest, noise_multiplier=0.0),
-        "batch_size": replace(honest, batch_size=min(r.num_records for _, r in nodes.values())),
         "local_steps": replace(honest, local_steps=100 * honest.local_steps),
         "clip_norm": replace(honest, clip_norm=1e9),
         "learning_rate": replace(honest, learning_rate=1e24),
