@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import Any
 
 import numpy as np
+from absl import logging as absl_logging
 from dp_accounting import pld, rdp
 from dp_accounting.rdp import rdp_privacy_accountant
 
 from fedpriv.accounting.events import Event, SubsampledGaussian, check_known, group
 from fedpriv.accounting.law import Accountant, Array
-from fedpriv.accounting.subsampled_gaussian import quiet_absl
 
 ORDERS = rdp.RdpAccountant().orders
 
@@ -157,6 +159,19 @@ def total_loss(events: Iterable[Event], value_interval: float) -> Any:
         losses = (event.pld(value_interval) for event in events)
         identity = pld.privacy_loss_distribution.identity(value_interval)
         return reduce(lambda total, loss: total.compose(loss), losses, identity)
+
+
+@contextmanager
+def quiet_absl() -> Iterator[None]:
+    """Silence the warning that an rdp order was left out: fewer orders only raise the bound."""
+    root, silent, verbosity = logging.getLogger(), logging.NullHandler(), absl_logging.get_verbosity()
+    root.addHandler(silent)  # without any handler, absl would configure the root logger of the whole process
+    absl_logging.set_verbosity(absl_logging.ERROR)
+    try:
+        yield
+    finally:
+        absl_logging.set_verbosity(verbosity)
+        root.removeHandler(silent)
 
 
 def epsilon_of_curve(curve: Array, delta: float) -> float:

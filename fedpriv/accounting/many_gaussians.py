@@ -25,6 +25,7 @@ from scipy import special
 from fedpriv.accounting.accountants import FINEST_INTERVAL, INTEGER_ORDERS, ORDERS, PLD_LIMIT, total_loss
 from fedpriv.accounting.law import SMALLEST_DIVERGENCE, Accountant, Array
 from fedpriv.accounting.nodes import nodes_of, rounded
+from fedpriv.accounting.sampled_curve import MOST_TERMS, NEGLIGIBLE_LOG_RATIO, log_binomial, log_means
 from fedpriv.accounting.subsampled_gaussian import MAX_NOISE, MIN_NOISE, SubsampledGaussian
 
 _FRACTIONAL_ORDERS = np.array([order for order in ORDERS if not float(order).is_integer()])
@@ -42,9 +43,6 @@ _COARSEST_INTERVAL = 1e-2
 
 # Error bounds: rounding of log A (relative; absolute, times the order), and FFT and truncation of a pld delta.
 _RELATIVE_ROUNDING, _ABSOLUTE_ROUNDING, _DELTA_ROUNDING = 1e-12, 1e-14, 1e-14
-
-# dp-accounting abandons a fractional order if, after this many terms, a term still exceeds e^-30 of the sum.
-_LIBRARY_TERMS, _ABANDON_LOG_RATIO = 1000, -30.0
 
 # Here the series ends once the remaining binomials sum to at most this, or after this many terms.
 _TAIL, _MAX_TERMS = 1e-6, 48
@@ -176,7 +174,7 @@ def _integer_orders_at(q: Array, z: float) -> Array:
     logs = np.empty((len(q), len(INTEGER_ORDERS)))
     for column, order in enumerate(INTEGER_ORDERS):
         i = np.arange(order + 1)
-        constant = _log_binomial(order, i) + (i * i - i) / (2 * z * z)
+        constant = log_binomial(order, i) + (i * i - i) / (2 * z * z)
         terms = constant + i * np.log(q)[:, None] + (order - i) * np.log1p(-q)[:, None]
         logs[:, column] = special.logsumexp(terms, axis=1)
     return logs
@@ -207,15 +205,15 @@ def _fractional_order_logs(order: float, clients: _Clients) -> tuple[Array, Arra
     """
     gaussian = order * (order - 1) / (2 * clients.z**2)
     num_terms = max(int(order) + 1, _num_terms(order))
-    terms = (np.logaddexp(*_log_term(order, i, clients)) + _log_binomial(order, i) for i in range(num_terms))
+    terms = (np.logaddexp(*_log_term(order, i, clients)) + log_binomial(order, i) for i in range(num_terms))
     at_least = reduce(np.logaddexp, terms)
-    tail = np.logaddexp(*_log_term(order, num_terms, clients)) + _log_binomial(order - 1, num_terms - 1)
+    tail = np.logaddexp(*_log_term(order, num_terms, clients)) + log_binomial(order - 1, num_terms - 1)
     at_most = np.logaddexp(at_least, tail)
-    last = np.maximum(*_log_term(order, _LIBRARY_TERMS - 1, clients)) + _log_binomial(order, _LIBRARY_TERMS - 1)
+    last = np.maximum(*_log_term(order, MOST_TERMS - 1, clients)) + log_binomial(order, MOST_TERMS - 1)
     # In the far tail the exponents cancel to within their own rounding errors, here and in the library.
     slack = _RELATIVE_ROUNDING * np.abs(at_most) + 100 * _ABSOLUTE_ROUNDING * (1 + 1 / clients.z**2)
-    low = np.where(last - at_most < _ABANDON_LOG_RATIO + slack, at_least - slack, np.inf)
-    high = np.where(last - at_least < _ABANDON_LOG_RATIO - slack, at_most + slack, np.inf)
+    low = np.where(last - at_most < NEGLIGIBLE_LOG_RATIO + slack, at_least - slack, np.inf)
+    high = np.where(last - at_least < NEGLIGIBLE_LOG_RATIO - slack, at_most + slack, np.inf)
     unsampled = clients.q == 1
     low, high = np.where(unsampled, gaussian - slack, low), np.where(unsampled, gaussian + slack, high)
     return low[:, None], high[:, None]
@@ -223,23 +221,14 @@ def _fractional_order_logs(order: float, clients: _Clients) -> tuple[Array, Arra
 
 def _log_term(order: float, i: int, clients: _Clients) -> tuple[Array, Array]:
     """[clients] logs of E[min^i max^(order - i)], see the caller, over q L < 1 - q and over q L > 1 - q."""
-    z, q = clients.z, np.where(clients.q == 1, 0.5, clients.q)  # the caller overwrites the result for q = 1
-    log_q, log_rest, j = np.log(q), np.log1p(-q), order - i
-    middle = z**2 * (log_rest - log_q) + 0.5
-    below = i * log_q + j * log_rest + (i * i - i) / (2 * z**2) + special.log_ndtr((middle - i) / z)
-    above = j * log_q + i * log_rest + (j * j - j) / (2 * z**2) + special.log_ndtr((j - middle) / z)
-    return below, above
+    # the caller overwrites the result for q = 1
+    return log_means(order, i, np.where(clients.q == 1, 0.5, clients.q), clients.z)
 
 
 def _num_terms(order: float) -> int:
     """The number of terms of the series after which the remaining binomials are small."""
     i = np.arange(1, _MAX_TERMS)
-    return 1 + int(np.count_nonzero(_log_binomial(order - 1, i) > np.log(_TAIL)))
-
-
-def _log_binomial(n: float, k: npt.ArrayLike) -> Array:
-    """log |binom(n, k)| for any real n."""
-    return np.asarray(special.gammaln(n + 1) - special.gammaln(np.add(k, 1)) - special.gammaln(n - np.asarray(k) + 1))
+    return 1 + int(np.count_nonzero(log_binomial(order - 1, i) > np.log(_TAIL)))
 
 
 # --- pld ---

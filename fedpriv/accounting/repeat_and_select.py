@@ -12,9 +12,8 @@ from collections.abc import Iterable
 import dp_accounting
 from dp_accounting import rdp
 
-from fedpriv.accounting.accountants import check_delta
+from fedpriv.accounting.accountants import check_delta, quiet_absl
 from fedpriv.accounting.events import Event, SubsampledGaussian, group
-from fedpriv.accounting.subsampled_gaussian import quiet_absl
 from fedpriv.errors import InputError
 
 

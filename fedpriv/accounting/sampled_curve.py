@@ -13,10 +13,11 @@ from scipy.special import gammaln, log_ndtr, logsumexp
 
 from fedpriv.accounting.law import Array
 
-# Terms of a series, until the first left out no longer matters. Where it still does after dp-accounting's thousand, the
-# curve is infinite, as theirs is: the bounds for many clients rest on that.
-_NUM_TERMS = (64, 128, 256, 512, 1000)
-_NEGLIGIBLE = -30.0
+# dp-accounting abandons a fractional order if, after this many terms, a term still exceeds e^-30 of the sum: the curve
+# is infinite there. So is this one, since the bounds for many clients rest on that.
+MOST_TERMS, NEGLIGIBLE_LOG_RATIO = 1000, -30.0
+# How many terms are tried, one number after the other, until the last of them is negligible.
+_NUM_TERMS = (64, 128, 256, 512, MOST_TERMS)
 
 
 def sampled_curve(sampling_probability: float, noise_multiplier: float, orders: npt.ArrayLike) -> Array:
@@ -49,7 +50,7 @@ def _of_whole_orders(q: float, z: float, orders: Array) -> Array:
     k, n = np.arange(2.0, orders.max() + 1), orders[:, None]
     exponents = (k * k - k) / (2 * z * z)
     less_one = exponents + np.log(-np.expm1(-exponents))
-    terms = _log_binomial(n, k) + k * math.log(q) + (n - k) * math.log1p(-q) + less_one
+    terms = log_binomial(n, k) + k * math.log(q) + (n - k) * math.log1p(-q) + less_one
     return np.asarray(np.logaddexp(0.0, logsumexp(np.where(k <= n, terms, -np.inf), axis=1)))
 
 
@@ -65,7 +66,7 @@ def _of_fractions(q: float, z: float, orders: Array) -> Array:
         low, high = _series(q, z, orders[left], num_terms)
         total = logsumexp(np.concatenate([low, high], axis=1), axis=1)
         falls = (low[:, -1] < low[:, -2]) & (high[:, -1] < high[:, -2])
-        is_small = np.maximum(low[:, -1], high[:, -1]) < total + _NEGLIGIBLE
+        is_small = np.maximum(low[:, -1], high[:, -1]) < total + NEGLIGIBLE_LOG_RATIO
         log_moments[left] = np.where(falls & is_small, total, math.inf)
     return log_moments
 
@@ -73,14 +74,25 @@ def _of_fractions(q: float, z: float, orders: Array) -> Array:
 def _series(q: float, z: float, orders: Array, num_terms: int) -> tuple[Array, Array]:
     """Two times [orders, terms]: logarithms of the terms' absolute values, below and above the point x0."""
     i, n = np.arange(float(num_terms)), orders[:, None]
-    j = n - i
-    x0 = z * z * (math.log1p(-q) - math.log(q)) + 0.5
-    binomial = _log_binomial(n, i)
-    low = i * math.log(q) + j * math.log1p(-q) + (i * i - i) / (2 * z * z) + log_ndtr((x0 - i) / z)
-    high = j * math.log(q) + i * math.log1p(-q) + (j * j - j) / (2 * z * z) + log_ndtr((j - x0) / z)
+    low, high = log_means(n, i, q, z)
+    binomial = log_binomial(n, i)
     return binomial + low, binomial + high
 
 
-def _log_binomial(n: Array, k: Array) -> Array:
-    """log |n over k|, also for n that is no whole number."""
+def log_means(order: npt.ArrayLike, i: npt.ArrayLike, q: npt.ArrayLike, z: npt.ArrayLike) -> tuple[Array, Array]:
+    """Logs of E[min^i max^(order - i)] over the smaller and the larger of 1 - q and q L, L = N(1, z^2) / N(0, z^2).
+
+    The first is over q L < 1 - q and the second over q L > 1 - q. All arguments broadcast; q must lie in (0, 1).
+    """
+    order, i, q, z = (np.asarray(value, dtype=float) for value in (order, i, q, z))
+    log_q, log_rest, j = np.log(q), np.log1p(-q), order - i
+    middle = z * z * (log_rest - log_q) + 0.5
+    below = i * log_q + j * log_rest + (i * i - i) / (2 * z * z) + log_ndtr((middle - i) / z)
+    above = j * log_q + i * log_rest + (j * j - j) / (2 * z * z) + log_ndtr((j - middle) / z)
+    return below, above
+
+
+def log_binomial(n: npt.ArrayLike, k: npt.ArrayLike) -> Array:
+    """log |n over k| for any real n."""
+    n, k = np.asarray(n, dtype=float), np.asarray(k, dtype=float)
     return np.asarray(gammaln(n + 1) - gammaln(k + 1) - gammaln(n - k + 1))

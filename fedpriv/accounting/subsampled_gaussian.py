@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
-from absl import logging as absl_logging
 from dp_accounting import pld
 
 from fedpriv.accounting.law import (
@@ -128,16 +125,3 @@ def _single_loss(noise_multiplier: float, sampling_probability: float, value_int
     return pld.privacy_loss_distribution.from_gaussian_mechanism(
         noise_multiplier, value_discretization_interval=value_interval, sampling_prob=sampling_probability
     )
-
-
-@contextmanager
-def quiet_absl() -> Iterator[None]:
-    """Silence the warning that an rdp order was left out: fewer orders only raise the bound."""
-    root, silent, verbosity = logging.getLogger(), logging.NullHandler(), absl_logging.get_verbosity()
-    root.addHandler(silent)  # without any handler, absl would configure the root logger of the whole process
-    absl_logging.set_verbosity(absl_logging.ERROR)
-    try:
-        yield
-    finally:
-        absl_logging.set_verbosity(verbosity)
-        root.removeHandler(silent)

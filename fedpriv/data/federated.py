@@ -11,7 +11,7 @@ import numpy as np
 from fedpriv.config import EMBEDDED, ON_NODES, RunConfig
 from fedpriv.data import hospital, own
 from fedpriv.data.partition import partition
-from fedpriv.data.tables import labels_of, load_table, require_columns, to_text
+from fedpriv.data.tables import labels_of, load_table, require_columns, to_text, values_of
 from fedpriv.data.text import DataSource, FederatedData, TextData
 from fedpriv.errors import InputError
 
@@ -79,7 +79,7 @@ def _embedded(config: RunConfig) -> FederatedData:
             {"index": list(range(len(train))), config.label_column: [message.department for message in train]}
         )
         parts, labels = partition(table, config)
-        holders, names = [[train[index] for index in part["index"][:]] for part in parts], tuple(labels)
+        holders, names = [[train[index] for index in values_of(part, "index")] for part in parts], tuple(labels)
 
     def text_of(messages: list[hospital.Message]) -> TextData:
         return TextData(tuple(m.text for m in messages), tuple(m.department for m in messages))
@@ -106,7 +106,7 @@ def _from_table(config: RunConfig) -> FederatedData:
     else:
         train, test_table = _split(table, config)
         test = to_text(test_table, config)
-    empty = sorted(map(str, holders - set(train[config.client_column][:]))) if holders else []
+    empty = sorted(map(str, holders - set(values_of(train, config.client_column)))) if holders else []
     if empty:
         raise InputError(
             f"client_column = {config.client_column!r}: client {empty[0]!r} has no training records: all of "
@@ -136,7 +136,7 @@ def _holders(table: datasets.Dataset, config: RunConfig) -> set[object]:
     Raises:
         InputError: a record has no holder, or one that is neither a string nor an integer.
     """
-    column = table[config.client_column][:]
+    column = values_of(table, config.client_column)
     for index, holder in enumerate(column):
         if not isinstance(holder, (str, int)):
             raise InputError(

@@ -10,6 +10,7 @@ from typing import Any
 import datasets
 
 from fedpriv.config import RunConfig
+from fedpriv.data.tables import values_of
 from fedpriv.errors import InputError
 
 
@@ -25,7 +26,7 @@ def partition(table: datasets.Dataset, config: RunConfig) -> tuple[list[datasets
         InputError: flwr-datasets is not installed, the split is impossible, or a client would have no record.
     """
     if config.partition_rule == "natural":
-        names = sorted({str(value) for value in table[config.client_column][:]})
+        names = sorted({str(value) for value in values_of(table, config.client_column)})
         parts = _load(table, config)
         # The partitioner numbers clients by first appearance; sorted order does not depend on the order of the rows.
         by_name = {str(part[config.client_column][0]): part for part in parts}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pandas as pd
@@ -88,18 +89,23 @@ def require_columns(table: datasets.Dataset, columns: Sequence[tuple[str, str]],
             raise InputError(f"{key} = {column!r}: {source} has no such column; it has {', '.join(table.column_names)}")
 
 
+def values_of(table: datasets.Dataset, column: str) -> list[Any]:
+    """[records] A column's values, read at once: iterating over it would decode row by row."""
+    return list(table[column][:])
+
+
 def labels_of(table: datasets.Dataset, column: str) -> list[str | None]:
     """The name of each record's label; None if it is missing."""
     feature = table.features[column]
     name = feature.int2str if isinstance(feature, datasets.ClassLabel) else str
-    return [None if label is None else name(label) for label in table[column][:]]
+    return [None if label is None else name(label) for label in values_of(table, column)]
 
 
 def to_text(table: datasets.Dataset, config: RunConfig) -> TextData:
     """The texts and labels of the configured columns; a missing text counts as empty."""
 
     def texts(column: str) -> tuple[str, ...]:
-        return tuple("" if text is None else str(text) for text in table[column][:])
+        return tuple("" if text is None else str(text) for text in values_of(table, column))
 
     return TextData(
         texts=texts(config.text_column),

@@ -23,22 +23,19 @@ _TESTED_AT_THE_END: Mapping[str, Any] = {"evaluate_every": 1000}
 
 _HEAD: Mapping[str, Any] = {**_TESTED_AT_THE_END, "train": "head", "prefix_cache": False}
 
+_AUTO: Mapping[str, Any] = {**_TESTED_AT_THE_END, "train": "auto"}
+
+_INNER: Mapping[str, Any] = {**_AUTO, "aggregation": "fed-sb", "rank": 16, "alpha": 64}
+
 # Steps of a client's own head, all of them before anything is averaged.
 PROBE_STEPS = 40
 
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "head": _HEAD,
     RECIPE: _TESTED_AT_THE_END,
-    AUTO: {**_TESTED_AT_THE_END, "train": "auto"},
-    INNER: {**_TESTED_AT_THE_END, "train": "auto", "aggregation": "fed-sb", "rank": 16, "alpha": 64},
-    INNER_OF_TWO: {
-        **_TESTED_AT_THE_END,
-        "train": "auto",
-        "aggregation": "fed-sb",
-        "rank": 16,
-        "alpha": 64,
-        "layers": "last-2",
-    },
+    AUTO: _AUTO,
+    INNER: _INNER,
+    INNER_OF_TWO: {**_INNER, "layers": "last-2"},
     "paper": {**_TESTED_AT_THE_END, "recipe": "dp-lora-paper"},
     CENTRAL: _HEAD,
     # recipe is given, since several local steps would stand for the other one; their learning rate is derived.
