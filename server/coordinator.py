@@ -43,6 +43,7 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
         noise_multiplier=config.noise_multiplier,
     )
     config = with_mechanism_parameters(config)
+    config = resume.with_base_dtype(config)
     resume.check_configuration(config)
     bench = workbench(config)
     check_budget_and_view(config, bench.num_clients)

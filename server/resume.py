@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from fedpriv import config as configuration
@@ -12,6 +13,7 @@ from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.runs import files
 from fedpriv.runs.writer import RunWriter
+from fedpriv.training.workbench import workbench
 from server.checkpoint import Checkpoint
 from server.registration import Nodes
 
@@ -23,6 +25,20 @@ _DECIDED = (
     "lora_server_optimizer",
     "lora_server_learning_rate",
 )
+
+
+def with_base_dtype(config: RunConfig) -> RunConfig:
+    """The configuration with the format that `base_dtype = auto` stands for: that of a resumed run's beginning, or else
+    the faster one on this machine.
+
+    Raises:
+        InputError: the data, the model or the folder of the resumed run cannot be used.
+    """
+    if config.base_dtype != "auto":
+        return config
+    if config.resume:
+        return replace(config, base_dtype=files.read_config(files.run_folder_of(Path(config.resume))).base_dtype)
+    return replace(config, base_dtype=workbench(config).model.base_dtype_name)
 
 
 def check_configuration(config: RunConfig) -> None:

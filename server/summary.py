@@ -119,9 +119,10 @@ def _client(client: int, costs: Costs, outcome: Outcome) -> dict[str, Any]:
 
 
 def _frozen_bytes(bench: Workbench) -> int:
-    """The size of the frozen model that every variant is an adapter of."""
+    """The size of the frozen model that every variant is an adapter of, as float32."""
     trained = {id(parameter) for parameter in bench.model.parameters.values()}
-    return sum(p.numel() * p.element_size() for p in bench.model.peft_model.parameters() if id(p) not in trained)
+    num_values: int = sum(p.numel() for p in bench.model.peft_model.parameters() if id(p) not in trained)
+    return 4 * num_values
 
 
 def _unproven(outcome: Outcome) -> float:

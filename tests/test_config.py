@@ -393,6 +393,7 @@ OTHER |= {
     "optimizer": "sgd",
     "recipe": "fedpriv",
     "train": "head",
+    "base_dtype": "bfloat16",
     "client_weights": "root-records",
     "server_optimizer": "sgd",
     "server_momentum": 0.8,

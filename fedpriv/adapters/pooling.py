@@ -59,12 +59,13 @@ def unit_states(states: Tensor) -> Tensor:
 
 
 def masked_mean(states: Tensor, mask: Tensor | None) -> Tensor:
-    """The mean over the real tokens, [batch, hidden].
+    """The mean over the real tokens, float32 [batch, hidden].
 
     Args:
         states: [batch, tokens, hidden].
         mask: [batch, tokens], 1 for a real token; None means that all are real.
     """
+    states = states.float()
     if mask is None:
         return states.mean(dim=1)
     weights = mask.to(states.dtype).unsqueeze(-1)

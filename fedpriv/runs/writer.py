@@ -49,7 +49,7 @@ class RunWriter:
             raise InputError(f"out = {str(path)!r}: already holds a run; name another folder, or resume it")
         path.mkdir(parents=True, exist_ok=True)
         (path / files.CONFIG).write_text(to_toml(config))
-        write_json(path / files.ENVIRONMENT, environment())
+        write_json(path / files.ENVIRONMENT, environment() | {"base_dtype": config.base_dtype})
         writer = cls(path)
         writer._write_tables()
         return writer

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from fedpriv.adapters import lora
 from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters.base_dtype import base_dtype
 from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX, Merged, factors_of, same
 from fedpriv.data.records import BatchShape, Item, Records, collate
 from fedpriv.training.feature_cache import Body, FeatureCache
@@ -23,6 +23,9 @@ from fedpriv.training.prefix_cache import PrefixCache, find_prefix, input_of, sk
 from fedpriv.training.shapes import MULTIPLE, Lengths, Pass, passes
 
 _FLOAT_BYTES = 4
+
+# Of a LoRA layer's frozen weight, after the layer's name.
+_WEIGHT = ".base_layer.weight"
 
 # Tokens of a pass on a CPU, times the root of the widest activation, in a step of 64 records. The last pass of each
 # length is half dummies on average, which costs in proportion to the tokens; each pass has a fixed cost, in inverse
@@ -103,6 +106,8 @@ class TrainingModel:
             most that for the features that a head reads.
         prefix_cache: whether to cache the states below the first trainable layer.
         max_length: tokens of the longest record, if known; such records are not padded further than to a multiple of 8.
+        pretrained: {parameter's name: float32} of the frozen weights as they were read; those that are missing are as
+            they are now.
 
     Raises:
         ValueError: a trainable layer does not support per-sample gradients; names it.
@@ -114,7 +119,13 @@ class TrainingModel:
     """What that layer reads."""
 
     def __init__(
-        self, peft_model: Any, *, memory_limit: int, prefix_cache: bool = True, max_length: int | None = None
+        self,
+        peft_model: Any,
+        *,
+        memory_limit: int,
+        prefix_cache: bool = True,
+        max_length: int | None = None,
+        pretrained: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.peft_model = peft_model
         self.device: torch.device = next(peft_model.parameters()).device
@@ -126,7 +137,7 @@ class TrainingModel:
             name: p for name, p in peft_model.named_parameters() if ".lora_" in name and not p.requires_grad
         }
         self._merged: Merged = {}
-        self._pretrained: dict[str, Tensor] = {}
+        self._pretrained = {n: weight for n, weight in (pretrained or {}).items() if n.endswith(_WEIGHT)}
         # Gradients are keyed by module names, adapters by peft's names.
         by_id = {id(parameter): name for name, parameter in self.parameters.items()}
         self.adapter_names = {n: by_id[id(p)] for n, p in peft_model.named_parameters() if p.requires_grad}
@@ -138,13 +149,28 @@ class TrainingModel:
         self.cache = None
         if prefix and prefix_cache:
             self.cache = PrefixCache(
-                self._forward, self.passes, prefix, width=peft_model.config.hidden_size, memory_limit=memory_limit
+                self._forward,
+                self.passes,
+                prefix,
+                width=peft_model.config.hidden_size,
+                dtype=self.base_dtype,
+                memory_limit=memory_limit,
             )
 
         self.head = self._find_head()
         if self.head is not None:
             width = self.layers[self.head].module.in_features
             self.features = FeatureCache(self._head_inputs, self.passes, width=width, memory_limit=memory_limit)
+
+    @property
+    def base_dtype(self) -> torch.dtype:
+        """In which the frozen base computes."""
+        return base_dtype(self.peft_model)
+
+    @property
+    def base_dtype_name(self) -> Literal["float32", "bfloat16"]:
+        """The same, as the configuration names it."""
+        return "bfloat16" if self.base_dtype == torch.bfloat16 else "float32"
 
     def check(self, shapes: Mapping[str, torch.Size]) -> None:
         """Refuse an adapter that does not fit the model; its rank, equal in all LoRA layers, may differ.
@@ -196,21 +222,17 @@ class TrainingModel:
             for name in {*self._merged, *merged}:
                 layer = self.peft_model.get_submodule(name)
                 weight = layer.get_base_layer().weight
-                pretrained = self._pretrained.setdefault(name, weight.detach().clone())
+                pretrained = self._pretrained.setdefault(name + _WEIGHT, weight.detach().clone())
                 weight.copy_(pretrained)
                 if name in merged:
                     added = layer.scaling["default"] * merged[name].matrix().to(weight.device)
-                    weight.add_(added.T if layer.fan_in_fan_out else added)
+                    # Rounded once, after the sum: an addition too small for bfloat16 then shows on average.
+                    weight.copy_(pretrained + (added.T if layer.fan_in_fan_out else added))
         self._merged = dict(merged)
-
-    def _precision(self) -> AbstractContextManager[object]:
-        """bfloat16 for the frozen base on a GPU; the trainable layers compute in float32 regardless."""
-        return torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
 
     def _forward(self, items: Sequence[Item], shape: BatchShape) -> None:
         batch = collate(items, shape)
-        with self._precision():
-            self.peft_model(**{name: tensor.to(self.device) for name, tensor in batch.items() if name != "labels"})
+        self.peft_model(**{name: tensor.to(self.device) for name, tensor in batch.items() if name != "labels"})
 
     def logits(
         self, items: Sequence[Item], *, cached: bool, shape: BatchShape | None = None
@@ -218,12 +240,11 @@ class TrainingModel:
         """The model's logits on the given records, and the batch; see `collate`."""
         batch = {name: tensor.to(self.device) for name, tensor in collate(items, shape).items()}
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-        with self._precision():
-            if self.cache is None or not cached:
-                return self.peft_model(**inputs).logits.float(), batch
-            hidden = self.cache.hidden(items, batch["input_ids"].shape).to(self.device)
-            with skipping_prefix(self.cache.prefix, hidden):
-                return self.peft_model(**inputs).logits.float(), batch
+        if self.cache is None or not cached:
+            return self.peft_model(**inputs).logits.float(), batch
+        hidden = self.cache.hidden(items, batch["input_ids"].shape).to(self.device)
+        with skipping_prefix(self.cache.prefix, hidden):
+            return self.peft_model(**inputs).logits.float(), batch
 
     @torch.no_grad()
     def _find_head(self) -> str | None:

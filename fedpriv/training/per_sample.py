@@ -148,12 +148,11 @@ def _stacked(name: str, layer: TrainableLayer, x: Tensor, stack: Stack) -> Tenso
     """The layer's output with each record's own parameters, in float32 whatever precision the base uses."""
     if len(x) != len(stack.owners):
         raise ValueError(f"{name}: its input's first dimension is {len(x)}, not the batch's {len(stack.owners)}")
-    with torch.autocast(x.device.type, enabled=False):
-        weight, bias = (
-            stack.parameters[key] if key is not None else parameter.unsqueeze(0) if parameter is not None else None
-            for key, parameter in ((layer.weight, layer.module.weight), (layer.bias, layer.module.bias))
-        )
-        return _linear(x.to(weight.dtype), weight, bias, stack.owners)
+    weight, bias = (
+        stack.parameters[key] if key is not None else parameter.unsqueeze(0) if parameter is not None else None
+        for key, parameter in ((layer.weight, layer.module.weight), (layer.bias, layer.module.bias))
+    )
+    return _linear(x.to(weight.dtype), weight, bias, stack.owners)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, owners: Tensor) -> Tensor:

@@ -25,8 +25,6 @@ from fedpriv.data.records import BatchShape, Item, Records, num_tokens
 from fedpriv.training.isolation import isolated
 from fedpriv.training.shapes import Pass
 
-_FLOAT_BYTES = 4
-
 log = logging.getLogger(__name__)
 
 
@@ -101,7 +99,7 @@ class _Room:
     """Where states go.
 
     Attributes:
-        states: float32 [tokens, width].
+        states: [tokens, width], in the format of the base.
         in_memory: or in a file.
     """
 
@@ -131,10 +129,11 @@ class _Reserved:
 class PrefixCache:
     """Hidden states below the first trainable layer, for any number of record sets.
 
-    The states are float32 and unpadded, and computed in fixed shapes, so those of a record do not depend on the batch
-    it is drawn in, nor on the other records. All states of a record set are computed at once and freed together with
-    the records. A record whose states cannot be computed has NaN, and so a gradient that counts as zero. One for which
-    there is no room has its states computed, in the same shape and so to the same bits, whenever they are needed.
+    The states are in the base's format and unpadded, and computed in fixed shapes, so those of a record do not depend
+    on the batch it is drawn in, nor on the other records. All states of a record set are computed at once and freed
+    together with the records. A record whose states cannot be computed has NaN, and so a gradient that counts as zero.
+    One for which there is no room has its states computed, in the same shape and so to the same bits, whenever they are
+    needed.
 
     Without `reserve` the room depends on the number of tokens of a record set: this is for public records.
 
@@ -143,6 +142,7 @@ class PrefixCache:
         passes: splits records into passes of fixed shapes.
         prefix: from `find_prefix`.
         width: of a hidden state.
+        dtype: of the base.
         memory_limit: bytes to keep in memory; states beyond that go to a file without a name, which nobody else can
             open and which ends with this process, however it ends.
     """
@@ -154,12 +154,14 @@ class PrefixCache:
         prefix: Prefix,
         *,
         width: int,
+        dtype: torch.dtype,
         memory_limit: int,
     ) -> None:
         self.prefix = prefix
         self._forward = forward
         self._passes = passes
         self._width = width
+        self._dtype = dtype
         self._memory_limit = memory_limit
         self._reserved: _Reserved | None = None
         self._kept: weakref.WeakKeyDictionary[Records, tuple[_Room, list[int]]] = weakref.WeakKeyDictionary()
@@ -168,7 +170,7 @@ class PrefixCache:
     def bytes_in_memory(self) -> int:
         """Of all states that are kept or have room reserved."""
         rooms = {room for room, _ in self._kept.values()} | ({self._reserved.room} if self._reserved else set())
-        return sum(_FLOAT_BYTES * room.states.numel() for room in rooms if room.in_memory)
+        return sum(room.states.nbytes for room in rooms if room.in_memory)
 
     def reserve(self, num_records: int, longest: int) -> bool:
         """Take room for so many records of so many tokens at most, all of it now; False if there is none.
@@ -188,8 +190,8 @@ class PrefixCache:
         return self._reserved is not None
 
     def hidden(self, items: Sequence[Item], shape: Sequence[int]) -> Tensor:
-        """The states of the given records, padded with zeros to [rows, tokens], float32 [rows, tokens, width]."""
-        states = torch.zeros(*shape, self._width)
+        """The states of the given records, padded with zeros to [rows, tokens]: [rows, tokens, width]."""
+        states = torch.zeros(*shape, self._width, dtype=self._dtype)
         for row, (records, index) in enumerate(items):
             own = self._row(records, index)
             states[row, : len(own)] = own
@@ -223,7 +225,9 @@ class PrefixCache:
             fits = self._reserved.fits
             return self._reserved.room, [n if fits(index, n) else 0 for index, n in enumerate(lengths)]
         room = self._room(sum(lengths))
-        return (room, lengths) if room else (_Room(torch.empty(0, self._width), True), [0] * len(lengths))
+        if room is None:
+            return _Room(torch.empty(0, self._width, dtype=self._dtype), in_memory=True), [0] * len(lengths)
+        return room, lengths
 
     @torch.no_grad()
     def _computed(self, items: Sequence[Item]) -> Iterator[tuple[int, Tensor]]:
@@ -233,26 +237,26 @@ class PrefixCache:
             for positions, hidden in isolated(run, together.positions):
                 for row, position in enumerate(positions):
                     tokens = num_tokens(items[position])
-                    failed = torch.full((tokens, self._width), torch.nan)
+                    failed = torch.full((tokens, self._width), torch.nan, dtype=self._dtype)
                     yield position, failed if hidden is None else hidden[row, :tokens]
 
     def _hidden_of(self, items: Sequence[Item], shape: BatchShape, positions: list[int]) -> Tensor:
         with input_of(self.prefix.layers[self.prefix.length]) as captured:
             self._forward([items[position] for position in positions], shape)
-        return captured[0].float().cpu()
+        return captured[0].to("cpu", self._dtype)
 
     def _room(self, num_tokens: int) -> _Room | None:
         """Room for so many tokens' states, taken at once: neither memory nor disk can run out later. None if full."""
         shape = num_tokens, self._width
-        size = _FLOAT_BYTES * num_tokens * self._width
+        size = self._dtype.itemsize * num_tokens * self._width
         try:
             if self.bytes_in_memory + size <= self._memory_limit:
-                return _Room(torch.full(shape, torch.nan), in_memory=True)
+                return _Room(torch.full(shape, torch.nan, dtype=self._dtype), in_memory=True)
             # Deleted before it is written to; the mapping keeps its contents until the states are freed.
             with tempfile.TemporaryFile(prefix="fedpriv-prefix-") as file:
                 os.posix_fallocate(file.fileno(), 0, size)
-                states = np.memmap(file, dtype=np.float32, mode="r+", shape=shape)
-                return _Room(torch.from_numpy(states), in_memory=False)
+                states = torch.from_numpy(np.memmap(file, dtype=np.uint8, mode="r+", shape=(size,)))
+                return _Room(states.view(self._dtype).view(shape), in_memory=False)
         except (OSError, MemoryError) as error:
             log.warning("no room for %d MiB of the prefix cache: %s", size // 2**20, error)
             return None

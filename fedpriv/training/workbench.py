@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 
 import torch
 
@@ -15,6 +16,7 @@ from fedpriv.data.records import Records, check_max_length, tokenize
 from fedpriv.data.text import DataSource, FederatedData, TextData
 from fedpriv.errors import InputError
 from fedpriv.training.admission import admit
+from fedpriv.training.base_format import in_format
 from fedpriv.training.model import TrainingModel
 
 
@@ -47,12 +49,15 @@ def load_model(config: RunConfig, *, num_labels: int) -> tuple[BaseModel, Traini
         trains="head" if config.train == "head" else rule.trains,
         orthonormal=rule.orthonormal,
     )
-    model = TrainingModel(
-        attach(base, settings, seed=config.seed).to(_device(config.device)),
+    peft_model = attach(base, settings, seed=config.seed).to(_device(config.device))
+    build = partial(
+        TrainingModel,
+        peft_model,
         memory_limit=config.memory_limit_mb * 2**20,
         prefix_cache=config.prefix_cache,
         max_length=config.max_length,
     )
+    model = in_format(peft_model, config.base_dtype, build)
     admit(model)
     return base, model
 
@@ -149,11 +154,16 @@ class Workbench:
 
 def workbench(config: RunConfig, source: DataSource | None = None) -> Workbench:
     """The workbench of this configuration; runs that differ in what it does not depend on share one, and its caches."""
-    key = tuple(getattr(config, name) for name in KEYS if name not in _WITHOUT_EFFECT), source
-    if key not in _last:
+    if _key(config, source) not in _last:
         _last.clear()
-        _last[key] = Workbench(config, source)
-    return _last[key]
+        bench = Workbench(config, source)
+        settled = replace(config, base_dtype=bench.model.base_dtype_name)
+        _last[_key(config, source)] = _last[_key(settled, source)] = bench
+    return _last[_key(config, source)]
+
+
+def _key(config: RunConfig, source: DataSource | None) -> Hashable:
+    return tuple(getattr(config, name) for name in KEYS if name not in _WITHOUT_EFFECT), source
 
 
 def forget() -> None:
@@ -161,7 +171,7 @@ def forget() -> None:
     _last.clear()
 
 
-# The last workbench, by what it depends on.
+# The last workbench, by what it depends on; with `base_dtype = auto` also by what that came to.
 _last: dict[Hashable, Workbench] = {}
 
 # Keys on which neither data nor model depend.

@@ -16,6 +16,7 @@ from fedpriv.training.stacked import clients_at_once, execute_one_by_one, execut
 from fedpriv.training.workbench import workbench
 from server.app import make_app
 from server.observer import Observer
+from server.resume import with_base_dtype
 from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid
 from simulations.engines.ray_actors import RayExecutor
@@ -31,6 +32,7 @@ def run(config: RunConfig, observer: Observer) -> None:
     Raises:
         InputError: something in the configuration or the data cannot be used.
     """
+    config = with_base_dtype(config)
     with task_identity(RUN_ID), _executor(config, observer) as execute:
         make_app(observer)(LocalGrid(contexts(config), execute, client_app), server_context(config))
 

@@ -1,0 +1,100 @@
+"""In which format the frozen base computes: as the configuration says, or in whichever is faster on this machine."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from fedpriv.adapters import base_dtype
+from fedpriv.errors import InputError
+from fedpriv.training.losses import losses_and_hits
+from fedpriv.training.model import TrainingModel
+from fedpriv.training.per_sample import per_sample_gradients
+from fedpriv.training.rehearsal import synthetic_records
+
+log = logging.getLogger(__name__)
+
+# bfloat16 costs precision, so it must save at least this share of the time.
+_LEAST_SAVING = 0.2
+
+# In narrower models a pass is mostly overhead, and which format is faster is chance.
+_LEAST_WIDTH = 128
+
+# Tokens of the synthetic records, and the seconds for which each format is timed.
+_TOKENS = 32
+_SECONDS = 0.15
+
+
+def in_format(peft_model: Any, wanted: str, build: Callable[..., TrainingModel]) -> TrainingModel:
+    """The training model with its frozen base in a format.
+
+    Args:
+        peft_model: with a float32 base on the device that trains; converted in place.
+        wanted: `float32`, `bfloat16` or `auto`: on a GPU bfloat16, and on a CPU whichever takes less time for a pass
+            of synthetic records there and back; then `InputError` is not raised.
+        build: makes the training model; takes `pretrained` and `prefix_cache`.
+
+    Raises:
+        InputError: the model does not compute in bfloat16.
+    """
+    if wanted == "float32" or (wanted == "auto" and _is_small(peft_model)):
+        return build()
+    seconds = partial(_seconds_of_a_pass, peft_model, build)
+    on_cpu = next(peft_model.parameters()).device.type == "cpu"
+    in_float32 = seconds() if wanted == "auto" and on_cpu else None
+    before = base_dtype.to_bfloat16(peft_model)
+    try:
+        in_bfloat16 = seconds()
+    except Exception as error:  # whatever it is, synthetic records alone have caused it
+        base_dtype.restore(peft_model, before)
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if wanted == "bfloat16":
+            kind = peft_model.config.model_type
+            raise InputError(
+                f"base_dtype = bfloat16: a {kind} model does not compute in it here ({reason}); use float32"
+            ) from None
+        log.info("base_dtype = auto: float32, since this model does not compute in bfloat16 (%s)", reason)
+        return build()
+    if in_float32 is None:
+        return build(pretrained=before.weights)
+    share = in_bfloat16 / in_float32
+    is_faster = share <= 1 - _LEAST_SAVING
+    chosen = "bfloat16" if is_faster else "float32"
+    log.info("base_dtype = auto: %s; a pass in bfloat16 takes %.2f of the time in float32", chosen, share)
+    if is_faster:
+        return build(pretrained=before.weights)
+    base_dtype.restore(peft_model, before)
+    return build()
+
+
+def _is_small(peft_model: Any) -> bool:
+    width: int = peft_model.config.hidden_size
+    return next(peft_model.parameters()).device.type == "cpu" and width < _LEAST_WIDTH
+
+
+def _seconds_of_a_pass(peft_model: Any, build: Callable[..., TrainingModel]) -> float:
+    """The least time of one pass for per-sample gradients; the first pass, which warms up, is not counted."""
+    model = build(prefix_cache=False)
+    classes = 0 if peft_model.active_peft_config.task_type == "CAUSAL_LM" else peft_model.config.num_labels
+    tokens = min(_TOKENS, model.lengths.longest or _TOKENS)
+    records = synthetic_records(model, max_length=tokens, num_labels=classes)
+    *_, longest = model.passes(records.items())
+    items = [records.items()[position] for position in longest.positions]
+
+    def one_pass() -> None:
+        per_sample_gradients(
+            model.layers, lambda: losses_and_hits(*model.logits(items, cached=False, shape=longest.shape))[0]
+        )
+
+    one_pass()
+    least, ends = float("inf"), time.perf_counter() + _SECONDS
+    while True:
+        started = time.perf_counter()
+        one_pass()
+        finished = time.perf_counter()
+        least = min(least, finished - started)
+        if finished >= ends:
+            return least
