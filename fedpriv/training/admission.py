@@ -20,41 +20,14 @@ from fedpriv.errors import InputError
 from fedpriv.training.isolation import raising_failures
 from fedpriv.training.losses import losses_and_hits
 from fedpriv.training.model import RECORDS_OF_A_STEP, TrainingModel
+from fedpriv.training.pass_sizes import LINEAR_AND_ATTENTION
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 from fedpriv.training.rehearsal import synthetic_records
 
 log = logging.getLogger(__name__)
 
 # tests/training/test_independence.py holds each of them to it, to the bit.
-VERIFIED = frozenset(
-    {
-        "bert",
-        "camembert",
-        "convbert",
-        "deberta",
-        "deberta-v2",
-        "distilbert",
-        "electra",
-        "ernie",
-        "fnet",
-        "gemma",
-        "gemma2",
-        "gpt2",
-        "gpt_neox",
-        "llama",
-        "mistral",
-        "modernbert",
-        "mpnet",
-        "olmo2",
-        "opt",
-        "phi",
-        "phi3",
-        "qwen2",
-        "qwen3",
-        "roberta",
-        "xlm-roberta",
-    }
-)
+VERIFIED = LINEAR_AND_ATTENTION | {"convbert", "fnet"}
 
 # A test on a few records can miss what depends on the data, so these are refused by name.
 REFUSED = {

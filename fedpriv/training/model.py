@@ -18,6 +18,7 @@ from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX, Merged, factors_of, same
 from fedpriv.data.records import BatchShape, Item, Records, collate
 from fedpriv.training.feature_cache import Body, FeatureCache
 from fedpriv.training.isolation import raising_failures
+from fedpriv.training.pass_sizes import give_the_same_bits, powers_of_two
 from fedpriv.training.per_sample import Stack, TrainableLayer, recorded, trainable_layers
 from fedpriv.training.prefix_cache import PrefixCache, find_prefix, input_of, skipping_prefix
 from fedpriv.training.shapes import MULTIPLE, Lengths, Pass, passes
@@ -27,14 +28,18 @@ _FLOAT_BYTES = 4
 # Of a LoRA layer's frozen weight, after the layer's name.
 _WEIGHT = ".base_layer.weight"
 
-# Tokens of a pass on a CPU, times the root of the widest activation, in a step of 64 records. The last pass of each
-# length is half dummies on average, which costs in proportion to the tokens; each pass has a fixed cost, in inverse
-# proportion. The sum is least at a root of the step's tokens and of the fixed cost. Measured: results/benchmarks.md.
+# Tokens of a pass on a CPU where its number of rows must be constant, times the root of the widest activation, in a
+# step of 64 records. The last pass of each length is half dummies on average, which costs in proportion to the tokens;
+# each pass has a fixed cost, in inverse proportion. The sum is least at a root of the step's tokens and of the fixed
+# cost. Measured: results/benchmarks.md.
 _TOKENS_TIMES_ROOT_OF_WIDTH = 10_240
 RECORDS_OF_A_STEP = 64
 
 # A larger activation no longer fits in a CPU's caches.
 _MOST_ACTIVATION_FLOATS = 2**21
+
+# Tokens of the largest pass whose number of rows is free; larger ones are hardly faster, and are tried at a cost.
+_MOST_TOKENS = 1024
 
 # Records of the shortest padded length in a pass on a CPU, at least.
 _LENGTHS_AT_ONCE = 16
@@ -88,12 +93,12 @@ class _Footprint:
             return MULTIPLE
         return max(MULTIPLE, 1 << ((self.tokens_at_once(RECORDS_OF_A_STEP) // _LENGTHS_AT_ONCE).bit_length() - 1))
 
-    def rows(self, tokens: int, num_expected: float, num_values: int, memory_limit: int) -> int:
-        """The number of rows of a pass of records of this length, >= 1: on a CPU all of them, on a GPU the most."""
+    def most_rows(self, tokens: int, num_values: int, memory_limit: int) -> int:
+        """The most rows of a pass of records of this length that fit in memory and in a CPU's caches, >= 1."""
         needed = _FLOAT_BYTES * (2 * num_values + tokens * self.per_token + tokens**2 * self.per_token_pair)
         at_most = memory_limit // needed
         if self.on_cpu:
-            at_most = min(at_most, self.tokens_at_once(num_expected) // tokens) if tokens % MULTIPLE == 0 else 1
+            at_most = min(at_most, _MOST_ACTIVATION_FLOATS // self.widest_activation // tokens)
         return max(1, at_most)
 
 
@@ -146,6 +151,7 @@ class TrainingModel:
         self.memory_limit = memory_limit
         self.lengths = Lengths(longest=_longest(peft_model.config, max_length), multiple=self._footprint.multiple)
         self.records_share_passes = True
+        self._sizes: dict[int, tuple[int, ...]] = {}
         self.cache = None
         if prefix and prefix_cache:
             self.cache = PrefixCache(
@@ -314,20 +320,37 @@ class TrainingModel:
             num_expected: how many records such a step has on average, >= 1: a public number, never `len(items)`.
             num_values: of the adapter that is trained, whose rank may not be the model's; None stands for the model's.
         """
-        rows = partial(self.rows, num_expected=num_expected, num_values=num_values)
-        return passes(items, self.lengths, rows, filled=self._footprint.on_cpu)
+        sizes = partial(self.sizes, num_expected=num_expected, num_values=num_values)
+        return passes(items, self.lengths, sizes, filled=self._footprint.on_cpu)
 
-    def rows(self, tokens: int, num_expected: float = RECORDS_OF_A_STEP, num_values: int | None = None) -> int:
-        """The number of rows of a pass of records that are padded to this length; on a GPU, the most.
+    def sizes(
+        self, tokens: int, num_expected: float = RECORDS_OF_A_STEP, num_values: int | None = None
+    ) -> tuple[int, ...]:
+        """The numbers of rows that a pass of records that are padded to this length may have, ascending.
 
         Args:
             tokens: of a record, >= 1.
             num_expected, num_values: as for `passes`.
         """
         if not self.records_share_passes:
-            return 1
+            return (1,)
         num_values = self._footprint.num_values if num_values is None else num_values
-        return self._footprint.rows(tokens, num_expected, num_values, self.memory_limit)
+        most = self._footprint.most_rows(tokens, num_values, self.memory_limit)
+        if not self._footprint.on_cpu:
+            return (most,)
+        if tokens % MULTIPLE:
+            return (1,)
+        if free := self._free_sizes(tokens):
+            return tuple(size for size in free if size <= most)
+        return (max(1, min(most, self._footprint.tokens_at_once(num_expected) // tokens)),)
+
+    def _free_sizes(self, tokens: int) -> tuple[int, ...]:
+        """Numbers of rows, up to the most, that give the same bits here; none if a record's bits depend on them."""
+        if tokens not in self._sizes:
+            most = self._footprint.most_rows(tokens, self._footprint.num_values, self.memory_limit)
+            sizes = powers_of_two(min(most, _MOST_TOKENS // tokens or 1))
+            self._sizes[tokens] = sizes if give_the_same_bits(self.peft_model, sizes, tokens) else ()
+        return self._sizes[tokens]
 
     def reserve_cache(self, num_records: int) -> None:
         """Take room for the prefix cache of so many records of any length; where there is none, use no cache.

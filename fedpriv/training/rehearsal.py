@@ -118,7 +118,7 @@ def synthetic_records(
     num_expected: float = RECORDS_OF_A_STEP,
     num_values: int | None = None,
 ) -> Records:
-    """Records of random tokens and labels that fill one pass of every shape, the longest of each, shortest first.
+    """Records of random tokens and labels that fill the largest pass of every length, shortest first.
 
     Args:
         model, max_length, num_labels, features: as for `rehearse`.
@@ -129,7 +129,7 @@ def synthetic_records(
     lengths = [
         length
         for length in model.lengths.up_to(max_length)
-        for _ in range(model.rows(model.lengths.padded(length)[0], num_expected, num_values))
+        for _ in range(model.sizes(model.lengths.padded(length)[0], num_expected, num_values)[-1])
     ]
     vocabulary = model.peft_model.config.vocab_size
     columns = {name: tuple(torch.zeros(length, dtype=torch.int64) for length in lengths) for name in features}

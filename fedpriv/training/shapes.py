@@ -1,8 +1,9 @@
 """Fixed shapes: the batch shape in which a record is computed depends on this record and on public numbers alone.
 
 Matrix products round differently for different shapes, and some models mix padding into their results. So a record is
-padded to a length of its own, in a pass with a constant number of rows that dummies fill. On a CPU, what else is in
-the pass then changes no bit of the record's gradient; `admission.py` checks that.
+padded to a length of its own. On a CPU a pass has one of a few numbers of rows that give the same bits, as
+`pass_sizes.py` finds out, or else a constant number, and dummies fill it. What else is in the pass then changes no bit
+of the record's gradient; `admission.py` checks that.
 """
 
 from __future__ import annotations
@@ -60,21 +61,43 @@ class Lengths:
         return sorted(by_shape.values())
 
 
-def passes(items: Sequence[Item], lengths: Lengths, rows: Callable[[int], int], *, filled: bool) -> Iterator[Pass]:
+# A larger pass with at most this share of dummies takes less time than two smaller ones.
+_MOST_DUMMIES = 0.25
+
+
+def split(num_records: int, sizes: Sequence[int]) -> list[int]:
+    """Sizes of passes for so many records of one length: the largest that they fill, but for a few dummies.
+
+    Args:
+        num_records: >= 0.
+        sizes: in ascending order; the last pass has the smallest one, however few records are left.
+    """
+    chosen = []
+    while num_records > 0:
+        fitting = [size for size in sizes if (1 - _MOST_DUMMIES) * size <= num_records]
+        chosen.append(fitting[-1] if fitting else sizes[0])
+        num_records -= chosen[-1]
+    return chosen
+
+
+def passes(
+    items: Sequence[Item], lengths: Lengths, sizes: Callable[[int], Sequence[int]], *, filled: bool
+) -> Iterator[Pass]:
     """The records by length, in passes of one shape each.
 
     Args:
         items: in any number and order.
         lengths: to which they are padded.
-        rows: the number of rows of a pass, by the length of its records, >= 1.
+        sizes: the numbers of rows that a pass may have, ascending, >= 1, by the length of its records.
         filled: whether dummies fill a pass, or it has as many rows as there are records.
     """
     groups: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
     for position, item in enumerate(items):
         groups[lengths.padded(num_tokens(item))].append(position)
     for (length, full), positions in sorted(groups.items()):
-        at_once = rows(length)
-        for begin in range(0, len(positions), at_once):
-            chosen = positions[begin : begin + at_once]
-            num_rows = at_once if filled else len(chosen)
+        begin = 0
+        for size in split(len(positions), sizes(length)):
+            chosen = positions[begin : begin + size]
+            num_rows = size if filled else len(chosen)
             yield Pass(positions=chosen, shape=BatchShape(rows=num_rows, tokens=length, full=full))
+            begin += size

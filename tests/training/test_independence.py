@@ -171,13 +171,14 @@ def test_an_unknown_architecture_that_mixes_records_runs_them_one_at_a_time(monk
     model = unknown_model(monkeypatch, lambda states: states + 1e-5 * states.mean(dim=0))
     admit(model)
     assert not model.records_share_passes
-    assert model.rows(8) == 1
+    assert model.sizes(8) == (1,)
 
 
 def test_records_that_touch_each_other_in_the_largest_passes_alone_are_found(monkeypatch):
     model = unknown_model(monkeypatch)
-    most = model.rows(8)
-    assert model.rows(8, 10**6) > most
+    monkeypatch.setattr(TrainingModel, "_free_sizes", lambda *_: ())
+    (most,) = model.sizes(8)
+    assert model.sizes(8, 10**6)[-1] > most
     embeddings = model.peft_model.base_model.model.bert.embeddings
     embeddings.register_forward_hook(lambda _module, _args, s: s + 1e-5 * s.mean(dim=0) if len(s) > most else s)
     admit(model)
