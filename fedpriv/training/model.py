@@ -341,7 +341,7 @@ class TrainingModel:
         if tokens % MULTIPLE:
             return (1,)
         if free := self._free_sizes(tokens):
-            return tuple(size for size in free if size <= most)
+            return tuple(size for size in free if size <= most) or (1,)
         return (max(1, min(most, self._footprint.tokens_at_once(num_expected) // tokens)),)
 
     def _free_sizes(self, tokens: int) -> tuple[int, ...]:
