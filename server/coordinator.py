@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flwr.serverapp import Grid
 
-from fedpriv import baselines
 from fedpriv.audit.run_canaries import audit_of
 from fedpriv.config import RunConfig
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.reports.page import write_report
 from fedpriv.runs import files
 from fedpriv.runs.writer import RunWriter
 from fedpriv.training.lora_choice import decided
@@ -27,6 +26,9 @@ from server.observer import Observer
 from server.registration import Nodes, register_nodes
 from server.series import Series
 from server.summary import Outcome, summarize
+
+if TYPE_CHECKING:
+    from fedpriv.baselines import Baselines
 
 
 def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
@@ -54,7 +56,7 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     if reason:
         observer.notice(reason)
     config = calibrated(config, sizes, bench.initial)
-    plain = baselines.compute(config, bench) if config.computes_baselines else None
+    plain = _baselines(config, bench) if config.computes_baselines else None
     writer = (
         resume.reopened_folder(config, resumed) if resumed else RunWriter.created(Path(config.out).absolute(), config)
     )
@@ -82,9 +84,21 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     writer.finish(summary)
     if config.dedup:
         registry.deduplicate(config, bench, writer)
-    write_report(writer.path)
+    _write_report(writer.path)
     observer.finished(writer.path, summary)
     return writer.path
+
+
+def _baselines(config: RunConfig, bench: Workbench) -> Baselines | None:
+    from fedpriv import baselines  # deferred: scikit-learn is not needed without them
+
+    return baselines.compute(config, bench)
+
+
+def _write_report(path: Path) -> None:
+    from fedpriv.reports.page import write_report  # deferred: matplotlib is needed at the end alone
+
+    write_report(path)
 
 
 def _nodes(grid: Grid, config: RunConfig, bench: Workbench, resumed: Checkpoint | None) -> Nodes:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fedpriv.baselines import Baselines
 from fedpriv.runs.rows import RoundRow
 from fedpriv.training.class_metrics import accuracy_standard_error, macro_f1, majority_share
 from fedpriv.training.evaluation import Evaluation
+
+if TYPE_CHECKING:
+    from fedpriv.baselines import Baselines
 
 _STANDARD_ERRORS = 2
 

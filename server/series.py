@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 
+import torch
 from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
@@ -77,7 +78,7 @@ class Series:
             if len(bench.test) and last[0] is not model:
                 bench.model.merge(model.merged)
                 lora.write_parameters(bench.model.parameters, model.adapter)
-                last = model, evaluate(bench.model, bench.test)
+                last = model, evaluate(bench.model, bench.test, keep_features=self._has_first_body(model))
             return last[1]
 
         def on_round(row: RoundRow, clients: list[ClientRow]) -> None:
@@ -128,6 +129,11 @@ class Series:
             test=test(strategy.model),  # as after the last round, unless the run was resumed after it
             evaluation=evaluation,
         )
+
+    def _has_first_body(self, model: GlobalModel) -> bool:
+        """Whether only the head has been trained so far; it depends on the model alone, so a resumed run agrees."""
+        body = model.adapter.keys() - self._bench.model.head_tensors
+        return not model.merged and all(torch.equal(model.adapter[name], model.initial[name]) for name in body)
 
     def _evaluated(
         self, grid: Grid, strategy: RuleStrategy, writer: RunWriter, observer: Observer

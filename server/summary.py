@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,7 +13,6 @@ from fedpriv.accounting.accountants import PrivacySpent, epsilon_of
 from fedpriv.accounting.views import VIEWS
 from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX
 from fedpriv.aggregation.global_model import GlobalModel
-from fedpriv.baselines import Baselines
 from fedpriv.config import RunConfig
 from fedpriv.runs.rows import ClientRow, RoundRow
 from fedpriv.training.evaluation import Evaluation
@@ -22,6 +21,9 @@ from server.aggregate_view import objections_to_aggregate
 from server.evaluation import PrivateEvaluation
 from server.quality import quality
 from server.strategy import RuleStrategy
+
+if TYPE_CHECKING:
+    from fedpriv.baselines import Baselines
 
 Costs = Mapping[str, Mapping[int, PrivacySpent | None]]
 

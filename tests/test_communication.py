@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -332,10 +330,3 @@ def test_the_commands_text_fits_a_terminal():
 def test_the_command_needs_a_model_or_the_comparison():
     with pytest.raises(InputError, match="--model"):
         invoke("--rank", "8")
-
-
-def test_the_command_line_starts_without_torch():
-    code = "import sys, fedpriv.cli.communication, fedpriv.communication; print('torch' in sys.modules)"
-    root = Path(__file__).resolve().parents[1]
-    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "False"

@@ -60,7 +60,7 @@ def test_importing_the_library_and_its_packages_loads_nothing_heavy():
 @pytest.mark.parametrize("package", ["fedpriv.accounting", "fedpriv.ledger"])
 def test_nothing_that_accounting_and_ledger_export_needs_torch(package):
     loaded = modules_after(f"from {package} import *")
-    assert "dp_accounting" in loaded, "the check would be blind"
+    assert "scipy" in loaded, "the check would be blind"
     assert not loaded & {"torch", "transformers", "peft"}
 
 

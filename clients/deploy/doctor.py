@@ -53,7 +53,7 @@ def _corpus() -> Iterator[Check]:
 def _own_records(vault: VaultSettings) -> Iterator[Check]:
     assert vault.data is not None, "asked of nodes with records of their own"
     yield check_data(vault.data)
-    yield check_files((vault.data, vault.ledger, vault.events), vault.client_user)
+    yield check_files((vault.data, vault.ledger, vault.events, vault.tokens), vault.client_user)
     yield _of("labels", lambda: records.check_labels(vault), ", ".join(vault.labels) or "none, for causal models")
     yield _of("budget", lambda: records.check_budget(vault), f"epsilon {vault.budget_epsilon} for all runs together")
     yield check_registered(vault.ledger)

@@ -1,4 +1,7 @@
-"""Epsilon of a composition of events: accountants `pld` and `rdp`, by Google's dp-accounting, and `closed-form`."""
+"""Epsilon of a composition of events: accountants `pld` and `rdp`, by Google's dp-accounting, and `closed-form`.
+
+dp-accounting is imported where an epsilon or a delta is computed: scipy.signal and scipy.stats come with it.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,12 @@ from functools import lru_cache, reduce
 from typing import Any
 
 import numpy as np
-from absl import logging as absl_logging
-from dp_accounting import pld, rdp
-from dp_accounting.rdp import rdp_privacy_accountant
 
 from fedpriv.accounting.events import Event, SubsampledGaussian, check_known, group
 from fedpriv.accounting.law import Accountant, Array
 
-ORDERS = rdp.RdpAccountant().orders
+# dp-accounting's default orders.
+ORDERS = np.array([*(1 + tenths / 10 for tenths in range(1, 100)), *range(11, 64), 128, 256, 512, 1024])
 
 # The orders at which a bound for any mechanism under Poisson sampling is known.
 INTEGER_ORDERS = np.array([int(order) for order in ORDERS if float(order).is_integer()])
@@ -127,7 +128,9 @@ def delta_of(events: Iterable[Event], epsilon: float, accountant: Accountant = "
     if rdp_epsilon == math.inf:
         return 1.0
     if accountant == "rdp" or rdp_epsilon > PLD_LIMIT or not all(event.has_pld for event in composition):
-        converted = float(rdp_privacy_accountant.compute_delta(ORDERS, _total_curve(composition), epsilon)[0])
+        from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
+
+        converted = float(compute_delta(ORDERS, _total_curve(composition), epsilon)[0])
     else:
         converted = float(total_loss(composition, FINEST_INTERVAL).get_delta_for_epsilon(epsilon))
     return min(1.0, 1.0 - remaining_delta + converted)
@@ -155,6 +158,8 @@ def total_loss(events: Iterable[Event], value_interval: float) -> Any:
         events: each with a known privacy loss distribution.
         value_interval: value discretization interval of the privacy loss, > 0.
     """
+    from dp_accounting import pld
+
     with quiet_absl():
         losses = (event.pld(value_interval) for event in events)
         identity = pld.privacy_loss_distribution.identity(value_interval)
@@ -164,6 +169,8 @@ def total_loss(events: Iterable[Event], value_interval: float) -> Any:
 @contextmanager
 def quiet_absl() -> Iterator[None]:
     """Silence the warning that an rdp order was left out: fewer orders only raise the bound."""
+    from absl import logging as absl_logging
+
     root, silent, verbosity = logging.getLogger(), logging.NullHandler(), absl_logging.get_verbosity()
     root.addHandler(silent)  # without any handler, absl would configure the root logger of the whole process
     absl_logging.set_verbosity(absl_logging.ERROR)
@@ -179,7 +186,9 @@ def epsilon_of_curve(curve: Array, delta: float) -> float:
 
     Source: Canonne, Kamath and Steinke 2020, Proposition 12, by dp-accounting.
     """
-    return float(rdp.compute_epsilon(ORDERS, curve, delta)[0]) if np.isfinite(curve).any() else math.inf
+    from dp_accounting.rdp import compute_epsilon
+
+    return float(compute_epsilon(ORDERS, curve, delta)[0]) if np.isfinite(curve).any() else math.inf
 
 
 def _checked(events: Iterable[Event]) -> tuple[Event, ...]:

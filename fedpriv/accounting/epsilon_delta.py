@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
-from dp_accounting import pld
 
 from fedpriv.accounting.law import (
     Array,
@@ -120,5 +119,7 @@ def _randomised_response(epsilon: float, orders: Array) -> Array:
 @lru_cache(maxsize=64)
 def _single_loss(epsilon: float, value_interval: float) -> Any:
     """The privacy loss distribution of one release, as dp-accounting's own accountant builds it."""
+    from dp_accounting import pld
+
     parameters = pld.common.DifferentialPrivacyParameters(epsilon, 0.0)
     return pld.privacy_loss_distribution.from_privacy_parameters(parameters, value_interval)

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from dp_accounting import pld
 from scipy import special
 
 from fedpriv.accounting.accountants import FINEST_INTERVAL, INTEGER_ORDERS, ORDERS, PLD_LIMIT, total_loss
@@ -316,6 +315,8 @@ def _gaussian_loss(z: float, q: float, count: int, interval: float) -> Any:
 @lru_cache(maxsize=1)
 def _single_gaussian_loss(z: float, q: float, interval: float) -> Any:
     """The privacy loss distribution of one release; one entry suffices, as a node's counts are processed in a row."""
+    from dp_accounting import pld
+
     return pld.privacy_loss_distribution.from_gaussian_mechanism(
         z, sampling_prob=q, value_discretization_interval=interval
     )

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
-from dp_accounting import pld
 
 from fedpriv.accounting.law import (
     SMALLEST_DIVERGENCE,
@@ -122,6 +121,8 @@ class SubsampledGaussian(Event):
 @lru_cache(maxsize=64)
 def _single_loss(noise_multiplier: float, sampling_probability: float, value_interval: float) -> Any:
     """The privacy loss distribution of one release, as dp-accounting's own accountant builds it."""
+    from dp_accounting import pld
+
     return pld.privacy_loss_distribution.from_gaussian_mechanism(
         noise_multiplier, value_discretization_interval=value_interval, sampling_prob=sampling_probability
     )

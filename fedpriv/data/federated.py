@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import datasets
 import numpy as np
 
 from fedpriv.config import EMBEDDED, ON_NODES, RunConfig
@@ -14,6 +14,9 @@ from fedpriv.data.partition import partition
 from fedpriv.data.tables import labels_of, load_table, require_columns, to_text, values_of
 from fedpriv.data.text import DataSource, FederatedData, TextData
 from fedpriv.errors import InputError
+
+if TYPE_CHECKING:
+    import datasets
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +77,10 @@ def _embedded(config: RunConfig) -> FederatedData:
     names = tuple(dict.fromkeys(message.hospital for message in train))
     holders = [[m for m in train if m.hospital == name] for name in names]
     if config.partition not in ("auto", "natural"):
+        from datasets import Dataset
+
         # Partitioned anew among any number of clients, by index, so that every message stays whole.
-        table = datasets.Dataset.from_dict(
+        table = Dataset.from_dict(
             {"index": list(range(len(train))), config.label_column: [message.department for message in train]}
         )
         parts, labels = partition(table, config)

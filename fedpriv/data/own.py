@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
-
-import datasets
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import TYPE_CHECKING, BinaryIO
 
 from fedpriv.data.tables import FORMATS, load_table, suffix_of
 from fedpriv.data.text import DataSource
 from fedpriv.errors import InputError
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
 
 # The library's own limit, 128 KiB, would make a long text unreadable.
 csv.field_size_limit(sys.maxsize)
@@ -187,10 +187,14 @@ def _fields(line: str, delimiter: str) -> list[str]:
 
 
 def _rows(file: BinaryIO | gzip.GzipFile, source: DataSource) -> Iterator[_Place]:
-    parquet = pq.ParquetFile(file)
+    # Deferred: most nodes have no Parquet file.
+    from datasets import Features
+    from pyarrow.parquet import ParquetFile
+
+    parquet = ParquetFile(file)
     _require_columns(parquet.schema_arrow.names, source)
     table = parquet.read(columns=list(dict.fromkeys(column for _, column in _columns(source))))
-    features = datasets.Features.from_arrow_schema(table.schema)
+    features = Features.from_arrow_schema(table.schema)
     for row in range(len(table)):
         yield f"row {row + 1}", partial(_values, table, features, row)
 
@@ -202,7 +206,9 @@ def _values(table: pa.Table, features: datasets.Features, row: int) -> _Row:
 
 def _named(feature: object, value: object) -> object:
     """The name of a class, or the value itself."""
-    return feature.int2str(value) if isinstance(feature, datasets.ClassLabel) and value is not None else value
+    from datasets import ClassLabel
+
+    return feature.int2str(value) if isinstance(feature, ClassLabel) and value is not None else value
 
 
 def _columns(source: DataSource) -> list[tuple[str, str]]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import warnings
 from contextlib import redirect_stderr
-from typing import Any
-
-import datasets
+from typing import TYPE_CHECKING, Any
 
 from fedpriv.config import RunConfig
 from fedpriv.data.tables import values_of
 from fedpriv.errors import InputError
+
+if TYPE_CHECKING:
+    import datasets
 
 
 def partition(table: datasets.Dataset, config: RunConfig) -> tuple[list[datasets.Dataset], list[str]]:

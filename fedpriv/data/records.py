@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,8 +94,39 @@ def check_max_length(tokenizer: Any, max_length: int, *, pairs: bool) -> None:
         raise InputError(f"max_length = {max_length}: must be at least {smallest}, with the tokenizer's special tokens")
 
 
+# The tokens of one record by the tokenizer's names for them, of equal lengths; None if the tokenizer refuses it.
+Row = dict[str, list[int]] | None
+# [records] of a tokenizer, texts, second texts if records have them, and the most tokens of a record.
+Encode = Callable[[Any, Sequence[str], Sequence[str] | None, int], list[Row]]
+
+_FEATURES = ("input_ids", "token_type_ids")
+
+
+def encode(tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int) -> list[Row]:
+    """[records] the tokenizer's output for each text, cut to `max_length` tokens; None where it fails."""
+    if not texts:
+        return []
+    try:
+        batch = tokenizer(list(texts), None if pairs is None else list(pairs), truncation=True, max_length=max_length)
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException:  # whatever it is, only one text at a time tells whose; a panic in Rust is no Exception
+        if len(texts) == 1:
+            return [None]
+        seconds = [None] * len(texts) if pairs is None else [[pair] for pair in pairs]
+        return [encode(tokenizer, [t], second, max_length)[0] for t, second in zip(texts, seconds, strict=True)]
+    names = [name for name in _FEATURES if name in batch]
+    return [{name: list(batch[name][row][:max_length]) for name in names} for row in range(len(texts))]
+
+
 def tokenize(
-    data: TextData, tokenizer: Any, *, label_names: Sequence[str], max_length: int, vocabulary: int | None = None
+    data: TextData,
+    tokenizer: Any,
+    *,
+    label_names: Sequence[str],
+    max_length: int,
+    vocabulary: int | None = None,
+    encode: Encode = encode,
 ) -> Records:
     """The records of a data set, each cut to `max_length` tokens.
 
@@ -108,11 +139,10 @@ def tokenize(
         label_names: the classes in order; empty for causal models.
         max_length: tokens, special ones included; see `check_max_length`.
         vocabulary: number of rows of the model's input embedding; None does not check tokens.
+        encode: gives the tokens; another one may have kept them.
     """
-    pairs = list(data.pairs) if data.pairs is not None else None
-    encoded = _encoded(tokenizer, list(data.texts), pairs, max_length)
-    found = next((row for row in encoded if row is not None), {})
-    names = [name for name in ("input_ids", "token_type_ids") if name in found] or ["input_ids"]
+    encoded = encode(tokenizer, data.texts, data.pairs, max_length)
+    names = list(next((row for row in encoded if row is not None), ["input_ids"]))
     index = {name: position for position, name in enumerate(label_names)}
     unusable = torch.tensor([not _known(row, vocabulary) for row in encoded], dtype=torch.bool)
     if label_names:
@@ -124,33 +154,14 @@ def tokenize(
         for row, bad in zip(encoded, unusable.tolist(), strict=True)
     ]
     return Records(
-        features={name: tuple(torch.tensor(row[name][:max_length]) for row in rows) for name in names},
+        features={name: tuple(torch.tensor(row[name]) for row in rows) for name in names},
         labels=torch.tensor([index.get(label, 0) for label in data.labels] if label_names else [], dtype=torch.int64),
         pad_token_id=tokenizer.pad_token_id,
         unusable=unusable if bool(unusable.any()) else None,
     )
 
 
-_Row = dict[str, list[int]]
-
-
-def _encoded(tokenizer: Any, texts: list[str], pairs: list[str] | None, max_length: int) -> list[_Row | None]:
-    """The tokenizer's output for each text; None where it fails."""
-    if not texts:
-        return []
-    try:
-        batch = tokenizer(texts, pairs, truncation=True, max_length=max_length)
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException:  # whatever it is, only one text at a time tells whose; a panic in Rust is no Exception
-        if len(texts) == 1:
-            return [None]
-        seconds: list[list[str] | None] = [[pair] for pair in pairs] if pairs is not None else [None] * len(texts)
-        return [_encoded(tokenizer, [t], second, max_length)[0] for t, second in zip(texts, seconds, strict=True)]
-    return [{name: list(batch[name][row]) for name in batch} for row in range(len(texts))]
-
-
-def _known(row: _Row | None, vocabulary: int | None) -> bool:
+def _known(row: Row, vocabulary: int | None) -> bool:
     """Whether a text was tokenised, into tokens of the vocabulary."""
     if row is None:
         return False

@@ -5,15 +5,15 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import datasets
-import pandas as pd
+from typing import TYPE_CHECKING, Any
 
 from fedpriv.config import RunConfig
 from fedpriv.data.text import TextData
 from fedpriv.errors import InputError
 from fedpriv.quiet import quiet_hub
+
+if TYPE_CHECKING:
+    import datasets
 
 FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
@@ -45,11 +45,15 @@ def load_table(source: str, *, key: str = "data") -> datasets.Dataset:
         raise InputError(f"{key} = {source!r}: unknown format; use {', '.join(FORMATS)}, gzip allowed")
     if not path.stat().st_size:
         raise InputError(f"{key} = {source!r}: holds no records")
+    import datasets  # deferred, here and below: the embedded corpus and most nodes read no table
+
     bars_were_disabled = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
         with tempfile.TemporaryDirectory(prefix="fedpriv-data-") as cache:
             if FORMATS[suffix] == "csv":
+                import pandas as pd
+
                 # Values as written: NA is a name, and 007 differs from 7; only an empty field is missing.
                 frame = pd.read_csv(
                     path, sep="\t" if suffix == ".tsv" else ",", dtype=str, keep_default_na=False, na_values=[""]
@@ -73,6 +77,8 @@ def load_table(source: str, *, key: str = "data") -> datasets.Dataset:
 
 
 def _from_hub(source: str, key: str) -> datasets.Dataset:
+    import datasets
+
     name, _, split = source.partition(":")
     try:
         with quiet_hub():
@@ -96,6 +102,8 @@ def values_of(table: datasets.Dataset, column: str) -> list[Any]:
 
 def labels_of(table: datasets.Dataset, column: str) -> list[str | None]:
     """The name of each record's label; None if it is missing."""
+    import datasets
+
     feature = table.features[column]
     name = feature.int2str if isinstance(feature, datasets.ClassLabel) else str
     return [None if label is None else name(label) for label in values_of(table, column)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def write(folder: Path, described: Described, tensors: Mapping[str, NDArray[Any]
 def describe(folder: Path, described: Described) -> None:
     """Write the description of a variant whose tensors have been written."""
     temporary = folder / f"{FILE}.tmp"
-    temporary.write_text(json.dumps(_to_json(described), indent=1) + "\n")
+    temporary.write_text(json.dumps(_to_json(described)) + "\n")
     temporary.replace(folder / FILE)
 
 
@@ -155,5 +156,7 @@ def _upload(fields: Mapping[str, Any]) -> Upload:
     return Upload(**{**fields, "event": events.from_json(fields["event"])})
 
 
+@lru_cache(maxsize=65536)
 def _text(event: Event) -> str:
+    """The event as JSON, kept: every variant of a run lists the uploads of all its clients."""
     return events.to_json(event)

@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
-from typing import Any
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any
 
 from fedpriv.runs.rows import parse_epsilon
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 INFINITY = "∞"
 MISSING = "–"

@@ -12,7 +12,7 @@ from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import KEYS, LOCATION_KEYS, ON_NODES, RunConfig
 from fedpriv.data import federated, holdout
-from fedpriv.data.records import Records, check_max_length, tokenize
+from fedpriv.data.records import Encode, Records, check_max_length, encode, tokenize
 from fedpriv.data.text import DataSource, FederatedData, TextData
 from fedpriv.errors import InputError
 from fedpriv.training.admission import admit
@@ -120,10 +120,10 @@ class Workbench:
         pairs = ("",) if self._config.text_pair_column else None
         return tuple(self.tokenize(TextData(("",), self.label_names[:1], pairs)).features)
 
-    def client(self, client: int) -> Records:
+    def client(self, client: int, encode: Encode = encode) -> Records:
         """The tokenised records that the client trains on, by its index in `data.clients`."""
         if client not in self._clients:
-            self._clients[client] = self.tokenize(self._split(client)[0])
+            self._clients[client] = self.tokenize(self._split(client)[0], encode)
         return self._clients[client]
 
     def forget_records(self) -> None:
@@ -141,7 +141,7 @@ class Workbench:
             return data, TextData((), ())
         return holdout.split(data, fraction=self._config.test_fraction, seed=self._config.seed)
 
-    def tokenize(self, data: TextData) -> Records:
+    def tokenize(self, data: TextData, encode: Encode = encode) -> Records:
         """The records in tokens, as the run reads them."""
         return tokenize(
             data,
@@ -149,6 +149,7 @@ class Workbench:
             label_names=self.label_names,
             max_length=self._config.max_length,
             vocabulary=self.base.model.get_input_embeddings().num_embeddings,
+            encode=encode,
         )
 
 

@@ -31,6 +31,7 @@ class Terms:
         memory_limit_mb: for one pass.
         device: that trains.
         closed: the file that closes the node while it exists.
+        tokens: the file that keeps the records' tokens; None keeps none.
     """
 
     source: DataSource
@@ -40,6 +41,7 @@ class Terms:
     memory_limit_mb: int
     device: str
     closed: Path
+    tokens: Path | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +85,7 @@ class Holder:
             memory_limit_mb=settings.memory_limit_mb,
             device=settings.device,
             closed=settings.closed,
+            tokens=settings.tokens if settings.keep_tokens else None,
         )
         return Holder(
             client=settings.partition_id,

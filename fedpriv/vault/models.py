@@ -35,13 +35,17 @@ class ApprovedModel:
     digest: str
 
 
-def digest_of(folder: Path) -> str:
+def digest_of(folder: Path, *, weights: bool = True) -> str:
     """SHA-256, in hex, of the names and contents of all files in a model's folder; hidden files do not count.
+
+    Args:
+        folder: of the model.
+        weights: False leaves out the safetensors files: what remains decides how texts are tokenised.
 
     Raises:
         InputError: it is not a folder with files.
     """
-    files = _files(folder)
+    files = [file for file in _files(folder) if weights or file.suffix != ".safetensors"]
     if not files:
         raise InputError(f"model = {str(folder)!r}: must be a folder with a model's files")
     digest = hashlib.sha256()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 from torch import Tensor
 
 from fedpriv.audit.run_canaries import audited
 from fedpriv.config import RunConfig
-from fedpriv.data.records import Records
+from fedpriv.data.records import Encode, Records, encode
 from fedpriv.journal import trace_without_message
 from fedpriv.ledger.entries import DataSet
 from fedpriv.protocol import Broadcast
@@ -16,7 +17,8 @@ from fedpriv.training import private_evaluation
 from fedpriv.training.workbench import Workbench
 from fedpriv.vault import guard
 from fedpriv.vault.guard import RefusedError
-from fedpriv.vault.holder import Holder
+from fedpriv.vault.holder import Holder, Terms
+from fedpriv.vault.tokens import TokenFile
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ def of_client(config: RunConfig, bench: Workbench, holder: Holder, data_set: Dat
         return canaries.records if canaries else bench.client(client)
     try:
         _read_own(bench, holder, data_set)
-        return bench.client(0)
+        return bench.client(0, _encoder(config, holder.terms, data_set))
     except Exception as error:  # whatever the file holds must not decide whether there is an upload
         log.error("the records cannot be used, so the upload is noise alone: %s", _reason(error))
         holder.journal.write("records_unreadable")
@@ -74,6 +76,18 @@ def _read_own(bench: Workbench, holder: Holder, data_set: DataSet | None) -> Non
     bench.forget_records()
     guard.log_content(holder.policy, data_set, repr(bench.data.clients[0]).encode(), size(bench, 0))
     bench.read_for = data_set.id
+
+
+def _encoder(config: RunConfig, terms: Terms, data_set: DataSet | None) -> Encode:
+    """What tokenises a node's own records, which keeps their tokens if the operator lets it."""
+    if terms.tokens is None or data_set is None:
+        return encode
+    return TokenFile(
+        path=terms.tokens,
+        num_records=data_set.num_records,
+        model=Path(config.model),
+        most_bytes=terms.memory_limit_mb * 2**20,
+    ).encode
 
 
 def counts(bench: Workbench, holder: Holder, broadcast: Broadcast, data_set: DataSet | None) -> Tensor:

@@ -30,6 +30,7 @@ class VaultSettings:
         ledger_file: None stands for ledger.sqlite in the folder.
         memory_limit_mb: for one forward and backward pass, and as much again for the prefix cache.
         device: that trains: `auto`, `cpu` or `cuda:0`.
+        keep_tokens: whether the records' tokens are kept in the folder from one start to the next.
         client_user: name of the user whose processes may ask the vault; empty stands for the vault's own user.
     """
 
@@ -46,6 +47,7 @@ class VaultSettings:
     ledger_file: Path | None = None
     memory_limit_mb: Annotated[int, Field(ge=1)] = 1024
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    keep_tokens: bool = True
     client_user: str = ""
 
     @staticmethod
@@ -96,6 +98,11 @@ class VaultSettings:
     def closed(self) -> Path:
         """The file that closes the node while it exists; it says why."""
         return self.folder / "closed"
+
+    @property
+    def tokens(self) -> Path:
+        """The file that keeps the records' tokens; it says as much as the records do."""
+        return self.folder / "tokens.safetensors"
 
     @property
     def socket(self) -> Path:

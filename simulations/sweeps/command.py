@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fedpriv.errors import InputError
-from simulations.sweeps import plots, table
+from simulations.sweeps import table
 from simulations.sweeps.display import SweepDisplay, pivot_table
 from simulations.sweeps.plan import Sweep, read
 from simulations.sweeps.runner import attempts, run_all
@@ -45,6 +45,8 @@ def _write(planned: Sweep, out: Path, errors: dict[str, str], console: Console) 
     frame = table.tidy(planned, out, errors, spent)
     pivoted = table.pivot(frame, planned)
     table.write(frame, pivoted, out)
+    from simulations.sweeps import plots  # deferred: matplotlib is needed at the end alone
+
     drawn = plots.write(frame, planned, out)
     if pivoted is not None:
         console.print(pivot_table(pivoted))

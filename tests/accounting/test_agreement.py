@@ -9,11 +9,15 @@ import numpy as np
 import pytest
 from dp_accounting import pld, rdp
 
-from fedpriv.accounting.accountants import PLD_LIMIT, epsilon_of
+from fedpriv.accounting.accountants import ORDERS, PLD_LIMIT, epsilon_of
 from fedpriv.accounting.calibration import noise_multiplier_for
 from fedpriv.accounting.events import SubsampledGaussian
 
 NUM_SETTINGS = pytest.mark.parametrize("num", [20, pytest.param(200, marks=pytest.mark.slow)])
+
+
+def test_the_orders_are_those_of_dp_accounting():
+    np.testing.assert_array_equal(ORDERS, rdp.RdpAccountant().orders)
 
 
 def directly(accountant, event):

@@ -103,3 +103,14 @@ def write_csv(path: Path, **columns: Sequence[object]) -> Path:
     rows = [",".join(columns), *(",".join(map(str, row)) for row in zip(*columns.values(), strict=True))]
     path.write_text("\n".join(rows) + "\n")
     return path
+
+
+def write_begun_run(folder: Path) -> None:
+    """One round without noise, whose model gave no number."""
+    folder.mkdir()
+    (folder / "config.toml").write_text("rounds = 5\n")
+    epsilons = {"epsilon_local_max": ["inf"], "epsilon_rho_max": ["inf"], "epsilon_aggregate_max": [""]}
+    numbers = {"test_accuracy": ["nan"], "bytes_up": [10], "bytes_down": [10], "seconds": ["nan"]}
+    write_csv(folder / "rounds.csv", round=[1], **epsilons, **numbers)
+    client = {"client": [0], "num_records": [50], "status": ["ok"], "detail": [""]}
+    write_csv(folder / "clients.csv", round=[1], **client, epsilon_local=["inf"], delta=[1e-5])

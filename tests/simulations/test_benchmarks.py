@@ -7,10 +7,14 @@ import json
 import logging
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from server import series
+from simulations.benchmarks import _parts
 
 FOLDER = Path(__file__).resolve().parents[2] / "simulations" / "benchmarks"
 NAMES = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
@@ -55,6 +59,24 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     yield run
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
+
+
+def test_the_parts_of_a_run_are_where_they_are_looked_for_and_add_up():
+    plain = series.evaluate
+    with _parts.measured() as clock:
+        assert series.evaluate is not plain
+        started = time.perf_counter()
+        with clock.part("steps"):
+            time.sleep(0.02)
+            with clock.part("cache filling"):
+                time.sleep(0.04)
+                clock.timed("evaluation", time.sleep)(0.08)
+        taken = time.perf_counter() - started
+    assert series.evaluate is plain
+    assert sum(clock.seconds.values()) == pytest.approx(taken, abs=0.01)
+    assert [clock.seconds[part] >= least for part, least in [("steps", 0.02), ("cache filling", 0.04)]] == [True] * 2
+    assert clock.seconds["evaluation"] >= 0.08 > clock.seconds["steps"]
+    assert _parts.shown({"steps": 1.0, "ledger": 0.01, "start": 2.0}, 3.5) == "start 2.0, steps 1.0, other 0.5"
 
 
 @pytest.mark.slow
