@@ -27,7 +27,7 @@ from fedpriv.training.rehearsal import synthetic_records
 log = logging.getLogger(__name__)
 
 # tests/training/test_independence.py holds each of them to it, to the bit.
-VERIFIED = LINEAR_AND_ATTENTION | {"convbert", "fnet"}
+VERIFIED = LINEAR_AND_ATTENTION | {"convbert", "deberta", "deberta-v2", "ernie", "fnet", "modernbert"}
 
 # A test on a few records can miss what depends on the data, so these are refused by name.
 REFUSED = {

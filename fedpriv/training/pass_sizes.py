@@ -14,11 +14,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from fedpriv.adapters.base_dtype import frozen_base
+from fedpriv.adapters.base_dtype import classifier_head, frozen_base
 
 # Ranks of LoRA for which each record's own products are tried, beside the model's.
 _RANKS = (1, 2, 4, 8, 16, 32)
@@ -32,23 +33,20 @@ def powers_of_two(largest: int) -> tuple[int, ...]:
     return tuple(1 << power for power in range(1, largest.bit_length())) or (1,)
 
 
-# Architectures in which rows share nothing else, as tests/training/test_independence.py shows.
+# Architectures in which rows share nothing else before the head, as tests/training/test_independence.py shows: others
+# have products of one vector a record too, whose bits depend on the number of rows.
 LINEAR_AND_ATTENTION = frozenset(
     {
         "bert",
         "camembert",
-        "deberta",
-        "deberta-v2",
         "distilbert",
         "electra",
-        "ernie",
         "gemma",
         "gemma2",
         "gpt2",
         "gpt_neox",
         "llama",
         "mistral",
-        "modernbert",
         "mpnet",
         "olmo2",
         "opt",
@@ -65,16 +63,23 @@ LINEAR_AND_ATTENTION = frozenset(
 def give_the_same_bits(model: Any, sizes: Sequence[int], tokens: int) -> bool:
     """Whether a peft model gives each row the same bits in passes of all these sizes, in any place, on this machine.
 
-    False also for architectures of which it is not known what rows share.
+    False also for architectures of which it is not known what rows share, and for a frozen head: a trained one has a
+    product for each record.
 
     Args:
         model: on a CPU, as it trains.
         sizes: as from `powers_of_two`.
         tokens: of each row.
     """
-    if model.config.model_type not in LINEAR_AND_ATTENTION:
+    if model.config.model_type not in LINEAR_AND_ATTENTION or _has_frozen_head(model):
         return False
     return all(_same(product, width, dtype, sizes, tokens) for product, width, dtype in _products(model))
+
+
+def _has_frozen_head(model: Any) -> bool:
+    modules = [module for head in classifier_head(model) for module in head.modules()]
+    trained = any(isinstance(module, ModulesToSaveWrapper) for module in modules)
+    return not trained and any(isinstance(module, nn.Linear) for module in modules)
 
 
 def _same(product: Product, width: int, dtype: torch.dtype, sizes: Sequence[int], tokens: int) -> bool:

@@ -93,6 +93,13 @@ def test_an_architecture_that_mixes_rows_elsewhere_is_not_tried(model, monkeypat
     assert not give_the_same_bits(model.peft_model, (2, 4), 8)
 
 
+def test_a_frozen_head_keeps_sizes_constant(encoder):
+    peft = encoder(layers="last-1")
+    assert give_the_same_bits(peft, (1,), 8)
+    peft.base_model.model.classifier = nn.Linear(64, 3).requires_grad_(False)
+    assert not give_the_same_bits(peft, (1,), 8)
+
+
 def test_sizes_are_public(model):
     """They follow from the length, the model and the limits alone: never from how many records there are."""
     assert model.sizes(8) == model.sizes(8, num_expected=8) or not model._free_sizes(8)
