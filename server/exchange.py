@@ -9,9 +9,11 @@ from collections.abc import Iterator, Sequence
 from flwr.app import Message
 from flwr.serverapp import Grid
 
+from fedpriv.deployment import polling
+
 log = logging.getLogger("flwr")
 
-_POLL_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 1.0
 
 
 class Exchange:
@@ -26,7 +28,7 @@ class Exchange:
 
         A reply that arrives later is fetched by a later exchange, which counts and discards it.
         """
-        deadline = time.monotonic() + seconds
+        started = time.monotonic()
         grid.push_messages(messages)
         unanswered = {message.metadata.message_id for message in messages}
         while unanswered:
@@ -41,9 +43,10 @@ class Exchange:
                 else:
                     unanswered.discard(message_id)
                     yield reply
-            if not unanswered or time.monotonic() >= deadline:
+            waited = time.monotonic() - started
+            if not unanswered or waited >= seconds:
                 break
-            time.sleep(_POLL_SECONDS)
+            time.sleep(polling.pause(waited, longest=_LONGEST_PAUSE_SECONDS))
         self._overdue |= unanswered
 
     def pop_num_late(self) -> int:

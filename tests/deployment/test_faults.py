@@ -13,7 +13,7 @@ import pytest
 from fedpriv.config import parse
 from server.observer import LogObserver
 from simulations.engines import federation
-from tests.deployment.sites import Federation, read_ledger, wait_until
+from simulations.sites import Federation, read_ledger, wait_until
 
 pytestmark = pytest.mark.deployment
 

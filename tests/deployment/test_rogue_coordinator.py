@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from clients.deploy.approvals import bundle_digest
-from tests.deployment.sites import ROOT
+from simulations.sites import ROOT
 
 pytestmark = pytest.mark.deployment
 

@@ -14,8 +14,7 @@ from fedpriv.deployment.certificates import make_ca, make_server_certificate
 from fedpriv.deployment.flower import environment
 from server.deploy import superlink
 from server.deploy.folder import Coordinator
-from tests.deployment.sites import CLIENT, ROOT, SERVER, Federation, Service, kit
-from tests.processes import free_port
+from simulations.sites import CLIENT, ROOT, SERVER, Federation, Service, free_port, kit
 
 pytestmark = pytest.mark.deployment
 

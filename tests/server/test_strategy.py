@@ -136,8 +136,7 @@ def test_too_few_replies_end_the_run_after_the_round_is_reported_and_charged():
     assert all(client.epsilon_local > 0 for client in clients)
 
 
-def test_a_round_ends_at_its_deadline_and_what_comes_later_is_counted_and_discarded(monkeypatch):
-    monkeypatch.setattr("server.exchange._POLL_SECONDS", 0.0)
+def test_a_round_ends_at_its_deadline_and_what_comes_later_is_counted_and_discarded():
     seen = []
     strategy = make_strategy(on_round=lambda row, clients: seen.append((row, clients)))
 

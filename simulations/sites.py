@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -15,14 +17,31 @@ import psutil
 
 from fedpriv.ledger.entries import Entry, entries
 from fedpriv.ledger.reader import reading, verify_with_head
-from tests.processes import free_port
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 SERVER, CLIENT = "server.deploy", "clients.deploy"
+
+# Below those that Linux hands out by itself and above those of Ray's workers; each of pytest's workers has its own.
+FIRST_PORT, PORTS_OF_A_WORKER, MOST_WORKERS = 20_000, 3_000, 4
+
+
+def free_port() -> int:
+    """A port of loopback that nothing listens on and that no other worker of this test run is given."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % MOST_WORKERS
+    first = FIRST_PORT + worker * PORTS_OF_A_WORKER
+    while True:
+        port = random.SystemRandom().randrange(first, first + PORTS_OF_A_WORKER)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
 
 
 def kit(module: str, *arguments: object, code: int = 0, seconds: float = 300, checkout: Path = ROOT) -> str:
-    """What a command of a kit prints; it must end with this exit code."""
+    """What a command of a kit prints.
+
+    Raises:
+        RuntimeError: it ended with another exit code than this one.
+    """
     done = subprocess.run(
         [sys.executable, "-m", module, *map(str, arguments)],
         cwd=checkout,
@@ -32,11 +51,12 @@ def kit(module: str, *arguments: object, code: int = 0, seconds: float = 300, ch
         check=False,
     )
     text = done.stdout + done.stderr
-    assert done.returncode == code, f"{module} {arguments}: exit code {done.returncode}\n{text[-6000:]}"
+    if done.returncode != code:
+        raise RuntimeError(f"{module} {arguments}: exit code {done.returncode}\n{text[-6000:]}")
     return text
 
 
-def wait_until(true: Callable[[], object], what: str, seconds: float) -> None:
+def wait_until(true: Callable[[], object], what: str, seconds: float, *, every: float = 0.2) -> None:
     """Wait for something.
 
     Raises:
@@ -46,7 +66,7 @@ def wait_until(true: Callable[[], object], what: str, seconds: float) -> None:
     while not true():
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what}: not within {seconds:g} s")
-        time.sleep(0.2)
+        time.sleep(every)
 
 
 class Service:
@@ -68,13 +88,22 @@ class Service:
         return self.log.read_text()
 
     def wait_for(self, pattern: str, seconds: float = 60, *, times: int = 1) -> None:
-        """Wait until the pattern was printed so often."""
-        found = lambda: len(re.findall(pattern, self.text())) >= times  # noqa: E731
+        """Wait until the pattern was printed so often.
+
+        Raises:
+            TimeoutError: it was not, within this time.
+            RuntimeError: the command ended before.
+        """
+
+        def found() -> bool:
+            return len(re.findall(pattern, self.text())) >= times
+
         try:
             wait_until(lambda: found() or self.process.poll() is not None, pattern, seconds)
         except TimeoutError as error:
             raise TimeoutError(f"{error}\n{self.text()[-3000:]}") from None
-        assert found(), f"ended with {self.process.returncode} before {pattern!r}\n{self.text()[-3000:]}"
+        if not found():
+            raise RuntimeError(f"ended with {self.process.returncode} before {pattern!r}\n{self.text()[-3000:]}")
 
     def kill(self) -> None:
         """End it and everything that it started, without a chance to say anything."""
