@@ -44,6 +44,12 @@ def test_accounting_needs_no_torch():
     assert "torch" not in loaded
 
 
+def test_a_message_to_a_node_with_a_vault_needs_nothing_of_what_trains():
+    loaded = modules_after("import clients.app")
+    assert {"flwr", "safetensors"} <= loaded, "the check would be blind"
+    assert not loaded & {"torch", "transformers", "peft", "scipy", "pandas", "pydantic", "dp_accounting"}
+
+
 LAZY_PACKAGES = sorted(
     ".".join(file.parent.relative_to(ROOT).parts)
     for file in (ROOT / "fedpriv").rglob("__init__.py")

@@ -54,6 +54,8 @@ _PRELOADED = ["flwr.supernode.runtime.run_clientapp", "flwr.clientapp", "fedpriv
 _UNTOLD_SECONDS = 1.0
 _SUPEREXEC_PAUSE = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.01"}
 
+_SHORTEST_PAUSE_SECONDS = 0.05
+
 # With `-m` or a file, every task's process would import it, and `clients` with it.
 _SUPEREXEC = "from clients.deploy.approved_supernode import superexec; superexec()"
 
@@ -110,7 +112,7 @@ def keep_pace(on_message: Callable[[], None]) -> None:
         return run_id
 
     def sleep(seconds: float) -> None:
-        time.sleep(polling.pause(time.monotonic() - last, longest=seconds))
+        time.sleep(polling.pause(time.monotonic() - last, shortest=_SHORTEST_PAUSE_SECONDS, longest=seconds))
 
     start_client_internal._pull_and_store_message = pull_reported  # type: ignore[assignment]
     start_client_internal.time = SimpleNamespace(sleep=sleep)  # type: ignore[assignment, attr-defined]

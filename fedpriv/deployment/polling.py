@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 _SHARE = 0.1
-_SHORTEST_SECONDS = 0.05
 
 
-def pause(waited: float, *, longest: float) -> float:
-    """Seconds until the next question: a tenth of the time already waited, so what comes is seen at most that late.
+def pause(waited: float, *, shortest: float, longest: float) -> float:
+    """Seconds until the next question: a tenth of the time already waited, within bounds.
+
+    What comes after a wait of t is therefore seen at 1.1 t or at t + `shortest`, unless `longest` cuts that short.
 
     Args:
         waited: seconds since the wait began, >= 0.
-        longest: that a pause may last, in seconds, >= 0.
+        shortest: that a pause lasts, in seconds.
+        longest: the same; where the two conflict, it counts.
     """
-    return min(longest, max(_SHORTEST_SECONDS, _SHARE * waited))
+    return min(longest, max(shortest, _SHARE * waited))

@@ -147,12 +147,13 @@ spec = approved_supernode.ExecutionSpec(
 )
 for _ in range(2):
     executor.launch(spec)
-begun = time.monotonic()
+approved_supernode._UNTOLD_SECONDS = 0.01
 executor.reconcile()
-waited = time.monotonic() - begun
+print("untold")
+approved_supernode._UNTOLD_SECONDS = 1e6
 os.write(tell, b"..")
 executor.reconcile()
-print("untold", waited, "told", time.monotonic() - begun - waited)
+print("told")
 while len(list(Path(sys.argv[1]).glob("[0-9]*"))) < 2:
     time.sleep(0.05)
 os.close(tell)
@@ -185,10 +186,7 @@ def test_each_task_has_a_process_with_flower_and_nothing_of_the_bundle_imported(
         timeout=120,
         check=True,
     )
-    _, untold, _, told, _, code = done.stdout.split()
-    assert 0.9 < float(untold) < 5
-    assert float(told) < 0.5
-    assert code == "0"
+    assert done.stdout.splitlines() == ["untold", "told", "ended 0"]
     reports = [json.loads(file.read_text()) for file in (tmp_path / "reports").iterdir()]
     assert len(reports) == 2, "a process for each"
     for report in reports:
