@@ -35,6 +35,9 @@ class Exchange:
         grid.push_messages(messages)
         unanswered = {message.metadata.message_id for message in messages}
         while unanswered:
+            # Before the pull, in which Flower may wait minutes for arrays that a dying node has announced: one more pull
+            # then fetches what the others sent in time.
+            waited = time.monotonic() - started
             for reply in grid.pull_messages(unanswered | self._overdue):
                 message_id, node_id = reply.metadata.reply_to_message_id, reply.metadata.src_node_id
                 if message_id in self._overdue:
@@ -46,7 +49,6 @@ class Exchange:
                 else:
                     unanswered.discard(message_id)
                     yield reply
-            waited = time.monotonic() - started
             if not unanswered or waited >= seconds:
                 break
             time.sleep(polling.pause(waited, shortest=_SHORTEST_PAUSE_SECONDS, longest=_LONGEST_PAUSE_SECONDS))

@@ -4,55 +4,39 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 
 import psutil
+import typer
 
 from fedpriv.ledger.entries import Entry, entries
 from fedpriv.ledger.reader import reading, verify_with_head
+from simulations.processes import free_port, run_in_process
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVER, CLIENT = "server.deploy", "clients.deploy"
 
-# Below those that Linux hands out by itself and above those of Ray's workers; each of pytest's workers has its own.
-FIRST_PORT, PORTS_OF_A_WORKER, MOST_WORKERS = 20_000, 3_000, 4
 
-
-def free_port() -> int:
-    """A port of loopback that nothing listens on and that no other worker of this test run is given."""
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % MOST_WORKERS
-    first = FIRST_PORT + worker * PORTS_OF_A_WORKER
-    while True:
-        port = random.SystemRandom().randrange(first, first + PORTS_OF_A_WORKER)
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                return port
-
-
-def kit(module: str, *arguments: object, code: int = 0, seconds: float = 300, checkout: Path = ROOT) -> str:
+def kit(module: str, *arguments: object, code: int = 0) -> str:
     """What a command of a kit prints.
 
     Raises:
         RuntimeError: it ended with another exit code than this one.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", module, *map(str, arguments)],
-        cwd=checkout,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
+    app: typer.Typer = import_module(f"{module}.__main__").app
+    return _expected(run_in_process(app, module, *arguments), code)
+
+
+def _expected(done: subprocess.CompletedProcess[str], code: int) -> str:
     text = done.stdout + done.stderr
     if done.returncode != code:
-        raise RuntimeError(f"{module} {arguments}: exit code {done.returncode}\n{text[-6000:]}")
+        raise RuntimeError(f"{' '.join(map(str, done.args))}: exit code {done.returncode}\n{text[-6000:]}")
     return text
 
 
@@ -221,7 +205,9 @@ class Federation:
 
     def run(self, values: Mapping[str, object], *, code: int = 0, checkout: Path = ROOT, seconds: float = 400) -> str:
         """Carry out a run to its end."""
-        return kit(*self._run_command(values), code=code, checkout=checkout, seconds=seconds)
+        command = [sys.executable, "-m", *self._run_command(values)]
+        done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=seconds, check=False)
+        return _expected(done, code)
 
     def start_run(self, name: str, values: Mapping[str, object], checkout: Path = ROOT) -> Service:
         """Start a run and go on."""

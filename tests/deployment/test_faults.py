@@ -24,36 +24,37 @@ def num_rounds(out: Path) -> int:
     return max(0, len(table.read_text().splitlines()) - 2) if table.is_file() else 0
 
 
-def node_events(site: Federation, client: int) -> list[dict[str, object]]:
+def num_charges(site: Federation, client: int) -> int:
+    """How many charges a node's log holds, which is quicker to read than its ledger."""
     file = site.node(client) / "events.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    return file.read_text().count('"event": "charged"') if file.is_file() else 0
 
 
 def test_a_node_killed_in_a_round_costs_its_own_update_alone(holders, holders_run, tmp_path):
-    # A round takes seconds, since vaults stay warm; a killed node is let in again after a minute.
-    values = {**holders_run, "rounds": 30, "round_seconds": 90, "out": str(tmp_path / "out")}
-    before = len(holders.charges(2))
+    # Steps that take a while, so that the node dies while it trains; a killed node is let in again after a minute.
+    values = {**holders_run, "rounds": 20, "local_steps": 100, "round_seconds": 90, "out": str(tmp_path / "out")}
+    before = num_charges(holders, 2)
     run = holders.start_run("killed-node", values)
     wait_until(lambda: num_rounds(tmp_path / "out") >= 1, "round 1", 240)
-    wait_until(lambda: len(holders.charges(2)) > before + 1, "a charge in round 2", 120)
+    wait_until(lambda: num_charges(holders, 2) > before + 1, "a charge in round 2", 120, every=0.01)
     holders.services["node-2"].kill()
     killed = time.monotonic()
+    holders.start_node(2)
     wait_until(lambda: num_rounds(tmp_path / "out") >= 2, "round 2", 120)
     assert time.monotonic() - killed < 90 + 20
-    holders.start_node(2)
     assert run.process.wait(timeout=600) == 0, run.text()
 
     rows = pd.read_csv(tmp_path / "out" / "clients.csv")
     second = rows.query("round == 2").set_index("client")
     assert list(second.status[:2]) == ["ok", "ok"]
     assert second.status[2] in ("no reply", "failed")
-    assert list(rows.query("round == 30").status) == ["ok"] * 3, "the node trains again"
+    assert list(rows.query("round == 20").status) == ["ok"] * 3, "the node trains again"
     # One charge for each release that the node could have made, in its own ledger and in the server's.
     rounds = [entry.round for entry in holders.charges(2)[before:]]
     assert rounds == sorted(set(rounds))
-    assert set(rounds) >= {1, 2, 30}
+    assert set(rounds) >= {1, 2, 20}
     ledger = read_ledger(tmp_path / "out" / "ledger.sqlite")
-    assert [e.round for e in ledger if e.phase == "charged" and e.client == "2"] == [*range(1, 31)]
+    assert [e.round for e in ledger if e.phase == "charged" and e.client == "2"] == [*range(1, 21)]
 
 
 def test_without_nodes_a_run_stops_in_time_and_goes_on_when_they_return(holders, holders_run, tmp_path):

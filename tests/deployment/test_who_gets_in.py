@@ -14,7 +14,8 @@ from fedpriv.deployment.certificates import make_ca, make_server_certificate
 from fedpriv.deployment.flower import environment
 from server.deploy import superlink
 from server.deploy.folder import Coordinator
-from simulations.sites import CLIENT, ROOT, SERVER, Federation, Service, free_port, kit
+from simulations.processes import free_port
+from simulations.sites import CLIENT, ROOT, SERVER, Federation, Service, kit
 
 pytestmark = pytest.mark.deployment
 
