@@ -35,7 +35,7 @@ class Exchange:
         grid.push_messages(messages)
         unanswered = {message.metadata.message_id for message in messages}
         while unanswered:
-            # Before the pull, in which Flower may wait minutes for arrays that a dying node has announced: one more pull
+            # Before the pull, in which Flower may wait minutes for arrays that a dying node announced: one more pull
             # then fetches what the others sent in time.
             waited = time.monotonic() - started
             for reply in grid.pull_messages(unanswered | self._overdue):
