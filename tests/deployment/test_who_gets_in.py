@@ -115,6 +115,6 @@ def test_a_node_with_another_version_takes_no_part(hospitals, corpus_run, tmp_pa
     hospitals.services["node-2"].stop()
     hospitals.start_node(2, checkout=other)
     hospitals.wait_for_nodes(3)
-    output = hospitals.run({**corpus_run, "rounds": 2, "registration_seconds": 40, "out": str(tmp_path / "out")})
+    output = hospitals.run({**corpus_run, "rounds": 2, "registration_seconds": 25, "out": str(tmp_path / "out")})
     assert "software = 'fedpriv 9." in output
     assert "2 of 3 nodes registered" in output
