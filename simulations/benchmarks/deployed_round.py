@@ -34,6 +34,7 @@ _KINDS = {
     "flwr-clientapp": "ClientApp",
     "multiprocessing.forkserver": "ClientApp",
     "flower-superexec": "SuperExec",
+    "import superexec": "SuperExec",
     "approved_supernode": "SuperNode",
     "flwr-serverapp": "ServerApp",
     "flower-superlink": "SuperLink",
