@@ -121,6 +121,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--setting", nargs="*", default=[], help="key=value of the run's configuration, value in JSON")
     arguments = parser.parse_args()
+    if arguments.rounds < 2:
+        parser.error(f"--rounds = {arguments.rounds}: must be at least 2, since the first one is left out")
     with tempfile.TemporaryDirectory() as folder:
         ends, processors = run(arguments.rounds, arguments.setting, Path(folder))
     lengths = [end - begin for begin, end in itertools.pairwise(ends)]
