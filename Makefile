@@ -33,7 +33,7 @@ test: lint
 test-all: lint
 	$(PYTEST) -m "not deployment and not nightly"
 
-# SuperLink and SuperNodes as processes of their own, with TLS and authentication; about half an hour on two cores.
+# SuperLink and SuperNodes as processes of their own, with TLS and authentication.
 test-deployment: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m "deployment and not nightly" --durations=10
 

@@ -55,7 +55,9 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     config, reason = decided(config, sizes, bench.initial)
     if reason:
         observer.notice(reason)
-    config = calibrated(config, sizes, bench.initial)
+    # A run that goes on has its noise: shares of a target that are calibrated anew differ in their last digits.
+    if resumed is None or config.digest != resumed.digest:
+        config = calibrated(config, sizes, bench.initial)
     plain = _baselines(config, bench) if config.computes_baselines else None
     writer = (
         resume.reopened_folder(config, resumed) if resumed else RunWriter.created(Path(config.out).absolute(), config)

@@ -5,25 +5,59 @@ entities require signatures that only its hub issues: if any are configured, a S
 self-hosted SuperLink. So this check compares the bytes when the SuperNode first sees a run, before anything from the
 bundle is stored, installed or imported; a refused run gets Flower's error reply for invalid bundles.
 
-    python -m clients.deploy.approved_supernode APPROVED_FABS --superlink ... (the arguments of flower-supernode)
+And it loses less time: it asks more often while messages come, tells its SuperExec when there is a task, and that
+starts the process of a task from one that has imported Flower already. Every task still has a process of its own.
+
+    python -m clients.deploy.approved_supernode APPROVED_FABS --host HOST --port PORT ... (further arguments of Flower)
+
+This file holds every private name of Flower 1.41 that a node needs.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import logging
+import multiprocessing
+import os
+import select
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from flwr.supercore.cli.flower_superexec import flower_superexec
+from flwr.supercore.constant import TaskType
+from flwr.supercore.superexec import run_superexec
+from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResult
+from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
+from flwr.supercore.tls import validate_and_resolve_root_certificates
 from flwr.supernode import start_client_internal
 from flwr.supernode.cli import flower_supernode
+from flwr.supernode.runtime.run_clientapp import run_clientapp
 
 from clients.deploy import approvals
+from fedpriv.deployment import polling
 
 log = logging.getLogger("flwr")
+
+# What a task's process needs of what the operator has installed. Nothing of `clients`: a task takes that from the
+# bundle, and would take what is already imported instead.
+_PRELOADED = ["flwr.supernode.runtime.run_clientapp", "flwr.clientapp", "fedpriv.vault.socket"]
+
+# The SuperExec asks when it is told to, and else after this time; Flower makes it pause after each question besides.
+_UNTOLD_SECONDS = 1.0
+_SUPEREXEC_PAUSE = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.01"}
+
+_SHORTEST_PAUSE_SECONDS = 0.05
+
+# With `-m` or a file, every task's process would import it, and `clients` with it.
+_SUPEREXEC = "from clients.deploy.approved_supernode import superexec; superexec()"
 
 
 def is_approved(content: bytes, path: Path) -> bool:
@@ -61,6 +95,112 @@ def require_approval(path: Path) -> None:
     start_client_internal._verify_fab = verify
 
 
-if __name__ == "__main__":
-    require_approval(Path(sys.argv.pop(1)).absolute())
+def keep_pace(on_message: Callable[[], None]) -> None:
+    """Make the SuperNode of this process pause for shorter while messages come, and report each that has arrived.
+
+    Its loop asks the SuperLink for messages every 3 s and itself for the reply every 0.5 s. These become the longest
+    pauses, each a tenth of the time since the last message at most.
+    """
+    pull: Callable[..., Any] = start_client_internal._pull_and_store_message
+    last = time.monotonic()
+
+    def pull_reported(**arguments: Any) -> Any:
+        nonlocal last
+        if (run_id := pull(**arguments)) is not None:
+            last = time.monotonic()
+            on_message()
+        return run_id
+
+    def sleep(seconds: float) -> None:
+        time.sleep(polling.pause(time.monotonic() - last, shortest=_SHORTEST_PAUSE_SECONDS, longest=seconds))
+
+    start_client_internal._pull_and_store_message = pull_reported  # type: ignore[assignment]
+    start_client_internal.time = SimpleNamespace(sleep=sleep)  # type: ignore[assignment, attr-defined]
+
+
+class SuperExec:
+    """The process that starts a process for each task of this node; it ends when this one does.
+
+    Args:
+        address: HOST:PORT of this SuperNode's own API.
+    """
+
+    def __init__(self, address: str) -> None:
+        arguments = ["--insecure", "--runtime-api-address", address, "--parent-pid", str(os.getpid())]
+        self._command = [sys.executable, "-c", _SUPEREXEC, *arguments]
+        self._start()
+
+    def tell(self) -> None:
+        """Say that there is a task; should the process have died, another takes its place."""
+        if self._process.poll() is not None:
+            log.error("the SuperExec ended with exit code %s; it is started again", self._process.returncode)
+            self._start()
+        os.write(self._told, b".")
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, env={**os.environ, **_SUPEREXEC_PAUSE})
+        assert self._process.stdin is not None
+        self._told = self._process.stdin.fileno()
+
+
+class WarmExecutor(SubprocessExecutor):
+    """Starts the process of a ClientApp from one that has imported all it needs; any other as Flower does.
+
+    Args:
+        told: file descriptor with a byte for each task.
+    """
+
+    def __init__(self, told: int) -> None:
+        self._told = told
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_PRELOADED)
+        forkserver.ensure_running()
+
+    def reconcile(self) -> None:
+        """Wait until there may be a task; Flower calls this before it asks for one.
+
+        Raises:
+            SystemExit: the SuperNode has ended.
+        """
+        ready, _, _ = select.select([self._told], [], [], _UNTOLD_SECONDS)
+        if ready and not os.read(self._told, 4096):
+            raise SystemExit(0)
+
+    def launch(self, spec: ExecutionSpec) -> LaunchResult:
+        """Start the process of a task."""
+        if spec.task_type != TaskType.CLIENT_APP:
+            return super().launch(spec)
+        # Its token does not become an argument, which every user of the machine could read.
+        arguments = {
+            "runtime_api_address": spec.runtime_api_address,
+            "token": spec.token,
+            "insecure": spec.insecure,
+            "certificates": validate_and_resolve_root_certificates(spec.root_certificates_path, spec.insecure),
+            "parent_pid": spec.parent_pid,
+            "runtime_dependency_install": spec.runtime_dependency_install,
+        }
+        self._context.Process(target=run_clientapp, kwargs=arguments, daemon=True).start()
+        return LaunchResult.accepted()
+
+
+def superexec() -> None:
+    """Flower's SuperExec with a warm executor, told of tasks on its standard input."""
+    run_superexec.get_executor = lambda *_, **__: WarmExecutor(sys.stdin.fileno())  # type: ignore[attr-defined]
+    flower_superexec()
+
+
+def main() -> None:
+    """Flower's SuperNode; see the top of this file."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("approved", type=Path)
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", required=True)
+    own, flowers = parser.parse_known_args()
+    sys.argv[1:] = ["--isolation", "process", "--host", own.host, "--port", own.port, *flowers]
+    require_approval(own.approved.absolute())
+    keep_pace(SuperExec(f"{own.host}:{own.port}").tell)
     flower_supernode()
+
+
+if __name__ == "__main__":
+    main()

@@ -25,7 +25,9 @@ from server.deploy.folder import Coordinator
 
 WARN_BEFORE = timedelta(days=14)
 
-_POLL_SECONDS = 10.0
+# How many nodes are online is asked when the log says that one came or went, and for those that vanish after this time.
+_UNTOLD_SECONDS = 30.0
+_COME_OR_GONE = re.compile(r"\.(Activate|Deactivate|Register|Unregister)Node\]")
 _LOG_BYTES, _NUM_OLD_LOGS = 10 * 2**20, 3
 
 # One line per poll of each node would drown out the others.
@@ -61,14 +63,16 @@ def start(coordinator: Coordinator, say: Callable[[str], None]) -> int:
     if warning := expiry_warning(coordinator):
         say(f"warning: {warning}")
     say(f"starting the SuperLink; its log: {coordinator.log}")
-    ended = threading.Event()
-    threading.Thread(target=_watch, args=(coordinator, ended, say), daemon=True).start()
+    nodes = _Nodes(coordinator, say)
+    nodes.start()
     log = RotatingFileHandler(coordinator.log, maxBytes=_LOG_BYTES, backupCount=_NUM_OLD_LOGS)
     reasons: list[int] = []
 
     def on_line(line: str) -> None:
         if not _POLL_LINE.search(line):
             log.emit(logging.makeLogRecord({"msg": line}))
+        if _COME_OR_GONE.search(line):
+            nodes.changed()
         if (code := logged_exit_code(line)) is not None:
             reasons.append(code)
 
@@ -78,7 +82,7 @@ def start(coordinator: Coordinator, say: Callable[[str], None]) -> int:
         folder=coordinator.folder,
         on_line=on_line,
     )
-    ended.set()
+    nodes.end()
     meaning = "".join(f": {EXIT_CODES[reason]}" for reason in reasons[-1:] if reason in EXIT_CODES)
     say(f"SuperLink ended with exit code {code}{meaning}; its log: {coordinator.log}")
     return code
@@ -92,19 +96,37 @@ def expiry_warning(coordinator: Coordinator) -> str:
     return f"the certificate is valid until {until:%Y-%m-%d %H:%M} UTC only; run `renew` and restart the SuperLink"
 
 
-def _watch(coordinator: Coordinator, ended: threading.Event, say: Callable[[str], None]) -> None:
-    """Report when the SuperLink answers, and then how many nodes are online."""
-    while not check_tls(coordinator.local_host, coordinator.port, coordinator.ca_certificate).ok:
-        if ended.wait(0.5):
-            return
-    until = certificates.valid_until(coordinator.server_certificate)
-    say(f"SuperLink answers at https://{coordinator.address}, certificate valid until {until:%Y-%m-%d}")
-    last_reported = ""
-    while not ended.is_set():
-        if (state := _online(coordinator)) != last_reported and not ended.is_set():
-            say(state)
-            last_reported = state
-        ended.wait(_POLL_SECONDS)
+class _Nodes(threading.Thread):
+    """Reports when the SuperLink answers, and then how many nodes are online."""
+
+    def __init__(self, coordinator: Coordinator, say: Callable[[str], None]) -> None:
+        super().__init__(daemon=True)
+        self._coordinator, self._say = coordinator, say
+        self._changed, self._ended = threading.Event(), threading.Event()
+
+    def changed(self) -> None:
+        """A node came or went."""
+        self._changed.set()
+
+    def end(self) -> None:
+        """Report nothing more."""
+        self._ended.set()
+        self._changed.set()
+
+    def run(self) -> None:
+        coordinator = self._coordinator
+        while not check_tls(coordinator.local_host, coordinator.port, coordinator.ca_certificate).ok:
+            if self._ended.wait(0.5):
+                return
+        until = certificates.valid_until(coordinator.server_certificate)
+        self._say(f"SuperLink answers at https://{coordinator.address}, certificate valid until {until:%Y-%m-%d}")
+        last_reported = ""
+        while not self._ended.is_set():
+            self._changed.clear()
+            if (state := _online(coordinator)) != last_reported and not self._ended.is_set():
+                self._say(state)
+                last_reported = state
+            self._changed.wait(_UNTOLD_SECONDS)
 
 
 def _online(coordinator: Coordinator) -> str:

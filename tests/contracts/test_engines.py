@@ -32,7 +32,7 @@ from fedpriv.training.workbench import workbench
 from server.observer import LogObserver
 from simulations.engines import federation, ray_session
 from simulations.engines.ray_actors import RayExecutor
-from tests.processes import free_port
+from simulations.processes import free_port
 
 # Clients of very different sizes: one has no records to draw, one draws every record.
 SIZES = (40, 3, 0, 90, 12)

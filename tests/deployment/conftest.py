@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deployment.sites import Federation
+from simulations.sites import Federation
 from tests.tiny import LABELS
 
 

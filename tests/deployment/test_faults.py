@@ -13,9 +13,12 @@ import pytest
 from fedpriv.config import parse
 from server.observer import LogObserver
 from simulations.engines import federation
-from tests.deployment.sites import Federation, read_ledger, wait_until
+from simulations.sites import Federation, read_ledger, wait_until
 
 pytestmark = pytest.mark.deployment
+
+# Of a run whose server is killed within six seconds: a round takes more than one.
+NUM_ROUNDS = 8
 
 
 def num_rounds(out: Path) -> int:
@@ -24,42 +27,49 @@ def num_rounds(out: Path) -> int:
     return max(0, len(table.read_text().splitlines()) - 2) if table.is_file() else 0
 
 
-def node_events(site: Federation, client: int) -> list[dict[str, object]]:
+def num_charges(site: Federation, client: int) -> int:
+    """How many charges a node's log holds, which is quicker to read than its ledger."""
     file = site.node(client) / "events.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    return file.read_text().count('"event": "charged"') if file.is_file() else 0
 
 
 def test_a_node_killed_in_a_round_costs_its_own_update_alone(holders, holders_run, tmp_path):
-    # A round takes seconds, since vaults stay warm; a killed node is let in again after a minute.
-    values = {**holders_run, "rounds": 30, "round_seconds": 90, "out": str(tmp_path / "out")}
-    before = len(holders.charges(2))
+    # Steps that take a while, so that the node dies while it trains; a killed node is let in again after a minute.
+    values = {**holders_run, "rounds": 20, "local_steps": 100, "round_seconds": 90, "out": str(tmp_path / "out")}
+    before = num_charges(holders, 2)
     run = holders.start_run("killed-node", values)
     wait_until(lambda: num_rounds(tmp_path / "out") >= 1, "round 1", 240)
-    wait_until(lambda: len(holders.charges(2)) > before + 1, "a charge in round 2", 120)
+    wait_until(lambda: num_charges(holders, 2) > before + 1, "a charge in round 2", 120, every=0.01)
     holders.services["node-2"].kill()
     killed = time.monotonic()
+    holders.start_node(2)
     wait_until(lambda: num_rounds(tmp_path / "out") >= 2, "round 2", 120)
     assert time.monotonic() - killed < 90 + 20
-    holders.start_node(2)
     assert run.process.wait(timeout=600) == 0, run.text()
 
     rows = pd.read_csv(tmp_path / "out" / "clients.csv")
     second = rows.query("round == 2").set_index("client")
     assert list(second.status[:2]) == ["ok", "ok"]
     assert second.status[2] in ("no reply", "failed")
-    assert list(rows.query("round == 30").status) == ["ok"] * 3, "the node trains again"
+    assert list(rows.query("round == 20").status) == ["ok"] * 3, "the node trains again"
     # One charge for each release that the node could have made, in its own ledger and in the server's.
     rounds = [entry.round for entry in holders.charges(2)[before:]]
     assert rounds == sorted(set(rounds))
-    assert set(rounds) >= {1, 2, 30}
+    assert set(rounds) >= {1, 2, 20}
     ledger = read_ledger(tmp_path / "out" / "ledger.sqlite")
-    assert [e.round for e in ledger if e.phase == "charged" and e.client == "2"] == [*range(1, 31)]
+    assert [e.round for e in ledger if e.phase == "charged" and e.client == "2"] == [*range(1, 21)]
 
 
 def test_without_nodes_a_run_stops_in_time_and_goes_on_when_they_return(holders, holders_run, tmp_path):
-    values = {**holders_run, "rounds": 3, "round_seconds": 25, "min_clients": 2, "out": str(tmp_path / "out")}
+    # Killed while they train, since Flower waits three minutes for the rest of an upload; a round that fails is one of
+    # the six all the same.
+    values = {**holders_run, "rounds": 6, "local_steps": 100, "round_seconds": 25, "min_clients": 2}
+    values |= {"out": str(tmp_path / "out")}
+    before = [num_charges(holders, client) for client in range(3)]
     run = holders.start_run("no-nodes", values)
     wait_until(lambda: num_rounds(tmp_path / "out") >= 1, "round 1", 240)
+    charged = lambda: [num_charges(holders, client) - was for client, was in enumerate(before)]  # noqa: E731
+    wait_until(lambda: max(charged()) > 1, "a charge in round 2", 120, every=0.01)
     for client in range(3):
         holders.services[f"node-{client}"].kill()
     gone = time.monotonic()
@@ -71,25 +81,22 @@ def test_without_nodes_a_run_stops_in_time_and_goes_on_when_they_return(holders,
         holders.start_node(client)
     holders.wait_for_nodes(3)
     holders.run({"resume": str(tmp_path / "out")})
-    assert num_rounds(tmp_path / "out") == 3
+    assert num_rounds(tmp_path / "out") == 6
     rows = pd.read_csv(tmp_path / "out" / "clients.csv")
-    assert list(rows.query("round == 3").status) == ["ok"] * 3
+    assert list(rows.query("round == 6").status) == ["ok"] * 3
     assert (rows["round"] <= stopped).any()
     read_ledger(tmp_path / "out" / "ledger.sqlite")
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert {client["rounds"] for client in summary["clients"]} == {3}
+    assert {client["rounds"] for client in summary["clients"]} == {6}
 
 
 @pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (3, 4, 5))])
 def test_a_server_killed_at_any_instant_is_resumed_to_the_same_numbers(hospitals, corpus_run, tmp_path, seed):
-    values = {**corpus_run, "rounds": 3, "seed": seed, "out": str(tmp_path / "deployed")}
+    values = {**corpus_run, "rounds": NUM_ROUNDS, "seed": seed, "out": str(tmp_path / "deployed")}
     run = hospitals.start_run(f"killed-server-{seed}", values)
     wait_until(lambda: (tmp_path / "deployed" / "checkpoint").is_dir(), "a checkpoint", 240)
-    # Round 1 or 2 of 3 is under way: somewhere in as long as a round takes.
-    begun = time.monotonic()
     wait_until(lambda: num_rounds(tmp_path / "deployed") >= seed % 2, "round 1", 120)
-    length = max(6.0, time.monotonic() - begun)
-    time.sleep(random.Random(seed).uniform(0, length))
+    time.sleep(random.Random(seed).uniform(0, 6))
     hospitals.services["superlink"].kill()
     run.kill()
     hospitals.start_superlink()
@@ -105,5 +112,6 @@ def test_a_server_killed_at_any_instant_is_resumed_to_the_same_numbers(hospitals
     for client in range(3):
         run_id = next(entry.run for entry in server if entry.run)
         own = [entry.round for entry in hospitals.charges(client) if entry.run == run_id]
-        assert own == [1, 2, 3], "the node releases each round once, and pays for it once"
-        assert [e.round for e in server if e.phase == "charged" and e.client == str(client)] == [1, 2, 3]
+        assert own == [*range(1, NUM_ROUNDS + 1)], "the node releases each round once, and pays for it once"
+        charged = [e.round for e in server if e.phase == "charged" and e.client == str(client)]
+        assert charged == own

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import free_port
+from simulations.processes import free_port
 
 pytestmark = pytest.mark.deployment
 

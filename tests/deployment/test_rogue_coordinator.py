@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from clients.deploy.approvals import bundle_digest
-from tests.deployment.sites import ROOT
+from simulations.sites import ROOT
 
 pytestmark = pytest.mark.deployment
 
@@ -30,7 +30,7 @@ def checkout(tmp_path: Path) -> Path:
 def test_a_bundle_that_nobody_approved_runs_nowhere(holders, holders_run, checkout, tmp_path):
     pipe = checkout / "clients" / "pipe.py"
     pipe.write_text(f"{pipe.read_text()}\n\n# Nobody has read this.\n")
-    values = {**holders_run, "out": str(tmp_path / "out"), "registration_seconds": 45}
+    values = {**holders_run, "out": str(tmp_path / "out"), "registration_seconds": 20}
     output = holders.run(values, code=1, checkout=checkout)
     assert "none of which can take part" in output
     assert "The FAB could not be verified" in output, output

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from fedpriv.data import hospital
-from tests.deployment.sites import ROOT, read_ledger, wait_until
-from tests.processes import free_port
+from simulations.processes import free_port
+from simulations.sites import ROOT, read_ledger, wait_until
 
 pytestmark = pytest.mark.deployment
 

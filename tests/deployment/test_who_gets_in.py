@@ -14,8 +14,8 @@ from fedpriv.deployment.certificates import make_ca, make_server_certificate
 from fedpriv.deployment.flower import environment
 from server.deploy import superlink
 from server.deploy.folder import Coordinator
-from tests.deployment.sites import CLIENT, ROOT, SERVER, Federation, Service, kit
-from tests.processes import free_port
+from simulations.processes import free_port
+from simulations.sites import CLIENT, ROOT, SERVER, Federation, Service, kit
 
 pytestmark = pytest.mark.deployment
 
@@ -115,6 +115,6 @@ def test_a_node_with_another_version_takes_no_part(hospitals, corpus_run, tmp_pa
     hospitals.services["node-2"].stop()
     hospitals.start_node(2, checkout=other)
     hospitals.wait_for_nodes(3)
-    output = hospitals.run({**corpus_run, "rounds": 2, "registration_seconds": 40, "out": str(tmp_path / "out")})
+    output = hospitals.run({**corpus_run, "rounds": 2, "registration_seconds": 25, "out": str(tmp_path / "out")})
     assert "software = 'fedpriv 9." in output
     assert "2 of 3 nodes registered" in output

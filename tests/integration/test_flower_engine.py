@@ -20,7 +20,7 @@ import fedpriv
 from fedpriv.config import parse, to_flower
 from server.observer import LogObserver
 from simulations.engines import federation
-from tests.processes import free_port
+from simulations.processes import free_port
 
 pytestmark = pytest.mark.flower
 pytest.importorskip("ray", reason="Flower's own simulation engine needs the extra ray")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from fedpriv.adapters.merged import Product
 from fedpriv.aggregation.global_model import GlobalModel
-from fedpriv.config import parse
+from fedpriv.config import parse, read
 from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
@@ -167,6 +167,17 @@ def test_a_finished_run_can_be_finished_again(interrupted):
     resume(values, folder)
     assert (folder / "rounds.csv").read_text() == before
     assert (folder / "summary.json").exists()
+
+
+def test_a_run_whose_noise_came_from_shares_of_a_target_goes_on_with_that_noise(small_run, tmp_path):
+    folder = tmp_path / "run"
+    settings = {"batch_size": 64, "local_steps": 1, "rounds": 4, "lora_rounds": 2, "target_epsilon": 2.3}
+    values = {**small_run, **settings, "sampling_probability": 1.0, "out": str(folder)}
+    del values["noise_multiplier"]
+    federation.run(parse(values), LogObserver())
+    resolved = read(folder / "config.toml")
+    assert resolved["lora_noise_multiplier"], "the check would be blind"
+    resume(resolved, folder)
 
 
 @pytest.mark.parametrize(

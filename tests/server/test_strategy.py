@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 
 import numpy as np
 import pytest
@@ -136,8 +137,25 @@ def test_too_few_replies_end_the_run_after_the_round_is_reported_and_charged():
     assert all(client.epsilon_local > 0 for client in clients)
 
 
-def test_a_round_ends_at_its_deadline_and_what_comes_later_is_counted_and_discarded(monkeypatch):
-    monkeypatch.setattr("server.exchange._POLL_SECONDS", 0.0)
+def test_a_pull_that_outlasts_the_deadline_costs_nobody_else_the_round():
+    seen, seconds = [], 0.01
+
+    class Dying(SlowGrid):
+        def pull_messages(self, message_ids):
+            if len(message_ids) == 3:  # until Flower gives up on arrays that were announced
+                time.sleep(2 * seconds)
+            return super().pull_messages(message_ids)
+
+    def answers(message):
+        client = message.metadata.dst_node_id - 100
+        return answer(strategy, message, 1.0), 1 if client == 2 else 2
+
+    strategy = make_strategy(on_round=lambda row, clients: seen.append(clients))
+    strategy.start(Dying(answers), ArrayRecord(ADAPTER), num_rounds=1, timeout=seconds)
+    assert [client.status for client in seen[1]] == ["ok"] * 3
+
+
+def test_a_round_ends_at_its_deadline_and_what_comes_later_is_counted_and_discarded():
     seen = []
     strategy = make_strategy(on_round=lambda row, clients: seen.append((row, clients)))
 

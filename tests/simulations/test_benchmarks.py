@@ -22,6 +22,7 @@ SMALL = {
     "accounting_scale": ["--clients", "12"],
     "dedup_distance": ["--models", "2", "--values", "200000"],
     "dedup_loading": ["--variants", "3", "--queries", "4", "--repeats", "1"],
+    "deployed_round": ["--rounds", "2", "--setting", "lora_rounds=0", 'train="head"'],
     "dp_step": ["--steps", "4"],
     "end_to_end": ["--setting", "tiny", "--rounds", "1"],
     "engine_cost": ["--clients", "2", "--rounds", "1"],

@@ -1,13 +1,26 @@
-"""A node runs only the bundles whose bytes its operator approved."""
+"""A node runs only the bundles whose bytes its operator approved, and loses little time with Flower's processes."""
 
 from __future__ import annotations
 
 import hashlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
 
 import pytest
+from flwr.supercore.superexec import run_superexec
+from flwr.supercore.superexec.executor import ExecutionSpec
+from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
+from flwr.supernode import start_client_internal
+from flwr.supernode.runtime.run_clientapp import run_clientapp
 
+from clients.deploy import approved_supernode
 from clients.deploy.approvals import approved
 from clients.deploy.approved_supernode import is_approved
+from simulations.sites import ROOT, wait_until
 
 CONTENT = b"a bundle"
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
@@ -27,3 +40,158 @@ def test_an_empty_or_damaged_list_approves_nothing(tmp_path, text):
     file.write_text(text)
     assert not is_approved(CONTENT, file)
     assert not is_approved(CONTENT, tmp_path / "missing")
+
+
+# What is replaced, and what relies on it: whoever updates Flower reads these again, and then their digests here.
+FLOWER = "1.41.0"
+SOURCES = {
+    start_client_internal.start_client_internal: "9e89a6eb68fbec6821e817cd2c09f7894fc7b0f5725c2365b19a7122307f11f3",
+    start_client_internal._pull_and_store_message: "eaf5d0e36dc34e4cf46a490511d077ac55cc8edbbcdbe938c1f6dbcb758628be",
+    start_client_internal._push_messages: "00bb86faffdec114db87e7f716af2acd901d12284e44f51f5c2a84704db05f64",
+    start_client_internal._verify_fab: "dc3eb78d803b8fe9a65bc704e17da8b58e9f43020b43bf2ba0ba4812483634aa",
+    run_superexec.run_superexec: "d11f4e7fbc8f0b121804772495484fae8987b2b52af8b2baa70baf40d5929e26",
+    run_clientapp: "6ce09559f3a2f5dcafb7d08f4b443585d76b9b53b9cb29ba1ec06a6982163443",
+    SubprocessExecutor: "9c58435eb28cd78957a58a6db6a051c5718406cef70353bca2037015424d47e9",
+    ExecutionSpec: "a52aad6399c9a5ec1e3b316148832232119eb26b56b18a38d3c74b3ef353a538",
+}
+
+
+def test_flower_is_what_was_read_when_its_private_names_were_replaced():
+    assert version("flwr") == FLOWER
+    found = {part.__qualname__: hashlib.sha256(inspect.getsource(part).encode()).hexdigest() for part in SOURCES}
+    assert found == {part.__qualname__: digest for part, digest in SOURCES.items()}
+
+
+@pytest.fixture
+def flower(monkeypatch):
+    """Flower's module, whose names are put back afterwards, with a link that has a message or has none."""
+    messages: list[int | None] = []
+    monkeypatch.setattr(start_client_internal, "_pull_and_store_message", lambda **_: messages.pop(0))
+    monkeypatch.setattr(start_client_internal, "time", start_client_internal.time)
+    start_client_internal.messages = messages
+    yield start_client_internal
+    del start_client_internal.messages
+
+
+class Clock:
+    """Time that passes in sleep alone."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.slept: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+def test_a_supernode_pauses_for_shorter_while_messages_come(flower, monkeypatch):
+    clock, told = Clock(), []
+    monkeypatch.setattr(approved_supernode, "time", clock)
+    approved_supernode.keep_pace(lambda: told.append(clock.now))
+    flower.messages += [None, 7]
+    clock.now += 60
+    assert flower._pull_and_store_message(state="...") is None
+    flower.time.sleep(3)
+    assert clock.slept == [3], "as long as Flower asks, when nothing has come for long"
+    assert told == []
+    assert flower._pull_and_store_message(state="...") == 7
+    assert told == [clock.now]
+    flower.time.sleep(0.5)
+    assert clock.slept.pop() == 0.05
+    clock.now += 2
+    flower.time.sleep(3)
+    assert clock.slept.pop() == pytest.approx(0.205)
+
+
+_ECHO = """
+import sys
+while line := sys.stdin.buffer.read(1):
+    with open({path!r}, "ab") as file:
+        file.write(line)
+"""
+
+
+def test_a_superexec_is_told_of_tasks_and_started_again_if_it_died(tmp_path, monkeypatch):
+    path = tmp_path / "told"
+    monkeypatch.setattr(approved_supernode, "_SUPEREXEC", _ECHO.format(path=str(path)))
+    superexec = approved_supernode.SuperExec("127.0.0.1:1")
+    try:
+        superexec.tell()
+        wait_until(lambda: path.is_file() and path.read_bytes() == b".", "the first task", 30)
+        superexec._process.kill()
+        superexec._process.wait()
+        superexec.tell()
+        wait_until(lambda: path.read_bytes() == b"..", "the task after it died", 30)
+    finally:
+        superexec._process.kill()
+        superexec._process.wait()
+
+
+# Runs in an interpreter of its own, whose main module imports `clients`, as that of the SuperExec does.
+_LAUNCH = """
+import os, sys, time
+from pathlib import Path
+from clients.deploy import approved_supernode
+import probe
+approved_supernode.run_clientapp = probe.report
+told, tell = os.pipe()
+executor = approved_supernode.WarmExecutor(told)
+spec = approved_supernode.ExecutionSpec(
+    task_type=approved_supernode.TaskType.CLIENT_APP, runtime_api_address="here:1", token="secret", task_id=1,
+    insecure=True, root_certificates_path=None, runtime_dependency_install=False, parent_pid=os.getpid(),
+    suppress_output=False,
+)
+for _ in range(2):
+    executor.launch(spec)
+approved_supernode._UNTOLD_SECONDS = 0.01
+executor.reconcile()
+print("untold")
+approved_supernode._UNTOLD_SECONDS = 1e6
+os.write(tell, b"..")
+executor.reconcile()
+print("told")
+while len(list(Path(sys.argv[1]).glob("[0-9]*"))) < 2:
+    time.sleep(0.05)
+os.close(tell)
+try:
+    executor.reconcile()
+except SystemExit as end:
+    print("ended", end.code)
+"""
+_PROBE = """
+import json, os, sys
+from pathlib import Path
+def report(**arguments):
+    command = Path("/proc/self/cmdline").read_text()
+    part = Path(os.environ["REPORTS"]) / f".{os.getpid()}"
+    part.write_text(json.dumps({"arguments": arguments, "modules": sorted(sys.modules), "command": command}))
+    part.rename(part.with_name(str(os.getpid())))
+"""
+
+
+def test_each_task_has_a_process_with_flower_and_nothing_of_the_bundle_imported(tmp_path):
+    (tmp_path / "probe.py").write_text(_PROBE)
+    (tmp_path / "reports").mkdir()
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", _LAUNCH, str(tmp_path / "reports")],
+        env={**os.environ, "PYTHONPATH": paths, "REPORTS": str(tmp_path / "reports")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["untold", "told", "ended 0"]
+    reports = [json.loads(file.read_text()) for file in (tmp_path / "reports").iterdir()]
+    assert len(reports) == 2, "a process for each"
+    for report in reports:
+        assert report["arguments"]["token"] == "secret"
+        assert "secret" not in report["command"]
+        modules = set(report["modules"])
+        assert {"flwr.supernode.runtime.run_clientapp", "fedpriv.vault.socket"} <= modules
+        assert not {name for name in modules if name.split(".")[0] in ("clients", "server", "torch")}

@@ -12,7 +12,7 @@ from clients.deploy.__main__ import app
 from clients.deploy.folder import Node
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError
-from tests.processes import free_port, run_in_process
+from simulations.processes import free_port, run_in_process
 from tests.vaults import write_records
 
 OFFLINE = {"tls", "clock"}

@@ -14,7 +14,7 @@ from clients.deploy.folder import Node
 from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.vault.settings import VaultSettings
-from tests.processes import run_in_process
+from simulations.processes import run_in_process
 from tests.tiny import LABELS
 from tests.vaults import write_records
 

@@ -18,7 +18,7 @@ from fedpriv.errors import InputError
 from server.deploy import doctor, folder, registration, runs, superlink
 from server.deploy.__main__ import app
 from server.deploy.folder import Coordinator
-from tests.processes import free_port, run_in_process
+from simulations.processes import free_port, run_in_process
 
 ROOT = Path(__file__).resolve().parents[3]
 

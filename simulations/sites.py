@@ -9,34 +9,38 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 
 import psutil
+import typer
 
 from fedpriv.ledger.entries import Entry, entries
 from fedpriv.ledger.reader import reading, verify_with_head
-from tests.processes import free_port
+from simulations.processes import free_port, run_in_process
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 SERVER, CLIENT = "server.deploy", "clients.deploy"
 
 
-def kit(module: str, *arguments: object, code: int = 0, seconds: float = 300, checkout: Path = ROOT) -> str:
-    """What a command of a kit prints; it must end with this exit code."""
-    done = subprocess.run(
-        [sys.executable, "-m", module, *map(str, arguments)],
-        cwd=checkout,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
+def kit(module: str, *arguments: object, code: int = 0) -> str:
+    """What a command of a kit prints.
+
+    Raises:
+        RuntimeError: it ended with another exit code than this one.
+    """
+    app: typer.Typer = import_module(f"{module}.__main__").app
+    return _expected(run_in_process(app, module, *arguments), code)
+
+
+def _expected(done: subprocess.CompletedProcess[str], code: int) -> str:
     text = done.stdout + done.stderr
-    assert done.returncode == code, f"{module} {arguments}: exit code {done.returncode}\n{text[-6000:]}"
+    if done.returncode != code:
+        raise RuntimeError(f"{' '.join(map(str, done.args))}: exit code {done.returncode}\n{text[-6000:]}")
     return text
 
 
-def wait_until(true: Callable[[], object], what: str, seconds: float) -> None:
+def wait_until(true: Callable[[], object], what: str, seconds: float, *, every: float = 0.2) -> None:
     """Wait for something.
 
     Raises:
@@ -46,7 +50,7 @@ def wait_until(true: Callable[[], object], what: str, seconds: float) -> None:
     while not true():
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what}: not within {seconds:g} s")
-        time.sleep(0.2)
+        time.sleep(every)
 
 
 class Service:
@@ -68,13 +72,22 @@ class Service:
         return self.log.read_text()
 
     def wait_for(self, pattern: str, seconds: float = 60, *, times: int = 1) -> None:
-        """Wait until the pattern was printed so often."""
-        found = lambda: len(re.findall(pattern, self.text())) >= times  # noqa: E731
+        """Wait until the pattern was printed so often.
+
+        Raises:
+            TimeoutError: it was not, within this time.
+            RuntimeError: the command ended before.
+        """
+
+        def found() -> bool:
+            return len(re.findall(pattern, self.text())) >= times
+
         try:
             wait_until(lambda: found() or self.process.poll() is not None, pattern, seconds)
         except TimeoutError as error:
             raise TimeoutError(f"{error}\n{self.text()[-3000:]}") from None
-        assert found(), f"ended with {self.process.returncode} before {pattern!r}\n{self.text()[-3000:]}"
+        if not found():
+            raise RuntimeError(f"ended with {self.process.returncode} before {pattern!r}\n{self.text()[-3000:]}")
 
     def kill(self) -> None:
         """End it and everything that it started, without a chance to say anything."""
@@ -192,7 +205,9 @@ class Federation:
 
     def run(self, values: Mapping[str, object], *, code: int = 0, checkout: Path = ROOT, seconds: float = 400) -> str:
         """Carry out a run to its end."""
-        return kit(*self._run_command(values), code=code, checkout=checkout, seconds=seconds)
+        command = [sys.executable, "-m", *self._run_command(values)]
+        done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=seconds, check=False)
+        return _expected(done, code)
 
     def start_run(self, name: str, values: Mapping[str, object], checkout: Path = ROOT) -> Service:
         """Start a run and go on."""

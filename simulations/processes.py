@@ -1,4 +1,4 @@
-"""Processes of a test, and command lines that need none."""
+"""Ports for processes on this machine, and command lines that need no process."""
 
 from __future__ import annotations
 

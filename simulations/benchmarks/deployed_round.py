@@ -1,0 +1,141 @@
+"""A round of a deployed federation on this machine: its seconds, and whose processor time it takes.
+
+    python -m simulations.benchmarks.deployed_round [--rounds 8] [--setting KEY=VALUE ...]
+
+A SuperLink with TLS and node authentication and three nodes, made by the kits as two institutions would, share the
+synthetic corpus and fine-tune MiniLM by the default recipe. A round ends when its row is in rounds.csv, so checkpoint
+and charges are part of it; its seconds are the median over the rounds after the first. Processor seconds are read from
+/proc, with those of children that have ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from simulations.sites import Federation, Service, wait_until
+
+TARGET_SECONDS = 6.0
+NUM_NODES = 3
+
+# Kinds of processes by what their command lines hold; the first that is found counts.
+_KINDS = {
+    "flwr-clientapp": "ClientApp",
+    "multiprocessing.forkserver": "ClientApp",
+    "flower-superexec": "SuperExec",
+    "import superexec": "SuperExec",
+    "approved_supernode": "SuperNode",
+    "flwr-serverapp": "ServerApp",
+    "flower-superlink": "SuperLink",
+    "fedpriv.vault": "vault",
+    "clients.deploy": "kit",
+    "server.deploy": "kit",
+}
+
+Spent = Counter[tuple[str, str]]
+"""{(service, kind of process): processor seconds}"""
+
+
+def run(rounds: int, settings: list[str], folder: Path) -> tuple[list[float], Spent]:
+    """When each round ended, in seconds, from round 0 on, and what the rounds after the first took of processors."""
+    out = folder / "run"
+    values = {"partition": "iid", "num_clients": NUM_NODES, "rounds": rounds, "out": str(out)}
+    values |= {key: json.loads(value) for key, _, value in (setting.partition("=") for setting in settings)}
+    with contextlib.ExitStack() as running:
+        federation = Federation(folder / "federation", num_nodes=NUM_NODES)
+        running.callback(federation.stop)
+        service = federation.start_run("run", values)
+        running.callback(service.kill)
+        ends: list[float] = []
+        before: Spent = Counter()
+        for number in range(rounds + 1):
+            wait_for_round(number, out, service)
+            ends.append(time.monotonic())
+            if number == 1:
+                before = spent(federation, service)
+        after = spent(federation, service)
+    return ends, Counter({key: seconds - before[key] for key, seconds in after.items()})
+
+
+def wait_for_round(number: int, out: Path, run_: Service) -> None:
+    """Wait until a run's table holds this round.
+
+    Raises:
+        TimeoutError: it takes too long.
+        RuntimeError: the run ended before.
+    """
+    wait_until(lambda: num_rows(out) > number or run_.process.poll() is not None, f"round {number}", 300, every=0.05)
+    if num_rows(out) <= number:
+        raise RuntimeError(f"the run ended before round {number}\n{run_.text()[-3000:]}")
+
+
+def num_rows(out: Path) -> int:
+    """How many rounds a run's table holds, with round 0."""
+    table = out / "rounds.csv"
+    return table.read_text().count("\n") - 1 if table.is_file() else 0
+
+
+def spent(federation: Federation, run_: Service) -> Spent:
+    """Processor seconds of every process so far, with those of its children that have ended."""
+    found: Spent = Counter()
+    for name, service in {**federation.services, "run": run_}.items():
+        for kind, times in family(psutil.Process(service.process.pid), "kit"):
+            found[name, kind] += times.user + times.system
+            found[name, _started_by(kind)] += times.children_user + times.children_system
+    return found
+
+
+def family(process: psutil.Process, parents: str) -> Iterator[tuple[str, Any]]:
+    """The kind and times of a process and of all that it started; one without a name of its own is of its parent's."""
+    try:
+        line = " ".join(process.cmdline())
+        kind = next((kind for text, kind in _KINDS.items() if text in line), parents)
+    except psutil.ZombieProcess:  # it has ended, and nobody has asked how
+        kind = _started_by(parents)
+    except psutil.NoSuchProcess:
+        return
+    children = process.children()
+    yield kind, process.cpu_times()
+    for child in children:
+        yield from family(child, kind)
+
+
+def _started_by(kind: str) -> str:
+    return "ClientApp" if kind == "SuperExec" else kind
+
+
+def main() -> None:
+    """Print tables and a JSON line last."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--setting", nargs="*", default=[], help="key=value of the run's configuration, value in JSON")
+    arguments = parser.parse_args()
+    if arguments.rounds < 2:
+        parser.error(f"--rounds = {arguments.rounds}: must be at least 2, since the first one is left out")
+    with tempfile.TemporaryDirectory() as folder:
+        ends, processors = run(arguments.rounds, arguments.setting, Path(folder))
+    lengths = [end - begin for begin, end in itertools.pairwise(ends)]
+    print("seconds a round:", " ".join(f"{length:.2f}" for length in lengths))
+    num_rounds = arguments.rounds - 1
+    for (service, kind), spent_there in sorted(processors.items()):
+        print(f"{service:>10} {kind:>10}: {spent_there / num_rounds:6.2f} processor seconds a round")
+    total = sum(processors.values()) / num_rounds
+    print(f"{'all':>21}: {total:6.2f} processor seconds a round")
+    seconds = statistics.median(lengths[1:])
+    claim = f"a deployed round, {NUM_NODES} nodes on loopback, MiniLM: seconds in the median after the first"
+    print(json.dumps({"claim": claim, "seconds": seconds, "target": TARGET_SECONDS, "met": seconds <= TARGET_SECONDS}))
+
+
+if __name__ == "__main__":
+    main()
