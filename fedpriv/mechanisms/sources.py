@@ -53,13 +53,13 @@ def normal_from_words(words: Words) -> Tensor:
     Args:
         words: uniform 64-bit words.
     """
-    # In torch, whose operations use all cores. A word's top bit, as the sign of an int64, tells which half it is in; in
-    # the upper half, the word's complement is the mirrored cell.
+    # In torch, whose operations use all cores. A word's top bit, as the sign of an int64, tells which half it is in: the
+    # shift makes 0 or -1 of it. In the upper half, the word's complement is the mirrored cell.
     signed = torch.from_numpy(words.view(np.int64))
-    upper = signed < 0
-    cells = torch.where(upper, ~signed, signed).double()
+    upper = signed >> 63
+    cells = (signed ^ upper).double()
     values: Tensor = torch.special.ndtri(cells.add_(0.5).mul_(2.0**-64))
-    return torch.where(upper, -values, values)
+    return values.mul_(upper.mul_(2).add_(1))
 
 
 def uniform_from_words(words: Words) -> npt.NDArray[np.float64]:

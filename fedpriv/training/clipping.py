@@ -75,8 +75,9 @@ def add_clipped(totals: Tensor, rows: Tensor, owners: Tensor, clip_norm: float, 
     for part, scale in zip(parts, scales[:, : len(owners)], strict=True):
         factor = (scale / step).unsqueeze(1)
         for columns in _pieces(part):
-            steps = (rows[: len(owners), columns].double() * factor).trunc_()
-            totals[:, columns].index_add_(0, owners, steps.mul_(step))
+            # Conversion to integers truncates, in half the time that trunc takes on a CPU.
+            steps = (rows[: len(owners), columns] * factor).to(torch.int64)
+            totals[:, columns].index_add_(0, owners, steps.double(), alpha=step)
 
 
 def add_finite(totals: Tensor, rows: Tensor, owners: Tensor) -> None:
