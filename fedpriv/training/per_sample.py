@@ -136,12 +136,12 @@ def recorded(
         return forward
 
     for name, layer in layers.items():
-        layer.module.forward = forward_of(name, layer)  # type: ignore[method-assign, assignment]  # taken back below
+        vars(layer.module)["forward"] = forward_of(name, layer)  # taken back below
     try:
         yield activations
     finally:
         for layer in layers.values():
-            del layer.module.forward
+            del vars(layer.module)["forward"]
 
 
 def _stacked(name: str, layer: TrainableLayer, x: Tensor, stack: Stack) -> Tensor:
@@ -193,7 +193,8 @@ def per_sample_gradients(
     Raises:
         ValueError: a layer is called twice, or its input is not [batch, ..., features].
     """
-    wanted = layers if trained is None else _only(layers, trained)
+    names = {name for layer in layers.values() for name in (layer.weight, layer.bias) if name}
+    wanted = layers if trained is None or names <= set(trained) else _only(layers, trained)
     with recorded(layers, stack, wanted) as activations:
         values = losses()
         activations.recording = False

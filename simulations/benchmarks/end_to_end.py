@@ -121,8 +121,8 @@ def one_arm(arm: str, setting: str, rounds: int) -> dict[str, Any]:
         logging.getLogger(name).setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         config = configuration(setting, Path(folder), rounds)
-        if arm == "flower without prefix cache":
-            config = parse({**to_flower(config), "prefix_cache": False})
+        if arm.startswith("flower"):
+            config = parse({**to_flower(config), "base_dtype": "float32", "prefix_cache": not arm.endswith("cache")})
         if arm == "ray":
             config = parse({**to_flower(config), "engine": "ray"})
         noted = Path(folder) / "workers"
