@@ -53,8 +53,8 @@ def normal_from_words(words: Words) -> Tensor:
     Args:
         words: uniform 64-bit words.
     """
-    # In torch, whose operations use all cores. A word's top bit, as the sign of an int64, tells which half it is in: the
-    # shift makes 0 or -1 of it. In the upper half, the word's complement is the mirrored cell.
+    # In torch, whose operations use all cores. A word's top bit, as the sign of an int64, tells which half it is in:
+    # the shift makes 0 or -1 of it. In the upper half, the word's complement is the mirrored cell.
     signed = torch.from_numpy(words.view(np.int64))
     upper = signed >> 63
     cells = (signed ^ upper).double()

@@ -4,10 +4,11 @@
 
 All arms run the whole encoder (no prefix cache) on equal batches of 8 records of 32 tokens with SGD. The plain arm
 is what a user would write without differential privacy: a forward pass in eval mode, `loss.mean().backward()`, an
-optimizer step. Both are measured with the frozen base in float32 and in bfloat16. The DP arm is the library's own local update with its sampler replaced by the same fixed batches. The
-rival, in float32, is Opacus' GradSampleModule (hooks) with its DPOptimizer on the same peft model, its noise from torch's generator.
-The arms take turns of four steps, one local update, and ratios are those of the medians. Peak memory is that of a fresh
-process for each arm while it takes steps.
+optimizer step. The DP arm is the library's own local update with its sampler replaced by the same fixed batches. Both
+are measured with the frozen base in float32 and in bfloat16. The rival, in float32, is Opacus' GradSampleModule (hooks)
+with its DPOptimizer on the same peft model, its noise from torch's generator. The arms take turns of four steps, one
+local update, and ratios are those of the medians. Peak memory is that of a fresh process for each arm while it takes
+steps.
 """
 
 from __future__ import annotations

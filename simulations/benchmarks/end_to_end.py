@@ -6,8 +6,9 @@ Setting `minilm`: 50 clients of 80 messages of the embedded corpus, 5 local step
 with LoRA in the last two layers. Setting `tiny`: 100 clients of 40 messages, a BERT of 2 layers and width 64 with LoRA
 in all layers. Ours is the stacked engine. The rival runs the unchanged ServerApp and ClientApp by `run_simulation`, one
 core per Ray actor: the same mathematics, guard, ledger and report, one client at a time in each actor, with and without
-the prefix cache. Everything is seeded (`simulate = true`), so all arms train the same models; times are of
-whole runs in fresh processes, including Ray's start and end and loading the model.
+the prefix cache, its frozen base in float32; ours is in the default format. Everything is seeded (`simulate = true`),
+so all arms train the same models but for rounding; times are of whole runs in fresh processes, including Ray's start
+and end and loading the model.
 
 The parts of an arm's time are wall-clock seconds of the process with the server; `messages` includes waiting for the
 workers of Ray, whose own parts are added up over their processes.

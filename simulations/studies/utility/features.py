@@ -51,7 +51,7 @@ class FeatureStore:
         """
         if model.features is None or model.head is None:
             return
-        base = f"{config.model} {config.max_length} {config.normalize_features}".encode()
+        base = f"{config.model} {config.max_length} {config.normalize_features} {model.base_dtype_name}".encode()
         width = model.layers[model.head].module.in_features
         compute = self._remembered(
             model._head_inputs, base
