@@ -16,6 +16,7 @@ from peft.tuners.ln_tuning.layer import LNTuningLayer
 from torch import Tensor, nn
 
 from fedpriv.adapters.base_models import quiet_transformers
+from fedpriv.adapters.shared_pages import shared
 
 # Parts of the names of an adapter's parameters, of which some rules train only a part.
 _OF_ADAPTERS = (".lora_", ".modules_to_save.", ".ln_tuning_layers.")
@@ -55,16 +56,20 @@ def to_bfloat16(model: Any) -> InFloat32:
     On a CPU it computes attention product by product from then on: there torch's fused attention is ten times slower
     in its bfloat16 backward pass (results/benchmarks.md).
     """
+    on_cpu = next(model.parameters()).device.type == "cpu"
     before = InFloat32({n: p.data for n, p in frozen_base(model).items()}, model.config._attn_implementation)
-    for p in frozen_base(model).values():
-        p.data = p.data.to(torch.bfloat16)
+    converted = {name: weight.to(torch.bfloat16) for name, weight in before.weights.items()}
+    if on_cpu:
+        converted = shared(converted)
+    for name, p in frozen_base(model).items():
+        p.data = converted[name]
     for module in model.modules():
         if isinstance(module, LNTuningLayer):
             module.register_forward_pre_hook(_in_float32)
             module.register_forward_hook(_in_bfloat16)
     for head in classifier_head(model):
         head.register_forward_pre_hook(_in_float32)
-    if next(model.parameters()).device.type == "cpu":
+    if on_cpu:
         _set_attention(model, "eager")
     return before
 

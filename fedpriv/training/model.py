@@ -38,9 +38,6 @@ RECORDS_OF_A_STEP = 64
 # A larger activation no longer fits in a CPU's caches.
 _MOST_ACTIVATION_FLOATS = 2**21
 
-# Tokens of the largest pass whose number of rows is free; larger ones are hardly faster, and are tried at a cost.
-_MOST_TOKENS = 1024
-
 # Records of the shortest padded length in a pass on a CPU, at least.
 _LENGTHS_AT_ONCE = 16
 
@@ -348,7 +345,7 @@ class TrainingModel:
         """Numbers of rows, up to the most, that give the same bits here; none if a record's bits depend on them."""
         if tokens not in self._sizes:
             most = self._footprint.most_rows(tokens, self._footprint.num_values, self.memory_limit)
-            sizes = powers_of_two(min(most, _MOST_TOKENS // tokens or 1))
+            sizes = powers_of_two(most)
             self._sizes[tokens] = sizes if give_the_same_bits(self.peft_model, sizes, tokens) else ()
         return self._sizes[tokens]
 

@@ -58,7 +58,7 @@ def main() -> None:
         for seed in map(int, arguments.seeds.split(",")):
             pairs.append({name: measure(corpus, seed, arguments.data, name) for name in FORMATS})
             print(f"{corpus}, seed {seed}: {json.dumps(pairs[-1])}", flush=True)
-        found = {name: [pair[name]["accuracy"] for pair in pairs] for name in FORMATS}
+        found: dict[str, list[float]] = {name: [pair[name]["accuracy"] for pair in pairs] for name in FORMATS}
         found["bfloat16 less float32"] = [b - a for a, b in zip(*found.values(), strict=True)]
         print(json.dumps({"corpus": corpus, **{name: shown(values) for name, values in found.items()}}), flush=True)
 
