@@ -38,6 +38,9 @@ RECORDS_OF_A_STEP = 64
 # A larger activation no longer fits in a CPU's caches.
 _MOST_ACTIVATION_FLOATS = 2**21
 
+# Tokens of the largest pass whose number of rows is free; larger ones are hardly faster, and are tried at a cost.
+_MOST_TOKENS = 4096
+
 # Records of the shortest padded length in a pass on a CPU, at least.
 _LENGTHS_AT_ONCE = 16
 
@@ -338,14 +341,15 @@ class TrainingModel:
         if tokens % MULTIPLE:
             return (1,)
         if free := self._free_sizes(tokens):
-            return tuple(size for size in free if size <= most) or (1,)
+            # No larger than a step needs: whoever rehearses fills the largest.
+            return tuple(size for size in free if size <= most and size < 2 * max(num_expected, 2)) or (1,)
         return (max(1, min(most, self._footprint.tokens_at_once(num_expected) // tokens)),)
 
     def _free_sizes(self, tokens: int) -> tuple[int, ...]:
         """Numbers of rows, up to the most, that give the same bits here; none if a record's bits depend on them."""
         if tokens not in self._sizes:
             most = self._footprint.most_rows(tokens, self._footprint.num_values, self.memory_limit)
-            sizes = powers_of_two(most)
+            sizes = powers_of_two(min(most, _MOST_TOKENS // tokens or 1))
             self._sizes[tokens] = sizes if give_the_same_bits(self.peft_model, sizes, tokens) else ()
         return self._sizes[tokens]
 

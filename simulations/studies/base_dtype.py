@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import tempfile
 import time
 from collections.abc import Sequence
@@ -53,6 +54,7 @@ def main() -> None:
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
     parser.add_argument("--corpora", default=";".join(NAMED[:-1]), help="names, separated by semicolons")
     arguments = parser.parse_args()
+    logging.getLogger("flwr").setLevel(logging.WARNING)
     for corpus in arguments.corpora.split(";"):
         pairs = []
         for seed in map(int, arguments.seeds.split(",")):

@@ -160,7 +160,16 @@ def grow(path, _):
         file.write(bytes(10**6))
 
 
-@pytest.mark.parametrize("harm", [cut, turn_a_bit, empty, open_to_all, of_other_records, link, pipe, grow])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        *(pytest.param(harm, marks=pytest.mark.slow) for harm in (cut, empty, of_other_records, grow)),
+        turn_a_bit,
+        open_to_all,
+        link,
+        pipe,
+    ],
+)
 def test_a_file_that_is_not_just_right_counts_for_nothing(node, without, start, encoded, tiny_bert, tmp_path, harm):
     other = make_node(tmp_path / "other", CHANGED, num_registered=len(ROWS), models={"tiny": tiny_bert})
     uploaded(other, start)
