@@ -114,6 +114,7 @@ def keep_pace(on_message: Callable[[], None]) -> None:
     def sleep(seconds: float) -> None:
         time.sleep(polling.pause(time.monotonic() - last, shortest=_SHORTEST_PAUSE_SECONDS, longest=seconds))
 
+    # As above; and of the module `time`, Flower's file uses `sleep` alone.
     start_client_internal._pull_and_store_message = pull_reported  # type: ignore[assignment]
     start_client_internal.time = SimpleNamespace(sleep=sleep)  # type: ignore[assignment, attr-defined]
 
@@ -185,6 +186,7 @@ class WarmExecutor(SubprocessExecutor):
 
 def superexec() -> None:
     """Flower's SuperExec with a warm executor, told of tasks on its standard input."""
+    # Flower names this function by import, and a module's attribute is what it calls.
     run_superexec.get_executor = lambda *_, **__: WarmExecutor(sys.stdin.fileno())  # type: ignore[attr-defined]
     flower_superexec()
 

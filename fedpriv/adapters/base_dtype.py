@@ -60,7 +60,9 @@ def to_bfloat16(model: Any) -> InFloat32:
     before = InFloat32({n: p.data for n, p in frozen_base(model).items()}, model.config._attn_implementation)
     converted = {name: weight.to(torch.bfloat16) for name, weight in before.weights.items()}
     if on_cpu:
-        converted = shared(converted)
+        # By the base's own names: whatever a run trains, one file serves, so no coordinator can fill a node's disk.
+        mapped = shared({_of_base(name): weight for name, weight in converted.items()})
+        converted = {name: mapped[_of_base(name)] for name in converted}
     for name, p in frozen_base(model).items():
         p.data = converted[name]
     for module in model.modules():
@@ -98,6 +100,11 @@ def classifier_head(model: Any) -> list[nn.Module]:
         return []
     whole = model.get_base_model()
     return [child for child in whole.children() if child is not whole.base_model]
+
+
+def _of_base(name: str) -> str:
+    """A parameter's name in the model before peft wrapped its layers."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def _in_float32(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

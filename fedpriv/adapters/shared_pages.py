@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +18,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
+
+from fedpriv.deployment.files import write_new
+from fedpriv.errors import InputError
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +48,9 @@ def shared(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     try:
         path = cache_folder() / f"{_digest(own)}.safetensors"
         if not path.is_file():
-            _write(path, save(own))
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with suppress(InputError):  # it is there by now: another process may have mapped it
+                write_new(path, save(own), mode=0o600)
         mapped = load_file(path)
     except (OSError, RuntimeError, SafetensorError) as error:
         log.info("the base's weights are this process's own: %s", error)
@@ -63,19 +67,3 @@ def _digest(weights: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file that is complete once it has its name, and that only the user can read.
-
-    One that is there by then stays: another process may have mapped it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        with suppress(FileExistsError):
-            os.link(temporary, path)
-    finally:
-        Path(temporary).unlink()

@@ -68,13 +68,17 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def _temporary(path: Path, content: bytes, mode: int, owner: User | None = None) -> Path:
-    """A temporary file beside `path` with this content, flushed to disk."""
+    """A temporary file beside `path` with this content, flushed to disk; none is left if that fails."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(descriptor)
-        os.fchmod(descriptor, mode)
-        if owner is not None:
-            os.fchown(descriptor, owner.uid, owner.gid)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+            os.fchmod(descriptor, mode)
+            if owner is not None:
+                os.fchown(descriptor, owner.uid, owner.gid)
+    except BaseException:
+        Path(name).unlink()
+        raise
     return Path(name)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from fedpriv.adapters import base_dtype
@@ -34,22 +34,23 @@ def in_format(peft_model: Any, wanted: str, build: Callable[..., TrainingModel])
     Args:
         peft_model: with a float32 base on the device that trains; converted in place.
         wanted: `float32`, `bfloat16` or `auto`: on a GPU bfloat16, and on a CPU whichever takes less time for a pass
-            of synthetic records there and back; then `InputError` is not raised.
+            of synthetic records there and back; float32 if the model computes in neither, which is for others to say.
         build: makes the training model; takes `pretrained` and `prefix_cache`.
 
     Raises:
-        InputError: the model does not compute in bfloat16.
+        InputError: bfloat16 is wanted, and the model does not compute in it.
     """
     if wanted == "float32" or (wanted == "auto" and _is_small(peft_model)):
         return build()
-    seconds = partial(_seconds_of_a_pass, peft_model, build)
-    on_cpu = next(peft_model.parameters()).device.type == "cpu"
-    in_float32 = seconds() if wanted == "auto" and on_cpu else None
-    before = base_dtype.to_bfloat16(peft_model)
+    before = None
     try:
-        in_bfloat16 = seconds()
+        is_choice = wanted == "auto" and not _on_gpu(peft_model)
+        in_float32 = _seconds_of_a_pass(peft_model, build) if is_choice else math.inf
+        before = base_dtype.to_bfloat16(peft_model)
+        share = _seconds_of_a_pass(peft_model, build) / in_float32
     except Exception as error:  # whatever it is, synthetic records alone have caused it
-        base_dtype.restore(peft_model, before)
+        if before is not None:
+            base_dtype.restore(peft_model, before)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if wanted == "bfloat16":
             kind = peft_model.config.model_type
@@ -58,21 +59,24 @@ def in_format(peft_model: Any, wanted: str, build: Callable[..., TrainingModel])
             ) from None
         log.info("base_dtype = auto: float32, since this model does not compute in bfloat16 (%s)", reason)
         return build()
-    if in_float32 is None:
-        return build(pretrained=before.weights)
-    share = in_bfloat16 / in_float32
-    is_faster = share <= 1 - _LEAST_SAVING
-    chosen = "bfloat16" if is_faster else "float32"
-    log.info("base_dtype = auto: %s; a pass in bfloat16 takes %.2f of the time in float32", chosen, share)
-    if is_faster:
+    is_taken = share <= 1 - _LEAST_SAVING
+    if is_choice:
+        chosen = "bfloat16" if is_taken else "float32"
+        log.info("base_dtype = auto: %s; a pass in bfloat16 takes %.2f of the time in float32", chosen, share)
+    if is_taken:
         return build(pretrained=before.weights)
     base_dtype.restore(peft_model, before)
     return build()
 
 
+def _on_gpu(peft_model: Any) -> bool:
+    kind: str = next(peft_model.parameters()).device.type
+    return kind != "cpu"
+
+
 def _is_small(peft_model: Any) -> bool:
     width: int = peft_model.config.hidden_size
-    return next(peft_model.parameters()).device.type == "cpu" and width < _LEAST_WIDTH
+    return not _on_gpu(peft_model) and width < _LEAST_WIDTH
 
 
 def _seconds_of_a_pass(peft_model: Any, build: Callable[..., TrainingModel]) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from fedpriv.adapters.base_dtype import classifier_head, frozen_base
+from fedpriv.adapters.base_dtype import base_dtype, classifier_head
 
 # Ranks of LoRA for which each record's own products are tried, beside the model's.
 _RANKS = (1, 2, 4, 8, 16, 32)
@@ -118,7 +118,7 @@ def _products(model: Any) -> Iterator[tuple[Product, int, torch.dtype]]:
                 module.weight.dtype,
             )
     width, heads = model.config.hidden_size, model.config.num_attention_heads
-    dtype = next(p.dtype for p in frozen_base(model).values())
+    dtype = base_dtype(model)
     if width % heads == 0:
         yield lambda x: _attention(x, heads, by_products=model.config._attn_implementation == "eager"), width, dtype
     for rank in sorted({*_RANKS, getattr(model.active_peft_config, "r", 1)}):

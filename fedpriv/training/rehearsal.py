@@ -52,7 +52,7 @@ def rehearse(
     num_labels: int,
     features: Sequence[str] = ("input_ids",),
 ) -> None:
-    """Run a local update of this specification on synthetic records of every shape, through the cache and without.
+    """Run a local update of this specification on synthetic records of every length, through the cache and without.
 
     It uses public inputs alone, releases nothing and draws nothing from a secure source. The model is as before, but
     that its caches have room for the registered records, if the update uses them. A model remembers what it has
@@ -89,6 +89,8 @@ def rehearse(
         max_length=max_length,
         num_labels=num_labels,
         features=features,
+        # As many as fill the passes of this step, and those in which the caches are filled.
+        num_expected=max(size, RECORDS_OF_A_STEP),
         num_values=sum(tensor.numel() for tensor in adapter.values()),
     )
     tasks = _tasks(adapter, merged, short, records, size)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from fedpriv.adapters import LoraSettings, attach
+from fedpriv.adapters import LoraSettings, attach, shared_pages
 from fedpriv.adapters.base_dtype import base_dtype, frozen_base, restore, to_bfloat16
 from fedpriv.adapters.merged import Merged, Product
 from fedpriv.errors import InputError
@@ -113,6 +113,25 @@ def test_restoring_gives_the_same_bits_as_before():
     assert base_dtype(model) == torch.float32
     assert model.config._attn_implementation == attention
     assert torch.equal(gradients(build(model), records)[0], expected)
+
+
+def test_whatever_a_run_trains_one_file_serves(tmp_path, monkeypatch):
+    """A coordinator chooses layers, targets and rules: each must not leave another copy of the base on a node."""
+    monkeypatch.setenv("FEDPRIV_CACHE", str(tmp_path))
+    monkeypatch.setattr(shared_pages, "_LEAST_BYTES", 1)
+    for trains, layers in (("lora", "all"), ("lora", "last-1"), ("lora-r", "1"), ("weights", "all"), ("head", "all")):
+        to_bfloat16(peft_model("bert", layers=layers, trains=trains))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_model_that_computes_in_neither_is_left_to_others(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no pass")
+
+    monkeypatch.setattr(base_format, "_LEAST_WIDTH", 1)
+    monkeypatch.setattr(base_format, "_seconds_of_a_pass", fail)
+    model = peft_model("bert")
+    assert in_format(model, "auto", partial(build, model)).base_dtype == torch.float32
 
 
 def test_the_prefix_cache_takes_half_the_memory_and_gives_the_same_bits():

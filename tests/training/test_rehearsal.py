@@ -37,6 +37,17 @@ def test_synthetic_records_fill_the_largest_pass_of_every_length(model, make_rec
     assert max(len(row) for row in records.features["input_ids"]) == 40
 
 
+@pytest.mark.parametrize("num_registered", [8, 400])
+def test_the_largest_passes_of_the_step_are_rehearsed(model, make_records, num_registered):
+    rows = []
+    layer = model.peft_model.base_model.model.bert.encoder.layer[1]
+    layer.register_forward_pre_hook(lambda _module, args: rows.append(tuple(args[0].shape[:2])))
+    run(model, spec=changed(sampling_probability=1.0), num_registered=num_registered)
+    items = make_records(num_registered, shortest=40, longest=40).items()
+    needed = {(p.shape.rows, p.shape.tokens) for p in model.passes(items, num_registered)}
+    assert max(needed) in rows
+
+
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_failure_in_any_shape_is_raised(encoder, cached):
     model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30, max_length=40)
