@@ -110,6 +110,10 @@ def imported_by(package: str) -> dict[str, set[str]]:
         ("fedpriv/ledger", ("torch", "fedpriv.training", "fedpriv.adapters", "fedpriv.mechanisms", "fedpriv.vault")),
         ("fedpriv/lmo", ("torch", "fedpriv.training", "fedpriv.mechanisms", "fedpriv.ledger", "fedpriv.vault")),
         ("fedpriv/training", ("fedpriv.ledger", "fedpriv.vault", "fedpriv.runs", "fedpriv.reports", "fedpriv.audit")),
+        (
+            "fedpriv/secure_aggregation",
+            ("torch", "fedpriv.training", "fedpriv.mechanisms", "fedpriv.ledger", "fedpriv.vault", "fedpriv.config"),
+        ),
         ("fedpriv/adapters", ("fedpriv.training", "fedpriv.data", "fedpriv.accounting")),
         ("fedpriv/runs", ("fedpriv.reports", "fedpriv.training.workbench")),
         ("fedpriv/dedup", ("fedpriv.data", "fedpriv.reports", "fedpriv.vault.guard", "fedpriv.training.workbench")),

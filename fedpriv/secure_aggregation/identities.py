@@ -1,0 +1,45 @@
+"""Who signs in an attempt: a node's registered key, or one made in memory for a simulation."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from fedpriv.deployment import keys
+
+Sign = Callable[[bytes], str]
+"""(message) -> signature in base64, of at most 200 characters"""
+
+Verify = Callable[[str, bytes, str], bool]
+"""(public line, message, signature) -> whether it holds; False for anything malformed"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """A key pair on secp384r1: its public line in OpenSSH's format and what signs with it (ECDSA, SHA-256)."""
+
+    public_line: str
+    sign: Sign = field(repr=False)
+
+
+def make_identity() -> Identity:
+    """A new identity in memory, for simulations and tests; `fedpriv.deployment.keys.verify` checks its signatures."""
+    key = ec.generate_private_key(ec.SECP384R1())
+    line = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+    return Identity(
+        public_line=line,
+        sign=lambda message: base64.b64encode(key.sign(message, ec.ECDSA(hashes.SHA256()))).decode(),
+    )
+
+
+@lru_cache(maxsize=2**16)
+def verify_once(public_line: str, message: bytes, signature: str) -> bool:
+    """`fedpriv.deployment.keys.verify`, which is pure, remembered: where all nodes share a process, each of K nodes
+    would check the same K signatures."""
+    return keys.verify(public_line, message, signature)
