@@ -12,7 +12,7 @@ from flwr.clientapp import ClientApp
 
 import fedpriv
 from clients.pipe import VAULT_KEY, carry
-from fedpriv.vault.frames import EVALUATE, REGISTER, TRAIN
+from fedpriv.vault.frames import ADVERTISE, CONFIRM, EVALUATE, REGISTER, REVEAL, SHARE, TRAIN
 
 log = logging.getLogger("flwr")
 
@@ -36,6 +36,30 @@ def register(message: Message, context: Context) -> Message:
 def evaluate(message: Message, context: Context) -> Message:
     """Noised counts of hits and misses, after the last round."""
     return _answered(EVALUATE, message, context)
+
+
+@app.query("advertise")
+def advertise(message: Message, context: Context) -> Message:
+    """Fresh keys for an attempt at a sum; this and the next exchanges are secure aggregation."""
+    return _answered(ADVERTISE, message, context)
+
+
+@app.query("share")
+def share(message: Message, context: Context) -> Message:
+    """Sealed shares of the node's seeds for its peers, before `train`."""
+    return _answered(SHARE, message, context)
+
+
+@app.query("confirm")
+def confirm(message: Message, context: Context) -> Message:
+    """The node's signature of the list of survivors, after `train`."""
+    return _answered(CONFIRM, message, context)
+
+
+@app.query("reveal")
+def reveal(message: Message, context: Context) -> Message:
+    """Shares of what the sum is still masked by."""
+    return _answered(REVEAL, message, context)
 
 
 def _answered(kind: str, message: Message, context: Context) -> Message:

@@ -126,7 +126,8 @@ class RunConfig:
     mechanism_parameters: str = ""
     privacy_view: Literal["local", "rho", "aggregate"] = "local"
     budget_epsilon: Budgets = ()
-    uploads_hidden: bool = False
+    secure_aggregation: bool = False
+    secure_masks: Annotated[bool | None, Maybe] = None
     colluding_clients: Annotated[int, Field(ge=0)] = 0
     delta: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, Maybe] = None
 
@@ -216,7 +217,12 @@ class RunConfig:
     @property
     def weighs_records(self) -> bool:
         """Whether the clients' weights are rho_k = N_k / N, rather than in proportion to N_k^1.5."""
-        return self.client_weights == "records" or (self.client_weights == "auto" and self.uploads_hidden)
+        return self.client_weights == "records" or (self.client_weights == "auto" and self.secure_aggregation)
+
+    @property
+    def masks(self) -> bool:
+        """Whether uploads are masked, or simulated clients send what the masks would cancel out to."""
+        return self.secure_masks if self.secure_masks is not None else self.data == ON_NODES
 
     @property
     def computes_baselines(self) -> bool:
@@ -250,6 +256,9 @@ class RunConfig:
             target_epsilon=None,
             budget_epsilon=(),
             privacy_view="local",
+            secure_aggregation=False,
+            secure_masks=None,
+            client_weights="records" if self.weighs_records else self.client_weights,
             comparison=False,
             baselines=False,
             variant_rounds=(),

@@ -38,8 +38,8 @@ def check(config: RunConfig) -> None:
         _check_without_test_set(config)
     if config.baselines:
         _check_baselines(config)
-    if config.integral_epsilon is not None and config.uploads_hidden:
-        raise ValueError("integral_epsilon: compares single uploads; with uploads_hidden = true, nobody sees those")
+    if config.secure_aggregation:
+        _check_secure_aggregation(config)
     if config.integral_epsilon is not None and config.aggregation in ONE_FACTOR_RULES:
         raise ValueError(
             f"integral_epsilon: compares the products of uploaded factors; aggregation = {config.aggregation} uploads "
@@ -68,6 +68,33 @@ def check(config: RunConfig) -> None:
     _check_server_optimizer(config)
     if config.noise_on == "upload" and config.clipping != "joint":
         raise ValueError(f"clipping = {config.clipping}: with noise_on = upload the whole update is clipped; use joint")
+
+
+def _check_secure_aggregation(config: RunConfig) -> None:
+    """What the sum of integers that nobody sees singly allows."""
+    threshold, colluding = config.min_clients, config.colluding_clients
+    for key, needed in (("mechanism", "discrete-gaussian"), ("upload_codec", "float32"), ("max_update_norm", None)):
+        if (value := getattr(config, key)) != needed:
+            raise ValueError(f"{key} = {value}: secure_aggregation = true needs {needed or 'none'}")
+    if config.aggregation not in LINEAR_RULES:
+        raise ValueError(
+            f"aggregation = {config.aggregation}: is no weighted sum of the uploads; secure_aggregation = true needs "
+            f"one of {', '.join(LINEAR_RULES)}"
+        )
+    if config.noise_on == "gradients" and (config.local_steps, config.optimizer) != (1, "sgd"):
+        raise ValueError(
+            f"local_steps = {config.local_steps}, optimizer = {config.optimizer}: secure_aggregation = true sums the "
+            "noised gradients of one step, so use 1 and sgd, or noise_on = upload"
+        )
+    if threshold < colluding + 2:
+        raise ValueError(
+            f"min_clients = {threshold}: with secure_aggregation = true and colluding_clients = {colluding} a sum "
+            f"needs at least {colluding + 2} uploads, so that another honest client's noise is in it"
+        )
+    if config.integral_epsilon is not None:
+        raise ValueError("integral_epsilon: compares single uploads; with secure_aggregation = true, nobody sees those")
+    if config.audit:
+        raise ValueError("audit: tests the local epsilon of one client; with secure_aggregation = true use false there")
 
 
 def _check_audit(config: RunConfig) -> None:
@@ -171,7 +198,8 @@ def _check_recipe(config: RunConfig) -> None:
     known = {key: getattr(type(config), key) for key in (*one_clipped_sum, "local_steps")}
     for part, (is_used, needed) in parts.items():
         for key in needed:
-            if is_used and (value := getattr(config, key)) != known[key]:
+            value = getattr(config, key)
+            if is_used and value != known[key] and (key, value) != ("mechanism", "discrete-gaussian"):
                 raise ValueError(f"{part}: needs {key} = {known[key]}, not {value}, {remedy}")
     if config.head_start and not config.normalize_features:
         raise ValueError(f"head_start = true: needs normalize_features = true, {remedy}")

@@ -101,7 +101,7 @@ class Setting:
         if view not in get_args(PlannedView):
             raise InputError(f"view = {view!r}: must be one of {', '.join(get_args(PlannedView))}")
         values = {key: value for key, value in keys.items() if value is not None}
-        hidden = {"uploads_hidden": True, "min_clients": max(1, len(sizes))} if view == "aggregate" else {}
+        hidden = {"secure_aggregation": True, "min_clients": max(2, len(sizes))} if view == "aggregate" else {}
         config = parse({"target_epsilon": epsilon, "privacy_view": view} | hidden | values)
         return Setting(sizes=sizes, config=config, num_lora_values=num_lora_values)
 
@@ -259,15 +259,15 @@ class Plan:
                 num_records=size,
                 delta=delta,
                 share=shares[client],
-                epsilon_local=self._epsilon(1.0, delta),
-                epsilon_rho=self._epsilon(bar, delta),
-                epsilon_aggregate=self._epsilon(aggregate_scale(weights, client), delta),
+                epsilon_local=self._epsilon(client, 1.0, delta),
+                epsilon_rho=self._epsilon(client, bar, delta),
+                epsilon_aggregate=self._epsilon(client, aggregate_scale(weights, client), delta),
             )
             for (client, size), delta in zip(sizes.items(), self.setting.deltas, strict=True)
         )
 
-    def _epsilon(self, factor: float, delta: float) -> float:
-        events = planned_releases(self.setting.config, 1, self.setting.adapter)
+    def _epsilon(self, client: int, factor: float, delta: float) -> float:
+        events = planned_releases(self.setting.config, self.setting.sizes, client, self.setting.adapter)
         return epsilon_of([event.with_noise(factor) for event in events], delta).epsilon
 
     def _each_round(self, values: list[float]) -> Array:
@@ -320,11 +320,16 @@ def alternatives(setting: Setting) -> dict[str, Plan]:
         largest = tuple(sorted(setting.sizes, reverse=True)[: math.ceil(num_clients / 2)])
         fewer = setting.changed(min_clients=min(config.min_clients, len(largest)))
         others[f"{len(largest)} largest of {num_clients} clients"] = replace(fewer, sizes=largest)
-        if config.uploads_hidden:
-            seen = setting.changed(privacy_view="local", uploads_hidden=False, min_clients=1)
+        if config.secure_aggregation:
+            seen = setting.changed(privacy_view="local", secure_aggregation=False, min_clients=1, mechanism="gaussian")
             others["uploads seen by the server"] = seen
         else:
-            hidden = setting.changed(privacy_view="aggregate", uploads_hidden=True, min_clients=num_clients)
+            hidden = setting.changed(
+                privacy_view="aggregate",
+                secure_aggregation=True,
+                min_clients=num_clients,
+                mechanism="discrete-gaussian",
+            )
             others["secure aggregation"] = hidden
     return {name: plan(other) for name, other in others.items()}
 

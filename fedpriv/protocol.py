@@ -37,10 +37,24 @@ REGISTRATION = "registration"
 REGISTER = "query.register"
 EVALUATE = "query.evaluate"
 
-VERSION = 8
+# What a train message and its reply hold beside these under secure aggregation: terms and sealed shares, as texts, and
+# the masked vector in place of the adapter.
+TERMS = "terms"
+SEALED = "sealed"
+SUM = "sum"
+
+# The exchanges around it, and their texts.
+ADVERTISE = "query.advertise"
+SHARE = "query.share"
+CONFIRM = "query.confirm"
+REVEAL = "query.reveal"
+STEP = "step"
+MESSAGE = "message"
+
+VERSION = 9
 
 # The longest text, in characters, that a registration may hold.
-_MAX_TEXT_LENGTH = 200
+_MAX_TEXT_LENGTH = 300
 
 # What a node runs; all nodes of a run must run the same version.
 SOFTWARE = f"fedpriv {fedpriv.__version__}"
@@ -111,6 +125,7 @@ class Registration:
         data_set: random id of the data set, to which spending is charged.
         keeps_replies: whether the node stores its replies, so that the same request gets the same bytes again.
         software: name and version of what the node runs.
+        identity: public line of the node's key; empty if it has none.
         signature: the node's signature of `statement_of`, in base64; empty if it has no key.
     """
 
@@ -120,6 +135,7 @@ class Registration:
     data_set: str
     keeps_replies: bool = False
     software: str = SOFTWARE
+    identity: str = ""
     signature: str = ""
 
 
@@ -134,7 +150,7 @@ def unpack_instruction(fields: Mapping[str, Any]) -> tuple[str, int, UpdateSpec]
     Raises:
         ValueError: another version, or a missing, unknown or mistyped field.
     """
-    rest = _without_version(fields)
+    rest = _without_version({name: value for name, value in fields.items() if name not in (TERMS, SEALED)})
     run, round_ = _typed(rest, "run", str), _typed(rest, "round", int)
     types = {"str": str, "int": int, "float": float, "bool": bool}
     values = {name: _typed(rest, name, types[kind]) for name, kind in UpdateSpec.__annotations__.items()}
@@ -153,6 +169,23 @@ def unpack_evaluation(fields: Mapping[str, Any]) -> tuple[str, int, EvaluationSp
     spec = EvaluationSpec(noise_multiplier=_typed(rest, "noise_multiplier", float))
     _refuse_unknown("instruction", rest)
     return run, round_, spec
+
+
+def pack_step(run: str, attempt: str, message: str) -> dict[str, Any]:
+    """A message of secure aggregation, for the node's session of this attempt, as scalars."""
+    return {"version": VERSION, "run": run, "attempt": attempt, MESSAGE: message}
+
+
+def unpack_step(fields: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Run, attempt and message.
+
+    Raises:
+        ValueError: another version, or a missing, unknown or mistyped field.
+    """
+    rest = _without_version(fields)
+    values = _typed(rest, "run", str), _typed(rest, "attempt", str), _typed(rest, MESSAGE, str)
+    _refuse_unknown("step", rest)
+    return values
 
 
 def pack_model(broadcast: Broadcast) -> Arrays:
@@ -328,10 +361,11 @@ def unpack_registration(fields: Mapping[str, Any]) -> Registration:
         data_set=_typed(rest, "data_set", str),
         keeps_replies=_typed(rest, "keeps_replies", bool),
         software=_typed(rest, "software", str),
+        identity=_typed(rest, "identity", str),
         signature=_typed(rest, "signature", str),
     )
     _refuse_unknown("registration", rest)
-    for name in ("name", "data_set", "software", "signature"):
+    for name in ("name", "data_set", "software", "identity", "signature"):
         if (length := len(getattr(registration, name))) > _MAX_TEXT_LENGTH:
             raise ValueError(f"{name}: has {length} characters; at most {_MAX_TEXT_LENGTH} are allowed")
     if registration.client < 0 or registration.num_records < 1 or not registration.data_set:

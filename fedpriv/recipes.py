@@ -11,6 +11,9 @@ RECIPES: tuple[Recipe, ...] = get_args(Recipe)
 # The value that leaves a key to the recipe, where each key must have one, as in Flower's project file.
 BY_RECIPE = "by recipe"
 
+# The default of `num_clients`.
+_NUM_CLIENTS = 5
+
 # The defaults of `RunConfig` are the recipe `fedpriv`; this is what the other one has in their place.
 _DP_LORA_PAPER: Mapping[str, Any] = {
     "rank": 8,
@@ -37,7 +40,7 @@ _ONLY_IN_FEDPRIV: Mapping[str, tuple[Any, ...]] = {
     "optimizer": ("sgd",),
     "local_steps": (1,),
     "noise_on": ("gradients",),
-    "mechanism": ("gaussian",),
+    "mechanism": ("gaussian", "discrete-gaussian"),
     "clipping": ("joint", "flat"),
     "batch_size": (),
 }
@@ -48,14 +51,19 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Without a `recipe` it is `fedpriv`, unless a value asks for what that has no part in: a batch size, several local
     steps, another optimizer, clipping rule or mechanism, noise on the upload, or a rule that is no sum of LoRA.
-    A noise multiplier without a `target_epsilon` leaves out the recipe's target. The value `by recipe` is that of a
-    key that is left out.
+    A noise multiplier without a `target_epsilon` leaves out the recipe's target, and secure aggregation has the noise
+    and the view that it is for, and needs every client's upload. The value `by recipe` is that of a key that is left
+    out.
     """
     values = {key: value for key, value in values.items() if value != BY_RECIPE}
     recipe = values.setdefault("recipe", _implied(values))
     presets = dict(_DP_LORA_PAPER) if recipe == "dp-lora-paper" else {}
     if "noise_multiplier" in values:
         presets["target_epsilon"] = ""
+    if values.get("secure_aggregation") is True:
+        presets |= {"mechanism": "discrete-gaussian", "privacy_view": "aggregate"}
+        if not values.get("client_column"):
+            presets["min_clients"] = values.get("clients_per_round") or values.get("num_clients", _NUM_CLIENTS)
     return presets | values
 
 

@@ -15,7 +15,7 @@ def objections_to_aggregate(config: RunConfig) -> tuple[str, ...]:
         optimizer=config.optimizer,
         noise_on=config.noise_on,
         linear=RULES[config.aggregation].linear and config.upload_codec == "float32",
-        uploads_hidden=config.uploads_hidden,
+        secure_aggregation=config.secure_aggregation,
         norms_limited=config.max_update_norm is not None,
         mechanism=config.mechanism,
         noise_adds_up=MECHANISMS[config.mechanism].noise_adds_up,

@@ -17,7 +17,6 @@ from fedpriv.accounting.law import Accountant
 from fedpriv.accounting.views import (
     Release,
     View,
-    aggregate_scale,
     rho_bar,
     smallest_aggregate_scales,
     smallest_rho_bars,
@@ -29,12 +28,13 @@ from fedpriv.ledger.accounts import Accounts
 from fedpriv.ledger.entries import RELEASED, Charge, DataSet, Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
-from fedpriv.training.client_weights import client_masses, record_weights
+from fedpriv.secure_aggregation.grid import SumGrid
+from fedpriv.training.client_weights import client_masses
 from fedpriv.training.local_update import UpdateSpec, planned_event
 from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.training.private_evaluation import planned_event as planned_evaluation
 from fedpriv.training.schedule import Schedule
-from server.aggregate_view import objections_to_aggregate
+from fedpriv.training.summing import grid_of
 from server.earlier_charges import EarlierCharges
 
 log = logging.getLogger("flwr")
@@ -83,13 +83,16 @@ class Books:
             c: sum(known.run != run for known in ledger.runs(d)) if ledger else 0 for c, d in self._data_sets.items()
         }
         self.accounts = Accounts(self.sizes, config.delta, self._earlier)
-        self._aggregate_holds = not objections_to_aggregate(config)
+        self._aggregate_holds = config.secure_aggregation
         self._schedule = Schedule.of(config)
         self._masses = client_masses(config, self.sizes)
         specs = self._schedule.totals.keys()
-        self._record_weights = {spec: record_weights(config, spec, self.sizes) for spec in specs}
+        self._grids = grids = {spec: grid_of(config, spec, self.sizes) for spec in specs}
         self._events = {
-            client: {spec: planned_event(spec, spec.probability(n), initial) for spec in specs}
+            client: {
+                spec: planned_event(spec, spec.probability(n), initial, grid.of(client) if grid else None)
+                for spec, grid in grids.items()
+            }
             for client, n in self.sizes.items()
         }
         evaluation = EvaluationSpec.of(config)
@@ -139,6 +142,10 @@ class Books:
     def event(self, client: int, round_: int) -> Event:
         """What a round, from 1, costs the client on the `local` view."""
         return self._events[client][self._schedule.spec(round_)]
+
+    def grid(self, round_: int) -> SumGrid | None:
+        """The grid of a round's sum, from 1; None without secure aggregation."""
+        return self._grids[self._schedule.spec(round_)]
 
     def weights(self, clients: Iterable[int]) -> dict[int, float]:
         """{client: rho_k} of uploads of these clients in a round's sum."""
@@ -312,9 +319,7 @@ class Books:
         """Record what happened in the round that was charged.
 
         Every charged client pays: a client that was asked may have released something, whether or not it arrived. A
-        client whose upload is not in the sum pays as if it were. Where the uploads are too few for a sum, nobody sees
-        one, but a later attempt at the round may sum these uploads and others: the `aggregate` view keeps its worst
-        case.
+        client whose upload is not in the sum pays as if it were.
 
         Args:
             replies: {client: digest of its reply} of those in the sum.
@@ -349,37 +354,36 @@ class Books:
             self.accounts.record(client, release)
 
     def _worst(self, clients: Iterable[int], spec: UpdateSpec) -> dict[int, Release]:
-        """The clients' releases in a round in the worst case over which of them survive it.
-
-        On the `aggregate` view anyone may be among the `min_clients` survivors: a round with too few asks others.
-        """
+        """The clients' releases in a round in the worst case over which of them survive it."""
+        bars = smallest_rho_bars({client: self._masses[client] for client in clients})
+        scales = self._worst_scales(bars, self._grids[spec])
         return {
             client: Release(
-                event=self._events[client][spec],
-                rho_bar=smallest,
-                aggregate_scale=self._worst_scales[spec][client] if self._aggregate_holds else None,
+                event=self._events[client][spec], rho_bar=smallest, aggregate_scale=scales[client] if scales else None
             )
-            for client, smallest in smallest_rho_bars({client: self._masses[client] for client in clients}).items()
+            for client, smallest in bars.items()
         }
 
-    @cached_property
-    def _worst_scales(self) -> dict[UpdateSpec, dict[int, float]]:
-        """By specification, each client's smallest noise of any sum that is seen, relative to its own."""
-        threshold, colluding = self._config.min_clients, self._config.colluding_clients
-        return {
-            spec: smallest_aggregate_scales(weights, threshold=threshold, colluding=colluding)
-            for spec, weights in self._record_weights.items()
-        }
+    def _worst_scales(self, clients: Iterable[int], grid: SumGrid | None) -> dict[int, float] | None:
+        """Each client's smallest noise of any sum that is seen, relative to its own; None if uploads are seen.
+
+        As each of these clients' nodes computes it from the terms that all of them sign.
+        """
+        if grid is None:
+            return None
+        return smallest_aggregate_scales(
+            {client: grid.scales[client] for client in clients},
+            threshold=self._config.min_clients,
+            colluding=self._config.colluding_clients,
+        )
 
     def _release(self, client: int, uploads: Iterable[int]) -> Release:
-        """The client's release in the round that was charged, with these uploads and its own in the sum."""
-        summed, release = {*uploads, client}, self._charged[client].release
-        scale = release.aggregate_scale
-        if scale is not None and len({*uploads}) >= self._config.min_clients:
-            of_all = self._record_weights[self._schedule.spec(self._round)]
-            weights = {each: of_all[each] for each in summed}
-            scale = aggregate_scale(weights, client, colluding=self._config.colluding_clients)
-        return replace(release, rho_bar=rho_bar(self.weights(summed).values()), aggregate_scale=scale)
+        """The client's release in the round that was charged, with these uploads and its own in the sum.
+
+        On the `aggregate` view it stays what was charged: for exactly as many survivors as a sum needs.
+        """
+        bar = rho_bar(self.weights({*uploads, client}).values())
+        return replace(self._charged[client].release, rho_bar=bar)
 
 
 def _check_registered(known: DataSet, client: int, size: int, delta: float) -> None:

@@ -51,7 +51,7 @@ def register_nodes(grid: Grid, *, num_expected: int, wait: float, node_keys: Pat
             node_id = waiting.pop(reply.metadata.reply_to_message_id)
             if reply.has_error() and reply.metadata.src_node_id != node_id:
                 # The link gave up on a node that was gone; the node is asked again if it comes back.
-                log.warning("node %s: %s", node_id, _one_line(reply.error.reason))
+                log.warning("node %s: %s", node_id, one_line(reply.error.reason))
                 continue
             answered.add(node_id)
             _add(reply, node_id, nodes, node_keys)
@@ -86,7 +86,7 @@ def read_registration(reply: Message, node_keys: Path | None) -> Registration:
         ValueError: one line that says why the node cannot take part.
     """
     if reply.has_error():
-        raise ValueError(_one_line(reply.error.reason))
+        raise ValueError(one_line(reply.error.reason))
     if protocol.REGISTRATION not in reply.content.config_records:
         raise ValueError(f"{protocol.REGISTRATION}: missing")
     registration = protocol.unpack_registration(reply.content.config_records[protocol.REGISTRATION])
@@ -104,5 +104,6 @@ def _check_signature(registration: Registration, file: Path) -> None:
         raise ValueError(f"partition-id = {registration.client}: its registration is not signed with {file.name}")
 
 
-def _one_line(text: str | None) -> str:
+def one_line(text: str | None) -> str:
+    """A text without line breaks, for a log."""
     return " ".join((text or "").split())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from flwr.app import Message
 
@@ -14,6 +16,8 @@ from fedpriv.adapters.arithmetic import Adapter, difference, norm
 from fedpriv.protocol import Broadcast, Release
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.vault.frames import check_arrays
+
+Vector = npt.NDArray[np.unsignedinteger]
 
 
 class MalformedError(ValueError):
@@ -77,6 +81,37 @@ def read_reply(reply: Message, expected: ExpectedReply) -> tuple[Adapter | None,
     if expected.max_norm is not None and size > expected.max_norm:
         raise MalformedError(f"its update has norm {size:.4g}, max_update_norm is {expected.max_norm:g}")
     return adapter, _digest(release, arrays)
+
+
+def read_sum(reply: Message, expected: ExpectedReply, *, dimension: int, modulus_bits: int) -> tuple[Vector, str]:
+    """A client's part in a sum, uint32 or uint64 [values], and the digest that the client's ledger records.
+
+    Args:
+        reply: one without an error.
+        expected: of its client.
+        dimension: number of values.
+        modulus_bits: 32 or 64.
+
+    Raises:
+        MalformedError: one line that names what is wrong.
+    """
+    try:
+        release = protocol.unpack_release(reply.content.config_records[protocol.RELEASE])
+        _check_release(release, expected)
+        records = reply.content.array_records
+        if {name: list(record) for name, record in records.items()} != {protocol.ADAPTER: [protocol.SUM]}:
+            raise MalformedError(f"records {', '.join(records) or 'none'}: must hold {protocol.SUM} alone")
+        array = records[protocol.ADAPTER][protocol.SUM]
+        check_arrays({protocol.SUM: array.data})
+        vector = array.numpy()
+    except MalformedError:
+        raise
+    except (KeyError, ValueError, TypeError, EOFError, OSError) as error:
+        raise MalformedError(f"malformed reply: {error}") from None
+    if vector.dtype != np.dtype(f"int{modulus_bits}") or vector.shape != (dimension,):
+        raise MalformedError(f"{protocol.SUM}: {vector.dtype} {vector.shape}, must be int{modulus_bits} ({dimension},)")
+    digest = _digest(release, {protocol.SUM: torch.from_numpy(vector)})
+    return vector.view(np.dtype(f"uint{modulus_bits}")), digest
 
 
 def _check_release(release: Release, expected: ExpectedReply) -> None:

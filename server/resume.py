@@ -80,7 +80,11 @@ def first_registrations(nodes: Nodes, resumed: Checkpoint) -> Nodes:
                 raise InputError(
                     f"{name} = {getattr(now, name)}: client {client} began this run with {getattr(then, name)}"
                 )
-    return {client: (node_id, before[client]) for client, (node_id, _) in nodes.items()}
+    # A simulated node makes its key anew when it starts.
+    return {
+        client: (node_id, replace(before[client], identity=now.identity, signature=now.signature))
+        for client, (node_id, now) in nodes.items()
+    }
 
 
 def reopened_folder(config: RunConfig, resumed: Checkpoint) -> RunWriter:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from flwr.app import Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedpriv import protocol
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.protocol import Broadcast
 from fedpriv.runs.rows import USABLE
-from server.replies import ExpectedReply, MalformedError, read_reply
+from server.replies import MalformedError, Vector
+from server.wire import wire_bytes
 
 log = logging.getLogger("flwr")
+
+Read = Callable[[int, Message], tuple[Adapter | Vector | None, str]]
 
 _STATUS_OF_ERROR = {protocol.REFUSED: "refused", protocol.RETIRED: "retired"}
 
@@ -36,6 +41,18 @@ class Request:
     num_bytes: int
     digest: str
 
+    def with_fields(self, fields: Mapping[str, str], terms: bytes) -> Request:
+        """The request with the terms of a sum, and for one client with what its peers sealed for it.
+
+        Args:
+            fields: further ones of the instruction.
+            terms: their digest: other terms make another request.
+        """
+        instruction = ConfigRecord({**self.content.config_records[protocol.INSTRUCTION], **fields})
+        content = RecordDict({**self.content, protocol.INSTRUCTION: instruction})
+        digest = hashlib.sha256(self.digest.encode() + terms).hexdigest()
+        return replace(self, content=content, num_bytes=wire_bytes(content), digest=digest)
+
 
 class Status(NamedTuple):
     """How a round ended for a client; see `ClientRow`."""
@@ -45,9 +62,9 @@ class Status(NamedTuple):
 
 
 class Upload(NamedTuple):
-    """The adapter that a client uploaded, and the digest of its reply."""
+    """What a client uploaded, an adapter or its part in a sum, and the digest of its reply."""
 
-    adapter: Adapter
+    content: Adapter | Vector
     digest: str
 
 
@@ -63,6 +80,7 @@ class Round:
         replies: the first reply of each client that replied, with or without an error.
         statuses: of every client that was asked; `no reply` until there is one.
         uploads: of the clients whose status is `ok`.
+        bytes_up, bytes_down: of each client in the exchanges around this one that secure aggregation needs.
     """
 
     def __init__(self, number: int) -> None:
@@ -72,6 +90,8 @@ class Round:
         self.replies: dict[int, Message] = {}
         self.statuses: dict[int, Status] = {}
         self.uploads: dict[int, Upload] = {}
+        self.bytes_up: Counter[int] = Counter()
+        self.bytes_down: Counter[int] = Counter()
 
     @property
     def num_usable(self) -> int:
@@ -85,12 +105,12 @@ class Round:
         self.statuses[client] = Status("no reply")
         return message
 
-    def collect(self, replies: Iterable[Message], expected: Callable[[int], ExpectedReply]) -> dict[int, str]:
+    def collect(self, replies: Iterable[Message], read: Read) -> dict[int, str]:
         """Judge replies; of each client only the first one counts.
 
         Args:
             replies: in any order, from any node.
-            expected: {client: what a reply of it must match}.
+            read: what a client's reply without an error holds; None and a digest if it stays silent.
 
         Returns:
             {client: reason} of those that replied that their budget is spent.
@@ -104,25 +124,25 @@ class Round:
                 log.warning("round %s: ignored an unexpected reply of node %s", self.number, reply.metadata.src_node_id)
                 continue
             self.replies[client] = reply
-            status = self.statuses[client] = self._judge(client, reply, expected)
+            status = self.statuses[client] = self._judge(client, reply, read)
             if status.name == "retired":
                 retired[client] = status.detail or "its node's budget is spent"
             if status.detail:
                 log.warning("round %s, client %s: %s", self.number, client, status.detail)
         return retired
 
-    def _judge(self, client: int, reply: Message, expected: Callable[[int], ExpectedReply]) -> Status:
+    def _judge(self, client: int, reply: Message, read: Read) -> Status:
         """The status that a reply gives its client; a sound upload is kept."""
         if reply.has_error():
             reason = " ".join((reply.error.reason or "").split())
             return Status(_STATUS_OF_ERROR.get(reply.error.code, "failed"), reason)
         try:
-            adapter, digest = read_reply(reply, expected(client))
+            content, digest = read(client, reply)
         except MalformedError as error:
             return Status("malformed", str(error))
-        if adapter is None:
+        if content is None:
             return Status("silent")
-        self.uploads[client] = Upload(adapter, digest)
+        self.uploads[client] = Upload(content, digest)
         return Status("ok")
 
     def _subject_of(self, error: Message) -> int | None:

@@ -45,8 +45,8 @@ def _client_row(client: int, round_: Round, books: Books, spec: UpdateSpec, weig
         epsilon_rho=books.epsilon_so_far(client, "rho"),
         epsilon_aggregate=books.epsilon_so_far(client, "aggregate"),
         delta=books.accounts.deltas[client],
-        bytes_up=wire_bytes(reply.content) if reply is not None and reply.has_content() else 0,
-        bytes_down=round_.requests[client].num_bytes,
+        bytes_up=round_.bytes_up[client] + (wire_bytes(reply.content) if reply and reply.has_content() else 0),
+        bytes_down=round_.bytes_down[client] + round_.requests[client].num_bytes,
         seconds=reply.metadata.created_at - message.metadata.created_at if reply is not None else math.nan,
     )
 

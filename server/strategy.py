@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
@@ -26,18 +28,21 @@ from fedpriv.errors import TooFewClientsError
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.protocol import Broadcast, Registration
 from fedpriv.runs.rows import USABLE, ClientRow, RoundRow
+from fedpriv.secure_aggregation import ProtocolError, TooFewError
 from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.noise_plan import start_noise
 from fedpriv.training.schedule import Schedule
+from fedpriv.training.summing import mean_of_sum, mean_upload
 from fedpriv.training.trained import trained_names
 from fedpriv.vault import guard
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
 from server.exchange import Exchange
-from server.replies import ExpectedReply
+from server.replies import ExpectedReply, Vector, read_reply, read_sum
 from server.round import Request, Round
 from server.round_rows import client_rows, round_row
+from server.sums import Opened, Sums
 from server.wire import wire_bytes
 
 log = logging.getLogger("flwr")
@@ -85,8 +90,12 @@ class RuleStrategy(Strategy):
         self._evaluate = evaluate
         self._on_round = on_round
         self._exchange = Exchange()
+        self._sums = Sums(config, nodes, run=run, exchange=self._exchange) if config.secure_aggregation else None
+        self._attempt: Opened | None = None
+        self._no_sum = ""
         self._round = Round(0)
         self._rows: list[ClientRow] = []
+        self._link: Grid
 
     def select(self, round_: int, exclude: Iterable[int] = ()) -> list[int]:
         """The partition ids of a round's clients, fixed by the seed, the round, the budgets and `exclude`.
@@ -119,7 +128,7 @@ class RuleStrategy(Strategy):
     ) -> Iterable[Message]:
         """One message to each selected client, with the model and the instruction, once all of them are charged."""
         self.model = replace(self.model, adapter=dict(arrays.to_torch_state_dict()))
-        self._round = Round(server_round)
+        self._round, self._link = Round(server_round), grid
         return self._charged_messages(config)
 
     def _charged_messages(self, config: ConfigRecord) -> list[Message]:
@@ -135,8 +144,42 @@ class RuleStrategy(Strategy):
         ranks = {client: self._config.rank_of(client) for client in clients}
         by_rank = {rank: self._request(rank, instruction) for rank in dict.fromkeys(ranks.values())}
         requests = {client: by_rank[rank] for client, rank in ranks.items()}
+        if self._sums is not None:
+            requests = self._opened(requests, self._sums)
         self.books.charge(round_.number, {client: request.digest for client, request in requests.items()})
         return [round_.message_to(client, self._node_ids[client], requests[client]) for client in clients]
+
+    def _opened(self, requests: Mapping[int, Request], sums: Sums) -> dict[int, Request]:
+        """The requests of the clients that are still in the attempt once keys and shares have been exchanged.
+
+        Raises:
+            TooFewClientsError: they are fewer than a sum needs; nobody was charged.
+        """
+        round_, spec, (request, *_) = self._round, self.spec, requests.values()
+        sum_grid = self.books.grid(round_.number)
+        assert sum_grid is not None  # as for every round under secure aggregation
+        try:
+            self._attempt = sums.open(
+                self._link,
+                round_,
+                requests,
+                spec=spec,
+                grid=sum_grid,
+                request=request.digest,
+                dimension=self._dimension,
+            )
+        except TooFewError as error:
+            raise TooFewClientsError(
+                f"round {round_.number}: {error}; resume the run once more clients answer"
+            ) from None
+        digest = self._attempt.terms.digest()
+        return {client: request.with_fields(fields, digest) for client, fields in self._attempt.fields.items()}
+
+    @property
+    def _dimension(self) -> int:
+        """How many values the current round trains."""
+        names = trained_names(self.model.adapter, self.spec.trains)
+        return sum(self.model.adapter[name].numel() for name in names)
 
     def _request(self, rank: int, instruction: ConfigRecord) -> Request:
         """What a client of this rank is sent in the current round."""
@@ -166,36 +209,60 @@ class RuleStrategy(Strategy):
 
     def _collect(self, replies: Iterable[Message]) -> None:
         """Judge the replies, and retire the clients that ask for it."""
-        for client, reason in self._round.collect(replies, self._expected_reply).items():
+        for client, reason in self._round.collect(replies, self._read).items():
             self.books.retire(client, reason)
+
+    def _read(self, client: int, reply: Message) -> tuple[Adapter | Vector | None, str]:
+        """What a client's reply holds, and the digest that the client's ledger records."""
+        expected = self._expected_reply(client)
+        if self._attempt is None:
+            return read_reply(reply, expected)
+        terms = self._attempt.terms
+        return read_sum(reply, expected, dimension=terms.dimension, modulus_bits=terms.modulus_bits)
 
     def _close_round(self) -> ArrayRecord | None:
         """Settle the round and make the next model, if enough clients replied."""
         # Ordered by partition id: sums do not depend on the order of arrival.
         uploads = dict(sorted(self._round.uploads.items()))
+        adapters = self._adapters({client: upload.content for client, upload in uploads.items()})
         weights = self.books.weights(uploads) if uploads else {}
         self.books.settle({client: upload.digest for client, upload in uploads.items()})
         self._rows = client_rows(self._round, self.books, self.spec, weights)
-        if not self._has_enough:
+        if not self._has_enough or adapters is None:
             return None
         if uploads:
-            adapters = {client: upload.adapter for client, upload in uploads.items()}
-            if not self._config.uploads_hidden:
-                self.uploads.update({client: (adapter, self.model.merged) for client, adapter in adapters.items()})
-            self.model = self._next_model(adapters, weights)
+            shares = [1.0] if self._sums is not None else list(weights.values())
+            self.model = self._next_model(adapters, shares, [self.books.sizes[client] for client in uploads])
         return ArrayRecord(self.model.adapter)
 
-    def _next_model(self, adapters: Mapping[int, Adapter], weights: Mapping[int, float]) -> GlobalModel:
-        """The global model that the uploads of a round make."""
-        aggregated = self._rule.aggregate(self.model, list(adapters.values()), list(weights.values()))
+    def _adapters(self, contents: Mapping[int, Adapter | Vector]) -> list[Adapter] | None:
+        """What the rule averages: the uploads or, where only their sum is known, what stands for their average.
+
+        None if there is no sum; then `_no_sum` says why.
+        """
+        if self._sums is None or self._attempt is None:
+            adapters = cast("Mapping[int, Adapter]", contents)
+            self.uploads.update({client: (adapter, self.model.merged) for client, adapter in adapters.items()})
+            return list(adapters.values())
+        try:
+            total = self._sums.close(self._link, self._round, self._attempt, cast("Mapping[int, Vector]", contents))
+        except ProtocolError as error:
+            self._no_sum = str(error)
+            return None
+        mean = mean_of_sum(self._config, self.spec, self.books.sizes, torch.from_numpy(total), contents.keys())
+        broadcast = next(iter(self._round.requests.values())).broadcast
+        return [mean_upload(broadcast.adapter, self.spec, mean)]
+
+    def _next_model(self, adapters: Sequence[Adapter], weights: Sequence[float], sizes: Sequence[int]) -> GlobalModel:
+        """The global model that a round makes of these adapters, in which clients of these sizes take part."""
+        aggregated = self._rule.aggregate(self.model, adapters, weights)
         if self.schedule.phase(self._round.number).name != "start":
             trained = trained_names(aggregated.adapter, self.spec.trains)
             stepped = server_step(self.model, aggregated, ServerOptimizer.of(self._config), trained=trained)
             if self.spec.centred:
                 stepped = recentred(stepped, self.model)
             return self._rule.finish(stepped) if self._rule.finish else stepped
-        noise = start_noise(self._config, [self.books.sizes[client] for client in adapters])
-        return started(self.model, aggregated.adapter, noise=noise)
+        return started(self.model, aggregated.adapter, noise=start_noise(self._config, sizes))
 
     @property
     def _has_enough(self) -> bool:
@@ -261,7 +328,8 @@ class RuleStrategy(Strategy):
                 break
             while messages:
                 self._collect(self._exchange.replies(grid, messages, timeout))
-                messages = [] if self._has_enough else self._charged_messages(config)
+                # A sum is of those that have exchanged keys: nobody can join them.
+                messages = [] if self._has_enough or self._sums else self._charged_messages(config)
             arrays = self._close_round()
             result.arrays = arrays or result.arrays
             self._report(round_, started)
@@ -270,10 +338,8 @@ class RuleStrategy(Strategy):
                 break
             if arrays is None:
                 usable = sum(row.status in USABLE for row in self._rows)
-                raise TooFewClientsError(
-                    f"round {round_}: {usable} usable replies, min_clients = {self._config.min_clients}; resume the "
-                    "run once more clients answer"
-                )
+                reason = self._no_sum or f"{usable} usable replies, min_clients = {self._config.min_clients}"
+                raise TooFewClientsError(f"round {round_}: {reason}; resume the run once more clients answer")
         return result
 
     def _stop(self, round_: int) -> None:

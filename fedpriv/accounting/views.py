@@ -64,6 +64,12 @@ class Release:
                 return self.event.with_noise(self.aggregate_scale)
         return self.event
 
+    def charged_on(self, view: View) -> Event:
+        """The event that counts against a budget on the view: on `aggregate`, an upload that the server saw counts in
+        full.
+        """
+        return self.event if view == "aggregate" and self.aggregate_scale is None else self.seen_by(view)
+
 
 def rho_bar(weights: Iterable[float]) -> float:
     """sqrt(sum rho_k^2) for aggregation weights rho_k that sum to 1.
@@ -148,32 +154,34 @@ def aggregate_objections(
     optimizer: str,
     noise_on: str,
     linear: bool,
-    uploads_hidden: bool,
+    secure_aggregation: bool,
     norms_limited: bool = False,
-    mechanism: str = "gaussian",
+    mechanism: str = "discrete-gaussian",
     noise_adds_up: bool = True,
 ) -> tuple[str, ...]:
     """Why the `aggregate` view does not hold for a run, one line per failing condition; empty if it holds.
 
     Args:
-        local_steps: noisy steps in a round.
+        local_steps: steps in a round.
         optimizer: optimizer of the local update. The server's own does not matter: it steps from the sum, which is
-            all that the observer is assumed to see anyway.
-        noise_on: `gradients` or `upload`.
+            all that the observer sees anyway.
+        noise_on: `gradients`, where the sum is of one step's gradients, or `upload`, where it is of noised updates.
         linear: whether the global adapter is a linear weighted sum of the uploads.
-        uploads_hidden: whether nobody sees any single upload, and no variant of a single client is kept.
+        secure_aggregation: whether the server learns nothing but sums.
         norms_limited: whether the server measures every upload and refuses those with a large norm.
         mechanism: name of the mechanism.
         noise_adds_up: whether the sum of the clients' noise follows the same kind of distribution.
     """
+    on_upload = noise_on == "upload"
     conditions = {
-        f"local_steps = {local_steps}: needs 1, since later steps depend on the client's own noise": local_steps == 1,
-        f"optimizer = {optimizer}: needs sgd, whose step is linear in the noise": optimizer == "sgd",
-        f"noise_on = {noise_on}: needs gradients": noise_on == "gradients",
-        f"mechanism = {mechanism}: needs gaussian, whose sum is of the same kind": noise_adds_up,
-        "aggregation: needs a linear weighted sum": linear,
-        "uploads_hidden = false: needs secure aggregation, since the server sees every upload": uploads_hidden,
-        "max_update_norm: needs none, since it measures every upload and tells which are too large": not norms_limited,
+        f"local_steps = {local_steps}: needs 1, since later steps depend on the client's own noise": (
+            on_upload or local_steps == 1
+        ),
+        f"optimizer = {optimizer}: needs sgd, whose step is linear in the noise": on_upload or optimizer == "sgd",
+        f"mechanism = {mechanism}: needs discrete-gaussian, whose sum is of the same kind": noise_adds_up,
+        "aggregation: needs a linear weighted sum, and upload_codec = float32": linear,
+        "secure_aggregation = false: the server sees every upload": secure_aggregation,
+        "max_update_norm: needs none, since nobody sees an update to measure": not norms_limited,
     }
     return tuple(objection for objection, holds in conditions.items() if not holds)
 

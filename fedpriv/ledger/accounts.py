@@ -61,10 +61,10 @@ class Accounts:
         """
         key = (client, view, accountant, this_run_only)
         if key not in self._cache:
-            events = self._events(client, view, this_run_only)
-            if events is None:
+            histories = self._histories(client, this_run_only)
+            if not all(history.holds[view] for history in histories):
                 return None
-            self._cache[key] = epsilon_of(events, self.deltas[client], accountant)
+            self._cache[key] = epsilon_of(_events(histories, view), self.deltas[client], accountant)
         return self._cache[key]
 
     def final(self, view: View, *, this_run_only: bool = False) -> dict[int, PrivacySpent | None]:
@@ -73,41 +73,31 @@ class Accounts:
         Equal histories are computed once. If more than 32 differ, the costs are upper bounds, marked as such: those of
         `many_clients.epsilons` for a history of equal releases, rdp for any other.
         """
-        histories = {client: self._events(client, view, this_run_only) for client in self._own}
-        keys = {c: (frozenset(group(events)), self.deltas[c]) for c, events in histories.items() if events is not None}
+        histories = {client: self._histories(client, this_run_only) for client in self._own}
+        keys = {
+            client: (frozenset(group(_events(several, view))), self.deltas[client])
+            for client, several in histories.items()
+            if all(history.holds[view] for history in several)
+        }
         too_many = len(set(keys.values())) > _MAX_PLD_HISTORIES
         costs = _in_bulk(set(keys.values())) if too_many else {key: epsilon_of(*key) for key in set(keys.values())}
         return {client: costs[keys[client]] if client in keys else None for client in self._own}
 
     def fits(self, client: int, releases: Iterable[Release], view: View, budget: float) -> bool:
-        """Whether the client stays within its budget after further releases; see `stays_within`.
-
-        Raises:
-            ValueError: the view does not hold for the client's releases.
-        """
-        events = [*self.history(client, view), *(release.seen_by(view) for release in releases)]
+        """Whether the client stays within its budget on the view after further releases; see `stays_within`."""
+        events = [*self.history(client, view), *(release.charged_on(view) for release in releases)]
         return stays_within(events, self.deltas[client], budget)
 
     def history(self, client: int, view: View) -> list[Event]:
-        """All events of the client on the view; equal ones are merged.
+        """All events of the client as they count against a budget on the view; equal ones are merged."""
+        return _events(self._histories(client, this_run_only=False), view)
 
-        Raises:
-            ValueError: the view does not hold for one of them.
-        """
-        events = self._events(client, view, this_run_only=False)
-        if events is None:
-            raise ValueError("view = aggregate: does not hold for an earlier release on the same records")
-        return events
+    def _histories(self, client: int, this_run_only: bool) -> list[_History]:
+        return [self._own[client]] if this_run_only else [self._earlier[client], self._own[client]]
 
-    def _events(self, client: int, view: View, this_run_only: bool) -> list[Event] | None:
-        histories = [self._own[client]] if this_run_only else [self._earlier[client], self._own[client]]
-        events: list[Event] = []
-        for history in histories:
-            view_events = history.events(view)
-            if view_events is None:
-                return None
-            events.extend(view_events)
-        return events
+
+def _events(histories: Iterable[_History], view: View) -> list[Event]:
+    return [event for history in histories for event in history.events(view)]
 
 
 def _in_bulk(histories: Iterable[tuple[frozenset[Event], float]]) -> dict[tuple[frozenset[Event], float], PrivacySpent]:
@@ -131,25 +121,26 @@ def _in_bulk(histories: Iterable[tuple[frozenset[Event], float]]) -> dict[tuple[
 
 
 class _History:
-    """Releases as counted events for each view: the cost grows with the number of different events, not of releases."""
+    """Releases as counted events for each view: the cost grows with the number of different events, not of releases.
+
+    Attributes:
+        num_releases: so far.
+        holds: {view: whether it holds for all of them}; a release for which it does not counts in full.
+    """
 
     def __init__(self, releases: Iterable[Release] = ()) -> None:
         self.num_releases = 0
-        self._counts: dict[View, Counter[Event] | None] = {view: Counter() for view in VIEWS}
+        self.holds: dict[View, bool] = dict.fromkeys(VIEWS, True)
+        self._counts: dict[View, Counter[Event]] = {view: Counter() for view in VIEWS}
         for release in releases:
             self.add(release)
 
     def add(self, release: Release) -> None:
         self.num_releases += 1
+        self.holds["aggregate"] &= release.aggregate_scale is not None
         for view, counts in self._counts.items():
-            if counts is None:
-                continue
-            if view == "aggregate" and release.aggregate_scale is None:
-                self._counts[view] = None
-                continue
-            event = release.seen_by(view)
+            event = release.charged_on(view)
             counts[event.with_count(1)] += event.count
 
-    def events(self, view: View) -> list[Event] | None:
-        counts = self._counts[view]
-        return None if counts is None else [event.with_count(count) for event, count in counts.items()]
+    def events(self, view: View) -> list[Event]:
+        return [event.with_count(count) for event, count in self._counts[view].items()]

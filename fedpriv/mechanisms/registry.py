@@ -128,18 +128,23 @@ class Registry(MutableMapping[str, Mechanism]):
 MECHANISMS = Registry(
     {
         "gaussian": "fedpriv.mechanisms.gaussian",
+        "discrete-gaussian": "fedpriv.mechanisms.discrete_gaussian",
         "lmo": "fedpriv.mechanisms.lmo",
     }
 )
 
 
 def with_current_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Configuration values under the current keys: before mechanisms had a registry, one had two keys of its own.
+    """Configuration values under the current keys, of which earlier versions had others.
 
     Raises:
         InputError: a former key has a value that can no longer be expressed by itself, or contradicts the current one.
     """
     current = dict(values)
+    if current.pop("uploads_hidden", False):
+        raise InputError(
+            "uploads_hidden = true: a statement proves nothing, and is no longer a key; use secure_aggregation = true"
+        )
     parameters, accounting = current.pop("lmo_parameters", ""), current.pop("lmo_accounting", "sound")
     if accounting != "sound":
         raise InputError(

@@ -40,6 +40,8 @@ class NoiseRequest:
     sensitivity_factor: float = 1.0
     count: int = 1
     unit: Unit = "record"
+    grids: tuple[float, ...] = ()
+    bounds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.clip_norm < math.inf:

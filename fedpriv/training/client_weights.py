@@ -22,8 +22,8 @@ def client_masses(config: RunConfig, sizes: Mapping[int, int]) -> dict[int, floa
 def record_weights(config: RunConfig, spec: UpdateSpec, sizes: Mapping[int, int]) -> dict[int, float]:
     """{client: rho_k / B_k}, up to a common factor: what one of its clipped gradients counts for in a round's sum.
 
-    Its noise of scale z C counts for the same. B_k is the expected batch size; rho_k alone under the clipping rule
-    `batch`, whose clipped mean and noise are not divided by it.
+    Its noise of scale z C counts for the same. B_k is the expected batch size; rho_k alone where the clipped vector and
+    its noise are not divided by it: under the clipping rule `batch`, and with noise on the upload.
 
     Args:
         config: of the run.
@@ -31,6 +31,6 @@ def record_weights(config: RunConfig, spec: UpdateSpec, sizes: Mapping[int, int]
         sizes: {client: registered N_k}.
     """
     masses = client_masses(config, sizes)
-    if spec.clipping == "batch":
+    if spec.clipping == "batch" or spec.noise_on == "upload":
         return masses
     return {client: mass / (spec.probability(sizes[client]) * sizes[client]) for client, mass in masses.items()}

@@ -20,6 +20,7 @@ from fedpriv.data.records import Records
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.mechanisms.request import NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
+from fedpriv.secure_aggregation.grid import ClientGrid
 from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.trained import trained_names
 
@@ -143,6 +144,7 @@ class UpdateTask:
         sampler: draws the batches, and knows its sampling probability.
         noise: source of the release noise.
         merged: what aggregation has added to the frozen weights.
+        grid: of the client's sum, where the server learns the clients' total alone; None elsewhere.
     """
 
     adapter: Adapter
@@ -152,6 +154,7 @@ class UpdateTask:
     sampler: PoissonSampler
     noise: RandomSource
     merged: Merged = field(default_factory=dict)
+    grid: ClientGrid | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,18 +165,25 @@ class ClientUpdate:
         adapter: the noised adapter, float32.
         event: the privacy event that pays for it.
         num_records: N_k, the registered number of records.
+        noised: float64 [values], what was noised last, before anything was made of it: the sum of a step, or the
+            update; of a task with a grid, else None.
     """
 
     adapter: Adapter
     event: Event
     num_records: int
+    noised: Tensor | None = None
 
 
 Execute = Callable[[Sequence[UpdateTask]], list[ClientUpdate | Exception]]
 
 
 def noise_request(
-    spec: UpdateSpec, sampling_probabilities: Sequence[float], dimension: int, num_parts: int
+    spec: UpdateSpec,
+    sampling_probabilities: Sequence[float],
+    dimension: int,
+    num_parts: int,
+    grids: Sequence[ClientGrid | None] = (),
 ) -> NoiseRequest:
     """One release under a specification: of a step's sums or, with noise on the upload, of the update.
 
@@ -182,10 +192,12 @@ def noise_request(
         sampling_probabilities: [clients], q in [0, 1], of a step.
         dimension: number of values that a client trains.
         num_parts: how many parts the clipping rule clips.
+        grids: [clients], of their sums; without any the mechanism chooses.
 
     Raises:
         ValueError: the clipping rule is unknown, or a value is out of range.
     """
+    given = [grid for grid in grids if grid is not None]
     on_upload = spec.noise_on == "upload"
     return NoiseRequest(
         parameters=spec.mechanism_parameters,
@@ -195,10 +207,14 @@ def noise_request(
         dimension=dimension,
         sampling_probabilities=(1.0,) * len(sampling_probabilities) if on_upload else tuple(sampling_probabilities),
         unit="client" if on_upload else "record",
+        grids=tuple(grid.points for grid in given),
+        bounds=tuple(grid.bound for grid in given),
     )
 
 
-def planned_event(spec: UpdateSpec, sampling_probability: float, adapter: Mapping[str, Tensor]) -> Event:
+def planned_event(
+    spec: UpdateSpec, sampling_probability: float, adapter: Mapping[str, Tensor], grid: ClientGrid | None = None
+) -> Event:
     """The event that a local update under this specification returns, so that it can be charged in advance.
 
     Args:
@@ -206,6 +222,7 @@ def planned_event(spec: UpdateSpec, sampling_probability: float, adapter: Mappin
         sampling_probability: q in [0, 1].
         adapter: all trainable tensors; those that the update trains decide how many parts are clipped, and the cost of
             some mechanisms depends on their number of values.
+        grid: of the client's sum, if it is given.
 
     Raises:
         ValueError: the clipping rule, the mechanism, the objective or what is trained is unknown, a mechanism's
@@ -215,7 +232,7 @@ def planned_event(spec: UpdateSpec, sampling_probability: float, adapter: Mappin
     trained = trained_names(adapter, spec.trains)
     dimension = sum(adapter[name].numel() for name in trained)
     num_parts = len(clipping_parts(spec.clipping, trained))
-    request = noise_request(spec, [sampling_probability], dimension, num_parts)
+    request = noise_request(spec, [sampling_probability], dimension, num_parts, [grid])
     count = 1 if spec.noise_on == "upload" else spec.local_steps
     (event,) = MECHANISMS.named(spec.mechanism).planned_events(replace(request, count=count))
     return event

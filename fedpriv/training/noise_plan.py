@@ -32,6 +32,7 @@ from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.training.private_evaluation import planned_event as planned_evaluation
 from fedpriv.training.schedule import Schedule as Rounds
 from fedpriv.training.schedule import num_lora_rounds
+from fedpriv.training.summing import grid_of
 from fedpriv.training.trained import trained_names
 
 
@@ -78,24 +79,27 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
             )
             config = _with_value(config, shared, noise / scale)
         schedules = [
-            (_releases(config, name, size, initial, scale), delta) for size, delta in zip(sizes, deltas, strict=True)
+            (_releases(config, name, sizes, client, initial, scale), delta) for client, delta in enumerate(deltas)
         ]
         return _with_value(config, name, calibrate_all(schedules, target, fixed=fixed))
     except ValueError as error:
         raise InputError(f"target_epsilon = {target}: {error}") from None
 
 
-def planned_releases(config: RunConfig, size: int, initial: Adapter) -> list[Event]:
+def planned_releases(config: RunConfig, sizes: Sequence[int], client: int, initial: Adapter) -> list[Event]:
     """What a client releases that takes part in every round; without the evaluation on its records.
 
     Args:
         config: of the run, with numbers for noise and learning rates.
-        size: N_k, registered.
+        sizes: [clients], N_k, registered.
+        client: its index in `sizes`.
         initial: the adapter.
     """
     events = []
     for spec, num_rounds in Rounds.of(config).totals.items():
-        event = planned_event(spec, min(1.0, spec.probability(size)), initial)
+        grid = grid_of(config, spec, dict(enumerate(sizes)))
+        probability = min(1.0, spec.probability(sizes[client]))
+        event = planned_event(spec, probability, initial, grid.of(client) if grid else None)
         events.append(event.with_count(num_rounds * event.count))
     return events
 
@@ -250,12 +254,14 @@ def _with_start_beside(config: RunConfig) -> RunConfig:
     return replace(config, start_noise_multiplier=noise)
 
 
-def _releases(config: RunConfig, name: str, size: int, initial: Adapter, scale: float) -> Schedule:
+def _releases(
+    config: RunConfig, name: str, sizes: Sequence[int], client: int, initial: Adapter, scale: float
+) -> Schedule:
     """All releases of a client in every round, with the noise that the view counts, by the noise of this name."""
     planned = _with_any_rates(config)
 
     def releases(noise_multiplier: float) -> list[Event]:
-        events = planned_releases(_with_value(planned, name, noise_multiplier), size, initial)
+        events = planned_releases(_with_value(planned, name, noise_multiplier), sizes, client, initial)
         return [event.with_noise(scale) for event in events]
 
     return releases

@@ -4,9 +4,7 @@ The adapters of K clients are the rows of one matrix [K, values]. In each step, 
 pass through the base together, every record with its own client's adapter. Gradients are computed and clipped per
 record and summed per client, noise comes from each client's own source, and the optimizer steps all rows at once.
 
-A row holds the tensors that are trained; the others are used and returned as they were received. With scales s > 0,
-the values theta are trained as theta' = theta / s: gradients s * dl/dtheta are clipped, summed and noised, and theta
-moves by s times a step of theta'. So the head's bias acts as the weight of a further feature with the value s.
+A row holds the tensors that are trained; the others are used and returned as they were received.
 """
 
 from __future__ import annotations
@@ -21,13 +19,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedpriv.accounting.events import Event, group
-from fedpriv.accounting.sensitivity import clipping_parts
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import same as same_merged
 from fedpriv.data.records import BatchShape, Item, usable
 from fedpriv.mechanisms.registry import MECHANISMS
-from fedpriv.training.centred import centre_of, shifted
 from fedpriv.training.clipping import add_clipped, add_finite, clipped_rows
+from fedpriv.training.coordinates import Coordinates, scaled
 from fedpriv.training.feature_cache import Body, FeatureCache
 from fedpriv.training.isolation import isolated
 from fedpriv.training.layout import Layout
@@ -36,7 +33,6 @@ from fedpriv.training.losses import class_sum_losses, losses_and_hits
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 from fedpriv.training.sampling import PoissonSampler
-from fedpriv.training.trained import trained_names, value_factors
 from fedpriv.training.weights import trained_weights
 
 # Floats kept per client and adapter value: start, parameter, gradient, AdamW's two moments, and what a step needs.
@@ -72,28 +68,31 @@ def stacked_updates(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[C
     clients = _Clients.of(model, tasks)
     model.merge(tasks[0].merged)
     spec, on_upload = clients.spec, clients.spec.noise_on == "upload"
-    planned = [planned_event(spec, task.sampler.sampling_probability, model.parameters) for task in tasks]
+    planned = [planned_event(spec, task.sampler.sampling_probability, model.parameters, task.grid) for task in tasks]
     weights = trained_weights(spec, clients.broadcast, model.initial, clients.layout)
     events: list[list[Event]] = [[] for _ in tasks]
     for _ in range(spec.local_steps):
         if on_upload:
             gradients = _plain_gradients(clients, weights.values())
         else:
-            gradients, step_events = _private_gradients(clients, weights.values())
+            noised, gradients, step_events = _private_gradients(clients, weights.values())
             for collected, event in zip(events, step_events, strict=True):
                 collected.append(event)
-        weights.step(_scaled(_scaled(gradients, clients.scales), clients.rates))
+        weights.step(clients.coordinates.step_of(gradients))
     trained = weights.values()
     if on_upload:
-        trained, upload_events = _noised_uploads(clients, trained)
+        noised, trained, upload_events = _noised_uploads(clients, trained)
         events = [[event] for event in upload_events]
     return [
         ClientUpdate(
             adapter=clients.with_trained(client, row),
             event=_charged_event(collected, plan),
             num_records=task.sampler.num_registered,
+            noised=released if task.grid else None,
         )
-        for client, (row, collected, plan, task) in enumerate(zip(trained.cpu(), events, planned, tasks, strict=True))
+        for client, (row, released, collected, plan, task) in enumerate(
+            zip(trained.cpu(), noised.cpu(), events, planned, tasks, strict=True)
+        )
     ]
 
 
@@ -150,22 +149,18 @@ class _Clients:
     Attributes:
         model, tasks: as given.
         spec: the tasks' common specification.
-        layout: of an adapter's trained values in a row.
+        coordinates: of an adapter's trained values in a row.
         broadcast: [clients, values], the trained values that the clients start from.
         fixed: {tensor name: [clients, *shape]} of the tensors that are not trained.
-        scales: [values], see this module; None if each is one.
-        rates: [values], each value's learning rate over the specification's; None if each is one.
         centres: [clients, inputs], what each client takes off the features that its head reads.
     """
 
     model: TrainingModel
     tasks: Sequence[UpdateTask]
     spec: UpdateSpec
-    layout: Layout
+    coordinates: Coordinates
     broadcast: Tensor
     fixed: Mapping[str, Tensor]
-    scales: Tensor | None
-    rates: Tensor | None
     centres: Tensor | None
 
     @staticmethod
@@ -179,39 +174,33 @@ class _Clients:
         if any({name: tensor.shape for name, tensor in task.adapter.items()} != shapes for task in tasks):
             raise ValueError("tasks: the adapters of one stack must have tensors of the same names and shapes")
         model.check(shapes)
-        names = trained_names(shapes, spec.trains)
-        layout = Layout.of({name: shapes[name] for name in names}, clipping_parts(spec.clipping, names))
-        trained = [{name: task.adapter[name] for name in names} for task in tasks]
-        centres = [centre_of(adapter) for adapter in trained] if spec.centred else []
-        if centres:
-            if model.features is None:
-                raise ValueError("centred = true: needs a classifier whose head is one linear layer")
-            trained = [shifted(adapter, centre) for adapter, centre in zip(trained, centres, strict=True)]
-        ordered = {name: shapes[name] for name in layout.columns}
-        scales = value_factors(ordered, bias=spec.bias_scale)
-        rate = spec.lora_learning_rate / spec.learning_rate if spec.lora_learning_rate else 1.0
-        rates = value_factors(ordered, lora=rate)
+        if spec.centred and model.features is None:
+            raise ValueError("centred = true: needs a classifier whose head is one linear layer")
+        coordinates = Coordinates.of(spec, shapes, model.device)
+        starts = [coordinates.start(task.adapter) for task in tasks]
+        centres = [centre for _, centre in starts if centre is not None]
         return _Clients(
             model=model,
             tasks=tasks,
             spec=spec,
-            layout=layout,
-            broadcast=torch.stack([layout.flatten_one(adapter) for adapter in trained]).to(model.device),
+            coordinates=coordinates,
+            broadcast=torch.stack([row for row, _ in starts]).to(model.device),
             fixed={
                 name: torch.stack([task.adapter[name] for task in tasks]).to(model.device)
-                for name in shapes.keys() - layout.columns.keys()
+                for name in shapes.keys() - coordinates.layout.columns.keys()
             },
-            scales=None if scales is None else scales.to(model.device),
-            rates=None if rates is None else rates.to(model.device),
             centres=torch.stack(centres).to(model.device) if centres else None,
         )
 
+    @property
+    def layout(self) -> Layout:
+        """Of a row."""
+        return self.coordinates.layout
+
     def with_trained(self, client: int, row: Tensor) -> Adapter:
         """A copy of the client's adapter with trained values [values] in the place of its own."""
-        adapter, trained = self.tasks[client].adapter, self.layout.unflatten_one(row)
-        if self.centres is not None:
-            trained = shifted(trained, -self.centres[client].cpu())
-        return {name: trained[name] if name in trained else tensor.clone() for name, tensor in adapter.items()}
+        centre = None if self.centres is None else self.centres[client].cpu()
+        return self.coordinates.moved(self.tasks[client].adapter, row, centre)
 
     @property
     def trained_parameters(self) -> set[str]:
@@ -240,21 +229,21 @@ def _plain_gradients(clients: _Clients, parameters: Tensor) -> Tensor:
     return totals.div_(clients.expected_batch_sizes()).float()
 
 
-def _noised_uploads(clients: _Clients, trained: Tensor) -> tuple[Tensor, Sequence[Event]]:
-    """The broadcast adapters plus the updates, clipped jointly to S and noised, and the events that pay for them.
+def _noised_uploads(clients: _Clients, trained: Tensor) -> tuple[Tensor, Tensor, Sequence[Event]]:
+    """The updates, clipped jointly to S and noised; the broadcast adapters plus these; and the events that pay.
 
     Source: Liu et al., Eq. 8.
     """
     spec = clients.spec
     updates = trained.double() - clients.broadcast
-    if clients.scales is not None:
-        updates = updates / clients.scales
+    if clients.coordinates.scales is not None:
+        updates = updates / clients.coordinates.scales
     noised, events = _noised(clients, clipped_rows(updates, spec.clip_norm, (slice(0, clients.layout.size),)))
-    return (clients.broadcast + _scaled(noised, clients.scales)).float(), events
+    return noised, (clients.broadcast + scaled(noised, clients.coordinates.scales)).float(), events
 
 
-def _private_gradients(clients: _Clients, parameters: Tensor) -> tuple[Tensor, Sequence[Event]]:
-    """[clients, values] The noised gradients of one step, and the events that pay for them."""
+def _private_gradients(clients: _Clients, parameters: Tensor) -> tuple[Tensor, Tensor, Sequence[Event]]:
+    """[clients, values] The noised sums of one step, the gradients that they make, and the events that pay for them."""
     spec, parts, batch_rule = clients.spec, clients.layout.parts, clients.spec.clipping == "batch"
     drawn = _drawn(clients)
     totals = torch.zeros_like(parameters, dtype=torch.float64)
@@ -268,18 +257,15 @@ def _private_gradients(clients: _Clients, parameters: Tensor) -> tuple[Tensor, S
         sizes = torch.tensor([max(len(indices), 1) for indices in drawn], device=totals.device)
         totals = clipped_rows(totals / sizes.unsqueeze(1), spec.clip_norm, parts)
     noised, events = _noised(clients, totals)
-    return (noised if batch_rule else noised.div_(clients.expected_batch_sizes())).float(), events
-
-
-def _scaled(values: Tensor, scales: Tensor | None) -> Tensor:
-    return values if scales is None else values * scales
+    return noised, (noised if batch_rule else noised / clients.expected_batch_sizes()).float(), events
 
 
 def _noised(clients: _Clients, sums: Tensor) -> tuple[Tensor, Sequence[Event]]:
     """The sums with the specified noise, and the events that pay for it."""
     spec, layout = clients.spec, clients.layout
     probabilities = [task.sampler.sampling_probability for task in clients.tasks]
-    request = noise_request(spec, probabilities, layout.size, len(layout.parts))
+    grids = [task.grid for task in clients.tasks]
+    request = noise_request(spec, probabilities, layout.size, len(layout.parts), grids)
     return MECHANISMS.named(spec.mechanism).add_noise(sums, request, [task.noise for task in clients.tasks])
 
 
@@ -333,7 +319,7 @@ def _pass_gradients(
 
     gradients, _ = per_sample_gradients(model.layers, losses, stack, trained=clients.trained_parameters)
     rows = clients.layout.flatten({model.adapter_names[name]: g for name, g in gradients.items()})
-    return _scaled(rows, clients.scales)
+    return scaled(rows, clients.coordinates.scales)
 
 
 def _head_gradient_rows(
@@ -390,7 +376,7 @@ def _head_pass(
         {model.head: layer}, lambda: _losses(clients.spec, layer.module(inputs), batch), stack
     )
     rows = clients.layout.flatten({model.adapter_names[name]: g for name, g in gradients.items()})
-    return _scaled(rows, clients.scales)
+    return scaled(rows, clients.coordinates.scales)
 
 
 def _losses(spec: UpdateSpec, logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:

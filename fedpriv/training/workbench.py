@@ -184,7 +184,7 @@ _WITHOUT_EFFECT = {
     *("local_steps", "lora_sampling_probability", "learning_rate", "clip_norm"),
     *("lora_share", "lora_learning_rate", "lora_head_learning_rate", "lora_noise_multiplier"),
     *("noise_multiplier", "start_noise_multiplier", "target_epsilon", "mechanism"),
-    *("mechanism_parameters", "privacy_view", "budget_epsilon", "uploads_hidden"),
+    *("mechanism_parameters", "privacy_view", "budget_epsilon", "secure_aggregation", "secure_masks"),
     *("colluding_clients", "delta", "comparison", "variant_rounds"),
     *("variant_clients", "dedup", "dedup_block_size", "dedup_records"),
     *("dedup_epsilon_bound", "dedup_utility_bound", "integral_epsilon"),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fedpriv import protocol
-from fedpriv.accounting.events import Event
+from fedpriv.accounting import views as accounting
 from fedpriv.adapters.arithmetic import Adapter, difference
 from fedpriv.aggregation import cmfl as relevance
 from fedpriv.config import RunConfig
@@ -33,10 +33,24 @@ from fedpriv.training import private_evaluation
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
 from fedpriv.training.rehearsal import rehearse, synthetic_records
 from fedpriv.training.stacked import execute_one_by_one
-from fedpriv.vault import guard, records
-from fedpriv.vault.frames import EVALUATE, FAILED, REFUSED, REGISTER, RETIRED, TRAIN, Request, Response
+from fedpriv.vault import guard, records, summed
+from fedpriv.vault.frames import (
+    ADVERTISE,
+    CONFIRM,
+    EVALUATE,
+    FAILED,
+    REFUSED,
+    REGISTER,
+    RETIRED,
+    REVEAL,
+    SHARE,
+    TRAIN,
+    Request,
+    Response,
+)
 from fedpriv.vault.guard import AlreadyReleasedError, RefusedError, RetiredError
 from fedpriv.vault.holder import Holder, bench_of, run_of
+from fedpriv.vault.summed import Part
 
 log = logging.getLogger(__name__)
 
@@ -92,12 +106,17 @@ def prepare(request: Request, holder: Holder) -> UpdateTask:
     config = run_of(request.run_config, holder)
     bench = bench_of(config, holder)
     client, policy = holder.partition(bench.num_clients), holder.policy
-    key, spec, broadcast = _instruction(request, config, client, bench.initial)
+    key, spec, broadcast, part = _instruction(request, config, holder, client, bench.initial)
     data_set, num_registered = records.registered(config, bench, holder)
+    if part and part.num_records != num_registered:
+        raise RefusedError(f"terms: num_records = {part.num_records}: this node registered {num_registered}")
     guard.check_instruction(spec, policy, noise_source=config.noise_source, num_registered=num_registered)
     sampler = spec.sampler(num_registered, _source(config, client, key.round, "inclusion"))
-    event = planned_event(spec, sampler.sampling_probability, bench.initial)
-    guard.check_limits(spec, event, key.round, policy.limits)
+    grid = part.grid if part else None
+    event = planned_event(spec, sampler.sampling_probability, bench.initial, grid)
+    # A node knows of no other noise than its own, but under the terms that its peers have signed.
+    release = part.release(event) if part else accounting.Release(event=event, rho_bar=1.0)
+    guard.check_limits(spec, release.charged_on(policy.budget_view), key.round, policy.limits)
     guard.check_broadcast(broadcast, policy.limits)
     bench.model.check({name: tensor.shape for name, tensor in broadcast.adapter.items()})
     bench.model.check_merged(broadcast.merged)
@@ -112,7 +131,7 @@ def prepare(request: Request, holder: Holder) -> UpdateTask:
             num_labels=len(bench.label_names),
             features=bench.features,
         )
-    may_read = _charged(config, holder, key, event, data_set)
+    may_read = _charged(config, holder, key, release, data_set)
     return UpdateTask(
         adapter=broadcast.adapter,
         merged=broadcast.merged,
@@ -121,6 +140,7 @@ def prepare(request: Request, holder: Holder) -> UpdateTask:
         round=key.round,
         sampler=sampler,
         noise=_source(config, client, key.round, "noise"),
+        grid=grid,
     )
 
 
@@ -192,6 +212,7 @@ def register(request: Request, holder: Holder) -> Response:
         data_set=data_set.id if data_set else secrets.token_hex(16),
         keeps_replies=data_set is not None,
         software=protocol.SOFTWARE,
+        identity=summed.identity_of(holder, client).public_line if config.secure_aggregation else "",
     )
     if holder.identity_key is not None:
         signature = keys.sign(holder.identity_key, protocol.statement_of(registration))
@@ -229,7 +250,7 @@ def evaluate(request: Request, holder: Holder) -> Response:
         private_evaluation.rehearse(bench.model, broadcast.adapter, broadcast.merged, synthetic)
     event = private_evaluation.planned_event(spec)
     try:
-        may_read = _charged(config, holder, key, event, data_set)
+        may_read = _charged(config, holder, key, accounting.Release(event=event, rho_bar=1.0), data_set)
     except AlreadyReleasedError as released:
         _journal(request, holder, "sent_again")
         return _counts(released.content)
@@ -245,16 +266,22 @@ _ANSWERS: Mapping[str, Callable[[Request, Holder], Response]] = {
     REGISTER: register,
     TRAIN: train,
     EVALUATE: evaluate,
+    ADVERTISE: summed.advertise,
+    SHARE: summed.share,
+    CONFIRM: summed.confirm,
+    REVEAL: summed.reveal,
 }
 
 
-def _charged(config: RunConfig, holder: Holder, key: Key, event: Event, data_set: DataSet | None) -> bool:
+def _charged(
+    config: RunConfig, holder: Holder, key: Key, release: accounting.Release, data_set: DataSet | None
+) -> bool:
     """Charge a release, the last step before any record is touched; whether the records may be touched for it.
 
     Raises:
         Exception: see `guard.charge`.
     """
-    is_new = guard.charge(holder.policy, key, event, data_set, noise_source=config.noise_source)
+    is_new = guard.charge(holder.policy, key, release, data_set, noise_source=config.noise_source)
     holder.before_records()
     holder.journal.write("charged", run=key.run, round=key.round, recorded=data_set is not None)
     # In a simulation, which protects nobody, a resumed run computes again, so that it stays equal to the bit.
@@ -276,13 +303,17 @@ def _journal(request: Request, holder: Holder, event: str, **fields: str) -> Non
 
 
 def _instruction(
-    request: Request, config: RunConfig, client: int, initial: Adapter
-) -> tuple[Key, UpdateSpec, Broadcast]:
-    """What a train request asks for, and the key under which it counts as one release."""
+    request: Request, config: RunConfig, holder: Holder, client: int, initial: Adapter
+) -> tuple[Key, UpdateSpec, Broadcast, Part | None]:
+    """What a train request asks for, the key under which it counts as one release, and the node's part in a sum."""
     run, round_, spec = protocol.unpack_instruction(request.fields)
     arrays = {record: _tensors(named) for record, named in request.arrays.items()}
     broadcast = protocol.unpack_broadcast(arrays, spec, initial)
-    return _key(config, client, run, round_, guard.request_digest(broadcast, spec)), spec, broadcast
+    digest = guard.request_digest(broadcast, spec)
+    part = summed.part_of(request, config, holder, client, spec=spec, digest=digest, initial=initial)
+    if part and (part.terms.run, part.terms.round) != (run, round_):
+        raise RefusedError(f"terms: run, round = {part.terms.run}, {part.terms.round}: are not those of the request")
+    return _key(config, client, run, round_, f"{digest} {part.digest}" if part else digest), spec, broadcast, part
 
 
 def _key(config: RunConfig, client: int, run: str, round_: int, digest: str) -> Key:
@@ -301,10 +332,15 @@ def _settled(request: Request, holder: Holder, update: ClientUpdate) -> Response
     config = run_of(request.run_config, holder)
     bench = bench_of(config, holder)
     client = holder.partition(bench.num_clients)
-    key, spec, broadcast = _instruction(request, config, client, bench.initial)
-    silent = _is_irrelevant(update.adapter, broadcast, spec, key.round)
-    rounding = _source(config, client, key.round, "rounding")
-    arrays = {} if silent else protocol.pack_upload(update.adapter, broadcast, spec, bench.initial, rounding)
+    key, spec, broadcast, part = _instruction(request, config, holder, client, bench.initial)
+    silent = part is None and _is_irrelevant(update.adapter, broadcast, spec, key.round)
+    if part is not None:
+        arrays = {protocol.SUM: part.vector(update)}
+    elif silent:
+        arrays = {}
+    else:
+        rounding = _source(config, client, key.round, "rounding")
+        arrays = protocol.pack_upload(update.adapter, broadcast, spec, bench.initial, rounding)
     release = Release(round=key.round, event=update.event, num_records=update.num_records, silent=silent)
     content = protocol.pack_reply(release, arrays)
     if holder.policy.ledger is not None:

@@ -24,6 +24,10 @@ VERSION = 1
 REGISTER = "register"
 TRAIN = "train"
 EVALUATE = "evaluate"
+ADVERTISE = "advertise"
+SHARE = "share"
+CONFIRM = "confirm"
+REVEAL = "reveal"
 
 # Codes of error replies.
 REFUSED = 100
@@ -50,7 +54,8 @@ class Request:
     """What a coordinator asks of a node; every part of it is the coordinator's choice.
 
     Attributes:
-        kind: `register`, `train` or `evaluate`.
+        kind: `register`, `train`, `evaluate` or, around a train request under secure aggregation, `advertise`,
+            `share`, `confirm` and `reveal`.
         run_config: the run's configuration.
         fields: scalars of the message.
         arrays: {record's name: {array's name: array}}.

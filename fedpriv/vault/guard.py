@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 from fedpriv.accounting.accountants import check_delta, epsilon_of, stays_within
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.sensitivity import CLIPPING_RULES, NOISE_TARGETS
-from fedpriv.accounting.views import Release, default_delta
+from fedpriv.accounting.views import PlannedView, Release, default_delta
 from fedpriv.adapters.codecs import CODECS
 from fedpriv.errors import InputError
 from fedpriv.ledger.entries import CHARGED, RELEASED, Charge, DataSet, Key
@@ -62,9 +63,13 @@ class NodePolicy:
             the whole federation is its own simulation.
         ledger: the node's own ledger; None is allowed only with `allow_unrecorded`.
         allow_unrecorded: the holder agrees to releases that only the coordinator's ledger records.
-        budget_epsilon: the most that all runs on the data may cost together, on the `local` view; None sets no bound.
+        budget_epsilon: the most that all runs on the data may cost together, on `budget_view`; None sets no bound.
         delta: of the budget, in (0, 1); None means 1/(10 N_k), at most 1e-5.
         limits: what an instruction may ask for; None allows every valid instruction.
+        budget_view: `local`, or `aggregate`, where an upload under secure aggregation costs what the sum shows.
+        min_survivors: t; terms under which fewer uploads make a sum are refused.
+        colluding_clients: c, how many others may reveal their noise to the server; none of theirs counts.
+        peers: {client: public line} of the holders that the operator approved; None accepts any, as in a simulation.
 
     Raises:
         InputError, ValueError: the budget or delta is out of range.
@@ -76,6 +81,10 @@ class NodePolicy:
     budget_epsilon: float | None = None
     delta: float | None = None
     limits: Limits | None = field(default_factory=Limits)
+    budget_view: PlannedView = "local"
+    min_survivors: int = 2
+    colluding_clients: int = 0
+    peers: Mapping[int, str] | None = None
 
     def __post_init__(self) -> None:
         if self.budget_epsilon is not None and not 0 < self.budget_epsilon < math.inf:
@@ -152,7 +161,7 @@ def check_limits(spec: UpdateSpec, event: Event, round_: int, limits: Limits | N
 
     Args:
         spec: the update that the coordinator asks for.
-        event: what it would cost.
+        event: what it would cost, on the view of the node's budget.
         round_: the run's round, from 1.
         limits: of the node; None checks the round alone.
 
@@ -298,7 +307,7 @@ def log_content(policy: NodePolicy, data_set: DataSet, content: bytes, num_recor
         log.warning("found %s records; the registered number, %s, stays in force", num_records, data_set.num_records)
 
 
-def charge(policy: NodePolicy, key: Key, event: Event, data_set: DataSet | None, *, noise_source: str) -> bool:
+def charge(policy: NodePolicy, key: Key, release: Release, data_set: DataSet | None, *, noise_source: str) -> bool:
     """Charge a release to the node's own ledger, if it keeps one, durably and before anything is computed.
 
     Returns whether the charge is new. If it is not, an earlier attempt ended before it stored a reply, perhaps because
@@ -315,12 +324,11 @@ def charge(policy: NodePolicy, key: Key, event: Event, data_set: DataSet | None,
             these data have another unit.
         LedgerError: the ledger cannot be used.
     """
+    event = release.event
     if not policy.allow_not_private:
         _check_event(event)
     if policy.ledger is None or data_set is None or not event.is_noised:
         return True
-    # A node does not know the noise of the round's other clients, so its own ledger keeps the `local` view.
-    release = Release(event=event, rho_bar=1.0)
     new_charge = Charge(key=key, data_set=data_set.id, release=release, noise_source=noise_source)
     with Ledger(policy.ledger) as ledger:
         current = ledger.data_set()
@@ -335,14 +343,16 @@ def charge(policy: NodePolicy, key: Key, event: Event, data_set: DataSet | None,
             if ledger.charged_data_set(key) != data_set.id:
                 raise RefusedError(f"round {key.round}: was charged to another data set of this node")
             return False
-        history = [earlier.event for earlier in ledger.releases(data_set.id)]
+        history = [earlier.charged_on(policy.budget_view) for earlier in ledger.releases(data_set.id)]
         if any(earlier.unit != event.unit for earlier in history):
             raise RefusedError(
                 f"noise_on: its unit is the {event.unit}; earlier releases of these data have another, "
                 "and the two do not compose"
             )
         budget = policy.budget_epsilon
-        if budget is not None and not stays_within([*history, event], data_set.delta, budget):
+        if budget is not None and not stays_within(
+            [*history, release.charged_on(policy.budget_view)], data_set.delta, budget
+        ):
             cost = epsilon_of(history, data_set.delta).epsilon
             log.warning("round %s would exceed the budget: %.4f of %s is spent", key.round, cost, budget)
             raise RetiredError("budget_epsilon: another round would exceed this node's budget")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from fedpriv.config import EMBEDDED, ON_NODES, RunConfig, parse
 from fedpriv.data.text import DataSource
+from fedpriv.deployment import keys
+from fedpriv.errors import InputError
 from fedpriv.journal import Journal
 from fedpriv.training.workbench import Workbench, workbench
 from fedpriv.vault import models
@@ -96,6 +98,10 @@ class Holder:
                 ledger=settings.ledger,
                 budget_epsilon=settings.budget_epsilon,
                 delta=settings.delta,
+                budget_view=settings.budget_view,
+                min_survivors=settings.min_survivors,
+                colluding_clients=settings.colluding_clients,
+                peers=_approved_peers(settings.peers) if is_own else None,
             ),
             terms=terms if is_own else None,
             name=settings.name,
@@ -114,6 +120,20 @@ class Holder:
                 f"partition-id = {self.client!r}: must lie in 0..{num_clients - 1}, the clients of this run"
             )
         return self.client
+
+
+def _approved_peers(folder: Path) -> dict[int, str]:
+    """{client: public line} of the holders that the operator approved.
+
+    Raises:
+        InputError: a file of the folder is no public key, or is not named by a partition id.
+    """
+    peers = {}
+    for path in sorted(folder.glob("*.pub")):
+        if not path.stem.isdecimal():
+            raise InputError(f"{path}: must be named PARTITION-ID.pub")
+        peers[int(path.stem)] = keys.read_public_line(path)
+    return peers
 
 
 def run_of(run_config: Mapping[str, Scalar], holder: Holder) -> RunConfig:

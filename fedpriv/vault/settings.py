@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from fedpriv.accounting.views import PlannedView
 from fedpriv.data.text import DataSource
 from fedpriv.deployment.settings import read_settings
 
@@ -27,6 +28,10 @@ class VaultSettings:
         labels: the classes in the order that all holders agreed on; empty for causal models.
         budget_epsilon: that all runs together may spend; required for records of the node's own.
         delta: for the budget; None stands for 1 / (10 N_k), at most 1e-5.
+        budget_view: what the budget counts: `local`, what the server could learn from this node's uploads if it saw
+            each, or `aggregate`, what it learns from sums under secure aggregation.
+        min_survivors: t; the node takes part in no sum of fewer uploads.
+        colluding_clients: c; the noise of so many others is not counted.
         ledger_file: None stands for ledger.sqlite in the folder.
         memory_limit_mb: for one forward and backward pass, and as much again for the prefix cache.
         device: that trains: `auto`, `cpu` or `cuda:0`.
@@ -44,6 +49,9 @@ class VaultSettings:
     labels: tuple[str, ...] = ()
     budget_epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     delta: Annotated[float, Field(gt=0, lt=1)] | None = None
+    budget_view: PlannedView = "local"
+    min_survivors: Annotated[int, Field(ge=2)] = 2
+    colluding_clients: Annotated[int, Field(ge=0)] = 0
     ledger_file: Path | None = None
     memory_limit_mb: Annotated[int, Field(ge=1)] = 1024
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
@@ -85,8 +93,13 @@ class VaultSettings:
         return self.folder / "approved-models.toml"
 
     @property
+    def peers(self) -> Path:
+        """The folder with the public keys of the holders with which the node adds up, as PARTITION-ID.pub."""
+        return self.folder / "peers"
+
+    @property
     def key(self) -> Path:
-        """The node's private key, which signs its registrations."""
+        """The node's private key, which signs its registrations, and its part in sums."""
         return self.folder / "node.key"
 
     @property

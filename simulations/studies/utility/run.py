@@ -182,7 +182,7 @@ def configuration(cell: Cell, written: Path, data: Path, out: Path) -> RunConfig
     values = {**common, **where, **method, "out": str(out), **_privacy(cell)}
     if cell.view == "sum":
         num_clients = len(workbench(parse(values)).data.clients)
-        values |= {"privacy_view": "aggregate", "uploads_hidden": True, "min_clients": num_clients}
+        values |= {"privacy_view": "aggregate", "secure_aggregation": True, "min_clients": num_clients}
     if cell.method == PROBES:
         values["learning_rate"] = probe_learning_rate(parse({**values, "learning_rate": 1.0}))
     if cell.method == LOCAL_STEPS:

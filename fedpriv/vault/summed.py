@@ -1,0 +1,254 @@
+"""A node's part in a sum that the server learns without its parts: secure aggregation, and what it costs.
+
+The exchanges before and after the train message answer here. Between them the session lives in this process's memory:
+a node that was restarted has dropped out. Nothing but the masked vector depends on records, and it is charged first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedpriv import protocol
+from fedpriv.accounting.events import Event
+from fedpriv.accounting.views import Release, smallest_aggregate_scales
+from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.config import RunConfig
+from fedpriv.deployment import keys
+from fedpriv.mechanisms.discrete_gaussian import integers
+from fedpriv.secure_aggregation import (
+    ProtocolError,
+    Session,
+    Sessions,
+    Terms,
+    make_identity,
+    smallest_threshold,
+    terms_from_text,
+)
+from fedpriv.secure_aggregation.grid import ClientGrid
+from fedpriv.secure_aggregation.identities import Identity, verify_once
+from fedpriv.secure_aggregation.masks import to_words
+from fedpriv.training.local_update import ClientUpdate, UpdateSpec
+from fedpriv.training.summing import num_included
+from fedpriv.training.trained import trained_names
+from fedpriv.vault.frames import Request, Response
+from fedpriv.vault.guard import NodePolicy, RefusedError
+from fedpriv.vault.holder import Holder, bench_of, run_of
+
+# By client: a simulation's nodes share this process.
+_sessions: defaultdict[int, Sessions] = defaultdict(Sessions)
+_identities: dict[int, Identity] = {}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """One client's part in one sum.
+
+    Attributes:
+        terms: that all participants sign.
+        client: whose part it is.
+        grid: of its integers.
+        aggregate_scale: the noise of any sum that is seen over its own, at least; >= 1.
+        session: masks the integers; None in a simulation that leaves out what would cancel out.
+        sealed: its peers' shares, for the session.
+    """
+
+    terms: Terms
+    client: int
+    grid: ClientGrid
+    aggregate_scale: float
+    session: Session | None
+    sealed: str
+
+    @property
+    def digest(self) -> str:
+        """SHA-256, in hex, of the terms and of this node's keys: with other keys or terms it is another release."""
+        keys_shown = self.session.advertisement if self.session else ""
+        return hashlib.sha256(self.terms.digest() + keys_shown.encode()).hexdigest()
+
+    def release(self, event: Event) -> Release:
+        """What the part costs that the event pays for."""
+        return Release(event=event, rho_bar=1.0, aggregate_scale=self.aggregate_scale)
+
+    @property
+    def num_records(self) -> int:
+        """N_k, as the terms have it."""
+        return self.terms.participant(self.client).num_records
+
+    def vector(self, update: ClientUpdate) -> Tensor:
+        """What leaves the node, int32 or int64 [values]: the integers modulo 2^bits, under the masks if there are any.
+
+        Args:
+            update: on this part's grid.
+
+        Raises:
+            RefusedError: the session does not stand before this step, or a peer's shares are not for this node.
+        """
+        if update.noised is None:
+            raise ValueError("update: was not made for a sum")
+        values = integers(update.noised, self.grid.points).numpy()
+        try:
+            words = self.session.mask(self.sealed, values) if self.session else to_words(values, self.terms)
+        except ProtocolError as error:
+            raise RefusedError(str(error)) from None
+        return torch.from_numpy(words.view(np.dtype(f"int{self.terms.modulus_bits}")))
+
+
+def identity_of(holder: Holder, client: int) -> Identity:
+    """Who signs for the node: its key or, in a simulation, one made in memory."""
+    if holder.identity_key is not None:
+        return Identity(public_line=keys.public_line(holder.identity_key), sign=partial(keys.sign, holder.identity_key))
+    if client not in _identities:
+        _identities[client] = make_identity()
+    return _identities[client]
+
+
+def part_of(
+    request: Request, config: RunConfig, holder: Holder, client: int, *, spec: UpdateSpec, digest: str, initial: Adapter
+) -> Part | None:
+    """The node's part in the sum that a train request is for; None if the server is to see the upload itself.
+
+    Args:
+        request: with the terms and its peers' shares.
+        config: of the run.
+        holder: of the node.
+        client: whose part it is.
+        spec: of the update.
+        digest: of the request's broadcast and specification, which the terms must name.
+        initial: all tensors of the adapter.
+
+    Raises:
+        RefusedError: the terms are not for this request or not what the operator agreed to, or the node takes no part.
+    """
+    if not config.secure_aggregation:
+        return None
+    terms = _terms(request)
+    check_policy(terms, client, holder.policy)
+    dimension = sum(initial[name].numel() for name in trained_names(initial, spec.trains))
+    for name, stated, asked in (
+        ("request", terms.request, digest),
+        ("dimension", terms.dimension, dimension),
+        ("clip_norm", terms.clip_norm, spec.clip_norm),
+        ("noise_multiplier", terms.noise_multiplier, spec.noise_multiplier),
+    ):
+        if stated != asked:
+            raise RefusedError(f"terms: {name} = {stated}: the request has {asked}")
+    own = terms.participant(client)
+    if own.sampling_probability != spec.probability(own.num_records):
+        raise RefusedError(f"terms: sampling_probability = {own.sampling_probability}: is not that of the request")
+    if config.masks:
+        try:
+            session = _sessions[client].of(terms.run, terms.attempt)
+        except ProtocolError as error:
+            raise RefusedError(str(error)) from None
+        if session.terms.digest() != terms.digest():
+            raise RefusedError("terms: are not those that this node has signed")
+    elif holder.policy.allow_not_private:
+        session = None
+    else:
+        raise RefusedError("secure_masks = false: this node sends no vector without masks; only simulations do")
+    return Part(
+        terms=terms,
+        client=client,
+        grid=ClientGrid(points=terms.gamma * own.scale, bound=spec.clip_norm * num_included(spec, own.num_records)),
+        aggregate_scale=smallest_aggregate_scales(
+            {participant.client: participant.scale for participant in terms.participants},
+            threshold=terms.threshold,
+            colluding=holder.policy.colluding_clients,
+        )[client],
+        session=session,
+        sealed=str(request.fields.get(protocol.SEALED, "")),
+    )
+
+
+def check_policy(terms: Terms, client: int, policy: NodePolicy) -> None:
+    """Refuse terms under which less noise, or fewer honest peers, would count than the node's operator agreed to.
+
+    Raises:
+        RefusedError: one line with the name, the value and the limit.
+    """
+    if client not in terms.by_client:
+        raise RefusedError(f"terms: client {client}, this node, is not among the participants")
+    least = max(policy.min_survivors, smallest_threshold(len(terms.participants), policy.colluding_clients))
+    if terms.threshold < least:
+        raise RefusedError(
+            f"terms: threshold = {terms.threshold}: this node needs at least {least} survivors among "
+            f"{len(terms.participants)} participants, of whom {policy.colluding_clients} may collude"
+        )
+
+
+def advertise(request: Request, holder: Holder) -> Response:
+    """Fresh keys for an attempt at a sum, signed with its terms.
+
+    Raises:
+        RefusedError: the terms are not what the node's operator agreed to, or a participant is not approved.
+        InputError: the run's configuration or, in a simulation, its data cannot be used.
+    """
+    config = run_of(request.run_config, holder)
+    client = _client(config, holder)
+    if not (config.secure_aggregation and config.masks):
+        raise RefusedError("advertise: the run's configuration has no masks")
+    terms = _terms(request)
+    check_policy(terms, client, holder.policy)
+    try:
+        session = _sessions[client].begin(
+            terms,
+            client,
+            sign=identity_of(holder, client).sign,
+            approved=holder.policy.peers,
+            # A simulation's nodes all check the same signatures.
+            verify=keys.verify if holder.terms is not None else verify_once,
+        )
+    except ProtocolError as error:
+        raise RefusedError(str(error)) from None
+    holder.journal.write("advertised", run=terms.run, round=terms.round, attempt=terms.attempt)
+    return _message(session.advertisement)
+
+
+def share(request: Request, holder: Holder) -> Response:
+    """Shares of the node's seeds, sealed for its peers; raises like `advertise`."""
+    return _step(Session.share, request, holder)
+
+
+def confirm(request: Request, holder: Holder) -> Response:
+    """The node's signature of the list of those whose vectors are summed; raises like `advertise`."""
+    return _step(Session.confirm, request, holder)
+
+
+def reveal(request: Request, holder: Holder) -> Response:
+    """The shares with which the server takes the masks off the sum; raises like `advertise`."""
+    return _step(Session.reveal, request, holder)
+
+
+def _step(step: Callable[[Session, str], str], request: Request, holder: Holder) -> Response:
+    client = _client(run_of(request.run_config, holder), holder)
+    run, attempt, message = protocol.unpack_step(request.fields)
+    try:
+        answer = step(_sessions[client].of(run, attempt), message)
+    except ProtocolError as error:
+        raise RefusedError(str(error)) from None
+    holder.journal.write(step.__name__, run=run, attempt=attempt)
+    return _message(answer)
+
+
+def _client(config: RunConfig, holder: Holder) -> int:
+    return holder.partition(config.num_clients if holder.terms else bench_of(config, holder).num_clients)
+
+
+def _terms(request: Request) -> Terms:
+    """The terms in a request."""
+    try:
+        return terms_from_text(str(request.fields.get(protocol.TERMS, "")))
+    except ProtocolError as error:
+        raise RefusedError(f"terms: {error}") from None
+
+
+def _message(text: str) -> Response:
+    return Response(record=protocol.STEP, fields={protocol.MESSAGE: text})
