@@ -92,7 +92,7 @@ def test_a_plan_has_the_noise_and_the_rates_that_a_run_computes(of_view, further
         # What rounding to a grid costs depends on the number of values, of which a plan knows those of LoRA; a ten
         # thousandth for the head is half a hundredth of what the head leaves.
         assert asdict(found.spec) == {
-            name: pytest.approx(value, rel=1e-2) if of_view and isinstance(value, float) else value
+            name: pytest.approx(value, rel=2e-2) if of_view and isinstance(value, float) else value
             for name, value in asdict(of_run.spec).items()
         }
 
