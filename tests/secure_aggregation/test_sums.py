@@ -83,15 +83,15 @@ def thresholds(num_clients: int) -> range:
     return range(smallest_threshold(num_clients, 0), num_clients + 1)
 
 
-@pytest.mark.parametrize(("num_clients", "threshold"), [(k, t) for k in (3, 4) for t in thresholds(k)])
+@pytest.mark.parametrize(("num_clients", "threshold"), [(k, t) for k in (3, 4, 5) for t in thresholds(k)])
 def test_the_sum_of_the_survivors_is_exact_for_every_pattern_of_dropouts(num_clients, threshold):
     check_all_patterns(make_terms(num_clients, threshold=threshold, dimension=4))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_clients", "threshold"), [(k, t) for k in (5, 6) for t in thresholds(k)])
-def test_the_sum_is_exact_for_every_pattern_of_more_clients(num_clients, threshold):
-    check_all_patterns(make_terms(num_clients, threshold=threshold, dimension=4))
+@pytest.mark.parametrize("threshold", thresholds(6))
+def test_the_sum_is_exact_for_every_pattern_of_six_clients(threshold):
+    check_all_patterns(make_terms(6, threshold=threshold, dimension=4))
 
 
 def check_random_patterns(num_clients: int, repeats: int, *, colluding: int, seed: int) -> None:
