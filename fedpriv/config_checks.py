@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from fedpriv.config_types import ON_NODES
 from fedpriv.mechanisms.registry import MECHANISMS
+from fedpriv.recipes import GAUSSIAN_MECHANISMS
 
 if TYPE_CHECKING:
     from fedpriv.config import RunConfig
@@ -168,11 +169,14 @@ def _check_recipe(config: RunConfig) -> None:
         f"train = {config.train}": (config.train != "all", one_clipped_sum),
         f"lora_rounds = {config.lora_rounds}": (config.lora_rounds is not None, one_clipped_sum),
     }
-    known = {key: getattr(type(config), key) for key in (*one_clipped_sum, "local_steps")}
+    known: dict[str, tuple[object, ...]] = {
+        key: (getattr(type(config), key),) for key in (*one_clipped_sum, "local_steps")
+    }
+    known["mechanism"] = GAUSSIAN_MECHANISMS
     for part, (is_used, needed) in parts.items():
         for key in needed:
-            if is_used and (value := getattr(config, key)) != known[key]:
-                raise ValueError(f"{part}: needs {key} = {known[key]}, not {value}, {remedy}")
+            if is_used and (value := getattr(config, key)) not in known[key]:
+                raise ValueError(f"{part}: needs {key} = {' or '.join(map(str, known[key]))}, not {value}, {remedy}")
     if config.head_start and not config.normalize_features:
         raise ValueError(f"head_start = true: needs normalize_features = true, {remedy}")
     if config.head_start and config.rounds < 2:

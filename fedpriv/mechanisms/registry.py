@@ -128,6 +128,7 @@ class Registry(MutableMapping[str, Mechanism]):
 MECHANISMS = Registry(
     {
         "gaussian": "fedpriv.mechanisms.gaussian",
+        "discrete-gaussian": "fedpriv.mechanisms.discrete_gaussian",
         "lmo": "fedpriv.mechanisms.lmo",
     }
 )
