@@ -1,6 +1,7 @@
 """Keys that two nodes agree on, and keys derived from seeds; each for one purpose, attempt and pair.
 
-Source: Bonawitz et al. 2017, Section 3.1 (key agreement). RFC 7748 (X25519), RFC 5869 (HKDF).
+Source: Bonawitz et al. 2017, Section 3 (key agreement); Langley, Hamburg and Turner 2016 (X25519); Krawczyk and
+Eronen 2010 (HKDF).
 """
 
 from __future__ import annotations

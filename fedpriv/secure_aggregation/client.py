@@ -100,8 +100,8 @@ def advertise(
     client: int,
     *,
     sign: Sign,
+    approved: Mapping[int, str] | None,
     verify: Verify = keys.verify,
-    approved: Mapping[int, str] | None = None,
     draw: Callable[[int], bytes] = os.urandom,
 ) -> tuple[Advertised, Advertisement]:
     """First exchange: fresh keys of this node, signed together with the terms.
@@ -110,9 +110,9 @@ def advertise(
         terms: of the attempt.
         client: this node's number; its entry must hold the public line of what `sign` signs with.
         sign: signs with the node's registered key.
-        verify: checks signatures.
         approved: {client: public line} that the node's operator approved; each participant but this node must be in it
             with exactly this identity. None accepts everyone, for a simulation.
+        verify: checks signatures.
         draw: draws secret bytes, uniform.
 
     Raises:

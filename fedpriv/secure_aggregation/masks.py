@@ -1,6 +1,6 @@
 """Masks: vectors that look uniform modulo 2^m and cancel in the sum of all who added them.
 
-Source: Bonawitz et al. 2017, Section 4 and Figure 4, round 2 (MaskedInputCollection).
+Source: Bonawitz et al. 2017, Figure 4, round 2 (MaskedInputCollection).
 """
 
 from __future__ import annotations

@@ -147,7 +147,10 @@ class Session:
 
 
 class Sessions:
-    """A node's sessions by run: at most one a run, and of at most `max_runs` runs, of which the oldest is ended."""
+    """A node's sessions by run: at most one a run, and of at most `max_runs` runs, of which the oldest is ended.
+
+    For one thread. Others would have to take turns.
+    """
 
     def __init__(self, max_runs: int = MAX_RUNS) -> None:
         if max_runs < 1:

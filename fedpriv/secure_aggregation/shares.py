@@ -3,7 +3,8 @@
 Every share is committed to by a hash that the server sees. So a holder that later reveals something else is named by
 the server, and a dealer whose shares do not fit its commitments is named by the holder.
 
-Source: Shamir 1979; Bonawitz et al. 2017, Figure 4, round 1 (ShareKeys). The commitments are our addition.
+Source: Shamir 1979; Bonawitz et al. 2017, Figure 4, round 1 (ShareKeys); Nir and Langley 2018 (ChaCha20-Poly1305).
+The commitments are an addition.
 """
 
 from __future__ import annotations

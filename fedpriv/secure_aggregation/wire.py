@@ -66,8 +66,11 @@ def dealt_from_text(text: str, dealer: int) -> dict[int, bytes]:
     Raises:
         ProtocolError: the text is malformed.
     """
-    sizes = {dealer: COMMITMENT_BYTES}
-    return _by_client("shares", text, lambda peer, part: _bytes(f"shares for {peer}", part, sizes.get(peer)))
+
+    def read(holder: int, part: Any) -> bytes:
+        return _bytes(f"shares for client {holder}", part, COMMITMENT_BYTES if holder == dealer else SEALED_BYTES)
+
+    return _by_client("shares", text, read)
 
 
 def sealed_from_text(text: str) -> dict[int, bytes]:
@@ -76,7 +79,7 @@ def sealed_from_text(text: str) -> dict[int, bytes]:
     Raises:
         ProtocolError: the text is malformed.
     """
-    return _by_client("shares", text, lambda peer, part: _bytes(f"shares from {peer}", part, SEALED_BYTES))
+    return _by_client("shares", text, lambda peer, part: _bytes(f"shares from client {peer}", part, SEALED_BYTES))
 
 
 def survivors_text(survivors: Iterable[int]) -> str:
@@ -187,15 +190,14 @@ def _encoded(value: bytes) -> str:
     return base64.b64encode(value).decode()
 
 
-def _bytes(name: str, value: Any, size: int | None) -> bytes:
-    """Bytes from base64 in its one canonical form, of this size; None stands for sealed shares."""
-    expected = SEALED_BYTES if size is None else size
+def _bytes(name: str, value: Any, size: int) -> bytes:
+    """Bytes from base64 in its one canonical form, of this size."""
     try:
         decoded = base64.b64decode(value, validate=True) if type(value) is str else b""
     except (binascii.Error, ValueError):
         decoded = b""
-    if len(decoded) != expected or _encoded(decoded) != value:
-        raise ProtocolError(f"{name} = {shown(value)}: must be {expected} bytes in base64")
+    if len(decoded) != size or _encoded(decoded) != value:
+        raise ProtocolError(f"{name} = {shown(value)}: must be {size} bytes in base64")
     return decoded
 
 

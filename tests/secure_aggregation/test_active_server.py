@@ -193,7 +193,7 @@ def test_an_encryption_key_that_agrees_on_zero_or_has_a_second_name_is_refused()
 
 def test_a_mask_key_that_agrees_on_zero_is_refused_before_anything_is_masked():
     attempt = attempted(TERMS, "advertise")
-    state, honest = node_side.advertise(TERMS, 3, sign=node(3).sign, verify=verify_once)
+    state, honest = node_side.advertise(TERMS, 3, sign=node(3).sign, approved=None, verify=verify_once)
     zero = replace(honest, mask_key=bytes(32))
     zero = replace(zero, signature=node(3).sign(advertised(TERMS, zero)))
     shown = {**attempt.u1.shown, 3: zero}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedpriv.secure_aggregation import client as node_side
-from fedpriv.secure_aggregation import server, wire
+from fedpriv.secure_aggregation import server, shares, wire
 from fedpriv.secure_aggregation.errors import ProtocolError, TooFewError
 from fedpriv.secure_aggregation.identities import verify_once
 from fedpriv.secure_aggregation.messages import advertised
@@ -136,7 +136,7 @@ def test_a_reveal_of_other_clients_than_asked_for_is_left_out():
 def test_a_dealer_whose_shares_give_another_seed_is_named_and_no_sum_is_made(seed):
     others = [client for client in range(5) if client != LIAR]
     attempt = Attempt(terms=TERMS)
-    state, shown = node_side.advertise(TERMS, LIAR, sign=node(LIAR).sign, verify=verify_once)
+    state, shown = node_side.advertise(TERMS, LIAR, sign=node(LIAR).sign, approved=None, verify=verify_once)
     texts = {client: attempt.sessions[client].advertisement for client in others}
     attempt.u1 = server.collect_advertisements(
         TERMS, texts | {LIAR: wire.advertisement_text(shown)}, verify=verify_once
@@ -152,10 +152,12 @@ def test_a_dealer_whose_shares_give_another_seed_is_named_and_no_sum_is_made(see
         attempt.reveal(others)
 
 
-def test_a_dealer_whose_shares_do_not_fit_their_commitments_is_named_by_the_holder():
-    attempt = attempted(TERMS, "share")
-    commitments_of_another = wire.sealed_from_text(attempt.u2.message(2))[LIAR][:64]
-    received = wire.sealed_from_text(attempt.u2.message(0))
-    received[LIAR] = commitments_of_another + received[LIAR][64:]
-    with pytest.raises(ProtocolError, match="shares from client 1"):
-        attempt.sessions[0].mask(wire.sealed_text(received), attempt.values[0])
+def test_a_dealer_whose_shares_do_not_fit_their_commitments_is_named_by_the_holder(monkeypatch):
+    attempt = attempted(TERMS, "advertise")
+    with monkeypatch.context() as lying:
+        lying.setattr(shares, "commitments", lambda shared, route: bytes(64))
+        dealt = {LIAR: attempt.sessions[LIAR].share(attempt.u1.message())}
+    dealt |= {k: attempt.sessions[k].share(attempt.u1.message()) for k in range(5) if k != LIAR}
+    attempt.u2 = server.collect_shares(attempt.u1, dealt)
+    with pytest.raises(ProtocolError, match="shares from client 1: do not fit the hashes"):
+        attempt.sessions[0].mask(attempt.u2.message(0), attempt.values[0])

@@ -90,7 +90,7 @@ def played(
     """
     generator = np.random.default_rng(5)
     begun = {
-        k: node_side.advertise(TERMS, k, sign=node(k).sign, verify=verify_once, draw=generator.bytes)
+        k: node_side.advertise(TERMS, k, sign=node(k).sign, approved=None, verify=verify_once, draw=generator.bytes)
         for k in TERMS.by_client
     }
     shown = {k: advertisement for k, (_, advertisement) in begun.items()}

@@ -27,7 +27,10 @@ class Patterns:
 
     def __init__(self, terms: Terms) -> None:
         self.terms, self.values = terms, make_values(terms)
-        begun = {k: node_side.advertise(terms, k, sign=node(k).sign, verify=verify_once) for k in terms.by_client}
+        begun = {
+            k: node_side.advertise(terms, k, sign=node(k).sign, approved=None, verify=verify_once)
+            for k in terms.by_client
+        }
         self.begun = {client: state for client, (state, _) in begun.items()}
         self.texts = {client: wire.advertisement_text(message) for client, (_, message) in begun.items()}
         for name in ("advertised", "shared", "masked", "confirmed"):
