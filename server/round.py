@@ -78,7 +78,8 @@ class Round:
         requests: what each client was asked.
         messages: the messages that carried the requests.
         replies: the first reply of each client that replied, with or without an error.
-        statuses: of every client that was asked; `no reply` until there is one.
+        statuses: of every client that was asked, `no reply` until there is one; and of every one that had left the
+            exchanges before, so was not asked for anything that depends on its records.
         uploads: of the clients whose status is `ok`.
         bytes_up, bytes_down: of each client in the exchanges around this one that secure aggregation needs.
     """

@@ -115,7 +115,9 @@ def client_table(clients: Iterable[Mapping[str, Any]], accountant: str) -> Table
     views = ["local", "rho"]
     if clients and all(client.get("epsilon_aggregate") is not None for client in clients):
         views.insert(0, "aggregate")
-    headers = ("client", "records", "rounds", *("ε sum" if view == "aggregate" else f"ε {view}" for view in views), "δ", "sent", "received")
+    # Shorter than `aggregate`, so that 80 columns hold the table.
+    epsilons = ("ε sum" if view == "aggregate" else f"ε {view}" for view in views)
+    headers = ("client", "records", "rounds", *epsilons, "δ", "sent", "received")
     rows = tuple(
         (
             _client_label(client),

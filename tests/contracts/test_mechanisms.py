@@ -343,7 +343,7 @@ def test_a_node_charges_no_event_that_protects_nobody_whatever_its_mechanism_say
         (MECHANISMS["lmo"].planned_events(published)[0], "no privacy guarantee"),
     ):
         with pytest.raises(guard.RefusedError, match=message):
-            guard.charge(policy, key, event, data_set, noise_source="secure")
+            guard.charge(policy, key, Release(event=event, rho_bar=1.0), data_set, noise_source="secure")
     with Ledger(policy.ledger) as ledger:
         assert ledger.releases(data_set.id) == []
 
