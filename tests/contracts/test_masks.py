@@ -17,6 +17,7 @@ from fedpriv.ledger.entries import CHARGED, entries
 from fedpriv.ledger.reader import reading
 from fedpriv.vault import summed
 from server.observer import LogObserver
+from server.sums import Sums
 from simulations.engines import federation
 
 SUMS = {"secure_aggregation": True, "min_clients": 3, "local_steps": 1, "num_clients": 3, "rounds": 3}
@@ -117,17 +118,36 @@ def test_who_drops_out_before_its_vector_is_not_in_the_sum_and_who_drops_out_lat
     assert ("Round 2 without" in page) == (step in ("share", "mask"))
 
 
-def test_a_round_with_too_few_ends_by_name_and_a_resumed_run_tries_it_anew(values, tmp_path, monkeypatch):
+def test_a_round_with_too_few_ends_by_name_and_its_charges_stand(values, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         Deaf(patch, "mask", client=2, round_=2)
         with pytest.raises(TooFewClientsError, match=r"round 2: masked vectors: came from 2 clients, must .* 3"):
             run(values, tmp_path / "run", secure_masks=True)
     before = charges(tmp_path / "run" / "ledger.sqlite")
-    assert len(before) == 6, "the charges of the failed attempt stand"
+    assert [round_ for _, round_, _, _ in before] == [1, 1, 1, 2, 2, 2]
     run(values, tmp_path / "run", secure_masks=True, resume=str(tmp_path / "run"))
     after = charges(tmp_path / "run" / "ledger.sqlite")
     assert after[:6] == before
-    assert sorted(round_ for _, round_, _, _ in after[6:]) == [2, 2, 2, 3, 3, 3]
+    assert [round_ for _, round_, _, _ in after[6:]] == [3, 3, 3]
+
+
+def test_a_round_that_is_repeated_after_a_crash_is_a_new_attempt_with_charges_of_its_own(values, tmp_path, monkeypatch):
+    close, attempts = Sums.close, []
+
+    def crash(self, link, round_, opened, vectors):
+        attempts.append(opened.terms.attempt)
+        if len(attempts) == 2:
+            raise RuntimeError("the server's machine loses power")
+        return close(self, link, round_, opened, vectors)
+
+    monkeypatch.setattr(Sums, "close", crash)
+    with pytest.raises(RuntimeError, match="power"):
+        run(values, tmp_path / "run", secure_masks=True)
+    run(values, tmp_path / "run", secure_masks=True, resume=str(tmp_path / "run"))
+    assert len(set(attempts)) == 4
+    charged = [round_ for _, round_, _, _ in charges(tmp_path / "run" / "ledger.sqlite")]
+    assert charged == [1, 1, 1, 2, 2, 2, 2, 2, 2, 3, 3, 3]
+    # Seeded noise is the same again: in a simulation the model is that of a run without a crash.
     assert_same(run(values, tmp_path / "whole"), tmp_path / "run")
 
 
