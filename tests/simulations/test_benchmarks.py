@@ -23,6 +23,7 @@ SMALL = {
     "dedup_distance": ["--models", "2", "--values", "200000"],
     "dedup_loading": ["--variants", "3", "--queries", "4", "--repeats", "1"],
     "deployed_round": ["--rounds", "2", "--setting", "lora_rounds=0", 'train="head"'],
+    "discrete_gaussian": ["--repeats", "2"],
     "dp_step": ["--steps", "4"],
     "end_to_end": ["--setting", "tiny", "--rounds", "1"],
     "engine_cost": ["--clients", "2", "--rounds", "1"],
@@ -37,6 +38,7 @@ SMALLEST = {
     "accounting_scale": ["--clients", "1"],
     "dedup_distance": SMALL["dedup_distance"],
     "dedup_loading": ["--variants", "2", "--queries", "2", "--repeats", "1"],
+    "discrete_gaussian": SMALL["discrete_gaussian"],
     "integral_training": SMALL["integral_training"],
     "prefix_cache": SMALL["prefix_cache"],
 }
