@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from fedpriv.config_types import ON_NODES
 from fedpriv.mechanisms.registry import MECHANISMS
-from fedpriv.recipes import GAUSSIAN_MECHANISMS
 
 if TYPE_CHECKING:
     from fedpriv.config import RunConfig
@@ -198,14 +197,14 @@ def _check_recipe(config: RunConfig) -> None:
         f"train = {config.train}": (config.train != "all", one_clipped_sum),
         f"lora_rounds = {config.lora_rounds}": (config.lora_rounds is not None, one_clipped_sum),
     }
-    known: dict[str, tuple[object, ...]] = {
-        key: (getattr(type(config), key),) for key in (*one_clipped_sum, "local_steps")
-    }
-    known["mechanism"] = GAUSSIAN_MECHANISMS
+    known = {key: getattr(type(config), key) for key in (*one_clipped_sum, "local_steps")}
     for part, (is_used, needed) in parts.items():
         for key in needed:
-            if is_used and (value := getattr(config, key)) not in known[key]:
-                raise ValueError(f"{part}: needs {key} = {' or '.join(map(str, known[key]))}, not {value}, {remedy}")
+            value = getattr(config, key)
+            # Rates and phases are derived from noise of standard deviation z C that adds up, of whichever kind.
+            fits = value == known[key] or (key == "mechanism" and MECHANISMS.named(value).noise_adds_up)
+            if is_used and not fits:
+                raise ValueError(f"{part}: needs {key} = {known[key]}, not {value}, {remedy}")
     if config.head_start and not config.normalize_features:
         raise ValueError(f"head_start = true: needs normalize_features = true, {remedy}")
     if config.head_start and config.rounds < 2:

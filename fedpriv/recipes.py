@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from fedpriv.mechanisms.registry import MECHANISMS
+
 Recipe = Literal["fedpriv", "dp-lora-paper"]
 RECIPES: tuple[Recipe, ...] = get_args(Recipe)
 
@@ -33,9 +35,6 @@ _DP_LORA_PAPER: Mapping[str, Any] = {
     "server_optimizer": "sgd",
 }
 
-# Mechanisms whose noise has the standard deviation z C, and adds up, from which rates and phases are derived.
-GAUSSIAN_MECHANISMS = ("gaussian", "discrete-gaussian")
-
 # Keys that ask for what `fedpriv` has no part in, and the values with which they do not.
 _ONLY_IN_FEDPRIV: Mapping[str, tuple[Any, ...]] = {
     "task": ("SEQ_CLS",),
@@ -43,7 +42,6 @@ _ONLY_IN_FEDPRIV: Mapping[str, tuple[Any, ...]] = {
     "optimizer": ("sgd",),
     "local_steps": (1,),
     "noise_on": ("gradients",),
-    "mechanism": GAUSSIAN_MECHANISMS,
     "clipping": ("joint", "flat"),
     "batch_size": (),
 }
@@ -71,5 +69,7 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _implied(values: Mapping[str, Any]) -> Recipe:
-    foreign = (key for key, known in _ONLY_IN_FEDPRIV.items() if key in values and values[key] not in known)
-    return "dp-lora-paper" if any(foreign) else "fedpriv"
+    foreign = any(key in values and values[key] not in known for key, known in _ONLY_IN_FEDPRIV.items())
+    name = values.get("mechanism")
+    foreign = foreign or (name is not None and not (name in list(MECHANISMS) and MECHANISMS[name].noise_adds_up))
+    return "dp-lora-paper" if foreign else "fedpriv"

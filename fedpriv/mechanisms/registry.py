@@ -32,7 +32,10 @@ class Mechanism(Protocol):
 
     @property
     def noise_adds_up(self) -> bool:
-        """`Event.noise_adds_up` of its events; the `aggregate` view holds only if this is true."""
+        """`Event.noise_adds_up` of its events; its standard deviation is then z C.
+
+        Only if this is true does the `aggregate` view hold, and has the recipe `fedpriv` rates and phases for it.
+        """
 
     @property
     def cost_depends_on_dimension(self) -> bool:

@@ -32,7 +32,7 @@ class NoiseRequest:
         bounds: [clients], > 0, the largest magnitude of a value of a client's sum, to which each is clamped before it
             is rounded to the grid; empty for none.
 
-    `grids` and `bounds` are for noise on a grid, `discrete-gaussian`; other mechanisms leave them alone.
+    `grids` and `bounds` are for noise on integers; other mechanisms leave them alone.
 
     Raises:
         ValueError: clip_norm, sensitivity_factor, a grid or a bound is out of range, or there is not one grid or bound

@@ -167,7 +167,7 @@ def test_the_theorem_bounds_the_divergences_of_the_convolution(sigma, num):
     one = noise(math.sqrt(num) * sigma, reach)
     divergence = np.abs(np.log(total[middle] / one)).max()
     assert divergence <= sum_divergence(sigma, num)
-    assert divergence > sum_divergence(sigma, num) / 4 or num > 2
+    assert divergence > sum_divergence(sigma, num) / 6 or num > 2
     law = np.append(total, 0.0)
     moved = np.roll(law, 1)
     counts = (law > 1e-250) & (moved > 1e-250)

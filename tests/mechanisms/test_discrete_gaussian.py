@@ -12,6 +12,8 @@ from scipy import stats
 
 from fedpriv.accounting.discrete_gaussian import CHARGED_SHARE, charged_stddev
 from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.config import parse
+from fedpriv.errors import InputError
 from fedpriv.mechanisms import discrete_gaussian
 from fedpriv.mechanisms.discrete_gaussian import MECHANISM, integers
 from fedpriv.mechanisms.request import NoiseRequest
@@ -178,3 +180,13 @@ def test_noise_adds_up_over_clients():
         math.sqrt(6) * one
     )
     assert math.sqrt(6) * one <= math.sqrt(sum(s**2 - 9 for s in sigmas)) / sensitivity
+
+
+def test_the_default_recipe_takes_it_and_no_noise_of_another_kind():
+    config = parse({"mechanism": "discrete-gaussian"})
+    assert (config.recipe, config.head_start, config.learning_rate) == ("fedpriv", True, "auto")
+    assert config == dataclasses.replace(parse({}), mechanism="discrete-gaussian")
+    lmo = {"mechanism": "lmo", "mechanism_parameters": "noise.json", "noise_multiplier": 1.0}
+    assert parse(lmo).recipe == "dp-lora-paper"
+    with pytest.raises(InputError, match="needs mechanism = gaussian, not lmo"):
+        parse({**lmo, "recipe": "fedpriv"})
