@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fedpriv.config_types import ON_NODES
-from fedpriv.mechanisms.registry import MECHANISMS
+from fedpriv.mechanisms.registry import FOR_SUMS, MECHANISMS
 
 if TYPE_CHECKING:
     from fedpriv.config import RunConfig
@@ -73,7 +73,7 @@ def check(config: RunConfig) -> None:
 def _check_secure_aggregation(config: RunConfig) -> None:
     """What the sum of integers that nobody sees singly allows."""
     threshold, colluding = config.min_clients, config.colluding_clients
-    for key, needed in (("mechanism", "discrete-gaussian"), ("upload_codec", "float32"), ("max_update_norm", None)):
+    for key, needed in (("mechanism", FOR_SUMS), ("upload_codec", "float32"), ("max_update_norm", None)):
         if (value := getattr(config, key)) != needed:
             raise ValueError(f"{key} = {value}: secure_aggregation = true needs {needed or 'none'}")
     if config.aggregation not in LINEAR_RULES:

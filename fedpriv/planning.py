@@ -22,6 +22,7 @@ from fedpriv.accounting.views import PlannedView, aggregate_scale, default_delta
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.config import RunConfig, parse
 from fedpriv.errors import InputError
+from fedpriv.mechanisms.registry import FOR_SUMS
 from fedpriv.training.client_weights import client_masses, record_weights
 from fedpriv.training.lora_choice import decided
 from fedpriv.training.noise_plan import (
@@ -328,7 +329,7 @@ def alternatives(setting: Setting) -> dict[str, Plan]:
                 privacy_view="aggregate",
                 secure_aggregation=True,
                 min_clients=num_clients,
-                mechanism="discrete-gaussian",
+                mechanism=FOR_SUMS,
             )
             others["secure aggregation"] = hidden
     return {name: plan(other) for name, other in others.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from fedpriv.mechanisms.registry import MECHANISMS
+from fedpriv.mechanisms.registry import FOR_SUMS, MECHANISMS
 
 Recipe = Literal["fedpriv", "dp-lora-paper"]
 RECIPES: tuple[Recipe, ...] = get_args(Recipe)
@@ -62,7 +62,7 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
     if "noise_multiplier" in values:
         presets["target_epsilon"] = ""
     if values.get("secure_aggregation") is True:
-        presets |= {"mechanism": "discrete-gaussian", "privacy_view": "aggregate"}
+        presets |= {"mechanism": FOR_SUMS, "privacy_view": "aggregate"}
         if not values.get("client_column"):
             presets["min_clients"] = values.get("clients_per_round") or values.get("num_clients", _NUM_CLIENTS)
     return presets | values

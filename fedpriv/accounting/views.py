@@ -156,7 +156,7 @@ def aggregate_objections(
     linear: bool,
     secure_aggregation: bool,
     norms_limited: bool = False,
-    mechanism: str = "discrete-gaussian",
+    mechanism: str = "",
     noise_adds_up: bool = True,
 ) -> tuple[str, ...]:
     """Why the `aggregate` view does not hold for a run, one line per failing condition; empty if it holds.
@@ -178,7 +178,7 @@ def aggregate_objections(
             on_upload or local_steps == 1
         ),
         f"optimizer = {optimizer}: needs sgd, whose step is linear in the noise": on_upload or optimizer == "sgd",
-        f"mechanism = {mechanism}: needs discrete-gaussian, whose sum is of the same kind": noise_adds_up,
+        f"mechanism = {mechanism}: needs one whose sum is of the same kind": noise_adds_up,
         "aggregation: needs a linear weighted sum, and upload_codec = float32": linear,
         "secure_aggregation = false: the server sees every upload": secure_aggregation,
         "max_update_norm: needs none, since nobody sees an update to measure": not norms_limited,

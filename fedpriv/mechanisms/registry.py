@@ -137,6 +137,10 @@ MECHANISMS = Registry(
 )
 
 
+# Secure aggregation adds up integers, so it takes this one.
+FOR_SUMS = "discrete-gaussian"
+
+
 def with_current_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     """Configuration values under the current keys, of which earlier versions had others.
 

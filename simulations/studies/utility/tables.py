@@ -56,7 +56,7 @@ a record are computed once for all cells, since they depend on its tokens alone.
   `sst2_train` after a shuffle by the seed, or all 60,614; tested on the 6,735 of `sst2_dev`. MedQuAD by source: the
   eight types of question of `simulations/configs/medquad.toml`, nine sites, a fifth of all rows set aside for testing.
 - *local*: epsilon against whoever sees a client's uploads. *in the sum*: against whoever sees only the sum of all
-  (`uploads_hidden`, `privacy_view = aggregate`, every client needed), so each client adds less noise.
+  (`secure_aggregation`, every client needed), so each client adds less noise.
 - *head*: `train = "head"`. *recipe*: the default, which trains A, B and head. *auto*: `train = "auto"`. *auto, R
   alone*: the same with `aggregation = "fed-sb"`, rank 16 and alpha 64; *R of two layers* with `layers = "last-2"`
   besides. *paper*: `recipe = "dp-lora-paper"`.
