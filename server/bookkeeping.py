@@ -280,17 +280,19 @@ class Books:
         """The clients that may still be asked, in order."""
         return [client for client in sorted(self.sizes) if client not in self.retired]
 
-    def charge(self, round_: int, requests: Mapping[int, str]) -> None:
+    def charge(self, round_: int, requests: Mapping[int, str], *, among: Iterable[int] | None = None) -> None:
         """Charge clients durably before any of them is asked; a round may charge more clients until it is settled.
 
         Args:
             round_: from 1.
             requests: {client: digest of its request}.
+            among: the clients in the terms of a sum, on whose noise each of these counts; None stands for those asked.
 
         Raises:
             LedgerError: the charge cannot be written, so nobody may be asked.
         """
-        self._charge(round_, requests, self._worst(requests, self._schedule.spec(round_)))
+        worst = self._worst(requests if among is None else among, self._schedule.spec(round_))
+        self._charge(round_, requests, {client: worst[client] for client in requests})
 
     def charge_evaluation(self, round_: int, requests: Mapping[int, str]) -> None:
         """Charge clients for the evaluation, as `charge` does for a round."""

@@ -146,8 +146,9 @@ class RuleStrategy(Strategy):
         requests = {client: by_rank[rank] for client, rank in ranks.items()}
         if self._sums is not None:
             requests = self._opened(requests, self._sums)
-        self.books.charge(round_.number, {client: request.digest for client, request in requests.items()})
-        return [round_.message_to(client, self._node_ids[client], requests[client]) for client in clients]
+        digests = {client: request.digest for client, request in requests.items()}
+        self.books.charge(round_.number, digests, among=self._attempt.terms.by_client if self._attempt else None)
+        return [round_.message_to(client, self._node_ids[client], requests[client]) for client in requests]
 
     def _opened(self, requests: Mapping[int, Request], sums: Sums) -> dict[int, Request]:
         """The requests of the clients that are still in the attempt once keys and shares have been exchanged.

@@ -186,7 +186,9 @@ def _accepted(stairs: _Staircase, words: Words, source: RandomSource) -> Integer
     return ((points ^ signs) - signs)[accepted]
 
 
-def _are_below(stairs: _Staircase, points: Integers, levels: Integers, heights: Words, source: RandomSource) -> npt.NDArray[np.bool_]:
+def _are_below(
+    stairs: _Staircase, points: Integers, levels: Integers, heights: Words, source: RandomSource
+) -> npt.NDArray[np.bool_]:
     """Whether points at these heights, in units of a cell a level and a fraction of 47 - w bits, lie below the curve, [points]."""
     num_bits = 63 - _CELL_BITS - stairs.width_bits
     lower = (levels + heights.astype(np.float64) * 2.0**-num_bits) * stairs.cell_height
