@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from fedpriv.config_types import ON_NODES
 from fedpriv.mechanisms.registry import MECHANISMS
+from fedpriv.recipes import GAUSSIAN_MECHANISMS
 
 if TYPE_CHECKING:
     from fedpriv.config import RunConfig
@@ -86,6 +87,8 @@ def _check_secure_aggregation(config: RunConfig) -> None:
             f"local_steps = {config.local_steps}, optimizer = {config.optimizer}: secure_aggregation = true sums the "
             "noised gradients of one step, so use 1 and sgd, or noise_on = upload"
         )
+    if config.noise_multiplier == 0:
+        raise ValueError("noise_multiplier = 0: secure_aggregation = true adds up noise; use more, or false")
     if threshold < colluding + 2:
         raise ValueError(
             f"min_clients = {threshold}: with secure_aggregation = true and colluding_clients = {colluding} a sum "
@@ -195,12 +198,14 @@ def _check_recipe(config: RunConfig) -> None:
         f"train = {config.train}": (config.train != "all", one_clipped_sum),
         f"lora_rounds = {config.lora_rounds}": (config.lora_rounds is not None, one_clipped_sum),
     }
-    known = {key: getattr(type(config), key) for key in (*one_clipped_sum, "local_steps")}
+    known: dict[str, tuple[object, ...]] = {
+        key: (getattr(type(config), key),) for key in (*one_clipped_sum, "local_steps")
+    }
+    known["mechanism"] = GAUSSIAN_MECHANISMS
     for part, (is_used, needed) in parts.items():
         for key in needed:
-            value = getattr(config, key)
-            if is_used and value != known[key] and (key, value) != ("mechanism", "discrete-gaussian"):
-                raise ValueError(f"{part}: needs {key} = {known[key]}, not {value}, {remedy}")
+            if is_used and (value := getattr(config, key)) not in known[key]:
+                raise ValueError(f"{part}: needs {key} = {' or '.join(map(str, known[key]))}, not {value}, {remedy}")
     if config.head_start and not config.normalize_features:
         raise ValueError(f"head_start = true: needs normalize_features = true, {remedy}")
     if config.head_start and config.rounds < 2:

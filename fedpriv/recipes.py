@@ -33,6 +33,9 @@ _DP_LORA_PAPER: Mapping[str, Any] = {
     "server_optimizer": "sgd",
 }
 
+# Mechanisms whose noise has the standard deviation z C, and adds up, from which rates and phases are derived.
+GAUSSIAN_MECHANISMS = ("gaussian", "discrete-gaussian")
+
 # Keys that ask for what `fedpriv` has no part in, and the values with which they do not.
 _ONLY_IN_FEDPRIV: Mapping[str, tuple[Any, ...]] = {
     "task": ("SEQ_CLS",),
@@ -40,7 +43,7 @@ _ONLY_IN_FEDPRIV: Mapping[str, tuple[Any, ...]] = {
     "optimizer": ("sgd",),
     "local_steps": (1,),
     "noise_on": ("gradients",),
-    "mechanism": ("gaussian", "discrete-gaussian"),
+    "mechanism": GAUSSIAN_MECHANISMS,
     "clipping": ("joint", "flat"),
     "batch_size": (),
 }

@@ -84,7 +84,8 @@ class TerminalObserver:
         if row.epsilon_local_max == float("inf"):
             return ""
         local, rho = format_bound(row.epsilon_local_max), format_bound(row.epsilon_rho_max)
-        return f"largest epsilon {local} local, {rho} rho at delta {format_delta(self._delta)} | "
+        of_sum = "" if row.epsilon_aggregate_max is None else f"{format_bound(row.epsilon_aggregate_max)} aggregate, "
+        return f"largest epsilon {of_sum}{local} local, {rho} rho at delta {format_delta(self._delta)} | "
 
     def finished(self, folder: Path, summary: dict[str, Any]) -> None:
         """Show the closing table, the accuracies side by side and where everything is."""

@@ -55,7 +55,8 @@ BAD = {
     "privacy_view": "global",
     "noise_on": "paper",
     "budget_epsilon": [0.0],
-    "uploads_hidden": "maybe",
+    "secure_aggregation": "maybe",
+    "secure_masks": "maybe",
     "colluding_clients": -1,
     "seed": "zero",
     "simulate": "maybe",
@@ -159,8 +160,10 @@ def test_pyproject_lists_every_key_with_its_default_for_flower():
     # What recipes differ in is left to the recipe, so that `flwr run` can name one.
     paper = parse(listed | {"recipe": "dp-lora-paper"})
     assert paper == parse({"recipe": "dp-lora-paper", "engine": "flower"})
+    # What only other keys leave open: a batch size, and what secure aggregation needs.
+    not_in_paper = ("batch_size", "min_clients", "mechanism", "privacy_view")
     assert [key for key in KEYS if getattr(paper, key) != getattr(parse(listed), key)] == [
-        key for key in KEYS if listed[key] == BY_RECIPE and key != "batch_size"
+        key for key in KEYS if listed[key] == BY_RECIPE and key not in not_in_paper
     ]
 
 
@@ -406,6 +409,7 @@ OTHER |= {
     "lora_server_learning_rate": 0.1,
     "lora_learning_rate": 3.0,
     "lora_head_learning_rate": 3.0,
+    "secure_masks": True,
 }
 FOR_SGD_ALONE = (
     "train",
@@ -430,6 +434,8 @@ def test_digest_depends_on_every_key_but_locations(key):
         }
         assert replace(base, **changes[key]).digest != base.digest
         return
+    if key == "secure_aggregation":
+        base = RunConfig(mechanism="discrete-gaussian", min_clients=5)
     old = getattr(base, key)
     new = OTHER.get(key, f"{old}x" if isinstance(old, str) else not old if isinstance(old, bool) else None)
     assert replace(base, **{key: old + 1 if new is None else new}).digest != base.digest

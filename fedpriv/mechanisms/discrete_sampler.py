@@ -1,16 +1,19 @@
-"""Exact samples of the discrete Gaussian, whose probabilities on the integers are in proportion to exp(-x^2 / (2 sigma^2)).
+"""Exact samples of the discrete Gaussian: an integer x has a probability in proportion to exp(-x^2 / (2 sigma^2)).
 
-The sampler rejects from a staircase above the half-curve p(x) = exp(-x^2 / (2 sigma^2)), x >= 0, and adds a sign. The integers below 5 sigma are cut into blocks
-of 2^w; each block's column is a pile of cells of equal area, and a word of 64 bits picks one of 2^16 cells, a point in it and the sign. Above 5 sigma, stairs
-of width 2^(w + 6) fall by 2^-5 each, and together are a few cells more; a cell that belongs to nothing draws again.
+The sampler rejects from a staircase above the half-curve p(x) = exp(-x^2 / (2 sigma^2)), x >= 0, and adds a sign. The
+integers below 5 sigma are cut into blocks of 2^w; each block's column is a pile of cells of equal area, and a word of
+64 bits picks one of 2^16 cells, a point in it and the sign. Above 5 sigma, stairs of width 2^(w + 6) fall by 2^-5 each,
+and together are a few cells more; a cell that belongs to nothing draws again.
 
-Why the output has exactly the stated law, given uniform words: (1) Every proposal is made of bits alone, so a point under the staircase is exactly uniform; nothing
-is rounded. (2) It is accepted if it lies below p. Most cells lie below p as a whole, by a margin beyond all rounding, and accept without a
-computation. (3) In the others the height is known up to the bits that have been drawn, and p up to `ERROR`, proven for the few IEEE operations that compute it. If
-these leave it open which is larger, `_is_below` decides that one point with more bits and with decimals of growing precision, for as long as it takes.
-(4) Zero with a negative sign is drawn again, so that it is not counted twice.
+Why the output has exactly the stated law, given uniform words: (1) Every proposal is made of bits alone, so a point
+under the staircase is exactly uniform; nothing is rounded. (2) It is accepted if it lies below p. Most cells lie below
+p as a whole, by a margin beyond all rounding, and accept without a computation. (3) In the others the height is known
+up to the bits that have been drawn, and p up to `ERROR`, proven for the few IEEE operations that compute it. If these
+leave it open which is larger, `_is_below` decides that one point with more bits and with decimals of growing precision,
+for as long as it takes. (4) Zero with a negative sign is drawn again, so that it is not counted twice.
 
-Source of the law: Canonne, Kamath and Steinke 2020, Definition 1; their Algorithm 3 rejects from a discrete Laplace instead.
+Source of the law: Canonne, Kamath and Steinke 2020, Definition 1; their Algorithm 3 rejects from a discrete Laplace
+instead.
 """
 
 from __future__ import annotations
@@ -31,13 +34,14 @@ Floats = npt.NDArray[np.float64]
 
 MIN_SIGMA, MAX_SIGMA = 2.0**-10, 2.0**40
 
-# Relative error of `exp_of_minus`, and the larger one for which comparisons allow: it also covers their own roundings.
+# Relative error of `_curve`, and the larger one for which comparisons allow: it also covers their own roundings.
 ERROR = 2.0**-44
 _MARGIN = 2.0**-40
 
 _CELL_BITS = 16
 _NUM_CELLS = 2**_CELL_BITS
-# Blocks reach this many sigma; the tail's stairs are 2^6 blocks wide, so at least sigma, and fall by 2^-5 where p falls by e^-5 or more.
+# Blocks reach this many sigma; the tail's stairs are 2^6 blocks wide, so at least sigma, and fall by 2^-5 where p falls
+# by e^-5 or more.
 _REACH = 5
 _STAIR_BITS, _FALL_BITS = 6, 5
 # Cells that the tail may take: p there is at most e^-12.5, and no cell is lower than 2^-16.
@@ -77,8 +81,8 @@ def discrete_gaussian(sigma: float, num: int, source: RandomSource) -> Integers:
     It draws one word for a value and, at sigma >= 64, some 2 % more for rejected points.
 
     Args:
-        sigma: the distribution's parameter, in [2^-10, 2^40], taken as the exact binary fraction that a float is; from 1 on, it is the
-            standard deviation up to 1e-6.
+        sigma: the distribution's parameter, in [2^-10, 2^40], taken as the exact binary fraction that a float is; from
+            1 on, it is the standard deviation up to 1e-6.
         num: number of values, >= 0.
         source: of the words.
 
@@ -108,9 +112,11 @@ def check_sigma(sigma: float) -> None:
 def exp_of_minus(exponents: Floats) -> Floats:
     """e^-z for z in [0, 13], float64, with a relative error of at most 2^-45.
 
-    Proof, with r = z / 64 <= 0.204 and eps = 2^-53, for additions, products and quotients that are rounded correctly, as IEEE 754 demands: the series of e^-r is cut
-    off after r^13, which costs less than r^14 / 14! < 1e-20; in Horner's scheme the errors of a step are divided by n / r >= 4.9 in each
-    later one, so at most 2.5 eps of the sum remain, which is at least 0.81; six squarings make (64 * 3.1 + 63) eps < 2^-44.9 of it.
+    Proof, with r = z / 64 <= 0.204 and eps = 2^-53, for differences, products and quotients that are rounded correctly,
+    as IEEE 754 demands: the series of e^-r is cut off after r^13, which costs less than r^14 / 14! < 1e-20. A step of
+    Horner's scheme adds at most (1 + 2 r / n) eps, and divides the error of the step before by n / r >= 4.9; so the
+    sum, which is at least 0.81, is within 1.8 eps, or 2.3 eps of itself. Six squarings make (64 * 2.3 + 63) eps < 2^-45
+    of it.
     """
     r = exponents / 64.0
     power = np.ones_like(r)
@@ -122,7 +128,7 @@ def exp_of_minus(exponents: Floats) -> Floats:
 
 
 def _curve(points: Integers | Floats, sigma: float) -> Floats:
-    """p at integers up to (5 + 1/32) sigma + 1, with relative error `ERROR`: three roundings of an exponent <= 13, and that of e^-z."""
+    """p at integers up to (5 + 1/32) sigma: its error is that of e^-z and three roundings of an exponent z <= 13."""
     exact = points.astype(np.float64)
     return exp_of_minus(exact * exact / (2.0 * (sigma * sigma)))
 
@@ -183,13 +189,14 @@ def _accepted(stairs: _Staircase, words: Words, source: RandomSource) -> Integer
         point = _tail_point(stairs, source)
         if point is not None:
             points[index], accepted[index] = point, True
-    return ((points ^ signs) - signs)[accepted]
+    signed: Integers = (points ^ signs) - signs
+    return signed[accepted]
 
 
 def _are_below(
     stairs: _Staircase, points: Integers, levels: Integers, heights: Words, source: RandomSource
 ) -> npt.NDArray[np.bool_]:
-    """Whether points at these heights, in units of a cell a level and a fraction of 47 - w bits, lie below the curve, [points]."""
+    """Whether points lie below the curve, [points]; the height of each is a level and 47 - w bits of a fraction."""
     num_bits = 63 - _CELL_BITS - stairs.width_bits
     lower = (levels + heights.astype(np.float64) * 2.0**-num_bits) * stairs.cell_height
     curve = _curve(points, stairs.sigma)
@@ -217,7 +224,7 @@ def _tail_point(stairs: _Staircase, source: RandomSource) -> int | None:
 def _is_below(
     point: int, sigma: float, base: Fraction, scale: Fraction, known: int, num_bits: int, source: RandomSource
 ) -> bool:
-    """Whether base + scale * U < p(point) for a uniform U in [0, 1) that begins with the known bits; more are drawn as needed."""
+    """Whether base + scale * U < p(point), for a uniform U in [0, 1) that begins with the known bits."""
     digits = 30
     while True:
         low, high = _exp_bounds(point, sigma, digits)
@@ -232,16 +239,18 @@ def _is_below(
 
 
 def _exp_bounds(point: int, sigma: float, digits: int) -> tuple[Fraction, Fraction]:
-    """Numbers below and above exp(-point^2 / (2 sigma^2)), with some `digits` equal decimals.
+    """Numbers below and above exp(-point^2 / (2 sigma^2)).
 
-    The exponent's quotient and `Decimal.exp` are rounded correctly: relative errors of at most 10^(1 - precision) each, of which the first
-    is multiplied by the exponent.
+    They have some `digits` equal decimals, or are 0 and 10^-digits if it is far below that. The exponent's quotient and
+    `Decimal.exp` are rounded correctly: relative errors of at most 10^(1 - precision) each, of which the first is
+    multiplied by the exponent.
     """
     exponent = Fraction(point * point) / (2 * Fraction(sigma) ** 2)
+    if exponent > 3 * digits:
+        return Fraction(0), Fraction(1, 10**digits)
     precision = digits + len(str(math.ceil(exponent)))
-    context = Context(prec=precision, rounding=ROUND_HALF_EVEN, Emin=-(10**17), Emax=10**17)
-    quotient = context.divide(Decimal(-exponent.numerator), Decimal(exponent.denominator))
-    value = Fraction(context.exp(quotient))
+    context = Context(prec=precision, rounding=ROUND_HALF_EVEN)
+    value = Fraction(context.exp(context.divide(Decimal(-exponent.numerator), Decimal(exponent.denominator))))
     error = Fraction(3 * (math.ceil(exponent) + 1), 10 ** (precision - 1))
     return value * (1 - error), value * (1 + error)
 

@@ -27,9 +27,17 @@ class NoiseRequest:
         sampling_probabilities: [clients], q in [0, 1], from the samplers that drew the batches.
         count: number of such releases that are planned, >= 1.
         unit: what is protected.
+        grids: [clients], gamma_k > 0, grid points for one unit of the noised quantity; empty where the mechanism
+            chooses.
+        bounds: [clients], > 0, the largest magnitude of a value of a client's sum, to which each is clamped before it
+            is rounded to the grid; empty for none.
+
+    `grids` and `bounds` are for noise on a grid, `discrete-gaussian`; other mechanisms leave them alone.
 
     Raises:
-        ValueError: clip_norm or sensitivity_factor is out of range; the mechanism's events check the rest.
+        ValueError: clip_norm, sensitivity_factor, a grid or a bound is out of range, or there is not one grid or bound
+        for every client; the mechanism's
+            events check the rest.
     """
 
     noise_multiplier: float
@@ -48,6 +56,14 @@ class NoiseRequest:
             raise ValueError(f"clip_norm = {self.clip_norm}: must be finite and > 0")
         if not 1 <= self.sensitivity_factor < math.inf:
             raise ValueError(f"sensitivity_factor = {self.sensitivity_factor}: must be finite and >= 1")
+        for name, values in {"grids": self.grids, "bounds": self.bounds}.items():
+            if values and len(values) != len(self.sampling_probabilities):
+                raise ValueError(
+                    f"{name}: {len(values)} for {len(self.sampling_probabilities)} clients; must be one for each"
+                )
+            for value in values:
+                if not 0 < value < math.inf:
+                    raise ValueError(f"{name} = {value}: must be finite and > 0")
 
     def check_fits(self, sums: Tensor, sources: Sequence[RandomSource]) -> None:
         """Refuse sums, [clients, values], or sources, [clients], that do not fit this request.

@@ -18,8 +18,9 @@ def accuracy_table(summary: Mapping[str, Any]) -> Table:
     Args:
         summary: of a run, with the keys of `fedpriv.runs.reader.QUALITY_KEYS`.
     """
-    local, rho = (format_bound(summary[f"epsilon_{view}_max"]) for view in ("local", "rho"))
-    cost = f"ε {local} local, {rho} rho, δ {format_delta(summary['delta_max'])}"
+    views = [view for view in ("aggregate", "local", "rho") if summary.get(f"epsilon_{view}_max") is not None]
+    spent = ", ".join(f"{format_bound(summary[f'epsilon_{view}_max'])} {view}" for view in views)
+    cost = f"ε {spent}, δ {format_delta(summary['delta_max'])}"
     others = (
         ("without noise", "accuracy_non_private", "z = 0, clipping kept"),
         ("linear probe", "probe_accuracy", _trained_on(summary)),

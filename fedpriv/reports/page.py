@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from fedpriv.accounting.views import View
 from fedpriv.reports import accuracies, plots, series, stored_variants, tables
 from fedpriv.reports.tables import Table
 from fedpriv.runs import files
@@ -70,6 +71,7 @@ def render(run: FinishedRun) -> str:
         accuracy_without_noise=_accuracy_without_noise(run),
         epsilon_local=tables.format_epsilon(summary["epsilon_local_max"], summary["delta_max"]),
         epsilon_aggregate=_epsilon_aggregate(summary),
+        sums=_sums(run),
         earlier=_earlier_runs(summary),
         retired=_retired(summary),
         epsilon_rho=tables.format_epsilon(summary["epsilon_rho_max"], summary["delta_max"]),
@@ -126,6 +128,39 @@ def _epsilon_aggregate(summary: Mapping[str, Any]) -> str | None:
     if summary["aggregate_objections"] or "epsilon_aggregate_max" not in summary:
         return None
     return tables.format_epsilon(summary["epsilon_aggregate_max"], summary["delta_max"])
+
+
+class Sums(NamedTuple):
+    """The sums of a run under secure aggregation.
+
+    Attributes:
+        threshold: t; each client is charged as if only so many uploads had been in a sum.
+        colluding: c; the noise of so many others is not counted.
+        smallest: how many uploads the smallest sum had.
+        without: {round: the clients that were asked and are not in its sum}, of rounds with any.
+    """
+
+    threshold: int
+    colluding: int
+    smallest: int
+    without: dict[int, str]
+
+
+def _sums(run: FinishedRun) -> Sums | None:
+    """What was in the run's sums; None without secure aggregation."""
+    if not run.config.get("secure_aggregation"):
+        return None
+    names = {client["client"]: str(client.get("name", client["client"])) for client in run.summary["clients"]}
+    missing = run.clients[run.clients["status"] != "ok"].groupby("round")["client"]
+    return Sums(
+        threshold=int(run.config["min_clients"]),
+        colluding=int(run.config["colluding_clients"]),
+        smallest=int(run.rounds.loc[run.rounds["round"] > 0, "num_replies"].min()),
+        without={
+            int(cast("int", round_)): ", ".join(names.get(client, str(client)) for client in clients)
+            for round_, clients in missing
+        },
+    )
 
 
 def _earlier_runs(summary: Mapping[str, Any]) -> str | None:
@@ -228,8 +263,11 @@ def _evaluation_panel(run: FinishedRun, name: str) -> Panel:
 def _epsilon_panels(run: FinishedRun) -> list[Panel]:
     delta = f"at its δ (at most {tables.format_delta(run.summary['delta_max'])})"
     panels = []
-    for view, against in (("local", "against the server"), ("rho", "by Theorem 1 of DP-LoRA")):
-        spent = series.epsilon(run.clients, run.rounds, "local" if view == "local" else "rho")
+    views: dict[View, str] = {"local": "against the server", "rho": "by Theorem 1 of DP-LoRA"}
+    if _epsilon_aggregate(run.summary):
+        views = {"aggregate": "against the server, which learns sums alone", **views}
+    for view, against in views.items():
+        spent = series.epsilon(run.clients, run.rounds, view)
         title = f"ε so far, {view} view"
         note = f"Per client, {against}, {delta}; live figures by rdp. Each view has a scale of its own."
         svg = plots.epsilon_plot(spent, title=title, name=f"epsilon-{view}")

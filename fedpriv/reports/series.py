@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
+
+from fedpriv.accounting.views import View
 
 # More lines than this cannot be told apart, and are replaced by quantiles over the clients.
 MAX_LINES = 8
@@ -40,7 +42,7 @@ def evaluated(summary: Mapping[str, Any], name: str) -> pd.DataFrame:
     return pd.DataFrame(row, index=pd.Index([summary["num_rounds"]], name="round"), dtype=float)
 
 
-def epsilon(clients: pd.DataFrame, rounds: pd.DataFrame, view: Literal["local", "rho"]) -> pd.DataFrame:
+def epsilon(clients: pd.DataFrame, rounds: pd.DataFrame, view: View) -> pd.DataFrame:
     """Each client's cumulative epsilon after each round.
 
     A client's epsilon stays the same in rounds that it misses. A missing epsilon of a successful reply counts as

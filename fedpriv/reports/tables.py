@@ -108,17 +108,20 @@ def client_table(clients: Iterable[Mapping[str, Any]], accountant: str) -> Table
 
     Args:
         clients: entries with client, num_records, rounds, epsilon_local, epsilon_rho, delta, bytes_up and
-            bytes_down.
+            bytes_down; with epsilon_aggregate, if that view holds for all of them.
         accountant: the one that computed the epsilons, such as `pld`; it is named in the caption.
     """
-    headers = ("client", "records", "rounds", "ε local", "ε rho", "δ", "sent", "received")
+    clients = list(clients)
+    views = ["local", "rho"]
+    if clients and all(client.get("epsilon_aggregate") is not None for client in clients):
+        views.insert(0, "aggregate")
+    headers = ("client", "records", "rounds", *("ε sum" if view == "aggregate" else f"ε {view}" for view in views), "δ", "sent", "received")
     rows = tuple(
         (
             _client_label(client),
             f"{client['num_records']:,}",
             str(client["rounds"]),
-            format_bound(client["epsilon_local"]),
-            format_bound(client["epsilon_rho"]),
+            *(format_bound(client[f"epsilon_{view}"]) for view in views),
             format_delta(client["delta"]),
             format_bytes(client["bytes_up"]),
             format_bytes(client["bytes_down"]),

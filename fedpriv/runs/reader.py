@@ -36,6 +36,7 @@ CLIENT_COLUMNS = (
     "rho_bar",
     "epsilon_local",
     "epsilon_rho",
+    "epsilon_aggregate",
 )
 COMPARISON_COLUMNS = ("round", "test_accuracy", "test_loss")
 CLIENT_KEYS = (

@@ -115,6 +115,8 @@ class Terms:
             raise ProtocolError(f"clip_norm = {shown(self.clip_norm)}: must be a finite float > 0")
         if type(self.noise_multiplier) is not float or not 0 <= self.noise_multiplier < math.inf:
             raise ProtocolError(f"noise_multiplier = {shown(self.noise_multiplier)}: must be a finite float >= 0")
+        if not math.isfinite(self.gamma * self.noise_multiplier * self.clip_norm):
+            raise ProtocolError(f"noise_multiplier = {self.noise_multiplier}: must give finite noise on the grid")
         _text("request", self.request, _REQUEST, "64 hexadecimal digits")
 
     @property

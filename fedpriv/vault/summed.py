@@ -169,7 +169,7 @@ def part_of(
     sealed = str(request.fields.get(protocol.SEALED, ""))
     if config.masks:
         session = _session_of(terms, client, sealed)
-    elif holder.policy.allow_not_private:
+    elif holder.terms is None and (holder.trusts_run or holder.policy.allow_not_private):
         session = None
     else:
         raise RefusedError("secure_masks = false: this node sends no vector without masks; only simulations do")

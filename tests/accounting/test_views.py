@@ -159,7 +159,7 @@ def test_equal_clients_share_their_noise_up_to_the_threshold():
         assert list(scales.values()) == pytest.approx([math.sqrt(honest)] * 5)
 
 
-HOLDS = {"local_steps": 1, "optimizer": "sgd", "noise_on": "gradients", "linear": True, "uploads_hidden": True}
+HOLDS = {"local_steps": 1, "optimizer": "sgd", "noise_on": "gradients", "linear": True, "secure_aggregation": True}
 
 
 @pytest.mark.parametrize(
@@ -167,9 +167,8 @@ HOLDS = {"local_steps": 1, "optimizer": "sgd", "noise_on": "gradients", "linear"
     [
         ({"local_steps": 2}, "local_steps = 2"),
         ({"optimizer": "adamw"}, "optimizer = adamw"),
-        ({"noise_on": "upload"}, "noise_on = upload"),
         ({"linear": False}, "aggregation"),
-        ({"uploads_hidden": False}, "uploads_hidden"),
+        ({"secure_aggregation": False}, "secure_aggregation"),
         ({"norms_limited": True}, "max_update_norm"),
     ],
 )
@@ -179,15 +178,19 @@ def test_the_aggregate_view_is_refused_with_the_condition_that_fails(change, nam
     assert objection.startswith(name)
 
 
-def test_one_release_outside_the_aggregate_view_ends_it_for_the_client():
+def test_on_noised_updates_no_number_of_steps_matters():
+    assert aggregate_objections(**HOLDS | {"noise_on": "upload", "local_steps": 9, "optimizer": "adamw"}) == ()
+
+
+def test_one_release_outside_the_aggregate_view_ends_it_for_the_client_and_counts_in_full_against_a_budget():
     accounts = Accounts({0: 100, 1: 100})
     for client, scale in ((0, 2.0), (0, None), (1, 2.0)):
         accounts.record(client, Release(event=EVENT, rho_bar=0.5, aggregate_scale=scale))
     assert accounts.epsilon_of(0, "aggregate", "rdp") is None
     assert accounts.epsilon_of(1, "aggregate", "rdp").epsilon < accounts.epsilon_of(1, "local", "rdp").epsilon
     assert accounts.final("aggregate")[0] is None
-    with pytest.raises(ValueError, match="aggregate"):
-        accounts.history(0, "aggregate")
+    seen = sorted(event.noise_multiplier for event in accounts.history(0, "aggregate"))
+    assert seen == [EVENT.noise_multiplier, 2 * EVENT.noise_multiplier]
 
 
 @pytest.mark.parametrize("bad", [0.5, math.inf, math.nan])

@@ -55,6 +55,7 @@ class Example:
 
 EXAMPLES = {
     "gaussian": Example(cdf=stats.norm.cdf),
+    "discrete-gaussian": Example(cdf=stats.norm.cdf),
     "lmo": Example(cdf=lambda x: density.cdf(parameters.from_json(LMO), x), parameters=LMO),
     "laplace": Example(cdf=stats.laplace.cdf, noise_multiplier=1000.0),
 }
@@ -303,7 +304,9 @@ def test_a_noise_multiplier_out_of_range_is_refused_before_anything_is_planned(m
 
 
 def test_an_unknown_mechanism_is_refused_by_config_and_guard():
-    with pytest.raises(InputError, match="mechanism = 'quantum': must be one of gaussian, lmo, laplace"):
+    with pytest.raises(
+        InputError, match="mechanism = 'quantum': must be one of gaussian, discrete-gaussian, lmo, laplace"
+    ):
         parse({"mechanism": "quantum"})
     spec = dataclasses.replace(PLAIN, mechanism="quantum")
     with pytest.raises(guard.RefusedError, match="mechanism = 'quantum': must be one of"):

@@ -157,7 +157,7 @@ def test_a_target_includes_the_evaluation_and_is_nearly_used_up(private, tmp_pat
 
 
 def test_whoever_sees_the_sums_alone_still_sees_each_clients_counts(private, tmp_path):
-    hidden = {"uploads_hidden": True, "local_steps": 1, "evaluation_noise_multiplier": Z}
+    hidden = {"secure_aggregation": True, "min_clients": 3, "local_steps": 1, "evaluation_noise_multiplier": Z}
     found = summary(run(private, tmp_path / "run", **hidden)[0])
     assert not found["aggregate_objections"]
     alone = epsilon_of([EVALUATION], 1e-5).epsilon

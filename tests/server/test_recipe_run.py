@@ -116,7 +116,7 @@ def test_the_model_is_tested_every_so_many_rounds_and_at_the_end(recipe, tmp_pat
     ],
 )
 def test_noise_meets_the_target_on_every_view_and_wastes_little(recipe, view, target):
-    hidden = {"uploads_hidden": True, "min_clients": 3} if view == "aggregate" else {}
+    hidden = {"secure_aggregation": True, "min_clients": 3} if view == "aggregate" else {}
     config = parse(recipe | ROUNDS | hidden | {"privacy_view": view, "target_epsilon": target})
     initial = workbench(parse(recipe)).initial
     found = with_learning_rates(calibrated(config, SIZES, initial), SIZES, initial)

@@ -6,6 +6,7 @@ import pandas as pd
 import pytest
 
 from fedpriv.config import parse
+from fedpriv.errors import InputError
 from fedpriv.ledger.entries import entries
 from fedpriv.ledger.reader import reading
 from server.aggregate_view import objections_to_aggregate
@@ -22,7 +23,13 @@ def folders(small_run, tmp_path_factory):
     folders = {}
     for optimizer in OPTIMIZERS:
         folders[optimizer] = tmp_path_factory.mktemp("runs") / optimizer
-        hidden = {"local_steps": 1, "uploads_hidden": True, "min_clients": 3, "privacy_view": "aggregate", "rounds": 3}
+        hidden = {
+            "local_steps": 1,
+            "secure_aggregation": True,
+            "min_clients": 3,
+            "privacy_view": "aggregate",
+            "rounds": 3,
+        }
         values = small_run | hidden | {"server_optimizer": optimizer, "out": str(folders[optimizer])}
         federation.run(parse(values), LogObserver())
     return folders
@@ -41,10 +48,11 @@ def test_the_ledgers_entries_are_the_same_whatever_the_server_optimizer_is(folde
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_aggregate_view_objects_to_the_clients_optimizer_alone(small_run, optimizer):
-    values = small_run | {"local_steps": 1, "uploads_hidden": True, "server_optimizer": optimizer}
+    sums = {"local_steps": 1, "secure_aggregation": True, "min_clients": 3}
+    values = small_run | sums | {"server_optimizer": optimizer}
     assert objections_to_aggregate(parse(values)) == ()
-    (objection,) = objections_to_aggregate(parse(values | {"optimizer": "adamw"}))
-    assert objection.startswith("optimizer = adamw")
+    with pytest.raises(InputError, match="optimizer = adamw: secure_aggregation = true"):
+        parse(values | {"optimizer": "adamw"})
 
 
 def test_the_server_optimizer_decides_the_model_and_no_epsilon(folders):

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from fedpriv.config import parse
-from fedpriv.errors import InputError
 from fedpriv.runs import files
 from server.observer import LogObserver
 from simulations.engines import federation
@@ -30,7 +29,7 @@ def summed(small_run, tmp_path_factory) -> dict[str, object]:
         "sampling_probability": 0.5,
         "local_steps": 1,
         "rounds": 3,
-        "uploads_hidden": True,
+        "secure_aggregation": True,
         "min_clients": 5,
     }
 
@@ -53,10 +52,10 @@ def test_five_equal_clients_need_root_five_times_less_noise_in_their_sum(summed,
 
 def test_those_who_collude_and_a_lower_threshold_cost_noise(summed, tmp_path):
     changes = {"privacy_view": "aggregate", "target_epsilon": TARGET, "min_clients": 4, "colluding_clients": 1}
-    local, _ = run(summed, tmp_path / "local", target_epsilon=TARGET)
+    local, _ = run(summed, tmp_path / "local", privacy_view="local", target_epsilon=TARGET)
     noise, found = run(summed, tmp_path / "four", **changes)
     assert local / noise == pytest.approx(math.sqrt(3), rel=1e-3)
-    assert found["epsilon_aggregate_max"] < TARGET, "all five were in the sum, so four kept their noise"
+    assert 0.99 * TARGET < found["epsilon_aggregate_max"] <= TARGET, "whoever is in the sum, four less one count"
 
 
 def test_a_budget_on_the_sum_counts_on_the_threshold_alone(summed, tmp_path):
@@ -66,5 +65,5 @@ def test_a_budget_on_the_sum_counts_on_the_threshold_alone(summed, tmp_path):
     assert found["num_rounds"] == 3
     assert found["epsilon_aggregate_max"] <= TARGET
     assert not any(client["retired"] for client in found["clients"])
-    with pytest.raises(InputError, match="allows 0 of 5 clients a round"):
-        run(spend, tmp_path / "alone", min_clients=1)
+    _, found = run(spend, tmp_path / "fewer", min_clients=3)
+    assert found["num_rounds"] < 3, "of three the noise is less, and the budget is spent earlier"

@@ -30,6 +30,7 @@ SMALL = {
     "integral_training": ["--models", "80", "--epochs", "1", "--repeats", "1"],
     "prefix_cache": ["--repeats", "1"],
     "registered_clients": ["--registered", "20", "40", "--sampled", "5", "--rounds", "1"],
+    "secure_aggregation": ["--clients", "5", "--dimension", "1000", "--repeats", "1"],
     "stacked_clients": ["--clients", "2", "--repeats", "1"],
 }
 # What these do every day: whole where that takes seconds, or one of their arms.
@@ -39,6 +40,7 @@ SMALLEST = {
     "dedup_loading": ["--variants", "2", "--queries", "2", "--repeats", "1"],
     "integral_training": SMALL["integral_training"],
     "prefix_cache": SMALL["prefix_cache"],
+    "secure_aggregation": SMALL["secure_aggregation"],
 }
 ONE_ARM = {
     "dp_step": ["--memory-of", "dp", "--layers", "last-2"],

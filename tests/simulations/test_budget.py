@@ -163,20 +163,21 @@ def test_each_client_may_have_a_budget_of_its_own(budgeted, tmp_path):
     [
         ({"local_steps": 2}, "local_steps = 2"),
         ({"optimizer": "adamw"}, "optimizer = adamw"),
-        ({"noise_on": "upload"}, "noise_on = upload"),
-        ({"uploads_hidden": False}, "secure aggregation"),
+        ({"secure_aggregation": False, "mechanism": "gaussian"}, "secure_aggregation = false"),
         ({"max_update_norm": 5.0}, "max_update_norm"),
     ],
 )
 def test_the_aggregate_view_is_refused_where_it_does_not_hold(budgeted, tmp_path, change, condition):
-    fine = {"privacy_view": "aggregate", "local_steps": 1, "optimizer": "sgd", "uploads_hidden": True}
+    fine = {"local_steps": 1, "optimizer": "sgd", "secure_aggregation": True, "privacy_view": "aggregate"}
+    fine |= {"min_clients": len(budgeted["client_sizes"])}
     with pytest.raises(InputError, match=condition):
         run(budgeted, tmp_path / "run", **fine | change)
 
 
 def test_the_aggregate_view_is_tracked_where_it_holds(budgeted, tmp_path):
-    changes = {"local_steps": 1, "optimizer": "sgd", "uploads_hidden": True, "rounds": 3, "privacy_view": "aggregate"}
-    folder, _ = run(budgeted, tmp_path / "run", **changes, colluding_clients=2)
+    changes = {"local_steps": 1, "optimizer": "sgd", "secure_aggregation": True, "rounds": 3}
+    changes |= {"min_clients": len(budgeted["client_sizes"])}
+    folder, _ = run(budgeted, tmp_path / "run", **changes, colluding_clients=1)
     clients = pd.read_csv(folder / "clients.csv")
     assert (clients["epsilon_aggregate"] < clients["epsilon_local"]).all()
     assert sorted(path.name for path in (folder / "variants").iterdir()) == ["global"]

@@ -1,0 +1,161 @@
+"""A client that deviates is left out by name, or the sum is refused by its name; a wrong sum is never returned."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fedpriv.secure_aggregation import client as node_side
+from fedpriv.secure_aggregation import server, wire
+from fedpriv.secure_aggregation.errors import ProtocolError, TooFewError
+from fedpriv.secure_aggregation.identities import verify_once
+from fedpriv.secure_aggregation.messages import advertised
+from tests.secure_aggregation.attempts import Attempt, attempted, begin, make_terms, make_values, node
+
+TERMS = make_terms(5, threshold=3)
+LIAR = 1
+
+
+def expected(attempt: Attempt, *survivors: int) -> np.ndarray:
+    return sum(attempt.values[client] for client in survivors)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("", "must be JSON"),
+        ("[1]", "must be a JSON object"),
+        ("{}", "must be an object with client, encryption_key"),
+        (None, "client 1: its advertisement names client 2"),
+        (begin(replace(TERMS, round=9), LIAR).advertisement, "did not sign these keys for these terms"),
+        ("x" * 2**21, "must be a text of at most"),
+        ('{"client":' + "[" * 10**5, "must be JSON"),
+        ('{"client":1,"client":1}', "'client' is listed twice"),
+        ('{"client":NaN}', "NaN is no JSON number"),
+        ('{"client":1' + "0" * 5000 + "}", "must be JSON"),
+    ],
+)
+def test_a_malformed_advertisement_makes_a_dropout_with_a_reason(text, match):
+    attempt = Attempt(terms=TERMS)
+    texts = {client: session.advertisement for client, session in attempt.sessions.items()}
+    texts[LIAR] = attempt.sessions[2].advertisement if text is None else text
+    attempt.u1 = server.collect_advertisements(TERMS, texts, verify=verify_once)
+    assert list(attempt.u1.shown) == [0, 2, 3, 4]
+    assert list(attempt.u1.refused) == [LIAR]
+    assert match in attempt.u1.refused[LIAR]
+    recovered = attempt.share().mask().confirm().reveal()
+    np.testing.assert_array_equal(recovered.values, expected(attempt, 0, 2, 3, 4))
+
+
+def test_a_copied_key_and_a_stranger_are_left_out():
+    attempt = Attempt(terms=TERMS)
+    texts = {client: session.advertisement for client, session in attempt.sessions.items()}
+    first = wire.advertisement_from_text(texts[0])
+    copied = replace(wire.advertisement_from_text(texts[LIAR]), mask_key=first.encryption_key)
+    copied = replace(copied, signature=node(LIAR).sign(advertised(TERMS, copied)))
+    state = server.collect_advertisements(
+        TERMS, texts | {LIAR: wire.advertisement_text(copied), 9: texts[0]}, verify=verify_once
+    )
+    assert state.refused[LIAR] == "client 1: one of its keys occurs twice"
+    assert state.refused[9] == "client 9: took no part in the exchange before"
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "no base64", "unusual base64", "odd client"])
+def test_malformed_shares_make_a_dropout_with_a_reason(damage):
+    attempt = attempted(TERMS, "advertise")
+    message = attempt.u1.message()
+    texts = {client: session.share(message) for client, session in attempt.sessions.items()}
+    parts = json.loads(texts[LIAR])
+    change = {
+        "missing": {"2": None},
+        "short": {"2": parts["2"][:-4]},
+        "no base64": {"2": "!" * len(parts["2"])},
+        "unusual base64": {"1": parts["1"][:-3] + chr(ord(parts["1"][-3]) + 1) + "=="},
+        "odd client": {"02": parts["2"]},
+    }[damage]
+    texts[LIAR] = json.dumps({key: value for key, value in (parts | change).items() if value is not None})
+    attempt.u2 = server.collect_shares(attempt.u1, texts)
+    assert list(attempt.u2.refused) == [LIAR]
+    recovered = attempt.mask().confirm().reveal()
+    np.testing.assert_array_equal(recovered.values, expected(attempt, 0, 2, 3, 4))
+
+
+@pytest.mark.parametrize(
+    "vector", [np.zeros(8, np.uint64), np.zeros(8, np.int32), np.zeros(7, np.uint32), np.zeros((8, 1), np.uint32)]
+)
+def test_a_masked_vector_of_another_type_or_shape_makes_a_dropout(vector):
+    attempt = attempted(TERMS, "mask")
+    attempt.u3 = server.collect_masked(attempt.u2, attempt.vectors | {LIAR: vector})
+    assert "must be uint32 (8,)" in attempt.u3.refused[LIAR]
+    recovered = attempt.confirm().reveal()
+    np.testing.assert_array_equal(recovered.values, expected(attempt, 0, 2, 3, 4))
+
+
+def test_a_wrong_signature_makes_a_dropout_but_the_vector_counts():
+    attempt = attempted(TERMS, "mask")
+    texts = {client: attempt.sessions[client].confirm(attempt.u3.message()) for client in range(5)}
+    texts[LIAR] = texts[2]
+    attempt.u4 = server.collect_signatures(attempt.u3, texts, verify=verify_once)
+    assert attempt.u4.refused == {LIAR: "client 1: it did not sign this list of survivors"}
+    recovered = attempt.reveal()
+    assert recovered.revealed == (0, 2, 3, 4)
+    np.testing.assert_array_equal(recovered.values, expected(attempt, 0, 1, 2, 3, 4))
+
+
+@pytest.mark.parametrize("kind", ["self_shares", "mask_shares"])
+def test_a_holder_that_reveals_another_share_is_named_and_left_out(kind):
+    attempt = Attempt(terms=TERMS)
+    attempt.advertise().share().mask([0, 1, 2, 3]).confirm()
+    message = attempt.u4.message()
+    texts = {client: attempt.sessions[client].reveal(message) for client in (0, 1, 2, 3)}
+    lied = wire.reveal_from_text(texts[LIAR])
+    about = 2 if kind == "self_shares" else 4
+    texts[LIAR] = wire.reveal_text(replace(lied, **{kind: {**getattr(lied, kind), about: bytes(16)}}))
+    recovered = server.recover(attempt.u4, texts)
+    assert recovered.refused == {LIAR: f"client 1: its share of client {about}'s seed is not the one it was dealt"}
+    np.testing.assert_array_equal(recovered.values, expected(attempt, 0, 1, 2, 3))
+    with pytest.raises(TooFewError, match=r"came from 2 clients, .* refused: client 1: its share"):
+        server.recover(attempt.u4, {client: texts[client] for client in (0, 1, 2)})
+
+
+def test_a_reveal_of_other_clients_than_asked_for_is_left_out():
+    attempt = attempted(TERMS, "confirm")
+    message = attempt.u4.message()
+    texts = {client: attempt.sessions[client].reveal(message) for client in range(5)}
+    lied = wire.reveal_from_text(texts[LIAR])
+    both = replace(lied, mask_shares={2: bytes(16)})
+    for wrong, match in ((both, "must reveal the self-masks"), (replace(lied, client=2), "names client 2")):
+        recovered = server.recover(attempt.u4, texts | {LIAR: wire.reveal_text(wrong)})
+        assert match in recovered.refused[LIAR]
+
+
+@pytest.mark.parametrize("seed", ["self_seed", "mask_seed"])
+def test_a_dealer_whose_shares_give_another_seed_is_named_and_no_sum_is_made(seed):
+    others = [client for client in range(5) if client != LIAR]
+    attempt = Attempt(terms=TERMS)
+    state, shown = node_side.advertise(TERMS, LIAR, sign=node(LIAR).sign, verify=verify_once)
+    texts = {client: attempt.sessions[client].advertisement for client in others}
+    attempt.u1 = server.collect_advertisements(
+        TERMS, texts | {LIAR: wire.advertisement_text(shown)}, verify=verify_once
+    )
+    shared, dealt = node_side.share(replace(state, **{seed: bytes(16)}), attempt.u1.shown)
+    texts = {client: attempt.sessions[client].share(attempt.u1.message()) for client in others}
+    attempt.u2 = server.collect_shares(attempt.u1, texts | {LIAR: wire.sealed_text(dealt)})
+    if seed == "self_seed":
+        sealed = wire.sealed_from_text(attempt.u2.message(LIAR))
+        attempt.vectors[LIAR] = node_side.mask(shared, sealed, make_values(TERMS)[LIAR])[1]
+    attempt.mask(others).confirm(others)
+    with pytest.raises(ProtocolError, match=r"client 1: the shares that it dealt do not give the (seed|key)"):
+        attempt.reveal(others)
+
+
+def test_a_dealer_whose_shares_do_not_fit_their_commitments_is_named_by_the_holder():
+    attempt = attempted(TERMS, "share")
+    commitments_of_another = wire.sealed_from_text(attempt.u2.message(2))[LIAR][:64]
+    received = wire.sealed_from_text(attempt.u2.message(0))
+    received[LIAR] = commitments_of_another + received[LIAR][64:]
+    with pytest.raises(ProtocolError, match="shares from client 1"):
+        attempt.sessions[0].mask(wire.sealed_text(received), attempt.values[0])
