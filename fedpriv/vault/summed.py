@@ -44,9 +44,6 @@ from fedpriv.vault.frames import Request, Response
 from fedpriv.vault.guard import NodePolicy, RefusedError
 from fedpriv.vault.holder import Holder, bench_of, run_of
 
-# The noise that terms name: on a grid, so that sums are of the same kind.
-_MECHANISM = "discrete-gaussian"
-
 # The steps of the grid that a node's own part may have: what the modulus holds, and float64, in which sums are formed.
 # Beyond them a vector would be no sum of integers, and whether there is one at all could depend on the records.
 _LARGEST_STEPS = {32: 2.0**31, 64: 2.0**52}
@@ -158,7 +155,7 @@ def part_of(
         linear=True,
         secure_aggregation=True,
         mechanism=spec.mechanism,
-        noise_adds_up=spec.mechanism == _MECHANISM,
+        noise_adds_up=spec.mechanism == config.mechanism,  # which suits sums, or the configuration is refused
     ):
         raise RefusedError(objections[0])
     own = terms.participant(client)
