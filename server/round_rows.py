@@ -15,7 +15,7 @@ from server.wire import wire_bytes
 
 
 def client_rows(round_: Round, books: Books, spec: UpdateSpec, weights: Mapping[int, float]) -> list[ClientRow]:
-    """A row for each client that was asked in the round, in the order in which they were asked.
+    """A row for each client that was asked in the round, in that order, and then for those that were left out.
 
     Args:
         round_: of which everything was collected.
@@ -23,12 +23,13 @@ def client_rows(round_: Round, books: Books, spec: UpdateSpec, weights: Mapping[
         spec: of the run.
         weights: {client: rho_k} of those whose upload is in the sum.
     """
-    return [_client_row(client, round_, books, spec, weights) for client in round_.messages]
+    clients = dict.fromkeys([*round_.messages, *round_.statuses])
+    return [_client_row(client, round_, books, spec, weights) for client in clients]
 
 
 def _client_row(client: int, round_: Round, books: Books, spec: UpdateSpec, weights: Mapping[int, float]) -> ClientRow:
     event, status = books.event(client, round_.number), round_.statuses[client]
-    message, reply = round_.messages[client], round_.replies.get(client)
+    message, reply, request = round_.messages.get(client), round_.replies.get(client), round_.requests.get(client)
     return ClientRow(
         round=round_.number,
         client=client,
@@ -46,8 +47,8 @@ def _client_row(client: int, round_: Round, books: Books, spec: UpdateSpec, weig
         epsilon_aggregate=books.epsilon_so_far(client, "aggregate"),
         delta=books.accounts.deltas[client],
         bytes_up=round_.bytes_up[client] + (wire_bytes(reply.content) if reply and reply.has_content() else 0),
-        bytes_down=round_.bytes_down[client] + round_.requests[client].num_bytes,
-        seconds=reply.metadata.created_at - message.metadata.created_at if reply is not None else math.nan,
+        bytes_down=round_.bytes_down[client] + (request.num_bytes if request else 0),
+        seconds=reply.metadata.created_at - message.metadata.created_at if reply and message else math.nan,
     )
 
 

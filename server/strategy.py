@@ -174,6 +174,8 @@ class RuleStrategy(Strategy):
                 f"round {round_.number}: {error}; resume the run once more clients answer"
             ) from None
         digest = self._attempt.terms.digest()
+        for client, reason in self._attempt.left_out.items():
+            round_.leave_out(client, reason)
         return {client: request.with_fields(fields, digest) for client, fields in self._attempt.fields.items()}
 
     @property
