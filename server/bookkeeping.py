@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Literal, overload
@@ -280,18 +280,18 @@ class Books:
         """The clients that may still be asked, in order."""
         return [client for client in sorted(self.sizes) if client not in self.retired]
 
-    def charge(self, round_: int, requests: Mapping[int, str], participants: Collection[int] = ()) -> None:
+    def charge(self, round_: int, requests: Mapping[int, str], *, among: Iterable[int] | None = None) -> None:
         """Charge clients durably before any of them is asked; a round may charge more clients until it is settled.
 
         Args:
             round_: from 1.
             requests: {client: digest of its request}.
-            participants: who may be in the sum, as its terms have it; without terms, those who are asked.
+            among: the clients in the terms of a sum, on whose noise each of these counts; None stands for those asked.
 
         Raises:
             LedgerError: the charge cannot be written, so nobody may be asked.
         """
-        worst = self._worst(participants or requests, self._schedule.spec(round_))
+        worst = self._worst(requests if among is None else among, self._schedule.spec(round_))
         self._charge(round_, requests, {client: worst[client] for client in requests})
 
     def charge_evaluation(self, round_: int, requests: Mapping[int, str]) -> None:

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
+from fedpriv.secure_aggregation import smallest_threshold
 from server.aggregate_view import objections_to_aggregate
 from server.bookkeeping import Books
 from server.observer import Observer
 
 
 def check_budget_and_view(config: RunConfig, num_clients: int) -> None:
-    """Refuse lists that do not have one entry for each client, and the `aggregate` view where it does not hold.
+    """Refuse lists that do not have one entry for each client, a threshold that a secure sum may not have, and the
+    `aggregate` view where it does not hold.
 
     Raises:
         InputError: names the key, or every condition that fails.
@@ -27,6 +29,14 @@ def check_budget_and_view(config: RunConfig, num_clients: int) -> None:
             f"client_ranks = {list(config.client_ranks)}: has {len(config.client_ranks)} entries for {num_clients} "
             "clients; give one for each"
         )
+    if config.secure_aggregation:
+        num_each = config.clients_per_round or num_clients
+        least = smallest_threshold(num_each, config.colluding_clients)
+        if not least <= config.min_clients <= num_each:
+            raise InputError(
+                f"min_clients = {config.min_clients}: secure_aggregation = true needs {least} to {num_each}, with "
+                f"{num_each} clients a round of whom {config.colluding_clients} may collude"
+            )
     if config.privacy_view == "aggregate" and (objections := objections_to_aggregate(config)):
         raise InputError(f"privacy_view = aggregate: does not hold: {'; '.join(objections)}")
 

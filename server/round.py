@@ -78,8 +78,7 @@ class Round:
         requests: what each client was asked.
         messages: the messages that carried the requests.
         replies: the first reply of each client that replied, with or without an error.
-        statuses: of every client that was asked, `no reply` until there is one; and of every one that had left the
-            exchanges before, so was not asked for anything that depends on its records.
+        statuses: of every client that was asked, `no reply` until there is one, and of those that were left out.
         uploads: of the clients whose status is `ok`.
         bytes_up, bytes_down: of each client in the exchanges around this one that secure aggregation needs.
     """
@@ -105,6 +104,10 @@ class Round:
         self.requests[client], self.messages[client] = request, message
         self.statuses[client] = Status("no reply")
         return message
+
+    def leave_out(self, client: int, reason: str) -> None:
+        """Note that the client dropped out of the round's sum before it was asked, so that it is not charged."""
+        self.statuses[client] = Status("left out", reason)
 
     def collect(self, replies: Iterable[Message], read: Read) -> dict[int, str]:
         """Judge replies; of each client only the first one counts.

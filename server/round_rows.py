@@ -15,7 +15,7 @@ from server.wire import wire_bytes
 
 
 def client_rows(round_: Round, books: Books, spec: UpdateSpec, weights: Mapping[int, float]) -> list[ClientRow]:
-    """A row for each client that was asked in the round, or would have been, in the order in which they were asked.
+    """A row for each client that was asked in the round, in that order, and then for those that were left out.
 
     Args:
         round_: of which everything was collected.
@@ -23,13 +23,13 @@ def client_rows(round_: Round, books: Books, spec: UpdateSpec, weights: Mapping[
         spec: of the run.
         weights: {client: rho_k} of those whose upload is in the sum.
     """
-    return [_client_row(client, round_, books, spec, weights) for client in round_.statuses]
+    clients = dict.fromkeys([*round_.messages, *round_.statuses])
+    return [_client_row(client, round_, books, spec, weights) for client in clients]
 
 
 def _client_row(client: int, round_: Round, books: Books, spec: UpdateSpec, weights: Mapping[int, float]) -> ClientRow:
     event, status = books.event(client, round_.number), round_.statuses[client]
-    message, reply = round_.messages.get(client), round_.replies.get(client)
-    request = round_.requests.get(client)
+    message, reply, request = round_.messages.get(client), round_.replies.get(client), round_.requests.get(client)
     return ClientRow(
         round=round_.number,
         client=client,

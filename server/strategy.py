@@ -40,7 +40,7 @@ from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
 from server.exchange import Exchange
 from server.replies import ExpectedReply, Vector, read_reply, read_sum
-from server.round import Request, Round, Status
+from server.round import Request, Round
 from server.round_rows import client_rows, round_row
 from server.sums import Opened, Sums
 from server.wire import wire_bytes
@@ -146,10 +146,9 @@ class RuleStrategy(Strategy):
         requests = {client: by_rank[rank] for client, rank in ranks.items()}
         if self._sums is not None:
             requests = self._opened(requests, self._sums)
-        self.books.charge(
-            round_.number, {client: request.digest for client, request in requests.items()}, participants=clients
-        )
-        return [round_.message_to(client, self._node_ids[client], request) for client, request in requests.items()]
+        digests = {client: request.digest for client, request in requests.items()}
+        self.books.charge(round_.number, digests, among=self._attempt.terms.by_client if self._attempt else None)
+        return [round_.message_to(client, self._node_ids[client], requests[client]) for client in requests]
 
     def _opened(self, requests: Mapping[int, Request], sums: Sums) -> dict[int, Request]:
         """The requests of the clients that are still in the attempt once keys and shares have been exchanged.
@@ -174,8 +173,9 @@ class RuleStrategy(Strategy):
             raise TooFewClientsError(
                 f"round {round_.number}: {error}; resume the run once more clients answer"
             ) from None
-        round_.statuses |= {client: Status("left") for client in requests if client not in self._attempt.fields}
         digest = self._attempt.terms.digest()
+        for client, reason in self._attempt.left_out.items():
+            round_.leave_out(client, reason)
         return {client: request.with_fields(fields, digest) for client, fields in self._attempt.fields.items()}
 
     @property

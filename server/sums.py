@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -48,11 +49,13 @@ class Opened:
         terms: of the attempt.
         fields: {client: what its train message holds beside the instruction}, of those that are still in it.
         dealt: the state of the protocol; None in a simulation that leaves out what would cancel out.
+        left_out: {client of the terms: why it is not in it any more}.
     """
 
     terms: Terms
     fields: Mapping[int, Mapping[str, str]]
     dealt: Dealt | None
+    left_out: Mapping[int, str] = field(default_factory=dict)
 
 
 class Sums:
@@ -112,15 +115,19 @@ class Sums:
         fields = {protocol.TERMS: terms.text()}
         if not self._config.masks:
             return Opened(terms=terms, fields=dict.fromkeys(terms.by_client, fields), dealt=None)
-        ask = partial(self._ask, link, round_, terms)
-        shown = collect_advertisements(terms, ask(protocol.ADVERTISE, dict.fromkeys(terms.by_client, fields)))
-        self._log(round_, "advertisement", shown.refused)
-        dealt = collect_shares(shown, ask(protocol.SHARE, self._steps(terms, shown.shown, shown.message())))
-        self._log(round_, "shares", dealt.refused)
+        unanswered: dict[int, str] = {}
+        ask = partial(self._ask, link, round_, terms, unanswered)
+        with _naming(unanswered):
+            shown = collect_advertisements(terms, ask(protocol.ADVERTISE, dict.fromkeys(terms.by_client, fields)))
+            self._log(round_, "advertisement", shown.refused)
+            dealt = collect_shares(shown, ask(protocol.SHARE, self._steps(terms, shown.shown, shown.message())))
+            self._log(round_, "shares", dealt.refused)
+        reasons = {**shown.refused, **dealt.refused, **unanswered}
         return Opened(
             terms=terms,
             fields={client: {**fields, protocol.SEALED: dealt.message(client)} for client in dealt.dealt},
             dealt=dealt,
+            left_out={k: reasons.get(k, "no answer in time") for k in terms.by_client if k not in dealt.dealt},
         )
 
     def close(self, link: Grid, round_: Round, opened: Opened, vectors: Mapping[int, Vector]) -> npt.NDArray[np.int64]:
@@ -141,13 +148,15 @@ class Sums:
             if len(vectors) < terms.threshold:
                 raise TooFewError(f"vectors: are of {len(vectors)} clients, must be of at least {terms.threshold}")
             return to_centred(np.sum(list(vectors.values()), axis=0, dtype=word_dtype(terms)))
-        ask = partial(self._ask, link, round_, terms)
-        masked = collect_masked(opened.dealt, vectors)
-        signed = collect_signatures(
-            masked, ask(protocol.CONFIRM, self._steps(terms, masked.survivors, masked.message()))
-        )
-        self._log(round_, "signature", signed.refused)
-        recovered = recover(signed, ask(protocol.REVEAL, self._steps(terms, signed.signatures, signed.message())))
+        unanswered: dict[int, str] = {}
+        ask = partial(self._ask, link, round_, terms, unanswered)
+        with _naming(unanswered):
+            masked = collect_masked(opened.dealt, vectors)
+            signed = collect_signatures(
+                masked, ask(protocol.CONFIRM, self._steps(terms, masked.survivors, masked.message()))
+            )
+            self._log(round_, "signature", signed.refused)
+            recovered = recover(signed, ask(protocol.REVEAL, self._steps(terms, signed.signatures, signed.message())))
         self._log(round_, "shares", recovered.refused)
         return recovered.values
 
@@ -165,9 +174,15 @@ class Sums:
         return dict.fromkeys(clients, protocol.pack_step(self._run, terms.attempt, message))
 
     def _ask(
-        self, link: Grid, round_: Round, terms: Terms, kind: str, fields: Mapping[int, Mapping[str, Any]]
+        self,
+        link: Grid,
+        round_: Round,
+        terms: Terms,
+        unanswered: dict[int, str],
+        kind: str,
+        fields: Mapping[int, Mapping[str, Any]],
     ) -> dict[int, str]:
-        """{client: the text that it answers}, of those that do in time."""
+        """{client: the text that it answers}, of those that do in time; of the others `unanswered` gets the reason."""
         messages, clients, answers = [], {}, {}
         for addressee, each in fields.items():
             content = RecordDict({protocol.INSTRUCTION: ConfigRecord(dict(each))})
@@ -180,7 +195,8 @@ class Sums:
             if client is None or client in answers:
                 log.warning("round %s: ignored an unexpected reply of node %s", terms.round, reply.metadata.src_node_id)
             elif reply.has_error():
-                log.warning("round %s, client %s, %s: %s", terms.round, client, kind, one_line(reply.error.reason))
+                unanswered[client] = one_line(reply.error.reason)
+                log.warning("round %s, client %s, %s: %s", terms.round, client, kind, unanswered[client])
             else:
                 round_.bytes_up[client] += wire_bytes(reply.content)
                 answers[client] = _text_of(reply)
@@ -189,6 +205,16 @@ class Sums:
     def _log(self, round_: Round, what: str, refused: Mapping[int, str]) -> None:
         for reason in refused.values():
             log.warning("round %s: %s left out: %s", round_.number, what, reason)
+
+
+@contextmanager
+def _naming(unanswered: Mapping[int, str]) -> Iterator[None]:
+    """While clients are collected, an error that too few are left also says why those did not answer that said so."""
+    try:
+        yield
+    except TooFewError as error:
+        named = [f"client {client}: {reason}" for client, reason in unanswered.items()]
+        raise TooFewError("; ".join([str(error), *named])) from None
 
 
 def _text_of(reply: Message) -> str:

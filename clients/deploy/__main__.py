@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from clients.deploy import approvals, folder, models, supernode
+from clients.deploy import approvals, folder, models, peers, supernode
 from clients.deploy import doctor as node_doctor
 from clients.deploy.folder import Made, Node
 from fedpriv.deployment.checks import print_checks
@@ -44,6 +44,13 @@ def init(
     ledger: Annotated[Path | None, typer.Option(help="The node's ledger; by default ledger.sqlite in DIR.")] = None,
     budget_epsilon: Annotated[float | None, typer.Option(help="Epsilon that all runs together may spend, > 0.")] = None,
     delta: Annotated[float | None, typer.Option(help="By default 1 / (10 N_k), at most 1e-5.")] = None,
+    budget_view: Annotated[
+        str | None, typer.Option(help="What the budget counts: local, or aggregate for secure sums. By default local.")
+    ] = None,
+    min_survivors: Annotated[int | None, typer.Option(help="Uploads that a secure sum needs; by default 2.")] = None,
+    colluding_clients: Annotated[
+        int | None, typer.Option(help="Nodes that may collude with the coordinator; by default 0.")
+    ] = None,
     port: Annotated[int, typer.Option(help="Free port on this machine, for local use only.")] = folder.DEFAULT_PORT,
 ) -> None:
     """Create a node's folder: a key pair, settings and a policy; read the records once, and register their number.
@@ -72,6 +79,9 @@ def init(
         ledger_file=ledger.expanduser().absolute() if ledger else None,
         budget_epsilon=budget_epsilon,
         delta=delta,
+        budget_view=budget_view,
+        min_survivors=min_survivors,
+        colluding_clients=colluding_clients,
     )
     _tell(made, shlex.quote(str(dir_)))
 
@@ -89,6 +99,8 @@ def _tell(made: Made, quoted: str) -> None:
     typer.echo(f"send to the coordinator: {node.public_key}")
     typer.echo(node.public_key.read_text().strip())
     steps = [f"approve-model {quoted} MODEL"] if made.found is not None else []
+    if node.vault.budget_view == "aggregate":
+        steps.append(f"approve-peer {quoted} PARTITION-ID KEYFILE")
     for command in (*steps, f"approve {quoted} --this-checkout", f"doctor {quoted}", f"start {quoted}"):
         typer.echo(f"next: python -m clients.deploy {command}")
 
@@ -152,6 +164,25 @@ def approve(
         typer.echo(f"note: {len(files)} bundled files differ from the last commit, starting with {files[0]}")
 
 
+@app.command("approve-peer")
+def approve_peer(
+    dir_: Folder,
+    partition_id: Annotated[int, typer.Argument(metavar="PARTITION-ID", min=0, help="Of the other holder's node.")],
+    key: Annotated[Path, typer.Argument(metavar="KEYFILE", help="Its node.key.pub, which its operator handed you.")],
+) -> None:
+    """Let this node add up with another holder's, so that the coordinator learns their sum alone.
+
+    Take the key from that holder, through a channel that both trust, and not from the coordinator: whoever gives you a
+    key of its own in another's name learns your part. It holds from the next sum on; delete the file to end it.
+
+    Example: python -m clients.deploy approve-peer ~/node 2 clara.pub
+    """
+    vault = Node.read(dir_).vault
+    is_new = peers.approve(vault, partition_id, key)
+    typer.echo(f"partition {partition_id} {'is approved' if is_new else 'was approved before'} as a peer")
+    typer.echo(f"its key is in {vault.peers}; it counts from the next sum on, without a restart")
+
+
 @app.command()
 def start(dir_: Folder) -> None:
     """Run the node's vault and its SuperNode in the foreground until SIGINT or SIGTERM.
@@ -163,7 +194,7 @@ def start(dir_: Folder) -> None:
 
 @app.command()
 def doctor(dir_: Folder) -> None:
-    """Check this machine: connection, key, policy, labels, budget, models, files, disk. Exit code 0 if all checks pass.
+    """Check this machine: connection, key, policy, labels, budget, peers, models, files, disk. Exit code 0 if all pass.
 
     The records are not opened.
 

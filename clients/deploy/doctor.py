@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from clients.deploy import records
+from clients.deploy import peers, records
 from clients.deploy.approvals import approved
 from clients.deploy.folder import Node
 from fedpriv.deployment.checks import (
@@ -55,7 +55,9 @@ def _own_records(vault: VaultSettings) -> Iterator[Check]:
     yield check_data(vault.data)
     yield check_files((vault.data, vault.ledger, vault.events, vault.tokens), vault.client_user)
     yield _of("labels", lambda: records.check_labels(vault), ", ".join(vault.labels) or "none, for causal models")
-    yield _of("budget", lambda: records.check_budget(vault), f"epsilon {vault.budget_epsilon} for all runs together")
+    budget = f"epsilon {vault.budget_epsilon} for all runs together, on the {vault.budget_view} view"
+    yield _of("budget", lambda: records.check_budget(vault), budget)
+    yield _peers(vault)
     yield check_registered(vault.ledger)
     yield _models(vault)
 
@@ -66,6 +68,13 @@ def _of(name: str, check: Callable[[], None], detail: str) -> Check:
     except InputError as error:
         return Check(name, False, str(error))
     return Check(name, True, detail)
+
+
+def _peers(vault: VaultSettings) -> Check:
+    try:
+        return Check("peers", True, peers.summary(vault))
+    except InputError as error:
+        return Check("peers", False, str(error))
 
 
 def _models(vault: VaultSettings) -> Check:

@@ -12,7 +12,7 @@ import tomli_w
 from pydantic import ConfigDict, Field, field_validator
 from pydantic.dataclasses import dataclass
 
-from clients.deploy import records
+from clients.deploy import peers, records
 from clients.deploy.records import Found
 from fedpriv.deployment import certificates, keys
 from fedpriv.deployment.files import new_folder
@@ -156,6 +156,7 @@ def make(folder: Path, *, ca: Path, superlink: str, port: int = DEFAULT_PORT, **
     node = validated(Node, connection, vault=vault)
     certificates.valid_until(ca)
     records.check_terms(vault)
+    peers.check_survivors(vault)
     found = records.find(vault) if vault.data else None
     with new_folder(node.folder) as new:
         keys.make_key_pair(new / vault.key.name)

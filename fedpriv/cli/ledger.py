@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from fedpriv.cli.options import OneOf
 from fedpriv.cli.output import AsJson, entries, show, table
 from fedpriv.errors import InputError
 
+if TYPE_CHECKING:
+    from fedpriv.accounting.views import PlannedView
+
 app = typer.Typer(no_args_is_help=True, help="What every data set has spent, from its ledger.")
 
+ViewName = Annotated[
+    str,
+    typer.Option(
+        "--view",
+        click_type=OneOf("fedpriv.accounting.views:PlannedView"),
+        help="What a budget counts: each upload, or under secure aggregation the sum that shows it.",
+    ),
+]
 LedgerPath = Annotated[Path, typer.Argument(help="ledger.sqlite of a run, or a node's own ledger.")]
 
 COLUMNS = ("client", "data_set", "num_records", "runs", "rounds", "epsilon_local", "epsilon_rho", "delta")
@@ -22,11 +34,14 @@ COLUMNS = ("client", "data_set", "num_records", "runs", "rounds", "epsilon_local
 def show_ledger(
     path: LedgerPath,
     budget_epsilon: Annotated[
-        float | None, typer.Option(help="Also show how many rounds this budget leaves, in the local view.")
+        float | None, typer.Option(help="Also show how many rounds this budget leaves, on the view.")
     ] = None,
+    view: ViewName = "local",
     as_json: AsJson = False,
 ) -> None:
     """What each client and data set has spent, by pld; with a budget, also the rounds that remain.
+
+    On the aggregate view, an upload that the server saw by itself counts in full.
 
     Example: fedpriv ledger show results/ledger.sqlite --budget-epsilon 4
     """
@@ -34,9 +49,10 @@ def show_ledger(
 
     with reader.reading(path) as db:
         reader.verify_with_head(db, path)
-        rows = statement.spending(db, budget_epsilon=budget_epsilon)
+        rows = statement.spending(db, budget_epsilon=budget_epsilon, view=cast("PlannedView", view))
         adopted = statement.adoptions(db)
-    columns = [*COLUMNS, "noise_source", *(["remaining_rounds"] if budget_epsilon is not None else [])]
+    optional = {"epsilon_aggregate": view == "aggregate", "remaining_rounds": budget_epsilon is not None}
+    columns = [*COLUMNS, "noise_source", *(name for name, is_shown in optional.items() if is_shown)]
     lines = [*table(_short(rows), columns), *statement.adoption_lines(adopted)]
     show({"ledger": str(path), "data_sets": rows, "adopted": adopted}, lines, as_json)
 
@@ -123,9 +139,12 @@ def adopt_head(
 def statement(
     path: LedgerPath,
     client: Annotated[str, typer.Option(help="Id of the client, as `ledger show` lists it.")],
+    view: ViewName = "local",
     as_json: AsJson = False,
 ) -> None:
     """One page for a privacy officer: what a client's data have spent, what that covers and what it does not.
+
+    With --view aggregate it also states what the releases cost where the server saw sums alone.
 
     Example: fedpriv ledger statement results/ledger.sqlite --client 2
     """
@@ -133,7 +152,7 @@ def statement(
     from fedpriv.ledger import statement as statements
 
     with reader.reading(path) as db:
-        pages = statements.statement(db, path, client)
+        pages = statements.statement(db, path, client, view=cast("PlannedView", view))
     text = "\n\n".join(map(statements.render, pages))
     show({"client": client, "statements": pages}, [text], as_json)
 

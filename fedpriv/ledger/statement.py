@@ -13,6 +13,7 @@ from fedpriv.accounting import events
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import rounds_within
 from fedpriv.accounting.events import Event
+from fedpriv.accounting.views import PlannedView, Release
 from fedpriv.errors import InputError
 from fedpriv.ledger import entries, reader
 from fedpriv.ledger.entries import DataSet
@@ -36,6 +37,11 @@ DOES_NOT_COVER = (
     "timing, and whatever an observer of the client's machine sees",
 )
 
+RESTS_ON_OTHERS = (
+    "on the aggregate view: more nodes that collude with the server than this client's operator assumed; against those "
+    "the local view's epsilon is what remains"
+)
+
 
 def adoptions(db: sqlite3.Connection) -> list[dict[str, Any]]:
     """Where an operator alone vouches that no entry is missing: the last `entry` before, when and why."""
@@ -53,18 +59,26 @@ def adoption_lines(adopted: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def spending(db: sqlite3.Connection, *, budget_epsilon: float | None = None) -> list[dict[str, Any]]:
+def spending(
+    db: sqlite3.Connection, *, budget_epsilon: float | None = None, view: PlannedView = "local"
+) -> list[dict[str, Any]]:
     """What each data set has spent, in order of registration.
+
+    `epsilon_aggregate` is what a budget on that view counts: there, an upload that the server saw costs what it does
+    on the `local` one.
 
     Args:
         db: the ledger, open for reading.
         budget_epsilon: if given, `remaining_rounds` is added: the rounds like the last one that this budget still
-            allows on the `local` view.
+            allows on the view.
+        view: of the budget.
     """
-    return [_spending(db, data_set, budget_epsilon) for data_set in entries.data_sets(db)]
+    return [_spending(db, data_set, budget_epsilon, view) for data_set in entries.data_sets(db)]
 
 
-def _spending(db: sqlite3.Connection, data_set: DataSet, budget_epsilon: float | None) -> dict[str, Any]:
+def _spending(
+    db: sqlite3.Connection, data_set: DataSet, budget_epsilon: float | None, view: PlannedView
+) -> dict[str, Any]:
     releases, runs = entries.releases(db, data_set.id), entries.runs(db, data_set.id)
     units = {release.event.unit for release in releases}
     if len(units) > 1:
@@ -75,6 +89,12 @@ def _spending(db: sqlite3.Connection, data_set: DataSet, budget_epsilon: float |
     costs = {"local": epsilon_of(local, data_set.delta)}
     if has_rho_view:
         costs["rho"] = epsilon_of([release.seen_by("rho") for release in releases], data_set.delta)
+    is_summed = any(release.aggregate_scale is not None for release in releases)
+    charged: dict[PlannedView, list[Event]] = {
+        "local": local,
+        "aggregate": [release.charged_on("aggregate") for release in releases],
+    }
+    costs["aggregate"] = epsilon_of(charged["aggregate"], data_set.delta) if is_summed else costs["local"]
     result: dict[str, Any] = {
         "client": data_set.client,
         "data_set": data_set.id,
@@ -84,21 +104,32 @@ def _spending(db: sqlite3.Connection, data_set: DataSet, budget_epsilon: float |
         "rounds": sum(run.rounds for run in runs),
         "epsilon_local": costs["local"].epsilon,
         "epsilon_rho": costs["rho"].epsilon if has_rho_view else None,
+        "epsilon_aggregate": costs["aggregate"].epsilon,
         "upper_bound_only": any(cost.upper_bound_only for cost in costs.values()),
         "unit": next(iter(units), "record"),
         "is_guarantee": all(cost.is_guarantee for cost in costs.values()),
         "caveats": sorted({event.caveat for event in local if event.caveat and event.sampling_probability > 0}),
         "noise_source": ",".join(sorted({source for run in runs for source in run.noise_source.split(",")})),
     }
-    if budget_epsilon is not None and (last := _last_event(db, data_set)) is not None:
+    if budget_epsilon is not None and (last := _last_charge(db, data_set)) is not None:
         result["remaining_rounds"] = rounds_within(
-            budget_epsilon, data_set.delta, each_round=last, spent_before=local, at_most=100_000
+            budget_epsilon,
+            data_set.delta,
+            each_round=last.charged_on(view),
+            spent_before=charged[view],
+            at_most=100_000,
         )
     return result
 
 
-def statement(db: sqlite3.Connection, path: Path, client: str) -> list[dict[str, Any]]:
+def statement(db: sqlite3.Connection, path: Path, client: str, *, view: PlannedView = "local") -> list[dict[str, Any]]:
     """A privacy statement for each data set of a client: what `render` formats and `--json` prints.
+
+    Args:
+        db: the ledger, open for reading.
+        path: of the ledger.
+        client: as the ledger knows it.
+        view: `aggregate` states beside the others what that view costs, and what it rests on.
 
     Raises:
         InputError: the ledger does not know the client.
@@ -111,7 +142,7 @@ def statement(db: sqlite3.Connection, path: Path, client: str) -> list[dict[str,
         raise InputError(f"--client {client}: {path} knows {known}")
     pages = []
     for data_set in data_sets:
-        cost = _spending(db, data_set, None)
+        cost = _spending(db, data_set, None, view)
         runs = [asdict(run) for run in entries.runs(db, data_set.id)]
         seeded = "seeded" in cost["noise_source"]
         pages.append(
@@ -120,7 +151,8 @@ def statement(db: sqlite3.Connection, path: Path, client: str) -> list[dict[str,
                 "private": not seeded and cost["is_guarantee"],
                 "adjacency": ADJACENCY[cost["unit"]],
                 "covers": COVERS,
-                "does_not_cover": list(DOES_NOT_COVER),
+                "view": view,
+                "does_not_cover": [*DOES_NOT_COVER, *([RESTS_ON_OTHERS] if view == "aggregate" else [])],
                 "statements": _notes(db, data_set),
                 "run_list": runs,
                 "ledger": str(path),
@@ -151,6 +183,10 @@ def render(page: Mapping[str, Any]) -> str:
         lines.append(
             f"By DP-LoRA's Theorem 1 (rho view)    epsilon {_rounded_up(page['epsilon_rho'])} at delta {delta}"
         )
+    if page["view"] == "aggregate":
+        lines.append(
+            f"Where it sees sums alone (aggregate)  epsilon {_rounded_up(page['epsilon_aggregate'])} at delta {delta}"
+        )
     for caveat in page["caveats"]:
         lines += ["", f"NOT A PRIVACY GUARANTEE: {caveat}."]
     if "seeded" in page["noise_source"]:
@@ -172,12 +208,13 @@ def render(page: Mapping[str, Any]) -> str:
     return "\n".join([*lines, f"Keep it, and check  fedpriv ledger verify {page['ledger']} --head {page['head']}"])
 
 
-def _last_event(db: sqlite3.Connection, data_set: DataSet) -> Event | None:
+def _last_charge(db: sqlite3.Connection, data_set: DataSet) -> Release | None:
     row = db.execute(
-        "SELECT event FROM entries WHERE phase = 'charged' AND data_set = ? ORDER BY number DESC LIMIT 1",
+        "SELECT event, rho_bar, aggregate_scale FROM entries WHERE phase = 'charged' AND data_set = ? "
+        "ORDER BY number DESC LIMIT 1",
         (data_set.id,),
     ).fetchone()
-    return None if row is None else events.from_json(row[0])
+    return None if row is None else Release(event=events.from_json(row[0]), rho_bar=row[1], aggregate_scale=row[2])
 
 
 def _notes(db: sqlite3.Connection, data_set: DataSet) -> list[str]:

@@ -137,7 +137,7 @@ class Sums(NamedTuple):
         threshold: t; each client is charged as if only so many uploads had been in a sum.
         colluding: c; the noise of so many others is not counted.
         smallest: how many uploads the smallest sum had.
-        without: {round: the clients that were asked and are not in its sum}, of rounds with any.
+        without: {round: the clients that were in its terms and are not in its sum}, of rounds with any.
     """
 
     threshold: int

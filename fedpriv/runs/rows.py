@@ -46,9 +46,9 @@ class RoundRow:
 class ClientRow:
     """A row of clients.csv: what one client did in one round, and what it has spent by then, computed by rdp.
 
-    `status` is `ok`, `silent`, `malformed`, `refused`, `retired`, `failed`, `no reply` or, of a client that had left a
-    sum before it was charged, `left`; `detail` says what was wrong. Bytes are those of the serialised messages.
-    `seconds` runs from when the instruction was sent to when the reply was created.
+    `status` is `ok`, `silent`, `malformed`, `refused`, `retired`, `failed` or `no reply`, and `detail` says what was
+    wrong; or `left out`: the client dropped out of a secure sum before it was asked, and was not charged. Bytes are
+    those of the serialised messages. `seconds` runs from when the instruction was sent to when the reply was created.
     """
 
     round: int

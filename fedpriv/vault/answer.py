@@ -249,8 +249,10 @@ def evaluate(request: Request, holder: Holder) -> Response:
         )
         private_evaluation.rehearse(bench.model, broadcast.adapter, broadcast.merged, synthetic)
     event = private_evaluation.planned_event(spec)
+    # Counts go to the server one by one, so they cost the same on every view.
+    cost = accounting.Release(event=event, rho_bar=1.0, aggregate_scale=1.0 if config.secure_aggregation else None)
     try:
-        may_read = _charged(config, holder, key, accounting.Release(event=event, rho_bar=1.0), data_set)
+        may_read = _charged(config, holder, key, cost, data_set)
     except AlreadyReleasedError as released:
         _journal(request, holder, "sent_again")
         return _counts(released.content)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -69,7 +68,6 @@ class NodePolicy:
         budget_view: `local`, or `aggregate`, where an upload under secure aggregation costs what the sum shows.
         min_survivors: t; terms under which fewer uploads make a sum are refused.
         colluding_clients: c, how many others may reveal their noise to the server; none of theirs counts.
-        peers: {client: public line} of the holders that the operator approved; None accepts any, as in a simulation.
 
     Raises:
         InputError, ValueError: the budget or delta is out of range.
@@ -84,7 +82,6 @@ class NodePolicy:
     budget_view: PlannedView = "local"
     min_survivors: int = 2
     colluding_clients: int = 0
-    peers: Mapping[int, str] | None = None
 
     def __post_init__(self) -> None:
         if self.budget_epsilon is not None and not 0 < self.budget_epsilon < math.inf:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from fedpriv.config import EMBEDDED, ON_NODES, RunConfig, parse
 from fedpriv.data.text import DataSource
-from fedpriv.deployment import keys
-from fedpriv.errors import InputError
 from fedpriv.journal import Journal
 from fedpriv.training.workbench import Workbench, workbench
 from fedpriv.vault import models
@@ -29,6 +27,7 @@ class Terms:
         source: where the records are, and their columns.
         labels: the classes in order; empty for causal models.
         models: the file with the approved models.
+        peers: the folder with the keys of the holders with which the node adds up.
         limits: on what a coordinator may ask for.
         memory_limit_mb: for one pass.
         device: that trains.
@@ -39,6 +38,7 @@ class Terms:
     source: DataSource
     labels: tuple[str, ...]
     models: Path
+    peers: Path
     limits: Limits
     memory_limit_mb: int
     device: str
@@ -83,6 +83,7 @@ class Holder:
             source=settings.source,
             labels=settings.labels,
             models=settings.models,
+            peers=settings.peers,
             limits=limits,
             memory_limit_mb=settings.memory_limit_mb,
             device=settings.device,
@@ -101,7 +102,6 @@ class Holder:
                 budget_view=settings.budget_view,
                 min_survivors=settings.min_survivors,
                 colluding_clients=settings.colluding_clients,
-                peers=_approved_peers(settings.peers) if is_own else None,
             ),
             terms=terms if is_own else None,
             name=settings.name,
@@ -120,20 +120,6 @@ class Holder:
                 f"partition-id = {self.client!r}: must lie in 0..{num_clients - 1}, the clients of this run"
             )
         return self.client
-
-
-def _approved_peers(folder: Path) -> dict[int, str]:
-    """{client: public line} of the holders that the operator approved.
-
-    Raises:
-        InputError: a file of the folder is no public key, or is not named by a partition id.
-    """
-    peers = {}
-    for path in sorted(folder.glob("*.pub")):
-        if not path.stem.isdecimal():
-            raise InputError(f"{path}: must be named PARTITION-ID.pub")
-        peers[int(path.stem)] = keys.read_public_line(path)
-    return peers
 
 
 def run_of(run_config: Mapping[str, Scalar], holder: Holder) -> RunConfig:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedpriv import protocol
 from fedpriv.accounting.events import Event
-from fedpriv.accounting.views import Release, smallest_aggregate_scales
+from fedpriv.accounting.views import Release, aggregate_objections, smallest_aggregate_scales
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.config import RunConfig
 from fedpriv.deployment import keys
@@ -32,15 +32,23 @@ from fedpriv.secure_aggregation import (
     smallest_threshold,
     terms_from_text,
 )
-from fedpriv.secure_aggregation.grid import ClientGrid
+from fedpriv.secure_aggregation.grid import SMALLEST_STDDEV, ClientGrid
 from fedpriv.secure_aggregation.identities import Identity, verify_once
 from fedpriv.secure_aggregation.masks import to_words
+from fedpriv.secure_aggregation.wire import sealed_from_text
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec
 from fedpriv.training.summing import num_included
 from fedpriv.training.trained import trained_names
+from fedpriv.vault import peers
 from fedpriv.vault.frames import Request, Response
 from fedpriv.vault.guard import NodePolicy, RefusedError
 from fedpriv.vault.holder import Holder, bench_of, run_of
+
+# The steps of the grid that a node's own part may have: what the modulus holds, and float64, in which sums are formed.
+# Beyond them a vector would be no sum of integers, and whether there is one at all could depend on the records.
+_LARGEST_STEPS = {32: 2.0**31, 64: 2.0**52}
+_LARGEST_STDDEV = 2.0**40
+_DEVIATIONS = 10.0
 
 # By client: a simulation's nodes share this process.
 _sessions: defaultdict[int, Sessions] = defaultdict(Sessions)
@@ -140,16 +148,24 @@ def part_of(
     ):
         if stated != asked:
             raise RefusedError(f"terms: {name} = {stated}: the request has {asked}")
+    if objections := aggregate_objections(
+        local_steps=spec.local_steps,
+        optimizer=spec.optimizer,
+        noise_on=spec.noise_on,
+        linear=True,
+        secure_aggregation=True,
+        mechanism=spec.mechanism,
+        noise_adds_up=spec.mechanism == config.mechanism,  # which suits sums, or the configuration is refused
+    ):
+        raise RefusedError(objections[0])
     own = terms.participant(client)
     if own.sampling_probability != spec.probability(own.num_records):
         raise RefusedError(f"terms: sampling_probability = {own.sampling_probability}: is not that of the request")
+    bound = spec.clip_norm * num_included(spec, own.num_records)
+    _check_grid(terms, client, bound)
+    sealed = str(request.fields.get(protocol.SEALED, ""))
     if config.masks:
-        try:
-            session = _sessions[client].of(terms.run, terms.attempt)
-        except ProtocolError as error:
-            raise RefusedError(str(error)) from None
-        if session.terms.digest() != terms.digest():
-            raise RefusedError("terms: are not those that this node has signed")
+        session = _session_of(terms, client, sealed)
     elif holder.terms is None and (holder.trusts_run or holder.policy.allow_not_private):
         session = None
     else:
@@ -157,14 +173,14 @@ def part_of(
     return Part(
         terms=terms,
         client=client,
-        grid=ClientGrid(points=terms.gamma * own.scale, bound=spec.clip_norm * num_included(spec, own.num_records)),
+        grid=ClientGrid(points=terms.gamma * own.scale, bound=bound),
         aggregate_scale=smallest_aggregate_scales(
             {participant.client: participant.scale for participant in terms.participants},
             threshold=terms.threshold,
             colluding=holder.policy.colluding_clients,
         )[client],
         session=session,
-        sealed=str(request.fields.get(protocol.SEALED, "")),
+        sealed=sealed,
     )
 
 
@@ -184,12 +200,45 @@ def check_policy(terms: Terms, client: int, policy: NodePolicy) -> None:
         )
 
 
+def _check_grid(terms: Terms, client: int, bound: float) -> None:
+    """Refuse a grid on which the node's noise would be too coarse, or its part no integers that add up."""
+    stddev = terms.noise_stddev(client)
+    steps = terms.gamma * terms.participant(client).scale * bound + _DEVIATIONS * stddev
+    if stddev and not SMALLEST_STDDEV <= stddev <= _LARGEST_STDDEV:
+        raise RefusedError(
+            f"terms: grid_exponent = {terms.grid_exponent}: gives this node's noise {stddev:g} steps, must be "
+            f"{SMALLEST_STDDEV:g} to {_LARGEST_STDDEV:g}"
+        )
+    if steps >= _LARGEST_STEPS[terms.modulus_bits]:
+        raise RefusedError(
+            f"terms: grid_exponent = {terms.grid_exponent}: this node's part may have {steps:g} steps, which "
+            f"modulus_bits = {terms.modulus_bits} does not hold"
+        )
+
+
+def _session_of(terms: Terms, client: int, sealed: str) -> Session:
+    """The session that masks the part, or masked it before; refused before the charge unless it stands there."""
+    try:
+        session = _sessions[client].of(terms.run, terms.attempt)
+        num_shares = len(sealed_from_text(sealed))
+    except ProtocolError as error:
+        raise RefusedError(str(error)) from None
+    if session.terms.digest() != terms.digest():
+        raise RefusedError("terms: are not those that this node has signed")
+    if session.expects not in ("mask", "confirm", "reveal"):
+        standing = f"expects {session.expects}" if session.expects else "is over"
+        raise RefusedError(f"train: out of order, this node's session {standing}")
+    if num_shares + 1 < terms.threshold:
+        raise RefusedError(f"shares: are of {num_shares} peers, must be of at least {terms.threshold - 1}")
+    return session
+
+
 def advertise(request: Request, holder: Holder) -> Response:
     """Fresh keys for an attempt at a sum, signed with its terms.
 
     Raises:
         RefusedError: the terms are not what the node's operator agreed to, or a participant is not approved.
-        InputError: the run's configuration or, in a simulation, its data cannot be used.
+        InputError: the run's configuration, a file of a peer's key or, in a simulation, its data cannot be used.
     """
     config = run_of(request.run_config, holder)
     client = _client(config, holder)
@@ -202,7 +251,8 @@ def advertise(request: Request, holder: Holder) -> Response:
             terms,
             client,
             sign=identity_of(holder, client).sign,
-            approved=holder.policy.peers,
+            # A simulation's nodes have no operator who knows the others.
+            approved=peers.approved(holder.terms.peers) if holder.terms else None,
             # A simulation's nodes all check the same signatures.
             verify=keys.verify if holder.terms is not None else verify_once,
         )

@@ -9,6 +9,8 @@ import pytest
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.views import Release
+from fedpriv.ledger.entries import Charge, Key
 from fedpriv.ledger.ledger import Ledger
 from tests.cli.command_line import as_json, fedpriv
 from tests.cli.inputs import write_ledger
@@ -35,6 +37,35 @@ def test_show_agrees_with_the_accountant(path):
     ]
     assert costs[0] <= 5 < costs[1]
     assert fedpriv("ledger", "show", path)[0].count("\n") == 3
+
+
+def test_the_aggregate_view_counts_what_sums_showed_and_single_uploads_in_full(tmp_path):
+    event, scales = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.1, count=1), (2.0, 2.0, None)
+    with Ledger(tmp_path / "node.sqlite") as ledger:
+        data_set = ledger.register("0", 100, 1e-5).id
+        for round_, scale in enumerate(scales, start=1):
+            key = Key(run="run", client="0", round=round_, request="x")
+            release = Release(event=event, rho_bar=1.0, aggregate_scale=scale)
+            ledger.charge([Charge(key=key, data_set=data_set, release=release, noise_source="secure")])
+    command = ["ledger", "show", tmp_path / "node.sqlite", "--budget-epsilon", 3]
+    (row,) = as_json(*command)["data_sets"]
+    (summed,) = as_json(*command, "--view", "aggregate")["data_sets"]
+    assert row["epsilon_local"] == summed["epsilon_local"] == epsilon_of([event.with_count(3)], 1e-5).epsilon
+    spent = [event.with_noise(2.0).with_count(2), event]
+    assert summed["epsilon_aggregate"] == epsilon_of(spent, 1e-5).epsilon < row["epsilon_local"]
+    # The last upload was seen by itself, and so would the next ones be.
+    left = summed["remaining_rounds"]
+    costs = [epsilon_of([*spent, event.with_count(left + more)], 1e-5).epsilon for more in (0, 1)]
+    assert costs[0] <= 3 < costs[1]
+    assert row["remaining_rounds"] < left
+    text, _ = fedpriv("ledger", "statement", tmp_path / "node.sqlite", "--client", "0", "--view", "aggregate")
+    assert "(aggregate)" in text
+    assert "collude" in text
+    assert "(aggregate)" not in fedpriv("ledger", "statement", tmp_path / "node.sqlite", "--client", "0")[0]
+    assert (
+        "must be one of local, aggregate"
+        in fedpriv("ledger", "show", tmp_path / "node.sqlite", "--view", "rho", code=2)[1]
+    )
 
 
 def test_statement_says_what_was_spent_what_it_covers_and_where_to_check(path):

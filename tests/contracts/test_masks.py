@@ -109,7 +109,7 @@ def test_who_drops_out_before_its_vector_is_not_in_the_sum_and_who_drops_out_lat
     Deaf(monkeypatch, step, client=1, round_=2)
     folder = run(values, tmp_path / "run", secure_masks=True, min_clients=2, sampling_probability=0.25)
     rows = pd.read_csv(folder / "clients.csv").query("round == 2").set_index("client")
-    assert rows["status"].to_dict() == {0: "ok", 1: {"share": "left", "mask": "failed"}.get(step, "ok"), 2: "ok"}
+    assert rows["status"].to_dict() == {0: "ok", 1: {"share": "left out", "mask": "failed"}.get(step, "ok"), 2: "ok"}
     in_round = {client: scale for client, round_, _, scale in charges(folder / "ledger.sqlite") if round_ == 2}
     # Who dealt no shares was not asked for a vector, so it is not charged; whoever was asked is.
     assert in_round.keys() == ({"0", "2"} if step == "share" else {"0", "1", "2"})

@@ -20,21 +20,35 @@ def hospitals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
     federation.stop()
 
 
-@pytest.fixture(scope="module")
-def holders(tmp_path_factory: pytest.TempPathFactory, table: Path, tiny_bert: Path) -> Iterator[Federation]:
-    """A SuperLink and three nodes with a file of records each, which run the tiny BERT."""
-    folder = tmp_path_factory.mktemp("holders")
+def holdings(folder: Path, table: Path, *more: str) -> dict[int, list[str]]:
+    """{client: options of `init`} of three nodes with a file of records each, and further options for all."""
     with table.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    holdings = {}
+    options = {}
     for client in range(3):
         path = folder / f"records-{client}.csv"
         own = [[row["text"], row["label"]] for row in rows if row["site"] == f"site-{client}"]
         with path.open("w", newline="") as file:
             csv.writer(file).writerows([["note", "ward"], *own])
         columns = ["--text-column", "note", "--label-column", "ward", "--labels", ",".join(LABELS)]
-        holdings[client] = ["--data", str(path), *columns, "--name", f"Clinic {client}", "--budget-epsilon", "1e6"]
-    federation = Federation(folder / "federation", holdings=holdings, model=tiny_bert)
+        options[client] = [
+            "--data",
+            str(path),
+            *columns,
+            "--name",
+            f"Clinic {client}",
+            "--budget-epsilon",
+            "1e6",
+            *more,
+        ]
+    return options
+
+
+@pytest.fixture(scope="module")
+def holders(tmp_path_factory: pytest.TempPathFactory, table: Path, tiny_bert: Path) -> Iterator[Federation]:
+    """A SuperLink and three nodes with a file of records each, which run the tiny BERT."""
+    folder = tmp_path_factory.mktemp("holders")
+    federation = Federation(folder / "federation", holdings=holdings(folder, table), model=tiny_bert)
     yield federation
     federation.stop()
 

@@ -1,0 +1,75 @@
+"""With which other holders the node adds up: each is approved by its operator, by the public key of its node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedpriv.deployment import keys
+from fedpriv.deployment.files import write_new
+from fedpriv.errors import InputError
+from fedpriv.vault import peers
+from fedpriv.vault.settings import VaultSettings
+
+
+def approve(vault: VaultSettings, client: int, key: Path) -> bool:
+    """Let the node add up with another holder's, and return whether that is new.
+
+    Args:
+        vault: of the node.
+        client: partition id of the other holder.
+        key: its node's .pub file, as its operator handed it over.
+
+    Raises:
+        InputError: the file is no public key; partition id or key are this node's own or another peer's; or another key
+            was approved for this partition id.
+    """
+    line = keys.read_public_line(key)
+    known = peers.approved(vault.peers)
+    if client == vault.partition_id:
+        raise InputError(f"PARTITION-ID = {client}: is this node's own; approve the others")
+    if line == keys.public_line(vault.key):
+        raise InputError(f"public key = {key}: is this node's own; give that of partition {client}")
+    for peer, approved in known.items():
+        if peer != client and approved == line:
+            raise InputError(f"public key = {key}: is approved as that of partition {peer}; each holder has its own")
+    if client in known and known[client] == line:
+        return False
+    vault.peers.mkdir(mode=0o700, exist_ok=True)
+    write_new(vault.peers / f"{client}{peers.SUFFIX}", f"{line}\n".encode())
+    return True
+
+
+def check_survivors(vault: VaultSettings) -> None:
+    """Refuse sums in which nobody else's noise need count.
+
+    Raises:
+        InputError: `min_survivors` leaves no honest node beside this one.
+    """
+    least, colluding = vault.min_survivors, vault.colluding_clients
+    if least < colluding + 2:
+        raise InputError(
+            f"min_survivors = {least}: must be at least colluding_clients + 2 = {colluding + 2}, so that every sum has "
+            "another honest node's noise"
+        )
+
+
+def summary(vault: VaultSettings) -> str:
+    """With whom the node adds up, for its operator.
+
+    Raises:
+        InputError: fewer are approved than a sum needs beside this node, the threshold leaves no honest peer, a
+            file is no public key, or one key stands for two holders.
+    """
+    known = peers.approved(vault.peers)
+    least, colluding = vault.min_survivors, vault.colluding_clients
+    check_survivors(vault)
+    if len(set(known.values())) < len(known):
+        raise InputError(f"{vault.peers}: one key stands for two partitions; remove what is wrong")
+    needed = least - 1 if vault.budget_view == "aggregate" else 0
+    if len(known) < needed:
+        raise InputError(
+            f"{vault.peers}: {len(known)} approved, min_survivors = {least} needs at least {needed}; run `approve-peer`"
+        )
+    if not known:
+        return "none: takes part in no secure sum"
+    return f"adds up with partitions {', '.join(map(str, known))}, in sums of {least} or more, {colluding} may collude"

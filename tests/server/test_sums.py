@@ -1,0 +1,106 @@
+"""A node that drops out of a secure sum before it is asked costs nothing, and nobody counts on more noise for it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord
+
+from fedpriv.config import parse
+from fedpriv.errors import InputError, TooFewClientsError
+from fedpriv.ledger.entries import entries
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.reader import reading
+from fedpriv.protocol import Registration
+from fedpriv.secure_aggregation import TooFewError, make_identity
+from server.bookkeeping import Books
+from server.budgets import check_budget_and_view
+from server.round_rows import client_rows
+from server.strategy import RuleStrategy
+from simulations.engines.flower_private import task_identity
+
+SIZES = {0: 600, 1: 300, 2: 100}
+ADAPTER = {"A": torch.zeros(2, 3), "B": torch.zeros(4)}
+VALUES = {
+    **{"rounds": 1, "num_clients": 3, "batch_size": 10, "local_steps": 1, "optimizer": "sgd", "learning_rate": 0.1},
+    **{"noise_multiplier": 4.0, "secure_aggregation": True, "min_clients": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def _identity():
+    with task_identity(1):
+        yield
+
+
+@pytest.fixture
+def strategy(tmp_path):
+    config = parse(VALUES)
+    registered = {
+        k: Registration(client=k, num_records=n, name="", data_set=f"d{k}", identity=make_identity().public_line)
+        for k, n in SIZES.items()
+    }
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        yield RuleStrategy(
+            config,
+            {client: (100 + client, registration) for client, registration in registered.items()},
+            books=Books(config, "run", list(registered.values()), initial=ADAPTER, ledger=ledger),
+            run="run",
+            initial=ADAPTER,
+            evaluate=lambda _: None,
+            on_round=lambda *_: None,
+        )
+
+
+def ask(strategy: RuleStrategy) -> list[int]:
+    messages = strategy.configure_train(1, ArrayRecord(ADAPTER), ConfigRecord(), None)
+    return [message.metadata.dst_node_id - 100 for message in messages]
+
+
+def charged(tmp_path) -> dict[int, float]:
+    """{client: the scale that the server's ledger charged}."""
+    with reading(tmp_path / "ledger.sqlite") as db:
+        return {int(e.client): e.aggregate_scale for e in entries(db) if e.phase == "charged"}
+
+
+def test_who_dropped_out_before_training_is_not_charged_but_stays_in_the_terms(strategy, monkeypatch, tmp_path):
+    def without_2(*args, open_=strategy._sums.open, **options):
+        opened = open_(*args, **options)
+        fields = {client: each for client, each in opened.fields.items() if client != 2}
+        return replace(opened, fields=fields, left_out={2: "no answer in time"})
+
+    monkeypatch.setattr(strategy._sums, "open", without_2)
+    assert ask(strategy) == [0, 1]
+    # In the worst case the other survivor is the smallest client that signed, as each node computes it.
+    assert charged(tmp_path) == pytest.approx({k: math.hypot(SIZES[k], 100) / SIZES[k] for k in (0, 1)}, rel=1e-9)
+    rows = client_rows(strategy._round, strategy.books, strategy.spec, {})
+    assert [(row.client, row.status) for row in rows] == [(0, "no reply"), (1, "no reply"), (2, "left out")]
+    assert (rows[2].detail, rows[2].epsilon_aggregate) == ("no answer in time", 0)
+
+
+def test_a_sum_that_never_begins_is_charged_to_nobody(strategy, monkeypatch, tmp_path):
+    def too_few(*_, **__):
+        raise TooFewError("advertisements: came from 1 clients, must come from at least 2; client 0: refused: closed")
+
+    monkeypatch.setattr(strategy._sums, "open", too_few)
+    with pytest.raises(TooFewClientsError, match=r"round 1: advertisements: .* client 0: refused: closed; resume"):
+        ask(strategy)
+    assert charged(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "range_"),
+    [
+        ({"num_clients": 5, "min_clients": 2}, "needs 3 to 5"),
+        ({"min_clients": 4}, "needs 2 to 3"),
+        ({"colluding_clients": 1, "min_clients": 3, "num_clients": 6}, "needs 4 to 6"),
+        ({"num_clients": 9, "clients_per_round": 4, "min_clients": 2}, "needs 3 to 4"),
+    ],
+)
+def test_a_threshold_that_two_disjoint_lists_could_reach_is_refused_before_the_first_round(changes, range_):
+    config = parse({**VALUES, **changes})
+    with pytest.raises(InputError, match=rf"min_clients = {config.min_clients}: secure_aggregation = true {range_}"):
+        check_budget_and_view(config, config.num_clients)

@@ -1,0 +1,285 @@
+"""A coordinator takes a sum of vaults' updates, and learns and pays what the terms say, whatever else it tries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedpriv.accounting import events
+from fedpriv.accounting.accountants import epsilon_of
+from fedpriv.config import ON_NODES, parse
+from fedpriv.deployment import keys
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.protocol import SUM
+from fedpriv.secure_aggregation import Terms
+from fedpriv.vault import records, summed
+from fedpriv.vault.frames import CONFIRM, FAILED, REFUSED, RETIRED, REVEAL, SHARE
+from tests.tiny import LABELS, WORDS
+from tests.vault.sums import Coordinator, vector
+from tests.vaults import make_vault, write_records
+
+SIZES = {0: 30, 1: 42, 2: 54}
+DELTA = 1e-5
+
+VALUES = {
+    "data": ON_NODES,
+    "labels": ",".join(LABELS),
+    "num_clients": 3,
+    "layers": "last-1",
+    "rank": 2,
+    "rounds": 5,
+    "local_steps": 1,
+    "optimizer": "sgd",
+    "learning_rate": 0.1,
+    "batch_size": 6,
+    "clip_norm": 1.0,
+    "noise_multiplier": 4.0,
+    "max_length": 32,
+    "secure_aggregation": True,
+    "min_clients": 2,
+    "comparison": False,
+}
+
+
+@pytest.fixture(scope="module")
+def make(tiny_bert, table, tmp_path_factory) -> Callable[..., Coordinator]:
+    """Makes three vaults that have approved each other; settings are those of the vault of client 1."""
+
+    def make(**settings: object) -> Coordinator:
+        folder = tmp_path_factory.mktemp("vaults")
+        vaults = {}
+        for client, size in SIZES.items():
+            rows = [(f"{WORDS[i % 13]} {WORDS[(i + client) % 7]} {LABELS[i % 3]}", LABELS[i % 3]) for i in range(size)]
+            data = write_records(folder / f"own-{client}.csv", rows)
+            own = {"partition_id": client, "budget_view": "aggregate"} | (settings if client == 1 else {})
+            vaults[client] = make_vault(folder / f"node-{client}", data, tiny_bert, **own)
+        for client, vault in vaults.items():
+            vault.peers.mkdir()
+            for peer, other in vaults.items():
+                if peer != client:
+                    (vault.peers / f"{peer}.pub").write_text(keys.public_line(other.key))
+        return Coordinator(parse({**VALUES, "model": str(tiny_bert), "test_data": str(table)}), vaults)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def site(make) -> Coordinator:
+    """Three vaults, which each test asks in a run of its own."""
+    return make()
+
+
+def test_the_server_learns_the_survivors_sum_and_each_vault_pays_for_the_threshold(site, monkeypatch):
+    sent = []
+    monkeypatch.setattr(summed, "integers", lambda *a, whole=summed.integers: sent.append(whole(*a)) or sent[-1])
+    terms = site.terms("honest")
+    dealt = site.open(terms)
+    answers = {client: site.train(client, terms, dealt.message(client)) for client in (1, 2)}  # 0 drops out
+    for answer, values in zip(answers.values(), sent, strict=True):
+        assert list(answer.arrays) == [SUM]
+        assert np.mean(vector(answer).astype(np.int64) == values.numpy()) < 0.01, "masked"
+    assert np.array_equal(site.close(dealt, answers).values, sum(values.numpy() for values in sent))
+    # v_k = rho_k / B is in proportion to N_k: in the worst case the other survivor is the smallest client.
+    for client in (1, 2):
+        (charge,) = site.charges(client, "honest")
+        assert charge.aggregate_scale == pytest.approx(math.hypot(SIZES[0], SIZES[client]) / SIZES[client], rel=1e-9)
+    assert site.charges(0, "honest") == []
+
+
+def test_the_same_request_gets_the_same_bytes_for_one_charge(site):
+    terms = site.terms("twice")
+    dealt = site.open(terms)
+    first, again = (site.train(1, terms, dealt.message(1)) for _ in range(2))
+    assert vector(first).tobytes() == vector(again).tobytes()
+    assert len(site.charges(1, "twice")) == 1
+
+
+def test_the_same_attempt_with_new_keys_is_another_release(site):
+    terms = site.terms("again")
+    first = site.train(1, terms, site.open(terms).message(1))
+    second = site.train(1, terms, site.open(terms).message(1))
+    assert vector(first).tobytes() != vector(second).tobytes()
+    assert len(site.charges(1, "again")) == 2
+
+
+def test_a_vault_that_was_restarted_has_dropped_out(site, monkeypatch):
+    terms = site.terms("restarted")
+    dealt = site.open(terms)
+    monkeypatch.setattr(summed, "_sessions", type(summed._sessions)(summed.Sessions))
+    refused(site, site.train(1, terms, dealt.message(1)), "takes no part in it", run="restarted")
+
+
+def refused(site: Coordinator, answer, reason: str, *, run: str, client: int = 1) -> None:
+    """The answer is a refusal for this reason, and nothing was charged."""
+    assert answer.code == REFUSED, answer.reason
+    assert reason in answer.reason
+    assert not answer.arrays
+    assert site.charges(client, run) == []
+
+
+def test_terms_of_another_attempt_are_refused(site):
+    dealt = site.open(site.terms("other"))
+    refused(site, site.train(1, site.terms("other"), dealt.message(1)), "takes no part in it", run="other")
+    changed = replace(dealt.before.terms, colluding=1, threshold=3)
+    refused(site, site.train(1, changed, dealt.message(1)), "are not those that this node has signed", run="other")
+
+
+@pytest.mark.parametrize(
+    ("sealed", "reason"), [("", "shares"), ("{}", "shares: are of 0 peers, must be of at least 1")]
+)
+def test_sealed_shares_that_are_missing_are_refused_before_the_charge(site, sealed, reason):
+    terms = site.terms("unsealed")
+    site.open(terms)
+    refused(site, site.train(1, terms, sealed), reason, run="unsealed")
+
+
+def test_a_train_request_before_the_shares_is_refused(site):
+    terms = site.terms("early")
+    assert not site.advertise(1, terms).code
+    refused(site, site.train(1, terms, "{}"), "expects share", run="early")
+
+
+def test_without_masks_nothing_leaves(site):
+    terms = site.terms("bare")
+    dealt = site.open(terms)
+    refused(site, site.train(1, terms, dealt.message(1), secure_masks=False), "secure_masks = false", run="bare")
+
+
+def with_own(terms: Terms, **changes: object) -> Terms:
+    """The terms with another entry of client 1."""
+    others = {**terms.by_client, 1: replace(terms.by_client[1], **changes)}
+    return replace(terms, participants=tuple(others.values()))
+
+
+@pytest.mark.parametrize(
+    ("lie", "reason"),
+    [
+        (lambda terms: with_own(terms, num_records=43, sampling_probability=6 / 43), "num_records = 43"),
+        (lambda terms: with_own(terms, sampling_probability=0.5), "sampling_probability = 0.5"),
+        (lambda terms: replace(terms, clip_norm=0.5), "clip_norm = 0.5: the request has 1.0"),
+        (lambda terms: replace(terms, noise_multiplier=8.0), "noise_multiplier = 8.0: the request has 4.0"),
+        (lambda terms: replace(terms, dimension=terms.dimension + 1), "dimension"),
+        (lambda terms: replace(terms, request="0" * 64), f"request = {'0' * 64}"),
+        (lambda terms: replace(terms, round=2), "run, round = lies, 2"),
+        (lambda terms: replace(terms, grid_exponent=terms.grid_exponent - 17), "must be 1024 to"),
+        (lambda terms: replace(terms, grid_exponent=terms.grid_exponent + 6), "modulus_bits = 32 does not hold"),
+        (lambda terms: replace(terms, grid_exponent=100), "must be 1024 to"),
+    ],
+)
+def test_terms_that_are_not_those_of_the_request_are_refused(site, lie, reason):
+    terms = lie(site.terms("lies"))
+    dealt = site.open(terms)  # a node signs what it cannot check yet
+    refused(site, site.train(1, terms, dealt.message(1), round_=1), reason, run="lies")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"local_steps": 2}, "local_steps = 2: needs 1"),
+        ({"optimizer": "adamw"}, "optimizer = adamw: needs sgd"),
+        ({"mechanism": "gaussian"}, "mechanism = gaussian: needs discrete-gaussian"),
+    ],
+)
+def test_an_update_whose_sum_hides_less_than_the_terms_say_is_refused(site, changes, reason):
+    """The run's configuration is honest; the instruction is not."""
+    spec = replace(site.spec, **changes)
+    terms = site.terms("instruction", spec=spec)
+    dealt = site.open(terms)
+    refused(site, site.train(1, terms, dealt.message(1), spec=spec), reason, run="instruction")
+
+
+def test_fewer_survivors_than_the_operator_wants_are_refused(make):
+    site = make(min_survivors=3)
+    refused(site, site.advertise(1, site.terms("few")), "needs at least 3 survivors", run="few")
+    assert not site.advertise(1, site.terms("few", threshold=3)).code
+    site = make(colluding_clients=1)
+    refused(site, site.advertise(1, site.terms("few")), "needs at least 3 survivors", run="few")
+
+
+def test_a_stranger_is_refused_and_an_approval_holds_from_the_next_attempt_on(make):
+    site = make()
+    peer = site.vaults[1].peers / "2.pub"
+    line = peer.read_text()
+    peer.unlink()
+    refused(site, site.advertise(1, site.terms("strangers")), "client 2: this node's operator has not approved", run="")
+    peer.write_text(keys.public_line(site.vaults[0].key))
+    refused(site, site.advertise(1, site.terms("strangers")), "client 2: its identity is not the one", run="")
+    peer.write_text(line)
+    assert not site.advertise(1, site.terms("strangers")).code
+    (peer.parent / "two.pub").write_text(line)
+    assert site.advertise(1, site.terms("strangers")).code == FAILED
+
+
+def test_a_list_of_survivors_is_confirmed_and_revealed_once_and_after_the_vector(site):
+    for kind in (CONFIRM, REVEAL):
+        terms = site.terms("order")
+        dealt = site.open(terms)
+        message = '{"survivors":[0,1,2]}'
+        refused(site, site.step(1, kind, terms, message), "out of order", run="order")
+        refused(site, site.train(1, terms, dealt.message(1)), "is over", run="order")
+    terms = site.terms("order")
+    dealt = site.open(terms)
+    assert not site.train(1, terms, dealt.message(1)).code
+    assert not site.step(1, CONFIRM, terms, '{"survivors":[1,2]}').code
+    assert "out of order" in site.step(1, CONFIRM, terms, '{"survivors":[0,1]}').reason
+    assert "out of order" in site.step(1, REVEAL, terms, "{}").reason
+    assert "takes no part" in site.step(1, SHARE, site.terms("order"), "{}").reason
+
+
+def test_the_charge_is_written_before_any_record_is_read(site, monkeypatch):
+    seen = []
+    real = records.of_client
+    monkeypatch.setattr(
+        records, "of_client", lambda *args: seen.append(len(site.charges(1, "order of things"))) or real(*args)
+    )
+    terms = site.terms("order of things")
+    assert not site.train(1, terms, site.open(terms).message(1)).code
+    assert seen == [1]
+
+
+def with_budget(site: Coordinator, folder: Path, **settings: object) -> Coordinator:
+    """The same vaults, but that of client 1 has a ledger of its own."""
+    vault = replace(site.vaults[1], ledger_file=folder / f"{len(list(folder.iterdir()))}.sqlite", **settings)
+    with Ledger(vault.ledger) as ledger:
+        ledger.register("1", SIZES[1], DELTA)
+    return replace(site, vaults={**site.vaults, 1: vault})
+
+
+def uploads(site: Coordinator, num_rounds: int) -> list[int]:
+    """The codes of client 1's answers."""
+    all_terms = [site.terms("budget", round_) for round_ in range(1, num_rounds + 1)]
+    return [site.train(1, terms, site.open(terms).message(1)).code for terms in all_terms]
+
+
+def test_a_budget_on_the_aggregate_view_ends_where_its_epsilon_does(site, tmp_path):
+    terms = site.terms("probe")
+    assert not site.train(1, terms, site.open(terms).message(1)).code
+    (charge,) = site.charges(1, "probe")
+    event = events.from_json(charge.event)
+    costs = [epsilon_of([event.with_noise(charge.aggregate_scale).with_count(n)], DELTA).epsilon for n in (2, 3)]
+    budget = sum(costs) / 2
+    assert epsilon_of([event.with_count(2)], DELTA).epsilon > budget, "so two rounds are too much on the local view"
+
+    aggregate = with_budget(site, tmp_path, budget_epsilon=budget)
+    assert uploads(aggregate, 3) == [0, 0, RETIRED]
+    assert [charge.round for charge in aggregate.charges(1, "budget")] == [1, 2]
+    assert uploads(with_budget(site, tmp_path, budget_epsilon=budget, budget_view="local"), 2) == [0, RETIRED]
+
+
+def test_an_upload_outside_the_protocol_counts_in_full_on_the_aggregate_view(site, tmp_path):
+    def plain(vaults: Coordinator) -> int:
+        return vaults.train(1, vaults.terms("plain"), "", secure_aggregation=False, privacy_view="local").code
+
+    assert plain(site) == 0
+    (charge,) = site.charges(1, "plain")
+    assert charge.aggregate_scale is None
+    local = epsilon_of([events.from_json(charge.event)], DELTA).epsilon
+    assert [plain(with_budget(site, tmp_path, budget_epsilon=local * share)) for share in (1.001, 0.999)] == [
+        0,
+        RETIRED,
+    ]
