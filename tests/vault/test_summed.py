@@ -182,7 +182,7 @@ def test_terms_that_are_not_those_of_the_request_are_refused(site, lie, reason):
     [
         ({"local_steps": 2}, "local_steps = 2: needs 1"),
         ({"optimizer": "adamw"}, "optimizer = adamw: needs sgd"),
-        ({"mechanism": "gaussian"}, "mechanism = gaussian: needs discrete-gaussian"),
+        ({"mechanism": "gaussian"}, "mechanism = gaussian: needs one whose sum"),
     ],
 )
 def test_an_update_whose_sum_hides_less_than_the_terms_say_is_refused(site, changes, reason):
