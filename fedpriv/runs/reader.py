@@ -36,8 +36,9 @@ CLIENT_COLUMNS = (
     "rho_bar",
     "epsilon_local",
     "epsilon_rho",
-    "epsilon_aggregate",
 )
+# Runs of earlier versions lack it.
+OPTIONAL_CLIENT_COLUMNS = ("epsilon_aggregate",)
 COMPARISON_COLUMNS = ("round", "test_accuracy", "test_loss")
 CLIENT_KEYS = (
     "client",
@@ -97,15 +98,17 @@ def read_run(run_dir: Path) -> FinishedRun:
         config=files.read_values(run_dir / files.CONFIG),
         environment=files.read_values(run_dir / files.ENVIRONMENT),
         rounds=_read_table(run_dir / files.ROUNDS, RoundRow, ROUND_COLUMNS),
-        clients=_read_table(run_dir / files.CLIENTS, ClientRow, CLIENT_COLUMNS),
+        clients=_read_table(run_dir / files.CLIENTS, ClientRow, CLIENT_COLUMNS, OPTIONAL_CLIENT_COLUMNS),
         stored=read_stored(run_dir),
         comparison_rounds=_read_table(comparison / files.ROUNDS, RoundRow, COMPARISON_COLUMNS) if compared else None,
         comparison_summary=_read_comparison(comparison / files.SUMMARY) if compared else None,
     )
 
 
-def _read_table(path: Path, kind: type[RoundRow | ClientRow], columns: Sequence[str]) -> pd.DataFrame:
-    """The columns of a CSV file, with numbers in all but the text columns."""
+def _read_table(
+    path: Path, kind: type[RoundRow | ClientRow], columns: Sequence[str], optional: Sequence[str] = ()
+) -> pd.DataFrame:
+    """The columns of a CSV file, and the optional ones that it has, with numbers in all but the text columns."""
     try:
         table = pd.read_csv(path)
     except FileNotFoundError:
@@ -113,6 +116,7 @@ def _read_table(path: Path, kind: type[RoundRow | ClientRow], columns: Sequence[
     except ValueError as error:
         raise InputError(f"{path}: not a CSV file with a header ({_one_line(error)})") from None
     types = column_types(kind)
+    columns = [*columns, *(column for column in optional if column in table)]
     for column in columns:
         if column not in table:
             raise InputError(f"{path}: column {column} is missing; the file needs {', '.join(columns)}")
@@ -120,7 +124,7 @@ def _read_table(path: Path, kind: type[RoundRow | ClientRow], columns: Sequence[
             table[column] = _numbers(path, table[column])
     if kind is RoundRow and table.empty:
         raise InputError(f"{path}: holds no round; a finished run has at least round 0")
-    return table[list(columns)]
+    return table[columns]
 
 
 def _numbers(path: Path, column: pd.Series) -> pd.Series:

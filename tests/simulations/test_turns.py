@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,8 +31,8 @@ class Seen:
     """What the server saw of a round."""
 
     before: GlobalModel
-    uploads: Mapping[int, Adapter]
-    weights: Mapping[int, float]
+    uploads: Sequence[Adapter]
+    weights: Sequence[float]
     after: GlobalModel
 
 
@@ -54,9 +54,9 @@ def runs(small_run, tmp_path_factory):
         for optimizer in ("sgd", "momentum"):
             seen: list[Seen] = []
 
-            def watched(self, adapters, weights, seen=seen):
-                before, after = self.model, plain(self, adapters, weights)
-                seen.append(Seen(before, dict(adapters), dict(weights), after))
+            def watched(self, adapters, weights, sizes, seen=seen):
+                before, after = self.model, plain(self, adapters, weights, sizes)
+                seen.append(Seen(before, list(adapters), list(weights), after))
                 return after
 
             folder = tmp_path_factory.mktemp("runs") / f"{rule}-{optimizer}"
@@ -80,7 +80,7 @@ def moves_in(trains: str) -> set[str]:
 def test_every_trained_value_is_noised_and_every_other_one_comes_back_as_it_was_sent(runs, rule, optimizer):
     _, seen = runs[rule, optimizer]
     for each, trains in zip(seen, ["head", "head", *TURNS[rule]], strict=True):
-        for upload in each.uploads.values():
+        for upload in each.uploads:
             for name, sent in each.before.adapter.items():
                 if kind(name) in moves_in(trains):
                     assert (upload[name] != sent).float().mean() > 0.99, f"{name}: float32 may round a move away"
@@ -103,7 +103,7 @@ def products(adapter: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def error(each: Seen) -> float:
     """How far the product of the averages is from the average of the products, relative to the latter's change."""
     total = {name: torch.zeros_like(p) for name, p in products(each.before.adapter).items()}
-    for client, upload in each.uploads.items():
+    for client, upload in enumerate(each.uploads):
         for name, product in products(upload).items():
             total[name] += each.weights[client] * product
     after = products(each.after.adapter)
