@@ -10,15 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedpriv import protocol
 from fedpriv.accounting import events
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.config import ON_NODES, parse
 from fedpriv.deployment import keys
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.protocol import SUM
 from fedpriv.secure_aggregation import Terms
+from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.vault import records, summed
-from fedpriv.vault.frames import CONFIRM, FAILED, REFUSED, RETIRED, REVEAL, SHARE
+from fedpriv.vault.frames import CONFIRM, EVALUATE, FAILED, REFUSED, RETIRED, REVEAL, SHARE
 from tests.tiny import LABELS, WORDS
 from tests.vault.sums import Coordinator, vector
 from tests.vaults import make_vault, write_records
@@ -81,7 +82,7 @@ def test_the_server_learns_the_survivors_sum_and_each_vault_pays_for_the_thresho
     dealt = site.open(terms)
     answers = {client: site.train(client, terms, dealt.message(client)) for client in (1, 2)}  # 0 drops out
     for answer, values in zip(answers.values(), sent, strict=True):
-        assert list(answer.arrays) == [SUM]
+        assert list(answer.arrays) == [protocol.SUM]
         assert np.mean(vector(answer).astype(np.int64) == values.numpy()) < 0.01, "masked"
     assert np.array_equal(site.close(dealt, answers).values, sum(values.numpy() for values in sent))
     # v_k = rho_k / B is in proportion to N_k: in the worst case the other survivor is the smallest client.
@@ -283,3 +284,12 @@ def test_an_upload_outside_the_protocol_counts_in_full_on_the_aggregate_view(sit
         0,
         RETIRED,
     ]
+
+
+def test_a_private_evaluation_is_charged_as_the_server_charges_it(site):
+    """Its counts are seen one by one, so its cost is the same on every view."""
+    fields = protocol.pack_instruction("evaluation", 5, EvaluationSpec(noise_multiplier=4.0))
+    arrays = {"adapter": {name: tensor.numpy() for name, tensor in site.initial.items()}}
+    answer = site.ask(1, EVALUATE, fields, arrays, evaluation_noise_multiplier=4.0, test_data="")
+    assert not answer.code, answer.reason
+    assert [charge.aggregate_scale for charge in site.charges(1, "evaluation")] == [1.0]
