@@ -18,6 +18,7 @@ from fedpriv.config import RunConfig
 from fedpriv.data.records import Records
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
+from fedpriv.secure_aggregation.grid import ClientGrid
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
 from fedpriv.training.stacked import execute_stacked
 from fedpriv.training.workbench import load_model, workbench
@@ -39,6 +40,7 @@ class _Parcel:
     num_registered: int
     inclusion: SeededSource | None
     noise: SeededSource | None
+    grid: ClientGrid | None
 
 
 class RayExecutor:
@@ -121,6 +123,7 @@ class RayExecutor:
             num_registered=task.sampler.num_registered,
             inclusion=_seeded(task.sampler.source),
             noise=_seeded(task.noise),
+            grid=task.grid,
         )
 
 
@@ -169,6 +172,7 @@ class _Worker:
             round=parcel.round,
             sampler=parcel.spec.sampler(parcel.num_registered, parcel.inclusion or _secure),
             noise=parcel.noise or _secure,
+            grid=parcel.grid,
         )
 
 
