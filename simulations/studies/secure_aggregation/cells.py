@@ -78,16 +78,20 @@ class Cell:
 
 def cells(seeds: Sequence[int] = SEEDS) -> Iterator[Cell]:
     """All cells, each once, the most telling first."""
-    for corpus in CORPORA:
-        for epsilon, seed, arm in product(EPSILONS, seeds, ARMS):
-            yield Cell(corpus=corpus, arm=arm, epsilon=epsilon, seed=seed)
-    embedded = CORPORA[0]
-    for seed, arm in product(MORE_SEEDS, ARMS):
-        yield Cell(corpus=embedded, arm=arm, epsilon=2.0, seed=seed)
+    embedded, sst2, medquad = CORPORA
+    yield from _compared(embedded, EPSILONS, seeds)
+    yield from _compared(sst2, EPSILONS, seeds)
+    yield from _compared(embedded, EPSILONS[:1], MORE_SEEDS)
     for colluding, seed in product(COLLUDING, seeds):
         yield Cell(corpus=embedded, arm=AGGREGATE, epsilon=2.0, seed=seed, colluding=colluding)
-    for seed, arm in product(seeds, ARMS):
-        yield Cell(corpus=embedded, arm=arm, epsilon=2.0, seed=seed, method=DEFAULT)
+    yield from _compared(medquad, EPSILONS[:1], seeds)
+    yield from _compared(embedded, EPSILONS[:1], seeds, DEFAULT)
+    yield from _compared(medquad, EPSILONS[1:], seeds)
+
+
+def _compared(corpus: str, epsilons: Sequence[float], seeds: Sequence[int], method: str = HEAD) -> Iterator[Cell]:
+    for epsilon, seed, arm in product(epsilons, seeds, ARMS):
+        yield Cell(corpus=corpus, arm=arm, epsilon=epsilon, seed=seed, method=method)
 
 
 def run_all(runs: Path, out: Path, data: Path, chosen: Sequence[Cell], *, until: float | None = None) -> None:

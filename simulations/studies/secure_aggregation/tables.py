@@ -171,8 +171,12 @@ def quoted() -> str:
     return _table(("five clients, z = 0.548", "epsilon"), rows)
 
 
-def by_colluders() -> str:
-    """Epsilon by colluders and threshold with the noise for none, and the noise that epsilon 2 needs."""
+def by_colluders(counts: Sequence[int] = colluders.NUM_CLIENTS) -> str:
+    """Epsilon by colluders and threshold with the noise for none, and the noise that epsilon 2 needs.
+
+    Args:
+        counts: K of each federation.
+    """
     headers = (
         "K",
         "t",
@@ -182,7 +186,7 @@ def by_colluders() -> str:
         "noise over central",
         "sqrt(K / (t - c))",
     )
-    return _table(headers, (row for num_clients in colluders.NUM_CLIENTS for row in _sums(num_clients)))
+    return _table(headers, (row for num_clients in counts for row in _sums(num_clients)))
 
 
 def _sums(num_clients: int) -> Iterator[Sequence[str]]:
