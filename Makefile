@@ -35,7 +35,7 @@ test-all: lint
 
 # SuperLink and SuperNodes as processes of their own, with TLS and authentication.
 test-deployment: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m "deployment and not nightly" --durations=10
+	$(BIN)/python -m pytest -m "deployment and not nightly" -n 2 --dist loadfile --durations=10
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

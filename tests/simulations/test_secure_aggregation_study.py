@@ -1,0 +1,136 @@
+"""The study of secure aggregation: a cell is a whole federation, and its tables say what its lines say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+from math import sqrt
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from fedpriv.training.workbench import forget
+from simulations.studies.dedup.lines import append, lines
+from simulations.studies.secure_aggregation import colluders, tables
+from simulations.studies.secure_aggregation.cells import AGGREGATE, ARMS, HEAD, METHODS, Cell, cells, run_all
+from simulations.studies.secure_aggregation.colluders import Sum
+from simulations.studies.utility import corpora
+from simulations.studies.utility.results import Results
+from tests.tiny import LABELS, WORDS
+
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+RUNS = "runs.jsonl"
+CELL = Cell(corpus="tiny", arm=AGGREGATE, epsilon=8.0)
+
+
+@pytest.fixture
+def tiny(tiny_bert, monkeypatch):
+    """A corpus of two clients, and a model that takes seconds."""
+
+    def frames(data, seed):
+        rng = np.random.default_rng(seed)
+        labels = [LABELS[i % len(LABELS)] for i in range(150)]
+        texts = [" ".join([label, *rng.choice(WORDS, 3)]) for label in labels]
+        frame = pd.DataFrame({"text": texts, "label": labels, "client": ["a", "b", "b"] * 50})
+        return frame[:120], frame[120:]
+
+    sharing = (("partition", "natural"), ("client_column", "client"))
+    monkeypatch.setitem(corpora.CORPORA, "tiny", corpora.Corpus(frames=frames, sharing=sharing))
+    monkeypatch.setitem(METHODS, HEAD, {**METHODS[HEAD], "model": str(tiny_bert), "layers": "last-1", "rounds": 3})
+    forget()
+
+
+def test_arms_are_federations_with_one_epsilon_and_one_noise_in_all_and_are_run_once(tiny, tmp_path, capsys):
+    chosen = [replace(CELL, arm=arm) for arm in ARMS]
+    run_all(tmp_path / RUNS, tmp_path, tmp_path, chosen)
+    local, summed, central = lines(tmp_path / RUNS)
+    assert [line["key"] for line in (local, summed, central)] == [cell.key for cell in chosen]
+    assert 7.5 < local["epsilon_local_max"] <= 8
+    assert 7.5 < central["epsilon_local_max"] <= 8
+    assert 7.5 < summed["epsilon_aggregate_max"] <= 8 < summed["epsilon_local_max"]
+    assert [line["num_clients"] for line in (local, summed, central)] == [2, 2, 1]
+    assert sqrt(2) * summed["noise_multiplier"] == pytest.approx(central["noise_multiplier"], rel=1e-3)
+    assert {"fedpriv", "torch"} <= summed["software"].keys()
+    before = (tmp_path / RUNS).read_bytes()
+    run_all(tmp_path / RUNS, tmp_path, tmp_path, chosen)
+    assert (tmp_path / RUNS).read_bytes() == before
+
+
+def test_a_corpus_without_its_file_is_skipped_with_a_message(tmp_path, capsys):
+    run_all(tmp_path / RUNS, tmp_path, tmp_path / "absent", [replace(CELL, corpus="MedQuAD by source")])
+    assert "holds no medquad" in capsys.readouterr().out
+    assert not lines(tmp_path / RUNS)
+
+
+def test_every_cell_has_a_key_of_its_own():
+    keys = [cell.key for cell in cells()]
+    assert len(set(keys)) == len(keys)
+
+
+def test_tables_say_what_was_written(tmp_path):
+    accuracies = {"local": (0.77, 0.78), "aggregate": (0.80, 0.82), "central": (0.81, 0.82)}
+    for arm, found in accuracies.items():
+        for seed, accuracy in enumerate(found):
+            cell = replace(CELL, corpus="embedded", arm=arm, epsilon=2.0, seed=seed)
+            line = {"key": cell.key, "accuracy": accuracy, "accuracy_standard_error": 0.0125, "epsilon_local_max": 5.0}
+            line |= {"noise_multiplier": 10.0 if arm == "central" else 5.0, "num_clients": 4, "majority_accuracy": 0.15}
+            append(tmp_path / RUNS, line)
+    found = {line["key"]: line for line in lines(tmp_path / RUNS)}
+    claims, accuracy = tables.claims(found), tables.accuracies(found)
+    assert "| the head: aggregate | >= 0.79 | 0.810 ± 0.010 (2 runs) | yes |" in claims
+    assert "less a standard error | -0.005 ± 0.005 (2 runs) | yes |" in claims
+    assert "| the default recipe: aggregate less local | > 0 | not run | not run |" in claims
+    assert "| embedded | 2 | 0.775 ± 0.005 (2 runs) | 0.810 ± 0.010 (2 runs) | 0.815 ± 0.005 (2 runs) |" in accuracy
+    assert "| ± 0.013 | 1.0000 | 5.00 |" in accuracy, "4 clients with half of central's noise each"
+    assert "| embedded | 0.150 ± 0.000 (2 runs) | not run |" in tables.outside(found, Results([]))
+    assert "| embedded | head | 2 | 33 of 39 |" in tables.missing(found)
+
+
+def test_a_claim_that_is_missed_is_marked():
+    cell = replace(CELL, corpus="embedded", epsilon=2.0)
+    found = {replace(cell, arm=arm).key: {"accuracy": value} for arm, value in zip(ARMS, (0.7, 0.6, 0.8), strict=True)}
+    assert [row.endswith("| **no** |") for row in tables.claims(found).splitlines()[2:5]] == [True] * 3
+
+
+def test_the_page_has_the_tables_of_its_lines():
+    found = {line["key"]: line for line in lines(RESULTS / "secure_aggregation.jsonl")}
+    page = (RESULTS / "secure_aggregation.md").read_text()
+    of_runs = (tables.claims, tables.accuracies, tables.assumed, tables.missing)
+    texts = [table(found) for table in of_runs]
+    texts += [tables.outside(found, Results.read(RESULTS / "utility.jsonl")), tables.quoted(), tables.by_colluders([5])]
+    for row in "\n".join(texts).splitlines():
+        assert row in page
+
+
+def test_five_clients_have_the_epsilons_that_are_quoted_alone_and_in_the_sum():
+    """29.9 and 7.2 are of continuous noise; on the grid it is dearer by less than a hundredth."""
+    found = colluders.quoted()
+    assert found["alone, continuous"] == pytest.approx(29.9, abs=0.05)
+    assert found["sum, continuous"] == pytest.approx(7.2, abs=0.05)
+    for who in ("alone", "sum"):
+        assert 1 < found[f"{who}, discrete"] / found[f"{who}, continuous"] < 1.01
+
+
+def test_with_all_noise_but_its_own_revealed_a_client_pays_what_its_upload_costs():
+    last = Sum(clients=5, threshold=5, colluding=4)
+    assert colluders.epsilon_in(last, 1.5) == colluders.epsilon_alone(5, 1.5)
+    spent = [colluders.epsilon_in(Sum(clients=5, threshold=5, colluding=c), 1.5).epsilon for c in range(4)]
+    assert sorted(spent) == spent
+    assert spent[-1] > 1.3 * spent[0]
+
+
+def test_equal_epsilon_needs_the_noise_that_the_root_says():
+    for each in (Sum(clients=5, threshold=4, colluding=1), Sum(clients=30, threshold=30, colluding=10)):
+        over = colluders.noise_for(each) * sqrt(each.clients) / colluders.central_noise()
+        assert over == pytest.approx(each.noise_over_central, rel=4e-3)
+        assert over > each.noise_over_central, "the grid adds to the sensitivity"
+
+
+def test_sums_of_the_table_leave_no_two_lists_whose_honest_members_differ():
+    for each in colluders.sums(5):
+        honest = set(range(each.colluding, each.clients))
+        signing = [set(chosen) for chosen in combinations(range(each.clients), each.threshold)]
+        # Colluders sign both lists; an honest client signs one.
+        assert all((one & honest) & other for one in signing for other in signing)
