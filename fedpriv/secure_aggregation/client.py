@@ -179,6 +179,27 @@ def share(state: Advertised, advertisements: Mapping[int, Advertisement]) -> tup
     return kept, sent
 
 
+def received(state: Shared, sealed: Mapping[int, bytes]) -> dict[int, Shares]:
+    """{client in U2: its shares of that client's seeds}, of this node too; what `mask` checks before it masks.
+
+    Args:
+        state: of this node.
+        sealed: as for `mask`.
+
+    Raises:
+        ProtocolError: shares are from a client that did not advertise, or were not sealed by it for this node.
+        TooFewError: U2 is smaller than the threshold.
+    """
+    begun = state.begun
+    check_members("shares", [*sealed, begun.client], state.advertisements, begun.terms)
+    held = {begun.client: state.own}
+    for peer in sorted(sealed):
+        route = Route(transcript=state.transcript, dealer=peer, holder=begun.client)
+        public = state.advertisements[peer].encryption_key
+        held[peer] = unseal(sealed[peer], route, begun.encryption_private, public)
+    return held
+
+
 def mask(state: Shared, sealed: Mapping[int, bytes], values: NDArray[np.int64]) -> tuple[Masked, Words]:
     """Third exchange: the noised values under the self-mask and one mask for each peer in U2.
 
@@ -198,12 +219,7 @@ def mask(state: Shared, sealed: Mapping[int, bytes], values: NDArray[np.int64]) 
     """
     begun, terms = state.begun, state.begun.terms
     check_values(values, terms)
-    check_members("shares", [*sealed, begun.client], state.advertisements, terms)
-    held = {begun.client: state.own}
-    for peer in sorted(sealed):
-        route = Route(transcript=state.transcript, dealer=peer, holder=begun.client)
-        public = state.advertisements[peer].encryption_key
-        held[peer] = unseal(sealed[peer], route, begun.encryption_private, public)
+    held = received(state, sealed)
     total = to_words(values, terms) + self_mask(begun.self_seed, begun.client, terms)
     private = mask_private_key(begun.mask_seed, begun.client, terms)
     for peer in sealed:

@@ -85,6 +85,16 @@ class Session:
             wire.sealed_text,
         )
 
+    def check_sealed(self, sealed: str) -> None:
+        """Refuse shares that `mask` would refuse, before what it masks is paid for; the session stays where it is.
+
+        Raises:
+            ProtocolError: see `fedpriv.secure_aggregation.client.received`; or `mask` is not the step that comes next.
+        """
+        if not isinstance(self._state, node.Shared):
+            raise ProtocolError(f"mask: out of order, this session expects {self.expects or 'nothing, it is over'}")
+        node.received(self._state, wire.sealed_from_text(sealed))
+
     def mask(self, sealed: str, values: NDArray[np.int64]) -> Words:
         """The masked vector, uint32 or uint64 [d].
 

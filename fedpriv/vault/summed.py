@@ -35,7 +35,6 @@ from fedpriv.secure_aggregation import (
 from fedpriv.secure_aggregation.grid import SMALLEST_STDDEV, ClientGrid
 from fedpriv.secure_aggregation.identities import Identity, verify_once
 from fedpriv.secure_aggregation.masks import to_words
-from fedpriv.secure_aggregation.wire import sealed_from_text
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec
 from fedpriv.training.summing import num_included
 from fedpriv.training.trained import trained_names
@@ -217,19 +216,16 @@ def _check_grid(terms: Terms, client: int, bound: float) -> None:
 
 
 def _session_of(terms: Terms, client: int, sealed: str) -> Session:
-    """The session that masks the part, or masked it before; refused before the charge unless it stands there."""
+    """The session that masks the part, or masked it before; refused before the charge unless it will."""
     try:
         session = _sessions[client].of(terms.run, terms.attempt)
-        num_shares = len(sealed_from_text(sealed))
+        if session.terms.digest() != terms.digest():
+            raise RefusedError("terms: are not those that this node has signed")
+        # After `mask` the stored answer is sent again.
+        if session.expects not in ("confirm", "reveal"):
+            session.check_sealed(sealed)
     except ProtocolError as error:
         raise RefusedError(str(error)) from None
-    if session.terms.digest() != terms.digest():
-        raise RefusedError("terms: are not those that this node has signed")
-    if session.expects not in ("mask", "confirm", "reveal"):
-        standing = f"expects {session.expects}" if session.expects else "is over"
-        raise RefusedError(f"train: out of order, this node's session {standing}")
-    if num_shares + 1 < terms.threshold:
-        raise RefusedError(f"shares: are of {num_shares} peers, must be of at least {terms.threshold - 1}")
     return session
 
 

@@ -131,12 +131,20 @@ def test_terms_of_another_attempt_are_refused(site):
 
 
 @pytest.mark.parametrize(
-    ("sealed", "reason"), [("", "shares"), ("{}", "shares: are of 0 peers, must be of at least 1")]
+    ("sealed", "reason"), [("", "shares"), ("{}", "shares: are of 1 clients, must be of at least 2")]
 )
 def test_sealed_shares_that_are_missing_are_refused_before_the_charge(site, sealed, reason):
     terms = site.terms("unsealed")
     site.open(terms)
     refused(site, site.train(1, terms, sealed), reason, run="unsealed")
+
+
+def test_shares_that_no_peer_sealed_for_this_node_are_refused_before_the_charge(site):
+    terms = site.terms("garbage")
+    dealt = site.open(terms)
+    for sealed in (dealt.message(0), dealt.message(1).replace("A", "B")):
+        refused(site, site.train(1, terms, sealed), "shares", run="garbage")
+    assert not site.train(1, terms, dealt.message(1)).code, "the session was not spent on them"
 
 
 def test_a_train_request_before_the_shares_is_refused(site):
