@@ -319,8 +319,9 @@ def alternatives(setting: Setting) -> dict[str, Plan]:
         others["train = auto"] = chosen
     if num_clients > 1:
         largest = tuple(sorted(setting.sizes, reverse=True)[: math.ceil(num_clients / 2)])
-        fewer = setting.changed(min_clients=min(config.min_clients, len(largest)))
-        others[f"{len(largest)} largest of {num_clients} clients"] = replace(fewer, sizes=largest)
+        if not config.secure_aggregation or len(largest) >= config.colluding_clients + 2:
+            fewer = setting.changed(min_clients=min(config.min_clients, len(largest)))
+            others[f"{len(largest)} largest of {num_clients} clients"] = replace(fewer, sizes=largest)
         if config.secure_aggregation:
             seen = setting.changed(privacy_view="local", secure_aggregation=False, min_clients=1, mechanism="gaussian")
             others["uploads seen by the server"] = seen

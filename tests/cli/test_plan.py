@@ -97,6 +97,16 @@ def test_a_plan_has_the_noise_and_the_rates_that_a_run_computes(of_view, further
         }
 
 
+@pytest.mark.parametrize("num_clients", [2, 3, 4])
+def test_small_federations_have_a_plan_for_their_sum_and_its_alternatives(num_clients):
+    setting = Setting.of(SIZES[:num_clients], epsilon=2.0, view="aggregate")
+    planned = planning.plan(setting)
+    assert max(cost.epsilon_aggregate for cost in planned.costs) <= 2.0
+    found = planning.alternatives(setting)
+    assert "uploads seen by the server" in found
+    assert any("largest of" in name for name in found) == (num_clients > 2)
+
+
 def test_the_default_model_has_as_many_lora_values_as_a_plan_assumes(initial):
     assert num_lora_values(RunConfig(), initial) == planning.LORA_VALUES
 
