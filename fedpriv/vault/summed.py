@@ -122,6 +122,8 @@ def part_of(
 ) -> Part | None:
     """The node's part in the sum that a train request is for; None if the server is to see the upload itself.
 
+    That it may ask for in any run, such as in rounds without noise on public data; it is charged in full.
+
     Args:
         request: with the terms and its peers' shares.
         config: of the run.
@@ -134,7 +136,7 @@ def part_of(
     Raises:
         RefusedError: the terms are not for this request or not what the operator agreed to, or the node takes no part.
     """
-    if not config.secure_aggregation:
+    if not config.secure_aggregation or protocol.TERMS not in request.fields:
         return None
     terms = _terms(request)
     check_policy(terms, client, holder.policy)

@@ -151,6 +151,14 @@ def test_a_round_that_is_repeated_after_a_crash_is_a_new_attempt_with_charges_of
     assert_same(run(values, tmp_path / "whole"), tmp_path / "run")
 
 
+@pytest.mark.parametrize("masks", [False, True])
+def test_rounds_without_noise_that_follow_for_comparison_need_no_sum(values, tmp_path, masks):
+    folder = run(values, tmp_path / "run", comparison=True, secure_masks=masks, rounds=1)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["accuracy_non_private"] is not None
+    assert {scale is None for _, _, _, scale in charges(folder / "ledger.sqlite")} == {False}
+
+
 def test_the_figures_of_a_sum_are_those_of_the_same_noise_that_everybody_sees(values, tmp_path):
     """On the local view hiding the uploads saves nothing; on the sum's view three equal clients have sqrt(3)."""
     equal = {"partition": "iid", "client_column": ""}

@@ -19,7 +19,7 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.secure_aggregation import Terms
 from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.vault import records, summed
-from fedpriv.vault.frames import CONFIRM, EVALUATE, FAILED, REFUSED, RETIRED, REVEAL, SHARE
+from fedpriv.vault.frames import CONFIRM, EVALUATE, FAILED, REFUSED, RETIRED, REVEAL, SHARE, TRAIN
 from tests.tiny import LABELS, WORDS
 from tests.vault.sums import Coordinator, vector
 from tests.vaults import make_vault, write_records
@@ -285,6 +285,10 @@ def test_an_upload_outside_the_protocol_counts_in_full_on_the_aggregate_view(sit
         return vaults.train(1, vaults.terms("plain"), "", secure_aggregation=False, privacy_view="local").code
 
     assert plain(site) == 0
+    instruction = protocol.pack_instruction("bare", 1, site.spec)
+    arrays = {protocol.ADAPTER: {name: tensor.numpy() for name, tensor in site.initial.items()}}
+    assert not site.ask(1, TRAIN, instruction, arrays).code, "a request without terms, though the run has sums"
+    assert [charge.aggregate_scale for charge in site.charges(1, "bare")] == [None]
     (charge,) = site.charges(1, "plain")
     assert charge.aggregate_scale is None
     local = epsilon_of([events.from_json(charge.event)], DELTA).epsilon
