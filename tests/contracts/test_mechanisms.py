@@ -121,6 +121,14 @@ def test_noise_is_added_and_the_input_is_unchanged(name):
     assert torch.equal(sums, torch.arange(100.0).view(1, 100))
 
 
+def test_no_single_value_is_left_without_noise_or_shares_that_of_another(name):
+    request = request_for(name, 30, sampling_probabilities=(0.1, 0.2))
+    noised, _ = MECHANISMS[name].add_noise(torch.zeros(2, 30), request, [SeededSource(3), SeededSource(4)])
+    assert (noised != 0).all()
+    # One value may meet another by chance: float32 has some 2^24 near these.
+    assert len(noised.unique()) >= 59
+
+
 def test_each_client_gets_noise_from_its_own_source(name):
     request = request_for(name, 30, sampling_probabilities=(0.1, 0.2))
     both, _ = MECHANISMS[name].add_noise(torch.zeros(2, 30), request, [SeededSource(1), SeededSource(2)])
