@@ -7,6 +7,7 @@ docs/recipes.md derives the formulas.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from statistics import NormalDist
@@ -260,15 +261,15 @@ class Plan:
                 num_records=size,
                 delta=delta,
                 share=shares[client],
-                epsilon_local=self._epsilon(client, 1.0, delta),
-                epsilon_rho=self._epsilon(client, bar, delta),
-                epsilon_aggregate=self._epsilon(client, aggregate_scale(weights, client), delta),
+                epsilon_local=self._epsilon(sizes, client, 1.0, delta),
+                epsilon_rho=self._epsilon(sizes, client, bar, delta),
+                epsilon_aggregate=self._epsilon(sizes, client, aggregate_scale(weights, client), delta),
             )
             for (client, size), delta in zip(sizes.items(), self.setting.deltas, strict=True)
         )
 
-    def _epsilon(self, client: int, factor: float, delta: float) -> float:
-        events = planned_releases(self.setting.config, self.setting.sizes, client, self.setting.adapter)
+    def _epsilon(self, sizes: Mapping[int, int], client: int, factor: float, delta: float) -> float:
+        events = planned_releases(self.setting.config, sizes, client, self.setting.adapter)
         return epsilon_of([event.with_noise(factor) for event in events], delta).epsilon
 
     def _each_round(self, values: list[float]) -> Array:

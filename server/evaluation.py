@@ -21,7 +21,7 @@ from fedpriv.vault import guard
 from server.bookkeeping import Books
 from server.exchange import Exchange
 from server.registration import Nodes
-from server.replies import MalformedError
+from server.replies import MalformedError, reason_of
 from server.wire import wire_bytes
 
 log = logging.getLogger("flwr")
@@ -118,7 +118,7 @@ def _read(reply: Message, round_: int, event: Event) -> EvaluationRelease:
         MalformedError: it is an error, malformed, or not what was asked for.
     """
     if reply.has_error():
-        raise MalformedError(" ".join((reply.error.reason or "").split()))
+        raise MalformedError(reason_of(reply))
     try:
         release = protocol.unpack_evaluation_release(reply.content.config_records[protocol.RELEASE])
     except (KeyError, ValueError, TypeError) as error:

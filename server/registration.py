@@ -13,6 +13,7 @@ from fedpriv import protocol
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError
 from fedpriv.protocol import Registration
+from server.replies import reason_of
 
 log = logging.getLogger("flwr")
 
@@ -51,7 +52,7 @@ def register_nodes(grid: Grid, *, num_expected: int, wait: float, node_keys: Pat
             node_id = waiting.pop(reply.metadata.reply_to_message_id)
             if reply.has_error() and reply.metadata.src_node_id != node_id:
                 # The link gave up on a node that was gone; the node is asked again if it comes back.
-                log.warning("node %s: %s", node_id, one_line(reply.error.reason))
+                log.warning("node %s: %s", node_id, reason_of(reply))
                 continue
             answered.add(node_id)
             _add(reply, node_id, nodes, node_keys)
@@ -86,7 +87,7 @@ def read_registration(reply: Message, node_keys: Path | None) -> Registration:
         ValueError: one line that says why the node cannot take part.
     """
     if reply.has_error():
-        raise ValueError(one_line(reply.error.reason))
+        raise ValueError(reason_of(reply))
     if protocol.REGISTRATION not in reply.content.config_records:
         raise ValueError(f"{protocol.REGISTRATION}: missing")
     registration = protocol.unpack_registration(reply.content.config_records[protocol.REGISTRATION])
@@ -102,8 +103,3 @@ def _check_signature(registration: Registration, file: Path) -> None:
         raise ValueError(f"partition-id = {registration.client}: no key {file.name} among node_keys")
     if not keys.verify(file.read_text(), protocol.statement_of(registration), registration.signature):
         raise ValueError(f"partition-id = {registration.client}: its registration is not signed with {file.name}")
-
-
-def one_line(text: str | None) -> str:
-    """A text without line breaks, for a log."""
-    return " ".join((text or "").split())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,9 +59,8 @@ def read_reply(reply: Message, expected: ExpectedReply) -> tuple[Adapter | None,
     Raises:
         MalformedError: one line that names what is wrong.
     """
-    try:
-        release = protocol.unpack_release(reply.content.config_records[protocol.RELEASE])
-        _check_release(release, expected)
+    with _malformed_by_name():
+        release = _release_of(reply, expected)
         records = reply.content.array_records
         if release.silent:
             if records:
@@ -70,10 +71,6 @@ def read_reply(reply: Message, expected: ExpectedReply) -> tuple[Adapter | None,
         check_arrays({name: array.data for name, array in records[protocol.ADAPTER].items()})
         arrays = dict(records[protocol.ADAPTER].to_torch_state_dict())
         adapter = protocol.unpack_upload(arrays, expected.broadcast, expected.spec, expected.initial)
-    except MalformedError:
-        raise
-    except (KeyError, ValueError, TypeError, EOFError, OSError) as error:
-        raise MalformedError(f"malformed reply: {error}") from None
     for name, tensor in adapter.items():
         if not torch.isfinite(tensor).all():
             raise MalformedError(f"{name}: holds NaN or infinity")
@@ -95,23 +92,41 @@ def read_sum(reply: Message, expected: ExpectedReply, *, dimension: int, modulus
     Raises:
         MalformedError: one line that names what is wrong.
     """
-    try:
-        release = protocol.unpack_release(reply.content.config_records[protocol.RELEASE])
-        _check_release(release, expected)
+    with _malformed_by_name():
+        release = _release_of(reply, expected)
         records = reply.content.array_records
         if {name: list(record) for name, record in records.items()} != {protocol.ADAPTER: [protocol.SUM]}:
             raise MalformedError(f"records {', '.join(records) or 'none'}: must hold {protocol.SUM} alone")
         array = records[protocol.ADAPTER][protocol.SUM]
         check_arrays({protocol.SUM: array.data})
         vector = array.numpy()
-    except MalformedError:
-        raise
-    except (KeyError, ValueError, TypeError, EOFError, OSError) as error:
-        raise MalformedError(f"malformed reply: {error}") from None
     if vector.dtype != np.dtype(f"int{modulus_bits}") or vector.shape != (dimension,):
         raise MalformedError(f"{protocol.SUM}: {vector.dtype} {vector.shape}, must be int{modulus_bits} ({dimension},)")
     digest = _digest(release, {protocol.SUM: torch.from_numpy(vector)})
     return vector.view(np.dtype(f"uint{modulus_bits}")), digest
+
+
+def reason_of(reply: Message) -> str:
+    """Why a node, or the link, replied with an error, in one line."""
+    return " ".join((reply.error.reason or "").split())
+
+
+@contextmanager
+def _malformed_by_name() -> Iterator[None]:
+    """Whatever goes wrong while a reply is read makes it a malformed one."""
+    try:
+        yield
+    except MalformedError:
+        raise
+    except (KeyError, ValueError, TypeError, EOFError, OSError) as error:
+        raise MalformedError(f"malformed reply: {error}") from None
+
+
+def _release_of(reply: Message, expected: ExpectedReply) -> Release:
+    """What the reply states, which is what was expected."""
+    release = protocol.unpack_release(reply.content.config_records[protocol.RELEASE])
+    _check_release(release, expected)
+    return release
 
 
 def _check_release(release: Release, expected: ExpectedReply) -> None:

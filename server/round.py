@@ -15,7 +15,7 @@ from fedpriv import protocol
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.protocol import Broadcast
 from fedpriv.runs.rows import USABLE
-from server.replies import MalformedError, Vector
+from server.replies import MalformedError, Vector, reason_of
 from server.wire import wire_bytes
 
 log = logging.getLogger("flwr")
@@ -138,8 +138,7 @@ class Round:
     def _judge(self, client: int, reply: Message, read: Read) -> Status:
         """The status that a reply gives its client; a sound upload is kept."""
         if reply.has_error():
-            reason = " ".join((reply.error.reason or "").split())
-            return Status(_STATUS_OF_ERROR.get(reply.error.code, "failed"), reason)
+            return Status(_STATUS_OF_ERROR.get(reply.error.code, "failed"), reason_of(reply))
         try:
             content, digest = read(client, reply)
         except MalformedError as error:

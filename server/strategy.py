@@ -34,7 +34,7 @@ from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.noise_plan import start_noise
 from fedpriv.training.schedule import Schedule
 from fedpriv.training.summing import mean_of_sum, mean_upload
-from fedpriv.training.trained import trained_names
+from fedpriv.training.trained import num_trained_values, trained_names
 from fedpriv.vault import guard
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
@@ -167,7 +167,7 @@ class RuleStrategy(Strategy):
                 spec=spec,
                 grid=sum_grid,
                 request=request.digest,
-                dimension=self._dimension,
+                dimension=num_trained_values(self.model.adapter, spec.trains),
             )
         except TooFewError as error:
             raise TooFewClientsError(
@@ -177,12 +177,6 @@ class RuleStrategy(Strategy):
         for client, reason in self._attempt.left_out.items():
             round_.leave_out(client, reason)
         return {client: request.with_fields(fields, digest) for client, fields in self._attempt.fields.items()}
-
-    @property
-    def _dimension(self) -> int:
-        """How many values the current round trains."""
-        names = trained_names(self.model.adapter, self.spec.trains)
-        return sum(self.model.adapter[name].numel() for name in names)
 
     def _request(self, rank: int, instruction: ConfigRecord) -> Request:
         """What a client of this rank is sent in the current round."""

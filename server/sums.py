@@ -31,8 +31,7 @@ from fedpriv.secure_aggregation.server import (
 )
 from fedpriv.training.local_update import UpdateSpec
 from server.exchange import Exchange
-from server.registration import one_line
-from server.replies import Vector
+from server.replies import Vector, reason_of
 from server.round import Round
 from server.wire import wire_bytes
 
@@ -195,7 +194,7 @@ class Sums:
             if client is None or client in answers:
                 log.warning("round %s: ignored an unexpected reply of node %s", terms.round, reply.metadata.src_node_id)
             elif reply.has_error():
-                unanswered[client] = one_line(reply.error.reason)
+                unanswered[client] = reason_of(reply)
                 log.warning("round %s, client %s, %s: %s", terms.round, client, kind, unanswered[client])
             else:
                 round_.bytes_up[client] += wire_bytes(reply.content)

@@ -6,14 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-MODULUS_BITS = (32, 64)
+from fedpriv.accounting.discrete_gaussian import MIN_STDDEV
 
-# Each client's noise has at least this standard deviation in grid steps; what it costs relies on that.
-SMALLEST_STDDEV = 2.0**10
 # A sum stays within its range but for draws of so many standard deviations; a wrap costs accuracy, never privacy.
-_DEVIATIONS = 10.0
+DEVIATIONS = 10.0
 # Magnitudes of a sum are below 2^31 or, with 64 bits, 2^52: float64, in which sums are formed, holds integers so far.
-_RANGE_BITS = {32: 31, 64: 52}
+RANGE_BITS = {32: 31, 64: 52}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +71,11 @@ def sum_grid(
     scales = {client: weight / largest for client, weight in weights.items()}
     per_step = clip_norm * (
         math.fsum(scales[client] * num_included[client] for client in scales)
-        + _DEVIATIONS * noise_multiplier * math.hypot(*scales.values())
+        + DEVIATIONS * noise_multiplier * math.hypot(*scales.values())
     )
     smallest_noise = noise_multiplier * clip_norm * min(scales.values())
-    exponents = {bits: _largest_exponent(2.0 ** _RANGE_BITS[bits] / per_step) for bits in MODULUS_BITS}
-    bits = 32 if noise_multiplier == 0 or smallest_noise * 2.0 ** exponents[32] >= SMALLEST_STDDEV else 64
+    exponents = {bits: _largest_exponent(2.0 ** RANGE_BITS[bits] / per_step) for bits in RANGE_BITS}
+    bits = 32 if noise_multiplier == 0 or smallest_noise * 2.0 ** exponents[32] >= MIN_STDDEV else 64
     return SumGrid(
         modulus_bits=bits,
         exponent=exponents[bits],
@@ -91,7 +89,7 @@ def largest_number_included(num_records: int, sampling_probability: float) -> fl
     if sampling_probability == 1:
         return float(num_records)
     expected = sampling_probability * num_records
-    return min(float(num_records), expected + _DEVIATIONS * math.sqrt(expected))
+    return min(float(num_records), expected + DEVIATIONS * math.sqrt(expected))
 
 
 def _largest_exponent(below: float) -> int:

@@ -22,7 +22,7 @@ from fedpriv.mechanisms.request import NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.secure_aggregation.grid import ClientGrid
 from fedpriv.training.sampling import PoissonSampler
-from fedpriv.training.trained import trained_names
+from fedpriv.training.trained import num_trained_values, trained_names
 
 OPTIMIZERS = ("sgd", "adamw")
 # Values that a tensor may take in training: any, or three around its initial one.
@@ -229,9 +229,8 @@ def planned_event(
             parameters are invalid, a scale is out of range, or these values do not go together.
     """
     check(spec)
-    trained = trained_names(adapter, spec.trains)
-    dimension = sum(adapter[name].numel() for name in trained)
-    num_parts = len(clipping_parts(spec.clipping, trained))
+    dimension = num_trained_values(adapter, spec.trains)
+    num_parts = len(clipping_parts(spec.clipping, trained_names(adapter, spec.trains)))
     request = noise_request(spec, [sampling_probability], dimension, num_parts, [grid])
     count = 1 if spec.noise_on == "upload" else spec.local_steps
     (event,) = MECHANISMS.named(spec.mechanism).planned_events(replace(request, count=count))

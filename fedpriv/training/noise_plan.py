@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -78,26 +78,27 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
                 fixed=fixed,
             )
             config = _with_value(config, shared, noise / scale)
+        clients = dict(enumerate(sizes))
         schedules = [
-            (_releases(config, name, sizes, client, initial, scale), delta) for client, delta in enumerate(deltas)
+            (_releases(config, name, clients, client, initial, scale), delta) for client, delta in enumerate(deltas)
         ]
         return _with_value(config, name, calibrate_all(schedules, target, fixed=fixed))
     except ValueError as error:
         raise InputError(f"target_epsilon = {target}: {error}") from None
 
 
-def planned_releases(config: RunConfig, sizes: Sequence[int], client: int, initial: Adapter) -> list[Event]:
+def planned_releases(config: RunConfig, sizes: Mapping[int, int], client: int, initial: Adapter) -> list[Event]:
     """What a client releases that takes part in every round; without the evaluation on its records.
 
     Args:
         config: of the run, with numbers for noise and learning rates.
-        sizes: [clients], N_k, registered.
-        client: its index in `sizes`.
+        sizes: {client: registered N_k} of all clients.
+        client: one of them.
         initial: the adapter.
     """
     events = []
     for spec, num_rounds in Rounds.of(config).totals.items():
-        grid = grid_of(config, spec, dict(enumerate(sizes)))
+        grid = grid_of(config, spec, sizes)
         probability = min(1.0, spec.probability(sizes[client]))
         event = planned_event(spec, probability, initial, grid.of(client) if grid else None)
         events.append(event.with_count(num_rounds * event.count))
@@ -255,7 +256,7 @@ def _with_start_beside(config: RunConfig) -> RunConfig:
 
 
 def _releases(
-    config: RunConfig, name: str, sizes: Sequence[int], client: int, initial: Adapter, scale: float
+    config: RunConfig, name: str, sizes: Mapping[int, int], client: int, initial: Adapter, scale: float
 ) -> Schedule:
     """All releases of a client in every round, with the noise that the view counts, by the noise of this name."""
     planned = _with_any_rates(config)

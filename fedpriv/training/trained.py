@@ -31,6 +31,11 @@ def trained_names(names: Iterable[str], trains: str) -> tuple[str, ...]:
     return chosen
 
 
+def num_trained_values(adapter: Mapping[str, Tensor], trains: str) -> int:
+    """How many values an update trains; arguments and errors as for `trained_names`."""
+    return sum(adapter[name].numel() for name in trained_names(adapter, trains))
+
+
 def value_factors(shapes: Mapping[str, torch.Size], *, bias: float = 1.0, lora: float = 1.0) -> Tensor | None:
     """A factor for each value by the kind of its tensor, [values]; None if each is one.
 

@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from fedpriv import protocol
+from fedpriv.accounting.discrete_gaussian import MIN_STDDEV
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.views import Release, aggregate_objections, smallest_aggregate_scales
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.config import RunConfig
 from fedpriv.deployment import keys
 from fedpriv.mechanisms.discrete_gaussian import integers
+from fedpriv.mechanisms.discrete_sampler import MAX_SIGMA
 from fedpriv.secure_aggregation import (
     ProtocolError,
     Session,
@@ -32,22 +34,16 @@ from fedpriv.secure_aggregation import (
     smallest_threshold,
     terms_from_text,
 )
-from fedpriv.secure_aggregation.grid import SMALLEST_STDDEV, ClientGrid
+from fedpriv.secure_aggregation.grid import DEVIATIONS, RANGE_BITS, ClientGrid
 from fedpriv.secure_aggregation.identities import Identity, verify_once
 from fedpriv.secure_aggregation.masks import to_words
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec
 from fedpriv.training.summing import num_included
-from fedpriv.training.trained import trained_names
+from fedpriv.training.trained import num_trained_values
 from fedpriv.vault import peers
 from fedpriv.vault.frames import Request, Response
 from fedpriv.vault.guard import NodePolicy, RefusedError
 from fedpriv.vault.holder import Holder, bench_of, run_of
-
-# The steps of the grid that a node's own part may have: what the modulus holds, and float64, in which sums are formed.
-# Beyond them a vector would be no sum of integers, and whether there is one at all could depend on the records.
-_LARGEST_STEPS = {32: 2.0**31, 64: 2.0**52}
-_LARGEST_STDDEV = 2.0**40
-_DEVIATIONS = 10.0
 
 # By client: a simulation's nodes share this process.
 _sessions: defaultdict[int, Sessions] = defaultdict(Sessions)
@@ -140,7 +136,7 @@ def part_of(
         return None
     terms = _terms(request)
     check_policy(terms, client, holder.policy)
-    dimension = sum(initial[name].numel() for name in trained_names(initial, spec.trains))
+    dimension = num_trained_values(initial, spec.trains)
     for name, stated, asked in (
         ("request", terms.request, digest),
         ("dimension", terms.dimension, dimension),
@@ -202,15 +198,18 @@ def check_policy(terms: Terms, client: int, policy: NodePolicy) -> None:
 
 
 def _check_grid(terms: Terms, client: int, bound: float) -> None:
-    """Refuse a grid on which the node's noise would be too coarse, or its part no integers that add up."""
+    """Refuse a grid on which the node's noise would be too coarse, or its part no integers that add up.
+
+    On such a grid a vector would be no sum of integers, and whether there is one at all could depend on the records.
+    """
     stddev = terms.noise_stddev(client)
-    steps = terms.gamma * terms.participant(client).scale * bound + _DEVIATIONS * stddev
-    if stddev and not SMALLEST_STDDEV <= stddev <= _LARGEST_STDDEV:
+    steps = terms.gamma * terms.participant(client).scale * bound + DEVIATIONS * stddev
+    if stddev and not MIN_STDDEV <= stddev <= MAX_SIGMA:
         raise RefusedError(
             f"terms: grid_exponent = {terms.grid_exponent}: gives this node's noise {stddev:g} steps, must be "
-            f"{SMALLEST_STDDEV:g} to {_LARGEST_STDDEV:g}"
+            f"{MIN_STDDEV:g} to {MAX_SIGMA:g}"
         )
-    if steps >= _LARGEST_STEPS[terms.modulus_bits]:
+    if steps >= 2.0 ** RANGE_BITS[terms.modulus_bits]:
         raise RefusedError(
             f"terms: grid_exponent = {terms.grid_exponent}: this node's part may have {steps:g} steps, which "
             f"modulus_bits = {terms.modulus_bits} does not hold"

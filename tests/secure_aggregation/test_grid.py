@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from fedpriv.secure_aggregation.grid import SMALLEST_STDDEV, largest_number_included, sum_grid
+from fedpriv.accounting.discrete_gaussian import MIN_STDDEV
+from fedpriv.secure_aggregation.grid import largest_number_included, sum_grid
 
 
 def largest_sum(grid, *, clip_norm, z, num):
@@ -26,7 +27,7 @@ def test_gamma_is_the_largest_power_of_two_whose_sums_fit_31_bits(z, clip_norm, 
 def test_where_32_bits_leave_too_little_noise_there_are_64():
     millions = {0: 4e6, 1: 4e6}
     grid = sum_grid(clip_norm=1.0, noise_multiplier=1.0, weights={0: 1.0, 1: 1.0}, num_included=millions)
-    assert (grid.modulus_bits, grid.gamma >= SMALLEST_STDDEV) == (64, True)
+    assert (grid.modulus_bits, grid.gamma >= MIN_STDDEV) == (64, True)
     assert largest_sum(grid, clip_norm=1.0, z=1.0, num=millions) < 2.0**52
 
 
@@ -35,7 +36,7 @@ def test_scales_are_the_weights_over_the_largest_and_the_smallest_noise_decides(
     grid = sum_grid(clip_norm=1.0, noise_multiplier=0.01, weights=weights, num_included=dict.fromkeys(weights, 1e4))
     assert grid.scales == pytest.approx({0: 1.0, 1: 0.5, 2: 1e-4})
     assert grid.modulus_bits == 64
-    assert grid.gamma * grid.scales[2] * 0.01 >= SMALLEST_STDDEV
+    assert grid.gamma * grid.scales[2] * 0.01 >= MIN_STDDEV
     assert grid.of(1).points == grid.gamma * 0.5
 
 

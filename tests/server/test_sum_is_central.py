@@ -81,7 +81,7 @@ def noises(monkeypatch) -> list[torch.Tensor]:
 
     monkeypatch.setattr(discrete, "add_noise", record)
     monkeypatch.setattr(gaussian, "add_noise", repeat)
-    monkeypatch.setitem(grid._RANGE_BITS, 32, COARSE_BITS)
+    monkeypatch.setitem(grid.RANGE_BITS, 32, COARSE_BITS)
     return added
 
 

@@ -7,8 +7,6 @@ from itertools import combinations
 from math import sqrt
 from pathlib import Path
 
-import numpy as np
-import pandas as pd
 import pytest
 
 from fedpriv.training.workbench import forget
@@ -18,7 +16,7 @@ from simulations.studies.secure_aggregation.cells import AGGREGATE, ARMS, HEAD, 
 from simulations.studies.secure_aggregation.colluders import Sum
 from simulations.studies.utility import corpora
 from simulations.studies.utility.results import Results
-from tests.tiny import LABELS, WORDS
+from tests.simulations.tiny_corpus import tiny_corpus
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 RUNS = "runs.jsonl"
@@ -29,15 +27,7 @@ CELL = Cell(corpus="tiny", arm=AGGREGATE, epsilon=8.0)
 def tiny(tiny_bert, monkeypatch):
     """A corpus of two clients, and a model that takes seconds."""
 
-    def frames(data, seed):
-        rng = np.random.default_rng(seed)
-        labels = [LABELS[i % len(LABELS)] for i in range(150)]
-        texts = [" ".join([label, *rng.choice(WORDS, 3)]) for label in labels]
-        frame = pd.DataFrame({"text": texts, "label": labels, "client": ["a", "b", "b"] * 50})
-        return frame[:120], frame[120:]
-
-    sharing = (("partition", "natural"), ("client_column", "client"))
-    monkeypatch.setitem(corpora.CORPORA, "tiny", corpora.Corpus(frames=frames, sharing=sharing))
+    monkeypatch.setitem(corpora.CORPORA, "tiny", tiny_corpus())
     monkeypatch.setitem(METHODS, HEAD, {**METHODS[HEAD], "model": str(tiny_bert), "layers": "last-1", "rounds": 3})
     forget()
 

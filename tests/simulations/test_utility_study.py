@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-import pandas as pd
 import pytest
 import torch
 
@@ -18,7 +16,7 @@ from simulations.studies.utility import corpora, run, tables
 from simulations.studies.utility.cells import CENTRAL, FACTORS, METHODS, PROBES, RATES, Cell, cells
 from simulations.studies.utility.features import FeatureStore
 from simulations.studies.utility.results import Estimate, Results, difference
-from tests.tiny import LABELS, WORDS
+from tests.simulations.tiny_corpus import tiny_corpus
 
 RUNS = "runs.jsonl"
 CELL = Cell(corpus="tiny", method="head", epsilon=8.0)
@@ -28,15 +26,7 @@ CELL = Cell(corpus="tiny", method="head", epsilon=8.0)
 def tiny(tiny_bert, monkeypatch):
     """A corpus of two clients whose labels are words of its texts, and a model that takes seconds."""
 
-    def frames(data, seed):
-        rng = np.random.default_rng(seed)
-        labels = [LABELS[i % len(LABELS)] for i in range(150)]
-        texts = [" ".join([label, *rng.choice(WORDS, 3)]) for label in labels]
-        frame = pd.DataFrame({"text": texts, "label": labels, "client": ["a", "b", "b"] * 50})
-        return frame[:120], frame[120:]
-
-    sharing = (("partition", "natural"), ("client_column", "client"))
-    monkeypatch.setitem(corpora.CORPORA, "tiny", corpora.Corpus(frames=frames, sharing=sharing))
+    monkeypatch.setitem(corpora.CORPORA, "tiny", tiny_corpus())
     small = {"model": str(tiny_bert), "layers": "last-1", "rank": 4, "rounds": 3}
     for name in ("head", CENTRAL):
         monkeypatch.setitem(METHODS, name, {**METHODS[name], **small})

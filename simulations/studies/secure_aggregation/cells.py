@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -12,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from fedpriv.config import RunConfig, parse
-from fedpriv.errors import InputError
 from fedpriv.runs.writer import environment
 from fedpriv.training.workbench import workbench
 from simulations.engines import federation
-from simulations.studies.dedup.lines import append, lines
 from simulations.studies.utility import corpora
 from simulations.studies.utility.cells import DELTA, SEEDS
 from simulations.studies.utility.features import FeatureStore
-from simulations.studies.utility.run import SilentObserver
+from simulations.studies.utility.run import SilentObserver, run_missing
 
 LOCAL, AGGREGATE, CENTRAL = "local", "aggregate", "central"
 ARMS = (LOCAL, AGGREGATE, CENTRAL)
@@ -98,27 +95,10 @@ def run_all(runs: Path, out: Path, data: Path, chosen: Sequence[Cell], *, until:
     """Run every cell that has no line yet.
 
     Args:
-        runs: file of the lines.
-        out: folder of the records as written for the runs, and of their features.
         data: folder of the public files; corpora whose files it lacks are skipped with a message.
-        chosen: in their order.
-        until: `time.time()` after which no cell is begun.
+        runs, out, chosen, until: as for `run_missing`.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    done, store = {line["key"] for line in lines(runs)}, FeatureStore(out / "features.npz")
-    for cell in chosen:
-        if cell.key in done:
-            continue
-        if until is not None and time.time() > until:
-            return
-        try:
-            line = run_cell(cell, out, data, store)
-        except InputError as error:
-            print(f"{cell.key}: skipped: {error}", flush=True)
-            continue
-        append(runs, line)
-        store.save()
-        print(f"{cell.key}: {line['accuracy']:.4f}, {line['seconds']:.0f} s", flush=True)
+    run_missing(runs, out, chosen, lambda cell, store: run_cell(cell, out, data, store), until=until)
 
 
 def run_cell(cell: Cell, out: Path, data: Path, store: FeatureStore) -> dict[str, Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from math import sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -49,6 +49,21 @@ _KEPT = (
 )  # fmt: skip
 
 
+class AnyCell(Protocol):
+    """A cell of any study that uses these corpora."""
+
+    @property
+    def key(self) -> str:
+        """Unique among the study's cells."""
+
+    @property
+    def corpus(self) -> str:
+        """A corpus by name."""
+
+
+C = TypeVar("C", bound=AnyCell)
+
+
 class SilentObserver:
     """Keeps what a run was calibrated to and how its accuracy went."""
 
@@ -82,13 +97,25 @@ class SilentObserver:
 
 
 def run_all(runs: Path, out: Path, data: Path, cells: Sequence[Cell], *, until: float | None = None) -> None:
-    """Run every cell that has no line yet.
+    """Run every cell that has no line yet; arguments as for `run_missing`."""
+    run_missing(runs, out, cells, lambda cell, store: run_cell(cell, out, data, store), until=until)
+
+
+def run_missing(
+    runs: Path,
+    out: Path,
+    cells: Sequence[C],
+    run: Callable[[C, FeatureStore], dict[str, Any]],
+    *,
+    until: float | None = None,
+) -> None:
+    """Add a line for every cell of a study that has none yet; a corpus whose files are missing is skipped, and named.
 
     Args:
         runs: file of the lines.
         out: folder of the records as written for the runs, and of their features.
-        data: folder of the public files; corpora whose files it lacks are skipped with a message.
         cells: in their order.
+        run: gives a cell's line; raises `InputError` if the cell's corpus is not there.
         until: `time.time()` after which no cell is begun.
     """
     out.mkdir(parents=True, exist_ok=True)
@@ -97,17 +124,18 @@ def run_all(runs: Path, out: Path, data: Path, cells: Sequence[Cell], *, until: 
     for cell in cells:
         if cell.key in done or cell.corpus in skipped:
             continue
-        if until is not None and time.time() > until:
+        began = time.time()
+        if until is not None and began > until:
             return
         try:
-            line = run_cell(cell, out, data, store)
+            line = run(cell, store)
         except InputError as error:
             skipped.add(cell.corpus)
             print(f"{cell.corpus}: skipped: {error}", flush=True)
             continue
         append(runs, line)
         store.save()
-        print(f"{cell.key}: {line['accuracy']:.4f}, {line['wall_seconds']:.0f} s", flush=True)
+        print(f"{cell.key}: {line['accuracy']:.4f}, {time.time() - began:.0f} s", flush=True)
 
 
 def run_cell(cell: Cell, out: Path, data: Path, store: FeatureStore) -> dict[str, Any]:
