@@ -21,7 +21,6 @@ from fedpriv.dedup.validation import PrivateRecords
 from fedpriv.errors import InputError
 from fedpriv.runs.files import read_config
 from fedpriv.training.evaluation import evaluate
-from fedpriv.training.losses import losses_and_hits
 from fedpriv.training.workbench import Workbench, workbench
 
 Tensors = Mapping[str, NDArray[Any]]
@@ -98,8 +97,7 @@ class AdapterEvaluator:
         return self.model.logits(self._test.items()[:num_records], cached=False)[0]
 
     def _losses(self, _model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        logits, records = self.model.logits(self._test.items(batch["index"].tolist()), cached=True)
-        return losses_and_hits(logits, records)[0]
+        return self.model.predictions(self._test.items(batch["index"].tolist()), cached=True).losses
 
     @contextmanager
     def _with_adapter(self, tensors: Tensors) -> Iterator[None]:

@@ -73,6 +73,12 @@ class RunConfig:
     evaluation_noise_multiplier: Annotated[Positive | None, Maybe] = None
     text_column: str = "text"
     text_pair_column: str = ""
+    prompt_column: str = ""
+    response_column: str = ""
+    messages_column: str = ""
+    system_prompt: str = ""
+    prompt_template: str = ""
+    answers: Names = ()
     label_column: str = "label"
     client_column: str = ""
     labels: Names = ()
@@ -80,6 +86,7 @@ class RunConfig:
     num_clients: Count = 5
     client_sizes: Sizes = ()
     dirichlet_alpha: Positive = 0.5
+    max_records: Annotated[int, Field(ge=0)] = 0
     public_data: bool = False
 
     # the federation
@@ -141,6 +148,10 @@ class RunConfig:
     dedup_utility_bound: Annotated[float, Field(ge=0, le=1)] = 0.01
     integral_epsilon: Annotated[NonNegative | None, Maybe] = None
 
+    # what a language model is asked before and after
+    generated_answers: Annotated[int, Field(ge=0)] = 50
+    max_new_tokens: Count = 96
+
     # canaries that test the run's epsilon
     audit: Literal["", "tokens", "mislabelled"] = ""
     audit_canaries: Annotated[int, Field(ge=2)] = 50
@@ -181,6 +192,11 @@ class RunConfig:
     def caveat(self) -> str:
         """Why the run's epsilon, as it is accounted for, is no privacy guarantee; empty if it is one."""
         return MECHANISMS[self.mechanism].caveat(self.mechanism_parameters)
+
+    @property
+    def instructs(self) -> bool:
+        """Whether records are prompts with responses, which alone are learned."""
+        return bool(self.prompt_column or self.messages_column)
 
     @property
     def data_are_public(self) -> bool:

@@ -37,6 +37,9 @@ BAD = {
     "num_clients": 0,
     "dirichlet_alpha": 0.0,
     "public_data": "perhaps",
+    "max_records": -1,
+    "generated_answers": -1,
+    "max_new_tokens": 0,
     "rounds": 0,
     "clients_per_round": -1,
     "min_clients": 0,
@@ -284,8 +287,8 @@ def test_no_text_key_accepts_a_number(key):
 
 
 def test_every_key_is_tested_with_a_bad_value():
-    assert set(KEYS) - set(BAD) - set(FLOATS) - set(TEXTS) == {"target_modules", "labels"}
-    for key in ("target_modules", "labels"):
+    assert set(KEYS) - set(BAD) - set(FLOATS) - set(TEXTS) == {"target_modules", "labels", "answers"}
+    for key in ("target_modules", "labels", "answers"):
         with pytest.raises(InputError, match=rf"^{key} = 5: "):
             parse({key: 5})
 
@@ -391,6 +394,7 @@ OTHER |= {
     "dedup": "dred",
     "dedup_utility_bound": 0.02,
     "labels": ("a",),
+    "answers": ("a", "b"),
     "target_modules": ("q",),
     "client_sizes": (3,),
     "optimizer": "sgd",

@@ -17,7 +17,6 @@ from fedpriv.audit.membership import calibrated_scores
 from fedpriv.data.records import Records, num_tokens
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import RandomSource
-from fedpriv.training.losses import losses_and_hits
 from fedpriv.training.model import TrainingModel
 
 Kind = Literal["tokens", "mislabelled"]
@@ -160,6 +159,5 @@ def record_losses(model: TrainingModel, adapter: Adapter, records: Records) -> A
     order = sorted(range(len(records)), key=lambda index: num_tokens((records, index)))
     for begin in range(0, len(order), _RECORDS_PER_PASS):
         indices = order[begin : begin + _RECORDS_PER_PASS]
-        logits, batch = model.logits(records.items(indices), cached=True)
-        losses[indices] = losses_and_hits(logits, batch)[0].double().cpu().numpy()
+        losses[indices] = model.predictions(records.items(indices), cached=True).losses.double().cpu().numpy()
     return losses

@@ -12,6 +12,9 @@ from torch import Tensor
 from fedpriv.data.text import TextData
 from fedpriv.errors import InputError
 
+RESPONSE_MASK = "response_mask"
+"""A feature beside the tokens: 1 for those that a model is to predict. Without it, it is to predict all of them."""
+
 
 @dataclass(frozen=True, eq=False)
 class Records:

@@ -18,7 +18,6 @@ from torch import Tensor
 from fedpriv.data.records import BatchShape, Item, Records
 from fedpriv.errors import InputError
 from fedpriv.training.isolation import raising_failures
-from fedpriv.training.losses import losses_and_hits
 from fedpriv.training.model import RECORDS_OF_A_STEP, TrainingModel
 from fedpriv.training.pass_sizes import LINEAR_AND_ATTENTION
 from fedpriv.training.per_sample import Stack, per_sample_gradients
@@ -152,7 +151,7 @@ def _gradients(
         owners = torch.zeros(together.shape.rows, dtype=torch.int64, device=model.device)
 
         def losses(batch: list[Item] = batch, shape: BatchShape = together.shape) -> Tensor:
-            return losses_and_hits(*model.logits(batch, cached=cached, shape=shape))[0]
+            return model.predictions(batch, cached=cached, shape=shape).losses
 
         gradients, _ = per_sample_gradients(model.layers, losses, Stack(parameters=parameters, owners=owners))
         flat = torch.cat([gradient.flatten(1) for gradient in gradients.values()], dim=1)

@@ -10,7 +10,6 @@ from typing import Any
 
 from fedpriv.adapters import base_dtype
 from fedpriv.errors import InputError
-from fedpriv.training.losses import losses_and_hits
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import per_sample_gradients
 from fedpriv.training.rehearsal import synthetic_records
@@ -89,9 +88,7 @@ def _seconds_of_a_pass(peft_model: Any, build: Callable[..., TrainingModel]) -> 
     items = [records.items()[position] for position in longest.positions]
 
     def one_pass() -> None:
-        per_sample_gradients(
-            model.layers, lambda: losses_and_hits(*model.logits(items, cached=False, shape=longest.shape))[0]
-        )
+        per_sample_gradients(model.layers, lambda: model.predictions(items, cached=False, shape=longest.shape).losses)
 
     one_pass()
     least, ends = float("inf"), time.perf_counter() + _SECONDS

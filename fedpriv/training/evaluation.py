@@ -9,7 +9,7 @@ import torch
 
 from fedpriv.data.records import Item, Records, num_tokens, usable
 from fedpriv.training.class_metrics import Confusion, confusion_matrix
-from fedpriv.training.losses import losses_and_hits
+from fedpriv.training.losses import predictions
 from fedpriv.training.model import TrainingModel
 
 _RECORDS_PER_PASS = 64
@@ -63,9 +63,9 @@ def evaluate(model: TrainingModel, records: Records, *, keep_features: bool = Fa
             logits, batch = model.evaluation_logits(records, indices)
         else:
             logits, batch = model.logits(records.items(indices), cached=True)
-        loss, hit = losses_and_hits(logits, batch)
-        losses += float(loss.double().sum())
-        hits += float(hit.double().sum())
+        predicted_well = predictions(logits, batch)
+        losses += float(predicted_well.losses.double().sum())
+        hits += float(predicted_well.hits.double().sum())
         if "labels" in batch:
             num_classes = logits.shape[-1]
             labels += batch["labels"].tolist()

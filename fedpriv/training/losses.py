@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedpriv.data.records import RESPONSE_MASK
+
 IGNORED = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictions:
+    """How well a model predicts the records of a batch, each by itself.
+
+    Attributes:
+        losses: [rows], in nats: cross-entropy of the class, or the mean over the record's targets; zero without any.
+        hits: [rows], in [0, 1]: whether the class is right, or the share of the targets that are.
+        num_targets: int64 [rows], tokens to predict; 1 for a class.
+    """
+
+    losses: Tensor
+    hits: Tensor
+    num_targets: Tensor
 
 
 def classification_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -43,7 +61,10 @@ def next_token_targets(batch: Mapping[str, Tensor]) -> Tensor:
     token would otherwise be predicted from padding alone.
     """
     mask = batch["attention_mask"].bool()
-    return batch["input_ids"][:, 1:].masked_fill(~(mask[:, 1:] & mask[:, :-1]), IGNORED)
+    is_target = mask[:, 1:] & mask[:, :-1]
+    if RESPONSE_MASK in batch:
+        is_target &= batch[RESPONSE_MASK][:, 1:].bool()
+    return batch["input_ids"][:, 1:].masked_fill(~is_target, IGNORED)
 
 
 def causal_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -57,15 +78,21 @@ def causal_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return token_losses.sum(dim=1) / (targets != IGNORED).sum(dim=1).clamp_min(1)
 
 
-def losses_and_hits(logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Each record's loss and its share of correct predictions, both [batch].
+def predictions(logits: Tensor, batch: Mapping[str, Tensor]) -> Predictions:
+    """How well the logits predict each record.
 
     With labels, the batch is one of classification; without, of next-token prediction.
     """
     if "labels" in batch:
-        hits = (logits.argmax(dim=-1) == batch["labels"]).to(torch.float32)
-        return classification_losses(logits, batch["labels"]), hits
+        labels = batch["labels"]
+        hits = (logits.argmax(dim=-1) == labels).to(torch.float32)
+        return Predictions(losses=classification_losses(logits, labels), hits=hits, num_targets=torch.ones_like(labels))
     targets = next_token_targets(batch)
     valid = targets != IGNORED
     correct = (logits[:, :-1].argmax(dim=-1) == targets) & valid
-    return causal_losses(logits, targets), correct.sum(dim=1) / valid.sum(dim=1).clamp_min(1)
+    num_targets = valid.sum(dim=1)
+    return Predictions(
+        losses=causal_losses(logits, targets),
+        hits=correct.sum(dim=1) / num_targets.clamp_min(1),
+        num_targets=num_targets,
+    )

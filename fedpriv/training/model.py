@@ -15,9 +15,10 @@ from fedpriv.adapters import lora
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.base_dtype import base_dtype
 from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX, Merged, factors_of, same
-from fedpriv.data.records import BatchShape, Item, Records, collate
+from fedpriv.data.records import RESPONSE_MASK, BatchShape, Item, Records, collate
 from fedpriv.training.feature_cache import Body, FeatureCache
 from fedpriv.training.isolation import raising_failures
+from fedpriv.training.losses import Predictions, predictions
 from fedpriv.training.pass_sizes import give_the_same_bits, powers_of_two
 from fedpriv.training.per_sample import Stack, TrainableLayer, recorded, trainable_layers
 from fedpriv.training.prefix_cache import PrefixCache, find_prefix, input_of, skipping_prefix
@@ -237,20 +238,23 @@ class TrainingModel:
         self._merged = dict(merged)
 
     def _forward(self, items: Sequence[Item], shape: BatchShape) -> None:
-        batch = collate(items, shape)
-        self.peft_model(**{name: tensor.to(self.device) for name, tensor in batch.items() if name != "labels"})
+        self.peft_model(**_inputs({name: tensor.to(self.device) for name, tensor in collate(items, shape).items()}))
 
     def logits(
         self, items: Sequence[Item], *, cached: bool, shape: BatchShape | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The model's logits on the given records, and the batch; see `collate`."""
         batch = {name: tensor.to(self.device) for name, tensor in collate(items, shape).items()}
-        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        inputs = _inputs(batch)
         if self.cache is None or not cached:
             return self.peft_model(**inputs).logits.float(), batch
         hidden = self.cache.hidden(items, batch["input_ids"].shape).to(self.device)
         with skipping_prefix(self.cache.prefix, hidden):
             return self.peft_model(**inputs).logits.float(), batch
+
+    def predictions(self, items: Sequence[Item], *, cached: bool, shape: BatchShape | None = None) -> Predictions:
+        """How well the model predicts the given records; rows beyond them are dummies'."""
+        return predictions(*self.logits(items, cached=cached, shape=shape))
 
     @torch.no_grad()
     def _find_head(self) -> str | None:
@@ -363,6 +367,11 @@ class TrainingModel:
         longest = self.lengths.longest
         if self.cache and (longest is None or not self.cache.reserve(num_records, longest)):
             self.cache = None
+
+
+def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a transformers model reads of a batch."""
+    return {name: tensor for name, tensor in batch.items() if name not in ("labels", RESPONSE_MASK)}
 
 
 def _longest(config: Any, max_length: int | None) -> int | None:

@@ -20,7 +20,6 @@ from fedpriv.data.text import TextData
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.mechanisms.request import NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
-from fedpriv.training.losses import losses_and_hits
 from fedpriv.training.model import TrainingModel
 
 _MECHANISM = "gaussian"
@@ -162,7 +161,7 @@ def _contribution(model: TrainingModel, record: TextData, tokenize: Callable[[Te
 
 def _share(model: TrainingModel, items: Sequence[Item]) -> float:
     """The first record's share of correct predictions."""
-    return float(losses_and_hits(*model.logits(items, cached=False))[1][0])
+    return float(model.predictions(items, cached=False).hits[0])
 
 
 def _request(spec: EvaluationSpec) -> NoiseRequest:

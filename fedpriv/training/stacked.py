@@ -29,7 +29,7 @@ from fedpriv.training.feature_cache import Body, FeatureCache
 from fedpriv.training.isolation import isolated
 from fedpriv.training.layout import Layout
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, noise_request, planned_event
-from fedpriv.training.losses import class_sum_losses, losses_and_hits
+from fedpriv.training.losses import class_sum_losses, predictions
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 from fedpriv.training.sampling import PoissonSampler
@@ -315,7 +315,9 @@ def _pass_gradients(
     stack = Stack(parameters=stacked, owners=torch.tensor(rows_owners, device=model.device))
 
     def losses() -> Tensor:
-        return _losses(clients.spec, *model.logits(batch, cached=cached, shape=shape))
+        if clients.spec.objective == "class-sums":
+            return class_sum_losses(*model.logits(batch, cached=cached, shape=shape))
+        return model.predictions(batch, cached=cached, shape=shape).losses
 
     gradients, _ = per_sample_gradients(model.layers, losses, stack, trained=clients.trained_parameters)
     rows = clients.layout.flatten({model.adapter_names[name]: g for name, g in gradients.items()})
@@ -381,4 +383,4 @@ def _head_pass(
 
 def _losses(spec: UpdateSpec, logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     """What each record's gradient is taken of, [batch]."""
-    return class_sum_losses(logits, batch) if spec.objective == "class-sums" else losses_and_hits(logits, batch)[0]
+    return class_sum_losses(logits, batch) if spec.objective == "class-sums" else predictions(logits, batch).losses

@@ -186,6 +186,7 @@ _WITHOUT_EFFECT = {
     *("noise_multiplier", "start_noise_multiplier", "target_epsilon", "mechanism"),
     *("mechanism_parameters", "privacy_view", "budget_epsilon", "secure_aggregation", "secure_masks"),
     *("colluding_clients", "delta", "comparison", "variant_rounds"),
+    *("generated_answers", "max_new_tokens"),
     *("variant_clients", "dedup", "dedup_block_size", "dedup_records"),
     *("dedup_epsilon_bound", "dedup_utility_bound", "integral_epsilon"),
     *LOCATION_KEYS,

@@ -34,7 +34,7 @@ from fedpriv.data.records import Records, collate
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
 from fedpriv.training.base_format import in_format
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
-from fedpriv.training.losses import losses_and_hits
+from fedpriv.training.losses import predictions
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import local_update
@@ -77,7 +77,7 @@ def plain_step(model: TrainingModel, records: Records) -> Callable[[], None]:
     def steps() -> None:
         for _ in range(STEPS):
             logits, batch = model.logits(records.items(), cached=False)
-            losses_and_hits(logits, batch)[0].mean().backward()
+            predictions(logits, batch).losses.mean().backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
@@ -117,7 +117,7 @@ def opacus_step(model: TrainingModel, records: Records) -> Callable[[], None]:
 
     def steps() -> None:
         for _ in range(STEPS):
-            losses_and_hits(hooked(**inputs).logits, batch)[0].mean().backward()
+            predictions(hooked(**inputs).logits, batch).losses.mean().backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 

@@ -11,7 +11,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 
 import fedpriv.adapters
 from fedpriv.adapters import LoraSettings, attach, heads, load_base, pooling, save
-from fedpriv.training.losses import losses_and_hits
+from fedpriv.training.losses import predictions
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import per_sample_gradients
 from tests import architectures
@@ -82,7 +82,7 @@ def test_per_sample_gradients_of_head_and_lora_are_autograds_one_by_one(kind):
 
     def losses(items=items):
         logits, batch = model.logits(items, cached=False)
-        return losses_and_hits(logits, batch)[0]
+        return predictions(logits, batch).losses
 
     found, _ = per_sample_gradients(model.layers, losses)
     parameters = {name: p for name, p in model.peft_model.named_parameters() if p.requires_grad}

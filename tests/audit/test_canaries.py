@@ -12,7 +12,6 @@ from fedpriv.audit import canaries
 from fedpriv.audit.black_box import CanaryPlan, audit_run, audited_client, record_losses
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.training.losses import losses_and_hits
 from fedpriv.training.model import TrainingModel
 
 
@@ -93,7 +92,7 @@ def test_losses_of_records_are_those_of_each_alone(encoder, make_records):
     adapter, records = read(model.peft_model), make_records(9)
     found = record_losses(model, adapter, records)
     with torch.no_grad():
-        alone = [float(losses_and_hits(*model.logits([item], cached=False))[0]) for item in records.items()]
+        alone = [float(model.predictions([item], cached=False).losses) for item in records.items()]
     assert found == pytest.approx(alone, abs=1e-5)
 
 
@@ -109,7 +108,7 @@ def test_audit_of_a_run_takes_the_fall_of_the_canaries_losses(encoder, make_reco
     optimizer = torch.optim.Adam(model.parameters.values(), lr=0.05)
     for _ in range(60):
         optimizer.zero_grad()
-        losses_and_hits(*model.logits(chosen.items(), cached=False))[0].mean().backward()
+        model.predictions(chosen.items(), cached=False).losses.mean().backward()
         optimizer.step()
     final = read(model.peft_model)
     found = audit_run(model, initial, final, [client], num_guesses=20, delta=1e-5)

@@ -14,7 +14,6 @@ from fedpriv.errors import InputError
 from fedpriv.training import base_format
 from fedpriv.training.admission import records_are_independent
 from fedpriv.training.base_format import in_format
-from fedpriv.training.losses import losses_and_hits
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import per_sample_gradients
 from tests.architectures import DECODERS, ENCODERS, EVERY_DAY, TARGETS, random_base
@@ -45,7 +44,7 @@ def records_for(kind):
 
 def gradients(model, records, *, cached=False):
     def losses():
-        return losses_and_hits(*model.logits(records.items(), cached=cached))[0]
+        return model.predictions(records.items(), cached=cached).losses
 
     found, values = per_sample_gradients(model.layers, losses)
     return torch.cat([gradient.flatten(1) for gradient in found.values()], dim=1), values

@@ -14,7 +14,7 @@ from fedpriv.data.records import Records
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training import stacked
 from fedpriv.training.evaluation import evaluate
-from fedpriv.training.losses import losses_and_hits
+from fedpriv.training.losses import predictions
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.rehearsal import rehearse
 from fedpriv.training.stacked import local_update, stacked_updates
@@ -149,11 +149,11 @@ def test_an_evaluation_gives_what_the_whole_model_gives(model, make_records, pas
     for shift in (0.0, 0.1):
         lora.write_parameters(model.parameters, {n: t + shift for n, t in model.initial.items()})
         logits, batch = model.logits(records.items(), cached=False)
-        losses, hits = losses_and_hits(logits.detach(), batch)
+        expected = predictions(logits.detach(), batch)
         found = evaluate(model, records, keep_features=True)
         assert evaluate(model, records).loss == pytest.approx(found.loss, abs=1e-5)
-        assert found.loss == pytest.approx(float(losses.mean()), abs=1e-5)
-        assert found.accuracy == pytest.approx(float(hits.mean()), abs=1e-6)
+        assert found.loss == pytest.approx(float(expected.losses.mean()), abs=1e-5)
+        assert found.accuracy == pytest.approx(float(expected.hits.mean()), abs=1e-6)
         passes.clear()
         assert evaluate(model, records, keep_features=True) == found
         assert not passes

@@ -12,7 +12,7 @@ from fedpriv.adapters import read
 from fedpriv.config import RunConfig
 from fedpriv.mechanisms.sources import SecureSource, SeededSource
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
-from fedpriv.training.losses import losses_and_hits
+from fedpriv.training.losses import predictions
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import execute_one_by_one, local_update
@@ -48,7 +48,7 @@ def by_hand(peft_model, task, model):
         for index in indices:
             peft_model.zero_grad()
             logits, batch = model.logits(task.data.items([index]), cached=False)
-            losses_and_hits(logits, batch)[0].sum().backward()
+            predictions(logits, batch).losses.sum().backward()
             length = torch.sqrt(sum(p.grad.square().sum() for p in parameters.values()))
             for name, parameter in parameters.items():
                 total[name] += parameter.grad * min(1.0, task.spec.clip_norm / float(length))

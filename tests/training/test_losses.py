@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from fedpriv.training.losses import IGNORED, causal_losses, losses_and_hits, next_token_targets
+from fedpriv.training.losses import IGNORED, causal_losses, next_token_targets, predictions
 
 
 def test_targets_exclude_padding_on_either_side():
@@ -30,7 +30,7 @@ def test_a_record_without_a_target_has_zero_loss():
 def test_classification_loss_does_not_depend_on_the_batch():
     logits = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
     labels = torch.tensor([0, 1, 2, 0, 1])
-    together, hits = losses_and_hits(logits, {"labels": labels})
-    alone = torch.cat([losses_and_hits(logits[i : i + 1], {"labels": labels[i : i + 1]})[0] for i in range(5)])
-    torch.testing.assert_close(together, alone)
-    assert hits.tolist() == (logits.argmax(dim=1) == labels).float().tolist()
+    together = predictions(logits, {"labels": labels})
+    alone = torch.cat([predictions(logits[i : i + 1], {"labels": labels[i : i + 1]}).losses for i in range(5)])
+    torch.testing.assert_close(together.losses, alone)
+    assert together.hits.tolist() == (logits.argmax(dim=1) == labels).float().tolist()

@@ -10,13 +10,13 @@ from torch.utils.checkpoint import checkpoint
 
 from fedpriv.adapters import LoraSettings, attach, load_base
 from fedpriv.data.records import collate
-from fedpriv.training.losses import losses_and_hits
+from fedpriv.training.losses import predictions
 from fedpriv.training.per_sample import per_sample_gradients, trainable_layers
 
 
 def forward_losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    return losses_and_hits(model(**inputs).logits, batch)[0]
+    return predictions(model(**inputs).logits, batch).losses
 
 
 def looped_gradients(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ import torch
 
 from fedpriv.data.records import Records
 from fedpriv.training.evaluation import evaluate
-from fedpriv.training.losses import losses_and_hits
+from fedpriv.training.losses import predictions
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import per_sample_gradients
 from fedpriv.training.prefix_cache import find_prefix
@@ -24,7 +24,7 @@ from fedpriv.training.prefix_cache import find_prefix
 def gradients(model, records, indices, *, cached):
     def losses():
         logits, batch = model.logits(records.items(indices), cached=cached)
-        return losses_and_hits(logits, batch)[0]
+        return predictions(logits, batch).losses
 
     return per_sample_gradients(model.layers, losses)[0]
 
@@ -240,9 +240,9 @@ def test_evaluation_is_the_mean_over_single_records(encoder, make_records):
     model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
     records = make_records(12)
     with torch.no_grad():
-        single = [losses_and_hits(*model.logits(records.items([i]), cached=False)) for i in range(12)]
+        single = [model.predictions(records.items([i]), cached=False) for i in range(12)]
     result = evaluate(model, records)
-    assert result.accuracy == pytest.approx(sum(float(hit) for _, hit in single) / 12)
-    assert result.loss == pytest.approx(sum(float(loss) for loss, _ in single) / 12, rel=1e-5)
+    assert result.accuracy == pytest.approx(sum(float(one.hits) for one in single) / 12)
+    assert result.loss == pytest.approx(sum(float(one.losses) for one in single) / 12, rel=1e-5)
     with pytest.raises(ValueError, match="at least one record"):
         evaluate(model, Records({"input_ids": ()}, torch.tensor([], dtype=torch.int64), 0))

@@ -21,6 +21,7 @@ from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.protocol import Broadcast
 from fedpriv.training import private_evaluation, workbench
 from fedpriv.training.local_update import UpdateSpec
+from fedpriv.training.model import TrainingModel
 from fedpriv.training.private_evaluation import EvaluationSpec, planned_event
 from fedpriv.vault import answer as answering
 from fedpriv.vault.answer import answer
@@ -130,7 +131,7 @@ def test_records_that_cannot_be_used_give_noise_alone(make, same_noise, monkeypa
     elif harm == "no records":
         node.settings.data.write_text("note,department\n")
     else:
-        monkeypatch.setattr(private_evaluation, "losses_and_hits", lambda *_: 1 / 0)
+        monkeypatch.setattr(TrainingModel, "predictions", lambda *_, **__: 1 / 0)
         monkeypatch.setattr(private_evaluation, "rehearse", lambda *_: None)  # it would notice such a model
     release = protocol.unpack_evaluation_release(node.ask().fields)
     noise, _ = private_evaluation.noised(
@@ -142,7 +143,7 @@ def test_records_that_cannot_be_used_give_noise_alone(make, same_noise, monkeypa
 
 def test_a_model_that_fails_on_synthetic_records_is_found_before_the_charge(make, monkeypatch):
     node = make()
-    monkeypatch.setattr(private_evaluation, "losses_and_hits", lambda *_: 1 / 0)
+    monkeypatch.setattr(TrainingModel, "predictions", lambda *_, **__: 1 / 0)
     assert node.ask().code == FAILED
     assert "charged" not in node.phases
 
