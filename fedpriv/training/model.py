@@ -18,11 +18,12 @@ from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX, Merged, factors_of, same
 from fedpriv.data.records import RESPONSE_MASK, BatchShape, Item, Records, collate
 from fedpriv.training.feature_cache import Body, FeatureCache
 from fedpriv.training.isolation import raising_failures
-from fedpriv.training.losses import Predictions, predictions
+from fedpriv.training.losses import IGNORED, Predictions, next_token_targets, predictions
 from fedpriv.training.pass_sizes import give_the_same_bits, powers_of_two
 from fedpriv.training.per_sample import Stack, TrainableLayer, recorded, trainable_layers
 from fedpriv.training.prefix_cache import PrefixCache, find_prefix, input_of, skipping_prefix
 from fedpriv.training.shapes import MULTIPLE, Lengths, Pass, passes
+from fedpriv.training.sliced_logits import output_layer, sliced_predictions
 
 _FLOAT_BYTES = 4
 
@@ -55,7 +56,7 @@ class _Footprint:
 
     Attributes:
         num_values: of the model's own adapter; per-sample gradients take twice as many.
-        per_token: what the backward pass keeps of all layers, and the logits of a causal model.
+        per_token: what the backward pass keeps of all layers, and a causal model's logits if it needs all at once.
         per_token_pair: for attention, per square of the number of tokens.
         widest_activation: per token.
         on_cpu: whether passes should fit in a CPU's caches.
@@ -68,17 +69,19 @@ class _Footprint:
     on_cpu: bool
 
     @staticmethod
-    def of(peft_model: Any, parameters: Iterable[nn.Parameter], frozen_layers: int) -> _Footprint:
+    def of(
+        peft_model: Any, parameters: Iterable[nn.Parameter], frozen_layers: int, *, whole_logits: bool
+    ) -> _Footprint:
         config = peft_model.config
         hidden, heads = config.hidden_size, config.num_attention_heads
         intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
         layers = config.num_hidden_layers - frozen_layers
-        causal = peft_model.active_peft_config.task_type == "CAUSAL_LM"
+        vocabulary = config.vocab_size if whole_logits else 0
         return _Footprint(
             num_values=sum(parameter.numel() for parameter in parameters),
-            per_token=layers * (16 * hidden + 4 * intermediate) + (3 * config.vocab_size if causal else 0),
+            per_token=layers * (16 * hidden + 4 * intermediate) + 3 * vocabulary,
             per_token_pair=3 * layers * heads,
-            widest_activation=max(intermediate, config.vocab_size if causal else 0),
+            widest_activation=max(intermediate, vocabulary),
             on_cpu=next(peft_model.parameters()).device.type == "cpu",
         )
 
@@ -148,7 +151,13 @@ class TrainingModel:
         by_id = {id(parameter): name for name, parameter in self.parameters.items()}
         self.adapter_names = {n: by_id[id(p)] for n, p in peft_model.named_parameters() if p.requires_grad}
         prefix = find_prefix(peft_model)
-        self._footprint = _Footprint.of(peft_model, self.parameters.values(), prefix.length if prefix else 0)
+        self._output_layer = output_layer(peft_model, self._first_tokens())
+        self._footprint = _Footprint.of(
+            peft_model,
+            self.parameters.values(),
+            prefix.length if prefix else 0,
+            whole_logits=is_causal(peft_model) and self._output_layer is None,
+        )
         self.memory_limit = memory_limit
         self.lengths = Lengths(longest=_longest(peft_model.config, max_length), multiple=self._footprint.multiple)
         self.records_share_passes = True
@@ -238,23 +247,41 @@ class TrainingModel:
         self._merged = dict(merged)
 
     def _forward(self, items: Sequence[Item], shape: BatchShape) -> None:
-        self.peft_model(**_inputs({name: tensor.to(self.device) for name, tensor in collate(items, shape).items()}))
+        self._run(items, self._batch(items, shape), cached=False)
 
     def logits(
         self, items: Sequence[Item], *, cached: bool, shape: BatchShape | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The model's logits on the given records, and the batch; see `collate`."""
-        batch = {name: tensor.to(self.device) for name, tensor in collate(items, shape).items()}
+        batch = self._batch(items, shape)
+        return self._run(items, batch, cached=cached).logits.float(), batch
+
+    def _batch(self, items: Sequence[Item], shape: BatchShape | None) -> dict[str, Tensor]:
+        return {name: tensor.to(self.device) for name, tensor in collate(items, shape).items()}
+
+    def _run(self, items: Sequence[Item], batch: Mapping[str, Tensor], *, cached: bool) -> Any:
         inputs = _inputs(batch)
         if self.cache is None or not cached:
-            return self.peft_model(**inputs).logits.float(), batch
+            return self.peft_model(**inputs)
         hidden = self.cache.hidden(items, batch["input_ids"].shape).to(self.device)
         with skipping_prefix(self.cache.prefix, hidden):
-            return self.peft_model(**inputs).logits.float(), batch
+            return self.peft_model(**inputs)
+
+    def _first_tokens(self) -> dict[str, Tensor]:
+        """A record of the vocabulary's first tokens: that of padding alone may have no embedding."""
+        tokens = torch.arange(MULTIPLE, device=self.device).remainder(self.peft_model.config.vocab_size).unsqueeze(0)
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
     def predictions(self, items: Sequence[Item], *, cached: bool, shape: BatchShape | None = None) -> Predictions:
         """How well the model predicts the given records; rows beyond them are dummies'."""
-        return predictions(*self.logits(items, cached=cached, shape=shape))
+        if self._output_layer is None:
+            return predictions(*self.logits(items, cached=cached, shape=shape))
+        batch = self._batch(items, shape)
+        with input_of(self._output_layer) as captured:
+            self._run(items, batch, cached=cached)
+        targets = next_token_targets(batch)
+        targets[len(items) :] = IGNORED
+        return sliced_predictions(captured[0], self._output_layer, targets)
 
     @torch.no_grad()
     def _find_head(self) -> str | None:
@@ -264,9 +291,8 @@ class TrainingModel:
         calls: list[tuple[int, Tensor]] = []
         head = self.layers[names[0]].module
         hook = head.register_forward_hook(lambda _, args, out: calls.append((args[0].dim(), out)))
-        token = torch.full((1, MULTIPLE), self.peft_model.config.pad_token_id or 0, device=self.device)
         try:
-            logits = self.peft_model(input_ids=token, attention_mask=torch.ones_like(token)).logits
+            logits = self.peft_model(**self._first_tokens()).logits
         finally:
             hook.remove()
         return names[0] if len(calls) == 1 and calls[0][0] == 2 and calls[0][1] is logits else None
@@ -354,7 +380,9 @@ class TrainingModel:
         if tokens not in self._sizes:
             most = self._footprint.most_rows(tokens, self._footprint.num_values, self.memory_limit)
             sizes = powers_of_two(min(most, _MOST_TOKENS // tokens or 1))
-            self._sizes[tokens] = sizes if give_the_same_bits(self.peft_model, sizes, tokens) else ()
+            self._sizes[tokens] = (
+                sizes if give_the_same_bits(self.peft_model, sizes, tokens, apart=self._output_layer) else ()
+            )
         return self._sizes[tokens]
 
     def reserve_cache(self, num_records: int) -> None:
@@ -367,6 +395,11 @@ class TrainingModel:
         longest = self.lengths.longest
         if self.cache and (longest is None or not self.cache.reserve(num_records, longest)):
             self.cache = None
+
+
+def is_causal(peft_model: Any) -> bool:
+    """Whether the model predicts tokens, not classes."""
+    return bool(peft_model.active_peft_config.task_type == "CAUSAL_LM")
 
 
 def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -60,7 +60,7 @@ LINEAR_AND_ATTENTION = frozenset(
 )
 
 
-def give_the_same_bits(model: Any, sizes: Sequence[int], tokens: int) -> bool:
+def give_the_same_bits(model: Any, sizes: Sequence[int], tokens: int, *, apart: nn.Module | None = None) -> bool:
     """Whether a peft model gives each row the same bits in passes of all these sizes, in any place, on this machine.
 
     False also for architectures of which it is not known what rows share, and for a frozen head: a trained one has a
@@ -70,10 +70,11 @@ def give_the_same_bits(model: Any, sizes: Sequence[int], tokens: int) -> bool:
         model: on a CPU, as it trains.
         sizes: as from `powers_of_two`.
         tokens: of each row.
+        apart: a layer that has a product for each row anyway.
     """
     if model.config.model_type not in LINEAR_AND_ATTENTION or _has_frozen_head(model):
         return False
-    return all(_same(product, width, dtype, sizes, tokens) for product, width, dtype in _products(model))
+    return all(_same(product, width, dtype, sizes, tokens) for product, width, dtype in _products(model, apart))
 
 
 def _has_frozen_head(model: Any) -> bool:
@@ -101,12 +102,12 @@ def _same(product: Product, width: int, dtype: torch.dtype, sizes: Sequence[int]
     return True
 
 
-def _products(model: Any) -> Iterator[tuple[Product, int, torch.dtype]]:
+def _products(model: Any, apart: nn.Module | None) -> Iterator[tuple[Product, int, torch.dtype]]:
     """One of each shape, with its number of inputs and their format."""
     seen = set()
     for name, module in model.named_modules():
         # A head has a product for each record.
-        if not isinstance(module, (nn.Linear, Conv1D)) or ".modules_to_save." in name:
+        if not isinstance(module, (nn.Linear, Conv1D)) or ".modules_to_save." in name or module is apart:
             continue
         kind = type(module), tuple(module.weight.shape), module.weight.dtype
         if kind not in seen:

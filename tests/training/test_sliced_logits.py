@@ -1,0 +1,116 @@
+"""Sliced logits give the losses and gradients of whole ones, of the response alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedpriv.adapters import LoraSettings, attach
+from fedpriv.data.records import RESPONSE_MASK, BatchShape, Records, collate
+from fedpriv.training import sliced_logits
+from fedpriv.training.losses import predictions
+from fedpriv.training.model import TrainingModel
+from fedpriv.training.per_sample import per_sample_gradients
+from tests.architectures import random_base
+from tests.tiny import move, random_records
+
+
+def with_responses(records: Records, *, seed: int = 3) -> Records:
+    """The same records with prompts of random lengths; the first response is empty."""
+    generator = torch.Generator().manual_seed(seed)
+    masks = []
+    for tokens in records.features["input_ids"]:
+        prompt = int(torch.randint(len(tokens), (1,), generator=generator)) if masks else len(tokens)
+        masks.append((torch.arange(len(tokens)) >= prompt).to(torch.int64))
+    return replace(records, features={**records.features, RESPONSE_MASK: tuple(masks)})
+
+
+def training_model(peft_model) -> TrainingModel:
+    return TrainingModel(peft_model, memory_limit=2**28, max_length=40)
+
+
+def looped(model: TrainingModel, records: Records) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The oracle: transformers' own loss of one record at a time, and plain autograd."""
+    peft, losses, rows = model.peft_model, [], []
+    for item in records.items():
+        batch = collate([item])
+        mask = batch.get(RESPONSE_MASK, batch["attention_mask"])
+        labels = batch["input_ids"].masked_fill(mask == 0, -100)
+        peft.zero_grad()
+        if bool((labels[:, 1:] != -100).any()):
+            loss = peft(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels).loss
+            loss.backward()
+            losses.append(loss.item())
+        else:
+            losses.append(0.0)
+        rows.append(
+            {
+                name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                for name, p in peft.named_parameters()
+                if p.requires_grad
+            }
+        )
+    peft.zero_grad()
+    return losses, {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+@pytest.mark.parametrize("most", [2**24, 3 * 60], ids=["one slice", "three tokens at once"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("masked", [True, False], ids=["responses", "bare text"])
+def test_losses_and_gradients_equal_transformers_own_of_single_records(causal, kind, masked, most, monkeypatch):
+    monkeypatch.setattr(sliced_logits, "_MOST_LOGITS", most)
+    model = training_model(causal(kind))
+    records = random_records(9, classes=0, vocabulary=50, shortest=2, longest=20)
+    records = with_responses(records) if masked else records
+    fast, losses = per_sample_gradients(model.layers, lambda: model.predictions(records.items(), cached=False).losses)
+    expected, slow = looped(model, records)
+    torch.testing.assert_close(losses, torch.tensor(expected), atol=1e-5, rtol=1e-5)
+    for name, gradients in slow.items():
+        assert gradients.abs().max() > 0
+        torch.testing.assert_close(fast[name], gradients, atol=2e-6, rtol=1e-4)
+    if masked:
+        assert losses[0] == 0
+        assert not any(rows[0].any() for rows in fast.values())
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_the_output_layer_never_sees_a_whole_batch(causal, kind):
+    model = training_model(causal(kind))
+    records = with_responses(random_records(9, classes=0, vocabulary=50, longest=20))
+    whole = predictions(*model.logits(records.items(), cached=False))
+    model.peft_model.get_output_embeddings().register_forward_hook(lambda *_: 1 / 0)
+    with torch.no_grad():
+        sliced = model.predictions(records.items(), cached=False)
+    torch.testing.assert_close(sliced.losses, whole.losses)
+    torch.testing.assert_close(sliced.hits, whole.hits)
+    assert sliced.num_targets.tolist() == whole.num_targets.tolist()
+
+
+def test_what_predicts_no_target_gets_no_gradient():
+    layer = torch.nn.Linear(8, 30, bias=False).requires_grad_(False)
+    hidden = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    targets = torch.full((2, 5), -100)
+    targets[0, 2:4] = torch.tensor([7, 9])
+    sliced_logits.sliced_predictions(hidden, layer, targets).losses.sum().backward()
+    reached = hidden.grad.abs().sum(dim=2) > 0
+    assert reached.tolist() == [[False, False, True, True, False, False], [False] * 6]
+
+
+def test_a_model_that_changes_its_output_layers_logits_computes_all_of_them():
+    capped = random_base("gemma2")
+    assert capped.model.config.final_logit_softcapping
+    capped.model.config.final_logit_softcapping = 0.1  # so that it shows
+    model = training_model(move(attach(capped, LoraSettings(rank=2, task="CAUSAL_LM"))))
+    records = random_records(4, classes=0, vocabulary=50, longest=20)
+    with torch.no_grad():
+        whole = predictions(*model.logits(records.items(), cached=False))
+        torch.testing.assert_close(model.predictions(records.items(), cached=False).losses, whole.losses)
+
+
+def test_dummies_have_no_targets(causal):
+    model = training_model(causal("llama"))
+    records = random_records(3, classes=0, vocabulary=50, shortest=8, longest=8)
+    shape = BatchShape(rows=5, tokens=8, full=True)
+    assert model.predictions(records.items(), cached=False, shape=shape).num_targets.tolist() == [7, 7, 7, 0, 0]
