@@ -10,6 +10,7 @@ from rich.console import Console
 from fedpriv.errors import InputError
 from simulations.sweeps import table
 from simulations.sweeps.display import SweepDisplay, pivot_table
+from simulations.sweeps.metrics import metric_of
 from simulations.sweeps.plan import Sweep, read
 from simulations.sweeps.runner import attempts, run_all
 from simulations.sweeps.spending import total
@@ -49,7 +50,7 @@ def _write(planned: Sweep, out: Path, errors: dict[str, str], console: Console) 
 
     drawn = plots.write(frame, planned, out)
     if pivoted is not None:
-        console.print(pivot_table(pivoted))
+        console.print(pivot_table(pivoted, metric_of(planned)))
     for key, error in errors.items():
         console.print(f"[bold red]failed[/] {key}: {error}", soft_wrap=True, highlight=False)
     console.print(

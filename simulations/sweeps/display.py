@@ -18,6 +18,7 @@ from rich.table import Table
 from fedpriv.reports import tables
 from fedpriv.runs import files
 from fedpriv.runs.rows import RoundRow, read_rows
+from simulations.sweeps.metrics import Metric
 from simulations.sweeps.plan import PlannedRun, Sweep
 
 _STYLES = {"waiting": "dim", "running": "bold", "done": "green", "failed": "bold red"}
@@ -85,14 +86,14 @@ class SweepDisplay:
         return sorted(self._sweep.runs, key=lambda run: order[self._states.get(run.key, "waiting")])[:num_lines]
 
 
-def pivot_table(pivoted: pd.DataFrame) -> Table:
+def pivot_table(pivoted: pd.DataFrame, metric: Metric) -> Table:
     """The pivot's means with their spread over seeds."""
-    table = Table(title="accuracy, mean ± standard deviation over seeds", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=f"{metric.label}, mean ± standard deviation over seeds", box=box.SIMPLE_HEAD, pad_edge=False)
     two_keys = isinstance(pivoted.columns, pd.MultiIndex)
     columns = list(dict.fromkeys(pivoted.columns.get_level_values(1))) if two_keys else [None]
     table.add_column(str(pivoted.index.name))
     for column in columns:
-        table.add_column(f"{pivoted.columns.names[1]} = {column}" if two_keys else "accuracy", justify="right")
+        table.add_column(f"{pivoted.columns.names[1]} = {column}" if two_keys else metric.name, justify="right")
     # The pivot's columns are all means, then all standard deviations, then all counts.
     values = pivoted.to_numpy(dtype=float).reshape(len(pivoted), 3, len(columns))
     for index, row in zip(pivoted.index, values, strict=True):

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from fedpriv.reports.tables import format_bytes
+from simulations.sweeps.metrics import Metric, metric_of
 from simulations.sweeps.plan import Sweep
 from simulations.sweeps.table import PRIVACY_KEYS, settings
 
@@ -23,22 +24,23 @@ _MARKERS = "os^DvPX"  # fewer than colours, so that their combinations repeat la
 def write(frame: pd.DataFrame, sweep: Sweep, out: Path) -> list[Path]:
     """Draw the plots that suit the varied keys, as PNG and SVG, and return the paths of the PNGs.
 
-    Runs without an accuracy are in none of them.
+    Runs that were not tested are in none of them.
     """
+    metric = metric_of(sweep)
     done = frame[frame["status"] == "done"]
-    done = done[done["accuracy"].notna()] if len(done) else done
+    done = done[done[metric.name].notna()] if len(done) else done
     if done.empty:
         return []
     figures: dict[str, Figure] = {}
     if any(key in sweep.keys for key in PRIVACY_KEYS):
-        figures["accuracy-against-epsilon"] = accuracy_against(
+        figures[f"{metric.name}-against-epsilon"] = metric_against(
             done, sweep, "epsilon_local_max", f"local epsilon at delta {_range(done['delta_max'])}"
         )
     for key, label in (("rank", "LoRA rank"), ("num_clients", "clients"), ("delta", "delta")):
         if key in sweep.keys:
-            figures[f"accuracy-against-{key}"] = accuracy_against(done, sweep, key, label, log=True)
+            figures[f"{metric.name}-against-{key}"] = metric_against(done, sweep, key, label, log=True)
     if done["bytes_up"].nunique() > 1:
-        figures["bytes-against-accuracy"] = bytes_against_accuracy(done, sweep)
+        figures[f"bytes-against-{metric.name}"] = bytes_against_metric(done, sweep)
     paths = []
     for name, figure in figures.items():
         for suffix in (".svg", ".png"):
@@ -47,12 +49,13 @@ def write(frame: pd.DataFrame, sweep: Sweep, out: Path) -> list[Path]:
     return paths
 
 
-def accuracy_against(done: pd.DataFrame, sweep: Sweep, x: str, label: str, *, log: bool = False) -> Figure:
-    """Mean accuracy with the seeds' standard deviation over a quantity, a line for each of the other settings.
+def metric_against(done: pd.DataFrame, sweep: Sweep, x: str, label: str, *, log: bool = False) -> Figure:
+    """The metric's mean with the seeds' standard deviation over a quantity, a line for each of the other settings.
 
     Runs that differ in their seed alone are one point, at their mean x.
     """
-    figure, axes = _axes(sweep.title, label)
+    metric = metric_of(sweep)
+    figure, axes = _axes(sweep.title, label, metric)
     done, keys = settings(done, sweep)
     private = (*PRIVACY_KEYS, "privacy")
     others = [key for key in keys if key != x and not (x == "epsilon_local_max" and key in private)]
@@ -60,7 +63,7 @@ def accuracy_against(done: pd.DataFrame, sweep: Sweep, x: str, label: str, *, lo
     for index, (name, line) in enumerate(_lines(done, others)):
         points = line.assign(position=line[x].astype(float).fillna(math.inf).map(lambda v: positions.get(v, v)))
         points = points.groupby(keys or [x], dropna=False).agg(
-            x=("position", "mean"), mean=("accuracy", "mean"), spread=("accuracy", "std")
+            x=("position", "mean"), mean=(metric.name, "mean"), spread=(metric.name, "std")
         )
         points = points.sort_values("x")
         axes.errorbar(
@@ -74,7 +77,7 @@ def accuracy_against(done: pd.DataFrame, sweep: Sweep, x: str, label: str, *, lo
             capsize=3,
             label=name or "with DP",
         )
-    _draw_references(axes, done)
+    _draw_references(axes, done, metric)
     if log:
         axes.set_xscale("log")
         values = sorted(done[x].unique())
@@ -93,15 +96,16 @@ def _position_of_infinity(values: pd.Series) -> dict[float, float]:
     return {} if len(finite) == len(values) else {math.inf: 1.25 * float(finite.max()) if len(finite) else 1.0}
 
 
-def bytes_against_accuracy(done: pd.DataFrame, sweep: Sweep) -> Figure:
-    """Mean accuracy with the seeds' standard deviation over what all clients sent and received, by setting."""
-    figure, axes = _axes(sweep.title, "bytes sent and received by all clients")
+def bytes_against_metric(done: pd.DataFrame, sweep: Sweep) -> Figure:
+    """The metric's mean with the seeds' standard deviation over what all clients sent and received, by setting."""
+    metric = metric_of(sweep)
+    figure, axes = _axes(sweep.title, "bytes sent and received by all clients", metric)
     done, keys = settings(done.assign(bytes=done["bytes_up"] + done["bytes_down"]), sweep)
     for index, (name, line) in enumerate(_lines(done, keys)):
         axes.errorbar(
             [line["bytes"].mean()],
-            [line["accuracy"].mean()],
-            yerr=[line["accuracy"].std() if len(line) > 1 else 0.0],
+            [line[metric.name].mean()],
+            yerr=[line[metric.name].std() if len(line) > 1 else 0.0],
             linestyle="",
             color=_COLOURS[index % len(_COLOURS)],
             marker=_MARKERS[index % len(_MARKERS)],
@@ -142,35 +146,31 @@ def _named(key: str, value: object) -> str:
     return f"{key} = {value:g}" if isinstance(value, float) else f"{key} = {value}"
 
 
-def _draw_references(axes: Axes, done: pd.DataFrame) -> None:
-    """Draw what runs are compared with, each the mean of what was measured; one far below the runs is only named.
+def _draw_references(axes: Axes, done: pd.DataFrame, metric: Metric) -> None:
+    """Draw what runs are compared with, each the mean of what was measured; one far from the runs is only named.
 
     Chance stands for the largest class where that is not known.
     """
-    low, high = float(done["accuracy"].min()), float(done["accuracy"].max())
-    known = done.get("majority_accuracy", pd.Series(dtype=float)).notna().any()
-    for column, label, style in (
-        ("accuracy_non_private", "z = 0, clipping kept", "--"),
-        ("probe_accuracy", "linear probe", "-."),
-        ("majority_accuracy", "largest class", ":") if known else ("chance_accuracy", "chance", ":"),
-    ):
-        values = done.get(column, pd.Series(dtype=float)).dropna()
-        if not len(values):
+    low, high = float(done[metric.name].min()), float(done[metric.name].max())
+    margin = 2 * max(high - low, metric.far)
+    known = [column for column, *_ in metric.references if done.get(column, pd.Series(dtype=float)).notna().any()]
+    for column, label, style in metric.references:
+        if column not in known or (column == "chance_accuracy" and "majority_accuracy" in known):
             continue
-        value = float(values.astype(float).mean())
-        if value < low - 2 * max(high - low, 0.05):
-            axes.plot([], [], " ", label=f"{label}: {value:.1%}")
-        else:
+        value = float(done[column].dropna().astype(float).mean())
+        if low - margin <= value <= high + margin:
             axes.axhline(value, color=_INK, linestyle=style, linewidth=1, label=label)
+        else:
+            axes.plot([], [], " ", label=f"{label}: {metric.text(value)}")
 
 
-def _axes(title: str, label: str) -> tuple[Figure, Axes]:
+def _axes(title: str, label: str, metric: Metric) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(6.0, 3.8))
     axes = figure.add_subplot()
     axes.set_title(title, color=_INK, fontsize=11, loc="left")
     axes.set_xlabel(label, color=_INK)
-    axes.set_ylabel("test accuracy", color=_INK)
-    axes.yaxis.set_major_formatter(_formatter(lambda value: f"{100 * value:.0f} %"))
+    axes.set_ylabel(metric.label, color=_INK)
+    axes.yaxis.set_major_formatter(_formatter(metric.text))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)

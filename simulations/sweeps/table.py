@@ -1,4 +1,4 @@
-"""A sweep as tables: one tidy row per run, and a pivot of the mean accuracy over seeds."""
+"""A sweep as tables: one tidy row per run, and a pivot of its metric's mean over seeds."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, cast
 import pandas as pd
 
 from fedpriv.runs import files
+from simulations.sweeps.metrics import metric_of
 from simulations.sweeps.plan import Sweep
 from simulations.sweeps.spending import Total
 
@@ -18,7 +19,11 @@ PRIVACY_KEYS = ("target_epsilon", "noise_multiplier", "budget_epsilon")
 # Of them, a run that was not tested has chance alone.
 _ACCURACIES = ("accuracy", "accuracy_initial", "accuracy_non_private", "chance_accuracy")
 # What older runs of a sweep that is continued do not have.
-_QUALITY = ("accuracy_standard_error", "macro_f1", "majority_accuracy", "probe_accuracy", "tfidf_accuracy")
+_QUALITY = (
+    *("accuracy_standard_error", "macro_f1", "majority_accuracy", "probe_accuracy", "tfidf_accuracy"),
+    *("perplexity", "perplexity_initial", "perplexity_non_private", "log_perplexity_change"),
+    *("log_perplexity_change_standard_error", "rouge_l", "rouge_l_initial", "rouge_l_non_private"),
+)
 _FIGURES = (
     *_ACCURACIES,
     *("epsilon_local_max", "epsilon_rho_max", "delta_max", "noise_source", "private", "num_clients", "num_rounds"),
@@ -76,7 +81,7 @@ def _privacy(row: Any) -> str:
 
 
 def pivot(frame: pd.DataFrame, sweep: Sweep) -> pd.DataFrame | None:
-    """Mean accuracy, its standard deviation over seeds and the number of runs, by the first two settings.
+    """The metric's mean, its standard deviation over seeds and the number of runs, by the first two settings.
 
     None if only the seed varies, or no run is done.
     """
@@ -85,7 +90,7 @@ def pivot(frame: pd.DataFrame, sweep: Sweep) -> pd.DataFrame | None:
     done = frame[frame["status"] == "done"]
     if not keys or done.empty:
         return None
-    cells = done.groupby(keys, dropna=False)["accuracy"].agg(["mean", "std", "count"])
+    cells = done.groupby(keys, dropna=False)[metric_of(sweep).name].agg(["mean", "std", "count"])
     # Unstacking gives a series only for an index of one level.
     return cast(pd.DataFrame, cells.unstack(keys[1])) if len(keys) == 2 else cells
 

@@ -23,7 +23,7 @@ from fedpriv.config import parse
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.ledger.entries import data_sets, releases
 from fedpriv.ledger.reader import reading
-from simulations.sweeps import plots, table
+from simulations.sweeps import metrics, plots, table
 from simulations.sweeps.command import sweep
 from simulations.sweeps.plan import read
 from simulations.sweeps.runner import attempts
@@ -253,5 +253,23 @@ def test_several_ways_to_say_how_private_a_run_is_are_one_column(write):
     assert keys == ["privacy", "aggregation"]
     assert found["privacy"].tolist() == ["epsilon 2"] * 4 + ["epsilon 8"] * 4 + ["no noise"] * 4
     assert table.pivot(frame, plan).loc["epsilon 8", ("mean", "flora")] == pytest.approx(0.5 + 0.01 * 6.5)
-    figure = plots.accuracy_against(frame, plan, "epsilon_local_max", "epsilon")
+    figure = plots.metric_against(frame, plan, "epsilon_local_max", "epsilon")
     assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["2", "8", "no noise"]
+
+
+@pytest.mark.parametrize(("answers", "metric"), [([], metrics.PERPLEXITY), (["good", "bad"], metrics.ACCURACY)])
+def test_language_models_that_answer_freely_are_compared_by_perplexity(write, tmp_path, answers, metric):
+    asked = {"prompt_column": "question", "response_column": "answer", "answers": answers}
+    plan = read(write(task="CAUSAL_LM", grid={"rank": [2, 4]}, **asked))
+    frame = pd.DataFrame([run.varied for run in plan.runs]).assign(
+        status="done",
+        accuracy=[0.6, 0.7],
+        perplexity=[9.0, 7.0],
+        perplexity_initial=11.0,
+        delta_max=1e-5,
+        bytes_up=1,
+        bytes_down=1,
+    )
+    assert metrics.metric_of(plan) == metric
+    assert table.pivot(frame, plan).loc[4, "mean"] == frame[metric.name][1]
+    assert [path.name for path in plots.write(frame, plan, tmp_path)] == [f"{metric.name}-against-rank.png"]
