@@ -116,8 +116,6 @@ def load_base(
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"model = {name!r}: cannot be loaded for {task} ({reason})") from None
-    if gguf_models.find(name) is not None:
-        model.name_or_path = gguf_models.public_name(name)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if model.config.pad_token_id is None:

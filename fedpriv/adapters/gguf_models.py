@@ -63,9 +63,13 @@ def find(name: str) -> Path | None:
     return file
 
 
-def public_name(name: str) -> str:
-    """What a saved adapter calls its base: never a path in somebody's cache."""
-    return HUB_NAME if name == BUNDLED else name
+def public_name(name: str) -> str | None:
+    """What a saved adapter calls a base from a GGUF file, whose folder is in some cache; None for another base."""
+    if Path(name).expanduser().is_dir():
+        return None
+    if name in (BUNDLED, HUB_NAME):
+        return HUB_NAME
+    return name if name.endswith(".gguf") else None
 
 
 def folder_of(file: Path, name: str) -> Path:
