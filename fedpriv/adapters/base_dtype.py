@@ -1,4 +1,4 @@
-"""The number format of a model's frozen base: float32 or bfloat16.
+"""The number format of a model's frozen base: float32 or bfloat16, with or without linear layers in 4 bits.
 
 In bfloat16 a matrix product is several times as fast on processors that have instructions for it. Heads, LoRA's factors
 and whatever else is trained stay float32: the LoRA layers of peft convert what passes between them and the base, and
@@ -36,17 +36,20 @@ class InFloat32:
 
 
 def base_dtype(model: Any) -> torch.dtype:
-    """The format of a peft model's frozen base."""
+    """The format in which a peft model's frozen base computes, or its embeddings do if linear layers are quantised."""
     return next(p.dtype for p in frozen_base(model).values())
 
 
 def frozen_base(model: Any) -> dict[str, nn.Parameter]:
-    """The parameters of a peft model's base by name: all but the adapter's and those of a classifier's head."""
+    """The parameters of a peft model's base by name: all but the adapter's, a classifier's head and quantised ones."""
     of_heads = {id(p) for head in classifier_head(model) for p in head.parameters()}
     return {
         name: p
         for name, p in model.named_parameters()
-        if not p.requires_grad and id(p) not in of_heads and not any(part in name for part in _OF_ADAPTERS)
+        if not p.requires_grad
+        and p.is_floating_point()
+        and id(p) not in of_heads
+        and not any(part in name for part in _OF_ADAPTERS)
     }
 
 

@@ -1,4 +1,4 @@
-"""Frozen base models from a local folder, the bundled encoder or the Hugging Face Hub, tried in this order."""
+"""Frozen base models from a local folder, a GGUF file, the bundled models or the Hugging Face Hub, in this order."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from fedpriv.adapters import heads, pooling
+from fedpriv.adapters import gguf_models, heads, pooling
 from fedpriv.errors import InputError
 from fedpriv.quiet import quiet_hub
 
@@ -44,8 +44,11 @@ class BaseModel:
 def resolve(name: str) -> str:
     """Where the model's files are: the path of a folder, or the name on the Hugging Face Hub.
 
+    The model of a GGUF file is in a folder of the cache, which the first call for this file makes.
+
     Raises:
-        InputError: the folder does not exist, or has no config.json or no safetensors weights.
+        InputError: the folder does not exist, or has no config.json or no safetensors weights; or a GGUF file cannot be
+            read.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -57,6 +60,9 @@ def resolve(name: str) -> str:
                 "(pickled checkpoints are never read)"
             )
         return str(folder.resolve())
+    if (file := gguf_models.find(name)) is not None:
+        with quiet_transformers():
+            return str(gguf_models.folder_of(file, name))
     if folder.is_absolute() or name.startswith("."):
         raise InputError(f"model = {name!r}: no such folder")
     if name.removeprefix("sentence-transformers/") == BUNDLED:
@@ -66,17 +72,27 @@ def resolve(name: str) -> str:
     return name
 
 
-def load_base(name: str, *, task: str, num_labels: int = 0, seed: int = 0, normalize: bool = False) -> BaseModel:
-    """The frozen base model, with float32 weights and SDPA attention.
+def load_base(
+    name: str,
+    *,
+    task: str,
+    num_labels: int = 0,
+    seed: int = 0,
+    normalize: bool = False,
+    dtype: torch.dtype | Literal["auto"] = torch.float32,
+) -> BaseModel:
+    """The frozen base model, with SDPA attention.
 
     A new head is initialised from the seed, so equal seeds give equal models; with `normalize`, see `freeze`. A
     classifier's head for another number of labels than its checkpoint's is a new one.
 
     Args:
-        name: local folder, `all-MiniLM-L6-v2` or a name on the Hub.
+        name: local folder, path of a GGUF file, `all-MiniLM-L6-v2`, `SmolLM2-135M-Instruct` or a name on the Hub.
         task: `SEQ_CLS` or `CAUSAL_LM`.
         num_labels: for `SEQ_CLS`, >= 2.
         seed: of the new head.
+        normalize: see above.
+        dtype: of the weights; `auto` is the checkpoint's own.
         normalize: whether the head reads vectors of a fixed length.
 
     Raises:
@@ -93,7 +109,7 @@ def load_base(name: str, *, task: str, num_labels: int = 0, seed: int = 0, norma
                 output_loading_info=True,
                 use_safetensors=True,
                 trust_remote_code=False,
-                dtype=torch.float32,
+                dtype=dtype,
                 **options,
             )
             tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False)

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from fedpriv.adapters import inner, pooling
+from fedpriv.adapters import gguf_models, inner, pooling
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.base_models import BaseModel, load_base, quiet_transformers
 from fedpriv.adapters.merged import Merged, as_one_adapter, factors_of
@@ -226,6 +226,7 @@ def save(
     directory.mkdir(parents=True, exist_ok=True)
     config = copy.copy(model.active_peft_config)
     config.inference_mode = True
+    config.base_model_name_or_path = gguf_models.public_name(base.name) or config.base_model_name_or_path
     stored = {name: tensor.detach().cpu() for name, tensor in get_peft_model_state_dict(model).items()}
     tensors = as_one_adapter(inner.as_ordinary({**stored, **(adapter or {})}), merged or {})
     if isinstance(config, LoraConfig):

@@ -34,12 +34,15 @@ def in_format(peft_model: Any, wanted: str, build: Callable[..., TrainingModel])
         peft_model: with a float32 base on the device that trains; converted in place.
         wanted: `float32`, `bfloat16` or `auto`: on a GPU bfloat16, and on a CPU whichever takes less time for a pass
             of synthetic records there and back; float32 if the model computes in neither, which is for others to say.
+            With `nf4` the linear layers are quantised already, and the rest becomes bfloat16 on a GPU.
         build: makes the training model; takes `pretrained` and `prefix_cache`.
 
     Raises:
         InputError: bfloat16 is wanted, and the model does not compute in it.
     """
-    if wanted == "float32" or (wanted == "auto" and _is_small(peft_model)):
+    if wanted == "nf4" and _on_gpu(peft_model):
+        base_dtype.to_bfloat16(peft_model)
+    if wanted in ("float32", "nf4") or (wanted == "auto" and _is_small(peft_model)):
         return build()
     before = None
     try:

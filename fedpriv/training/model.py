@@ -15,6 +15,7 @@ from fedpriv.adapters import lora
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.base_dtype import base_dtype
 from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX, Merged, factors_of, same
+from fedpriv.adapters.quantised import is_quantised
 from fedpriv.data.records import RESPONSE_MASK, BatchShape, Item, Records, collate
 from fedpriv.training.feature_cache import Body, FeatureCache
 from fedpriv.training.isolation import raising_failures
@@ -184,8 +185,10 @@ class TrainingModel:
         return base_dtype(self.peft_model)
 
     @property
-    def base_dtype_name(self) -> Literal["float32", "bfloat16"]:
-        """The same, as the configuration names it."""
+    def base_dtype_name(self) -> Literal["float32", "bfloat16", "nf4"]:
+        """As the configuration names the base's format."""
+        if is_quantised(self.peft_model):
+            return "nf4"
         return "bfloat16" if self.base_dtype == torch.bfloat16 else "float32"
 
     def check(self, shapes: Mapping[str, torch.Size]) -> None:
@@ -215,8 +218,10 @@ class TrainingModel:
         """Refuse additions to frozen weights that do not fit the model.
 
         Raises:
-            ValueError: a layer has no LoRA, or a matrix has another shape.
+            ValueError: a layer has no LoRA, or a matrix has another shape, or the frozen weights are quantised.
         """
+        if merged and self.base_dtype_name == "nf4":
+            raise ValueError("merged: nothing can be added to weights in 4 bits; use base_dtype = bfloat16 or float32")
         known = factors_of(self.initial)
         for name, product in merged.items():
             if name not in known:

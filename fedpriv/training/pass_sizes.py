@@ -104,28 +104,32 @@ def _same(product: Product, width: int, dtype: torch.dtype, sizes: Sequence[int]
 
 def _products(model: Any, apart: nn.Module | None) -> Iterator[tuple[Product, int, torch.dtype]]:
     """One of each shape, with its number of inputs and their format."""
-    seen = set()
+    seen, dtype = set(), base_dtype(model)
     for name, module in model.named_modules():
         # A head has a product for each record.
         if not isinstance(module, (nn.Linear, Conv1D)) or ".modules_to_save." in name or module is apart:
             continue
-        kind = type(module), tuple(module.weight.shape), module.weight.dtype
+        inputs, outputs = _inputs_and_outputs(module)
+        # What is quantised, in bytes, computes in the format of what it is given.
+        of_module = module.weight.dtype if module.weight.is_floating_point() else dtype
+        kind = type(module), inputs, outputs, of_module
         if kind not in seen:
             seen.add(kind)
             # Of its class: its own may be recording gradients just now.
-            yield (
-                partial(type(module).forward, module),
-                module.weight.shape[0 if isinstance(module, Conv1D) else 1],
-                module.weight.dtype,
-            )
+            yield partial(type(module).forward, module), inputs, of_module
     width, heads = model.config.hidden_size, model.config.num_attention_heads
-    dtype = base_dtype(model)
     if width % heads == 0:
         yield lambda x: _attention(x, heads, by_products=model.config._attn_implementation == "eager"), width, dtype
     for rank in sorted({*_RANKS, getattr(model.active_peft_config, "r", 1)}):
         factor = torch.randn(rank, width, generator=torch.Generator().manual_seed(rank))
         yield partial(_common_factor, factor), width, torch.float32
         yield partial(_own_factors, factor), width, torch.float32
+
+
+def _inputs_and_outputs(module: nn.Linear | Conv1D) -> tuple[int, int]:
+    if isinstance(module, Conv1D):
+        return module.nx, module.nf
+    return module.in_features, module.out_features
 
 
 def _attention(states: Tensor, heads: int, *, by_products: bool) -> Tensor:

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 import torch
 
 from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base
+from fedpriv.adapters.quantised import quantise
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import KEYS, LOCATION_KEYS, ON_NODES, RunConfig
 from fedpriv.data import federated, holdout
@@ -26,13 +27,17 @@ def load_model(config: RunConfig, *, num_labels: int) -> tuple[BaseModel, Traini
     Raises:
         InputError: the model, an adapter setting or the device cannot be used.
     """
+    device, quantised = _device(config.device), config.base_dtype == "nf4"
     base = load_base(
         config.model,
         task=config.task,
         num_labels=num_labels,
         seed=config.seed,
         normalize=config.normalize_features,
+        dtype="auto" if quantised else torch.float32,
     )
+    if quantised:
+        quantise(base.name, base.model, device)
     # Models without learned positions state no limit; tokenizers without a limit state a huge number.
     positions = getattr(base.model.config, "max_position_embeddings", None)
     longest = min(positions or config.max_length, base.tokenizer.model_max_length)
@@ -49,7 +54,7 @@ def load_model(config: RunConfig, *, num_labels: int) -> tuple[BaseModel, Traini
         trains="head" if config.train == "head" else rule.trains,
         orthonormal=rule.orthonormal,
     )
-    peft_model = attach(base, settings, seed=config.seed).to(_device(config.device))
+    peft_model = attach(base, settings, seed=config.seed).to(device)
     build = partial(
         TrainingModel,
         peft_model,
