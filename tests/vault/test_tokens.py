@@ -57,13 +57,13 @@ def without(tiny_bert, tmp_path):
 @pytest.fixture
 def encoded(monkeypatch) -> list[list[str]]:
     """The texts that were tokenised since, but for empty ones."""
-    seen, encode = [], records.encode
+    seen, made = [], TokenFile._made
 
-    def watched(tokenizer, texts, pairs, max_length):
+    def watched(file, tokenizer, texts, pairs, max_length):
         seen.extend([list(texts)] if any(texts) else [])
-        return encode(tokenizer, texts, pairs, max_length)
+        return made(file, tokenizer, texts, pairs, max_length)
 
-    monkeypatch.setattr(records, "encode", watched)
+    monkeypatch.setattr(TokenFile, "_made", watched)
     return seen
 
 
