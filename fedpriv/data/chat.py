@@ -82,9 +82,13 @@ class ChatFormat:
 
     def end(self, tokenizer: Any) -> int:
         """The token that ends a response that is not cut."""
+        return self._frame_tokens(tokenizer)[-1][0]
+
+    def _frame_tokens(self, tokenizer: Any) -> list[_Token]:
+        """A chat of one empty prompt and an empty response."""
         chats = _Chats(tokenizer)
-        ((*_, last),) = chats.tokens([self._filled(chats, (("user", ""),), "")])
-        return last[0]
+        (tokens,) = chats.tokens([self._filled(chats, (("user", ""),), "")])
+        return tokens or []
 
     def check(self, tokenizer: Any, *, model: str, max_length: int) -> None:
         """Refuse a tokenizer or a length that no record could be put to the model with.
@@ -105,15 +109,13 @@ class ChatFormat:
             )
         if not getattr(tokenizer, "is_fast", False):
             raise InputError(f"model = {model!r}: instruction data need a tokenizer with a tokenizer.json")
-        chats = _Chats(tokenizer)
         try:
-            chats.frame(self._roles(("user",)))
+            _Chats(tokenizer).frame(self._roles(("user",)))
         except Exception as error:  # templates raise what they like
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             system = " with a system_prompt" if self.system_prompt else ""
             raise InputError(f"model = {model!r}: its chat template cannot be used{system} ({reason})") from None
-        (tokens,) = chats.tokens([self._filled(chats, (("user", ""),), "")])
-        smallest = 2 + len(tokens or ())
+        smallest = 2 + len(self._frame_tokens(tokenizer))
         if max_length < smallest:
             raise InputError(
                 f"max_length = {max_length}: must be at least {smallest}, with the chat template of {model!r}"

@@ -147,7 +147,7 @@ def tokenize(
         names: of the features; empty takes them from the records.
     """
     encoded = encode(tokenizer, data.texts, data.pairs, max_length)
-    names = list(names or next((row for row in encoded if row is not None), ["input_ids"]))
+    names = names or next((list(row) for row in encoded if row is not None), ["input_ids"])
     index = {name: position for position, name in enumerate(label_names)}
     unusable = torch.tensor([not _known(row, vocabulary) for row in encoded], dtype=torch.bool)
     if label_names:
