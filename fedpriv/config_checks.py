@@ -32,6 +32,11 @@ def check(config: RunConfig) -> None:
         raise ValueError("partition = natural: needs client_column, the column that says who holds a record")
     if config.partition == "sizes" and not config.client_sizes:
         raise ValueError("partition = sizes: needs client_sizes, for instance [1200, 1000, 800]")
+    _check_instructions(config)
+    if config.max_records and config.data == ON_NODES:
+        raise ValueError(
+            f"max_records = {config.max_records}: with data = on-nodes every node has all of its own; use 0"
+        )
     if config.audit:
         _check_audit(config)
     if config.evaluation_noise_multiplier is not None:
@@ -75,6 +80,45 @@ def check(config: RunConfig) -> None:
     _check_server_optimizer(config)
     if config.noise_on == "upload" and config.clipping != "joint":
         raise ValueError(f"clipping = {config.clipping}: with noise_on = upload the whole update is clipped; use joint")
+
+
+def _check_instructions(config: RunConfig) -> None:
+    """What prompts, responses and answers need of each other."""
+    if config.text_pair_column and config.task == "CAUSAL_LM":
+        raise ValueError(
+            f"text_pair_column = {config.text_pair_column}: task = CAUSAL_LM would join the two texts; give "
+            "prompt_column and response_column"
+        )
+    if not config.instructs:
+        for key in ("response_column", "system_prompt", "prompt_template", "answers"):
+            if value := getattr(config, key):
+                raise ValueError(f"{key} = {value}: goes with prompt_column or messages_column; give one")
+        return
+    if config.task != "CAUSAL_LM":
+        raise ValueError(f"task = {config.task}: prompts with responses need CAUSAL_LM; leave task out")
+    if config.messages_column:
+        for key in ("prompt_column", "response_column", "prompt_template"):
+            if value := getattr(config, key):
+                raise ValueError(
+                    f"{key} = {value}: messages_column holds prompts and responses; leave one of the two out"
+                )
+    elif not config.response_column:
+        raise ValueError(f"prompt_column = {config.prompt_column}: needs response_column, with what is to be learned")
+    if config.prompt_template and config.prompt_template.count("{}") != 1:
+        raise ValueError(f"prompt_template = {config.prompt_template!r}: must have {{}} once, where the prompt goes")
+    _check_answers(config.answers, config.labels)
+
+
+def _check_answers(answers: tuple[str, ...], labels: tuple[str, ...]) -> None:
+    if labels and not answers:
+        raise ValueError(f"labels = {','.join(labels)}: a model that answers needs answers, one for each label")
+    if labels and (len(labels) != len(answers) or len(set(labels)) < len(labels)):
+        raise ValueError(
+            f"labels = {','.join(labels)}: must be as many as answers = {','.join(answers)}, and each once"
+        )
+    texts = {answer.strip() for answer in answers}
+    if answers and (len(answers) < 2 or len(texts) < len(answers) or "" in texts):
+        raise ValueError(f"answers = {','.join(answers)}: must be two or more texts, each once")
 
 
 def _check_secure_aggregation(config: RunConfig) -> None:

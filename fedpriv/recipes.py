@@ -52,11 +52,14 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Without a `recipe` it is `fedpriv`, unless a value asks for what that has no part in: a batch size, several local
     steps, another optimizer, clipping rule or mechanism, noise on the upload, or a rule that is no sum of LoRA.
+    Columns of prompts or chat messages imply a causal model.
     A noise multiplier without a `target_epsilon` leaves out the recipe's target, and secure aggregation has the noise
     and the view that it is for, and needs every client's upload. The value `by recipe` is that of a key that is left
     out.
     """
     values = {key: value for key, value in values.items() if value != BY_RECIPE}
+    if values.get("prompt_column") or values.get("messages_column"):
+        values.setdefault("task", "CAUSAL_LM")
     recipe = values.setdefault("recipe", _implied(values))
     presets = dict(_DP_LORA_PAPER) if recipe == "dp-lora-paper" else {}
     if "noise_multiplier" in values:

@@ -163,8 +163,8 @@ def test_pyproject_lists_every_key_with_its_default_for_flower():
     # What recipes differ in is left to the recipe, so that `flwr run` can name one.
     paper = parse(listed | {"recipe": "dp-lora-paper"})
     assert paper == parse({"recipe": "dp-lora-paper", "engine": "flower"})
-    # What only other keys leave open: a batch size, and what secure aggregation needs.
-    not_in_paper = ("batch_size", "min_clients", "mechanism", "privacy_view")
+    # What only other keys leave open: a task, a batch size, and what secure aggregation needs.
+    not_in_paper = ("task", "batch_size", "min_clients", "mechanism", "privacy_view")
     assert [key for key in KEYS if getattr(paper, key) != getattr(parse(listed), key)] == [
         key for key in KEYS if listed[key] == BY_RECIPE and key not in not_in_paper
     ]
@@ -264,6 +264,43 @@ def test_baselines_are_computed_by_default_only_where_public_data_are_tested_on(
 def test_baselines_that_would_need_private_records_or_have_no_test_set_are_refused(values, message):
     with pytest.raises(InputError, match=f"^baselines = true: .*{message}") as caught:
         parse(values | {"baselines": True})
+    assert "\n" not in str(caught.value)
+
+
+ASKS = {"prompt_column": "q", "response_column": "a"}
+
+
+@pytest.mark.parametrize("columns", [ASKS, {"messages_column": "m"}])
+def test_prompts_imply_a_causal_model_and_the_recipe_that_has_one(columns):
+    config = parse(columns)
+    assert (config.task, config.recipe, config.instructs) == ("CAUSAL_LM", "dp-lora-paper", True)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"task": "CAUSAL_LM", "text_pair_column": "answer"}, "^text_pair_column = answer: .*prompt_column and resp"),
+        ({"prompt_column": "q"}, "^prompt_column = q: needs response_column"),
+        ({"response_column": "a"}, "^response_column = a: goes with prompt_column"),
+        ({"system_prompt": "s"}, "^system_prompt = s: goes with prompt_column"),
+        ({"answers": "yes,no"}, "^answers = .*: goes with prompt_column"),
+        (ASKS | {"task": "SEQ_CLS"}, "^task = SEQ_CLS: .*CAUSAL_LM"),
+        (ASKS | {"messages_column": "m"}, "^prompt_column = q: messages_column holds"),
+        ({"messages_column": "m", "prompt_template": "{}"}, "^prompt_template = {}: messages_column holds"),
+        (ASKS | {"prompt_template": "Positive?"}, "^prompt_template = 'Positive.': must have {} once"),
+        (ASKS | {"prompt_template": "{} or {}"}, "must have {} once"),
+        (ASKS | {"answers": ["yes", "yes "]}, "^answers = yes,yes : must be two or more texts, each once"),
+        (ASKS | {"answers": ["yes"]}, "two or more"),
+        (ASKS | {"answers": ["yes", " "]}, "two or more"),
+        (ASKS | {"answers": "yes,no", "labels": "1,0,2"}, "^labels = 1,0,2: must be as many as answers = yes,no"),
+        (ASKS | {"answers": "yes,no", "labels": "1,1"}, "each once"),
+        (ASKS | {"labels": "1,0"}, "^labels = 1,0: .*needs answers"),
+        ({"data": ON_NODES, "labels": "a,b", "max_records": 5}, "^max_records = 5: with data = on-nodes .* use 0"),
+    ],
+)
+def test_prompts_responses_and_answers_that_do_not_fit_are_refused(values, message):
+    with pytest.raises(InputError, match=message) as caught:
+        parse(values)
     assert "\n" not in str(caught.value)
 
 
@@ -395,6 +432,7 @@ OTHER |= {
     "dedup_utility_bound": 0.02,
     "labels": ("a",),
     "answers": ("a", "b"),
+    "prompt_template": "Q: {}",
     "target_modules": ("q",),
     "client_sizes": (3,),
     "optimizer": "sgd",
@@ -438,6 +476,10 @@ def test_digest_depends_on_every_key_but_locations(key):
         }
         assert replace(base, **changes[key]).digest != base.digest
         return
+    if key in ("prompt_column", "response_column", "system_prompt", "prompt_template", "answers"):
+        base = RunConfig(prompt_column="q", response_column="a")
+    if key == "messages_column":
+        base = RunConfig(messages_column="m")
     if key == "secure_aggregation":
         base = RunConfig(mechanism="discrete-gaussian", min_clients=5)
     old = getattr(base, key)

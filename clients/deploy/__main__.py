@@ -40,6 +40,9 @@ def init(
     text_column: Annotated[str, typer.Option(help="Column with the text.")] = "text",
     label_column: Annotated[str, typer.Option(help="Column with the label; empty for causal models.")] = "label",
     text_pair_column: Annotated[str, typer.Option(help="Column with the second text, for tasks on text pairs.")] = "",
+    prompt_column: Annotated[str, typer.Option(help="Column with prompts, for models that answer.")] = "",
+    response_column: Annotated[str, typer.Option(help="Column with the responses to them, which are learned.")] = "",
+    messages_column: Annotated[str, typer.Option(help="Or a column with lists of chat messages.")] = "",
     labels: Annotated[str | None, typer.Option(help="The classes a,b,c, in the order that all holders use.")] = None,
     ledger: Annotated[Path | None, typer.Option(help="The node's ledger; by default ledger.sqlite in DIR.")] = None,
     budget_epsilon: Annotated[float | None, typer.Option(help="Epsilon that all runs together may spend, > 0.")] = None,
@@ -63,7 +66,8 @@ def init(
     own: dict[str, object] = {}
     if data is not None:
         own = {"text_column": text_column, "label_column": label_column, "text_pair_column": text_pair_column}
-        if label_column and labels is None:
+        own |= {"prompt_column": prompt_column, "response_column": response_column, "messages_column": messages_column}
+        if label_column and labels is None and not (prompt_column or messages_column):
             labels = _asked("labels", "Labels a,b,c, in the order that all holders agreed on")
         if budget_epsilon is None and (answer := _asked("budget-epsilon", "Epsilon that all runs together may spend")):
             budget_epsilon = _number("budget-epsilon", answer)

@@ -54,12 +54,22 @@ def _own_records(vault: VaultSettings) -> Iterator[Check]:
     assert vault.data is not None, "asked of nodes with records of their own"
     yield check_data(vault.data)
     yield check_files((vault.data, vault.ledger, vault.events, vault.tokens), vault.client_user)
+    yield _of("columns", lambda: records.check_columns(vault), _columns(vault))
     yield _of("labels", lambda: records.check_labels(vault), ", ".join(vault.labels) or "none, for causal models")
     budget = f"epsilon {vault.budget_epsilon} for all runs together, on the {vault.budget_view} view"
     yield _of("budget", lambda: records.check_budget(vault), budget)
     yield _peers(vault)
     yield check_registered(vault.ledger)
     yield _models(vault)
+
+
+def _columns(vault: VaultSettings) -> str:
+    """What of a record is read."""
+    if vault.messages_column:
+        return f"chats in {vault.messages_column!r}"
+    if vault.prompt_column:
+        return f"prompts in {vault.prompt_column!r}, their responses in {vault.response_column!r}"
+    return f"texts in {vault.text_column!r}"
 
 
 def _of(name: str, check: Callable[[], None], detail: str) -> Check:

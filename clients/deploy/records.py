@@ -21,7 +21,7 @@ class Found:
         counts: number of records of each agreed label, in the agreed order.
         num_other_labels: records with a label that was not agreed on; nothing trains on them.
         num_without_label: records that have none.
-        num_empty: records whose text is empty.
+        num_empty: records whose text is empty, or whose response is.
     """
 
     num_records: int
@@ -49,7 +49,30 @@ def check_terms(vault: VaultSettings) -> None:
     if vault.data is None:
         return
     check_budget(vault)
+    check_columns(vault)
     check_labels(vault)
+
+
+def check_columns(vault: VaultSettings) -> None:
+    """Refuse columns that make no record together.
+
+    Raises:
+        InputError: one line that names the setting.
+    """
+    source = vault.source
+    if source.messages_column and (source.prompt_column or source.response_column):
+        raise InputError(
+            f"messages_column = {source.messages_column!r}: holds prompts and responses; leave out prompt_column and "
+            "response_column"
+        )
+    if not source.messages_column and bool(source.prompt_column) != bool(source.response_column):
+        missing = "response_column" if source.prompt_column else "prompt_column"
+        raise InputError(f"{missing}: required, since prompts are learned with their responses; give both columns")
+    if source.text_pair_column and not source.instructs and not vault.label_column:
+        raise InputError(
+            f"text_pair_column = {source.text_pair_column!r}: a causal model would join the two texts; give "
+            "--prompt-column and --response-column"
+        )
 
 
 def check_budget(vault: VaultSettings) -> None:
@@ -68,9 +91,9 @@ def check_labels(vault: VaultSettings) -> None:
     Raises:
         InputError: one line that says which.
     """
-    if vault.data is None:
+    if vault.data is None or (vault.source.instructs and not vault.labels):
         return
-    if not vault.label_column:
+    if not vault.label_column and not vault.source.instructs:
         if vault.labels:
             raise InputError("labels: given without a label_column; causal models have neither")
         return
@@ -92,7 +115,8 @@ def find(vault: VaultSettings) -> Found:
     from fedpriv.data import own  # slow to import
 
     records = own.read_strictly(vault.source)
-    labels = Counter(record.label for record in records) if vault.label_column else Counter()
+    instructs = vault.source.instructs
+    labels = Counter(record.label for record in records) if vault.labels else Counter()
     num_without_label = labels.pop(None, 0)
     counts = {label: labels[label] for label in vault.labels}
     return Found(
@@ -100,7 +124,7 @@ def find(vault: VaultSettings) -> Found:
         counts=counts,
         num_other_labels=labels.total() - sum(counts.values()),
         num_without_label=num_without_label,
-        num_empty=sum(not record.text.strip() for record in records),
+        num_empty=sum(not (record.pair if instructs else record.text).strip() for record in records),
     )
 
 

@@ -72,6 +72,20 @@ def resolve(name: str) -> str:
     return name
 
 
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model, named as for `load_base`; its weights are not read.
+
+    Raises:
+        InputError: the tokenizer cannot be obtained.
+    """
+    location = resolve(name)
+    try:
+        with quiet_transformers():
+            return AutoTokenizer.from_pretrained(location, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise InputError(f"model = {name!r}: its tokenizer cannot be loaded ({str(error).splitlines()[0]})") from None
+
+
 def load_base(
     name: str,
     *,

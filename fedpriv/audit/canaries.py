@@ -16,7 +16,7 @@ import torch
 from scipy import linalg
 from torch import Tensor
 
-from fedpriv.data.records import Records, usable
+from fedpriv.data.records import RESPONSE_MASK, Records, usable
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import RandomSource, uniform_from_words
 
@@ -109,6 +109,8 @@ def random_token_canaries(
     sample = like.features["input_ids"][0]
     tokens[:, 0], tokens[:, -1] = sample[0], sample[-1]
     features = {name: tuple(torch.zeros_like(row) for row in tokens) for name in like.features}
+    if RESPONSE_MASK in features:
+        features[RESPONSE_MASK] = tuple(map(torch.ones_like, tokens))
     features["input_ids"] = tuple(tokens)
     labels = _below(num_labels, num, source) if num_labels else torch.tensor([], dtype=torch.int64)
     return Records(features, labels, like.pad_token_id)

@@ -37,12 +37,12 @@ def describe(source: str, *, text: str, label: str = "", text_pair: str = "", cl
     if label:
         values = labels_of(table, label)
         result["records_without_label"] = sum(value is None for value in values)
-        result["labels"] = _counts(values)
+        result["labels"] = counts(values)
     if client:
-        result["clients"] = _counts(table[client])
+        result["clients"] = counts(table[client])
     return result
 
 
-def _counts(values: Any) -> dict[str, int]:
+def counts(values: Any) -> dict[str, int]:
     """How often each value occurs, most frequent first."""
     return dict(Counter(str(value) for value in values if value is not None).most_common())

@@ -10,8 +10,10 @@ import numpy as np
 
 from fedpriv.config import EMBEDDED, ON_NODES, RunConfig
 from fedpriv.data import hospital, own
+from fedpriv.data.holdout import part
+from fedpriv.data.instructions import response_of
 from fedpriv.data.partition import partition
-from fedpriv.data.tables import labels_of, load_table, require_columns, to_text, values_of
+from fedpriv.data.tables import instructions, labels_of, load_table, require_columns, to_text, values_of
 from fedpriv.data.text import DataSource, FederatedData, TextData
 from fedpriv.errors import InputError
 
@@ -36,15 +38,26 @@ def load(config: RunConfig) -> FederatedData:
         test = _test_table(config, _columns(config)) if config.has_test_set else _NO_RECORDS
         return FederatedData((), (), test, _label_names((), test, config))
     data = _embedded(config) if config.data == EMBEDDED else _from_table(config)
-    for client, part in enumerate(data.clients):
-        if not len(part):
+    data = replace(
+        data, clients=tuple(_at_most(records, client, config) for client, records in enumerate(data.clients))
+    )
+    for client, records in enumerate(data.clients):
+        if not len(records):
             raise InputError(f"client {client} ({data.client_names[client]}): has no records; leave it out")
-        if config.sampling_probability is None and config.batch_size > len(part):
+        if config.sampling_probability is None and config.batch_size > len(records):
             raise InputError(
                 f"batch_size = {config.batch_size}: client {client} ({data.client_names[client]}) has only "
-                f"{len(part)} records; use at most {min(map(len, data.clients))}"
+                f"{len(records)} records; use at most {min(map(len, data.clients))}"
             )
     return data
+
+
+def _at_most(records: TextData, client: int, config: RunConfig) -> TextData:
+    """The client's records, or `max_records` of them, drawn with the seed, in their order."""
+    if not config.max_records or len(records) <= config.max_records:
+        return records
+    chosen = np.random.default_rng([config.seed, client]).choice(len(records), config.max_records, replace=False)
+    return part(records, np.sort(chosen).tolist())
 
 
 def load_own(config: RunConfig, source: DataSource) -> FederatedData:
@@ -57,17 +70,27 @@ def load_own(config: RunConfig, source: DataSource) -> FederatedData:
     Raises:
         InputError: the file or a column cannot be used; no record decides that.
     """
-    places = own.read(source if config.labels else replace(source, label_column=""))
+    label_names = config.labels if config.task == "SEQ_CLS" else ()
+    places = own.read(source if label_names else replace(source, label_column=""))
     read = [record for record in places if isinstance(record, own.OwnRecord)]
     if len(read) < len(places):
         log.warning("%d of %d records cannot be read; nothing trains on them", len(places) - len(read), len(places))
-    usable = [record for record in read if not config.labels or record.label in config.labels]
+    if source.instructs:
+        return FederatedData((_instructions(read, config),), ("",), _NO_RECORDS, ())
+    usable = [record for record in read if not label_names or record.label in label_names]
     records = TextData(
         texts=tuple(record.text for record in usable),
-        labels=tuple(str(record.label) for record in usable) if config.labels else (),
+        labels=tuple(str(record.label) for record in usable) if label_names else (),
         pairs=tuple(record.pair for record in usable) if source.text_pair_column else None,
     )
-    return FederatedData((records,), ("",), _NO_RECORDS, config.labels)
+    return FederatedData((records,), ("",), _NO_RECORDS, label_names)
+
+
+def _instructions(records: list[own.OwnRecord], config: RunConfig) -> TextData:
+    """The prompts and responses of a node's records, without those whose response is not allowed."""
+    responses = [response_of(record.pair, labels=config.labels, answers=config.answers) for record in records]
+    found = [(record.text, text) for record, text in zip(records, responses, strict=True) if text is not None]
+    return TextData(tuple(said for said, _ in found), (), tuple(text for _, text in found))
 
 
 def _embedded(config: RunConfig) -> FederatedData:
@@ -125,6 +148,9 @@ def _from_table(config: RunConfig) -> FederatedData:
 
 def _columns(config: RunConfig) -> list[tuple[str, str]]:
     """(configuration key, name) of the columns that a table of records must have."""
+    if config.instructs:
+        keys = ("prompt_column", "response_column", "messages_column")
+        return [(key, getattr(config, key)) for key in keys if getattr(config, key)]
     columns = [("text_column", config.text_column), ("text_pair_column", config.text_pair_column)]
     return [*columns, ("label_column", config.label_column)] if config.task == "SEQ_CLS" else columns
 
@@ -152,11 +178,13 @@ def _holders(table: datasets.Dataset, config: RunConfig) -> set[object]:
 
 
 def _usable(table: datasets.Dataset, config: RunConfig, source: str) -> datasets.Dataset:
-    """The records that have a label, and one of the configured classes if there are any; there must be some.
+    """The records that have a label, or answer, and one of the configured if there are any; there must be some.
 
     Raises:
         InputError: there are none.
     """
+    if config.answers:
+        return _answered(table, config, source)
     if config.task != "SEQ_CLS":
         return table
     labels = labels_of(table, config.label_column)
@@ -165,6 +193,17 @@ def _usable(table: datasets.Dataset, config: RunConfig, source: str) -> datasets
     if not len(usable):
         expected = f"none of labels = {','.join(config.labels)}" if config.labels else "no label at all"
         raise InputError(f"label_column = {config.label_column!r}: {source} has {expected}")
+    return usable
+
+
+def _answered(table: datasets.Dataset, config: RunConfig, source: str) -> datasets.Dataset:
+    """The records with one of the allowed answers; there must be some."""
+    responses = [response for _, response in instructions(table, config)]
+    usable = table.select([row for row, response in enumerate(responses) if response])
+    if not len(usable):
+        expected = ",".join(config.labels or config.answers)
+        column = config.response_column or config.messages_column
+        raise InputError(f"answers = {','.join(config.answers)}: {column!r} of {source} has none of {expected}")
     return usable
 
 

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from fedpriv.data.instructions import as_text, from_messages
 from fedpriv.data.tables import FORMATS, load_table, suffix_of
 from fedpriv.data.text import DataSource
 from fedpriv.errors import InputError
@@ -38,9 +39,9 @@ class OwnRecord:
     """A record of a node.
 
     Attributes:
-        text: may be empty.
-        pair: the second text; empty if there is none.
-        label: the name of its label; None if it is missing.
+        text: may be empty; in instruction data, what was said before the response.
+        pair: the second text, or what the record has as its response; empty if there is none.
+        label: the name of its label; None if it is missing. In instruction data, the same as `pair`.
     """
 
     text: str
@@ -122,10 +123,12 @@ def _record(where: str, row: Callable[[], _Row], source: DataSource) -> OwnRecor
     """The record at a place, or why it cannot be read."""
     try:
         values = row()
+        if source.instructs:
+            return _instruction(values, source)
         label = values[source.label_column] if source.label_column else None
         return OwnRecord(
-            text=_text(values[source.text_column]),
-            pair=_text(values[source.text_pair_column]) if source.text_pair_column else "",
+            text=as_text(values[source.text_column]),
+            pair=as_text(values[source.text_pair_column]) if source.text_pair_column else "",
             label=None if label is None else str(label),
         )
     except KeyError as error:
@@ -134,8 +137,12 @@ def _record(where: str, row: Callable[[], _Row], source: DataSource) -> OwnRecor
         return InputError(f"{where}: cannot be read ({(str(error).splitlines() or [type(error).__name__])[0]})")
 
 
-def _text(value: object) -> str:
-    return "" if value is None else str(value)
+def _instruction(values: _Row, source: DataSource) -> OwnRecord:
+    if source.messages_column:
+        said, response = from_messages(values[source.messages_column])
+    else:
+        said, response = as_text(values[source.prompt_column]), as_text(values[source.response_column])
+    return OwnRecord(text=said, pair=response, label=response or None)
 
 
 def _places(file: BinaryIO | gzip.GzipFile, suffix: str, source: DataSource) -> Iterator[_Place]:
@@ -213,7 +220,11 @@ def _named(feature: object, value: object) -> object:
 
 def _columns(source: DataSource) -> list[tuple[str, str]]:
     """(setting, name) of the columns that the file must have."""
-    columns = [(key, getattr(source, key)) for key in ("text_column", "text_pair_column", "label_column")]
+    plain, instructions = (
+        ("text_column", "text_pair_column", "label_column"),
+        ("prompt_column", "response_column", "messages_column"),
+    )
+    columns = [(key, getattr(source, key)) for key in (instructions if source.instructs else plain)]
     return [(key, column) for key, column in columns if column]
 
 

@@ -130,6 +130,7 @@ def tokenize(
     max_length: int,
     vocabulary: int | None = None,
     encode: Encode = encode,
+    names: Sequence[str] = (),
 ) -> Records:
     """The records of a data set, each cut to `max_length` tokens.
 
@@ -143,15 +144,16 @@ def tokenize(
         max_length: tokens, special ones included; see `check_max_length`.
         vocabulary: number of rows of the model's input embedding; None does not check tokens.
         encode: gives the tokens; another one may have kept them.
+        names: of the features; empty takes them from the records.
     """
     encoded = encode(tokenizer, data.texts, data.pairs, max_length)
-    names = list(next((row for row in encoded if row is not None), ["input_ids"]))
+    names = names or next((list(row) for row in encoded if row is not None), ["input_ids"])
     index = {name: position for position, name in enumerate(label_names)}
     unusable = torch.tensor([not _known(row, vocabulary) for row in encoded], dtype=torch.bool)
     if label_names:
         unusable |= torch.tensor([label not in index for label in data.labels], dtype=torch.bool)
     # A text without tokens, such as an empty one of a causal model, is a single padding token.
-    empty = {"input_ids": [tokenizer.pad_token_id], "token_type_ids": [0]}
+    empty = {name: [0] for name in names} | {"input_ids": [tokenizer.pad_token_id]}
     rows = [
         row if row is not None and row["input_ids"] and not bad else empty
         for row, bad in zip(encoded, unusable.tolist(), strict=True)

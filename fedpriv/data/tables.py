@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedpriv.config import RunConfig
+from fedpriv.data.instructions import as_text, from_messages, response_of
 from fedpriv.data.text import TextData
 from fedpriv.errors import InputError
 from fedpriv.quiet import quiet_hub
@@ -110,13 +111,56 @@ def labels_of(table: datasets.Dataset, column: str) -> list[str | None]:
 
 
 def to_text(table: datasets.Dataset, config: RunConfig) -> TextData:
-    """The texts and labels of the configured columns; a missing text counts as empty."""
+    """The texts and labels of the configured columns; a missing text counts as empty.
 
-    def texts(column: str) -> tuple[str, ...]:
-        return tuple("" if text is None else str(text) for text in values_of(table, column))
-
+    Raises:
+        InputError: a column of texts holds lists.
+    """
+    if config.instructs:
+        prompts, responses = zip(*instructions(table, config), strict=True) if len(table) else ((), ())
+        return TextData(texts=prompts, labels=(), pairs=responses)
     return TextData(
-        texts=texts(config.text_column),
+        texts=_texts(table, config, "text_column"),
         labels=tuple(map(str, labels_of(table, config.label_column))) if config.task == "SEQ_CLS" else (),
-        pairs=texts(config.text_pair_column) if config.text_pair_column else None,
+        pairs=_texts(table, config, "text_pair_column") if config.text_pair_column else None,
     )
+
+
+def instructions(table: datasets.Dataset, config: RunConfig) -> list[tuple[str, str]]:
+    """[records] what was said, and the response; both empty for a chat without one, or with one that is not allowed.
+
+    Raises:
+        InputError: a column of texts holds lists.
+    """
+    if config.messages_column:
+        chats = [_chat(value) for value in values_of(table, config.messages_column)]
+    else:
+        prompts = _texts(table, config, "prompt_column")
+        chats = list(zip(prompts, _texts(table, config, "response_column"), strict=True))
+    allowed = [response_of(response, labels=config.labels, answers=config.answers) for _, response in chats]
+    return [
+        ("", "") if response is None else (prompt, response)
+        for (prompt, _), response in zip(chats, allowed, strict=True)
+    ]
+
+
+def _chat(value: object) -> tuple[str, str]:
+    """The prompt and the response of one record's messages, both empty if it has none."""
+    try:
+        return from_messages(value)
+    except (ValueError, RecursionError):
+        return "", ""
+
+
+def _texts(table: datasets.Dataset, config: RunConfig, key: str) -> tuple[str, ...]:
+    """The texts of the column that a configuration key names; the names of a column of classes."""
+    import datasets
+
+    column = getattr(config, key)
+    feature = table.features[column]
+    if isinstance(feature, datasets.ClassLabel):
+        return tuple(label or "" for label in labels_of(table, column))
+    try:
+        return tuple(as_text(value) for value in values_of(table, column))
+    except ValueError as error:
+        raise InputError(f"{key} = {column!r}: {error}") from None

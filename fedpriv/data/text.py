@@ -10,9 +10,9 @@ class TextData:
     """Texts of one holder.
 
     Attributes:
-        texts: one for each record.
+        texts: one for each record; in instruction data, what was said before the response.
         labels: the name of each record's label; empty for causal models.
-        pairs: the second text of each record for tasks on text pairs, else None.
+        pairs: the second text of each record for tasks on text pairs, or its response in instruction data; else None.
     """
 
     texts: tuple[str, ...]
@@ -32,12 +32,23 @@ class DataSource:
         text_column: column with the text.
         text_pair_column: column with the second text; empty for tasks on single texts.
         label_column: column with the label; empty for causal models.
+        prompt_column, response_column: columns of instruction data; with them, or with messages_column, the three
+            above do not matter.
+        messages_column: column with lists of chat messages.
     """
 
     data: str
     text_column: str = "text"
     text_pair_column: str = ""
     label_column: str = "label"
+    prompt_column: str = ""
+    response_column: str = ""
+    messages_column: str = ""
+
+    @property
+    def instructs(self) -> bool:
+        """Whether records are prompts with responses."""
+        return bool(self.prompt_column or self.messages_column)
 
 
 @dataclass(frozen=True)

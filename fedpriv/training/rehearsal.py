@@ -15,7 +15,7 @@ import torch
 
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import Merged
-from fedpriv.data.records import Records
+from fedpriv.data.records import RESPONSE_MASK, Records
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training.isolation import raising_failures
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
@@ -135,6 +135,8 @@ def synthetic_records(
     ]
     vocabulary = model.peft_model.config.vocab_size
     columns = {name: tuple(torch.zeros(length, dtype=torch.int64) for length in lengths) for name in features}
+    if RESPONSE_MASK in columns:
+        columns[RESPONSE_MASK] = tuple(map(torch.ones_like, columns[RESPONSE_MASK]))
     columns["input_ids"] = tuple(torch.randint(vocabulary, (length,), generator=generator) for length in lengths)
     labels = torch.randint(num_labels, (len(lengths),), generator=generator) if num_labels else torch.empty(0)
     return Records(columns, labels.to(torch.int64), pad_token_id=model.peft_model.config.pad_token_id or 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable
 from dataclasses import replace
 from functools import cached_property, partial
@@ -13,12 +14,16 @@ from fedpriv.adapters.quantised import quantise
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import KEYS, LOCATION_KEYS, ON_NODES, RunConfig
 from fedpriv.data import federated, holdout
-from fedpriv.data.records import Encode, Records, check_max_length, encode, tokenize
+from fedpriv.data.chat import ChatFormat
+from fedpriv.data.encoding import Encoder, encoder_of, num_cut
+from fedpriv.data.records import Encode, Records, check_max_length, tokenize
 from fedpriv.data.text import DataSource, FederatedData, TextData
 from fedpriv.errors import InputError
 from fedpriv.training.admission import admit
 from fedpriv.training.base_format import in_format
 from fedpriv.training.model import TrainingModel
+
+log = logging.getLogger(__name__)
 
 
 def load_model(config: RunConfig, *, num_labels: int) -> tuple[BaseModel, TrainingModel]:
@@ -43,7 +48,11 @@ def load_model(config: RunConfig, *, num_labels: int) -> tuple[BaseModel, Traini
     longest = min(positions or config.max_length, base.tokenizer.model_max_length)
     if config.max_length > longest:
         raise InputError(f"max_length = {config.max_length}: model {config.model!r} takes at most {longest}")
-    check_max_length(base.tokenizer, config.max_length, pairs=bool(config.text_pair_column))
+    encoder = encoder_of(config)
+    if isinstance(encoder, ChatFormat):
+        encoder.check(base.tokenizer, model=config.model, max_length=config.max_length)
+    else:
+        check_max_length(base.tokenizer, config.max_length, pairs=bool(config.text_pair_column))
     rule = RULES[config.aggregation]
     settings = LoraSettings(
         rank=config.rank,
@@ -97,7 +106,8 @@ class Workbench:
 
     def __init__(self, config: RunConfig, source: DataSource | None = None) -> None:
         self._config, self._source = config, source
-        self.label_names = config.labels if source else self.data.label_names
+        own_names = config.labels if config.task == "SEQ_CLS" else ()
+        self.label_names = own_names if source else self.data.label_names
         self.base, self.model = load_model(config, num_labels=len(self.label_names))
         self.initial = self.model.initial
         self.num_clients = len(self.data.clients) if config.data != ON_NODES else config.num_clients
@@ -121,15 +131,45 @@ class Workbench:
 
     @cached_property
     def features(self) -> tuple[str, ...]:
-        """What the tokenizer returns for a record, by name."""
-        pairs = ("",) if self._config.text_pair_column else None
-        return tuple(self.tokenize(TextData(("",), self.label_names[:1], pairs)).features)
+        """The names of a record's features."""
+        pairs, max_length = bool(self._config.text_pair_column), self._config.max_length
+        return self.encoder.names(self.base.tokenizer, pairs=pairs, max_length=max_length)
 
-    def client(self, client: int, encode: Encode = encode) -> Records:
-        """The tokenised records that the client trains on, by its index in `data.clients`."""
+    @cached_property
+    def encoder(self) -> Encoder:
+        """What makes tokens of records."""
+        return encoder_of(self._config)
+
+    def client(self, client: int, encode: Encode | None = None) -> Records:
+        """The tokenised records that the client trains on, by its index in `data.clients`.
+
+        Args:
+            client: its index.
+            encode: gives what `encoder` would.
+        """
         if client not in self._clients:
             self._clients[client] = self.tokenize(self._split(client)[0], encode)
+            self._warn(client, self._clients[client])
         return self._clients[client]
+
+    def _warn(self, client: int, records: Records) -> None:
+        """Log, on the machine of the records, what of them no model can learn."""
+        unusable = 0 if records.unusable is None else int(records.unusable.sum())
+        cut = 0 if self._config.task == "SEQ_CLS" else num_cut(records, self._end)
+        for number, what in (
+            (unusable, "have nothing to train on"),
+            (cut, f"are cut to {self._config.max_length} tokens"),
+        ):
+            if number:
+                log.warning("client %d: %d of %d records %s", client, number, len(records), what)
+
+    @cached_property
+    def _end(self) -> int | None:
+        """The token that ends a causal model's record."""
+        if not isinstance(self.encoder, ChatFormat):
+            end: int | None = self.base.tokenizer.eos_token_id
+            return end
+        return self.encoder.end(self.base.tokenizer)
 
     def forget_records(self) -> None:
         """Read a node's own records anew when they are next asked for."""
@@ -146,7 +186,7 @@ class Workbench:
             return data, TextData((), ())
         return holdout.split(data, fraction=self._config.test_fraction, seed=self._config.seed)
 
-    def tokenize(self, data: TextData, encode: Encode = encode) -> Records:
+    def tokenize(self, data: TextData, encode: Encode | None = None) -> Records:
         """The records in tokens, as the run reads them."""
         return tokenize(
             data,
@@ -154,7 +194,8 @@ class Workbench:
             label_names=self.label_names,
             max_length=self._config.max_length,
             vocabulary=self.base.model.get_input_embeddings().num_embeddings,
-            encode=encode,
+            encode=encode or self.encoder.encode,
+            names=self.features,
         )
 
 

@@ -63,6 +63,7 @@ _LONGEST_REASON = 300
 _MODEL_KEYS = (
     *("model", "task", "labels", "max_length", "seed", "aggregation", "rank", "alpha", "target_modules", "layers"),
     *("normalize_features", "train"),
+    *("system_prompt", "prompt_template", "answers"),
     *("evaluation_noise_multiplier", "test_fraction"),
 )
 

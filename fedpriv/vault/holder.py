@@ -171,8 +171,14 @@ def _on_terms(config: RunConfig, terms: Terms, policy: NodePolicy) -> RunConfig:
         raise RefusedError(
             f"data = {config.data!r}: this node holds records of its own; the run needs data = {ON_NODES}"
         )
-    if config.task != ("SEQ_CLS" if terms.labels else "CAUSAL_LM"):
+    source = terms.source
+    if config.task != ("SEQ_CLS" if terms.labels and not source.instructs else "CAUSAL_LM"):
         raise RefusedError(f"task = {config.task}: does not suit this node's records")
+    if config.instructs != source.instructs:
+        held = "prompts with responses" if source.instructs else "plain texts"
+        raise RefusedError(f"prompt_column, messages_column: this node's records are {held}; the run is for others")
+    if source.messages_column and config.prompt_template:
+        raise RefusedError("prompt_template: this node's records are whole chats, with no place for it")
     if config.labels != terms.labels:
         raise RefusedError("labels: are not those that this node's operator agreed to, in their order")
     if config.max_length > terms.limits.max_length:
@@ -185,7 +191,10 @@ def _on_terms(config: RunConfig, terms: Terms, policy: NodePolicy) -> RunConfig:
     return replace(
         config,
         model=model.folder,
-        text_pair_column=terms.source.text_pair_column,
+        text_pair_column="" if config.task == "CAUSAL_LM" else source.text_pair_column,
+        prompt_column=source.prompt_column,
+        response_column=source.response_column,
+        messages_column=source.messages_column,
         memory_limit_mb=terms.memory_limit_mb,
         device=terms.device,
     )

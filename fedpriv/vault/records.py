@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedpriv.audit.run_canaries import audited
 from fedpriv.config import RunConfig
-from fedpriv.data.records import Encode, Records, encode
+from fedpriv.data.records import Encode, Records
 from fedpriv.journal import trace_without_message
 from fedpriv.ledger.entries import DataSet
 from fedpriv.protocol import Broadcast
@@ -58,7 +58,7 @@ def of_client(config: RunConfig, bench: Workbench, holder: Holder, data_set: Dat
         return canaries.records if canaries else bench.client(client)
     try:
         _read_own(bench, holder, data_set)
-        return bench.client(0, _encoder(config, holder.terms, data_set))
+        return bench.client(0, _encode(config, bench, holder.terms, data_set))
     except Exception as error:  # whatever the file holds must not decide whether there is an upload
         log.error("the records cannot be used, so the upload is noise alone: %s", _reason(error))
         holder.journal.write("records_unreadable")
@@ -78,15 +78,16 @@ def _read_own(bench: Workbench, holder: Holder, data_set: DataSet | None) -> Non
     bench.read_for = data_set.id
 
 
-def _encoder(config: RunConfig, terms: Terms, data_set: DataSet | None) -> Encode:
+def _encode(config: RunConfig, bench: Workbench, terms: Terms, data_set: DataSet | None) -> Encode:
     """What tokenises a node's own records, which keeps their tokens if the operator lets it."""
     if terms.tokens is None or data_set is None:
-        return encode
+        return bench.encoder.encode
     return TokenFile(
         path=terms.tokens,
         num_records=data_set.num_records,
         model=Path(config.model),
         most_bytes=terms.memory_limit_mb * 2**20,
+        encoder=bench.encoder,
     ).encode
 
 

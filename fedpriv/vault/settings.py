@@ -25,7 +25,9 @@ class VaultSettings:
         name: for display, visible to the coordinator.
         data: file with the records; None stands for a hospital of the embedded synthetic corpus.
         text_column, label_column, text_pair_column: of the file; empty if there is none.
-        labels: the classes in the order that all holders agreed on; empty for causal models.
+        prompt_column, response_column, messages_column: of instruction data, in place of the columns above.
+        labels: the classes in the order that all holders agreed on; empty for causal models, unless those answer with
+            one of a few texts for each class.
         budget_epsilon: that all runs together may spend; required for records of the node's own.
         delta: for the budget; None stands for 1 / (10 N_k), at most 1e-5.
         budget_view: what the budget counts: `local`, what the server could learn from this node's uploads if it saw
@@ -46,6 +48,9 @@ class VaultSettings:
     text_column: str = "text"
     label_column: str = "label"
     text_pair_column: str = ""
+    prompt_column: str = ""
+    response_column: str = ""
+    messages_column: str = ""
     labels: tuple[str, ...] = ()
     budget_epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     delta: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -75,6 +80,9 @@ class VaultSettings:
             text_column=self.text_column,
             text_pair_column=self.text_pair_column,
             label_column=self.label_column,
+            prompt_column=self.prompt_column,
+            response_column=self.response_column,
+            messages_column=self.messages_column,
         )
 
     @property

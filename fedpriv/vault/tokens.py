@@ -14,7 +14,7 @@ import logging
 import os
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
 
-from fedpriv.data import records
+from fedpriv.data.encoding import Encoder, PlainText
 from fedpriv.data.records import Row
 from fedpriv.vault import models
 
@@ -50,31 +50,37 @@ class TokenFile:
         num_records: N_k as registered: there is room for so many; further records are tokenised each time.
         model: folder of the approved model, with its tokenizer.
         most_bytes: a larger file is not made.
+        encoder: makes the tokens.
     """
 
     path: Path
     num_records: int
     model: Path
     most_bytes: int
+    encoder: Encoder = field(default_factory=PlainText)
 
     def encode(self, tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int) -> list[Row]:
-        """What `records.encode` returns; from the file if it holds just that, else the file is written anew."""
+        """What the encoder returns; from the file if it holds just that, else the file is written anew."""
         n = self.num_records
         kept = self._first(tokenizer, texts[:n], None if pairs is None else pairs[:n], max_length)
-        return kept + records.encode(tokenizer, texts[n:], None if pairs is None else pairs[n:], max_length)
+        return kept + self._made(tokenizer, texts[n:], None if pairs is None else pairs[n:], max_length)
+
+    def _made(self, tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int) -> list[Row]:
+        """The rows of records that are not kept."""
+        return self.encoder.encode(tokenizer, texts, pairs, max_length)
 
     def _first(self, tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int) -> list[Row]:
         """The rows of the records for which there is room."""
-        names = _features(tokenizer, pairs, max_length)
+        names = self.encoder.names(tokenizer, pairs=pairs is not None, max_length=max_length)
         layout = _Layout(names=names, num_records=self.num_records, max_length=max_length)
         if not names or layout.num_bytes > self.most_bytes:
-            return records.encode(tokenizer, texts, pairs, max_length)
-        key = _key(self.model, texts, pairs, max_length)
+            return self._made(tokenizer, texts, pairs, max_length)
+        key = _key(self.model, texts, pairs, max_length, self.encoder.key(tokenizer))
         try:
             return layout.unpacked(_read(self.path, layout.num_bytes), key)[: len(texts)]
         except Exception as error:  # whatever is wrong with the file, it decides nothing
             log.info("%s: the tokens are made anew (%s)", self.path, type(error).__name__)
-        rows = records.encode(tokenizer, texts, pairs, max_length)
+        rows = self._made(tokenizer, texts, pairs, max_length)
         try:
             _write(self.path, layout.packed(rows, key))
         except (OSError, MemoryError) as error:  # such as a full disk
@@ -136,17 +142,11 @@ def _in_a_word(token: int) -> int:
     return token if 0 <= token < 2**31 else -1
 
 
-def _features(tokenizer: Any, pairs: Sequence[str] | None, max_length: int) -> tuple[str, ...]:
-    """What the tokenizer returns for a record, by name; no record decides it."""
-    (row,) = records.encode(tokenizer, [""], None if pairs is None else [""], max_length)
-    return tuple(row or ())
-
-
-def _key(model: Path, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int) -> _Digest:
+def _key(model: Path, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int, encoder: str = "") -> _Digest:
     """SHA-256 of all that the tokens depend on."""
     software = {name: version(name) for name in ("transformers", "tokenizers")}
     public = {"format": _FORMAT, "max_length": max_length, "tokenizer": models.digest_of(model, weights=False)}
-    digest = hashlib.sha256(json.dumps(public | software).encode())
+    digest = hashlib.sha256(json.dumps(public | software | {"encoder": encoder}).encode())
     for column in (texts, () if pairs is None else pairs):
         digest.update(len(column).to_bytes(8))
         for text in column:

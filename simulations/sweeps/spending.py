@@ -15,6 +15,7 @@ from fedpriv.runs.files import LEDGER, read_config
 
 _DATA_KEYS = (
     *("data", "test_data", "test_fraction", "text_column", "text_pair_column", "label_column", "client_column"),
+    *("prompt_column", "response_column", "messages_column", "answers", "max_records"),
     *("labels", "partition", "num_clients", "client_sizes", "dirichlet_alpha", "task"),
 )
 

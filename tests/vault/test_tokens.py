@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 
 from fedpriv.data import records
+from fedpriv.data.chat import ChatFormat
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training.workbench import load_model
 from fedpriv.vault import answer, guard, tokens
 from fedpriv.vault.frames import REFUSED
 from fedpriv.vault.tokens import TokenFile
 from tests.adversary.nodes import Node, ask, make_node, restart, run_config, training, write_rows
+from tests.chats import chat_tokenizer
 from tests.tiny import LABELS, WORDS
 
 ROWS = [(f"{WORDS[i % 13]} {WORDS[i % 7]}", LABELS[i % 2]) for i in range(12)]
@@ -57,13 +59,13 @@ def without(tiny_bert, tmp_path):
 @pytest.fixture
 def encoded(monkeypatch) -> list[list[str]]:
     """The texts that were tokenised since, but for empty ones."""
-    seen, encode = [], records.encode
+    seen, made = [], TokenFile._made
 
-    def watched(tokenizer, texts, pairs, max_length):
+    def watched(file, tokenizer, texts, pairs, max_length):
         seen.extend([list(texts)] if any(texts) else [])
-        return encode(tokenizer, texts, pairs, max_length)
+        return made(file, tokenizer, texts, pairs, max_length)
 
-    monkeypatch.setattr(records, "encode", watched)
+    monkeypatch.setattr(TokenFile, "_made", watched)
     return seen
 
 
@@ -278,6 +280,20 @@ def test_what_is_read_is_what_the_tokenizer_gave(tiny_bert, tmp_path, encoded, p
     assert file.encode(Words(), texts, pairs, 6) == fresh
     assert sorted({text for texts in encoded for text in texts}) == sorted(texts[num_records:])
     assert file.encode(Words(), texts, pairs, 5) == records.encode(Words(), texts, pairs, 5)
+
+
+def test_chats_are_kept_with_what_is_learned_of_them_and_only_for_the_same_prompts(tiny_bert, tmp_path, encoded):
+    texts, pairs = ["What is flu?", "", "a rash"], ["A viral disease.", "", "cough " * 90]
+
+    def read(chat):
+        file = TokenFile(path=tmp_path / "t", num_records=4, model=tiny_bert, most_bytes=2**20, encoder=chat)
+        assert file.encode(chat_tokenizer(), texts, pairs, 60) == chat.encode(chat_tokenizer(), texts, pairs, 60)
+
+    for chat in (ChatFormat(), ChatFormat(system_prompt="You are kind."), ChatFormat(prompt_template="answer {}")):
+        encoded.clear()
+        for _ in range(2):
+            read(chat)
+        assert encoded == [texts]
 
 
 def test_a_file_beyond_the_memory_limit_is_not_made(tiny_bert, tmp_path):

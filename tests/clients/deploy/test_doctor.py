@@ -57,6 +57,12 @@ def test_no_budget(node):
     assert "budget_epsilon: required" in failed(node)["budget"]
 
 
+def test_prompts_without_a_column_of_responses(node):
+    with (node.folder / "vault.toml").open("a") as file:
+        file.write('prompt_column = "note"\n')
+    assert "response_column: required" in failed(node)["columns"]
+
+
 def test_labels_left_to_the_coordinator(node):
     without(node, "labels")
     assert "labels: required" in failed(node)["labels"]

@@ -94,6 +94,43 @@ def test_causal_models_need_no_labels(tmp_path, ca, data):
     assert "found 6 records" in done.stdout
 
 
+PROMPTS = ("--prompt-column", "note", "--response-column", "department")
+
+
+def test_prompts_with_responses_need_no_labels(tmp_path, ca, data):
+    done = init(tmp_path / "node", ca, data, *PROMPTS, "--budget-epsilon", 4)
+    assert done.returncode == 0, done.stderr
+    vault = Node.read(tmp_path / "node").vault
+    assert (vault.prompt_column, vault.response_column, vault.labels) == ("note", "department", ())
+    assert "found 6 records, 1 of them empty" in done.stdout  # one without a response; a prompt may be empty
+
+
+def test_with_answers_in_their_place_the_labels_are_counted(tmp_path, ca, data):
+    done = init(tmp_path / "node", ca, data, *PROMPTS, "--labels", ",".join(LABELS), "--budget-epsilon", 4)
+    assert done.returncode == 0, done.stderr
+    assert f"labels: {LABELS[0]} 2, {LABELS[1]} 1, {LABELS[2]} 1" in done.stdout
+    assert "1 records have another label and 1 have none" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--prompt-column", "note"], "response_column: required"),
+        (["--response-column", "note", "--label-column", ""], "prompt_column: required"),
+        ([*PROMPTS, "--messages-column", "note"], "messages_column = 'note': holds prompts and responses"),
+        (["--label-column", "", "--text-pair-column", "department"], "give --prompt-column and --response-column"),
+        ([*PROMPTS, "--labels", "a"], "labels = a: must be two or more"),
+        (["--messages-column", "note"], "line 2: cannot be read"),
+    ],
+)
+def test_columns_that_make_no_record_are_refused(tmp_path, ca, data, given, message):
+    done = init(tmp_path / "node", ca, data, *given, "--budget-epsilon", 4)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
 def test_on_a_terminal_what_is_required_is_asked_for(tmp_path, ca, data, monkeypatch):
     answers = iter([",".join(LABELS), "2.5"])
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)

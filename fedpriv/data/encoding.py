@@ -1,0 +1,82 @@
+"""How the records of a run become tokens: as texts, or as chats of which the response is learned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fedpriv.config import RunConfig
+from fedpriv.data import records
+from fedpriv.data.chat import ChatFormat
+from fedpriv.data.records import Records, Row, usable
+
+
+class Encoder(Protocol):
+    """Gives the tokens of records. No record decides another's."""
+
+    def encode(self, tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int) -> list[Row]:
+        """[records] the features of each record, at most `max_length` tokens; None for one that no model can read."""
+
+    def names(self, tokenizer: Any, *, pairs: bool, max_length: int) -> tuple[str, ...]:
+        """The names of the features, whatever the records are; none if the tokenizer fails on an empty text."""
+
+    def key(self, tokenizer: Any) -> str:
+        """A text that differs wherever the same tokenizer would give other tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainText:
+    """Texts, or pairs of texts, as the tokenizer frames them.
+
+    Attributes:
+        ends: whether the end-of-sequence token follows a text, where the tokenizer adds none and there is room.
+    """
+
+    ends: bool = False
+
+    def encode(self, tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int) -> list[Row]:
+        """See `Encoder`."""
+        rows = records.encode(tokenizer, texts, pairs, max_length)
+        end = getattr(tokenizer, "eos_token_id", None) if self.ends else None
+        return rows if end is None else [_ended(row, end, max_length) for row in rows]
+
+    def names(self, tokenizer: Any, *, pairs: bool, max_length: int) -> tuple[str, ...]:
+        """See `Encoder`."""
+        (row,) = records.encode(tokenizer, [""], [""] if pairs else None, max_length)
+        return tuple(row or ())
+
+    def key(self, tokenizer: Any) -> str:
+        """See `Encoder`."""
+        return f"text {getattr(tokenizer, 'eos_token_id', None)}" if self.ends else ""
+
+
+def encoder_of(config: RunConfig) -> Encoder:
+    """The encoder of a run's records."""
+    if config.instructs:
+        return ChatFormat(
+            system_prompt=config.system_prompt,
+            prompt_template=config.prompt_template,
+            has_messages=bool(config.messages_column),
+        )
+    return PlainText(ends=config.task == "CAUSAL_LM")
+
+
+def num_cut(found: Records, end: int | None) -> int:
+    """How many of the usable records have no end: their text, or response, was longer than there was room for.
+
+    Args:
+        found: of a causal model.
+        end: id of the token that ends a record; None if there is no such token.
+    """
+    if end is None:
+        return 0
+    lasts = [int(row[-1]) for row, item in zip(found.features["input_ids"], found.items(), strict=True) if usable(item)]
+    return sum(last != end for last in lasts)
+
+
+def _ended(row: Row, end: int, max_length: int) -> Row:
+    """The tokens with an end behind them, if they lack one and there is room."""
+    if row is None or len(row["input_ids"]) >= max_length or row["input_ids"][-1:] == [end]:
+        return row
+    return {name: [*column, end if name == "input_ids" else (column or [0])[-1]] for name, column in row.items()}

@@ -1,0 +1,128 @@
+"""A node whose records are prompts with responses: the columns are its own, how prompts are put is the run's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedpriv import protocol
+from fedpriv.config import ON_NODES, parse, to_flower
+from fedpriv.data.chat import ChatFormat
+from fedpriv.data.records import RESPONSE_MASK
+from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.training.local_update import UpdateSpec
+from fedpriv.training.workbench import forget, load_model
+from fedpriv.vault import answer, records
+from fedpriv.vault.frames import REFUSED, Request
+from fedpriv.vault.holder import Holder, bench_of, run_of
+from fedpriv.vault.tokens import TokenFile
+from tests.chats import chat_model
+from tests.vaults import make_vault, write_records
+
+ROWS = [(f"What is flu {'rash ' * i}?", ("negative", "positive")[i % 2]) for i in range(10)]
+PROMPTS = {"prompt_column": "note", "response_column": "department", "label_column": "", "labels": []}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return chat_model(tmp_path_factory.mktemp("chat"))
+
+
+@pytest.fixture(autouse=True)
+def _seeded(monkeypatch):
+    monkeypatch.setattr(answer, "_source", lambda _config, client, round_, use: SeededSource(0, client, round_, use))
+
+
+def config_of(folder, **changes):
+    values = {"data": ON_NODES, "test_data": "t.csv", "model": str(folder), "num_clients": 2, "max_length": 60}
+    values |= {
+        "prompt_column": "q",
+        "response_column": "a",
+        "base_dtype": "float32",
+        "batch_size": 4,
+        "layers": "last-1",
+    }
+    return parse({**values, **changes})
+
+
+@pytest.fixture
+def node(folder, tmp_path):
+    """Makes the settings of a node with these rows."""
+
+    def build(rows=ROWS, *, name="node", **settings):
+        data = write_records(tmp_path / f"{name}.csv", rows)
+        forget()
+        return make_vault(tmp_path / name, data, folder, **(PROMPTS | settings))
+
+    return build
+
+
+def update(settings, config, *, round_=1):
+    """The values of the upload for one request to train."""
+    forget()
+    start = load_model(config, num_labels=0)[1].initial
+    instruction = protocol.pack_instruction("run", round_, UpdateSpec.of(config))
+    arrays = {protocol.ADAPTER: {name: tensor.numpy() for name, tensor in start.items()}}
+    request = Request(kind="train", run_config=to_flower(config), fields=instruction, arrays=arrays)
+    response = answer.answer(request, Holder.of(settings))
+    assert response.code == 0, response.reason
+    return torch.cat([torch.as_tensor(array).flatten() for array in response.arrays.values()])
+
+
+def refusal(settings, config):
+    response = answer.answer(
+        Request(kind="register", run_config=to_flower(config), fields={}, arrays={}), Holder.of(settings)
+    )
+    assert response.code == REFUSED
+    return response.reason
+
+
+def test_it_trains_on_the_responses_of_its_own_columns(node, folder):
+    holder = Holder.of(node())
+    config = run_of(to_flower(config_of(folder)), holder)
+    assert (config.prompt_column, config.response_column) == ("note", "department")
+    bench = bench_of(config, holder)
+    assert bench.features == ("input_ids", RESPONSE_MASK)
+    found = bench.client(0).features
+    learned = [
+        bench.base.tokenizer.decode(ids[mask.bool()])
+        for ids, mask in zip(found["input_ids"], found[RESPONSE_MASK], strict=True)
+    ]
+    assert learned == [f"{response}<|im_end|>" for _, response in ROWS]
+
+
+def test_records_without_a_response_move_the_upload_like_no_records(node, folder):
+    """Noise and draws are seeded, and each record's draw is a coin of its own in its place."""
+    config = config_of(folder)
+    empty = [(note, "") for note, _ in ROWS]
+    silent = update(node(empty, name="silent"), config)
+    none = update(node([], name="none", num_records=len(ROWS)), config)
+    full = update(node(name="full"), config)
+    assert torch.equal(silent, none)
+    assert not torch.equal(silent, full)
+
+
+def test_kept_tokens_are_those_of_the_runs_own_prompts(node, folder):
+    holder = Holder.of(node())
+    config = run_of(to_flower(config_of(folder, system_prompt="You are kind.")), holder)
+    data_set, _ = records.registered(config, bench_of(config, holder), holder)
+    file = records._encode(config, bench_of(config, holder), holder.terms, data_set).__self__
+    assert isinstance(file, TokenFile)
+    assert file.encoder == ChatFormat(system_prompt="You are kind.")
+
+
+def test_a_run_for_other_kinds_of_records_is_refused(node, folder):
+    plain = config_of(folder, prompt_column="", response_column="", task="CAUSAL_LM")
+    assert "this node's records are prompts with responses" in refusal(node(), plain)
+    texts = node(name="texts", prompt_column="", response_column="", text_column="note")
+    assert "this node's records are plain texts" in refusal(texts, config_of(folder))
+    chats = node(name="chats", prompt_column="", response_column="", messages_column="note")
+    assert "no place for it" in refusal(chats, config_of(folder, prompt_template="a {}"))
+    classes = config_of(folder, answers="no,yes", labels="0,1")
+    assert "labels: are not those" in refusal(node(name="open"), classes)
+
+
+def test_answers_stand_for_the_labels_that_the_operator_agreed_to(node, folder):
+    holder = Holder.of(node(labels=["negative", "positive"], name="agreed"))
+    config = run_of(to_flower(config_of(folder, answers="no,yes", labels="negative,positive")), holder)
+    assert bench_of(config, holder).data.clients[0].pairs == ("no", "yes") * 5
