@@ -119,11 +119,16 @@ def _most_positions(model: TrainingModel) -> int | None:
     return most
 
 
-def ends_of_turn(model: TrainingModel, tokenizer: Any) -> frozenset[int]:
-    """The tokens after which a model has said all, as its tokenizer and its generation settings name them."""
+def ends_of_turn(model: TrainingModel, tokenizer: Any, responses: Sequence[Tokens]) -> frozenset[int]:
+    """The tokens after which a model has said all.
+
+    Its tokenizer and its generation settings name some; the special tokens with which responses end are others, since
+    the turn of a chat template may end with another token than the sequence.
+    """
     named = getattr(model.peft_model.generation_config, "eos_token_id", None)
     several = named if isinstance(named, list) else [named]
-    return frozenset(token for token in (*several, tokenizer.eos_token_id) if token is not None)
+    special = {response[-1] for response in responses if response} & set(tokenizer.all_special_ids)
+    return frozenset(token for token in (*several, tokenizer.eos_token_id, *special) if token is not None)
 
 
 def by_length(lengths: Sequence[int], *, further: int) -> Iterator[list[int]]:

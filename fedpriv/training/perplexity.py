@@ -32,14 +32,14 @@ class TokenLosses:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
-    """A difference and its standard error, for the choice of the test records alone; None for fewer than two."""
+class Estimate:
+    """A mean over records and its standard error, for the choice of the records alone; None for fewer than two."""
 
-    change: float
+    mean: float
     standard_error: float | None
 
 
-def log_perplexity_change(before: TokenLosses, after: TokenLosses) -> Change | None:
+def log_perplexity_change(before: TokenLosses, after: TokenLosses) -> Estimate | None:
     """The logarithm of the second perplexity over the first, below 0 if the second model is better; None without targets.
 
     It is r = sum d_i / sum n_i, of differences d_i of the records' sums and their counts n_i. What varies is the choice
@@ -60,17 +60,17 @@ def log_perplexity_change(before: TokenLosses, after: TokenLosses) -> Change | N
         return None
     differences = after.sums - before.sums
     ratio = float(differences.sum()) / total
-    return Change(change=ratio, standard_error=_root_of_sum(differences - ratio * after.counts, total))
+    return Estimate(mean=ratio, standard_error=_root_of_sum(differences - ratio * after.counts, total))
 
 
-def mean_change(differences: npt.NDArray[np.float64]) -> Change:
-    """The mean of differences, and its standard error.
+def mean_of(values: npt.NDArray[np.float64]) -> Estimate:
+    """The mean of values, and its standard error.
 
     Args:
-        differences: [records], at least one.
+        values: [records], at least one.
     """
-    mean = float(differences.mean())
-    return Change(change=mean, standard_error=_root_of_sum(differences - mean, len(differences)))
+    mean = float(values.mean())
+    return Estimate(mean=mean, standard_error=_root_of_sum(values - mean, len(values)))
 
 
 def _root_of_sum(residuals: npt.NDArray[np.float64], total: int) -> float | None:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pandas as pd
 
 from fedpriv.runs import files
+from fedpriv.runs.reader import LANGUAGE_KEYS
 from simulations.sweeps.plan import Sweep
 from simulations.sweeps.spending import Total
 
@@ -18,7 +19,10 @@ PRIVACY_KEYS = ("target_epsilon", "noise_multiplier", "budget_epsilon")
 # Of them, a run that was not tested has chance alone.
 _ACCURACIES = ("accuracy", "accuracy_initial", "accuracy_non_private", "chance_accuracy")
 # What older runs of a sweep that is continued do not have.
-_QUALITY = ("accuracy_standard_error", "macro_f1", "majority_accuracy", "probe_accuracy", "tfidf_accuracy")
+_QUALITY = (
+    *("accuracy_standard_error", "macro_f1", "majority_accuracy", "probe_accuracy", "tfidf_accuracy"),
+    *LANGUAGE_KEYS,
+)
 _FIGURES = (
     *_ACCURACIES,
     *("epsilon_local_max", "epsilon_rho_max", "delta_max", "noise_source", "private", "num_clients", "num_rounds"),

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from fedpriv.training.perplexity import TokenLosses, log_perplexity_change, mean_change
+from fedpriv.training.perplexity import TokenLosses, log_perplexity_change, mean_of
 
 
 def draw(num: int, seed: int) -> tuple[TokenLosses, TokenLosses]:
@@ -35,7 +35,7 @@ def test_without_tokens_there_is_no_perplexity():
 def test_the_change_is_the_difference_of_the_log_perplexities():
     before, after = draw(50, seed=0)
     expected = math.log(after.perplexity) - math.log(before.perplexity)
-    assert log_perplexity_change(before, after).change == pytest.approx(expected)
+    assert log_perplexity_change(before, after).mean == pytest.approx(expected)
 
 
 def test_the_standard_error_is_that_of_resampled_records():
@@ -50,7 +50,7 @@ def test_the_standard_error_is_that_of_resampled_records():
 
 def test_the_standard_error_is_the_deviation_over_independent_test_sets():
     changes = [log_perplexity_change(*draw(200, seed)) for seed in range(2000)]
-    deviation = np.std([found.change for found in changes])
+    deviation = np.std([found.mean for found in changes])
     assert np.mean([found.standard_error for found in changes]) == pytest.approx(deviation, rel=0.08)
 
 
@@ -60,5 +60,5 @@ def test_records_of_another_set_are_refused():
 
 
 def test_one_record_has_no_standard_error():
-    assert mean_change(np.array([0.25])).standard_error is None
-    assert mean_change(np.array([0.0, 1.0])).standard_error == pytest.approx(0.5)
+    assert mean_of(np.array([0.25])).standard_error is None
+    assert mean_of(np.array([0.0, 1.0])).standard_error == pytest.approx(0.5)
