@@ -1,4 +1,4 @@
-"""What the models of a run answer to prompts of the server's test set: untrained, private and, if compared, not private."""
+"""What the models of a run answer to prompts of the server's test set: untrained, private and not private."""
 
 from __future__ import annotations
 
@@ -83,12 +83,14 @@ def answered(
         if series is not None:
             models[name] = series.strategy.model.adapter, series.strategy.model.merged
     observer.notice(
-        f"{len(models)} models answer {len(questions.prompts)} prompts, with at most {config.max_new_tokens} tokens each"
+        f"{len(models)} models answer {len(questions.prompts)} prompts, in {config.max_new_tokens} tokens each at most"
     )
     texts = {name: _texts(config, bench, questions, name, *of, writer) for name, of in models.items()}
     references = [text_of(bench.base.tokenizer, tokens) for tokens in questions.references]
     none = [None] * len(references)
-    rows = zip(questions.prompts, references, texts[UNTRAINED], texts[PRIVATE], texts.get(NON_PRIVATE, none), strict=True)
+    rows = zip(
+        questions.prompts, references, texts[UNTRAINED], texts[PRIVATE], texts.get(NON_PRIVATE, none), strict=True
+    )
     samples.write(
         writer.path / files.SAMPLES,
         [

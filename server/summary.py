@@ -30,7 +30,7 @@ Costs = Mapping[str, Mapping[int, PrivacySpent | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One series of rounds; `test` and `untrained` are those of its models on the server's test set, if there is one."""
+    """One series of rounds; `test` and `untrained` are of its last and first model, if the server has a test set."""
 
     run_id: str
     rows: list[RoundRow]

@@ -35,7 +35,10 @@ def language_table(summary: Mapping[str, Any]) -> Table | None:
         ),
         *(
             (name, _perplexity(summary[f"perplexity_{key}"]), _with_error(summary[f"rouge_l_{key}"], None), note)
-            for name, key, note in (("without noise", "non_private", "z = 0, clipping kept"), ("untrained", "initial", ""))
+            for name, key, note in (
+                ("without noise", "non_private", "z = 0, clipping kept"),
+                ("untrained", "initial", ""),
+            )
             if summary[f"perplexity_{key}"] is not None or summary[f"rouge_l_{key}"] is not None
         ),
     ]

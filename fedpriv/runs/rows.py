@@ -100,7 +100,9 @@ def read_rows(
     rows = []
     for row in reader:
         try:
-            rows.append({name: _parse_cell(name, type_, row[name]) for name, type_ in needed.items() if name not in absent})
+            rows.append(
+                {name: _parse_cell(name, type_, row[name]) for name, type_ in needed.items() if name not in absent}
+            )
         except KeyError as error:
             raise InputError(f"{path}: column {error.args[0]} is missing; a run of this version writes it") from None
         except ValueError as error:

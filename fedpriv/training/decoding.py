@@ -91,9 +91,7 @@ def read_on(model: TrainingModel, reading: Reading, tokens: Tensor) -> tuple[Rea
 
 def fork(reading: Reading) -> Reading:
     """A copy that can be read on without a change of the other."""
-    return Reading(
-        attention_mask=reading.attention_mask, states=copy.deepcopy(reading.states), logits=reading.logits
-    )
+    return Reading(attention_mask=reading.attention_mask, states=copy.deepcopy(reading.states), logits=reading.logits)
 
 
 def _pass(

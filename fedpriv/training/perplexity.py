@@ -40,7 +40,7 @@ class Estimate:
 
 
 def log_perplexity_change(before: TokenLosses, after: TokenLosses) -> Estimate | None:
-    """The logarithm of the second perplexity over the first, below 0 if the second model is better; None without targets.
+    """The logarithm of the second perplexity over the first, below 0 if the second is better; None without targets.
 
     It is r = sum d_i / sum n_i, of differences d_i of the records' sums and their counts n_i. What varies is the choice
     of the m records, so by the delta method its variance is m / (m - 1) sum (d_i - r n_i)^2 / (sum n_i)^2.

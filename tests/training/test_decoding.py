@@ -73,9 +73,8 @@ def test_another_adapter_is_set_and_the_model_is_as_before_afterwards(model):
     added = add({}, {name: [factors] for name, factors in factors_of(before).items()})
     prompts = [tuple(prompt) for prompt in random_prompts(6, seed=2)]
     plain = greedy_answers(model, prompts, max_new_tokens=6, ends=[])
-    with pytest.raises(RuntimeError), with_adapter(model, model.initial, added):
+    with with_adapter(model, model.initial, added):
         assert greedy_answers(model, prompts, max_new_tokens=6, ends=[]) != plain
-        raise RuntimeError
     assert greedy_answers(model, prompts, max_new_tokens=6, ends=[]) == plain
     assert all(torch.equal(p, weights[name]) for name, p in model.peft_model.named_parameters())
     assert not model.peft_model.training
