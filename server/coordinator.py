@@ -18,7 +18,7 @@ from fedpriv.training.lora_choice import decided
 from fedpriv.training.noise_plan import calibrated
 from fedpriv.training.workbench import Workbench, workbench
 from fedpriv.vault import guard
-from server import checkpoint, registry, resume
+from server import answers, checkpoint, registry, resume
 from server.budgets import announce_budgets, check_budget_and_view
 from server.checkpoint import Checkpoint
 from server.mechanism_parameters import with_mechanism_parameters
@@ -44,6 +44,7 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
         comparison=config.compares,
         noise_multiplier=config.noise_multiplier,
     )
+    answers.check(config)
     config = with_mechanism_parameters(config)
     config = resume.with_base_dtype(config)
     resume.check_configuration(config)
@@ -76,10 +77,12 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
         if config.ledger:
             ledger.copy(writer.ledger)
         head = ledger.head
-    comparison = _comparison(grid, config, bench, nodes, writer, observer) if config.compares else None
+    comparison = _comparison(grid, config, bench, nodes, writer, observer, outcome) if config.compares else None
+    spoken = answers.answered(config, bench, outcome, comparison, writer, observer)
     registry.keep(config, bench, writer, outcome, series.registrations, uploads)
     integral = registry.keep_recurring(config, bench, writer, outcome, series.registrations, uploads)
-    summary = summarize(config, bench, outcome, comparison, plain) | {"ledger_head": head, "integral": integral}
+    summary = summarize(config, bench, outcome, comparison, plain)
+    summary |= spoken | {"ledger_head": head, "integral": integral}
     claimed = math.inf if summary["epsilon_local_max"] is None else summary["epsilon_local_max"]
     final = outcome.strategy.model.adapter
     summary["audit"] = audit_of(config, bench, final, delta=summary["delta_max"], claimed_epsilon=claimed)
@@ -115,12 +118,18 @@ def _nodes(grid: Grid, config: RunConfig, bench: Workbench, resumed: Checkpoint 
 
 
 def _comparison(
-    grid: Grid, config: RunConfig, bench: Workbench, nodes: Nodes, writer: RunWriter, observer: Observer
+    grid: Grid,
+    config: RunConfig,
+    bench: Workbench,
+    nodes: Nodes,
+    writer: RunWriter,
+    observer: Observer,
+    private: Outcome,
 ) -> Outcome:
     """The rounds without noise, in a folder of their own within the run's."""
     path, plain = writer.path / files.COMPARISON, config.without_noise
     shutil.rmtree(path, ignore_errors=True)  # it has no ledger, so an interrupted one starts over
     inner = RunWriter.created(path, plain)
-    outcome = Series(plain, bench, nodes, None).run(grid, inner, observer)
+    outcome = Series(plain, bench, nodes, None, untrained=private.untrained).run(grid, inner, observer)
     inner.finish(summarize(plain, bench, outcome, None))
     return outcome

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 from fedpriv.accounting.recipe import LearningRate
 from fedpriv.config import RunConfig
 from fedpriv.protocol import Registration
-from fedpriv.reports.tables import format_accuracy
+from fedpriv.reports.language import changes
+from fedpriv.reports.tables import format_accuracy, format_number
 from fedpriv.runs.rows import RoundRow
 
 log = logging.getLogger("flwr")
@@ -70,6 +71,7 @@ class LogObserver:
     def round_done(self, row: RoundRow) -> None:
         """Log a round's figures."""
         tested = "" if row.test_accuracy is None else f"accuracy {row.test_accuracy:.4f}, "
+        tested += "" if row.test_perplexity is None else f"perplexity {row.test_perplexity:.2f}, "
         log.info(
             "round %s: %sepsilon local <= %.3f, rho <= %.3f",
             *(row.round, tested, row.epsilon_local_max, row.epsilon_rho_max),
@@ -79,4 +81,6 @@ class LogObserver:
         """Log where the results are, and what speaks against them."""
         for line in summary["warnings"]:
             log.warning("%s", line)
+        if summary["perplexity"] is not None:
+            log.info("perplexity %s; %s", format_number(summary["perplexity"]), "; ".join(changes(summary)))
         log.info("accuracy %s; results in %s", format_accuracy(summary), folder)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fedpriv.runs.rows import RoundRow
 from fedpriv.training.class_metrics import accuracy_standard_error, macro_f1, majority_share
 from fedpriv.training.evaluation import Evaluation
+from fedpriv.training.perplexity import log_perplexity_change
 
 if TYPE_CHECKING:
     from fedpriv.baselines import Baselines
@@ -45,6 +46,27 @@ def quality(
             loss_initial=rows[0].test_loss,
             loss=rows[-1].test_loss,
         ),
+    }
+
+
+def perplexities(
+    untrained: Evaluation | None, test: Evaluation | None, non_private: Evaluation | None
+) -> dict[str, float | None]:
+    """The keys of summary.json about perplexity; None for a classifier and where something is not known.
+
+    Args:
+        untrained, test: before and after the run, of the same records.
+        non_private: of the comparison run.
+    """
+    change = None
+    if untrained and untrained.tokens and test and test.tokens:
+        change = log_perplexity_change(untrained.tokens, test.tokens)
+    return {
+        "perplexity": test.perplexity if test else None,
+        "perplexity_initial": untrained.perplexity if untrained else None,
+        "perplexity_non_private": non_private.perplexity if non_private else None,
+        "log_perplexity_change": change.mean if change else None,
+        "log_perplexity_change_standard_error": change.standard_error if change else None,
     }
 
 

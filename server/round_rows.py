@@ -81,6 +81,7 @@ def round_row(
         num_retired=len(books.retired),
         test_accuracy=test.accuracy if test else None,
         test_loss=test.loss if test else None,
+        test_perplexity=test.perplexity if test else None,
         epsilon_local_max=books.largest_so_far("local"),
         epsilon_rho_max=books.largest_so_far("rho"),
         epsilon_aggregate_max=books.largest_so_far("aggregate"),

@@ -16,6 +16,8 @@ from fedpriv.errors import TooFewClientsError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.runs.rows import ClientRow, RoundRow
 from fedpriv.runs.writer import RunWriter
+from fedpriv.training.choices import Choices, choices_of
+from fedpriv.training.decoding import with_adapter
 from fedpriv.training.evaluation import Evaluation, evaluate
 from fedpriv.training.noise_plan import derived_learning_rate, with_learning_rates
 from fedpriv.training.private_evaluation import EvaluationSpec
@@ -39,6 +41,7 @@ class Series:
         nodes: that take part.
         ledger: records the private run; None for its comparison.
         resumed: the checkpoint from which the run resumes; None for a new run.
+        untrained: the test of the model that the rounds start from, where another series has made it.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Series:
         nodes: Nodes,
         ledger: Ledger | None,
         resumed: Checkpoint | None = None,
+        untrained: Evaluation | None = None,
     ) -> None:
         self.run_id = resumed.run if resumed else secrets.token_hex(16)
         self.registrations = [registration for _, registration in nodes.values()]
@@ -67,18 +71,20 @@ class Series:
             self.books.retire(client, reason)
         self._config, self._bench, self._nodes, self._ledger, self._resumed = config, bench, nodes, ledger, resumed
         self._after = resumed.round if resumed else 0
+        self._untrained = untrained
 
     def run(self, grid: Grid, writer: RunWriter, observer: Observer) -> Outcome:
         """Run all rounds and write them to the run's folder, with a checkpoint after each if there is a ledger."""
         bench = self._bench
         last: tuple[GlobalModel | None, Evaluation | None] = None, None
+        choices = None
+        if self._config.answers and len(bench.test):
+            choices = choices_of(bench.test, bench.base.tokenizer, self._config.answers)
 
         def test(model: GlobalModel) -> Evaluation | None:
             nonlocal last
             if len(bench.test) and last[0] is not model:
-                bench.model.merge(model.merged)
-                lora.write_parameters(bench.model.parameters, model.adapter)
-                last = model, evaluate(bench.model, bench.test, keep_features=self._has_first_body(model))
+                last = model, self._tested(model, choices)
             return last[1]
 
         def on_round(row: RoundRow, clients: list[ClientRow]) -> None:
@@ -127,8 +133,30 @@ class Series:
             names=self.names,
             seconds=time.monotonic() - started,
             test=test(strategy.model),  # as after the last round, unless the run was resumed after it
+            untrained=self._start(choices),
             evaluation=evaluation,
         )
+
+    def _tested(self, model: GlobalModel, choices: Choices | None) -> Evaluation:
+        """How well the model does on the server's test set; the untrained one is tested once."""
+        is_untrained = _is_untrained(model)
+        if is_untrained and self._untrained is not None:
+            return self._untrained
+        self._bench.model.merge(model.merged)
+        lora.write_parameters(self._bench.model.parameters, model.adapter)
+        keep = self._has_first_body(model)
+        tested = evaluate(self._bench.model, self._bench.test, keep_features=keep, choices=choices)
+        if is_untrained:
+            self._untrained = tested
+        return tested
+
+    def _start(self, choices: Choices | None) -> Evaluation | None:
+        """The test of the untrained model, which a resumed run makes anew if something is compared with it."""
+        if self._untrained is None and self._config.task == "CAUSAL_LM" and len(self._bench.test):
+            start = self._bench.initial
+            with with_adapter(self._bench.model, start, {}):
+                return self._tested(GlobalModel(initial=start, adapter=start), choices)
+        return self._untrained
 
     def _has_first_body(self, model: GlobalModel) -> bool:
         """Whether only the head has been trained so far; it depends on the model alone, so a resumed run agrees."""
@@ -171,3 +199,7 @@ class Series:
             model=strategy.model,
             uploads=strategy.uploads,
         )
+
+
+def _is_untrained(model: GlobalModel) -> bool:
+    return not model.merged and all(torch.equal(tensor, model.initial[name]) for name, tensor in model.adapter.items())

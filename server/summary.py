@@ -19,7 +19,7 @@ from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.workbench import Workbench
 from server.aggregate_view import objections_to_aggregate
 from server.evaluation import PrivateEvaluation
-from server.quality import quality
+from server.quality import perplexities, quality
 from server.strategy import RuleStrategy
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ Costs = Mapping[str, Mapping[int, PrivacySpent | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One series of rounds; `test` is that of its final model on the server's test set, if there is one."""
+    """One series of rounds; `test` and `untrained` are of its last and first model, if the server has a test set."""
 
     run_id: str
     rows: list[RoundRow]
@@ -39,6 +39,7 @@ class Outcome:
     names: Mapping[int, str]
     seconds: float
     test: Evaluation | None = None
+    untrained: Evaluation | None = None
     evaluation: PrivateEvaluation | None = None
 
 
@@ -55,7 +56,7 @@ def summarize(
     known = [cost for by_client in costs.values() for cost in by_client.values() if cost is not None]
     costs["epsilon_local_this_run"] = accounts.final("local", this_run_only=True)
     clients = [_client(client, costs, outcome) for client in outcome.strategy.books.sizes]
-    labels = bench.data.label_names
+    labels = bench.data.label_names or (config.answers if outcome.test else ())
     unmoved = unmoved_tensors(outcome.strategy.model)
     largest = {view: _largest(costs[f"epsilon_{view}"].values()) for view in VIEWS}
     caveat = outcome.strategy.books.caveat
@@ -70,6 +71,7 @@ def summarize(
         "accuracy_non_private": comparison.rows[-1].test_accuracy if comparison else None,
         "chance_accuracy": 1 / (len(labels) if labels else bench.base.model.config.vocab_size),
         **quality(rows, outcome.test, labels, baselines),
+        **perplexities(outcome.untrained, outcome.test, comparison.test if comparison else None),
         **{f"epsilon_{view}_max": epsilon for view, epsilon in largest.items()},
         "delta_max": max(accounts.deltas.values()),
         "aggregate_objections": list(objections_to_aggregate(config)),

@@ -18,6 +18,8 @@ from fedpriv.accounting.views import default_delta
 from fedpriv.config import RunConfig
 from fedpriv.protocol import Registration
 from fedpriv.reports.accuracies import accuracy_table
+from fedpriv.reports.language import changes, counts_next_tokens, language_table
+from fedpriv.reports.tables import Table as Content
 from fedpriv.reports.tables import client_table, format_bound, format_bytes, format_delta
 from fedpriv.runs.files import REPORT
 from fedpriv.runs.rows import RoundRow
@@ -72,7 +74,8 @@ class TerminalObserver:
     def round_done(self, row: RoundRow) -> None:
         """Show the round's figures."""
         self._bytes += row.bytes_up + row.bytes_down
-        tested = "" if row.test_accuracy is None else f"accuracy {row.test_accuracy:.3f} | "
+        tested = "" if row.test_perplexity is None else f"perplexity {row.test_perplexity:.2f} | "
+        tested += "" if row.test_accuracy is None else f"accuracy {row.test_accuracy:.3f} | "
         line = f"{tested}{self._spent(row)}{format_bytes(self._bytes)}"
         if self._progress is not None and not self._progress.disable:
             self._progress.update(self._task, completed=row.round, description=line)
@@ -91,7 +94,12 @@ class TerminalObserver:
         """Show the closing table, the accuracies side by side and where everything is."""
         self._close()
         self._console.print(_clients_table(summary))
-        self._console.print(_accuracies(summary))
+        if (responses := language_table(summary)) is not None:
+            self._console.print(_shown(responses))
+            for line in changes(summary):
+                self._console.print(f"against untrained, paired: {line}", highlight=False)
+        if not counts_next_tokens(summary):
+            self._console.print(_shown(accuracy_table(summary)))
         if summary["accuracy"] is None and not summary["accuracy_interval"]:
             self._console.print("accuracy is empty: nothing was evaluated on the holders' records, see test_data")
         for line in summary["warnings"]:
@@ -137,8 +145,7 @@ def _clients_table(summary: dict[str, Any]) -> Table:
     return table
 
 
-def _accuracies(summary: dict[str, Any]) -> Table:
-    content = accuracy_table(summary)
+def _shown(content: Content) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=content.caption)
     for header in content.headers:
         table.add_column(header, no_wrap=bool(header) or not table.columns)

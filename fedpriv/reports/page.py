@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from fedpriv.accounting.views import View
-from fedpriv.reports import accuracies, plots, series, stored_variants, tables
+from fedpriv.reports import accuracies, language, plots, series, stored_variants, tables
 from fedpriv.reports.tables import Table
 from fedpriv.runs import files
 from fedpriv.runs.reader import FinishedRun, read_run
@@ -68,6 +68,10 @@ def render(run: FinishedRun) -> str:
         interval=summary.get("accuracy_interval"),
         accuracies=accuracies.accuracy_table(summary),
         confusion=accuracies.confusion_table(summary),
+        next_tokens=language.counts_next_tokens(summary),
+        responses=language.language_table(summary),
+        changes=language.changes(summary),
+        samples=language.sample_table(run.samples),
         accuracy_without_noise=_accuracy_without_noise(run),
         epsilon_local=tables.format_epsilon(summary["epsilon_local_max"], summary["delta_max"]),
         epsilon_aggregate=_epsilon_aggregate(summary),
@@ -100,6 +104,7 @@ def _template() -> Template:
     )
     environment.filters |= {
         "bytes": tables.format_bytes,
+        "number": tables.format_number,
         "percent": tables.format_percent,
         "seconds": tables.format_seconds,
     }
@@ -228,16 +233,24 @@ def _quality_panels(run: FinishedRun) -> list[Panel]:
     loss = series.compared(run.rounds, run.comparison_rounds, "test_loss", name)
     references = _references(run.summary)
     note = "On the server's own test set; round 0 is the untrained model."
-    return [
-        _panel(
-            "Test accuracy",
-            note,
-            plots.accuracy_plot(accuracy, references=references),
-            accuracy,
-            tables.format_percent,
-        ),
-        _panel("Test loss", "On the same test set.", plots.loss_plot(loss), loss, tables.format_number),
-    ]
+    panels = _perplexity_panels(run, name, note)
+    if not language.counts_next_tokens(run.summary):
+        plot = plots.accuracy_plot(accuracy, references=references)
+        panels.insert(0, _panel("Test accuracy", note, plot, accuracy, tables.format_percent))
+    return [*panels, _panel("Test loss", "On the same test set.", plots.loss_plot(loss), loss, tables.format_number)]
+
+
+def _perplexity_panels(run: FinishedRun, name: str, note: str) -> list[Panel]:
+    """The perplexity of responses over the rounds; none for a classifier."""
+    title, column = "Test perplexity", "test_perplexity"
+    if column not in run.rounds or run.rounds[column].isna().all():
+        return []
+    compared = run.comparison_rounds
+    if compared is not None and column not in compared:
+        compared = None
+    perplexity = series.compared(run.rounds, compared, column, name)
+    plot = plots.loss_plot(perplexity, title=title, name="perplexity")
+    return [_panel(title, note, plot, perplexity, tables.format_number)]
 
 
 def _references(summary: Mapping[str, Any]) -> dict[str, float]:

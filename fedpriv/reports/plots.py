@@ -60,11 +60,11 @@ def evaluation_plot(frame: pd.DataFrame, *, references: Mapping[str, float], nam
     return to_svg(figure, name=name, description=description)
 
 
-def loss_plot(frame: pd.DataFrame, *, name: str = "loss") -> str:
-    """Test loss over rounds, each run a line."""
+def loss_plot(frame: pd.DataFrame, *, title: str = "Test loss", name: str = "loss") -> str:
+    """Test loss, or another quantity of that name, over rounds, each run a line."""
     figure, axes = _axes(_labels_of(frame), format_number)
     _draw_labels(axes, _draw_lines(axes, frame))
-    return to_svg(figure, name=name, description=describe(frame, "Test loss", format_number))
+    return to_svg(figure, name=name, description=describe(frame, title, format_number))
 
 
 def epsilon_plot(frame: pd.DataFrame, *, title: str, name: str) -> str:

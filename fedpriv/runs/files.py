@@ -19,6 +19,7 @@ ROUNDS = "rounds.csv"
 CLIENTS = "clients.csv"
 EVENTS = "events.jsonl"
 LEDGER = "ledger.sqlite"
+SAMPLES = "samples.jsonl"
 SUMMARY = "summary.json"  # written last: it marks the run as finished
 REPORT = "report.html"
 

@@ -10,8 +10,9 @@ from typing import Any
 import pandas as pd
 
 from fedpriv.errors import InputError
-from fedpriv.runs import files
+from fedpriv.runs import files, samples
 from fedpriv.runs.rows import ClientRow, RoundRow, column_types, parse_epsilon
+from fedpriv.runs.samples import Sample
 from fedpriv.runs.stored_variants import StoredVariants, read_stored
 
 # The columns that a report needs; what they hold is declared with the rows.
@@ -40,6 +41,8 @@ CLIENT_COLUMNS = (
 # Runs of earlier versions lack it.
 OPTIONAL_CLIENT_COLUMNS = ("epsilon_aggregate",)
 COMPARISON_COLUMNS = ("round", "test_accuracy", "test_loss")
+# Runs of earlier versions lack it, and classifiers have none.
+OPTIONAL_ROUND_COLUMNS = ("test_perplexity",)
 CLIENT_KEYS = (
     "client",
     "num_records",
@@ -60,7 +63,14 @@ FIGURES_OF_QUALITY = (
     *("probe_accuracy", "tfidf_accuracy"),
 )
 QUALITY_KEYS = (*FIGURES_OF_QUALITY, "confusion_matrix", "labels", "baselines", "warnings")
-NULLABLE = (*ACCURACIES, *FIGURES_OF_QUALITY, "delta", "delta_max")
+# Of language models; null for others.
+LANGUAGE_KEYS = (
+    *("perplexity", "perplexity_initial", "perplexity_non_private"),
+    *("log_perplexity_change", "log_perplexity_change_standard_error"),
+    *("rouge_l", "rouge_l_initial", "rouge_l_non_private", "rouge_l_standard_error"),
+    *("rouge_l_change", "rouge_l_change_standard_error", "num_generated"),
+)
+NULLABLE = (*ACCURACIES, *FIGURES_OF_QUALITY, *LANGUAGE_KEYS, "delta", "delta_max")
 FLAGS = ("private", "adapters_moved")
 LEDGER_KEYS = ("privacy_view", "budget_epsilon", "stopped_early", "aggregate_objections", "ledger_head")
 SUMMARY_KEYS = (*ACCURACIES, *COUNTS, *FLAGS, *LEDGER_KEYS, "epsilon_local_max", "epsilon_rho_max", "delta_max")
@@ -80,6 +90,7 @@ class FinishedRun:
     stored: StoredVariants | None
     comparison_rounds: pd.DataFrame | None
     comparison_summary: Mapping[str, Any] | None
+    samples: tuple[Sample, ...]
 
 
 def read_run(run_dir: Path) -> FinishedRun:
@@ -97,12 +108,17 @@ def read_run(run_dir: Path) -> FinishedRun:
         summary=_read_summary(run_dir / files.SUMMARY),
         config=files.read_values(run_dir / files.CONFIG),
         environment=files.read_values(run_dir / files.ENVIRONMENT),
-        rounds=_read_table(run_dir / files.ROUNDS, RoundRow, ROUND_COLUMNS),
+        rounds=_read_table(run_dir / files.ROUNDS, RoundRow, ROUND_COLUMNS, OPTIONAL_ROUND_COLUMNS),
         clients=_read_table(run_dir / files.CLIENTS, ClientRow, CLIENT_COLUMNS, OPTIONAL_CLIENT_COLUMNS),
         stored=read_stored(run_dir),
-        comparison_rounds=_read_table(comparison / files.ROUNDS, RoundRow, COMPARISON_COLUMNS) if compared else None,
+        comparison_rounds=_read_comparison_rounds(comparison / files.ROUNDS) if compared else None,
         comparison_summary=_read_comparison(comparison / files.SUMMARY) if compared else None,
+        samples=samples.read(run_dir / files.SAMPLES),
     )
+
+
+def _read_comparison_rounds(path: Path) -> pd.DataFrame:
+    return _read_table(path, RoundRow, COMPARISON_COLUMNS, OPTIONAL_ROUND_COLUMNS)
 
 
 def _read_table(
@@ -138,8 +154,8 @@ def _numbers(path: Path, column: pd.Series) -> pd.Series:
 
 
 def _read_summary(path: Path) -> dict[str, Any]:
-    """The summary; of an older run, what it says about quality is None, and it has no warnings."""
-    summary = dict.fromkeys(QUALITY_KEYS) | {"warnings": []} | files.read_values(path)
+    """The summary; of an older run, what it says about quality and answers is None, and it has no warnings."""
+    summary = dict.fromkeys((*QUALITY_KEYS, *LANGUAGE_KEYS)) | {"warnings": []} | files.read_values(path)
     for key in (*SUMMARY_KEYS, *WORDS, "engine", "clients"):
         if key not in summary:
             raise InputError(f"{path}: key {key} is missing; a finished run writes it")
@@ -150,7 +166,7 @@ def _read_summary(path: Path) -> dict[str, Any]:
     for key in FLAGS:
         if not isinstance(summary[key], bool):
             raise InputError(f"{path}: {key} = {summary[key]!r}: must be true or false")
-    _check_numbers(path, "", summary, (*ACCURACIES, *FIGURES_OF_QUALITY, *COUNTS, "delta_max"))
+    _check_numbers(path, "", summary, (*ACCURACIES, *FIGURES_OF_QUALITY, *LANGUAGE_KEYS, *COUNTS, "delta_max"))
     _check_epsilons(path, "", summary, ("epsilon_local_max", "epsilon_rho_max"))
     _check_interval(path, summary.get("accuracy_interval"))
     _check_quality(path, summary)

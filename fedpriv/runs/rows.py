@@ -6,7 +6,7 @@ import csv
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ class RoundRow:
 
     `num_late` counts replies to earlier rounds that arrived during this one. Epsilons are cumulative, include earlier
     runs on the same data sets, and come from the rdp accountant; `aggregate` is None where that view does not hold. So
-    are accuracy and loss where the server has no test set.
+    are accuracy, loss and perplexity where the server has no test set, and the perplexity of a classifier.
     """
 
     round: int
@@ -34,6 +34,7 @@ class RoundRow:
     num_retired: int
     test_accuracy: float | None
     test_loss: float | None
+    test_perplexity: float | None = None
     epsilon_local_max: float
     epsilon_rho_max: float
     epsilon_aggregate_max: float | None
@@ -87,17 +88,21 @@ def read_rows(
         columns: those that are needed, so that tables with fewer columns can be read too; None for all.
 
     Raises:
-        InputError: a column is missing, or a line is damaged.
+        InputError: a column is missing that earlier versions wrote as well, or a line is damaged.
     """
     types = column_types(kind)
+    newer = {field.name for field in fields(kind) if field.default is not MISSING}
     needed = {name: types[name] for name in (types if columns is None else columns)}
     with path.open(newline="", encoding="utf-8") as file:
         text = file.read()
     reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
+    absent = newer - set(reader.fieldnames or ())
     rows = []
     for row in reader:
         try:
-            rows.append({name: _parse_cell(name, type_, row[name]) for name, type_ in needed.items()})
+            rows.append(
+                {name: _parse_cell(name, type_, row[name]) for name, type_ in needed.items() if name not in absent}
+            )
         except KeyError as error:
             raise InputError(f"{path}: column {error.args[0]} is missing; a run of this version writes it") from None
         except ValueError as error:

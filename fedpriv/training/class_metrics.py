@@ -48,8 +48,17 @@ def majority_share(confusion: Sequence[Sequence[int]]) -> float:
     return float(sizes.max() / sizes.sum())
 
 
+def accuracy_of(confusion: Sequence[Sequence[int]]) -> float:
+    """The share of records whose predicted class is the true one, in [0, 1].
+
+    Args:
+        confusion: of at least one record.
+    """
+    counts = np.asarray(confusion)
+    return float(counts.trace() / counts.sum())
+
+
 def accuracy_standard_error(confusion: Sequence[Sequence[int]]) -> float:
     """sqrt(a (1 - a) / n): what the choice of the n test records adds to the accuracy a, whatever was trained."""
-    counts = np.asarray(confusion)
-    accuracy = float(counts.trace() / counts.sum())
-    return math.sqrt(accuracy * (1 - accuracy) / counts.sum())
+    accuracy = accuracy_of(confusion)
+    return math.sqrt(accuracy * (1 - accuracy) / np.asarray(confusion).sum())

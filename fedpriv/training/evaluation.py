@@ -1,18 +1,23 @@
-"""Accuracy, loss and confusion matrix on a set of records."""
+"""Accuracy, loss, confusion matrix and perplexity on a set of records."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from fedpriv.data.records import Item, Records, num_tokens, usable
-from fedpriv.training.class_metrics import Confusion, confusion_matrix
+from fedpriv.training.choices import Choices, confusion_of
+from fedpriv.training.class_metrics import Confusion, accuracy_of, confusion_matrix
 from fedpriv.training.losses import predictions
 from fedpriv.training.model import TrainingModel
+from fedpriv.training.perplexity import TokenLosses
 
 _RECORDS_PER_PASS = 64
+# Of padded records: a model's states, and for a causal one the logits of a vocabulary, are kept for each.
+_TOKENS_PER_PASS = 4096
 
 
 @dataclass(frozen=True)
@@ -20,25 +25,40 @@ class Evaluation:
     """Means over records.
 
     Attributes:
-        accuracy: share of correct classes or next tokens, in [0, 1].
+        accuracy: share of correct classes, answers or next tokens, in [0, 1].
         loss: cross-entropy in nats.
-        confusion: records by true class (row) and predicted class (column); None for causal models.
+        confusion: records by true class (row) and predicted class (column), of a classifier or among allowed answers.
+        tokens: of causal models, record by record; None for classifiers.
     """
 
     accuracy: float
     loss: float
     confusion: Confusion | None = field(default=None, repr=False)
+    tokens: TokenLosses | None = field(default=None, repr=False)
+
+    @property
+    def perplexity(self) -> float | None:
+        """Of all targets; None for classifiers and without targets."""
+        return self.tokens.perplexity if self.tokens else None
 
 
 def passes_by_length(items: Sequence[Item]) -> Iterator[list[int]]:
-    """The positions of the records in passes without much padding."""
-    order = sorted(range(len(items)), key=lambda position: num_tokens(items[position]))
-    for begin in range(0, len(order), _RECORDS_PER_PASS):
-        yield order[begin : begin + _RECORDS_PER_PASS]
+    """The positions of the records in passes without much padding, of a bounded number of records and tokens."""
+    together: list[int] = []
+    for position in sorted(range(len(items)), key=lambda position: num_tokens(items[position])):
+        num = len(together) + 1
+        if together and (num > _RECORDS_PER_PASS or num * num_tokens(items[position]) > _TOKENS_PER_PASS):
+            yield together
+            together = []
+        together.append(position)
+    if together:
+        yield together
 
 
 @torch.no_grad()
-def evaluate(model: TrainingModel, records: Records, *, keep_features: bool = False) -> Evaluation:
+def evaluate(
+    model: TrainingModel, records: Records, *, keep_features: bool = False, choices: Choices | None = None
+) -> Evaluation:
     """How well the model, with its current adapter, predicts the records; the states of its prefix cache are used.
 
     Args:
@@ -46,6 +66,8 @@ def evaluate(model: TrainingModel, records: Records, *, keep_features: bool = Fa
         records: public ones.
         keep_features: whether what the head reads is kept for evaluations with the same A and B: those of other ones
             are faster without, by a third on a CPU.
+        choices: the same records with the allowed answers, one of which a causal model is to find; None counts its next
+            tokens.
 
     Raises:
         ValueError: there are no records that a model can read.
@@ -53,6 +75,8 @@ def evaluate(model: TrainingModel, records: Records, *, keep_features: bool = Fa
     items = list(filter(usable, records.items()))
     if not items:
         raise ValueError("evaluation needs at least one record")
+    if not len(records.labels):
+        return _of_causal_model(model, items, choices)
     hits = losses = 0.0
     labels: list[int] = []
     predicted: list[int] = []
@@ -66,12 +90,28 @@ def evaluate(model: TrainingModel, records: Records, *, keep_features: bool = Fa
         predicted_well = predictions(logits, batch)
         losses += float(predicted_well.losses.double().sum())
         hits += float(predicted_well.hits.double().sum())
-        if "labels" in batch:
-            num_classes = logits.shape[-1]
-            labels += batch["labels"].tolist()
-            predicted += logits.argmax(dim=-1).tolist()
+        num_classes = logits.shape[-1]
+        labels += batch["labels"].tolist()
+        predicted += logits.argmax(dim=-1).tolist()
     return Evaluation(
         accuracy=hits / len(items),
         loss=losses / len(items),
-        confusion=confusion_matrix(labels, predicted, num_classes) if labels else None,
+        confusion=confusion_matrix(labels, predicted, num_classes),
+    )
+
+
+def _of_causal_model(model: TrainingModel, items: list[Item], choices: Choices | None) -> Evaluation:
+    sums, hits = np.zeros(len(items)), np.zeros(len(items))
+    counts = np.zeros(len(items), dtype=np.int64)
+    for positions in passes_by_length(items):
+        found = model.predictions([items[position] for position in positions], cached=True)
+        counts[positions] = found.num_targets.cpu().numpy()
+        sums[positions] = (found.losses.double() * found.num_targets).cpu().numpy()
+        hits[positions] = found.hits.cpu().numpy()
+    confusion = confusion_of(model, choices) if choices else None
+    return Evaluation(
+        accuracy=accuracy_of(confusion) if confusion else float(hits.mean()),
+        loss=float((sums / np.maximum(counts, 1)).mean()),
+        confusion=confusion,
+        tokens=TokenLosses(sums=sums, counts=counts),
     )

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pandas as pd
 
 from fedpriv.runs import files
+from fedpriv.runs.reader import LANGUAGE_KEYS
 from simulations.sweeps.metrics import metric_of
 from simulations.sweeps.plan import Sweep
 from simulations.sweeps.spending import Total
@@ -21,8 +22,7 @@ _ACCURACIES = ("accuracy", "accuracy_initial", "accuracy_non_private", "chance_a
 # What older runs of a sweep that is continued do not have.
 _QUALITY = (
     *("accuracy_standard_error", "macro_f1", "majority_accuracy", "probe_accuracy", "tfidf_accuracy"),
-    *("perplexity", "perplexity_initial", "perplexity_non_private", "log_perplexity_change"),
-    *("log_perplexity_change_standard_error", "rouge_l", "rouge_l_initial", "rouge_l_non_private"),
+    *LANGUAGE_KEYS,
 )
 _FIGURES = (
     *_ACCURACIES,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ ROUND = RoundRow(
     num_retired=0,
     test_accuracy=0.1 + 0.2,
     test_loss=1e-17,
+    test_perplexity=1.5,
     epsilon_local_max=math.inf,
     epsilon_rho_max=2.0,
     epsilon_aggregate_max=None,
@@ -52,8 +54,8 @@ CLIENT = ClientRow(
 )
 ROUNDS_CSV = (
     "round,num_selected,num_replies,num_silent,num_failures,num_late,num_retired,test_accuracy,test_loss,"
-    "epsilon_local_max,epsilon_rho_max,epsilon_aggregate_max,bytes_up,bytes_down,seconds\r\n"
-    "0,2,1,0,1,0,0,0.30000000000000004,1e-17,inf,2.0,,1000000000000,0,0.5\r\n"
+    "test_perplexity,epsilon_local_max,epsilon_rho_max,epsilon_aggregate_max,bytes_up,bytes_down,seconds\r\n"
+    "0,2,1,0,1,0,0,0.30000000000000004,1e-17,1.5,inf,2.0,,1000000000000,0,0.5\r\n"
 )
 CLIENTS_CSV = (
     "round,client,num_records,status,detail,sampling_probability,noise_multiplier,effective_noise_multiplier,steps,"
@@ -108,3 +110,11 @@ def test_a_damaged_line_is_named(folder: Path, line: str) -> None:
         file.write(f"{line}\n")
     with pytest.raises(InputError, match=r"rounds\.csv: line 3 is damaged"):
         read_rows(folder / "rounds.csv", RoundRow)
+
+
+def test_a_column_that_earlier_versions_lack_may_be_missing(folder: Path) -> None:
+    path = folder / "rounds.csv"
+    path.write_bytes(ROUNDS_CSV.replace("test_perplexity,", "").replace("1.5,", "").encode())
+    assert RoundRow(**read_rows(path, RoundRow)[0]) == replace(ROUND, test_perplexity=None)
+    RunWriter.reopened(folder, round_=0)
+    assert b"test_perplexity" in path.read_bytes()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
+from fedpriv.data.records import num_tokens
 from fedpriv.training.evaluation import evaluate, passes_by_length
 from fedpriv.training.model import TrainingModel
+from tests.instructions import random_prompts, records_of
 from tests.tiny import random_records
 
 
@@ -34,3 +38,35 @@ def test_a_causal_model_has_no_confusion_matrix(causal):
 def test_passes_hold_every_record_once(num):
     items = random_records(num).items()
     assert sorted(position for positions in passes_by_length(items) for position in positions) == list(range(num))
+
+
+def test_perplexity_is_that_of_transformers_own_loss_over_all_tokens(causal):
+    model = TrainingModel(causal("llama"), memory_limit=2**30)
+    records = random_records(70, classes=0, seed=5)
+    total = count = 0.0
+    for tokens in records.features["input_ids"]:
+        with torch.no_grad():
+            loss = model.peft_model(input_ids=tokens[None], labels=tokens[None]).loss
+        total += float(loss) * (len(tokens) - 1)
+        count += len(tokens) - 1
+    assert evaluate(model, records).perplexity == pytest.approx(math.exp(total / count), rel=1e-5)
+
+
+def test_perplexity_of_responses_is_that_of_transformers_with_masked_prompts(causal):
+    model = TrainingModel(causal("llama"), memory_limit=2**30)
+    pairs = [(prompt, prompt[::-1]) for prompt in random_prompts(20)] + [([5, 6], [])]
+    found = evaluate(model, records_of(pairs)).tokens
+    for i, (prompt, response) in enumerate(pairs[:-1]):
+        labels = torch.tensor([[-100] * len(prompt) + response])
+        with torch.no_grad():
+            loss = model.peft_model(input_ids=torch.tensor([prompt + response]), labels=labels).loss
+        assert found.counts[i] == len(response)
+        assert found.sums[i] / len(response) == pytest.approx(float(loss), rel=1e-4)
+    assert (found.counts[-1], found.sums[-1]) == (0, 0.0), "a response that is cut away counts for nothing"
+
+
+def test_a_pass_is_bounded_in_tokens():
+    items = random_records(50, longest=900, shortest=800).items()
+    passes = list(passes_by_length(items))
+    assert max(map(len, passes)) > 1
+    assert all(len(positions) * max(num_tokens(items[i]) for i in positions) <= 4096 for positions in passes)

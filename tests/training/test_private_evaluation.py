@@ -12,7 +12,7 @@ from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.adapters import LoraSettings, attach, load_base
 from fedpriv.data.holdout import part
-from fedpriv.data.records import Records, tokenize
+from fedpriv.data.records import RESPONSE_MASK, Records, tokenize
 from fedpriv.data.text import TextData
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training.evaluation import evaluate
@@ -61,12 +61,17 @@ def test_the_exact_counts_are_those_of_plain_evaluation(model, data, read):
     assert hits / NUM == evaluate(model, read(data)).accuracy
 
 
-def test_a_causal_model_adds_each_record_s_share_of_correct_tokens(data):
+@pytest.mark.parametrize("num_prompt", [None, 1, 4])
+def test_a_causal_model_adds_each_record_s_share_of_correct_tokens(data, num_prompt):
     model = TrainingModel(move(attach(tiny_causal("gpt2"), LoraSettings(rank=4, task="CAUSAL_LM"))), memory_limit=2**30)
 
     def read(data: TextData) -> Records:
         tokens = tuple(torch.tensor([1 + WORDS.index(word) for word in text.split()]) for text in data.texts)
-        return Records({"input_ids": tokens}, torch.tensor([], dtype=torch.int64), pad_token_id=0)
+        features = {"input_ids": tokens}
+        if num_prompt is not None:
+            # Some records have nothing but a prompt: a miss, like a text of a single token.
+            features[RESPONSE_MASK] = tuple(torch.arange(len(of)).ge(num_prompt).long() for of in tokens)
+        return Records(features, torch.tensor([], dtype=torch.int64), pad_token_id=0)
 
     unlabelled = TextData(data.texts, ())
     hits, misses = counts_of(model, unlabelled, read).tolist()

@@ -1,0 +1,156 @@
+"""What the models of a run answer to prompts of the server's test set: untrained, private and not private."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters.merged import Merged
+from fedpriv.config import RunConfig
+from fedpriv.data.records import usable
+from fedpriv.runs import files, samples
+from fedpriv.runs.samples import Sample
+from fedpriv.runs.writer import RunWriter
+from fedpriv.training import rouge
+from fedpriv.training.choices import text_of
+from fedpriv.training.decoding import Tokens, ends_of_turn, greedy_answers, prompt_and_response, with_adapter
+from fedpriv.training.perplexity import mean_of
+from fedpriv.training.workbench import Workbench
+from server.observer import Observer
+from server.summary import Outcome
+
+log = logging.getLogger("flwr")
+
+UNTRAINED, PRIVATE, NON_PRIVATE = "untrained", "private", "non_private"
+
+NOTHING = {
+    **dict.fromkeys(("rouge_l", "rouge_l_initial", "rouge_l_non_private", "rouge_l_standard_error")),
+    **dict.fromkeys(("rouge_l_change", "rouge_l_change_standard_error", "num_generated")),
+}
+"""The keys of summary.json about generated answers, of a run without any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Questions:
+    prompts: list[Tokens]
+    references: list[Tokens]
+
+
+def generates(config: RunConfig) -> bool:
+    """Whether a run answers prompts: it needs prompts, a test set and leave to."""
+    return config.instructs and config.has_test_set and config.generated_answers > 0
+
+
+def check(config: RunConfig) -> None:
+    """Refuse a run whose answers could not be scored, before it costs anything.
+
+    Raises:
+        InputError: the package for it is missing.
+    """
+    if generates(config):
+        rouge.require(config.generated_answers)
+
+
+def answered(
+    config: RunConfig,
+    bench: Workbench,
+    outcome: Outcome,
+    comparison: Outcome | None,
+    writer: RunWriter,
+    observer: Observer,
+) -> dict[str, Any]:
+    """The keys of summary.json about generated answers; the answers themselves are written to the run's folder.
+
+    The questions are the first distinct prompts of the test set, so they are the same in every run on the same data.
+    """
+    if not generates(config):
+        if config.instructs:
+            why = "generated_answers = 0" if config.has_test_set else "the server has no test set"
+            log.info("no answers are generated: %s", why)
+        return NOTHING
+    questions = _questions(bench, config.generated_answers)
+    if not questions.prompts:
+        observer.notice("no answers are generated: no test record has a prompt and a response")
+        return NOTHING
+    models: dict[str, tuple[Adapter, Merged]] = {UNTRAINED: (bench.initial, {})}
+    for name, series in ((PRIVATE, outcome), (NON_PRIVATE, comparison)):
+        if series is not None:
+            models[name] = series.strategy.model.adapter, series.strategy.model.merged
+    observer.notice(
+        f"{len(models)} models answer {len(questions.prompts)} prompts, in {config.max_new_tokens} tokens each at most"
+    )
+    texts = {name: _texts(config, bench, questions, name, *of, writer) for name, of in models.items()}
+    references = [text_of(bench.base.tokenizer, tokens) for tokens in questions.references]
+    none = [None] * len(references)
+    rows = zip(
+        questions.prompts, references, texts[UNTRAINED], texts[PRIVATE], texts.get(NON_PRIVATE, none), strict=True
+    )
+    samples.write(
+        writer.path / files.SAMPLES,
+        [
+            Sample(
+                prompt=text_of(bench.base.tokenizer, prompt),
+                reference=reference,
+                untrained=untrained,
+                private=private,
+                non_private=non_private,
+            )
+            for prompt, reference, untrained, private, non_private in rows
+        ],
+    )
+    return _figures({name: rouge.rouge_l(references, of) for name, of in texts.items()})
+
+
+def _questions(bench: Workbench, most: int) -> _Questions:
+    """The first distinct prompts of the test set with a response, in its order."""
+    by_prompt: dict[Tokens, Tokens] = {}
+    for item in filter(usable, bench.test.items()):
+        prompt, response = prompt_and_response(item)
+        if prompt and response and len(by_prompt) < most:
+            by_prompt.setdefault(prompt, response)
+    return _Questions(prompts=list(by_prompt), references=list(by_prompt.values()))
+
+
+def _texts(
+    config: RunConfig,
+    bench: Workbench,
+    questions: _Questions,
+    name: str,
+    adapter: Adapter,
+    merged: Merged,
+    writer: RunWriter,
+) -> list[str]:
+    """A model's answers."""
+
+    def tell(num: int) -> None:
+        writer.journal.write("answered", model=name, num_answered=num, num_prompts=len(questions.prompts))
+
+    with with_adapter(bench.model, adapter, merged):
+        answers = greedy_answers(
+            bench.model,
+            questions.prompts,
+            max_new_tokens=config.max_new_tokens,
+            ends=ends_of_turn(bench.model, bench.base.tokenizer, questions.references),
+            on_answered=tell,
+        )
+    return [text_of(bench.base.tokenizer, answer) for answer in answers]
+
+
+def _figures(scores: Mapping[str, npt.NDArray[np.float64]]) -> dict[str, Any]:
+    """The means of the scores, and what they say of the private model."""
+    private, change = mean_of(scores[PRIVATE]), mean_of(scores[PRIVATE] - scores[UNTRAINED])
+    return {
+        "rouge_l": private.mean,
+        "rouge_l_initial": float(scores[UNTRAINED].mean()),
+        "rouge_l_non_private": float(scores[NON_PRIVATE].mean()) if NON_PRIVATE in scores else None,
+        "rouge_l_standard_error": private.standard_error,
+        "rouge_l_change": change.mean,
+        "rouge_l_change_standard_error": change.standard_error,
+        "num_generated": len(scores[PRIVATE]),
+    }

@@ -1,0 +1,217 @@
+"""A run of a causal model is judged by what it answers on the server's test set: untrained, private, not private."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import random
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import fedpriv.adapters
+from fedpriv.config import parse
+from fedpriv.data.records import RESPONSE_MASK, Records
+from fedpriv.errors import InputError
+from fedpriv.runs import samples
+from fedpriv.training.rouge import rouge_l
+from fedpriv.training.workbench import Workbench, workbench
+from server.observer import LogObserver
+from simulations.engines import federation
+from tests.instructions import END, number_tokenizer
+from tests.tiny import VOCABULARY
+
+PROMPT_TOKENS = 3
+KEYS = ("rouge_l", "rouge_l_initial", "rouge_l_non_private", "rouge_l_standard_error", "num_generated")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _responses_are_marked():
+    """Records of three prompt tokens and a response, whatever else reads prompts and responses."""
+    tokenize = Workbench.tokenize
+
+    def marked(self: Workbench, data, *args) -> Records:
+        records = tokenize(self, data, *args)
+        masks = [torch.arange(len(tokens)).ge(PROMPT_TOKENS).long() for tokens in records.features["input_ids"]]
+        features = {RESPONSE_MASK: tuple(masks), **records.features}
+        return Records(features, records.labels, records.pad_token_id, records.unusable)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Workbench, "tokenize", marked)
+        yield
+
+
+@pytest.fixture(scope="module")
+def values(tmp_path_factory) -> dict[str, object]:
+    """A federation of two holders, whose responses say a prompt's first word again, and then one of two others."""
+    folder = tmp_path_factory.mktemp("answers")
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    special = {"pad_token_id": 0, "eos_token_id": END, "bos_token_id": None}
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, max_position_embeddings=64, **heads, **special
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer = number_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }} {% if m['role'] == 'assistant' %}<end>{% endif %}{% endfor %}"
+    )
+    tokenizer.save_pretrained(folder / "model")
+    words = random.Random(0)
+    with (folder / "records.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["text", "prompt", "response", "site"])
+        for row in range(160):
+            # So few prompts that some occur twice.
+            prompt = [f"w{words.randrange(4, 14)}", f"w{20 + row % 2}", "w30"]
+            response = " ".join([prompt[0], *["w40"] * (row % 3), f"w{50 + row % 2}"])
+            writer.writerow([f"{' '.join(prompt)} {response} <end>", " ".join(prompt), response, f"site-{row % 2}"])
+    return {
+        "model": str(folder / "model"),
+        "task": "CAUSAL_LM",
+        "data": str(folder / "records.csv"),
+        "prompt_column": "prompt",
+        "response_column": "response",
+        "client_column": "site",
+        "max_length": 16,
+        "rank": 4,
+        "rounds": 2,
+        "local_steps": 2,
+        "batch_size": 32,
+        "optimizer": "adamw",
+        "learning_rate": 0.02,
+        "noise_multiplier": 0.3,
+        "generated_answers": 9,
+        "max_new_tokens": 5,
+        "simulate": True,
+        "variant_clients": False,
+    }
+
+
+def run(values: dict[str, object], out: Path, **changes: object) -> Path:
+    federation.run(parse({**values, **changes, "out": str(out)}), LogObserver())
+    return out
+
+
+def summary(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def finished(values, tmp_path_factory) -> Path:
+    return run(values, tmp_path_factory.mktemp("runs") / "one")
+
+
+def test_samples_are_the_first_distinct_prompts_with_what_the_saved_models_answer(finished, values):
+    found = samples.read(finished / "samples.jsonl")
+    test = workbench(parse(values)).test.features["input_ids"]
+    prompts = dict.fromkeys(tuple(tokens[:PROMPT_TOKENS].tolist()) for tokens in test)
+    tokenizer = AutoTokenizer.from_pretrained(values["model"])
+    assert [s.prompt for s in found] == [tokenizer.decode(list(prompt)) for prompt in list(prompts)[:9]]
+    assert len(test) > len(prompts) > 9
+    trained = fedpriv.adapters.load(values["model"], finished / "variants" / "global")
+    for sample in found:
+        tokens = tokenizer(sample.prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        for model, text in ((trained, sample.private), (trained.get_base_model(), sample.untrained)):
+            with trained.disable_adapter() if model is not trained else torch.no_grad():
+                answer = model.generate(input_ids=tokens, max_new_tokens=5, do_sample=False)[0, PROMPT_TOKENS:]
+            assert tokenizer.decode(answer, skip_special_tokens=True) == text
+    assert any(s.private != s.untrained for s in found)
+    assert all(s.non_private is not None for s in found)
+
+
+def test_rouge_is_that_of_the_samples(finished):
+    found, figures = samples.read(finished / "samples.jsonl"), summary(finished)
+    references = [s.reference for s in found]
+    scores = {
+        key: rouge_l(references, [getattr(s, name) for s in found])
+        for key, name in (
+            ("rouge_l", "private"),
+            ("rouge_l_initial", "untrained"),
+            ("rouge_l_non_private", "non_private"),
+        )
+    }
+    assert {key: figures[key] for key in scores} == {key: pytest.approx(of.mean()) for key, of in scores.items()}
+    assert figures["rouge_l_standard_error"] == pytest.approx(pd.Series(scores["rouge_l"]).sem())
+    change = pd.Series(scores["rouge_l"] - scores["rouge_l_initial"])
+    assert figures["rouge_l_change"] == pytest.approx(change.mean())
+    assert figures["rouge_l_change_standard_error"] == pytest.approx(change.sem())
+    assert figures["num_generated"] == 9
+
+
+def test_perplexities_are_those_of_the_rounds_and_training_lowers_them(finished):
+    figures = summary(finished)
+    rounds = pd.read_csv(finished / "rounds.csv").test_perplexity.tolist()
+    plain = pd.read_csv(finished / "comparison" / "rounds.csv").test_perplexity.tolist()
+    assert [figures["perplexity_initial"], figures["perplexity"]] == [rounds[0], rounds[-1]]
+    assert [rounds[0], figures["perplexity_non_private"]] == [plain[0], plain[-1]]
+    assert rounds[-1] < rounds[0]
+    assert figures["log_perplexity_change"] == pytest.approx(
+        torch.tensor(rounds[-1] / rounds[0]).log().item(), rel=1e-4
+    )
+    assert figures["log_perplexity_change"] < -2 * figures["log_perplexity_change_standard_error"] < 0
+    assert figures["accuracy"] > figures["accuracy_initial"], "of next tokens, as ever"
+
+
+def test_the_report_shows_the_answers(finished):
+    page = (finished / "report.html").read_text()
+    assert "Perplexity" in page
+    for sample in samples.read(finished / "samples.jsonl"):
+        assert sample.reference in page
+
+
+def test_with_allowed_answers_accuracy_is_by_likelihood(values, tmp_path):
+    table = pd.read_csv(values["data"])
+    table["response"] = [f"w{50 + row % 2}" for row in range(len(table))]
+    table["text"] = table["prompt"] + " " + table["response"] + " <end>"
+    table.to_csv(tmp_path / "choices.csv", index=False)
+    changes = {"data": str(tmp_path / "choices.csv"), "answers": ["w50", "w51"], "generated_answers": 0}
+    found = summary(run(values, tmp_path / "out", **changes, comparison=False, rounds=6))
+    confusion = torch.tensor(found["confusion_matrix"])
+    assert found["accuracy"] == confusion.trace() / confusion.sum()
+    assert confusion.sum() == 32
+    assert found["labels"] == ["w50", "w51"]
+    assert found["majority_accuracy"] == confusion.sum(dim=1).max() / 32
+    assert found["chance_accuracy"] == 0.5
+    assert found["accuracy"] > found["majority_accuracy"], "the second word of a prompt tells the answer"
+    assert [found[key] for key in KEYS] == [None] * len(KEYS)
+    assert not (tmp_path / "out" / "samples.jsonl").exists()
+
+
+def test_a_resumed_run_is_judged_like_one_that_was_not_interrupted(finished, values, tmp_path):
+    class Stopped(LogObserver):
+        def round_done(self, row) -> None:
+            if row.round == 1:
+                raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        federation.run(parse({**values, "out": str(out)}), Stopped())
+    run(values, out, resume=str(out))
+    free = {"seconds", "run_id", "ledger_head", "clients", "configuration_digest"}
+    one, other = ({k: v for k, v in summary(folder).items() if k not in free} for folder in (finished, out))
+    assert one == other
+    assert (out / "samples.jsonl").read_bytes() == (finished / "samples.jsonl").read_bytes()
+
+
+def test_a_run_that_stops_early_is_judged_by_its_last_model(finished, values, tmp_path):
+    spent = pd.read_csv(finished / "clients.csv").groupby("round").epsilon_local.max()
+    out = run(values, tmp_path / "out", budget_epsilon=[(spent[1] + spent[2]) / 2], comparison=False)
+    found = summary(out)
+    assert found["num_rounds"] < 2
+    assert found["stopped_early"]
+    assert found["perplexity"] == pd.read_csv(out / "rounds.csv").test_perplexity.iloc[-1]
+    assert found["perplexity"] == summary(out)["perplexity"] != found["perplexity_initial"]
+    assert found["num_generated"] == 9
+    assert {sample.non_private for sample in samples.read(out / "samples.jsonl")} == {None}
+
+
+def test_without_the_package_for_scores_the_error_says_what_to_install(values, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"rouge-score, which is not installed; pip install fedpriv\[llm\], or use 0"):
+        run(values, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

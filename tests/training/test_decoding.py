@@ -1,0 +1,80 @@
+"""Answers of a batch are those that transformers generates for each prompt alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedpriv.adapters import lora
+from fedpriv.adapters.merged import add, factors_of
+from fedpriv.training import decoding
+from fedpriv.training.decoding import by_length, greedy_answers, prompt_and_response, with_adapter
+from fedpriv.training.model import TrainingModel
+from tests.instructions import END, random_prompts, records_of
+
+
+@pytest.fixture(params=["llama", "gpt2"])
+def model(request, causal) -> TrainingModel:
+    return TrainingModel(causal(request.param), memory_limit=2**30)
+
+
+def generated(model: TrainingModel, prompt: list[int], most: int, end: int) -> tuple[int, ...]:
+    found = model.peft_model.generate(
+        input_ids=torch.tensor([prompt]), max_new_tokens=most, do_sample=False, eos_token_id=end, pad_token_id=0
+    )[0, len(prompt) :].tolist()
+    return tuple(found[: found.index(end)] if end in found else found)
+
+
+def test_each_answer_is_what_generate_gives_alone(model):
+    prompts = random_prompts(12)
+    expected = [generated(model, prompt, 9, END) for prompt in prompts]
+    # An end that some answers have and others have not, at different places.
+    end = max({token for answer in expected for token in answer}, key=lambda t: sum(t in a for a in expected))
+    expected = [generated(model, prompt, 9, end) for prompt in prompts]
+    assert len({len(answer) for answer in expected}) > 1, "all answers would end at the same place"
+    found = greedy_answers(model, [tuple(p) for p in prompts], max_new_tokens=9, ends=[end])
+    assert found == expected
+
+
+def test_answers_do_not_depend_on_the_passes(model, monkeypatch):
+    prompts = [tuple(prompt) for prompt in random_prompts(9, seed=1)]
+    together = greedy_answers(model, prompts, max_new_tokens=5, ends=[END])
+    monkeypatch.setattr(decoding, "_TOKENS_PER_PASS", 40)
+    told: list[int] = []
+    assert greedy_answers(model, prompts, max_new_tokens=5, ends=[END], on_answered=told.append) == together
+    assert len(told) > 2
+    assert told[-1] == 9
+
+
+def test_an_answer_ends_where_the_model_has_no_positions_left(model):
+    prompts = [tuple(range(4, 59)), (7, 8), tuple([9] * 64)]
+    found = greedy_answers(model, prompts, max_new_tokens=20, ends=[])
+    assert [len(answer) for answer in found] == [9, 20, 0]
+
+
+def test_a_pass_is_bounded_and_every_text_is_in_one():
+    lengths = [1000, 3, 5000, 40, 8, 2000]
+    passes = list(by_length(lengths, further=90))
+    assert sorted(position for positions in passes for position in positions) == list(range(6))
+    assert all(len(p) == 1 or len(p) * (max(lengths[i] for i in p) + 90) <= 4096 for p in passes)
+
+
+def test_the_last_response_is_what_is_to_be_answered():
+    records = records_of([([4, 5], [6, 3])])
+    several = records.features["response_mask"][0].new_tensor([0, 1, 0, 1])
+    records.features["response_mask"] = (several,)
+    assert prompt_and_response((records, 0)) == ((4, 5, 6), (3,))
+    assert prompt_and_response((records_of([([4, 5], [])]), 0)) == ((), ())
+
+
+def test_another_adapter_is_set_and_the_model_is_as_before_afterwards(model):
+    before = lora.read_parameters(model.parameters)
+    weights = {name: p.clone() for name, p in model.peft_model.named_parameters()}
+    added = add({}, {name: [factors] for name, factors in factors_of(before).items()})
+    prompts = [tuple(prompt) for prompt in random_prompts(6, seed=2)]
+    plain = greedy_answers(model, prompts, max_new_tokens=6, ends=[])
+    with with_adapter(model, model.initial, added):
+        assert greedy_answers(model, prompts, max_new_tokens=6, ends=[]) != plain
+    assert greedy_answers(model, prompts, max_new_tokens=6, ends=[]) == plain
+    assert all(torch.equal(p, weights[name]) for name, p in model.peft_model.named_parameters())
+    assert not model.peft_model.training
