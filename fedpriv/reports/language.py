@@ -28,7 +28,7 @@ def language_table(summary: Mapping[str, Any]) -> Table | None:
     spent = f"ε {format_bound(summary['epsilon_local_max'])} local, δ {format_delta(summary['delta_max'])}"
     rows = [
         (
-            "private" if summary["private"] else "this run",
+            _name(summary["private"]),
             _perplexity(summary["perplexity"]),
             _with_error(summary["rouge_l"], summary["rouge_l_standard_error"]),
             spent,
@@ -58,18 +58,27 @@ def changes(summary: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def sample_table(samples: Sequence[Sample]) -> Table | None:
-    """The first samples, a row each; None without any."""
+def sample_table(samples: Sequence[Sample], *, private: bool) -> Table | None:
+    """The first samples, a row each; None without any.
+
+    Args:
+        samples: of a run.
+        private: whether the run was, by which its own answers are called.
+    """
     if not samples:
         return None
     compared = any(sample.non_private is not None for sample in samples)
-    headers = ("prompt", "reference", "untrained", "private", *(["without noise"] if compared else []))
+    headers = ("prompt", "reference", "untrained", _name(private), *(["without noise"] if compared else []))
     rows = tuple(
         (s.prompt, s.reference, s.untrained, s.private, *([s.non_private or ""] if compared else []))
         for s in samples[:MOST_SAMPLES]
     )
     caption = f"The first {len(rows)} of {len(samples)} prompts with answers; samples.jsonl has all of them"
     return Table(caption=caption, headers=headers, rows=rows)
+
+
+def _name(private: bool) -> str:
+    return "private" if private else "this run"
 
 
 def _perplexity(value: float | None) -> str:

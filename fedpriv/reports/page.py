@@ -71,7 +71,7 @@ def render(run: FinishedRun) -> str:
         next_tokens=language.counts_next_tokens(summary),
         responses=language.language_table(summary),
         changes=language.changes(summary),
-        samples=language.sample_table(run.samples),
+        samples=language.sample_table(run.samples, private=summary["private"]),
         accuracy_without_noise=_accuracy_without_noise(run),
         epsilon_local=tables.format_epsilon(summary["epsilon_local_max"], summary["delta_max"]),
         epsilon_aggregate=_epsilon_aggregate(summary),

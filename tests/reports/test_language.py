@@ -90,6 +90,13 @@ def test_a_run_without_comparison_or_answers_has_a_page(write_run):
     _, page = page_of(run_dir)
     assert "9.87" in page.cells
     assert "prompts with answers" not in page.text
+    assert "ROUGE-L compares" not in page.text
+
+
+def test_answers_of_a_run_without_privacy_are_not_called_private(write_run):
+    _, page = page_of(language_run(write_run, private=False))
+    assert "private" not in page.cells
+    assert "this run" in page.cells
 
 
 def test_a_classifier_s_page_says_nothing_of_answers(write_run):

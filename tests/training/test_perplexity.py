@@ -11,11 +11,11 @@ from fedpriv.training.perplexity import TokenLosses, log_perplexity_change, mean
 
 
 def draw(num: int, seed: int) -> tuple[TokenLosses, TokenLosses]:
-    """Losses before and after, with a change that varies by record and is larger in short ones."""
+    """Losses before and after: every token gains, those of short records more, and lengths vary more than gains."""
     rng = np.random.default_rng(seed)
     counts = rng.integers(1, 60, num)
     per_token = rng.gamma(4, 0.8, num)
-    change = -0.2 + rng.normal(0, 0.3, num) - 2 / (counts + 5)
+    change = -0.5 + rng.normal(0, 0.1, num) - 1 / (counts + 5)
     before = TokenLosses(sums=counts * per_token, counts=counts)
     return before, TokenLosses(sums=counts * (per_token + change), counts=counts)
 
