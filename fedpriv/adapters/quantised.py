@@ -88,4 +88,5 @@ def _in_nf4(linear: Any, device: torch.device) -> nn.Module:
     # Where it could, bitsandbytes would repack the weight in the first pass without gradients, and compute such passes
     # in bfloat16 from then on: a result would depend on what was computed before.
     layer.support_avx512bf16_for_cpu = False
-    return layer.eval()
+    quantised: nn.Module = layer.eval()
+    return quantised
