@@ -319,7 +319,9 @@ def _pass_gradients(
             return class_sum_losses(*model.logits(batch, cached=cached, shape=shape))
         return model.predictions(batch, cached=cached, shape=shape).losses
 
-    gradients, _ = per_sample_gradients(model.layers, losses, stack, trained=clients.trained_parameters)
+    gradients, _ = per_sample_gradients(
+        model.layers, losses, stack, trained=clients.trained_parameters, recomputed=model.recomputed
+    )
     rows = clients.layout.flatten({model.adapter_names[name]: g for name, g in gradients.items()})
     return scaled(rows, clients.coordinates.scales)
 
