@@ -36,7 +36,7 @@ from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.weights import trained_weights
 
 # Floats kept per client and adapter value: start, parameter, gradient, AdamW's two moments, and what a step needs.
-_FLOATS_PER_VALUE = 8
+FLOATS_PER_VALUE = 8
 
 
 def local_update(model: TrainingModel, task: UpdateTask) -> ClientUpdate:
@@ -132,7 +132,7 @@ def caching_pays_off(spec: UpdateSpec, sampler: PoissonSampler) -> bool:
 def clients_at_once(model: TrainingModel) -> int:
     """How many clients' adapters, with a step's gradients and optimizer state, fit the memory limit; at least 1."""
     num_values = sum(parameter.numel() for parameter in model.parameters.values())
-    return max(1, model.memory_limit // (4 * _FLOATS_PER_VALUE * num_values))
+    return max(1, model.memory_limit // (4 * FLOATS_PER_VALUE * num_values))
 
 
 def _one_stack(model: TrainingModel, tasks: Sequence[UpdateTask]) -> Sequence[ClientUpdate | Exception]:
