@@ -163,6 +163,7 @@ class RunConfig:
     baselines: Annotated[bool | None, Maybe] = None
     base_dtype: Literal["auto", "float32", "bfloat16", "nf4"] = "auto"
     prefix_cache: bool = True
+    activation_checkpointing: bool = False
     memory_limit_mb: Count = 1024
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     engine: Literal["stacked", "in-process", "ray", "flower"] = "stacked"

@@ -66,6 +66,7 @@ BAD = {
     "comparison": "maybe",
     "baselines": "maybe",
     "prefix_cache": 7,
+    "activation_checkpointing": "some",
     "memory_limit_mb": 0,
     "engine": "teleport",
     "device": "tpu",

@@ -164,9 +164,10 @@ def _layer_indices(layers: str, num_layers: int) -> list[int] | None:
 
 def trainable(model: PeftModel) -> dict[str, nn.Parameter]:
     """The trainable parameters, by the names under which peft stores them."""
-    by_address = {p.data_ptr(): p for p in model.parameters() if p.requires_grad}
-    tensors = get_peft_model_state_dict(model)
-    return {name: by_address[t.data_ptr()] for name, t in tensors.items() if t.data_ptr() in by_address}
+    # The parameters themselves, not what state_dict() makes of them: tensors without memory have no address. Embeddings
+    # are never trained, and "auto" might ask the Hub about them.
+    tensors = get_peft_model_state_dict(model, state_dict=dict(model.named_parameters()), save_embedding_layers=False)
+    return {name: p for name, p in tensors.items() if p.requires_grad}
 
 
 def read(model: PeftModel) -> Adapter:

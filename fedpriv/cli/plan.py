@@ -1,4 +1,4 @@
-"""`fedpriv plan`: what a run could learn within a budget, before anything is registered."""
+"""`fedpriv plan`: what a run could learn within a budget, or the memory that a model needs, before anything is read."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
+from click.core import ParameterSource
 
 from fedpriv.cli.options import OneOf
 from fedpriv.cli.output import AsJson, entries, show, table
+from fedpriv.cli.plan_memory import memory_page, memory_values
+from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
     from fedpriv.accounting.views import PlannedView
@@ -19,43 +22,110 @@ if TYPE_CHECKING:
 # Of the clients, so many are shown, the largest first; --json has them all.
 _MOST_CLIENTS = 10
 
+# Options of either use, as --help groups them.
+_OF_A_BUDGET = "A run within a budget: --records and --epsilon"
+_OF_MEMORY = "The memory of a step: MODEL"
+
 # What plans are compared by.
 _COLUMNS = ("noise_multiplier", "lora_noise_multiplier", "final_noise", "noise_to_signal", "seconds")
 
 
 def plan(
-    records: Annotated[list[int], typer.Option(help="N_k, the records of a client, >= 1; repeat it for each.")],
-    epsilon: Annotated[float, typer.Option(help="What each client may spend, > 0.")],
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Argument(help="A causal model's folder, or its name on the Hub: plans memory instead.")
+    ] = None,
+    records: Annotated[
+        list[int] | None,
+        typer.Option(help="N_k, the records of a client, >= 1; repeat it for each.", rich_help_panel=_OF_A_BUDGET),
+    ] = None,
+    epsilon: Annotated[
+        float | None, typer.Option(help="What each client may spend, > 0.", rich_help_panel=_OF_A_BUDGET)
+    ] = None,
     delta: Annotated[
-        float | None, typer.Option(help="In (0, 1); by default 1 / (10 N_k) for each client, at most 1e-5.")
+        float | None,
+        typer.Option(
+            help="In (0, 1); by default 1 / (10 N_k) for each client, at most 1e-5.", rich_help_panel=_OF_A_BUDGET
+        ),
     ] = None,
     view: Annotated[
         str,
         typer.Option(
             click_type=OneOf("fedpriv.accounting.views:PlannedView"),
             help="Who may learn no more: the server, or those who see only sums (secure aggregation).",
+            rich_help_panel=_OF_A_BUDGET,
         ),
     ] = "local",
     min_clients: Annotated[
-        int | None, typer.Option(help="No sum of fewer uploads is seen; for --view aggregate all, by default.")
+        int | None,
+        typer.Option(
+            help="No sum of fewer uploads is seen; for --view aggregate all, by default.",
+            rich_help_panel=_OF_A_BUDGET,
+        ),
     ] = None,
-    rounds: Annotated[int | None, typer.Option(help="The first starts the head; by default as in a run.")] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(help="The first starts the head; by default as in a run.", rich_help_panel=_OF_A_BUDGET),
+    ] = None,
     train: Annotated[
         str | None,
         typer.Option(
             click_type=OneOf("fedpriv.config_types:Train"),
             help="A, B and head in the last rounds, the head alone, or what pays; by default as in a run.",
+            rich_help_panel=_OF_A_BUDGET,
         ),
     ] = None,
     lora_values: Annotated[
-        int | None, typer.Option(help="d, the values in A and B; by default those of the default model.")
+        int | None,
+        typer.Option(
+            help="d, the values in A and B; by default those of the default model.", rich_help_panel=_OF_A_BUDGET
+        ),
     ] = None,
-    classes: Annotated[int, typer.Option(help="C >= 2, for the chance that noise misplaces a record.")] = 2,
+    classes: Annotated[
+        int,
+        typer.Option(help="C >= 2, for the chance that noise misplaces a record.", rich_help_panel=_OF_A_BUDGET),
+    ] = 2,
     seconds: Annotated[
-        float | None, typer.Option(help="For the passes of all clients' records; what does not fit is left out.")
+        float | None,
+        typer.Option(
+            help="For the passes of all clients' records; what does not fit is left out.",
+            rich_help_panel=_OF_A_BUDGET,
+        ),
     ] = None,
     records_per_second: Annotated[
-        float | None, typer.Option(help="That pass through the model; by default timed here, with the default model.")
+        float | None,
+        typer.Option(
+            help="That pass through the model; by default timed here, with the default model.",
+            rich_help_panel=_OF_A_BUDGET,
+        ),
+    ] = None,
+    bits: Annotated[
+        int, typer.Option(help="Of the frozen base: 32, 16 (bfloat16) or 4 (NF4).", rich_help_panel=_OF_MEMORY)
+    ] = 16,
+    rank: Annotated[int, typer.Option(help="r >= 1 of LoRA.", rich_help_panel=_OF_MEMORY)] = 8,
+    target_modules: Annotated[
+        str, typer.Option(help="Linear layers, comma-separated; by default peft's.", rich_help_panel=_OF_MEMORY)
+    ] = "",
+    layers: Annotated[
+        str, typer.Option(help="all, last-N, or indices such as 4,5.", rich_help_panel=_OF_MEMORY)
+    ] = "all",
+    batch: Annotated[int, typer.Option(help="Records that pass at once, >= 1.", rich_help_panel=_OF_MEMORY)] = 8,
+    max_length: Annotated[int, typer.Option(help="Tokens of each, >= 2.", rich_help_panel=_OF_MEMORY)] = 512,
+    activation_checkpointing: Annotated[
+        bool,
+        typer.Option(
+            "--activation-checkpointing",
+            help="Trained layers run again in the backward pass.",
+            rich_help_panel=_OF_MEMORY,
+        ),
+    ] = False,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu or cuda; by default cuda for 4 bits or where a GPU is.", rich_help_panel=_OF_MEMORY),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="That there is, such as 80GB; by default this machine's.", rich_help_panel=_OF_MEMORY),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -66,9 +136,32 @@ def plan(
     fedpriv plan --records 1200 --records 1000 --records 800 --epsilon 2 --classes 8 --records-per-second 60
 
     fedpriv plan --records 300 --records 300 --epsilon 1 --delta 1e-6 --view aggregate --rounds 20 --seconds 600
+
+    With a MODEL, the memory of a step instead, from the model's configuration alone; nothing is loaded:
+
+    fedpriv plan meta-llama/Llama-2-7b-hf --bits 4 --rank 16 --batch 8 --max-length 512 --memory 80GB
+
+    fedpriv plan SmolLM2-135M-Instruct --bits 32 --layers last-2 --max-length 256 --device cpu --memory 8GB
     """
+    _check_use(context, has_model=model is not None)
+    if model is not None:
+        values = memory_values(
+            model=model,
+            bits=bits,
+            rank=rank,
+            target_modules=target_modules,
+            layers=layers,
+            batch=batch,
+            max_length=max_length,
+            activation_checkpointing=activation_checkpointing,
+            device=device,
+            memory=memory,
+        )
+        show(values, memory_page(values), as_json)
+        return
+    if not records or epsilon is None:
+        raise InputError("plan: needs --records and --epsilon, or a MODEL")
     from fedpriv import planning
-    from fedpriv.errors import InputError
 
     if classes < 2:
         raise InputError(f"classes = {classes}: must be >= 2")
@@ -105,6 +198,16 @@ def plan(
         }
     )
     show(values, _page(values), as_json)
+
+
+def _check_use(context: typer.Context, *, has_model: bool) -> None:
+    """Refuse an option of the other use."""
+    other = _OF_A_BUDGET if has_model else _OF_MEMORY
+    for option in context.command.params:
+        given = context.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT
+        if given and getattr(option, "rich_help_panel", None) == other:
+            reason = "a MODEL plans memory alone" if has_model else "plans memory, and there is no MODEL"
+            raise InputError(f"{option.opts[0]}: {reason}")
 
 
 def _timed() -> float:

@@ -153,7 +153,9 @@ def _gradients(
         def losses(batch: list[Item] = batch, shape: BatchShape = together.shape) -> Tensor:
             return model.predictions(batch, cached=cached, shape=shape).losses
 
-        gradients, _ = per_sample_gradients(model.layers, losses, Stack(parameters=parameters, owners=owners))
+        gradients, _ = per_sample_gradients(
+            model.layers, losses, Stack(parameters=parameters, owners=owners), recomputed=model.recomputed
+        )
         flat = torch.cat([gradient.flatten(1) for gradient in gradients.values()], dim=1)
         rows.update(zip(together.positions, flat, strict=False))  # dummies' rows come last
     return torch.stack([rows[position] for position in range(len(items))])

@@ -91,7 +91,11 @@ def _seconds_of_a_pass(peft_model: Any, build: Callable[..., TrainingModel]) -> 
     items = [records.items()[position] for position in longest.positions]
 
     def one_pass() -> None:
-        per_sample_gradients(model.layers, lambda: model.predictions(items, cached=False, shape=longest.shape).losses)
+        per_sample_gradients(
+            model.layers,
+            lambda: model.predictions(items, cached=False, shape=longest.shape).losses,
+            recomputed=model.recomputed,
+        )
 
     one_pass()
     least, ends = float("inf"), time.perf_counter() + _SECONDS

@@ -22,7 +22,13 @@ from fedpriv.training.isolation import raising_failures
 from fedpriv.training.losses import IGNORED, Predictions, next_token_targets, predictions
 from fedpriv.training.pass_sizes import give_the_same_bits, powers_of_two
 from fedpriv.training.per_sample import Stack, TrainableLayer, recorded, trainable_layers
-from fedpriv.training.prefix_cache import PrefixCache, find_prefix, input_of, skipping_prefix
+from fedpriv.training.prefix_cache import (
+    PrefixCache,
+    blocks_from_first_trained,
+    find_prefix,
+    input_of,
+    skipping_prefix,
+)
 from fedpriv.training.shapes import MULTIPLE, Lengths, Pass, passes
 from fedpriv.training.sliced_logits import output_layer, sliced_predictions
 
@@ -71,18 +77,34 @@ class _Footprint:
 
     @staticmethod
     def of(
+<<<<<<< HEAD
         peft_model: Any, parameters: Iterable[nn.Parameter], frozen_layers: int, *, whole_logits: bool
+=======
+        peft_model: Any, parameters: Iterable[nn.Parameter], frozen_layers: int, *, recomputes: bool = False
+>>>>>>> wt-d
     ) -> _Footprint:
         config = peft_model.config
         hidden, heads = config.hidden_size, config.num_attention_heads
         intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
         layers = config.num_hidden_layers - frozen_layers
+<<<<<<< HEAD
         vocabulary = config.vocab_size if whole_logits else 0
         return _Footprint(
             num_values=sum(parameter.numel() for parameter in parameters),
             per_token=layers * (16 * hidden + 4 * intermediate) + 3 * vocabulary,
             per_token_pair=3 * layers * heads,
             widest_activation=max(intermediate, vocabulary),
+=======
+        kept = min(layers, 1) if recomputes else layers
+        causal = peft_model.active_peft_config.task_type == "CAUSAL_LM"
+        return _Footprint(
+            num_values=sum(parameter.numel() for parameter in parameters),
+            per_token=kept * (16 * hidden + 4 * intermediate)
+            + (layers * hidden if recomputes else 0)
+            + (3 * config.vocab_size if causal else 0),
+            per_token_pair=3 * kept * heads,
+            widest_activation=max(intermediate, config.vocab_size if causal else 0),
+>>>>>>> wt-d
             on_cpu=next(peft_model.parameters()).device.type == "cpu",
         )
 
@@ -115,6 +137,8 @@ class TrainingModel:
         memory_limit: bytes for one forward and backward pass, the same again for the prefix cache in memory, and at
             most that for the features that a head reads.
         prefix_cache: whether to cache the states below the first trainable layer.
+        activation_checkpointing: whether the layers from the first trainable one on keep their inputs alone and run
+            again in the backward pass.
         max_length: tokens of the longest record, if known; such records are not padded further than to a multiple of 8.
         pretrained: {parameter's name: float32} of the frozen weights as they were read; those that are missing are as
             they are now.
@@ -127,6 +151,8 @@ class TrainingModel:
     """Name of the layer that turns one vector for each record into the logits; None if no such layer is trained."""
     features: FeatureCache | None = None
     """What that layer reads."""
+    recomputed: Sequence[nn.Module]
+    """Layers that run again in the backward pass, as `per_sample_gradients` takes them."""
 
     def __init__(
         self,
@@ -134,6 +160,7 @@ class TrainingModel:
         *,
         memory_limit: int,
         prefix_cache: bool = True,
+        activation_checkpointing: bool = False,
         max_length: int | None = None,
         pretrained: Mapping[str, Tensor] | None = None,
     ) -> None:
@@ -152,12 +179,18 @@ class TrainingModel:
         by_id = {id(parameter): name for name, parameter in self.parameters.items()}
         self.adapter_names = {n: by_id[id(p)] for n, p in peft_model.named_parameters() if p.requires_grad}
         prefix = find_prefix(peft_model)
+<<<<<<< HEAD
         self._output_layer = output_layer(peft_model, self._first_tokens())
         self._footprint = _Footprint.of(
             peft_model,
             self.parameters.values(),
             prefix.length if prefix else 0,
             whole_logits=is_causal(peft_model) and self._output_layer is None,
+=======
+        self.recomputed = blocks_from_first_trained(peft_model) if activation_checkpointing else ()
+        self._footprint = _Footprint.of(
+            peft_model, self.parameters.values(), prefix.length if prefix else 0, recomputes=bool(self.recomputed)
+>>>>>>> wt-d
         )
         self.memory_limit = memory_limit
         self.lengths = Lengths(longest=_longest(peft_model.config, max_length), multiple=self._footprint.multiple)

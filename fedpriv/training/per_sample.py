@@ -7,13 +7,15 @@ plain LoRA training, and no weight gradient of the whole batch is ever formed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from fedpriv.training.recomputation import Run, recomputing
 
 PerSample = dict[str, Tensor]
 
@@ -95,14 +97,11 @@ class Stack:
 
 @dataclass
 class _Activations:
-    """{module name: (input, output)} of one forward pass, without what gradient checkpointing runs again later."""
+    """{module name: (input, output)} of one forward pass, or of one layer that is run again."""
 
     by_module: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    recording: bool = True
 
     def record(self, name: str, inputs: Tensor, output: Tensor) -> None:
-        if not self.recording:
-            return
         if name in self.by_module:
             raise ValueError(f"{name}: called twice in one forward pass, so its gradients would mix")
         self.by_module[name] = (inputs.detach(), output)
@@ -126,7 +125,8 @@ def recorded(
             output = (
                 layer.module.__class__.forward(layer.module, x) if stack is None else _stacked(name, layer, x, stack)
             )
-            if name not in wanted:
+            # Without gradients it is the first run of a layer that is run again.
+            if name not in wanted or not torch.is_grad_enabled():
                 return output
             # The parameters need no gradient of their own: only that of the output is computed.
             output = output if output.requires_grad else output.requires_grad_()
@@ -177,6 +177,7 @@ def per_sample_gradients(
     stack: Stack | None = None,
     *,
     trained: Collection[str] | None = None,
+    recomputed: Sequence[nn.Module] = (),
 ) -> tuple[PerSample, Tensor]:
     """The gradient of every record's loss with respect to every trained parameter.
 
@@ -186,6 +187,8 @@ def per_sample_gradients(
             depend on another record.
         stack: the parameters of each record's client; None uses the model's own.
         trained: names of the parameters whose gradients are wanted; None for all of the layers'.
+        recomputed: blocks of the model, in their order, that keep their inputs alone and run again in the backward
+            pass: less memory, more time, the same bits.
 
     Returns:
         {parameter name: [batch, *parameter shape]}, and the losses, detached.
@@ -195,24 +198,75 @@ def per_sample_gradients(
     """
     names = {name for layer in layers.values() for name in (layer.weight, layer.bias) if name}
     wanted = layers if trained is None or names <= set(trained) else _only(layers, trained)
-    with recorded(layers, stack, wanted) as activations:
+    blocks = _from_first_wanted(recomputed, wanted)
+    anchor = torch.zeros((), requires_grad=True)
+    collected = _Collected(wanted)
+
+    def backward(run: Run, hidden: Tensor, gradient: Tensor) -> Tensor | None:
+        activations.by_module.clear()
+        output = run(hidden)
+        of_input = collected.collect(activations, output, gradient, [hidden] if hidden.requires_grad else [])
+        activations.by_module.clear()
+        return of_input[0] if of_input else None
+
+    with (
+        recorded(layers, stack, wanted) as activations,
+        recomputing(blocks, anchor, backward) if blocks else nullcontext(),
+    ):
         values = losses()
-        activations.recording = False
-        num = len(values)
-        for name, (inputs, _) in activations.by_module.items():
-            if inputs.shape[0] != num:
-                raise ValueError(f"{name}: its input's first dimension is {inputs.shape[0]}, not the batch's {num}")
-        outputs = [output for _, output in activations.by_module.values()]
-        gradients = torch.autograd.grad(values.sum(), outputs, allow_unused=True)
-    result: PerSample = {}
-    for (name, (inputs, output)), gradient in zip(activations.by_module.items(), gradients, strict=True):
-        g = torch.zeros_like(output) if gradient is None else gradient
-        result.update(_layer_gradients(wanted[name], inputs.to(g.dtype), g))
+        collected.num = len(values)
+        outside = replace(activations, by_module=dict(activations.by_module))
+        collected.collect(outside, values.sum(), None, [anchor] if blocks else [])
+    result = collected.gradients
     for layer in wanted.values():  # a layer that the pass did not use has zero gradient
         for key, parameter in ((layer.weight, layer.module.weight), (layer.bias, layer.module.bias)):
             if key is not None and key not in result:
-                result[key] = parameter.new_zeros((num, *parameter.shape))
+                result[key] = parameter.new_zeros((collected.num, *parameter.shape))
     return result, values.detach()
+
+
+@dataclass
+class _Collected:
+    """Per-sample gradients as the backward pass comes to them.
+
+    Attributes:
+        layers: whose gradients are wanted.
+        num: rows of the pass.
+        gradients: {parameter name: [rows, *parameter shape]}.
+    """
+
+    layers: Mapping[str, TrainableLayer]
+    num: int = 0
+    gradients: PerSample = field(default_factory=dict)
+
+    def collect(
+        self, activations: _Activations, value: Tensor, upstream: Tensor | None, others: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Those of all layers that were recorded on the way to a value; returns the gradients of other tensors."""
+        recorded_layers = activations.by_module
+        for name, (inputs, _) in recorded_layers.items():
+            if inputs.shape[0] != self.num:
+                raise ValueError(
+                    f"{name}: its input's first dimension is {inputs.shape[0]}, not the batch's {self.num}"
+                )
+        outputs = [output for _, output in recorded_layers.values()]
+        gradients = torch.autograd.grad(value, [*outputs, *others], upstream, allow_unused=True)
+        for (name, (inputs, output)), gradient in zip(recorded_layers.items(), gradients, strict=False):
+            g = torch.zeros_like(output) if gradient is None else gradient
+            found = _layer_gradients(self.layers[name], inputs.to(g.dtype), g)
+            if not found.keys().isdisjoint(self.gradients):
+                raise ValueError(f"{name}: called twice in one forward pass, so its gradients would mix")
+            self.gradients.update(found)
+        return gradients[len(outputs) :]
+
+
+def _from_first_wanted(blocks: Sequence[nn.Module], wanted: Mapping[str, TrainableLayer]) -> Sequence[nn.Module]:
+    """The blocks from the first one with a wanted layer on: nothing before it has a gradient."""
+    modules = {layer.module for layer in wanted.values()}
+    for index, block in enumerate(blocks):
+        if not modules.isdisjoint(block.modules()):
+            return blocks[index:]
+    return ()
 
 
 def _only(layers: Mapping[str, TrainableLayer], trained: Collection[str]) -> dict[str, TrainableLayer]:

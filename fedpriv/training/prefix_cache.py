@@ -36,7 +36,7 @@ class Prefix:
         parent: the module that contains the list of layers.
         name: the name of the list in that module.
         layers: all layers.
-        length: number of layers before the first trainable one, >= 1.
+        length: number of layers before the first trainable one.
     """
 
     parent: nn.Module
@@ -51,12 +51,24 @@ class _StopForwardError(Exception):
 
 def find_prefix(model: Any) -> Prefix | None:
     """The frozen prefix of a peft model; None if the first layer, or something before it, is trained."""
+    found = _trained_list(model)
+    return found if found is not None and found.length else None
+
+
+def blocks_from_first_trained(model: Any) -> Sequence[nn.Module]:
+    """The layers of a peft model from the first trained one on; none if something outside of them is trained."""
+    found = _trained_list(model)
+    return () if found is None else list(found.layers[found.length :])
+
+
+def _trained_list(model: Any) -> Prefix | None:
+    """The outermost list of layers in which all that is trained is, and how many layers precede the first of these."""
     trained = [name for name, p in model.named_parameters() if p.requires_grad and ".modules_to_save." not in name]
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and trained and all(n.startswith(f"{path}.") for n in trained):
             first = min(int(name[len(path) + 1 :].split(".")[0]) for name in trained)
             parent_path, _, name = path.rpartition(".")
-            return Prefix(model.get_submodule(parent_path), name, module, first) if first else None
+            return Prefix(model.get_submodule(parent_path), name, module, first)
     return None
 
 

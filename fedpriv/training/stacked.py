@@ -36,7 +36,7 @@ from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.weights import trained_weights
 
 # Floats kept per client and adapter value: start, parameter, gradient, AdamW's two moments, and what a step needs.
-_FLOATS_PER_VALUE = 8
+FLOATS_PER_VALUE = 8
 
 
 def local_update(model: TrainingModel, task: UpdateTask) -> ClientUpdate:
@@ -132,7 +132,7 @@ def caching_pays_off(spec: UpdateSpec, sampler: PoissonSampler) -> bool:
 def clients_at_once(model: TrainingModel) -> int:
     """How many clients' adapters, with a step's gradients and optimizer state, fit the memory limit; at least 1."""
     num_values = sum(parameter.numel() for parameter in model.parameters.values())
-    return max(1, model.memory_limit // (4 * _FLOATS_PER_VALUE * num_values))
+    return max(1, model.memory_limit // (4 * FLOATS_PER_VALUE * num_values))
 
 
 def _one_stack(model: TrainingModel, tasks: Sequence[UpdateTask]) -> Sequence[ClientUpdate | Exception]:
@@ -319,7 +319,9 @@ def _pass_gradients(
             return class_sum_losses(*model.logits(batch, cached=cached, shape=shape))
         return model.predictions(batch, cached=cached, shape=shape).losses
 
-    gradients, _ = per_sample_gradients(model.layers, losses, stack, trained=clients.trained_parameters)
+    gradients, _ = per_sample_gradients(
+        model.layers, losses, stack, trained=clients.trained_parameters, recomputed=model.recomputed
+    )
     rows = clients.layout.flatten({model.adapter_names[name]: g for name, g in gradients.items()})
     return scaled(rows, clients.coordinates.scales)
 

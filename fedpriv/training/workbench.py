@@ -69,6 +69,7 @@ def load_model(config: RunConfig, *, num_labels: int) -> tuple[BaseModel, Traini
         peft_model,
         memory_limit=config.memory_limit_mb * 2**20,
         prefix_cache=config.prefix_cache,
+        activation_checkpointing=config.activation_checkpointing,
         max_length=config.max_length,
     )
     model = in_format(peft_model, config.base_dtype, build)

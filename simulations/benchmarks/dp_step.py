@@ -136,10 +136,10 @@ def alternate(arms: dict[str, Callable[[], None]], steps: int) -> dict[str, floa
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def peak_during(run: Callable[[], None]) -> int:
-    """Peak resident bytes; the kernel's mark is reset first, since loading the model took more."""
+def peak_during(run: Callable[[], None], repeats: int = 3) -> int:
+    """Peak resident bytes of so many calls; the kernel's mark is reset first, since loading the model took more."""
     Path("/proc/self/clear_refs").write_text("5")
-    for _ in range(3):
+    for _ in range(repeats):
         run()
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return 1024 * int(line.split()[1])
