@@ -13,8 +13,9 @@ from fedpriv.adapters import LoraSettings, attach
 from fedpriv.adapters.base_models import freeze
 from fedpriv.errors import InputError
 from fedpriv.memory import MemorySetting, largest_batch, memory_plan, parse_bytes
+from fedpriv.training.footprint import Footprint
 from fedpriv.training.live_bytes import LiveBytes, peak_of_pass
-from fedpriv.training.model import TrainingModel, _Footprint
+from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 from tests.cli.command_line import as_json, fedpriv
 from tests.tiny import random_records
@@ -120,7 +121,7 @@ def test_what_bounds_the_rows_of_a_pass_is_no_less_than_it_takes(layers, tokens,
         model = adapted(num_hidden_layers=layers)
     counted = peak_of_pass(model, rows=4, tokens=tokens, activation_checkpointing=again)
     trained = [p for p in model.parameters() if p.requires_grad]
-    footprint = _Footprint.of(model, trained, frozen_layers=0, recomputes=again)
+    footprint = Footprint.of(model, trained, frozen_layers=0, whole_logits=False, recomputes=again)
     needed = 4 * (2 * footprint.num_values + tokens * footprint.per_token + tokens**2 * footprint.per_token_pair)
     assert counted <= 4 * needed
 

@@ -273,3 +273,8 @@ def load(base: Any, directory: Path | str) -> PeftModel:
         pooling.apply(model, convention["pooling"])
     with quiet_transformers():
         return PeftModel.from_pretrained(model, directory).eval()
+
+
+def is_causal(model: Any) -> bool:
+    """Whether a peft model predicts tokens, not classes."""
+    return bool(model.active_peft_config.task_type == "CAUSAL_LM")

@@ -15,10 +15,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fedpriv.adapters import lora
 from fedpriv.data.records import BatchShape, Item, Records
 from fedpriv.errors import InputError
+from fedpriv.training.footprint import RECORDS_OF_A_STEP
 from fedpriv.training.isolation import raising_failures
-from fedpriv.training.model import RECORDS_OF_A_STEP, TrainingModel
+from fedpriv.training.model import TrainingModel
 from fedpriv.training.pass_sizes import LINEAR_AND_ATTENTION
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 from fedpriv.training.rehearsal import synthetic_records
@@ -122,7 +124,7 @@ def _independent(model: TrainingModel, num_expected: float, *, cached: bool) -> 
 
 
 def _synthetic(model: TrainingModel, num_expected: float, *, seed: int) -> Records:
-    classes = 0 if model.peft_model.active_peft_config.task_type == "CAUSAL_LM" else model.peft_model.config.num_labels
+    classes = 0 if lora.is_causal(model.peft_model) else model.peft_model.config.num_labels
     longest = min(_LONGEST, model.lengths.longest or _LONGEST)
     return synthetic_records(model, max_length=longest, num_labels=classes, seed=seed, num_expected=num_expected)
 

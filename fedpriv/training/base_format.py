@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from fedpriv.adapters import base_dtype
+from fedpriv.adapters import base_dtype, lora
 from fedpriv.errors import InputError
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import per_sample_gradients
@@ -84,7 +84,7 @@ def _is_small(peft_model: Any) -> bool:
 def _seconds_of_a_pass(peft_model: Any, build: Callable[..., TrainingModel]) -> float:
     """The least time of one pass for per-sample gradients; the first pass, which warms up, is not counted."""
     model = build(prefix_cache=False)
-    classes = 0 if peft_model.active_peft_config.task_type == "CAUSAL_LM" else peft_model.config.num_labels
+    classes = 0 if lora.is_causal(peft_model) else peft_model.config.num_labels
     tokens = min(_TOKENS, model.lengths.longest or _TOKENS)
     records = synthetic_records(model, max_length=tokens, num_labels=classes)
     *_, longest = model.passes(records.items())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -18,6 +16,7 @@ from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX, Merged, factors_of, same
 from fedpriv.adapters.quantised import is_quantised
 from fedpriv.data.records import RESPONSE_MASK, BatchShape, Item, Records, collate
 from fedpriv.training.feature_cache import Body, FeatureCache
+from fedpriv.training.footprint import RECORDS_OF_A_STEP, Footprint, features_at_once
 from fedpriv.training.isolation import raising_failures
 from fedpriv.training.losses import IGNORED, Predictions, next_token_targets, predictions
 from fedpriv.training.pass_sizes import give_the_same_bits, powers_of_two
@@ -32,101 +31,11 @@ from fedpriv.training.prefix_cache import (
 from fedpriv.training.shapes import MULTIPLE, Lengths, Pass, passes
 from fedpriv.training.sliced_logits import output_layer, sliced_predictions
 
-_FLOAT_BYTES = 4
-
 # Of a LoRA layer's frozen weight, after the layer's name.
 _WEIGHT = ".base_layer.weight"
 
-# Tokens of a pass on a CPU where its number of rows must be constant, times the root of the widest activation, in a
-# step of 64 records. The last pass of each length is half dummies on average, which costs in proportion to the tokens;
-# each pass has a fixed cost, in inverse proportion. The sum is least at a root of the step's tokens and of the fixed
-# cost. Measured: results/benchmarks.md.
-_TOKENS_TIMES_ROOT_OF_WIDTH = 10_240
-RECORDS_OF_A_STEP = 64
-
-# A larger activation no longer fits in a CPU's caches.
-_MOST_ACTIVATION_FLOATS = 2**21
-
 # Tokens of the largest pass whose number of rows is free; larger ones are hardly faster, and are tried at a cost.
 _MOST_TOKENS = 4096
-
-# Records of the shortest padded length in a pass on a CPU, at least.
-_LENGTHS_AT_ONCE = 16
-
-# Records of a pass through the head alone.
-_FEATURES_AT_ONCE = 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Footprint:
-    """Memory that one record needs in a forward and backward pass, in floats; generous estimates.
-
-    Attributes:
-        num_values: of the model's own adapter; per-sample gradients take twice as many.
-        per_token: what the backward pass keeps of all layers, and a causal model's logits if it needs all at once.
-        per_token_pair: for attention, per square of the number of tokens.
-        widest_activation: per token.
-        on_cpu: whether passes should fit in a CPU's caches.
-    """
-
-    num_values: int
-    per_token: int
-    per_token_pair: int
-    widest_activation: int
-    on_cpu: bool
-
-    @staticmethod
-    def of(
-<<<<<<< HEAD
-        peft_model: Any, parameters: Iterable[nn.Parameter], frozen_layers: int, *, whole_logits: bool
-=======
-        peft_model: Any, parameters: Iterable[nn.Parameter], frozen_layers: int, *, recomputes: bool = False
->>>>>>> wt-d
-    ) -> _Footprint:
-        config = peft_model.config
-        hidden, heads = config.hidden_size, config.num_attention_heads
-        intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
-        layers = config.num_hidden_layers - frozen_layers
-<<<<<<< HEAD
-        vocabulary = config.vocab_size if whole_logits else 0
-        return _Footprint(
-            num_values=sum(parameter.numel() for parameter in parameters),
-            per_token=layers * (16 * hidden + 4 * intermediate) + 3 * vocabulary,
-            per_token_pair=3 * layers * heads,
-            widest_activation=max(intermediate, vocabulary),
-=======
-        kept = min(layers, 1) if recomputes else layers
-        causal = peft_model.active_peft_config.task_type == "CAUSAL_LM"
-        return _Footprint(
-            num_values=sum(parameter.numel() for parameter in parameters),
-            per_token=kept * (16 * hidden + 4 * intermediate)
-            + (layers * hidden if recomputes else 0)
-            + (3 * config.vocab_size if causal else 0),
-            per_token_pair=3 * kept * heads,
-            widest_activation=max(intermediate, config.vocab_size if causal else 0),
->>>>>>> wt-d
-            on_cpu=next(peft_model.parameters()).device.type == "cpu",
-        )
-
-    def tokens_at_once(self, num_expected: float) -> int:
-        """Tokens of a pass on a CPU, in a step of so many records."""
-        tokens = _TOKENS_TIMES_ROOT_OF_WIDTH * math.sqrt(num_expected / RECORDS_OF_A_STEP / self.widest_activation)
-        return int(min(tokens, _MOST_ACTIVATION_FLOATS / self.widest_activation))
-
-    @property
-    def multiple(self) -> int:
-        """Of record lengths: for a small model a further pass costs more than further padding."""
-        if not self.on_cpu:
-            return MULTIPLE
-        return max(MULTIPLE, 1 << ((self.tokens_at_once(RECORDS_OF_A_STEP) // _LENGTHS_AT_ONCE).bit_length() - 1))
-
-    def most_rows(self, tokens: int, num_values: int, memory_limit: int) -> int:
-        """The most rows of a pass of records of this length that fit in memory and in a CPU's caches, >= 1."""
-        needed = _FLOAT_BYTES * (2 * num_values + tokens * self.per_token + tokens**2 * self.per_token_pair)
-        at_most = memory_limit // needed
-        if self.on_cpu:
-            at_most = min(at_most, _MOST_ACTIVATION_FLOATS // self.widest_activation // tokens)
-        return max(1, at_most)
 
 
 class TrainingModel:
@@ -179,18 +88,14 @@ class TrainingModel:
         by_id = {id(parameter): name for name, parameter in self.parameters.items()}
         self.adapter_names = {n: by_id[id(p)] for n, p in peft_model.named_parameters() if p.requires_grad}
         prefix = find_prefix(peft_model)
-<<<<<<< HEAD
+        self.recomputed = blocks_from_first_trained(peft_model) if activation_checkpointing else ()
         self._output_layer = output_layer(peft_model, self._first_tokens())
-        self._footprint = _Footprint.of(
+        self._footprint = Footprint.of(
             peft_model,
             self.parameters.values(),
             prefix.length if prefix else 0,
-            whole_logits=is_causal(peft_model) and self._output_layer is None,
-=======
-        self.recomputed = blocks_from_first_trained(peft_model) if activation_checkpointing else ()
-        self._footprint = _Footprint.of(
-            peft_model, self.parameters.values(), prefix.length if prefix else 0, recomputes=bool(self.recomputed)
->>>>>>> wt-d
+            whole_logits=lora.is_causal(peft_model) and self._output_layer is None,
+            recomputes=bool(self.recomputed),
         )
         self.memory_limit = memory_limit
         self.lengths = Lengths(longest=_longest(peft_model.config, max_length), multiple=self._footprint.multiple)
@@ -373,7 +278,7 @@ class TrainingModel:
 
     def features_at_once(self, num_values: int) -> int:
         """Records of a pass through the head alone, whose per-sample gradients have so many values each."""
-        return max(1, min(_FEATURES_AT_ONCE, _MOST_ACTIVATION_FLOATS // num_values))
+        return features_at_once(num_values)
 
     def passes(
         self, items: Sequence[Item], num_expected: float = RECORDS_OF_A_STEP, num_values: int | None = None
@@ -433,11 +338,6 @@ class TrainingModel:
         longest = self.lengths.longest
         if self.cache and (longest is None or not self.cache.reserve(num_records, longest)):
             self.cache = None
-
-
-def is_causal(peft_model: Any) -> bool:
-    """Whether the model predicts tokens, not classes."""
-    return bool(peft_model.active_peft_config.task_type == "CAUSAL_LM")
 
 
 def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

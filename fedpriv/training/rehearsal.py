@@ -17,9 +17,10 @@ from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import Merged
 from fedpriv.data.records import RESPONSE_MASK, Records
 from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.training.footprint import RECORDS_OF_A_STEP
 from fedpriv.training.isolation import raising_failures
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
-from fedpriv.training.model import RECORDS_OF_A_STEP, TrainingModel
+from fedpriv.training.model import TrainingModel
 from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import caching_pays_off, local_update
 

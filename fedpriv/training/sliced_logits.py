@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedpriv.adapters import lora
 from fedpriv.training.losses import IGNORED, Predictions
 from fedpriv.training.prefix_cache import input_of
 
@@ -28,7 +29,7 @@ def output_layer(model: Any, inputs: dict[str, Tensor]) -> nn.Linear | None:
         model: a peft model.
         inputs: of one record, with which it is tried: some models scale or cap what the layer returns.
     """
-    layer = model.get_output_embeddings() if model.active_peft_config.task_type == "CAUSAL_LM" else None
+    layer = model.get_output_embeddings() if lora.is_causal(model) else None
     if type(layer) is not nn.Linear:
         return None
     with torch.no_grad():

@@ -9,8 +9,8 @@ import torch
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Records
 from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.training.footprint import RECORDS_OF_A_STEP
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
-from fedpriv.training.model import RECORDS_OF_A_STEP
 from fedpriv.training.stacked import local_update
 from fedpriv.training.workbench import load_model
 

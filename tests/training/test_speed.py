@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from fedpriv.training import speed
-from fedpriv.training.model import RECORDS_OF_A_STEP
+from fedpriv.training.footprint import RECORDS_OF_A_STEP
 
 
 def test_the_speed_is_the_records_of_all_timed_updates_over_their_time(monkeypatch):
