@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedpriv import known_models
 from fedpriv.adapters import LoraSettings, attach
@@ -231,7 +231,7 @@ def _base_bytes(model: Any, bits: int) -> int:
     return round(quantised * NF4_BYTES + 2 * (total - quantised))
 
 
-def _in_layers(model: Any) -> list[nn.Parameter]:
+def _in_layers(model: Any) -> list[Tensor]:
     """The matrices of the linear layers, without the output layer's."""
     head = model.get_output_embeddings()
     adapted = {id(p) for p in model.parameters() if p.requires_grad}

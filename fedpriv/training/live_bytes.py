@@ -31,8 +31,8 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, before: Iterable[Tensor] = ()) -> None:
-        super().__init__()
-        self.peak = 0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak: int = 0
         self._now = 0
         self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in before}
 
@@ -67,6 +67,7 @@ def peak_of_pass(model: Any, *, rows: int, tokens: int, activation_checkpointing
         tokens: of each record, >= 2.
         activation_checkpointing: as of `TrainingModel`.
     """
+    live: LiveBytes
     with _without_values(model):
         training = TrainingModel(
             model, memory_limit=2**62, prefix_cache=False, activation_checkpointing=activation_checkpointing

@@ -81,7 +81,7 @@ def _forward_of(
             others[:] = [output[1:]]
             return output[0]  # type: ignore[no-any-return]
 
-        first = _Recomputed.apply(hidden, anchor, run, backward)
+        first = _Recomputed.apply(hidden, anchor, run, backward)  # type: ignore[no-untyped-call]
         return (first, *others[0]) if others else first
 
     return forward
