@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_leaves
 from fedpriv.data.records import BatchShape, Records
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import Stack, per_sample_gradients
+from fedpriv.training.prefix_cache import input_of
+from fedpriv.training.sliced_logits import sliced_predictions
 
 
 class LiveBytes(TorchDispatchMode):
@@ -80,12 +82,20 @@ def peak_of_pass(model: Any, *, rows: int, tokens: int, activation_checkpointing
         stack = Stack(parameters=own, owners=torch.zeros(rows, dtype=torch.int64))
         with LiveBytes([*model.parameters(), *model.buffers()]) as live:
             per_sample_gradients(
-                training.layers,
-                lambda: training.predictions(one.items(), cached=False, shape=shape).losses,
-                stack,
-                recomputed=training.recomputed,
+                training.layers, lambda: _losses(training, one, shape), stack, recomputed=training.recomputed
             )
     return live.peak
+
+
+def _losses(training: TrainingModel, one: Records, shape: BatchShape) -> Tensor:
+    """As `TrainingModel.predictions` has them, with a target at every place: where they are, values would tell."""
+    if training.output_layer is None:
+        return training.predictions(one.items(), cached=False, shape=shape).losses
+    with input_of(training.output_layer) as captured:
+        training.logits(one.items(), cached=False, shape=shape)
+    targets = torch.zeros(shape.rows, shape.tokens - 1, dtype=torch.int64)
+    places = [torch.arange(shape.tokens - 1)] * shape.rows
+    return sliced_predictions(captured[0], training.output_layer, targets, places).losses
 
 
 @contextmanager

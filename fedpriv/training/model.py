@@ -29,7 +29,7 @@ from fedpriv.training.prefix_cache import (
     skipping_prefix,
 )
 from fedpriv.training.shapes import MULTIPLE, Lengths, Pass, passes
-from fedpriv.training.sliced_logits import output_layer, sliced_predictions
+from fedpriv.training.sliced_logits import output_layer, places_of, sliced_predictions
 
 # Of a LoRA layer's frozen weight, after the layer's name.
 _WEIGHT = ".base_layer.weight"
@@ -89,12 +89,12 @@ class TrainingModel:
         self.adapter_names = {n: by_id[id(p)] for n, p in peft_model.named_parameters() if p.requires_grad}
         prefix = find_prefix(peft_model)
         self.recomputed = blocks_from_first_trained(peft_model) if activation_checkpointing else ()
-        self._output_layer = output_layer(peft_model, self._first_tokens())
+        self.output_layer = output_layer(peft_model, self._first_tokens())
         self._footprint = Footprint.of(
             peft_model,
             self.parameters.values(),
             prefix.length if prefix else 0,
-            whole_logits=lora.is_causal(peft_model) and self._output_layer is None,
+            whole_logits=lora.is_causal(peft_model) and self.output_layer is None,
             recomputes=bool(self.recomputed),
         )
         self.memory_limit = memory_limit
@@ -217,14 +217,14 @@ class TrainingModel:
 
     def predictions(self, items: Sequence[Item], *, cached: bool, shape: BatchShape | None = None) -> Predictions:
         """How well the model predicts the given records; rows beyond them are dummies'."""
-        if self._output_layer is None:
+        if self.output_layer is None:
             return predictions(*self.logits(items, cached=cached, shape=shape))
         batch = self._batch(items, shape)
-        with input_of(self._output_layer) as captured:
+        with input_of(self.output_layer) as captured:
             self._run(items, batch, cached=cached)
         targets = next_token_targets(batch)
         targets[len(items) :] = IGNORED
-        return sliced_predictions(captured[0], self._output_layer, targets)
+        return sliced_predictions(captured[0], self.output_layer, targets, places_of(targets))
 
     @torch.no_grad()
     def _find_head(self) -> str | None:
@@ -324,7 +324,7 @@ class TrainingModel:
             most = self._footprint.most_rows(tokens, self._footprint.num_values, self.memory_limit)
             sizes = powers_of_two(min(most, _MOST_TOKENS // tokens or 1))
             self._sizes[tokens] = (
-                sizes if give_the_same_bits(self.peft_model, sizes, tokens, apart=self._output_layer) else ()
+                sizes if give_the_same_bits(self.peft_model, sizes, tokens, apart=self.output_layer) else ()
             )
         return self._sizes[tokens]
 

@@ -8,6 +8,7 @@ gradient of the hidden states alone, which is computed with the losses and kept 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch.nn import functional as F
 
 from fedpriv.adapters import lora
 from fedpriv.training.losses import IGNORED, Predictions
-from fedpriv.training.prefix_cache import input_of
 
 # Logits that stand in memory at once, 64 MiB in float32.
 _MOST_LOGITS = 2**24
@@ -32,23 +32,32 @@ def output_layer(model: Any, inputs: dict[str, Tensor]) -> nn.Linear | None:
     layer = model.get_output_embeddings() if lora.is_causal(model) else None
     if type(layer) is not nn.Linear:
         return None
-    with torch.no_grad():
-        with input_of(layer) as captured:
-            model(**inputs)
-        is_last = captured and torch.equal(layer(captured[0]).float(), model(**inputs).logits.float())
-    return layer if is_last else None
+    outputs: list[Tensor] = []
+    hook = layer.register_forward_hook(lambda _module, _args, output: outputs.append(output))
+    try:
+        with torch.no_grad():
+            logits = model(**inputs).logits
+    finally:
+        hook.remove()
+    return layer if len(outputs) == 1 and outputs[0] is logits else None
 
 
-def sliced_predictions(hidden: Tensor, layer: nn.Linear, targets: Tensor) -> Predictions:
+def places_of(targets: Tensor) -> list[Tensor]:
+    """Where each row has a target, [rows] of int64 vectors."""
+    return [(own != IGNORED).nonzero().squeeze(1) for own in targets]
+
+
+def sliced_predictions(hidden: Tensor, layer: nn.Linear, targets: Tensor, places: Sequence[Tensor]) -> Predictions:
     """How well the layer's logits predict each record's targets: `losses.predictions` of them.
 
     Args:
         hidden: [rows, tokens, width], what the layer reads; gradients flow to it alone.
         layer: frozen, with vocabulary x width weights.
         targets: int64 [rows, tokens - 1], from `next_token_targets`.
+        places: from `places_of`.
     """
-    losses, hits = _Sliced.apply(hidden, layer.weight, layer.bias, targets)  # type: ignore[no-untyped-call]
-    return Predictions(losses=losses, hits=hits, num_targets=(targets != IGNORED).sum(dim=1))
+    losses, hits = _Sliced.apply(hidden, layer.weight, layer.bias, targets, places)  # type: ignore[no-untyped-call]
+    return Predictions(losses=losses, hits=hits, num_targets=torch.tensor([len(own) for own in places], device=hidden.device))
 
 
 class _Sliced(torch.autograd.Function):
@@ -56,27 +65,26 @@ class _Sliced(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, places: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
         losses, hits = torch.zeros(2, len(hidden), device=hidden.device)
         gradient = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-        for row, own in enumerate(targets):
-            places = (own != IGNORED).nonzero().squeeze(1)
-            for chosen in places.split(max(1, _MOST_LOGITS // len(weight))) if len(places) else ():
+        for row, (own, place) in enumerate(zip(targets, places, strict=True)):
+            for chosen in place.split(max(1, _MOST_LOGITS // len(weight))) if len(place) else ():
                 logits = F.linear(hidden[row, chosen], weight, bias).float()
                 wanted = own[chosen].unsqueeze(1)
                 log_sums = logits.logsumexp(dim=1, keepdim=True)
-                losses[row] += (log_sums - logits.gather(1, wanted)).sum() / len(places)
-                hits[row] += (logits.argmax(dim=1, keepdim=True) == wanted).sum() / len(places)
+                losses[row] += (log_sums - logits.gather(1, wanted)).sum() / len(place)
+                hits[row] += (logits.argmax(dim=1, keepdim=True) == wanted).sum() / len(place)
                 if gradient is not None:
                     of_logits = logits.sub_(log_sums).exp_()  # in place: a second one would be as large
                     of_logits.scatter_add_(1, wanted, -torch.ones_like(log_sums))
-                    gradient[row, chosen] = of_logits.div_(len(places)).to(weight.dtype) @ weight
+                    gradient[row, chosen] = of_logits.div_(len(place)).to(weight.dtype) @ weight
         ctx.mark_non_differentiable(hits)
         ctx.save_for_backward(gradient)
         return losses, hits
 
     @staticmethod
-    def backward(ctx: Any, *of_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *of_outputs: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * of_outputs[0][:, None, None].to(gradient.dtype), None, None, None
+        return gradient * of_outputs[0][:, None, None].to(gradient.dtype), None, None, None, None

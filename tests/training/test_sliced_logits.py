@@ -93,7 +93,7 @@ def test_what_predicts_no_target_gets_no_gradient():
     hidden = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
     targets = torch.full((2, 5), -100)
     targets[0, 2:4] = torch.tensor([7, 9])
-    sliced_logits.sliced_predictions(hidden, layer, targets).losses.sum().backward()
+    sliced_logits.sliced_predictions(hidden, layer, targets, sliced_logits.places_of(targets)).losses.sum().backward()
     reached = hidden.grad.abs().sum(dim=2) > 0
     assert reached.tolist() == [[False, False, True, True, False, False], [False] * 6]
 
