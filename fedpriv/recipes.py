@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from fedpriv.mechanisms.registry import FOR_SUMS, MECHANISMS
 
-Recipe = Literal["fedpriv", "dp-lora-paper"]
+Recipe = Literal["fedpriv", "dp-lora-paper", "instruction"]
 RECIPES: tuple[Recipe, ...] = get_args(Recipe)
 
 # The value that leaves a key to the recipe, where each key must have one, as in Flower's project file.
@@ -16,7 +16,7 @@ BY_RECIPE = "by recipe"
 # The default of `num_clients`.
 _NUM_CLIENTS = 5
 
-# The defaults of `RunConfig` are the recipe `fedpriv`; this is what the other one has in their place.
+# The defaults of `RunConfig` are the recipe `fedpriv`; these are what the others have in their place.
 _DP_LORA_PAPER: Mapping[str, Any] = {
     "rank": 8,
     "alpha": 16.0,
@@ -33,6 +33,27 @@ _DP_LORA_PAPER: Mapping[str, Any] = {
     "lora_rounds": "",
     "client_weights": "records",
     "server_optimizer": "sgd",
+}
+
+_INSTRUCTION: Mapping[str, Any] = {
+    "layers": "last-2",
+    "max_length": 256,
+    "aggregation": "ffa-lora",
+    "rounds": 12,
+    "sampling_probability": 0.15,
+    "learning_rate": 1000.0,
+    "clip_norm": 0.01,
+    "server_optimizer": "adam",
+    "server_learning_rate": 0.05,
+    "normalize_features": False,
+    "head_start": False,
+    "lora_rounds": "",
+}
+
+_PRESETS: Mapping[Recipe, Mapping[str, Any]] = {
+    "fedpriv": {},
+    "dp-lora-paper": _DP_LORA_PAPER,
+    "instruction": _INSTRUCTION,
 }
 
 # Keys that ask for what `fedpriv` has no part in, and the values with which they do not.
@@ -52,7 +73,7 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Without a `recipe` it is `fedpriv`, unless a value asks for what that has no part in: a batch size, several local
     steps, another optimizer, clipping rule or mechanism, noise on the upload, or a rule that is no sum of LoRA.
-    Columns of prompts or chat messages imply a causal model.
+    Columns of prompts or chat messages imply a causal model, and the recipe `instruction`.
     A noise multiplier without a `target_epsilon` leaves out the recipe's target, and secure aggregation has the noise
     and the view that it is for, and needs every client's upload. The value `by recipe` is that of a key that is left
     out.
@@ -61,7 +82,9 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("prompt_column") or values.get("messages_column"):
         values.setdefault("task", "CAUSAL_LM")
     recipe = values.setdefault("recipe", _implied(values))
-    presets = dict(_DP_LORA_PAPER) if recipe == "dp-lora-paper" else {}
+    presets = dict(_PRESETS.get(recipe, {}))
+    if recipe == "instruction" and "batch_size" in values:
+        presets["sampling_probability"] = ""
     if "noise_multiplier" in values:
         presets["target_epsilon"] = ""
     if values.get("secure_aggregation") is True:
@@ -72,6 +95,8 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _implied(values: Mapping[str, Any]) -> Recipe:
+    if values.get("prompt_column") or values.get("messages_column"):
+        return "instruction"
     foreign = any(key in values and values[key] not in known for key, known in _ONLY_IN_FEDPRIV.items())
     name = values.get("mechanism")
     foreign = foreign or (name is not None and not (name in list(MECHANISMS) and MECHANISMS[name].noise_adds_up))

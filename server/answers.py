@@ -13,6 +13,7 @@ import numpy.typing as npt
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import Merged
 from fedpriv.config import RunConfig
+from fedpriv.data.instructions import turns_of
 from fedpriv.data.records import usable
 from fedpriv.runs import files, samples
 from fedpriv.runs.samples import Sample
@@ -38,6 +39,9 @@ NOTHING = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Questions:
+    """[questions] what is asked, in words and in tokens, and the test set's answers."""
+
+    texts: list[str]
     prompts: list[Tokens]
     references: list[Tokens]
 
@@ -74,7 +78,7 @@ def answered(
             why = "generated_answers = 0" if config.has_test_set else "the server has no test set"
             log.info("no answers are generated: %s", why)
         return NOTHING
-    questions = _questions(bench, config.generated_answers)
+    questions = _questions(config, bench)
     if not questions.prompts:
         observer.notice("no answers are generated: no test record has a prompt and a response")
         return NOTHING
@@ -88,14 +92,12 @@ def answered(
     texts = {name: _texts(config, bench, questions, name, *of, writer) for name, of in models.items()}
     references = [text_of(bench.base.tokenizer, tokens) for tokens in questions.references]
     none = [None] * len(references)
-    rows = zip(
-        questions.prompts, references, texts[UNTRAINED], texts[PRIVATE], texts.get(NON_PRIVATE, none), strict=True
-    )
+    rows = zip(questions.texts, references, texts[UNTRAINED], texts[PRIVATE], texts.get(NON_PRIVATE, none), strict=True)
     samples.write(
         writer.path / files.SAMPLES,
         [
             Sample(
-                prompt=text_of(bench.base.tokenizer, prompt),
+                prompt=prompt,
                 reference=reference,
                 untrained=untrained,
                 private=private,
@@ -107,14 +109,24 @@ def answered(
     return _figures({name: rouge.rouge_l(references, of) for name, of in texts.items()})
 
 
-def _questions(bench: Workbench, most: int) -> _Questions:
+def _questions(config: RunConfig, bench: Workbench) -> _Questions:
     """The first distinct prompts of the test set with a response, in its order."""
-    by_prompt: dict[Tokens, Tokens] = {}
+    found: dict[Tokens, tuple[str, Tokens]] = {}
     for item in filter(usable, bench.test.items()):
         prompt, response = prompt_and_response(item)
-        if prompt and response and len(by_prompt) < most:
-            by_prompt.setdefault(prompt, response)
-    return _Questions(prompts=list(by_prompt), references=list(by_prompt.values()))
+        if prompt and response and len(found) < config.generated_answers:
+            _, index = item
+            found.setdefault(prompt, (_in_words(config, bench.data.test.texts[index]), response))
+    return _Questions(
+        texts=[text for text, _ in found.values()],
+        prompts=list(found),
+        references=[response for _, response in found.values()],
+    )
+
+
+def _in_words(config: RunConfig, text: str) -> str:
+    """What a record asks: its prompt, or what was said before its response, a line for each turn."""
+    return "\n".join(f"{role}: {said}" for role, said in turns_of(text)) if config.messages_column else text
 
 
 def _texts(

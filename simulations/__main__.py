@@ -73,6 +73,9 @@ def run(
 @app.command()
 def sweep(
     config: Annotated[Path, typer.Argument(help="TOML file: run keys, and a [grid] or [[runs]] of what varies.")],
+    override: Annotated[
+        list[str] | None, typer.Option("-c", metavar="KEY=VALUE", help="A key of every run; may be repeated.")
+    ] = None,
     engine: Annotated[str | None, typer.Option(help="How clients are run: stacked or in-process.")] = None,
     max_parallel: Annotated[
         int | None, typer.Option(help="Runs at a time; by default one per core. 1 needs no Ray.")
@@ -89,7 +92,7 @@ def sweep(
 
         python -m simulations sweep simulations/configs/sweeps/epsilon.toml
 
-        python -m simulations sweep my-sweep.toml --max-parallel 1 --out /tmp/my-sweep
+        python -m simulations sweep my-sweep.toml -c data=letters.csv --max-parallel 1 --out /tmp/my-sweep
     """
     from simulations.sweeps import command
 
@@ -97,7 +100,8 @@ def sweep(
     with _failures_in_one_line("interrupted; finished runs are kept, start again to continue"):
         _quiet()
         folder = (out or RESULTS / "sweeps" / config.stem).expanduser().absolute()
-        finished = command.sweep(config, folder, engine=engine, max_parallel=max_parallel, console=console)
+        overrides = configuration.parse_overrides(override or []) | ({"engine": engine} if engine else {})
+        finished = command.sweep(config, folder, overrides=overrides, max_parallel=max_parallel, console=console)
     if not finished:
         raise typer.Exit(1)
 

@@ -124,10 +124,13 @@ def _rounds(config: RunConfig) -> str:
     num_head = config.rounds - config.head_start - num_all
     q, of_all = config.sampling_probability, config.lora_sampling_probability
     batch = f"expected batch {config.batch_size}" if q is None else f"q = {q if config.lora_rounds is None else of_all}"
+    trained = "A and B" if config.task == "CAUSAL_LM" else "A, B and head"
+    if config.aggregation == "ffa-lora":
+        trained = trained.replace("A and B", "B").replace("A, B", "B")
     parts = [
         "1 round for the head's start" if config.head_start else "",
         f"{num_head} for the head, q = {q}" if num_head else "",
-        f"{num_all} for A, B and head, {config.local_steps} local steps, {batch}" if num_all else "",
+        f"{num_all} for {trained}, {config.local_steps} local steps, {batch}" if num_all else "",
     ]
     return f"{config.rounds} rounds: {'; '.join(filter(None, parts))}"
 

@@ -164,8 +164,9 @@ def test_pyproject_lists_every_key_with_its_default_for_flower():
     # What recipes differ in is left to the recipe, so that `flwr run` can name one.
     paper = parse(listed | {"recipe": "dp-lora-paper"})
     assert paper == parse({"recipe": "dp-lora-paper", "engine": "flower"})
-    # What only other keys leave open: a task, a batch size, and what secure aggregation needs.
+    # What only other keys leave open: a task, a batch size, what secure aggregation needs, and another recipe's.
     not_in_paper = ("task", "batch_size", "min_clients", "mechanism", "privacy_view")
+    not_in_paper += ("max_length", "aggregation", "server_learning_rate")
     assert [key for key in KEYS if getattr(paper, key) != getattr(parse(listed), key)] == [
         key for key in KEYS if listed[key] == BY_RECIPE and key not in not_in_paper
     ]
@@ -274,7 +275,7 @@ ASKS = {"prompt_column": "q", "response_column": "a"}
 @pytest.mark.parametrize("columns", [ASKS, {"messages_column": "m"}])
 def test_prompts_imply_a_causal_model_and_the_recipe_that_has_one(columns):
     config = parse(columns)
-    assert (config.task, config.recipe, config.instructs) == ("CAUSAL_LM", "dp-lora-paper", True)
+    assert (config.task, config.recipe, config.instructs) == ("CAUSAL_LM", "instruction", True)
 
 
 @pytest.mark.parametrize(

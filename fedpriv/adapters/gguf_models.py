@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from fedpriv.adapters.shared_pages import cache_folder
 from fedpriv.deployment.files import new_folder
 from fedpriv.errors import InputError
 from fedpriv.vault.models import digest_of
+
+log = logging.getLogger(__name__)
 
 BUNDLED = "SmolLM2-135M-Instruct"
 HUB_NAME = f"HuggingFaceTB/{BUNDLED}"
@@ -115,7 +119,9 @@ def _make(folder: Path, file: Path, name: str) -> None:
 
 def _read(file: Path, beside: Path, name: str) -> tuple[Any, Any]:
     """The model, in float32, and its tokenizer, from this file alone."""
-    with _alone(file, beside) as place:
+    log.info("%s is converted once, into %s", name, beside.parent)
+    # transformers' progress bars of this know no switch.
+    with _alone(file, beside) as place, redirect_stderr(StringIO()):
         _check_metadata(file, name)
         try:
             model, info = AutoModelForCausalLM.from_pretrained(

@@ -57,7 +57,9 @@ def sliced_predictions(hidden: Tensor, layer: nn.Linear, targets: Tensor, places
         places: from `places_of`.
     """
     losses, hits = _Sliced.apply(hidden, layer.weight, layer.bias, targets, places)  # type: ignore[no-untyped-call]
-    return Predictions(losses=losses, hits=hits, num_targets=torch.tensor([len(own) for own in places], device=hidden.device))
+    return Predictions(
+        losses=losses, hits=hits, num_targets=torch.tensor([len(own) for own in places], device=hidden.device)
+    )
 
 
 class _Sliced(torch.autograd.Function):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -16,7 +18,7 @@ from simulations.sweeps.runner import attempts, run_all
 from simulations.sweeps.spending import total
 
 
-def sweep(path: Path, out: Path, *, engine: str | None, max_parallel: int | None, console: Console) -> bool:
+def sweep(path: Path, out: Path, *, overrides: Mapping[str, Any], max_parallel: int | None, console: Console) -> bool:
     """Run the file's sweep, write its tables, and return whether all runs are finished.
 
     When interrupted, it still writes the tables of the finished runs.
@@ -24,7 +26,7 @@ def sweep(path: Path, out: Path, *, engine: str | None, max_parallel: int | None
     Raises:
         InputError: the file, an option or the machine cannot be used; before anything is run.
     """
-    planned = read(path, {"engine": engine} if engine else None)
+    planned = read(path, overrides)
     at_once = max_parallel if max_parallel is not None else min(os.cpu_count() or 1, len(planned.runs))
     if at_once < 1:
         raise InputError(f"max_parallel = {at_once}: must be >= 1")

@@ -69,7 +69,7 @@ class Sweep:
 
 
 def read(path: Path, overrides: Mapping[str, Any] | None = None) -> Sweep:
-    """The sweep that a file describes; `overrides` change its base.
+    """The sweep that a file describes; `overrides` change its base, or the engine.
 
     Raises:
         InputError: one line that names the key, the value and what would be right.
@@ -79,6 +79,8 @@ def read(path: Path, overrides: Mapping[str, Any] | None = None) -> Sweep:
     grid, listed = values.pop("grid", {}), values.pop("runs", [{}])
     _check(path, grid, listed)
     keys = tuple(dict.fromkeys([*(key for run in listed for key in run), *grid]))
+    for key in set(keys) & set(overrides or ()) - {"engine"}:
+        raise InputError(f"-c {key}: {path} has runs of several values of it; change them there")
     runs: dict[str, PlannedRun] = {}
     for run in listed:
         for point in product(*grid.values()):

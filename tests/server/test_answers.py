@@ -15,11 +15,10 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import fedpriv.adapters
 from fedpriv.config import parse
-from fedpriv.data.records import RESPONSE_MASK, Records
 from fedpriv.errors import InputError
 from fedpriv.runs import samples
 from fedpriv.training.rouge import rouge_l
-from fedpriv.training.workbench import Workbench, workbench
+from fedpriv.training.workbench import workbench
 from server.observer import LogObserver
 from simulations.engines import federation
 from tests.instructions import END, number_tokenizer
@@ -27,22 +26,6 @@ from tests.tiny import VOCABULARY
 
 PROMPT_TOKENS = 3
 KEYS = ("rouge_l", "rouge_l_initial", "rouge_l_non_private", "rouge_l_standard_error", "num_generated")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _responses_are_marked():
-    """Records of three prompt tokens and a response, whatever else reads prompts and responses."""
-    tokenize = Workbench.tokenize
-
-    def marked(self: Workbench, data, *args) -> Records:
-        records = tokenize(self, data, *args)
-        masks = [torch.arange(len(tokens)).ge(PROMPT_TOKENS).long() for tokens in records.features["input_ids"]]
-        features = {RESPONSE_MASK: tuple(masks), **records.features}
-        return Records(features, records.labels, records.pad_token_id, records.unusable)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Workbench, "tokenize", marked)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -64,15 +47,15 @@ def values(tmp_path_factory) -> dict[str, object]:
     words = random.Random(0)
     with (folder / "records.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["text", "prompt", "response", "site"])
+        writer.writerow(["prompt", "response", "site"])
         for row in range(160):
             # So few prompts that some occur twice.
             prompt = [f"w{words.randrange(4, 14)}", f"w{20 + row % 2}", "w30"]
             response = " ".join([prompt[0], *["w40"] * (row % 3), f"w{50 + row % 2}"])
-            writer.writerow([f"{' '.join(prompt)} {response} <end>", " ".join(prompt), response, f"site-{row % 2}"])
+            writer.writerow([" ".join(prompt), response, f"site-{row % 2}"])
     return {
         "model": str(folder / "model"),
-        "task": "CAUSAL_LM",
+        "recipe": "dp-lora-paper",
         "data": str(folder / "records.csv"),
         "prompt_column": "prompt",
         "response_column": "response",
@@ -167,7 +150,6 @@ def test_the_report_shows_the_answers(finished):
 def test_with_allowed_answers_accuracy_is_by_likelihood(values, tmp_path):
     table = pd.read_csv(values["data"])
     table["response"] = [f"w{50 + row % 2}" for row in range(len(table))]
-    table["text"] = table["prompt"] + " " + table["response"] + " <end>"
     table.to_csv(tmp_path / "choices.csv", index=False)
     changes = {"data": str(tmp_path / "choices.csv"), "answers": ["w50", "w51"], "generated_answers": 0}
     found = summary(run(values, tmp_path / "out", **changes, comparison=False, rounds=6))

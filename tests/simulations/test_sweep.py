@@ -50,7 +50,7 @@ def write(tmp_path):
 
 
 def run(path: Path, out: Path, **options: object) -> bool:
-    options = {"engine": None, "max_parallel": 1, **options}
+    options = {"overrides": {}, "max_parallel": 1, **options}
     return sweep(path, out, console=Console(quiet=True), **options)
 
 
@@ -107,8 +107,8 @@ def test_every_study_that_is_shipped_expands(path):
     plan = read(path)
     assert len(plan.runs) >= 3
     assert all(run.config.privacy_view == "local" for run in plan.runs)
-    # The DP-LoRA paper has small and full forms of its studies; those of the rules and of LMO noise are our own.
-    alone = path.stem.startswith(("aggregation", "lmo")) or path.stem.endswith("-full")
+    # The studies of classifiers have small and full forms; those of rules, LMO noise and language models one.
+    alone = path.stem.startswith(("aggregation", "lmo", "medical", "sentiment")) or path.stem.endswith("-full")
     assert alone or path.with_name(f"{path.stem}-full.toml").exists()
 
 
@@ -216,7 +216,7 @@ def test_a_sweep_that_is_killed_half_way_repeats_nothing_that_was_finished(write
     before = {p: json.loads(p.read_text())["run_id"] for p in out.glob("*/summary.json")}
     assert finished <= len(before) < num_runs
     said = io.StringIO()
-    assert sweep(path, out, engine=None, max_parallel=1, console=Console(file=said, width=200))
+    assert sweep(path, out, overrides={}, max_parallel=1, console=Console(file=said, width=200))
     assert said.getvalue().count("was finished before") == len(before)
     after = {p: json.loads(p.read_text())["run_id"] for p in out.glob("*/summary.json")}
     assert len(after) == num_runs
@@ -231,8 +231,15 @@ def test_a_sweep_that_is_killed_half_way_repeats_nothing_that_was_finished(write
 
 def test_ray_within_ray_is_refused(write, base, tmp_path):
     with pytest.raises(InputError, match="engine = ray"):
-        run(write(**base, grid={"seed": [0, 1]}), tmp_path / "out", engine="ray", max_parallel=2)
+        run(write(**base, grid={"seed": [0, 1]}), tmp_path / "out", overrides={"engine": "ray"}, max_parallel=2)
     assert parse({"engine": "ray"}).engine == "ray"
+
+
+def test_a_key_of_every_run_is_changed_from_outside_but_not_one_that_varies(write, tmp_path):
+    path = write(data="elsewhere.csv", grid={"rank": [2, 4]})
+    assert [run.config.data for run in read(path, {"data": "here.csv"}).runs] == ["here.csv"] * 2
+    with pytest.raises(InputError, match="-c rank: .* has runs of several values of it"):
+        read(path, {"rank": 8})
 
 
 def test_several_ways_to_say_how_private_a_run_is_are_one_column(write):
