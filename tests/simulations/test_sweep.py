@@ -238,7 +238,7 @@ def test_ray_within_ray_is_refused(write, base, tmp_path):
 def test_a_key_of_every_run_is_changed_from_outside_but_not_one_that_varies(write, tmp_path):
     path = write(data="elsewhere.csv", grid={"rank": [2, 4]})
     assert [run.config.data for run in read(path, {"data": "here.csv"}).runs] == ["here.csv"] * 2
-    with pytest.raises(InputError, match="-c rank: .* has runs of several values of it"):
+    with pytest.raises(InputError, match=r"-c rank: .* has runs of several values of it"):
         read(path, {"rank": 8})
 
 
