@@ -203,7 +203,9 @@ class TrainingModel:
         return {name: tensor.to(self.device) for name, tensor in collate(items, shape).items()}
 
     def _run(self, items: Sequence[Item], batch: Mapping[str, Tensor], *, cached: bool) -> Any:
-        inputs = _inputs(batch)
+        inputs: dict[str, Any] = _inputs(batch)
+        if lora.is_causal(self.peft_model):  # else keys and values of all layers are kept for a next token
+            inputs["use_cache"] = False
         if self.cache is None or not cached:
             return self.peft_model(**inputs)
         hidden = self.cache.hidden(items, batch["input_ids"].shape).to(self.device)

@@ -1,0 +1,113 @@
+"""What a user would do with all records in one place: LoRA by AdamW, without clipping, noise or federation.
+
+    python -m simulations.studies.plain_lora simulations/configs/medical-answers.toml -c data=medquad.csv.gz
+
+The same model, layers, records and test set as the configuration's run, and the loop that a tutorial of peft would
+show: shuffled batches, mean loss, a falling rate. With allowed answers TF-IDF stands beside it, which needs no language
+model at all. Everything here reads records as they are: for public data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.linear_model import LogisticRegression
+
+from fedpriv import config as configuration
+from fedpriv.config import RunConfig
+from fedpriv.data.records import Item, usable
+from fedpriv.errors import InputError
+from fedpriv.training.choices import choices_of
+from fedpriv.training.evaluation import evaluate
+from fedpriv.training.perplexity import log_perplexity_change
+from fedpriv.training.workbench import Workbench, workbench
+
+
+def trained(bench: Workbench, config: RunConfig, *, rate: float, batch: int, epochs: int) -> None:
+    """Train the workbench's own adapter on the pooled records of all clients."""
+    items = [item for k in range(bench.num_clients) for item in filter(usable, bench.client(k).items())]
+    parameters = [p for p in bench.model.peft_model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=rate)
+    steps = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=epochs * -(-len(items) // batch))
+    for chosen in _batches(items, batch, epochs, config.seed):
+        optimizer.zero_grad()
+        for together in bench.model.passes(chosen, batch):
+            part = [chosen[position] for position in together.positions]
+            losses = bench.model.predictions(part, cached=True, shape=together.shape).losses
+            (losses[: len(part)].sum() / len(chosen)).backward()
+        optimizer.step()
+        steps.step()
+
+
+def _batches(items: list[Item], batch: int, epochs: int, seed: int) -> Iterator[list[Item]]:
+    generator = np.random.default_rng(seed)
+    for _ in range(epochs):
+        order = generator.permutation(len(items))
+        for begin in range(0, len(order), batch):
+            yield [items[position] for position in order[begin : begin + batch]]
+
+
+def tfidf_accuracy(bench: Workbench) -> float:
+    """The accuracy of a logistic regression on words and pairs of words of the prompts."""
+    pooled = [
+        (text, answer) for data in bench.data.clients for text, answer in zip(data.texts, data.pairs or (), strict=True)
+    ]
+    texts, answers = zip(*pooled, strict=True)
+    words = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True)
+    classifier = LogisticRegression(C=10.0, max_iter=1000).fit(words.fit_transform(texts), answers)
+    test = bench.data.test
+    return float(classifier.score(words.transform(test.texts), test.pairs))
+
+
+def measure(config: RunConfig, *, rate: float, batch: int, epochs: int) -> dict[str, Any]:
+    """Perplexities before and after, and with allowed answers accuracies."""
+    bench = workbench(config)
+    choices = choices_of(bench.test, bench.base.tokenizer, config.answers) if config.answers else None
+    before = evaluate(bench.model, bench.test, choices=choices)
+    trained(bench, config, rate=rate, batch=batch, epochs=epochs)
+    after = evaluate(bench.model, bench.test, choices=choices)
+    assert before.tokens is not None
+    assert after.tokens is not None
+    change = log_perplexity_change(before.tokens, after.tokens)
+    found = {
+        "perplexity_initial": before.perplexity,
+        "perplexity": after.perplexity,
+        "log_perplexity_change": change.mean if change else None,
+        "log_perplexity_change_standard_error": change.standard_error if change else None,
+        "accuracy_initial": before.accuracy,
+        "accuracy": after.accuracy,
+    }
+    return found | ({"tfidf_accuracy": tfidf_accuracy(bench)} if config.answers else {})
+
+
+def main() -> None:
+    """Print the figures as one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path, help="of a run, or of a sweep, whose base counts")
+    parser.add_argument("-c", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--epochs", type=int, default=1)
+    arguments = parser.parse_args()
+    values = configuration.read(arguments.config)
+    values = {key: value for key, value in values.items() if key not in ("title", "runs", "grid")}
+    config = configuration.parse(values | configuration.parse_overrides(arguments.overrides))
+    if config.task != "CAUSAL_LM" or not config.data_are_public:
+        raise InputError("plain_lora: needs a causal model and public_data = true")
+    # Both factors, as peft trains them.
+    found = measure(
+        replace(config, aggregation="dp-lora"), rate=arguments.rate, batch=arguments.batch, epochs=arguments.epochs
+    )
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
