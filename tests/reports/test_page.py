@@ -19,6 +19,10 @@ WriteRun = Callable[..., Path]  # the fixture in conftest.py
 VOID = {"meta", "br", "link", "img", "hr", "input"}
 
 
+# Of tables, and of what models answered.
+CELLS = {"td", "th", "dd", "dt", "h3"}
+
+
 class Page(HTMLParser):
     """Reads a page: its tags balance or an assertion fails."""
 
@@ -39,7 +43,7 @@ class Page(HTMLParser):
         self.attributes += [(name, value or "") for name, value in attrs]
         if tag not in VOID:
             self.open.append(tag)
-        if tag in ("td", "th"):
+        if tag in CELLS:
             self.cells.append("")
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -53,7 +57,7 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.open and self.open[-1] != "style":
             self.words.append(data)
-        if {"td", "th"} & set(self.open):
+        if CELLS & set(self.open):
             self.cells[-1] += data
 
 
