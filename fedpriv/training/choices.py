@@ -1,4 +1,4 @@
-"""Classification put as a question: which of the allowed answers a causal model finds most likely."""
+"""Classification put as a question: the test records with each of the allowed answers."""
 
 from __future__ import annotations
 
@@ -8,30 +8,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
-from fedpriv.data.records import Records, usable
+from fedpriv.data.records import RESPONSE_MASK, Records, usable
 from fedpriv.errors import InputError
-from fedpriv.training.class_metrics import Confusion, confusion_matrix
-from fedpriv.training.decoding import Tokens, by_length, fork, prompt_and_response, read, read_on
-from fedpriv.training.model import TrainingModel
+from fedpriv.training.decoding import Tokens, prompt_and_response
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Choices:
     """The test records whose response is one of the allowed answers.
 
     Attributes:
-        answers: tokens of each allowed answer, its end of turn included.
-        prompts: of each record.
+        records: a set for each allowed answer: the prompts, all with this response and its end of turn.
         truth: index of each record's own answer.
     """
 
-    answers: tuple[Tokens, ...]
-    prompts: tuple[Tokens, ...]
+    records: tuple[Records, ...]
     truth: tuple[int, ...]
 
 
@@ -58,7 +52,16 @@ def choices_of(records: Records, tokenizer: Any, answers: Sequence[str]) -> Choi
             "%d of %d test records have no allowed answer and do not count", len(records) - len(known), len(records)
         )
     prompts, truth = zip(*known, strict=True)
-    return Choices(answers=tokens, prompts=prompts, truth=truth)
+    return Choices(records=tuple(with_answer(prompts, answer, records.pad_token_id) for answer in tokens), truth=truth)
+
+
+def with_answer(prompts: Sequence[Tokens], answer: Tokens, pad_token_id: int) -> Records:
+    """The prompts with this answer as their response."""
+    features = {
+        "input_ids": tuple(torch.tensor((*prompt, *answer)) for prompt in prompts),
+        RESPONSE_MASK: tuple(torch.tensor([0] * len(prompt) + [1] * len(answer)) for prompt in prompts),
+    }
+    return Records(features, torch.tensor([], dtype=torch.int64), pad_token_id)
 
 
 def answer_tokens(tokenizer: Any, answers: Sequence[str], responses: Sequence[Tokens]) -> tuple[Tokens, ...]:
@@ -87,34 +90,3 @@ def text_of(tokenizer: Any, tokens: Sequence[int]) -> str:
     """The text of tokens without special ones and outer white space."""
     text: str = tokenizer.decode(list(tokens), skip_special_tokens=True)
     return text.strip()
-
-
-@torch.no_grad()
-def log_likelihoods(model: TrainingModel, prompts: Sequence[Tokens], answers: Sequence[Tokens]) -> Tensor:
-    """The logarithm of each answer's probability after each prompt, in nats, float64 [prompts, answers].
-
-    It is the sum over the answer's tokens, its end of turn included, and not divided by their number: the
-    probabilities of all texts add up to 1, so that they can be compared. Each prompt is read once.
-
-    Args:
-        model: a causal one, with its adapter.
-        prompts, answers: each of at least one token.
-    """
-    found = torch.zeros(len(prompts), len(answers), dtype=torch.float64)
-    longest = max(map(len, answers))
-    for positions in by_length([len(prompt) for prompt in prompts], further=longest):
-        reading = read(model, [prompts[position] for position in positions])
-        for column, answer in enumerate(answers):
-            tokens = torch.tensor([answer] * len(positions), device=model.device)
-            logits = reading.logits.unsqueeze(1)
-            if len(answer) > 1:
-                logits = torch.cat([logits, read_on(model, fork(reading), tokens[:, :-1])[1]], dim=1)
-            of_tokens = F.log_softmax(logits, dim=-1).gather(2, tokens.unsqueeze(2)).squeeze(2)
-            found[positions, column] = of_tokens.double().sum(dim=1).cpu()
-    return found
-
-
-def confusion_of(model: TrainingModel, choices: Choices) -> Confusion:
-    """Records by their own answer (row) and the one that the model finds most likely (column)."""
-    likeliest = log_likelihoods(model, choices.prompts, choices.answers).argmax(dim=1)
-    return confusion_matrix(choices.truth, likeliest.numpy(), len(choices.answers))

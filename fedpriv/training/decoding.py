@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,11 +86,6 @@ def read_on(model: TrainingModel, reading: Reading, tokens: Tensor) -> tuple[Rea
     """
     mask = torch.cat([reading.attention_mask, torch.ones_like(tokens, device=model.device)], dim=1)
     return _pass(model, tokens, mask, reading.states, logits_to_keep=0)
-
-
-def fork(reading: Reading) -> Reading:
-    """A copy that can be read on without a change of the other."""
-    return Reading(attention_mask=reading.attention_mask, states=copy.deepcopy(reading.states), logits=reading.logits)
 
 
 def _pass(

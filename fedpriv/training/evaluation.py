@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from fedpriv.data.records import Item, Records, num_tokens, usable
-from fedpriv.training.choices import Choices, confusion_of
+from fedpriv.training.choices import Choices
 from fedpriv.training.class_metrics import Confusion, accuracy_of, confusion_matrix
 from fedpriv.training.losses import predictions
 from fedpriv.training.model import TrainingModel
@@ -101,6 +102,18 @@ def evaluate(
 
 
 def _of_causal_model(model: TrainingModel, items: list[Item], choices: Choices | None) -> Evaluation:
+    tokens, hits = _token_losses(model, items)
+    confusion = confusion_of(model, choices) if choices else None
+    return Evaluation(
+        accuracy=accuracy_of(confusion) if confusion else float(hits.mean()),
+        loss=float((tokens.sums / np.maximum(tokens.counts, 1)).mean()),
+        confusion=confusion,
+        tokens=tokens,
+    )
+
+
+def _token_losses(model: TrainingModel, items: Sequence[Item]) -> tuple[TokenLosses, npt.NDArray[np.float64]]:
+    """The records' losses, and the share of their targets that are the most likely tokens, [records]."""
     sums, hits = np.zeros(len(items)), np.zeros(len(items))
     counts = np.zeros(len(items), dtype=np.int64)
     for positions in passes_by_length(items):
@@ -108,10 +121,24 @@ def _of_causal_model(model: TrainingModel, items: list[Item], choices: Choices |
         counts[positions] = found.num_targets.cpu().numpy()
         sums[positions] = (found.losses.double() * found.num_targets).cpu().numpy()
         hits[positions] = found.hits.cpu().numpy()
-    confusion = confusion_of(model, choices) if choices else None
-    return Evaluation(
-        accuracy=accuracy_of(confusion) if confusion else float(hits.mean()),
-        loss=float((sums / np.maximum(counts, 1)).mean()),
-        confusion=confusion,
-        tokens=TokenLosses(sums=sums, counts=counts),
-    )
+    return TokenLosses(sums=sums, counts=counts), hits
+
+
+@torch.no_grad()
+def log_likelihoods(model: TrainingModel, choices: Choices) -> npt.NDArray[np.float64]:
+    """The logarithm of each answer's probability after each prompt, in nats, [records, answers].
+
+    It is the sum over the answer's tokens, its end of turn included, and not divided by their number: the
+    probabilities of all texts add up to 1, so that they can be compared.
+
+    Args:
+        model: a causal one, with its adapter; the states of its prefix cache are used.
+        choices: each answer of at least one token.
+    """
+    return -np.stack([_token_losses(model, records.items())[0].sums for records in choices.records], axis=1)
+
+
+def confusion_of(model: TrainingModel, choices: Choices) -> Confusion:
+    """Records by their own answer (row) and the one that the model finds most likely (column)."""
+    likeliest = log_likelihoods(model, choices).argmax(axis=1)
+    return confusion_matrix(choices.truth, likeliest, len(choices.records))

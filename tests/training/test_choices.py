@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from fedpriv.errors import InputError
-from fedpriv.training.choices import answer_tokens, choices_of, confusion_of, log_likelihoods
-from fedpriv.training.evaluation import evaluate
+from fedpriv.training.choices import Choices, answer_tokens, choices_of, with_answer
+from fedpriv.training.evaluation import confusion_of, evaluate, log_likelihoods
 from fedpriv.training.model import TrainingModel
 from tests.instructions import END, number_tokenizer, random_prompts, records_of
 
@@ -24,6 +25,12 @@ def records_with(responses: list[list[int]], *, seed: int = 0):
     return records_of(list(zip(random_prompts(len(responses), seed=seed), responses, strict=True)))
 
 
+def choices(prompts, answers) -> Choices:
+    prompts = [tuple(prompt) for prompt in prompts]
+    records = tuple(with_answer(prompts, tuple(answer), 0) for answer in answers)
+    return Choices(records=records, truth=(0,) * len(prompts))
+
+
 def alone(model: TrainingModel, prompt: list[int], answer: list[int]) -> float:
     """The log-likelihood of an answer by one pass over the whole text, without padding or kept states."""
     with torch.no_grad():
@@ -35,13 +42,13 @@ def alone(model: TrainingModel, prompt: list[int], answer: list[int]) -> float:
 def test_each_likelihood_is_that_of_the_whole_text_alone(model):
     prompts = random_prompts(11)
     expected = [[alone(model, prompt, answer) for answer in ANSWERS.values()] for prompt in prompts]
-    found = log_likelihoods(model, [tuple(p) for p in prompts], [tuple(a) for a in ANSWERS.values()])
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), atol=1e-4, rtol=1e-5)
+    found = log_likelihoods(model, choices(prompts, ANSWERS.values()))
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-5)
 
 
 def test_the_probabilities_of_all_texts_add_up_to_at_most_one(model):
     single = [(token,) for token in range(60)]
-    assert log_likelihoods(model, [(4, 5, 6)], single).exp().sum() == pytest.approx(1)
+    assert np.exp(log_likelihoods(model, choices([(4, 5, 6)], single))).sum() == pytest.approx(1)
 
 
 def test_accuracy_is_that_of_brute_force(model):
@@ -59,9 +66,9 @@ def test_accuracy_is_that_of_brute_force(model):
 
 def test_records_with_another_response_do_not_count(model, caplog):
     records = records_with([ANSWERS["w7"], [40, END], [], ANSWERS["w30"]])
-    choices = choices_of(records, number_tokenizer(), ["w30", "w7"])
-    assert choices.truth == (1, 0)
-    assert sum(map(sum, confusion_of(model, choices))) == 2
+    found = choices_of(records, number_tokenizer(), ["w30", "w7"])
+    assert found.truth == (1, 0)
+    assert sum(map(sum, confusion_of(model, found))) == 2
     assert "2 of 4 test records" in caplog.text
 
 
