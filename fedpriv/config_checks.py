@@ -16,6 +16,9 @@ LINEAR_RULES = ("dp-lora", "fedavg", "ffa-lora", "rolora", "fedsvd", "fed-sb")
 PARTIAL_RULES = ("rolora", "fedsvd")
 # Those that neither train, decompose nor add to the frozen weights, which may then be in 4 bits.
 RULES_ON_QUANTISED = ("dp-lora", "ffa-lora", "rolora", "fedsvd")
+# Characters of a text that the run puts into every record. A record's own label chooses its answer, so without a bound
+# answers of very different lengths would let the memory that a holder needs, and whether it replies, tell its labels.
+MOST_CHARACTERS = {"system_prompt": 20_000, "prompt_template": 20_000, "answers": 1_000}
 # Those whose uploads hold one factor of the map alone; the others are frozen in every model.
 ONE_FACTOR_RULES = ("ffa-lora", "fed-sb")
 
@@ -106,6 +109,11 @@ def _check_instructions(config: RunConfig) -> None:
         raise ValueError(f"prompt_column = {config.prompt_column}: needs response_column, with what is to be learned")
     if config.prompt_template and config.prompt_template.count("{}") != 1:
         raise ValueError(f"prompt_template = {config.prompt_template!r}: must have {{}} once, where the prompt goes")
+    for key, most in MOST_CHARACTERS.items():
+        value = getattr(config, key)
+        longest = max(map(len, (value,) if isinstance(value, str) else value), default=0)
+        if longest > most:
+            raise ValueError(f"{key}: {longest} characters in one text; must be at most {most}")
     _check_answers(config.answers, config.labels)
 
 

@@ -99,8 +99,8 @@ class ChatFormat:
             max_length: tokens of a record.
 
         Raises:
-            InputError: it has no chat template, or one of another kind; or `max_length` has no room for a token each of
-                prompt and response.
+            InputError: it has no chat template, or one of another kind; or takes a text of the run for a special token;
+                or `max_length` has no room for a token each of prompt and response.
         """
         if not getattr(tokenizer, "chat_template", None):
             raise InputError(
@@ -115,7 +115,13 @@ class ChatFormat:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             system = " with a system_prompt" if self.system_prompt else ""
             raise InputError(f"model = {model!r}: its chat template cannot be used{system} ({reason})") from None
-        smallest = 2 + len(self._frame_tokens(tokenizer))
+        frame = self._frame_tokens(tokenizer)
+        if not frame:
+            raise InputError(
+                f"model = {model!r}: its tokenizer takes a part of system_prompt or prompt_template for a special "
+                "token; leave it out"
+            )
+        smallest = 2 + len(frame)
         if max_length < smallest:
             raise InputError(
                 f"max_length = {max_length}: must be at least {smallest}, with the chat template of {model!r}"

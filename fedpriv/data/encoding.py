@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from fedpriv.config import RunConfig
 from fedpriv.data import records
 from fedpriv.data.chat import ChatFormat
-from fedpriv.data.records import Records, Row, usable
+from fedpriv.data.records import Records, Row, num_tokens, usable
 
 
 class Encoder(Protocol):
@@ -73,6 +73,11 @@ def num_cut(found: Records, end: int | None) -> int:
         return 0
     lasts = [int(row[-1]) for row, item in zip(found.features["input_ids"], found.items(), strict=True) if usable(item)]
     return sum(last != end for last in lasts)
+
+
+def num_full(found: Records, max_length: int) -> int:
+    """How many of the usable records have `max_length` tokens: something of each may be cut."""
+    return sum(usable(item) and num_tokens(item) >= max_length for item in found.items())
 
 
 def _ended(row: Row, end: int, max_length: int) -> Row:

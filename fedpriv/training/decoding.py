@@ -18,7 +18,7 @@ from fedpriv.training.model import TrainingModel
 
 Tokens = tuple[int, ...]
 
-# Of a pass, prompts and answers together: what the states of all layers are kept for.
+# Of a pass, with padding and answers: the states of all layers, or the logits of a vocabulary, are kept for each.
 _TOKENS_PER_PASS = 4096
 
 
@@ -123,11 +123,19 @@ def ends_of_turn(model: TrainingModel, tokenizer: Any, responses: Sequence[Token
     return frozenset(token for token in (*several, tokenizer.eos_token_id, *special) if token is not None)
 
 
-def by_length(lengths: Sequence[int], *, further: int) -> Iterator[list[int]]:
-    """Positions of texts in passes of similar lengths, which stay within a bound with so many further tokens each."""
+def by_length(lengths: Sequence[int], *, further: int = 0, most: int | None = None) -> Iterator[list[int]]:
+    """Positions of texts in passes of similar lengths, which hold a bounded number of padded tokens.
+
+    Args:
+        lengths: tokens of each text.
+        further: tokens that each will have beside these.
+        most: texts of a pass; None sets no bound.
+    """
     together: list[int] = []
     for position in sorted(range(len(lengths)), key=lambda position: lengths[position]):
-        if together and (len(together) + 1) * (lengths[position] + further) > _TOKENS_PER_PASS:
+        num = len(together) + 1
+        too_many = most is not None and num > most
+        if together and (too_many or num * (lengths[position] + further) > _TOKENS_PER_PASS):
             yield together
             together = []
         together.append(position)

@@ -12,13 +12,12 @@ import torch
 from fedpriv.data.records import Item, Records, num_tokens, usable
 from fedpriv.training.choices import Choices
 from fedpriv.training.class_metrics import Confusion, accuracy_of, confusion_matrix
+from fedpriv.training.decoding import by_length
 from fedpriv.training.losses import predictions
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.perplexity import TokenLosses
 
 _RECORDS_PER_PASS = 64
-# Of padded records: a model's states, and for a causal one the logits of a vocabulary, are kept for each.
-_TOKENS_PER_PASS = 4096
 
 
 @dataclass(frozen=True)
@@ -45,15 +44,7 @@ class Evaluation:
 
 def passes_by_length(items: Sequence[Item]) -> Iterator[list[int]]:
     """The positions of the records in passes without much padding, of a bounded number of records and tokens."""
-    together: list[int] = []
-    for position in sorted(range(len(items)), key=lambda position: num_tokens(items[position])):
-        num = len(together) + 1
-        if together and (num > _RECORDS_PER_PASS or num * num_tokens(items[position]) > _TOKENS_PER_PASS):
-            yield together
-            together = []
-        together.append(position)
-    if together:
-        yield together
+    return by_length([num_tokens(item) for item in items], most=_RECORDS_PER_PASS)
 
 
 @torch.no_grad()

@@ -76,12 +76,15 @@ class _Sliced(torch.autograd.Function):
                 logits = F.linear(hidden[row, chosen], weight, bias).float()
                 wanted = own[chosen].unsqueeze(1)
                 log_sums = logits.logsumexp(dim=1, keepdim=True)
-                losses[row] += (log_sums - logits.gather(1, wanted)).sum() / len(place)
-                hits[row] += (logits.argmax(dim=1, keepdim=True) == wanted).sum() / len(place)
+                losses[row] += (log_sums - logits.gather(1, wanted)).sum()
+                hits[row] += (logits.argmax(dim=1, keepdim=True) == wanted).sum()
                 if gradient is not None:
                     of_logits = logits.sub_(log_sums).exp_()  # in place: a second one would be as large
                     of_logits.scatter_add_(1, wanted, -torch.ones_like(log_sums))
                     gradient[row, chosen] = of_logits.div_(len(place)).to(weight.dtype) @ weight
+            # Divided once, after the sums: shares of hits that are added up may round to more than 1.
+            losses[row] /= max(1, len(place))
+            hits[row] /= max(1, len(place))
         ctx.mark_non_differentiable(hits)
         ctx.save_for_backward(gradient)
         return losses, hits

@@ -15,8 +15,8 @@ from fedpriv.aggregation.rules import RULES
 from fedpriv.config import KEYS, LOCATION_KEYS, ON_NODES, RunConfig
 from fedpriv.data import federated, holdout
 from fedpriv.data.chat import ChatFormat
-from fedpriv.data.encoding import Encoder, encoder_of, num_cut
-from fedpriv.data.records import Encode, Records, check_max_length, tokenize
+from fedpriv.data.encoding import Encoder, encoder_of, num_cut, num_full
+from fedpriv.data.records import Encode, Records, check_max_length, tokenize, usable
 from fedpriv.data.text import DataSource, FederatedData, TextData
 from fedpriv.errors import InputError
 from fedpriv.training.admission import admit
@@ -122,8 +122,18 @@ class Workbench:
 
     @cached_property
     def test(self) -> Records:
-        """The server's test set, tokenised."""
-        return self.tokenize(self.data.test)
+        """The server's test set, tokenised.
+
+        Raises:
+            InputError: nothing can be predicted in any of its records.
+        """
+        found = self.tokenize(self.data.test)
+        if len(found) and not any(map(usable, found.items())):
+            raise InputError(
+                f"{'test_data' if self._config.test_data else 'data'}: none of the {len(found)} test records can be "
+                f"learned from at max_length = {self._config.max_length}; an empty response cannot"
+            )
+        return found
 
     @property
     def no_records(self) -> Records:
@@ -156,10 +166,13 @@ class Workbench:
     def _warn(self, client: int, records: Records) -> None:
         """Log, on the machine of the records, what of them no model can learn."""
         unusable = 0 if records.unusable is None else int(records.unusable.sum())
+        most = self._config.max_length
         cut = 0 if self._config.task == "SEQ_CLS" else num_cut(records, self._end)
+        full = num_full(records, most) - cut if isinstance(self.encoder, ChatFormat) else 0
         for number, what in (
             (unusable, "have nothing to train on"),
-            (cut, f"are cut to {self._config.max_length} tokens"),
+            (cut, f"are cut to {most} tokens"),
+            (full, f"fill all {most} tokens, so their prompts may be cut; fedpriv data check counts those that are"),
         ):
             if number:
                 log.warning("client %d: %d of %d records %s", client, number, len(records), what)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -9,6 +11,8 @@ from fedpriv import protocol
 from fedpriv.config import ON_NODES, parse, to_flower
 from fedpriv.data.chat import ChatFormat
 from fedpriv.data.records import RESPONSE_MASK
+from fedpriv.ledger.entries import entries
+from fedpriv.ledger.reader import reading
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.workbench import forget, load_model
@@ -100,6 +104,30 @@ def test_records_without_a_response_move_the_upload_like_no_records(node, folder
     full = update(node(name="full"), config)
     assert torch.equal(silent, none)
     assert not torch.equal(silent, full)
+
+
+def charges(settings):
+    """What the node's ledger was charged."""
+    with reading(settings.ledger) as db:
+        return [entry.event for entry in entries(db) if entry.phase == "charged"]
+
+
+def test_a_response_that_is_cut_away_wholly_pays_and_moves_nothing(node, folder):
+    """The frames of so many turns leave no room for the last response."""
+    config = config_of(folder)
+    chats = {"prompt_column": "", "response_column": "", "messages_column": "note"}
+
+    def rows(num_turns):
+        turns = [{"role": ("user", "assistant")[i % 2], "content": "flu"} for i in range(num_turns)]
+        return [(json.dumps(turns), "")] * len(ROWS)
+
+    whole = node(rows(2), name="whole", **chats)
+    cut = node(rows(20), name="cut", **chats)
+    none = node([], name="none", num_records=len(ROWS), **chats)
+    moved = [update(settings, config) for settings in (whole, cut, none)]
+    assert torch.equal(moved[1], moved[2])
+    assert not torch.equal(moved[0], moved[1])
+    assert charges(cut) == charges(none) == charges(whole) != []
 
 
 def test_kept_tokens_are_those_of_the_runs_own_prompts(node, folder):

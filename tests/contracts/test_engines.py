@@ -33,6 +33,7 @@ from server.observer import LogObserver
 from simulations.engines import federation, ray_session
 from simulations.engines.ray_actors import RayExecutor
 from simulations.processes import free_port
+from tests.chats import chat_model
 
 # Clients of very different sizes: one has no records to draw, one draws every record.
 SIZES = (40, 3, 0, 90, 12)
@@ -292,6 +293,25 @@ def test_complete_runs_give_the_same_losses_and_epsilons_stacked_and_one_by_one(
 )
 def test_complete_runs_give_the_same_losses_and_epsilons_on_ray(cluster, small_run, tmp_path, rule):
     assert_engines_agree({**small_run, "ray_address": cluster}, tmp_path, rule, ("in-process", "ray"))
+
+
+@pytest.fixture
+def answering_run(small_run, tmp_path) -> dict[str, object]:
+    """A federation of a tiny model that learns responses."""
+    rows = [{"q": f"What is flu {'rash ' * (i % 7)}?", "a": f"A {'viral ' * (i % 5)}disease."} for i in range(60)]
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"prompt_column": "q", "response_column": "a", "client_column": "", "num_clients": 3, "max_length": 60}
+    model, data = chat_model(tmp_path / "chat"), tmp_path / "records.jsonl"
+    return {**small_run, **changes, "model": str(model), "data": str(data), "generated_answers": 0}
+
+
+def test_complete_runs_on_responses_agree_stacked_and_one_by_one(answering_run, tmp_path):
+    assert_engines_agree(answering_run, tmp_path, "dp-lora", ("in-process", "stacked"))
+
+
+@pytest.mark.slow
+def test_complete_runs_on_responses_agree_on_ray(cluster, answering_run, tmp_path):
+    assert_engines_agree({**answering_run, "ray_address": cluster}, tmp_path, "dp-lora", ("in-process", "ray"))
 
 
 def test_a_memory_limit_that_fits_one_client_is_reported_and_the_run_continues_in_process(small_run, tmp_path, caplog):

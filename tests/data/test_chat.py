@@ -262,6 +262,15 @@ def test_a_template_that_takes_no_system_turn_refuses_a_system_prompt():
     assert "with a system_prompt (no system turns)" in message
 
 
+@pytest.mark.parametrize("texts", [{"system_prompt": "You § are kind."}, {"prompt_template": "§ {}"}])
+def test_a_text_of_the_run_that_no_record_could_be_learned_with_is_refused(texts):
+    tokenizer = chat_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "§"]})
+    assert "takes a part of system_prompt or prompt_template for a special token" in refused(
+        tokenizer, chat=ChatFormat(**texts)
+    )
+
+
 def test_a_response_without_an_end_in_the_template_gets_the_tokenizers():
     tokenizer = chat_tokenizer("{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}")
     assert shown(tokenizer, row_of(tokenizer, PROMPT, RESPONSE))[1] == f"assistant: {RESPONSE}<|im_end|>"

@@ -12,6 +12,7 @@ from fedpriv.config import parse
 from fedpriv.runs import files
 from server.observer import LogObserver
 from simulations.engines import federation
+from tests.chats import chat_model
 from tests.tiny import write_table
 
 TARGET = 3.0
@@ -67,3 +68,18 @@ def test_a_budget_on_the_sum_counts_on_the_threshold_alone(summed, tmp_path):
     assert not any(client["retired"] for client in found["clients"])
     _, found = run(spend, tmp_path / "fewer", min_clients=3)
     assert found["num_rounds"] < 3, "of three the noise is less, and the budget is spent earlier"
+
+
+def test_a_model_that_answers_learns_from_the_sum_of_masked_updates(small_run, tmp_path):
+    rows = [{"q": f"What is flu {'rash ' * (i % 7)}?", "a": f"A {'viral ' * (i % 5)}disease."} for i in range(60)]
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"prompt_column": "q", "response_column": "a", "client_column": "", "max_length": 60}
+    changes |= {"model": str(chat_model(tmp_path / "chat")), "data": str(tmp_path / "records.jsonl")}
+    changes |= {"num_clients": 3, "rounds": 1, "local_steps": 1, "aggregation": "ffa-lora", "generated_answers": 0}
+    found = {
+        masked: run(small_run | changes, tmp_path / str(masked), secure_aggregation=masked, min_clients=3)[1]
+        for masked in (False, True)
+    }
+    assert found[True]["perplexity"] != found[True]["perplexity_initial"]
+    assert found[True]["epsilon_aggregate_max"] < found[True]["epsilon_local_max"]
+    assert found[True]["perplexity_initial"] == pytest.approx(found[False]["perplexity_initial"])

@@ -95,16 +95,17 @@ def test_what_is_learned_is_in_one_piece_at_the_end(bench):
 def test_every_set_of_records_has_the_same_features(bench, rows):
     made = bench(rows)
     assert made.features == ("input_ids", RESPONSE_MASK)
-    for records in (made.client(0), made.test, made.no_records):
+    for records in (made.client(0), made.tokenize(made.data.test), made.no_records):
         assert tuple(records.features) == made.features
 
 
 def test_a_nodes_log_says_how_many_records_are_cut_or_cannot_be_learned_from(bench, caplog):
-    rows = [*ROWS, {"q": "flu", "a": "rash " * 99}, {"q": "flu", "a": ""}]
+    rows = [*ROWS, {"q": "flu", "a": "rash " * 99}, {"q": "rash " * 99, "a": "flu"}, {"q": "flu", "a": ""}]
     with caplog.at_level(logging.WARNING):
         bench(rows).client(0)
-    assert "client 0: 1 of 13 records have nothing to train on" in caplog.text
-    assert "client 0: 1 of 13 records are cut to 60 tokens" in caplog.text
+    assert "client 0: 1 of 14 records have nothing to train on" in caplog.text
+    assert "client 0: 1 of 14 records are cut to 60 tokens" in caplog.text
+    assert "client 0: 1 of 14 records fill all 60 tokens, so their prompts may be cut" in caplog.text
 
 
 def test_a_model_without_a_template_or_too_little_room_is_refused_before_records_are_read(bench, folder, tmp_path):
@@ -115,6 +116,13 @@ def test_a_model_without_a_template_or_too_little_room_is_refused_before_records
     (bare / "chat_template.jinja").unlink(missing_ok=True)
     with pytest.raises(InputError, match="has no chat template"):
         bench(model=str(bare))
+
+
+def test_a_test_set_without_a_response_is_refused_in_one_line(bench, tmp_path):
+    path = tmp_path / "empty.jsonl"
+    path.write_text(json.dumps({"q": "flu", "a": " "}) + "\n")
+    with pytest.raises(InputError, match=r"^test_data: none of the 1 test records can be learned from"):
+        bench(test_data=str(path)).test  # noqa: B018
 
 
 def test_synthetic_records_and_canaries_are_learned_whole(bench):

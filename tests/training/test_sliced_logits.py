@@ -98,6 +98,17 @@ def test_what_predicts_no_target_gets_no_gradient():
     assert reached.tolist() == [[False, False, True, True, False, False], [False] * 6]
 
 
+@pytest.mark.parametrize("num", range(1, 60))
+def test_a_record_whose_tokens_are_all_predicted_has_one_hit_however_it_is_sliced(num, monkeypatch):
+    monkeypatch.setattr(sliced_logits, "_MOST_LOGITS", 1)
+    layer = torch.nn.Linear(5, 5, bias=False).requires_grad_(False)
+    layer.weight.copy_(torch.eye(5))
+    targets = torch.arange(num).remainder(5).unsqueeze(0)
+    hidden = torch.nn.functional.one_hot(targets, 5).float()
+    found = sliced_logits.sliced_predictions(hidden, layer, targets, sliced_logits.places_of(targets))
+    assert found.hits.tolist() == [1.0]
+
+
 def test_a_model_that_changes_its_output_layers_logits_computes_all_of_them():
     capped = random_base("gemma2")
     assert capped.model.config.final_logit_softcapping
