@@ -162,8 +162,15 @@ def largest_batch(setting: MemorySetting, memory: float) -> int:
         memory: bytes, of which a process and its libraries need `PROCESS_BYTES`.
     """
 
-    def needed(batch: int) -> int:
+    def counted(batch: int) -> int:
         return memory_plan(replace(setting, batch=batch)).total + PROCESS_BYTES
+
+    def needed(batch: int) -> int:
+        if batch <= _MOST_COUNTED:
+            return counted(batch)
+        # Every further row takes the same; each is counted by itself, which takes time.
+        half = _MOST_COUNTED // 2
+        return counted(half) + (counted(_MOST_COUNTED) - counted(half)) * (batch - half) // half
 
     return _largest(needed, memory, setting.batch)
 
@@ -198,6 +205,9 @@ def parse_bytes(text: str) -> int:
         raise InputError(f"memory = {text!r}: must be a size such as 80GB or 24GiB")
     return int(float(match[1]) * _UNITS[match[2]])
 
+
+# Records of the largest pass that is counted where larger ones can be told from it.
+_MOST_COUNTED = 32
 
 # A vocabulary whose logits weigh nothing.
 _FEW_TOKENS = 8
