@@ -66,8 +66,8 @@ def configuration(name: str) -> Any:
     """The transformers configuration of a model. No weights are read.
 
     Args:
-        name: a local folder with a config.json, else one of `CONFIGURATIONS` (its last part will do), else a model on
-            the Hub, from which only the configuration is fetched.
+        name: a local folder with a config.json, the path of a GGUF file, else one of `CONFIGURATIONS` (its last part
+            will do), else a model on the Hub, from which only the configuration is fetched.
 
     Raises:
         InputError: there is no such model.
@@ -82,9 +82,11 @@ def configuration(name: str) -> Any:
         return AutoConfig.for_model(**known)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise InputError(f"model = {name!r}: this folder has no config.json")
+    file = {"gguf_file": folder.name} if folder.is_file() and name.endswith(".gguf") else {}
+    place = str(folder.parent if file else folder) if file or folder.is_dir() else name
     try:
         with quiet_transformers():
-            return AutoConfig.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False)
+            return AutoConfig.from_pretrained(place, trust_remote_code=False, **file)
     except Exception as error:  # a foreign configuration may cause any error in transformers
         reason = textwrap.shorten(str(error) or type(error).__name__, 120)
         known_names = ", ".join(last for last in _BY_LAST_PART if "instruct" not in last and "chat" not in last)

@@ -12,6 +12,7 @@ from fedpriv import memory
 from fedpriv.adapters import LoraSettings, attach
 from fedpriv.adapters.base_models import freeze
 from fedpriv.errors import InputError
+from fedpriv.known_models import configuration
 from fedpriv.memory import MemorySetting, largest_batch, memory_plan, parse_bytes
 from fedpriv.training.footprint import Footprint
 from fedpriv.training.live_bytes import LiveBytes, peak_of_pass
@@ -19,6 +20,7 @@ from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 from tests.cli.command_line import as_json, fedpriv
 from tests.tiny import random_records
+from tests.tiny_gguf import tiny_llama, write_gguf
 
 SMALL = {
     "model_type": "llama",
@@ -213,3 +215,10 @@ def test_a_folder_without_a_configuration_and_options_without_a_model_are_refuse
 def test_an_encoder_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mpnet"}))
     assert "is no causal language model" in fedpriv("plan", tmp_path, code=2)[1]
+
+
+def test_a_gguf_file_is_planned_for_by_its_own_numbers(tmp_path):
+    model = tiny_llama()
+    found = configuration(str(write_gguf(tmp_path / "tiny.gguf", model)))
+    assert (found.vocab_size, found.hidden_size) == (model.config.vocab_size, model.config.hidden_size)
+    assert found.num_hidden_layers == 2

@@ -24,7 +24,6 @@ from sklearn.linear_model import LogisticRegression
 from fedpriv import config as configuration
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Item, usable
-from fedpriv.errors import InputError
 from fedpriv.training.choices import choices_of
 from fedpriv.training.evaluation import evaluate
 from fedpriv.training.perplexity import log_perplexity_change
@@ -101,7 +100,7 @@ def main() -> None:
     values = {key: value for key, value in values.items() if key not in ("title", "runs", "grid")}
     config = configuration.parse(values | configuration.parse_overrides(arguments.overrides))
     if config.task != "CAUSAL_LM" or not config.data_are_public:
-        raise InputError("plain_lora: needs a causal model and public_data = true")
+        parser.error("needs a causal model and public_data = true")
     # Both factors, as peft trains them.
     found = measure(
         replace(config, aggregation="dp-lora"), rate=arguments.rate, batch=arguments.batch, epochs=arguments.epochs
