@@ -95,6 +95,9 @@ class LinearModel(TrainingModel):
         sizes: {tensor name: its number of values}, which sum to the values of a row.
     """
 
+    output_layer = None
+    recomputed = ()
+
     def __init__(self, rows: Tensor, sizes: Mapping[str, int]) -> None:  # there is no peft model to initialise
         self._blocks = dict(zip(sizes, torch.split(rows, list(sizes.values()), dim=1), strict=True))
         self._linear = {name: nn.Linear(size, 1, bias=False) for name, size in sizes.items()}

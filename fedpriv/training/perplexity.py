@@ -51,7 +51,7 @@ def log_perplexity_change(before: TokenLosses, after: TokenLosses) -> Estimate |
     Raises:
         ValueError: the records are not the same.
 
-    Source: Cochran, Sampling Techniques, 3rd ed., section 6.4.
+    Source: Cochran 1977, section 6.4.
     """
     if not np.array_equal(before.counts, after.counts):
         raise ValueError("before, after: have other numbers of targets, so they are not of the same records")

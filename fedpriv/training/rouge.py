@@ -29,7 +29,7 @@ def rouge_l(references: Sequence[str], answers: Sequence[str]) -> npt.NDArray[np
 
     Words are runs of the letters a to z, in lower case, and digits; they are not stemmed.
 
-    Source: Lin 2004, ROUGE: a package for automatic evaluation of summaries, section 3.1.
+    Source: Lin 2004, section 3.1.
     """
     from rouge_score.rouge_scorer import RougeScorer  # deferred: only runs that generate answers need it
 

@@ -29,6 +29,7 @@ SMALL = {
     "engine_cost": ["--clients", "2", "--rounds", "1"],
     "fixed_shapes": ["--repeats", "1", "--batches", "8"],
     "integral_training": ["--models", "80", "--epochs", "1", "--repeats", "1"],
+    "language_model_memory": ["--repeats", "1", "--cases", "long"],
     "prefix_cache": ["--repeats", "1"],
     "registered_clients": ["--registered", "20", "40", "--sampled", "5", "--rounds", "1"],
     "secure_aggregation": ["--clients", "5", "--dimension", "1000", "--repeats", "1"],
