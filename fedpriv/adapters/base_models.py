@@ -105,9 +105,8 @@ def load_base(
         task: `SEQ_CLS` or `CAUSAL_LM`.
         num_labels: for `SEQ_CLS`, >= 2.
         seed: of the new head.
-        normalize: see above.
-        dtype: of the weights; `auto` is the checkpoint's own.
         normalize: whether the head reads vectors of a fixed length.
+        dtype: of the weights; `auto` is the checkpoint's own.
 
     Raises:
         InputError: the model cannot be obtained, does not suit the task, or cannot be normalised.

@@ -56,11 +56,10 @@ def _check_instructions(asked: Mapping[str, Any], *, client: str, model: str, as
     config, tokenizer = parse(asked), None
     if model:
         from fedpriv.adapters.base_models import load_tokenizer
-        from fedpriv.data.chat import ChatFormat
+        from fedpriv.data.encoding import chat_format_of
 
         tokenizer = load_tokenizer(model)
-        chat = ChatFormat(system_prompt=config.system_prompt, prompt_template=config.prompt_template)
-        chat.check(tokenizer, model=model, max_length=config.max_length)
+        chat_format_of(config).check(tokenizer, model=model, max_length=config.max_length)
     values, shown = describe_instructions(config, client=client, tokenizer=tokenizer)
     lines = entries(values)
     for number, parts in enumerate(shown, 1):

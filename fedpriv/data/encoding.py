@@ -51,15 +51,18 @@ class PlainText:
         return f"text {getattr(tokenizer, 'eos_token_id', None)}" if self.ends else ""
 
 
+def chat_format_of(config: RunConfig) -> ChatFormat:
+    """How a run puts its prompts."""
+    return ChatFormat(
+        system_prompt=config.system_prompt,
+        prompt_template=config.prompt_template,
+        has_messages=bool(config.messages_column),
+    )
+
+
 def encoder_of(config: RunConfig) -> Encoder:
     """The encoder of a run's records."""
-    if config.instructs:
-        return ChatFormat(
-            system_prompt=config.system_prompt,
-            prompt_template=config.prompt_template,
-            has_messages=bool(config.messages_column),
-        )
-    return PlainText(ends=config.task == "CAUSAL_LM")
+    return chat_format_of(config) if config.instructs else PlainText(ends=config.task == "CAUSAL_LM")
 
 
 def num_cut(found: Records, end: int | None) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from fedpriv.config import RunConfig
-from fedpriv.data.chat import ChatFormat
 from fedpriv.data.checks import counts
+from fedpriv.data.encoding import chat_format_of
 from fedpriv.data.records import RESPONSE_MASK, Row
 from fedpriv.data.tables import load_table, require_columns, to_text
 from fedpriv.data.text import TextData
@@ -19,7 +19,6 @@ NUM_SHOWN = 3
 
 Part = tuple[str, bool]
 """Consecutive tokens as text, and whether they are learned."""
-
 
 # A length that nothing reaches.
 _UNCUT = 2**40
@@ -74,11 +73,7 @@ def parts_of(tokenizer: Any, row: dict[str, list[int]]) -> list[Part]:
 
 def _in_tokens(data: TextData, config: RunConfig, tokenizer: Any) -> tuple[dict[str, Any], list[Row]]:
     """What becomes of the records within `max_length` tokens, and the records."""
-    chat = ChatFormat(
-        system_prompt=config.system_prompt,
-        prompt_template=config.prompt_template,
-        has_messages=bool(config.messages_column),
-    )
+    chat = chat_format_of(config)
     whole = chat.encode(tokenizer, data.texts, data.pairs, _UNCUT)
     rows = chat.encode(tokenizer, data.texts, data.pairs, config.max_length)
     both = [(a, b) for a, b in zip(whole, rows, strict=True) if a is not None]

@@ -73,11 +73,11 @@ def read(model: TrainingModel, prompts: Sequence[Tokens]) -> Reading:
     padding = model.peft_model.config.pad_token_id or 0
     rows = [[padding] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    return _pass(model, torch.tensor(rows), mask.to(model.device), None, logits_to_keep=1)[0]
+    return _pass(model, torch.tensor(rows), mask.to(model.device), None)
 
 
-def read_on(model: TrainingModel, reading: Reading, tokens: Tensor) -> tuple[Reading, Tensor]:
-    """The model after reading further tokens, and the logits after each of them, float32 [rows, further, vocabulary].
+def read_on(model: TrainingModel, reading: Reading, tokens: Tensor) -> Reading:
+    """The model after reading further tokens.
 
     Args:
         model: as it was for `reading`.
@@ -85,12 +85,10 @@ def read_on(model: TrainingModel, reading: Reading, tokens: Tensor) -> tuple[Rea
         tokens: int64 [rows, further].
     """
     mask = torch.cat([reading.attention_mask, torch.ones_like(tokens, device=model.device)], dim=1)
-    return _pass(model, tokens, mask, reading.states, logits_to_keep=0)
+    return _pass(model, tokens, mask, reading.states)
 
 
-def _pass(
-    model: TrainingModel, tokens: Tensor, mask: Tensor, states: Any, *, logits_to_keep: int
-) -> tuple[Reading, Tensor]:
+def _pass(model: TrainingModel, tokens: Tensor, mask: Tensor, states: Any) -> Reading:
     positions = (mask.cumsum(dim=1) - 1).clamp_min(0)
     if (most := _most_positions(model)) is not None:
         positions = positions.clamp_max(most - 1)  # of rows that have ended and of answers that are too long
@@ -100,10 +98,9 @@ def _pass(
         position_ids=positions[:, -tokens.shape[1] :],
         past_key_values=states,
         use_cache=True,
-        logits_to_keep=logits_to_keep,
+        logits_to_keep=1,
     )
-    logits = output.logits.float()
-    return Reading(attention_mask=mask, states=output.past_key_values, logits=logits[:, -1]), logits
+    return Reading(attention_mask=mask, states=output.past_key_values, logits=output.logits[:, -1].float())
 
 
 def _most_positions(model: TrainingModel) -> int | None:
@@ -183,5 +180,5 @@ def _greedy(model: TrainingModel, prompts: list[Tokens], max_new_tokens: int, en
                 answers[row].append(token)
                 ended[row] = len(answers[row]) >= room[row]
         if not all(ended):
-            reading, _ = read_on(model, reading, chosen.unsqueeze(1))
+            reading = read_on(model, reading, chosen.unsqueeze(1))
     return [tuple(answer) for answer in answers]
