@@ -1,0 +1,189 @@
+"""What a server of variants is asked, and what comes back: the contract between its engine and its HTTP side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+Tokens = tuple[int, ...]
+
+
+class ServingError(RuntimeError):
+    """A request that is not answered; the message is one line for whoever asked, and names no file."""
+
+
+class UnknownVariantError(ServingError):
+    """There is no variant of that name."""
+
+
+class DamagedVariantError(ServingError):
+    """The variant's file or blocks are not as they were written; the others are served."""
+
+
+class TooLongError(ServingError):
+    """The request has more tokens than the model, or the server's limit, has room for."""
+
+
+class BusyError(ServingError):
+    """As many requests wait as the server lets wait, or it is about to stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classify:
+    """Texts to be classified by one variant.
+
+    Attributes:
+        variant: its name.
+        texts: at least one.
+    """
+
+    variant: str
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate:
+    """A prompt to be continued by one variant.
+
+    Attributes:
+        variant: its name.
+        prompt: tokens, at least one.
+        max_new_tokens: >= 1.
+        temperature: >= 0; 0 takes the most likely token.
+        top_p: in (0, 1]: the least set of tokens with this probability is drawn from.
+        seed: of the draws; None draws a new one.
+        stop: texts before which the answer ends.
+    """
+
+    variant: str
+    prompt: Tokens
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classified:
+    """The answer to `Classify`, and the last event of it.
+
+    Attributes:
+        probabilities: of every label, for each text.
+        num_tokens: of all texts.
+    """
+
+    probabilities: tuple[tuple[float, ...], ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Further text of an answer; whole characters only."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """The last event of a `Generate`.
+
+    Attributes:
+        reason: `stop` after an end of turn or one of the stop texts, `length` after `max_new_tokens`.
+        num_new_tokens: generated, the one that ended the turn included.
+    """
+
+    reason: Literal["stop", "length"]
+    num_new_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """The last event of a request that was accepted and not answered."""
+
+    error: ServingError
+
+
+Event = Classified | Piece | Finished | Failed
+
+
+class Ticket(Protocol):
+    """A request under way."""
+
+    def cancel(self) -> None:
+        """Give it up: nobody reads the answer. No event follows once this has returned, or one that is under way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """What a server has done since it started; every figure but `num_waiting` and `bytes_in_memory` only grows.
+
+    Attributes:
+        num_waiting: requests that no pass has begun with.
+        num_passes: of the frozen base.
+        num_rows: of all passes, without padding rows: num_rows / num_passes is the mean batch.
+        num_variants_of_passes: different variants, summed over passes.
+        hits, misses: whether the variant of a request was in memory.
+        bytes_in_memory: of the variants that are in memory.
+        bytes_read: of variants, from the disk.
+    """
+
+    num_waiting: int = 0
+    num_passes: int = 0
+    num_rows: int = 0
+    num_variants_of_passes: int = 0
+    hits: int = 0
+    misses: int = 0
+    bytes_in_memory: int = 0
+    bytes_read: int = 0
+
+
+class Serving(Protocol):
+    """Answers requests for the variants of one model.
+
+    Attributes:
+        names: of the variants, `global` first where there is one.
+        task: what they do.
+        labels: of a classifier, in the order of its probabilities; none for a causal model.
+        model_name: of the base.
+        max_tokens: that a prompt and its answer may have together, or a text to classify.
+    """
+
+    names: tuple[str, ...]
+    task: Literal["SEQ_CLS", "CAUSAL_LM"]
+    labels: tuple[str, ...]
+    model_name: str
+    max_tokens: int
+
+    def encode(self, text: str) -> Tokens:
+        """The tokens of a bare prompt."""
+
+    def encode_chat(self, messages: tuple[tuple[str, str], ...]) -> Tokens:
+        """The tokens of a chat, a role and a content each, with the model's own template, up to the answer.
+
+        Raises:
+            ServingError: the template refuses the messages.
+        """
+
+    def submit(self, request: Classify | Generate, on_event: Callable[[Event], None]) -> Ticket:
+        """Put a request beside those that wait; passes take up rows of all variants as they come.
+
+        Args:
+            request: for a model of the right task.
+            on_event: is told each event, in order, from the engine's thread; must return at once and raise nothing.
+
+        Raises:
+            UnknownVariantError: before it waits.
+            TooLongError: before it waits.
+            BusyError: the queue is full, or the engine drains.
+        """
+
+    def statistics(self) -> Statistics:
+        """At this moment."""
+
+    def drain(self, seconds: float) -> bool:
+        """Accept nothing more, finish what was accepted; False if that took longer, and the rest was given up."""
+
+    def close(self) -> None:
+        """Give up what is under way and free the memory."""
