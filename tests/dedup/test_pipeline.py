@@ -259,7 +259,7 @@ def test_what_cannot_be_stored_is_refused_while_the_store_is_untouched(described
             deduplicate(described, other.__getitem__, DigitsEvaluator(), store, SETTINGS)
         assert not store.names
         deduplicate(described[:1], trained.__getitem__, DigitsEvaluator(), store, SETTINGS)
-        with pytest.raises(InputError, match="name = 'round-20': the store has a model of that name"):
+        with pytest.raises(InputError, match="holds 'round-20' from other settings, variants or validation"):
             deduplicate(described, trained.__getitem__, DigitsEvaluator(), store, SETTINGS)
         assert store.names == ["round-20"]
 
