@@ -288,3 +288,10 @@ def test_a_plan_looks_at_no_weights(described):
     selection = planning.plan(described, SETTINGS)
     assert set(selection.assignments) | set(selection.untouched) == {variant.name for variant in described}
     assert partial(planning.plan, described)(SETTINGS) == selection
+
+
+def test_several_bases_of_one_run_leave_most_variants_to_share(described):
+    selection = planning.plan(described, replace(SETTINGS, strategy="multi"))
+    assert {name: assignment.bases for name, assignment in selection.assignments.items()} == {
+        f"round-{n}": ("round-20",) for n in (25, 30, 35, 40)
+    }
