@@ -177,8 +177,8 @@ class Costs:
         """What validating the variant once is charged."""
         if self.records is None:
             return []
-        where = {"data_set": self.records.data_set, "delta": self.records.delta}
-        return [Charge(name=name, event=event, **where) for event in self.validation]
+        data_set, delta = self.records.data_set, self.records.delta
+        return [Charge(name=name, data_set=data_set, delta=delta, event=event) for event in self.validation]
 
     def _charged(self, names: Collection[str]) -> list[Charge]:
         """All that was charged for those of the variants that are targets."""

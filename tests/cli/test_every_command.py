@@ -72,7 +72,7 @@ EXAMPLES = {
         infinite="variants 2 epsilon_before",
     ),
     "dedup restore": Example("store round-14 --out round-14.safetensors", prepared_by="dedup run"),
-    "dedup list": Example("store", infinite="variants 2 epsilon_before", prepared_by="dedup run"),
+    "dedup list": Example("store", prepared_by="dedup run"),
     "dedup remove": Example("store round-12", prepared_by="dedup run"),
     "dedup gc": Example("store", prepared_by="dedup run"),
     "dedup verify": Example("store", prepared_by="dedup run"),
