@@ -44,6 +44,7 @@ class AdapterEvaluator:
 
     Attributes:
         num_records: in use.
+        description: which test records these are.
         private: None, since the records are public.
         model: the run's model.
     """
@@ -56,6 +57,7 @@ class AdapterEvaluator:
         chosen = np.random.default_rng(seed).permutation(len(bench.test))[: num_records or None]
         self.model, self._test = bench.model, bench.test.part(np.sort(chosen).tolist())
         self.num_records = len(self._test)
+        self.description = f"{self.num_records} of {len(bench.test)} test records, seed {seed}"
         # Not only the trained ones: if only B is trained, a variant contains A too.
         by_address = {p.data_ptr(): (name, p) for name, p in self.model.peft_model.named_parameters()}
         stored = get_peft_model_state_dict(self.model.peft_model)
@@ -64,14 +66,20 @@ class AdapterEvaluator:
         self._parameters = {name: by_address[tensor.data_ptr()] for name, tensor in stored.items()}
 
     @classmethod
-    def of_run(cls, folder: Path) -> AdapterEvaluator:
+    def of_run(cls, folder: Path, *, num_records: int | None = None, seed: int | None = None) -> AdapterEvaluator:
         """The evaluator of the run in a folder.
+
+        Args:
+            folder: of the run.
+            num_records: number of test records to use, 0 for all; None for the run's `dedup_records`.
+            seed: for choosing them; None for the run's.
 
         Raises:
             InputError: there is no run, or its data or model are no longer available.
         """
         config = read_config(folder)
-        return cls(workbench(config), num_records=config.dedup_records, seed=config.seed)
+        number = config.dedup_records if num_records is None else num_records
+        return cls(workbench(config), num_records=number, seed=config.seed if seed is None else seed)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import itertools
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedpriv.cli import dedup_store
 from fedpriv.cli.dedup_bench import bench
+from fedpriv.cli.dedup_progress import shown
 from fedpriv.cli.options import OneOf, StorePath, result_of
 from fedpriv.cli.output import AsJson, show
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
-    from fedpriv.dedup.pipeline import Evaluator, Outcome
+    from fedpriv.dedup.outcomes import Outcome
+    from fedpriv.dedup.pipeline import Evaluator
     from fedpriv.dedup.planning import Settings
     from fedpriv.dedup.validation import PrivateValidation
     from fedpriv.dedup.variants import Described
@@ -96,7 +99,9 @@ def run(
             help="The search for blocks to replace.",
         ),
     ] = "drd",
-    block_size: Annotated[int, typer.Option(help="Values in a block.", min=1)] = 1024,
+    block_size: Annotated[
+        int | None, typer.Option(help="Values in a block; by default as fits the smallest model.", min=1)
+    ] = None,
     option: Annotated[
         list[str] | None, typer.Option("-o", help="key=value, an option of the algorithm; may be repeated.")
     ] = None,
@@ -109,13 +114,19 @@ def run(
     ] = None,
     cutoff: Annotated[int, typer.Option(help="For private records: failures that end a validation.", min=1)] = 3,
     ledger: Annotated[Path | None, typer.Option(help="For private records: the ledger to charge.")] = None,
+    validation_records: Annotated[
+        int | None,
+        typer.Option(help="Test records of the run for validation; 0 for all; by default its dedup_records.", min=0),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Which of them; by default the run's seed.", min=0)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Store all variants, replacing as many of their blocks by blocks of their bases as validation accepts.
 
-    The variants of a run, RUN/variants, are validated on the run's own test set.
+    The variants of a run, RUN/variants, are validated on the run's own test set. Interrupted, the same command goes on
+    with the variants that are not stored yet.
 
-    Example: fedpriv dedup run RUN/variants RUN/store --fairness outcome
+    Example: fedpriv dedup run RUN/variants RUN/store --fairness outcome --validation-records 500
 
     Example: fedpriv dedup run variants store --evaluator study:evaluator --algorithm dred -o min_batch=10
     """
@@ -123,32 +134,45 @@ def run(
     from fedpriv.dedup import pipeline, variants
     from fedpriv.dedup.store import Store
 
+    described = _described(folder, epsilon_bound, utility_bound)
+    folders = {variant.name: path for path, variant in described.items()}
+
+    def read(name: str) -> dict[str, Any]:
+        return variants.read_tensors(folders[name])
+
     settings = _settings(
         strategy=strategy,
         fairness=fairness,
         algorithm=algorithm,
-        block_size=block_size,
+        block_size=block_size or _fitting(described.values(), read),
         options=parse_overrides(option or []),
     )
-    described = _described(folder, epsilon_bound, utility_bound)
-    folders = {variant.name: path for path, variant in described.items()}
-    judge = result_of("evaluator", evaluator) if evaluator else _of_run(folder)
-    with _private_validation(judge, validation_epsilon, cutoff, ledger) as private, Store(store) as opened:
-        outcomes = pipeline.deduplicate(
-            list(described.values()),
-            lambda name: variants.read_tensors(folders[name]),
-            judge,
-            opened,
-            settings,
-            private=private,
-        )
-        summary = {
-            "compression_ratio": opened.compression_ratio,
-            "bytes_stored": opened.bytes_stored,
-            "bytes_logical": opened.bytes_logical,
-            "num_validations": sum(outcome.num_validations for outcome in outcomes),
-            "variants": [asdict(outcome) for outcome in outcomes],
-        }
+    if evaluator and (validation_records, seed) != (None, None):
+        raise InputError("validation_records, seed: are for a run's own test set; an --evaluator chooses its records")
+    if not evaluator:
+        _check_of_run(folder)
+    with shown(quiet=as_json) as observer:
+        pipeline.check(list(described.values()), read, store, settings)
+        judge = result_of("evaluator", evaluator) if evaluator else _of_run(folder, validation_records, seed)
+        with _private_validation(judge, validation_epsilon, cutoff, ledger) as private, Store(store) as opened:
+            outcomes = pipeline.deduplicate(
+                list(described.values()),
+                read,
+                judge,
+                opened,
+                settings,
+                private=private,
+                evaluation=evaluator or judge.description,
+                observer=observer,
+            )
+            summary = {
+                "compression_ratio": opened.compression_ratio,
+                "bytes_stored": opened.bytes_stored,
+                "bytes_logical": opened.bytes_logical,
+                "block_size": settings.block_size,
+                "num_validations": sum(outcome.num_validations for outcome in outcomes),
+                "variants": [asdict(outcome) for outcome in outcomes],
+            }
     lines = [_line(outcome) for outcome in outcomes]
     lines.append(f"{summary['bytes_stored']} of {summary['bytes_logical']} bytes stored")
     show(summary, lines, as_json)
@@ -167,45 +191,9 @@ def _line(outcome: Outcome) -> str:
     )
 
 
-@app.command()
-def restore(
-    store: StorePath,
-    name: Annotated[str, typer.Argument(help="Name of the variant.")],
-    out: Annotated[Path, typer.Option(help="The safetensors file to write.")],
-    as_json: AsJson = False,
-) -> None:
-    """Write a stored variant as an ordinary safetensors file, bit for bit as it was validated.
-
-    Example: fedpriv dedup restore store round-20 --out round-20.safetensors
-    """
-    import safetensors.numpy
-
-    from fedpriv.dedup.store import Store
-
-    if out.exists():
-        raise InputError(f"out = {str(out)!r}: exists; name another file")
-    with Store(store, read_only=True) as opened:
-        tensors = opened.restore(name)
-    temporary = out.with_name(f"{out.name}.tmp")
-    safetensors.numpy.save_file(tensors, temporary)
-    temporary.replace(out)
-    show({"name": name, "file": str(out), "num_tensors": len(tensors)}, [f"{len(tensors)} tensors in {out}"], as_json)
-
-
-@app.command()
-def verify(store: StorePath, as_json: AsJson = False) -> None:
-    """Check that every block, manifest and extra tensor of a store is as it was written. Exit code 1 if not.
-
-    Example: fedpriv dedup verify store
-    """
-    from fedpriv.dedup.store import Store
-
-    with Store(store, read_only=True) as opened:
-        damage, names = opened.verify(), opened.names
-    show({"names": names, "damage": damage}, damage or [f"{len(names)} variants, all sound"], as_json)
-    raise typer.Exit(1 if damage else 0)
-
-
+for command in (dedup_store.restore, dedup_store.verify, dedup_store.remove, dedup_store.gc):
+    app.command()(command)
+app.command("list")(dedup_store.list_)
 app.command()(bench)
 
 
@@ -238,13 +226,25 @@ def _described(folder: Path, epsilon_bound: float | None, utility_bound: float |
     return described
 
 
-def _of_run(folder: Path) -> Any:
-    """The evaluator of the run that the folder's variants belong to."""
+def _fitting(variants: Iterable[Described], read: Callable[[str], Mapping[str, Any]]) -> int:
+    """The block size that fits the smallest of the architectures."""
+    from fedpriv.dedup.blocks import fitting_block_size
+
+    models = [read(name) for name in {variant.architecture: variant.name for variant in variants}.values()]
+    return min(fitting_block_size(t.size for t in model.values() if t.dtype == "float32") for model in models)
+
+
+def _check_of_run(folder: Path) -> None:
+    """Refuse a folder that is not a run's; the run's model is not loaded yet."""
     if not (folder.absolute().parent / "config.toml").exists():
         raise InputError(f"folder = {str(folder)!r}: is not the variants of a run; give an --evaluator for them")
+
+
+def _of_run(folder: Path, num_records: int | None, seed: int | None) -> Any:
+    """The evaluator of the run that the folder's variants belong to."""
     from fedpriv.adapter_variants import AdapterEvaluator
 
-    return AdapterEvaluator.of_run(folder.absolute().parent)
+    return AdapterEvaluator.of_run(folder.absolute().parent, num_records=num_records, seed=seed)
 
 
 @contextmanager

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from fedpriv.dedup.algorithms import algorithm as algorithm
     from fedpriv.dedup.blocks import Layout as Layout
     from fedpriv.dedup.blocks import layout_of as layout_of
+    from fedpriv.dedup.outcomes import Outcome as Outcome
     from fedpriv.dedup.pipeline import Evaluator as Evaluator
-    from fedpriv.dedup.pipeline import Outcome as Outcome
     from fedpriv.dedup.pipeline import deduplicate as deduplicate
     from fedpriv.dedup.planning import Settings as Settings
     from fedpriv.dedup.serving import Registry as Registry

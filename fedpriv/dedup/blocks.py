@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ Tensors = dict[str, NDArray[Any]]
 """{name: array} of one model"""
 
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+LEAST_VALUES, MOST_VALUES, WANTED_BLOCKS = 64, 1024, 256
 DTYPES = ("bool", *_INTEGERS, "float16", "float32", "float64")
 
 
@@ -188,6 +189,21 @@ def layout_of(tensors: Mapping[str, NDArray[Any]], block_size: int, dtype: str =
         InputError: as `Layout`.
     """
     return Layout(block_size=block_size, dtype=dtype, tensors=_specs(tensors))
+
+
+def fitting_block_size(sizes: Iterable[int]) -> int:
+    """The block size for a model whose user gives none: a power of two, in [64, 1024] unless its tensors are smaller.
+
+    The largest of these that cuts the model into at least 256 blocks, since searches leave ranges of fewer than about
+    30 as they are; but a block takes 40 bytes to keep track of, which 64 float32 values are worth and fewer are not.
+
+    Args:
+        sizes: values of each tensor.
+    """
+    known = [size for size in sizes if size]
+    wanted = min(MOST_VALUES, max(LEAST_VALUES, sum(known) // WANTED_BLOCKS))
+    largest = max(known, default=1)
+    return 1 << (min(wanted, largest).bit_length() - 1)
 
 
 def _specs(tensors: Mapping[str, NDArray[Any]]) -> tuple[TensorSpec, ...]:

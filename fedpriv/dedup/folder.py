@@ -5,6 +5,7 @@ blocks.GENERATION.npy: [rows, block_size], append-only; rows that no model uses 
 catalogue.GENERATION.npy: for each of these rows, the block's number and the SHA-256 of its values
 manifests/NAME.json: tensors, block numbers, privacy and provenance of a model
 extras/NAME.safetensors: the tensors of a model that are not cut into blocks
+charges.json: what validating variants has cost private records (`fedpriv.dedup.charges`)
 lock: held by the one process that writes
 """
 
@@ -42,6 +43,11 @@ class Folder:
         """The file that the writer locks."""
         return self.path / "lock"
 
+    @property
+    def charges(self) -> Path:
+        """What private records were charged; independent of the index, since it outlives the models."""
+        return self.path / "charges.json"
+
     def manifest(self, name: str) -> Path:
         """The manifest of a model."""
         return self.path / "manifests" / f"{name}.json"
@@ -70,7 +76,7 @@ class Folder:
     def strays(self, index: Index) -> list[Path]:
         """Files that are not valid, left behind by a writer that was killed."""
         present = {path for pattern in ("*", "*/*") for path in self.path.glob(pattern) if path.is_file()}
-        return sorted(present - {self.index, self.lock, *self.files(index)})
+        return sorted(present - {self.index, self.lock, self.charges, *self.files(index)})
 
     def looks_new(self) -> bool:
         """Whether the folder is empty, or holds only what a writer killed before its first commit leaves behind."""

@@ -5,20 +5,29 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.accounting.events import Event
-from fedpriv.accounting.law import Accountant
 from fedpriv.dedup.algorithms import Positions, algorithm
 from fedpriv.dedup.algorithms.mistique import minhash_similarity
-from fedpriv.dedup.base_selection import Assignment, Selection
+from fedpriv.dedup.base_selection import Assignment
 from fedpriv.dedup.block_saliency import by_block
-from fedpriv.dedup.blocks import Layout, layout_of
+from fedpriv.dedup.blocks import Layout
 from fedpriv.dedup.distance import nearest
-from fedpriv.dedup.planning import Settings, cost_of, plan
+from fedpriv.dedup.outcomes import Costs, Deduplicated, Outcome
+from fedpriv.dedup.planning import Settings
+from fedpriv.dedup.progress import Observer, Watch
+from fedpriv.dedup.resumption import (
+    PLAN,
+    VALIDATION,
+    check_has_blocks,
+    layouts_and_plan,
+    stored_outcomes,
+    validation_digest,
+)
 from fedpriv.dedup.saliency import Saliency
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.validation import PrivateRecords, PrivateValidation, PublicValidator, allowed_drop
@@ -61,38 +70,6 @@ class Validator(Protocol):
         """Whether a variant with this many correct answers passes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """The result for one variant.
-
-    Attributes:
-        name: of the variant.
-        bases: whose blocks it may hold; empty if it stays as it was.
-        untouched: why it stays as it was; None if it has bases.
-        num_blocks: in the variant.
-        num_replaced: blocks that were replaced.
-        num_validations: counted by the search.
-        correct_before, correct_after: out of `num_records` validation records; None if these are private.
-        epsilon_before, epsilon_after, delta: against a reader of this variant alone; `epsilon_after` includes the
-            cost of private validation.
-        epsilons: {method: epsilon} after deduplication, the largest over data sets.
-    """
-
-    name: str
-    bases: tuple[str, ...]
-    untouched: str | None
-    num_blocks: int
-    num_replaced: int
-    num_validations: int
-    correct_before: int | None
-    correct_after: int | None
-    num_records: int
-    epsilon_before: float
-    epsilon_after: float
-    delta: float
-    epsilons: Mapping[str, float]
-
-
 def deduplicate(
     variants: Sequence[Described],
     read_tensors: Callable[[str], Tensors],
@@ -101,6 +78,8 @@ def deduplicate(
     settings: Settings,
     *,
     private: PrivateValidation | None = None,
+    evaluation: str = "",
+    observer: Observer | None = None,
 ) -> list[Outcome]:
     """Store all variants; a target stores as many blocks of its bases as validation accepts.
 
@@ -108,94 +87,141 @@ def deduplicate(
     private validation included, stays within its limit. Every base is stored before the variants that use it. Private
     records are charged for a target before they are first used for it.
 
+    An interrupted call can be repeated with the same arguments: what is stored stays, and the rest follows as if
+    nothing had happened, except that private records are charged once more for the target that was under way. Its
+    epsilon then counts both charges; if its limit has no room for them, it stays as it is.
+
     Args:
-        variants: to be stored; none of them is in the store yet.
+        variants: to be stored; those that are in the store already were stored by a call with the same arguments.
         read_tensors: gives the tensors of a variant by name.
         evaluator: of the validation records.
         store: open for writing.
         settings: see `Settings`.
         private: how the evaluator's records are queried; required if, and only if, they are private.
+        evaluation: what else decides a validation, such as the evaluator's name and seed; compared with that of
+            variants that are stored already.
+        observer: is told how far it is.
 
     Raises:
         InputError: the algorithm or an option is unknown, a variant has another layout than its base, or a name is
-            taken.
+            taken by a variant that was stored in another way.
         StoreError: the store cannot be written.
         ValueError: `private` is given without private records, or missing for private records.
     """
     if (private is None) != (evaluator.private is None):
         raise ValueError("private: must be given where the evaluator's records are private, and only there")
     search = algorithm(settings.algorithm)
-    if private is None:
-        variants = [_measured(variant, read_tensors, evaluator) for variant in variants]
-    costs = _Costs.of(variants, settings, evaluator, private)
+    layouts, plan_digest = layouts_and_plan(variants, read_tensors, settings)
+    validation = validation_digest(evaluator.num_records, evaluator.private, private, evaluation)
+    digests = {PLAN: plan_digest, VALIDATION: validation}
+    outcomes = {name: Outcome.of(fields) for name, fields in stored_outcomes(store, layouts, digests).items()}
+    correct = {} if private else _counts(variants, read_tensors, evaluator, outcomes)
+    costs = Costs.of(
+        [_measured(each, correct, evaluator.num_records) for each in variants],
+        settings,
+        evaluator.private,
+        evaluator.num_records,
+        private,
+        store,
+    )
     assignments = costs.selection.assignments
-    _check(assignments, costs.known, read_tensors, store, settings)
-    outcomes = []
-    for name in [*(name for name in costs.known if name not in assignments), *assignments]:
-        tensors = read_tensors(name)
-        layout = layout_of(tensors, settings.block_size)
+    _check(assignments, layouts)
+    names = [*(name for name in costs.known if name not in assignments), *assignments]
+    left = [name for name in names if name not in outcomes]
+    targets = sum(name in assignments for name in left)
+    watch = Watch(observer=observer, num_variants=len(names), num_left={True: targets, False: len(left) - targets})
+    for name in left:
+        watch.begin(name)
+        tensors, layout = read_tensors(name), layouts[name]
         blocks, extras = layout.to_blocks(tensors)
-        correct = evaluator.count_correct(tensors)
-        result = _Deduplicated(blocks, 0, 0, correct)
-        if assignment := assignments.get(name):
-            base = _blocks_of(store, assignment)
-            utility = costs.known[name].utility or 0.0
-            drop = allowed_drop(max(0.0, utility - assignment.limits.utility), evaluator.num_records)
-            validator: Validator = PublicValidator(original_correct=correct, max_drop=drop)
-            if private and evaluator.private:
-                validator = private.validator(name, correct, drop)
-                if evaluator.private.saliency:
-                    private.charge(name, evaluator.private.saliency)
+        assignment = costs.affordable(name)
+        if name not in correct and (assignment or not private):
+            correct[name] = evaluator.count_correct(tensors)
+        result = Deduplicated(blocks, 0, 0, correct.get(name, 0))
+        if assignment:
+            validator = _validator(assignment, correct[name], costs, private)
             saliency = by_block(evaluator.saliency(tensors), layout, settings.aggregation)
+            base = _blocks_of(store, assignment)
             indices, _ = nearest(blocks, base, settings.metric)
-            trial = _Trial(layout, blocks, extras, base[indices], np.argsort(saliency, kind="stable"), evaluator)
-            result = trial.run(search, validator, trial.options(settings), correct)
-        outcome = costs.outcome(name, result, correct, evaluator)
+            order = np.argsort(saliency, kind="stable")
+            trial = _Trial(layout, blocks, extras, base[indices], order, evaluator, watch.validated)
+            result = trial.run(search, validator, trial.options(settings), correct[name])
+        outcome = outcomes[name] = costs.outcome(name, assignment, result, correct.get(name))
         store.add(
             name,
             layout,
             result.blocks,
             extras,
             privacy={"epsilon": outcome.epsilon_after, "delta": outcome.delta, "epsilons": dict(outcome.epsilons)},
-            provenance={"bases": list(outcome.bases), "outcome": _plain(asdict(outcome))},
+            provenance={"bases": list(outcome.bases), "outcome": _plain(asdict(outcome)), **digests},
         )
-        outcomes.append(outcome)
         log.info("%s: %s of %s blocks replaced", name, outcome.num_replaced, outcome.num_blocks)
-    return outcomes
+        watch.store(is_target=name in assignments)
+    return [outcomes[name] for name in names]
 
 
-def _check(
-    assignments: Mapping[str, Assignment],
-    known: Mapping[str, Described],
-    read_tensors: Callable[[str], Tensors],
-    store: Store,
-    settings: Settings,
+def check(
+    variants: Sequence[Described], read_tensors: Callable[[str], Tensors], store: Path, settings: Settings
 ) -> None:
-    """Refuse variants that cannot be stored, before any of them is."""
-    if taken := sorted(set(known) & set(store.names)):
-        raise InputError(f"name = {taken[0]!r}: the store has a model of that name; remove it, or use another store")
-    layouts = {name: layout_of(read_tensors(name), settings.block_size) for name in known}
+    """Refuse what `deduplicate` would refuse, as far as it can be known before any model is loaded.
+
+    Args:
+        variants: see `deduplicate`.
+        read_tensors: see `deduplicate`.
+        store: its folder, which may be missing.
+        settings: see `Settings`.
+
+    Raises:
+        InputError: the variants share no blocks of this size, or the store holds some from another plan.
+        StoreError: another process is writing to the store, or it is damaged.
+    """
+    layouts, digest = layouts_and_plan(variants, read_tensors, settings)
+    for name, layout in layouts.items():
+        check_has_blocks(name, layout)
+    if store.exists() and (not store.is_dir() or any(store.iterdir())):
+        with Store(store) as opened:
+            stored_outcomes(opened, layouts, {PLAN: digest})
+
+
+def _check(assignments: Mapping[str, Assignment], layouts: Mapping[str, Layout]) -> None:
+    """Refuse variants that cannot share blocks, before any of them is stored."""
     for name, assignment in assignments.items():
+        check_has_blocks(name, layouts[name])
         for base in assignment.bases:
             if difference := layouts[base].difference(layouts[name]):
                 raise InputError(f"{name}: is of another architecture than its base {base}: {difference}")
 
 
-def _measured(variant: Described, read_tensors: Callable[[str], Tensors], evaluator: Evaluator) -> Described:
-    """The variant with its utility, measured here if it is not known yet."""
-    if variant.utility is not None:
+def _counts(
+    variants: Sequence[Described],
+    read_tensors: Callable[[str], Tensors],
+    evaluator: Evaluator,
+    stored: Mapping[str, Outcome],
+) -> dict[str, int]:
+    """{variant of unknown utility, or stored: how many records it answers correctly}."""
+    known = {name: outcome.correct_before for name, outcome in stored.items() if outcome.correct_before is not None}
+    unknown = [variant.name for variant in variants if variant.utility is None and variant.name not in known]
+    return known | {name: evaluator.count_correct(read_tensors(name)) for name in unknown}
+
+
+def _measured(variant: Described, correct: Mapping[str, int], num_records: int) -> Described:
+    """The variant with its utility as it was counted here, if it is not known otherwise."""
+    if variant.utility is not None or variant.name not in correct:
         return variant
-    return replace(variant, utility=evaluator.count_correct(read_tensors(variant.name)) / evaluator.num_records)
+    return replace(variant, utility=correct[variant.name] / num_records)
 
 
-@dataclass(frozen=True, eq=False)
-class _Deduplicated:
-    """The blocks of a variant as they are to be stored, and the figures of the search that chose them."""
-
-    blocks: NDArray[Any]
-    num_replaced: int
-    num_validations: int
-    correct: int
+def _validator(assignment: Assignment, correct: int, costs: Costs, private: PrivateValidation | None) -> Validator:
+    """The validator of a target; charges for it, and for its saliency."""
+    name = assignment.target
+    drop = allowed_drop(max(0.0, (costs.known[name].utility or 0.0) - assignment.limits.utility), costs.num_records)
+    if private is None or costs.records is None:
+        return PublicValidator(original_correct=correct, max_drop=drop)
+    costs.charge(name)
+    validator = private.validator(name, correct, drop)
+    if costs.records.saliency:
+        private.charge(name, costs.records.saliency)
+    return validator
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,6 +234,7 @@ class _Trial:
     nearest: NDArray[Any]
     order: NDArray[np.int64]
     evaluator: Evaluator
+    validated: Callable[[], None]
 
     def options(self, settings: Settings) -> Mapping[str, Any]:
         """The options of the search, with the block similarities that Mistique needs."""
@@ -219,17 +246,18 @@ class _Trial:
 
     def run(
         self, search: Callable[..., Any], validator: Validator, options: Mapping[str, Any], correct: int
-    ) -> _Deduplicated:
+    ) -> Deduplicated:
         counts: dict[Positions, int] = {frozenset(): correct}
 
         def accept(positions: Positions) -> bool:
             count = self.evaluator.count_correct(self.layout.from_blocks(self.replaced(positions), self.extras))
             counts[positions] = count
+            self.validated()
             return validator.accept(count)
 
         result = search(len(self.order), accept, **options)
         chosen = frozenset(result.replaced)
-        return _Deduplicated(self.replaced(chosen), len(chosen), result.num_validations, counts[chosen])
+        return Deduplicated(self.replaced(chosen), len(chosen), result.num_validations, counts[chosen])
 
     def replaced(self, positions: Positions) -> NDArray[Any]:
         rows = self.order[sorted(positions)]
@@ -242,69 +270,6 @@ def _blocks_of(store: Store, assignment: Assignment) -> NDArray[Any]:
     """All blocks of the bases, [n, block_size]."""
     manifests = [store.manifest(name) for name in assignment.bases]
     return np.concatenate([np.asarray(store.blocks[store.rows(manifest.blocks)]) for manifest in manifests])
-
-
-@dataclass(frozen=True, eq=False)
-class _Costs:
-    """Which variant takes blocks of which, and the costs; `validation`: what one target costs private records."""
-
-    known: Mapping[str, Described]
-    selection: Selection
-    accountant: Accountant
-    validation: Mapping[str, Sequence[Event]]
-    deltas: Mapping[str, float]
-
-    @classmethod
-    def of(
-        cls,
-        variants: Sequence[Described],
-        settings: Settings,
-        evaluator: Evaluator,
-        private: PrivateValidation | None,
-    ) -> _Costs:
-        validation: dict[str, Sequence[Event]] = {}
-        deltas: dict[str, float] = {}
-        if private and (records := evaluator.private):
-            validation[records.data_set] = private.events(records)
-            deltas[records.data_set] = records.delta
-        return cls(
-            {variant.name: variant for variant in variants},
-            plan(variants, settings, validation, deltas),
-            settings.accountant,
-            validation,
-            deltas,
-        )
-
-    def originals(self, name: str) -> list[str]:
-        """The variants whose blocks this one may hold, directly or indirectly."""
-        assignment = self.selection.assignments.get(name)
-        bases = assignment.bases if assignment else ()
-        return sorted({each for base in bases for each in (base, *self.originals(base))})
-
-    def outcome(self, name: str, result: _Deduplicated, correct: int, evaluator: Evaluator) -> Outcome:
-        # A target with no replaced block has still consulted its bases and the validation records.
-        names = (name, *self.originals(name))
-        runs = sum(each in self.selection.assignments for each in names)
-        extra = {id_: tuple(events) * runs for id_, events in self.validation.items() if runs}
-        cost = cost_of([self.known[each] for each in names], self.accountant, extra, self.deltas)
-        methods = sorted({method for each in cost.by_data_set for method in each.epsilons})
-        assignment = self.selection.assignments.get(name)
-        is_public = evaluator.private is None
-        return Outcome(
-            name=name,
-            bases=assignment.bases if assignment else (),
-            untouched=self.selection.untouched.get(name),
-            num_blocks=len(result.blocks),
-            num_replaced=result.num_replaced,
-            num_validations=result.num_validations,
-            correct_before=correct if is_public else None,
-            correct_after=result.correct if is_public else None,
-            num_records=evaluator.num_records,
-            epsilon_before=cost_of([self.known[name]], self.accountant).guarantee.epsilon,
-            epsilon_after=cost.guarantee.epsilon,
-            delta=cost.guarantee.delta,
-            epsilons={m: max(each.epsilons[m] for each in cost.by_data_set if m in each.epsilons) for m in methods},
-        )
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

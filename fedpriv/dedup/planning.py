@@ -8,7 +8,7 @@ from typing import Any
 
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.law import Accountant
-from fedpriv.dedup.base_selection import Fairness, Selection, Strategy, Variant, select_bases
+from fedpriv.dedup.base_selection import Fairness, Selection, Strategy, Variant, select_bases, worthwhile_bases
 from fedpriv.dedup.composition import Guarantee, PublicationCost, publication_cost
 from fedpriv.dedup.variants import Described
 
@@ -45,7 +45,8 @@ def plan(
 ) -> Selection:
     """Which variant may take blocks of which, by their joint cost; no weights are read.
 
-    The cost of a target with a base is the `publication_cost` of both, by the tightest composition that holds.
+    The cost of a target with a base is the `publication_cost` of both, by the tightest composition that holds. Where
+    variants share releases, `multi` takes no more bases than are worthwhile.
 
     Args:
         variants: all variants that are stored together.
@@ -69,7 +70,14 @@ def plan(
         strategy=settings.strategy,
         fairness=settings.fairness,
         cost=cost,
+        most_bases=worthwhile_bases if _share_releases(variants) else None,
     )
+
+
+def _share_releases(variants: Sequence[Described]) -> bool:
+    """Whether two variants descend from one upload: then bases cost hardly any epsilon, and bounds end no list."""
+    ancestors = [variant.history.ancestors or frozenset() for variant in variants]
+    return len(frozenset().union(*ancestors)) < sum(map(len, ancestors))
 
 
 def cost_of(

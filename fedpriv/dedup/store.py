@@ -247,6 +247,19 @@ class Store:
         """bytes_stored / bytes_logical; smaller is better, and 1 for an empty store."""
         return self.bytes_stored / self.bytes_logical if self.bytes_logical else 1.0
 
+    def check_blocks(self, name: str, layout: Layout) -> None:
+        """Refuse a model whose blocks are not of the size and dtype of those that are stored.
+
+        Raises:
+            InputError: they are not.
+        """
+        known = self._state.index.block_size, self._state.index.dtype
+        if known[0] and known != (layout.block_size, layout.dtype):
+            raise InputError(
+                f"model = {name!r}: blocks of {layout.block_size} {layout.dtype}, but {self.path} has blocks of "
+                f"{known[0]} {known[1]}; use these, or another store"
+            )
+
     def _append(self, index: Index, numbered: NumberedBlocks, name: str, contents: tuple[bytes, bytes]) -> None:
         """Write a model's files and rows, and then the index that names them."""
         for path, content in zip((self._folder.manifest(name), self._folder.extras(name)), contents, strict=True):
@@ -312,12 +325,7 @@ class Store:
             raise InputError(f"model = {name!r}: a name has letters, digits and . _ = + -, 1 to 100 of them")
         if name in self._state.index.models:
             raise InputError(f"model = {name!r}: stored already; remove it first, or take another name")
-        known = self._state.index.block_size, self._state.index.dtype
-        if known[0] and known != (layout.block_size, layout.dtype):
-            raise InputError(
-                f"model = {name!r}: blocks of {layout.block_size} {layout.dtype}, but {self.path} has blocks of "
-                f"{known[0]} {known[1]}; use these, or another store"
-            )
+        self.check_blocks(name, layout)
 
     def _files(self, name: str) -> Files:
         if name not in self._state.index.models:

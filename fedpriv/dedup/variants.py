@@ -75,7 +75,7 @@ def write(folder: Path, described: Described, tensors: Mapping[str, NDArray[Any]
 def describe(folder: Path, described: Described) -> None:
     """Write the description of a variant whose tensors have been written."""
     temporary = folder / f"{FILE}.tmp"
-    temporary.write_text(json.dumps(_to_json(described)) + "\n")
+    temporary.write_text(json.dumps(to_json(described)) + "\n")
     temporary.replace(folder / FILE)
 
 
@@ -109,7 +109,8 @@ def read_tensors(folder: Path) -> dict[str, NDArray[Any]]:
         raise InputError(f"{files[0]}: cannot be read ({error})") from None
 
 
-def _to_json(described: Described) -> dict[str, Any]:
+def to_json(described: Described) -> dict[str, Any]:
+    """The content of a `variant.json`, as plain values."""
     history = described.history
     uploads = None
     if history.ancestors is not None:

@@ -16,7 +16,7 @@ class StoredVariants:
     """The variants in a store.
 
     Attributes:
-        outcomes: one for each variant: what deduplication did to it, under the names of `dedup.pipeline.Outcome`.
+        outcomes: one for each variant: what deduplication did to it, under the names of `dedup.outcomes.Outcome`.
         bytes_stored: of all variants, each shared block once.
         bytes_logical: of all variants as plain files.
     """

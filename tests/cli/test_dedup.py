@@ -8,6 +8,7 @@ import pytest
 import safetensors.numpy
 
 from fedpriv.accounting.events import PureEpsilon
+from fedpriv.dedup.distance import nearest
 from fedpriv.ledger.ledger import Ledger
 from tests.cli.command_line import as_json, fedpriv
 from tests.cli.inputs import write_study
@@ -17,6 +18,9 @@ from tests.cli.inputs import write_study
 def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the module `study` and, under variants/, three rounds of a run."""
     return write_study(tmp_path_factory.mktemp("study"))
+
+
+RUN = ["--evaluator", "study:evaluator", "--block-size", "128", "-o", "min_batch=1", "--fairness", "outcome"]
 
 
 def test_variants_are_planned_stored_restored_and_verified(study, tmp_path):
@@ -61,6 +65,84 @@ def test_private_records_are_charged_to_their_ledger_and_no_number_is_shown(stud
     assert not (study / "s").exists()
 
 
+def test_without_a_terminal_there_is_a_line_for_each_variant(study, tmp_path):
+    out, err = fedpriv("dedup", "run", "variants", tmp_path / "store", *RUN, folder=study)
+    assert [line.split(" | ")[:2] for line in err.splitlines()] == [
+        [f"{num} of 3 variants stored", name] for num, name in enumerate(("round-10", "round-12", "round-14"), 1)
+    ]
+    assert err.splitlines()[-1].endswith(" | 0:00:00 left")
+    assert "bytes stored" in out
+
+
+def test_interrupted_it_says_how_to_go_on_and_goes_on(study, tmp_path):
+    whole = as_json("dedup", "run", "variants", tmp_path / "whole", *RUN, folder=study)
+    command = ["dedup", "run", "variants", tmp_path / "store", *RUN]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(AlgorithmStopped, "calls", 0)
+        patched.setattr("fedpriv.dedup.pipeline.nearest", AlgorithmStopped())
+        out, err = fedpriv(*command, folder=study, code=130)
+    assert out == ""
+    assert err.splitlines()[-1] == "interrupted: 2 of 3 variants are stored; the same command goes on from there"
+    assert as_json(*command, folder=study) == whole
+
+
+class AlgorithmStopped:
+    """Ctrl-C in the second search for nearest blocks."""
+
+    calls = 0
+
+    def __call__(self, *arguments):
+        AlgorithmStopped.calls += 1
+        if AlgorithmStopped.calls == 2:
+            raise KeyboardInterrupt
+        return nearest(*arguments)
+
+
+def test_another_command_for_the_same_store_is_refused_before_the_evaluator_is_asked(study, tmp_path):
+    fedpriv("dedup", "run", "variants", tmp_path / "store", *RUN, folder=study)
+    for change in (["-o", "min_batch=2"], ["--utility-bound", "0.2"], ["--block-size", "64"]):
+        command = ["dedup", "run", "variants", tmp_path / "store", *RUN, *change, "--evaluator", "missing:evaluator"]
+        out, err = fedpriv(*command, folder=study, code=2)
+        assert out == ""
+        assert "from other settings" in err or "has blocks of 128" in err
+        assert err.count("\n") == 1
+
+
+def test_a_base_goes_with_its_targets_and_gc_gives_its_space_back(study, tmp_path):
+    store = tmp_path / "store"
+    fedpriv("dedup", "run", "variants", store, *RUN, "--utility-bound", "0.01", folder=study)
+    first = as_json("dedup", "list", store)
+    listed = {row["name"]: row for row in first["variants"]}
+    (base,) = listed["round-14"]["bases"]
+    assert 0 < listed["round-14"]["num_shared"] <= listed["round-14"]["num_blocks"] == 64
+    assert 0.9 < listed["round-14"]["accuracy"] <= 1
+    assert f"  {base}" in fedpriv("dedup", "list", store)[0]
+    before = out_of(store, tmp_path, "round-14")
+    message = fedpriv("dedup", "remove", store, base, "round-12", code=2)[1]
+    assert message == f"error: name = {base!r}: is a base of round-14, whose epsilon counts it; remove these as well\n"
+    assert "error: model = 'x': not in" in fedpriv("dedup", "remove", store, "round-12", "x", code=2)[1]
+    assert len(as_json("dedup", "list", store)["variants"]) == 3, "a refused removal removes nothing"
+    assert as_json("dedup", "remove", store, "round-12")["left"] == ["round-10", "round-14"]
+    freed = as_json("dedup", "gc", store)
+    assert freed["bytes_freed"] == freed["num_blocks"] * (128 * 4 + 40) > 0
+    assert listed["round-12"]["bytes_own"] == first["bytes_stored"] - freed["bytes_stored"]
+    assert as_json("dedup", "gc", store)["bytes_freed"] == 0
+    assert out_of(store, tmp_path, "round-14") == before
+    assert as_json("dedup", "remove", store, base, "round-14")["left"] == []
+
+
+def out_of(store, folder, name) -> bytes:
+    (folder / "out").unlink(missing_ok=True)
+    fedpriv("dedup", "restore", store, name, "--out", folder / "out")
+    return (folder / "out").read_bytes()
+
+
+def test_a_store_is_not_made_by_looking_for_one(tmp_path):
+    for command in (["list"], ["gc"], ["remove"]):
+        fedpriv("dedup", *command, tmp_path / "none", *(["x"] if command == ["remove"] else []), code=2)
+    assert not (tmp_path / "none").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -74,6 +156,8 @@ def test_private_records_are_charged_to_their_ledger_and_no_number_is_shown(stud
         (["run", "variants", "s", "--evaluator", "missing:evaluator"], "must be MODULE:FUNCTION"),
         (["run", "variants", "s", "--evaluator", "study:private"], "its records are private"),
         (["run", "variants", "s"], "is not the variants of a run; give an --evaluator"),
+        (["run", "variants", "s", "--evaluator", "study:evaluator", "--block-size", "9000"], "largest one has 8192"),
+        (["run", "variants", "s", "--evaluator", "study:evaluator", "--seed", "1"], "a run's own test set"),
         (["run", "variants", "s", "--evaluator", "study:evaluator", "--validation-epsilon", "1"], "are public"),
         (["verify", "nowhere"], "nowhere"),
     ],

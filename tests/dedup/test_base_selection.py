@@ -16,6 +16,7 @@ from fedpriv.dedup.base_selection import (
     metadata_distance,
     own_limits,
     select_bases,
+    worthwhile_bases,
 )
 from fedpriv.dedup.composition import Guarantee
 
@@ -149,6 +150,27 @@ def test_a_cost_by_provenance_lets_a_later_round_use_an_earlier_one():
     assert not select_bases(models, cost=basic_cost).assignments
 
 
+def test_a_base_that_costs_no_epsilon_still_costs_a_target():
+    # Without a limit the last round takes all others as its bases, and seven of eight models stay whole.
+    def union(target, others):
+        return Guarantee(epsilon=max(v.epsilon for v in (target, *others)), delta=target.delta)
+
+    models = [variant(f"round-{r}", r / 10, 0.5) for r in range(1, 9)]
+    unlimited = bases(select_bases(models, strategy="multi", cost=union))
+    assert {name: len(its_bases) for name, its_bases in unlimited.items()} == {"round-8": 7}
+    limited = bases(select_bases(models, strategy="multi", cost=union, most_bases=worthwhile_bases))
+    assert limited == {f"round-{r}": ("round-1",) for r in range(2, 9)}
+    of_two = bases(select_bases(models, strategy="multi", cost=union, most_bases=lambda num: 2))
+    assert of_two == {f"round-{r}": ("round-1", "round-2") for r in range(3, 9)}
+
+
+@pytest.mark.parametrize(("num_variants", "expected"), [(1, 1), (2, 1), (10, 1), (20, 2), (50, 5)])
+def test_how_many_bases_save_most(num_variants, expected):
+    assert worthwhile_bases(num_variants) == expected
+    saved = [(num_variants - k) * (1 + 0.1 * math.log2(k)) for k in range(1, num_variants)]
+    assert not saved or saved[expected - 1] == max(saved)
+
+
 def test_clusters_hold_nothing_further_apart_than_allowed():
     models = [variant(str(place), 1.0, utility=place / 10) for place in range(6)]
     groups = cluster(models, lambda a, b: abs(a.utility - b.utility), 0.25)
@@ -219,10 +241,10 @@ VARIANTS = st.lists(
 STRATEGIES, FAIRNESS = st.sampled_from(["single", "multi", "cross"]), st.sampled_from(["bounds", "outcome"])
 
 
-@given(VARIANTS, STRATEGIES, FAIRNESS, st.randoms())
+@given(VARIANTS, STRATEGIES, FAIRNESS, st.sampled_from([None, worthwhile_bases]), st.randoms())
 @settings(deadline=None, max_examples=300)
-def test_every_selection_keeps_bounds_orders_and_roles(variants, strategy, fairness, random):
-    selection = select_bases(variants, strategy=strategy, fairness=fairness)
+def test_every_selection_keeps_bounds_orders_and_roles(variants, strategy, fairness, most, random):
+    selection = select_bases(variants, strategy=strategy, fairness=fairness, most_bases=most)
     by_name, chosen = {each.name: each for each in variants}, bases(selection)
     assert set(chosen) | set(selection.untouched) == set(by_name)
     assert not set(chosen) & set(selection.untouched)
@@ -248,4 +270,4 @@ def test_every_selection_keeps_bounds_orders_and_roles(variants, strategy, fairn
                 assert after[one.name] <= after[other.name]
 
     shuffled = random.sample(variants, len(variants))
-    assert select_bases(shuffled, strategy=strategy, fairness=fairness) == selection
+    assert select_bases(shuffled, strategy=strategy, fairness=fairness, most_bases=most) == selection

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedpriv.dedup.blocks import DTYPES, layout_of
+from fedpriv.dedup.blocks import DTYPES, fitting_block_size, layout_of
 from fedpriv.errors import InputError
 
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=7)
@@ -102,3 +102,19 @@ def test_equal_architectures_have_equal_layouts_whatever_the_values_and_the_orde
 def test_mistakes_are_named(call, said):
     with pytest.raises(InputError, match=said):
         call()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([1536] * 4 + [3072, 8], 64),  # a LoRA adapter
+        ([22_000_000], 1024),  # a whole encoder
+        ([384 * 384], 512),
+        ([128, 40], 64),
+        ([40, 9], 32),
+        ([1], 1),
+        ([], 1),
+    ],
+)
+def test_a_block_size_fits_the_model(sizes, expected):
+    assert fitting_block_size(sizes) == expected

@@ -259,7 +259,7 @@ def test_what_cannot_be_stored_is_refused_while_the_store_is_untouched(described
             deduplicate(described, other.__getitem__, DigitsEvaluator(), store, SETTINGS)
         assert not store.names
         deduplicate(described[:1], trained.__getitem__, DigitsEvaluator(), store, SETTINGS)
-        with pytest.raises(InputError, match="name = 'round-20': the store has a model of that name"):
+        with pytest.raises(InputError, match="holds 'round-20' from other settings, variants or validation"):
             deduplicate(described, trained.__getitem__, DigitsEvaluator(), store, SETTINGS)
         assert store.names == ["round-20"]
 
@@ -288,3 +288,10 @@ def test_a_plan_looks_at_no_weights(described):
     selection = planning.plan(described, SETTINGS)
     assert set(selection.assignments) | set(selection.untouched) == {variant.name for variant in described}
     assert partial(planning.plan, described)(SETTINGS) == selection
+
+
+def test_several_bases_of_one_run_leave_most_variants_to_share(described):
+    selection = planning.plan(described, replace(SETTINGS, strategy="multi"))
+    assert {name: assignment.bases for name, assignment in selection.assignments.items()} == {
+        f"round-{n}": ("round-20",) for n in (25, 30, 35, 40)
+    }

@@ -28,7 +28,7 @@ from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import workbench
 from server.observer import LogObserver
 from simulations.engines import federation
-from tests.cli.command_line import as_json
+from tests.cli.command_line import as_json, fedpriv
 
 # With small blocks there are many of them; a bound of a twentieth is two of the 48 test records.
 KEPT = {"variant_rounds": [1, 2], "dedup_block_size": 16, "dedup_utility_bound": 0.05, "rounds": 3}
@@ -161,6 +161,15 @@ def test_the_evaluators_saliency_is_the_gradient_of_the_mean_loss(small_run, tmp
 
     slope = abs(loss(0.01) - loss(-0.01)) / 0.02
     assert evaluator.saliency(tensors)[name][0] == pytest.approx(slope, rel=0.02)
+
+
+def test_the_command_fits_its_blocks_to_a_small_model_and_validates_on_as_many_records_as_asked(deduplicated, tmp_path):
+    command = ["dedup", "run", deduplicated / "variants", tmp_path / "store", "--validation-records", "10"]
+    found = as_json(*command)
+    assert {outcome["num_records"] for outcome in found["variants"]} == {10}
+    assert min(outcome["num_blocks"] for outcome in found["variants"]) > 0
+    assert as_json(*command) == found, "all is stored already"
+    assert "from other settings" in fedpriv(*command, "--seed", "7", code=2)[1]
 
 
 def test_the_bench_serves_a_runs_adapters_into_its_own_model(deduplicated):

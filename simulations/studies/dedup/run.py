@@ -11,7 +11,8 @@ from typing import Any
 
 from fedpriv.dedup import variants
 from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.pipeline import Outcome, deduplicate
+from fedpriv.dedup.outcomes import Outcome
+from fedpriv.dedup.pipeline import deduplicate
 from fedpriv.dedup.planning import Settings
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.validation import PrivateRecords, PrivateValidation
