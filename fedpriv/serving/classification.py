@@ -78,9 +78,8 @@ class Classification:
 
     def give_up(self, error: ServingError) -> None:
         """See `Desk`."""
-        for found in list(self._open):
-            tell(found.job, Failed(error=error))
-            self._close(found)
+        self._open, self._rows = [], []
+        self._counter.fail(error)
 
     def _take_in(self) -> None:
         """Give places to texts while there are some: to a new request and to one that has had a turn, by turns."""
@@ -114,7 +113,7 @@ class Classification:
     def _close(self, found: _Open) -> None:
         self._open.remove(found)
         self._rows = [row for row in self._rows if row.of is not found]
-        self._counter.give_back(found.job.variant)
+        self._counter.give_back(found.job)
 
     def _logits(self, rows: Sequence[_Row]) -> list[Tensor | ServingError]:
         """Of each row, or why there are none; rows of a pass that fails run alone."""

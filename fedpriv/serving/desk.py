@@ -1,4 +1,4 @@
-"""What classification and generation share: jobs with their variants, passes that are counted, failures that are told."""
+"""What classification and generation share: jobs with their variants, passes that are counted, failures told."""
 
 from __future__ import annotations
 
@@ -67,6 +67,7 @@ class Counter:
         self.rows = limits.rows if base.shares_passes else 1
         self.passes = Passes()
         self._is_blocked = False
+        self._under_way: set[Job] = set()
 
     def next(self, can_begin: Callable[[Job], bool] = lambda job: True) -> tuple[Job, Weights] | None:
         """The next job, with its variant, which is to be given back; None if there is none that can begin now."""
@@ -87,13 +88,22 @@ class Counter:
                 tell(job, Failed(error=error))
                 continue
             job.begun = True
+            self._under_way.add(job)
             return job, weights
         return None
 
-    def give_back(self, variant: str) -> None:
+    def give_back(self, job: Job) -> None:
         """A job no longer uses its variant."""
-        self.memory.give_back(variant)
-        self._is_blocked = False
+        if job in self._under_way:
+            self._under_way.remove(job)
+            self.memory.give_back(job.variant)
+            self._is_blocked = False
+
+    def fail(self, error: ServingError) -> None:
+        """Give up every job that has its variant."""
+        for job in list(self._under_way):
+            tell(job, Failed(error=error))
+            self.give_back(job)
 
     def count(self, rows: Sequence[Weights]) -> None:
         """A pass of these rows begins."""

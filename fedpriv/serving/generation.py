@@ -89,12 +89,11 @@ class Generation:
 
     def give_up(self, error: ServingError) -> None:
         """See `Desk`."""
-        for answer in (*self._answers, *self._paused.values()):
-            tell(answer.job, Failed(error=error))
-        for answer in self._answers:
-            self._counter.give_back(answer.job.variant)
+        for job in self._paused:
+            tell(job, Failed(error=error))
         self._paused = {}
         self._lay([])
+        self._counter.fail(error)
 
     def _joining(self, others: Sequence[_Answer]) -> list[_Answer]:
         """Answers that get rows beside others now, as many as there is room for."""
@@ -142,7 +141,7 @@ class Generation:
             return kept
         longest.weights = None
         self._paused[longest.job] = longest
-        self._counter.give_back(longest.job.variant)
+        self._counter.give_back(longest.job)
         self._counter.waiting.put_back(longest.job)
         return [(answer, place) for answer, place in kept if answer is not longest]
 
@@ -150,7 +149,7 @@ class Generation:
         """Those that are not over; the others give back their variants."""
         for answer, _ in rows:
             if answer.job.over:
-                self._counter.give_back(answer.job.variant)
+                self._counter.give_back(answer.job)
         return [(answer, place) for answer, place in rows if not answer.job.over]
 
     def _lay(self, rows: Sequence[tuple[_Answer, _Place]]) -> None:

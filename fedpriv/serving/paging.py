@@ -15,7 +15,7 @@ from fedpriv.serving.requests import DamagedVariantError, ServingError, UnknownV
 log = logging.getLogger(__name__)
 
 Read = Callable[[], Mapping[str, Tensor]]
-"""The tensors of a variant, from the disk; raises ValueError, OSError or RuntimeError if they are damaged."""
+"""The tensors of a variant, from the disk; raises an exception of any kind if they are damaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class Memory:
             raise UnknownVariantError(f"there is no variant {name!r}")
         try:
             return self._weights(name, self._readers[name]())
-        except (ValueError, OSError, RuntimeError) as error:
+        except Exception as error:  # a damaged file makes of its readers what it likes
             log.warning("variant %s is not served: %s", name, error)
             raise DamagedVariantError(f"variant {name!r} is damaged and not served; the others are") from None
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from peft import PeftConfig
 from torch import Tensor
 
 from fedpriv.adapters.lora import CONVENTION_FILE
@@ -153,14 +152,13 @@ def _read(folder: Path, scaling: float) -> Mapping[str, Tensor]:
     """The tensors of a variant in its folder, checked against its description.
 
     Raises:
-        ValueError: they are not those that it describes, or scaled in another way than the run's.
+        Exception: they are not those that it describes, or scaled in another way than the run's.
     """
     described, tensors = variants.read(folder), variants.read_tensors(folder)
     if described.name != folder.name:
         raise ValueError(f"{folder / variants.FILE}: describes {described.name!r}")
-    found = PeftConfig.from_pretrained(str(folder)) if (folder / _ADAPTER_CONFIG).is_file() else None
-    alpha, rank = getattr(found, "lora_alpha", 0.0), getattr(found, "r", 0)
-    if not rank or abs(alpha / rank - scaling) > 1e-6 * scaling:
+    found = files.read_values(folder / _ADAPTER_CONFIG)
+    if abs(found["lora_alpha"] / found["r"] - scaling) > 1e-6 * scaling:
         raise ValueError(f"{folder / _ADAPTER_CONFIG}: its scale is not the run's, alpha / rank = {scaling:g}")
     return _checked(tensors)
 

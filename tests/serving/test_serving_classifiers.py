@@ -10,6 +10,7 @@ import torch
 
 from fedpriv import adapters
 from fedpriv.adapters.base_models import load_tokenizer
+from fedpriv.serving import classification
 from fedpriv.serving.classification import together
 from fedpriv.serving.engine import SharedBase
 from fedpriv.serving.requests import BusyError, Classify, Failed, TooLongError, UnknownVariantError
@@ -243,6 +244,19 @@ def test_a_pass_has_the_oldest_text_and_others_of_its_length():
         chosen = together([8 + 7 * n % 90 for n in range(60)], 32, most)
         assert chosen[0] == 0
         assert len(chosen) * max(8 + 7 * n % 90 for n in chosen) <= max(most, 8)
+
+
+def test_a_step_that_fails_as_a_whole_is_told_to_all_and_the_next_requests_are_answered(run, monkeypatch):
+    with serving(run) as scheduler:
+
+        def breaks(*_):
+            raise MemoryError("none left")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(classification, "together", breaks)
+            failed = Asked(scheduler, Classify(variant="global", texts=("pain",))).last()
+            assert str(failed.error) == "the server failed"
+        assert Asked(scheduler, Classify(variant="global", texts=("pain",))).last().num_tokens == 3
 
 
 def test_a_reader_that_raises_is_given_up_and_the_others_go_on(run):
