@@ -114,7 +114,7 @@ class KeyValues:
         return made
 
 
-class _Layer(CacheLayerMixin):
+class _Layer(CacheLayerMixin):  # type: ignore[misc]
     """One layer of `KeyValues`, as transformers' attention asks for it."""
 
     is_sliding = False

@@ -28,8 +28,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peft import get_peft_model_state_dict
@@ -93,7 +94,7 @@ def make_run(folder: Path, num_variants: int, values: dict[str, object]) -> Path
 
 
 @contextmanager
-def served(run: Path, base_dtype: str = "float32", **limits: int) -> Iterator[Scheduler]:
+def served(run: Path, base_dtype: Literal["float32", "bfloat16"] = "float32", **limits: int) -> Iterator[Scheduler]:
     """An engine of the variants of a run."""
     source = find(run)
     source = replace(source, config=replace(source.config, base_dtype=base_dtype))
@@ -124,7 +125,7 @@ def answer_all(serving: Serving, requests: Sequence[Classify | Generate]) -> lis
             done.release()
 
     for number, request in enumerate(requests):
-        serving.submit(request, lambda event, number=number: told(number, event))
+        serving.submit(request, partial(told, number))
     for _ in requests:
         done.acquire()
     return events
@@ -148,8 +149,8 @@ def batches(asked: Sequence[Query]) -> Iterator[Sequence[Query]]:
         yield asked[first : first + BATCH]
 
 
-def arms(run: Path, serving: Serving) -> dict[str, Callable[[Sequence[Query]], Any]]:
-    """{arm: answers requests}."""
+def rivals(run: Path) -> dict[str, Callable[[Sequence[Query]], Any]]:
+    """{arm: answers requests}, without a server."""
     plain, bare = plain_peft(run, MINILM), load_base(MINILM, task="SEQ_CLS", num_labels=len(LABELS), normalize=True)
 
     def tokens(asked: Sequence[Query]) -> Any:
@@ -173,11 +174,13 @@ def arms(run: Path, serving: Serving) -> dict[str, Callable[[Sequence[Query]], A
         for batch in batches(asked):
             bare.model(**tokens(batch))
 
-    def shared(asked: Sequence[Query]) -> list[Any]:
-        requests = [Classify(variant=query.variant, texts=(query.text,)) for query in asked]
-        return [events[-1] for events in answer_all(serving, requests)]
+    return {"set_adapter": one_by_one, "adapter_names": mixed, "bare base": without_variants}
 
-    return {"shared": shared, "set_adapter": one_by_one, "adapter_names": mixed, "bare base": without_variants}
+
+def shared(serving: Serving, asked: Sequence[Query]) -> list[Any]:
+    """The server's answers to requests."""
+    requests = [Classify(variant=query.variant, texts=(query.text,)) for query in asked]
+    return [events[-1] for events in answer_all(serving, requests)]
 
 
 def seconds(arm: Callable[[Any], Any], given: Any) -> float:
@@ -197,11 +200,12 @@ def difference(shared: Sequence[Classified], plain: Sequence[torch.Tensor]) -> f
 def throughput(run: Path, num_variants: int, num_requests: int, num_tokens: int, repeats: int) -> list[dict[str, Any]]:
     """The claims for texts of one length."""
     asked = queries(num_requests, num_variants, num_tokens)
-    with served(run) as serving, served(run, "bfloat16") as in_bfloat16, torch.inference_mode():
-        of_arms = arms(run, serving)
-        of_arms["shared, bfloat16"] = lambda given: answer_all(
-            in_bfloat16, [Classify(variant=query.variant, texts=(query.text,)) for query in given]
-        )
+    with served(run) as serving, served(run, "bfloat16") as in_bfloat16:
+        of_arms = {
+            "shared": partial(shared, serving),
+            **rivals(run),
+            "shared, bfloat16": partial(shared, in_bfloat16),
+        }
         largest = difference(of_arms["shared"](asked[:50]), of_arms["set_adapter"](asked[:50]))
         for arm in of_arms.values():
             arm(asked[:BATCH])
@@ -316,7 +320,7 @@ def generation(folder: Path, num_requests: int, num_variants: int = 8) -> list[d
 def soak(run: Path, num_variants: int, minutes: float, num_clients: int = 4) -> list[dict[str, Any]]:
     """The claims for random requests over variants that do not fit into memory."""
     texts = [query.text for query in queries(4, num_variants, 16, seed=2)]
-    plain = arms(run, None)["set_adapter"]  # type: ignore[arg-type]
+    plain = rivals(run)["set_adapter"]
     expected = {
         (number, place): found.softmax(dim=0)
         for number in range(num_variants)
