@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX
+from fedpriv.serving.products import use_the_faster
 from fedpriv.serving.requests import Tokens
 from fedpriv.training.model import TrainingModel
 
@@ -98,6 +99,7 @@ class SharedBase:
         own = get_peft_model_state_dict(self.peft_model, save_embedding_layers=False)
         self._shapes: dict[str, tuple[int, ...]] = {name: tuple(tensor.shape) for name, tensor in own.items()}
         self._current = _Stacked()
+        use_the_faster(self._base)
         for name, layer in self._layers.items():
             vars(layer)["forward"] = self._lora_forward(name, layer)
         for name, head in heads.items():

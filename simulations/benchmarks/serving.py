@@ -201,7 +201,7 @@ def throughput(run: Path, num_variants: int, num_requests: int, num_tokens: int,
     """The claims for texts of one length."""
     asked = queries(num_requests, num_variants, num_tokens)
     with served(run) as serving, served(run, "bfloat16") as in_bfloat16:
-        of_arms = {
+        of_arms: dict[str, Callable[[Sequence[Query]], Any]] = {
             "shared": partial(shared, serving),
             **rivals(run),
             "shared, bfloat16": partial(shared, in_bfloat16),
