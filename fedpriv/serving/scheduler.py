@@ -1,0 +1,229 @@
+"""A server's engine: requests of any thread, one thread that runs passes. It is what HTTP talks to."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fedpriv.config import RunConfig
+from fedpriv.data import records
+from fedpriv.data.chat import ChatFormat
+from fedpriv.data.encoding import chat_format_of
+from fedpriv.data.instructions import ROLES
+from fedpriv.data.records import RESPONSE_MASK
+from fedpriv.serving.classification import Classification
+from fedpriv.serving.desk import Counter, Desk, tell
+from fedpriv.serving.engine import SharedBase
+from fedpriv.serving.generation import Generation
+from fedpriv.serving.limits import Limits
+from fedpriv.serving.paging import Memory
+from fedpriv.serving.requests import (
+    Classify,
+    Event,
+    Failed,
+    Generate,
+    ServingError,
+    Statistics,
+    Tokens,
+    TooLongError,
+    UnknownVariantError,
+)
+from fedpriv.serving.sources import LoadedBase, Source
+from fedpriv.serving.waiting import Job, Waiting
+
+log = logging.getLogger(__name__)
+
+_CLOSED = "the server stopped before it had answered"
+
+# Tokens: of a chat that is not cut here, and what a classifier takes whatever its limits.
+_NO_LIMIT = 2**30
+_SHORT = 512
+
+
+class Scheduler:
+    """A `fedpriv.serving.requests.Serving` of the variants of a source.
+
+    Args:
+        source: of the variants.
+        loaded: their base, which belongs to this scheduler from now on.
+        limits: of what it takes on.
+
+    Attributes:
+        names, task, labels, model_name, max_tokens: see `Serving`.
+    """
+
+    def __init__(self, source: Source, loaded: LoadedBase, limits: Limits | None = None) -> None:
+        limits = limits or Limits()
+        self._config: RunConfig = source.config
+        self._readers, self._tokenizer = source.readers, loaded.tokenizer
+        self._tokenizing = threading.Lock()  # tokenizers keep the length at which they cut
+        base = SharedBase(loaded.model)
+        self._num_embeddings = base.num_embeddings
+        self.names = tuple(source.readers)
+        self.task = source.config.task
+        self.labels = source.labels
+        self.model_name = source.config.model
+        self.max_tokens = _most_tokens(base, limits, loaded.tokenizer, self.task)
+        self._memory = Memory(source.readers, base.weights, limits.memory_bytes)
+        self._waiting = Waiting(limits.waiting)
+        self._counter = Counter(base, self._memory, self._waiting, limits)
+        self._desk: Desk = (
+            Classification(self._counter)
+            if self.task == "SEQ_CLS"
+            else Generation(self._counter, loaded.tokenizer, loaded.ends)
+        )
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="passes", daemon=True)
+        self._thread.start()
+
+    def encode(self, text: str) -> Tokens:
+        """See `Serving`.
+
+        Raises:
+            ServingError: the tokenizer refuses the text.
+        """
+        return self._encode((text,))[0]
+
+    def encode_chat(self, messages: tuple[tuple[str, str], ...]) -> Tokens:
+        """See `Serving`; a run's system prompt and prompt template are put as in training."""
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise ServingError(f"model {self.model_name} has no chat template; ask for a completion")
+        if unknown := next((role for role, _ in messages if role not in ROLES), None):
+            raise ServingError(f"messages: role {unknown[:100]!r} is none of {', '.join(ROLES)}")
+        chat = chat_format_of(self._config)
+        try:
+            if len(messages) == 1 and messages[0][0] == "user" and chat.prompt_template:
+                return self._prompt(replace(chat, has_messages=False), messages[0][1])
+            return self._prompt(replace(chat, has_messages=True), json.dumps(messages))
+        except ServingError:
+            raise
+        except Exception as error:  # templates raise what they like
+            log.warning("a chat cannot be put to the model: %s", error)
+            raise ServingError("messages: the model's chat template does not take them") from None
+
+    def submit(self, request: Classify | Generate, on_event: Callable[[Event], None]) -> _Ticket:
+        """See `Serving`.
+
+        Raises:
+            UnknownVariantError, TooLongError, BusyError: see `Serving`.
+            ServingError: a token or a text is none that the model reads, or a draw is not possible as asked.
+        """
+        # Looked up among known names alone: whatever a name holds, it never becomes a path.
+        if request.variant not in self._readers:
+            raise UnknownVariantError(f"there is no variant {request.variant[:100]!r}")
+        if isinstance(request, Generate) != (self.task == "CAUSAL_LM"):
+            raise ServingError(f"model {self.model_name} does not {type(request).__name__.lower()}")
+        texts = self._encode(request.texts) if isinstance(request, Classify) else (request.prompt,)
+        further = 0 if isinstance(request, Classify) else _checked(request)
+        for text in texts:
+            self._check(text, further)
+        job = Job(request=request, texts=texts, on_event=on_event)
+        self._waiting.add(job)
+        return _Ticket(job, self._waiting)
+
+    def statistics(self) -> Statistics:
+        """See `Serving`."""
+        paged, passes = self._memory.paged, self._counter.passes
+        return Statistics(
+            num_waiting=self._waiting.num_new,
+            num_passes=passes.num_passes,
+            num_rows=passes.num_rows,
+            num_variants_of_passes=passes.num_variants,
+            hits=paged.hits,
+            misses=paged.misses,
+            bytes_in_memory=paged.bytes_in_memory,
+            bytes_read=paged.bytes_read,
+        )
+
+    def drain(self, seconds: float) -> bool:
+        """See `Serving`."""
+        self._waiting.stop()
+        self._thread.join(seconds)
+        is_done = not self._thread.is_alive()
+        self.close()
+        return is_done
+
+    def close(self) -> None:
+        """See `Serving`."""
+        self._is_closing.set()
+        self._waiting.stop()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _work(self) -> None:
+        while not self._is_closing.is_set():
+            if self._desk.is_idle and not self._waiting.wait():
+                break
+            try:
+                self._desk.step()
+            except Exception:
+                log.exception("a step has failed; what was under way is given up")
+                self._desk.give_up(ServingError("the server failed"))
+        closed = ServingError(_CLOSED)
+        self._desk.give_up(closed)
+        while (job := self._waiting.take()) is not None:
+            tell(job, Failed(error=closed))
+        self._memory.clear()
+
+    def _check(self, text: Tokens, further: int) -> None:
+        if not text:
+            raise ServingError("a text or prompt has no token")
+        if len(text) + further > self.max_tokens:
+            answer = f" and {further} for the answer" if further else ""
+            raise TooLongError(f"more than {self.max_tokens} tokens: the text has {len(text)} or more{answer}")
+        if min(text) < 0 or max(text) >= self._num_embeddings:
+            raise ServingError(f"a token is none of the model's, which are 0 to {self._num_embeddings - 1}")
+
+    def _encode(self, texts: Sequence[str]) -> tuple[Tokens, ...]:
+        """The tokens of texts, cut where they are too long already."""
+        with self._tokenizing:
+            rows = records.encode(self._tokenizer, texts, None, self.max_tokens + 1)
+        if any(row is None for row in rows):
+            raise ServingError("a text cannot be read by the model's tokenizer")
+        return tuple(tuple(row["input_ids"]) for row in rows if row is not None)
+
+    def _prompt(self, chat: ChatFormat, text: str) -> Tokens:
+        """What precedes the response of a chat, as in training."""
+        with self._tokenizing:
+            (row,) = chat.encode(self._tokenizer, [text], ["x"], _NO_LIMIT)
+        if row is None:
+            raise ServingError("messages: the model's chat template does not take these roles or texts")
+        return tuple(row["input_ids"][: row[RESPONSE_MASK].index(1)])
+
+
+class _Ticket:
+    """See `fedpriv.serving.requests.Ticket`."""
+
+    def __init__(self, job: Job, waiting: Waiting) -> None:
+        self._job, self._waiting = job, waiting
+
+    def cancel(self) -> None:
+        """See `Ticket`."""
+        self._job.over = True
+        self._waiting.remove(self._job)
+
+
+def _checked(request: Generate) -> int:
+    """The most tokens of the answer.
+
+    Raises:
+        ServingError: the request cannot be drawn as it says.
+    """
+    if request.max_new_tokens < 1:
+        raise ServingError(f"max_new_tokens = {request.max_new_tokens}: must be at least 1")
+    if not 0 <= request.temperature < float("inf"):
+        raise ServingError(f"temperature = {request.temperature}: must be at least 0")
+    if not 0 < request.top_p <= 1:
+        raise ServingError(f"top_p = {request.top_p}: must be above 0 and at most 1")
+    return request.max_new_tokens
+
+
+def _most_tokens(base: SharedBase, limits: Limits, tokenizer: Any, task: str) -> int:
+    """Of a text or a prompt with its answer: what the model has positions for, and the server room."""
+    found = [base.most_positions, getattr(tokenizer, "model_max_length", None)]
+    found.append(limits.cached_tokens if task == "CAUSAL_LM" else max(limits.pass_tokens, _SHORT))
+    return min(most for most in found if most is not None)

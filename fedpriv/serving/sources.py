@@ -1,0 +1,211 @@
+"""Where variants and their base come from: the folder of a run, or a store of deduplicated variants."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedpriv.adapters.lora import CONVENTION_FILE
+from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX
+from fedpriv.config import RunConfig, parse
+from fedpriv.data.encoding import chat_format_of
+from fedpriv.dedup import variants
+from fedpriv.dedup.store import Store
+from fedpriv.errors import InputError
+from fedpriv.runs import files
+from fedpriv.serving.paging import Read
+from fedpriv.training.decoding import ends_of_turn
+from fedpriv.training.model import TrainingModel
+from fedpriv.training.workbench import load_model
+
+GLOBAL = "global"
+_STORE_INDEX = "index.json"
+_ADAPTER_CONFIG = "adapter_config.json"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Source:
+    """Variants of one model, none of them read yet.
+
+    Attributes:
+        config: of the run, or what is known of it.
+        readers: of each variant, by name, in the order in which they are listed.
+        labels: of a classifier, in the order of its outputs.
+    """
+
+    config: RunConfig
+    readers: Mapping[str, Read]
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoadedBase:
+    """The frozen base, ready to run.
+
+    Attributes:
+        model: with an adapter like the variants'.
+        tokenizer: of transformers.
+        ends: tokens after which a causal model has said all.
+    """
+
+    model: TrainingModel
+    tokenizer: Any
+    ends: frozenset[int] = frozenset()
+
+
+def find(path: Path, *, base: str = "") -> Source:
+    """The variants in the folder of a finished run, or in a store of them.
+
+    A run's variants are read from their own files, and from its store where it has no such file. A store alone belongs
+    to the run in whose folder it lies.
+
+    Args:
+        path: of the run's folder or of the store.
+        base: for a store in no run's folder: the folder of a run of the same model, or the model's name, in which case
+            the variants were made with the default settings of runs.
+
+    Raises:
+        InputError: neither a run nor a store is there, it holds no variant, or its base is not known.
+        StoreError: the store is damaged as a whole.
+    """
+    if (path / files.CONFIG).is_file():
+        return _of_run(path)
+    if not (path / _STORE_INDEX).is_file():
+        raise InputError(f"{path}: neither the folder of a run, with {files.CONFIG}, nor a store of variants")
+    store = Store(path, read_only=True)
+    if not store.names:
+        raise InputError(f"{path}: this store holds no variant")
+    run = next((folder for folder in (path.resolve().parent, Path(base)) if (folder / files.CONFIG).is_file()), None)
+    if run is None and not base:
+        raise InputError(f"{path}: lies in no run's folder; name the base, a model or a run's folder")
+    config = files.read_config(run) if run else _defaults(base, store)
+    labels = _labels_of_run(run, config) if run else ()
+    readers = {name: partial(_restored, store, name) for name in _in_order(store.names)}
+    return Source(config=_servable(config), readers=readers, labels=labels or _numbered(_num_labels(store)))
+
+
+def load(source: Source) -> LoadedBase:
+    """The base of the variants, in the format of the run's configuration; no data are read.
+
+    Raises:
+        InputError: it cannot be loaded.
+    """
+    config = source.config
+    base, model = load_model(config, num_labels=len(source.labels))
+    ends: frozenset[int] = frozenset()
+    if config.task == "CAUSAL_LM":
+        chat = [(chat_format_of(config).end(base.tokenizer),)] if config.instructs else []
+        ends = ends_of_turn(model, base.tokenizer, chat)
+    return LoadedBase(model=model, tokenizer=base.tokenizer, ends=ends)
+
+
+def _of_run(run: Path) -> Source:
+    config = files.read_config(run)
+    scaling = config.alpha / config.rank
+    # A folder with a description is complete; names are those of folders, and requests are looked up among them.
+    folders = {path.parent.name: path.parent for path in (run / files.VARIANTS).glob(f"*/{variants.FILE}")}
+    readers: dict[str, Read] = {name: partial(_read, folder, scaling) for name, folder in folders.items()}
+    if (run / files.STORE / _STORE_INDEX).is_file():
+        store = Store(run / files.STORE, read_only=True)
+        readers = {name: partial(_restored, store, name) for name in store.names} | readers
+    if not readers:
+        raise InputError(f"{run / files.VARIANTS}: holds no variant; give the folder of a finished run")
+    labels = _labels_of_run(run, config)
+    if config.task == "SEQ_CLS" and not labels:
+        raise InputError(f"{run}: none of its variants says in {CONVENTION_FILE} which labels there are")
+    return Source(
+        config=_servable(config),
+        readers={name: readers[name] for name in _in_order(readers)},
+        labels=labels,
+    )
+
+
+def _servable(config: RunConfig) -> RunConfig:
+    """The configuration, of which nothing but the base and its adapters is used."""
+    if config.aggregation == "t-fedavg":
+        raise InputError("aggregation = t-fedavg: its variants are whole weights, which do not share passes of a base")
+    if config.text_pair_column:
+        raise InputError(f"text_pair_column = {config.text_pair_column!r}: pairs of texts are not served")
+    return config
+
+
+def _in_order(names: Sequence[str] | Mapping[str, Any]) -> list[str]:
+    """`global` first, and numbers in names as numbers."""
+
+    def key(name: str) -> tuple[bool, list[tuple[int, str]]]:
+        parts = re.findall(r"[0-9]+|[^0-9]+", name)
+        return name != GLOBAL, [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+
+    return sorted(names, key=key)
+
+
+def _read(folder: Path, scaling: float) -> Mapping[str, Tensor]:
+    """The tensors of a variant in its folder, checked against its description.
+
+    Raises:
+        Exception: they are not those that it describes, or scaled in another way than the run's.
+    """
+    described, tensors = variants.read(folder), variants.read_tensors(folder)
+    if described.name != folder.name:
+        raise ValueError(f"{folder / variants.FILE}: describes {described.name!r}")
+    found = files.read_values(folder / _ADAPTER_CONFIG)
+    if abs(found["lora_alpha"] / found["r"] - scaling) > 1e-6 * scaling:
+        raise ValueError(f"{folder / _ADAPTER_CONFIG}: its scale is not the run's, alpha / rank = {scaling:g}")
+    return _checked(tensors)
+
+
+def _restored(store: Store, name: str) -> Mapping[str, Tensor]:
+    """The tensors of a stored variant, checked against their digests."""
+    return _checked(store.restore(name))
+
+
+def _checked(tensors: Mapping[str, np.ndarray[Any, Any]]) -> Mapping[str, Tensor]:
+    for name, values in tensors.items():
+        if not np.isfinite(values).all():
+            raise ValueError(f"{name} holds values that are no numbers")
+    return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in tensors.items()}
+
+
+def _labels_of_run(run: Path, config: RunConfig) -> tuple[str, ...]:
+    """The classes in order, as any variant keeps them, or as the configuration or the summary names them."""
+    if config.task != "SEQ_CLS":
+        return ()
+    for path in sorted((run / files.VARIANTS).glob(f"*/{CONVENTION_FILE}")):
+        try:
+            labels = json.loads(path.read_text(encoding="utf-8")).get("labels")
+        except (OSError, ValueError, AttributeError):
+            continue  # damaged; another has them too
+        if labels and all(isinstance(label, str) for label in labels):
+            return tuple(labels)
+    if config.labels:
+        return config.labels
+    return tuple(files.read_values(run / files.SUMMARY, optional=True).get("labels") or ())
+
+
+def _numbered(num: int) -> tuple[str, ...]:
+    return tuple(map(str, range(num)))
+
+
+def _num_labels(store: Store) -> int:
+    """Outputs of the stored variants' heads; 0 of causal models."""
+    layout = store.manifest(store.names[0]).layout
+    heads = [t.shape[0] for t in layout.tensors if not t.name.endswith((A_SUFFIX, B_SUFFIX))]
+    return heads[-1] if heads else 0
+
+
+def _defaults(model: str, store: Store) -> RunConfig:
+    """What the tensors of a store say of the run that made them; the rest has its defaults."""
+    tensors = store.manifest(store.names[0]).layout.tensors
+    rank = next((tensor.shape[0] for tensor in tensors if tensor.name.endswith(A_SUFFIX)), 1)
+    config = parse({"model": model, "task": "SEQ_CLS" if _num_labels(store) else "CAUSAL_LM"})
+    layers = sorted({int(m.group(1)) for t in tensors if (m := re.search(r"\.(?:layer|layers|h)\.(\d+)\.", t.name))})
+    return replace(config, rank=rank, alpha=config.alpha / config.rank * rank, layers=",".join(map(str, layers)))

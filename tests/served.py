@@ -1,0 +1,91 @@
+"""Folders of finished runs with variants that are random, and what plain peft says of them."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from peft import get_peft_model_state_dict
+
+from fedpriv.adapters import lora
+from fedpriv.config import RunConfig, parse, to_toml
+from fedpriv.dedup import variants
+from fedpriv.dedup.composition import History
+from fedpriv.dedup.variants import Described
+from fedpriv.serving.limits import Limits
+from fedpriv.serving.requests import Classified, Classify, Event, Failed, Finished, Generate, Piece
+from fedpriv.serving.scheduler import Scheduler
+from fedpriv.serving.sources import find, load
+from fedpriv.training.workbench import load_model
+
+LABELS = ("cardiology", "dermatology", "neurology")
+
+
+def save_run(folder: Path, values: dict[str, object], names: tuple[str, ...], *, scale: float = 0.3) -> Path:
+    """A run's folder with random variants of its model; nothing was trained."""
+    config = parse({"max_length": 32, "base_dtype": "float32", "device": "cpu", **values})
+    labels = LABELS if config.task == "SEQ_CLS" else ()
+    base, model = load_model(config, num_labels=len(labels))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(to_toml(config))
+    for number, name in enumerate(names):
+        generator = torch.Generator().manual_seed(number)
+        shapes = {n: t.shape for n, t in get_peft_model_state_dict(model.peft_model).items()}
+        tensors = {n: scale * torch.randn(shape, generator=generator) for n, shape in shapes.items()}
+        path = folder / "variants" / name
+        lora.save(model.peft_model, base, path, adapter=tensors, labels=labels)
+        variants.describe(path, described(config, name))
+    return folder
+
+
+def described(config: RunConfig, name: str) -> Described:
+    return Described(
+        name=name,
+        architecture=config.model,
+        utility=None,
+        epsilon_bound=0.0,
+        utility_bound=0.0,
+        deltas={},
+        history=History(name=name, ancestors=frozenset()),
+    )
+
+
+@contextmanager
+def serving(folder: Path, **limits: int) -> Iterator[Scheduler]:
+    """An engine of the variants in a folder."""
+    source = find(folder)
+    scheduler = Scheduler(source, load(source), replace(Limits(), **limits))
+    try:
+        yield scheduler
+    finally:
+        scheduler.close()
+
+
+class Asked:
+    """A request and the events of its answer."""
+
+    def __init__(self, scheduler: Scheduler, request: Classify | Generate) -> None:
+        self._events: queue.Queue[Event] = queue.Queue()
+        self.pieces: list[str] = []
+        self.ticket = scheduler.submit(request, self._events.put)
+
+    def next(self, seconds: float = 60.0) -> Event:
+        return self._events.get(timeout=seconds)
+
+    def last(self) -> Classified | Finished | Failed:
+        """The last event; pieces before it are kept."""
+        while isinstance(event := self.next(), Piece):
+            self.pieces.append(event.text)
+        return event
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def is_silent(self) -> bool:
+        return self._events.empty()

@@ -1,0 +1,213 @@
+"""Variants come from a run's folder or a store, in order, and a damaged one is refused while the others are served."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+
+from fedpriv.aggregation.rules import RULES
+from fedpriv.dedup.blocks import layout_of
+from fedpriv.dedup.store import Store
+from fedpriv.dedup.variants import read_tensors
+from fedpriv.errors import InputError
+from fedpriv.serving.engine import Weights
+from fedpriv.serving.paging import Memory, NoRoomError
+from fedpriv.serving.requests import Classify, DamagedVariantError, Failed, ServingError, UnknownVariantError
+from fedpriv.serving.sources import find
+from tests.served import LABELS, Asked, save_run, serving
+
+NAMES = ("global", "client-2", "client-10")
+
+
+@pytest.fixture(scope="module")
+def made(tiny_bert, tmp_path_factory):
+    values = {"model": str(tiny_bert), "layers": "last-1", "rank": 4, "alpha": 8.0}
+    return save_run(tmp_path_factory.mktemp("made") / "run", values, NAMES)
+
+
+@pytest.fixture
+def run(made, tmp_path):
+    return shutil.copytree(made, tmp_path / "run")
+
+
+def store_of(run, path, names=NAMES, block_size=64):
+    with Store(path) as store:
+        for name in names:
+            tensors = read_tensors(run / "variants" / name)
+            layout = layout_of(tensors, block_size)
+            store.add(name, layout, *layout.to_blocks(tensors))
+    return path
+
+
+def answers(folder, names=NAMES, **limits):
+    with serving(folder, **limits) as scheduler:
+        return [Asked(scheduler, Classify(variant=name, texts=("the rash",))).last() for name in names]
+
+
+def test_a_store_serves_the_same_answers_as_the_files(run, tmp_path, tiny_bert):
+    expected = answers(run)
+    assert len({answer.probabilities for answer in expected}) == 3
+    inside = store_of(run, run / "store")
+    assert answers(inside) == expected
+    assert find(inside).labels == LABELS
+    alone = store_of(run, tmp_path / "alone")
+    for base in (str(run), str(tiny_bert)):
+        assert find(alone, base=base).config.model == str(tiny_bert)
+    assert find(alone, base=str(tiny_bert)).labels == ("0", "1", "2")
+    found = find(alone, base=str(tiny_bert)).config
+    assert (found.rank, found.alpha / found.rank, found.layers) == (4, 2.0, "1")
+    with pytest.raises(InputError, match="name the base"):
+        find(alone)
+    shutil.rmtree(run / "variants" / "client-2")
+    assert answers(run) == expected, "a variant without files of its own is in the store"
+
+
+def flip(path, place=-1):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 0x41
+    path.write_bytes(content)
+
+
+def damage_store(run):
+    shutil.rmtree(run / "variants" / "client-2")
+    store = Store(run / "store", read_only=True)
+    row = int(store.rows(store.manifest("client-2").blocks)[0])
+    flip(next((run / "store").glob("blocks.*.npy")), -1 - (len(store.blocks) - 1 - row) * 256)
+
+
+def set_values(run, value):
+    from safetensors.numpy import load_file, save_file
+
+    path = run / "variants" / "client-2" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    next(iter(tensors.values()))[0, 0] = value
+    save_file(tensors, path)
+
+
+DAMAGE = {
+    "a file that ends early": lambda run: (run / "variants/client-2/adapter_model.safetensors").write_bytes(b"\x08"),
+    "no file": lambda run: (run / "variants/client-2/adapter_model.safetensors").unlink(),
+    "not a number": lambda run: set_values(run, np.nan),
+    "another description": lambda run: shutil.copy(
+        run / "variants/global/variant.json", run / "variants/client-2/variant.json"
+    ),
+    "no description": lambda run: (run / "variants/client-2/variant.json").write_text("{"),
+    "another scale": lambda run: (run / "variants/client-2/adapter_config.json").write_text(
+        (run / "variants/global/adapter_config.json").read_text().replace('"lora_alpha": 8', '"lora_alpha": 9')
+    ),
+    "another config": lambda run: (run / "variants/client-2/adapter_config.json").write_text("[]"),
+    "a stored block": damage_store,
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_variant_is_refused_by_name_and_the_others_are_served(run, kind):
+    store_of(run, run / "store")
+    DAMAGE[kind](run)
+    one, damaged, other = answers(run)
+    assert isinstance(damaged, Failed)
+    assert isinstance(damaged.error, DamagedVariantError)
+    assert "client-2" in str(damaged.error)
+    assert str(run) not in str(damaged.error)
+    assert len(one.probabilities) == len(other.probabilities) == 1
+
+
+def test_labels_are_those_that_any_variant_keeps(run):
+    (run / "variants/client-10/fedpriv.json").write_text("{")
+    assert find(run).labels == LABELS
+    for path in run.glob("variants/*/fedpriv.json"):
+        path.unlink()
+    with pytest.raises(InputError, match="which labels"):
+        find(run)
+    (run / "summary.json").write_text(json.dumps({"labels": ["a", "b", "c"]}))
+    assert find(run).labels == ("a", "b", "c")
+
+
+def test_folders_that_hold_nothing_to_serve_are_named(run, tmp_path):
+    with pytest.raises(InputError, match="neither"):
+        find(tmp_path / "nothing")
+    with pytest.raises(InputError, match="neither"):
+        find(tmp_path)
+    shutil.rmtree(run / "variants")
+    with pytest.raises(InputError, match="no variant"):
+        find(run)
+    with Store(tmp_path / "empty"):
+        pass
+    with pytest.raises(InputError, match=r"no variant|neither"):
+        find(tmp_path / "empty")
+
+
+def test_variants_of_every_rule_but_whole_weights_are_adapters(run):
+    config = (run / "config.toml").read_text()
+    assert "t-fedavg" in RULES
+    (run / "config.toml").write_text(config.replace('aggregation = "dp-lora"', 'aggregation = "t-fedavg"'))
+    with pytest.raises(InputError, match=r"t-fedavg"):
+        find(run)
+
+
+def memory(sizes: dict[str, int], total: int) -> Memory:
+    def weights(name, tensors):
+        return Weights(variant=name, rank=1, flat=tensors["x"], active=frozenset())
+
+    readers = {name: (lambda size=size: {"x": torch.zeros(size // 4)}) for name, size in sizes.items()}
+    return Memory(readers, weights, total)
+
+
+def test_hits_are_those_of_least_recently_used():
+    generator = random.Random(0)
+    names = [f"v{number}" for number in range(20)]
+    paging = memory(dict.fromkeys(names, 400), 7 * 400)
+    held: OrderedDict[str, None] = OrderedDict()
+    hits = 0
+    for _ in range(2000):
+        name = names[min(int(generator.expovariate(0.25)), 19)]
+        hits += name in held
+        held[name] = None
+        held.move_to_end(name)
+        if len(held) > 7:
+            held.popitem(last=False)
+        paging.take(name)
+        paging.give_back(name)
+        assert paging.paged.bytes_in_memory <= 2800
+    assert paging.paged.hits == hits
+    assert paging.paged.misses == 2000 - hits
+    assert paging.paged.bytes_read == 400 * (2000 - hits)
+
+
+def test_a_variant_in_use_stays_and_what_has_no_room_says_so():
+    paging = memory({"a": 400, "b": 400, "c": 400, "huge": 4000}, 800)
+    first = paging.take("a")
+    paging.take("b")
+    with pytest.raises(NoRoomError):
+        paging.take("c")
+    assert paging.take("a") is first
+    paging.give_back("a")
+    paging.give_back("b")
+    paging.take("c")  # in the place of b, though a was asked for earlier: a is in use
+    assert paging.take("a", again=True) is first
+    assert (paging.paged.hits, paging.paged.misses) == (1, 3)
+    with pytest.raises(ServingError, match="huge"):
+        paging.take("huge")
+    with pytest.raises(UnknownVariantError):
+        paging.take("../a")
+
+
+def test_requests_beyond_the_memory_wait_for_it(run):
+    with serving(run) as scheduler:
+        Asked(scheduler, Classify(variant="global", texts=("x",))).last()
+        one = scheduler.statistics().bytes_in_memory
+    with serving(run, memory_bytes=one) as scheduler:
+        asked = [Asked(scheduler, Classify(variant=name, texts=("x", "y"))) for name in NAMES * 5]
+        assert all(len(found.last().probabilities) == 2 for found in asked)
+        statistics = scheduler.statistics()
+    assert statistics.bytes_in_memory == one
+    assert statistics.hits + statistics.misses == 15
+    with serving(run, memory_bytes=one - 1) as scheduler:
+        failed = Asked(scheduler, Classify(variant="global", texts=("x",))).last()
+        assert "needs" in str(failed.error)
