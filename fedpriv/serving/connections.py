@@ -31,6 +31,10 @@ def connection_class(limits: Limits) -> type[asyncio.Protocol]:
             super().data_received(data)
             self._watch_head()
 
+        def eof_received(self) -> None:
+            if self.cycle is not None and self.cycle.more_body and not self.cycle.response_started:
+                self._end_with(RefusalError(400, "The body ends before its end.", code="truncated_body"))
+
         def connection_lost(self, exc: Exception | None) -> None:
             self._head = _cancelled(self._head)
             self._reader = _cancelled(self._reader)

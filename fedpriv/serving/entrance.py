@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ from fedpriv.serving.tokens import ANYONE, Token, Tokens
 # What a stranger may see: that a server is here and well, and an empty page that asks for a token.
 OPEN = ("/", "/health")
 
+_MOST_HEAD_BYTES = 2**15
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -64,6 +66,7 @@ class Entrance:
             self._metrics.observe(endpoint, statuses[0] if statuses else 499, time.perf_counter() - started)
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _check_head(scope)
         self._check_host(scope)
         is_open = scope["path"] in OPEN
         token = ANYONE if is_open else self._bearer(scope)
@@ -76,14 +79,17 @@ class Entrance:
                 await self._app(scope, replaying(body, receive), send)
 
     def _check_host(self, scope: Scope) -> None:
-        """Without tokens only this machine may ask; a web page elsewhere could still, by a name that leads here."""
+        """Only this machine reaches a server on loopback, but so does a page in its browser, by a name of its own site.
+
+        Such a page has no token; where none is needed, the name gives it away.
+        """
         hosts = _headers(scope, b"host")
         if self._tokens.are_required:
             return
         host = hosts[0].decode("latin-1").lower() if len(hosts) == 1 else ""
         bare = host if host.endswith("]") else host.rpartition(":")[0] or host
         server = scope.get("server") or ("", None)
-        if bare not in (*_LOCAL, server[0], f"[{server[0]}]"):
+        if _is_loopback(server[0]) and bare not in (*_LOCAL, server[0], f"[{server[0]}]"):
             raise RefusalError(
                 421, "This server answers only to its own address, as it has no tokens.", code="wrong_host"
             )
@@ -98,6 +104,20 @@ class Entrance:
 
 def _headers(scope: Scope, name: bytes) -> list[bytes]:
     return [value for key, value in scope["headers"] if key == name]
+
+
+def _check_head(scope: Scope) -> None:
+    if scope["http_version"] not in ("1.0", "1.1"):
+        raise RefusalError(400, "This server speaks HTTP/1.0 and HTTP/1.1.", code="invalid_http")
+    if sum(len(name) + len(value) for name, value in scope["headers"]) > _MOST_HEAD_BYTES:
+        raise RefusalError(431, f"The headers have more than {_MOST_HEAD_BYTES} bytes.", code="head_too_large")
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return True  # In doubt the name is checked.
 
 
 def _check_content_type(scope: Scope) -> None:

@@ -46,6 +46,7 @@ class FakeServing:
         max_waiting: requests at once.
         damaged: variants that fail.
         tickets: of all requests, so far.
+        padding: spaces after each piece of text.
         broken: raise an error of the program itself.
     """
 
@@ -56,6 +57,7 @@ class FakeServing:
     seconds: float = 0.0
     max_waiting: int = 1000
     damaged: tuple[str, ...] = ()
+    padding: int = 0
     broken: bool = False
     tickets: list[FakeTicket] = field(default_factory=list)
     finished: int = 0
@@ -121,7 +123,7 @@ class FakeServing:
             yield requests.Classified(probabilities=rows, num_tokens=sum(map(len, request.texts)))
         else:
             said = words(request.variant, bytes(request.prompt).decode(), request.max_new_tokens)
-            yield from (Piece(text=word) for word in said)
+            yield from (Piece(text=word + " " * self.padding) for word in said)
             yield requests.Finished(reason="length", num_new_tokens=len(said))
 
 
