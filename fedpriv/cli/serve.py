@@ -59,11 +59,10 @@ def run(
 
     Example: fedpriv serve run results/20261121-042553-embedded --port 8000 --memory 2GB
     """
-    from fedpriv.memory import parse_bytes
-
     serving_app, server = _serve_modules()
     from fedpriv.serving.limits import Limits
     from fedpriv.serving.tokens import Tokens
+    from fedpriv.sizes import parse_bytes
 
     limits = Limits(
         body_bytes=body_bytes,

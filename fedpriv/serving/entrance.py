@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fedpriv.serving.limits import InFlight, Limits, read_body, replaying
 from fedpriv.serving.metrics import Metrics
-from fedpriv.serving.refusals import RefusalError
+from fedpriv.serving.refusals import RefusalError, stopping
 from fedpriv.serving.tokens import ANYONE, Token, Tokens
 
 # What a stranger may see: that a server is here and well, and an empty page that asks for a token.
@@ -58,6 +59,12 @@ class Entrance:
         except RefusalError as refusal:
             scope["refused"] = refusal.code
             await refusal.response()(scope, receive, answer)
+        except asyncio.CancelledError:
+            # The server's time to stop is over. An answer that has begun breaks off.
+            if self._in_flight.is_open:
+                raise
+            if not statuses:
+                await stopping().response()(scope, receive, answer)
         finally:
             if "refused" in scope:
                 self._metrics.refused(scope["refused"])

@@ -136,7 +136,7 @@ class Server(uvicorn.Server):
         log.info("stopping: %s requests under way", self._in_flight.num_requests)
         is_done = await asyncio.to_thread(self._serving.drain, self._limits.drain_seconds)
         # The engine is done; the last words are still on their way to the clients.
-        is_done &= await self._in_flight.wait_until_none(max(1.0, end - time.monotonic()))
+        is_done &= await self._in_flight.wait_until_none(max(0.5, end - time.monotonic()))
         if not is_done:
             log.warning("not all requests were answered within %g s", self._limits.drain_seconds)
         self.should_exit = True
@@ -176,7 +176,7 @@ def _config(app: FastAPI, limits: Limits, address: Address) -> uvicorn.Config:
         proxy_headers=False,
         limit_concurrency=limits.num_connections,
         timeout_keep_alive=limits.keep_alive_seconds,
-        timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=1,
     )
 
 
