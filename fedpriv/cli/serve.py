@@ -60,8 +60,8 @@ def run(
     Example: fedpriv serve run results/20261121-042553-embedded --port 8000 --memory 2GB
     """
     serving_app, server = _serve_modules()
-    from fedpriv.serving.limits import Limits
-    from fedpriv.serving.tokens import Tokens
+    from fedpriv.serving.http.limits import Limits
+    from fedpriv.serving.http.tokens import Tokens
     from fedpriv.sizes import parse_bytes
 
     limits = Limits(
@@ -79,7 +79,7 @@ def run(
         raise InputError(f"source = {str(source)!r}: must be the folder of a run or a store")
     _log_to_stderr()
 
-    from fedpriv.serving.cards import Cards
+    from fedpriv.serving.http.cards import Cards
     from fedpriv.serving.scheduler import open_serving
 
     typer.echo(f"loading {source} ...", err=True)
@@ -114,7 +114,7 @@ def new_token(
 
     Example: fedpriv serve new-token clinic --tokens tokens.toml --variants 'global,round-*'
     """
-    from fedpriv.serving.tokens import add_new
+    from fedpriv.serving.http.tokens import add_new
 
     patterns = [pattern.strip() for pattern in variants.split(",") if pattern.strip()]
     if not patterns and not metrics:
@@ -127,8 +127,8 @@ def new_token(
 def _serve_modules() -> Any:
     """The application and the server, or one line that says which extra they need."""
     try:
-        from fedpriv.serving import app as serving_app
-        from fedpriv.serving import server
+        from fedpriv.serving.http import app as serving_app
+        from fedpriv.serving.http import server
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("fastapi", "starlette", "uvicorn", "prometheus_client", "h11"):
             raise

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from fedpriv.serving.app import create_app
-from fedpriv.serving.limits import Limits
-from fedpriv.serving.server import Address, Server
-from fedpriv.serving.tokens import Tokens
+from fedpriv.serving.http.app import create_app
+from fedpriv.serving.http.limits import Limits
+from fedpriv.serving.http.server import Address, Server
+from fedpriv.serving.http.tokens import Tokens
 from tests.serving.fake import FakeCards
 
 

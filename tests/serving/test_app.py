@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from fedpriv.serving.app import create_app
-from fedpriv.serving.limits import Limits
-from fedpriv.serving.tokens import Tokens, add_new
+from fedpriv.serving.http.app import create_app
+from fedpriv.serving.http.limits import Limits
+from fedpriv.serving.http.tokens import Tokens, add_new
 from tests.serving.fake import FakeCards, FakeServing, probabilities
 
 

@@ -15,7 +15,7 @@ from fedpriv.dedup.blocks import layout_of
 from fedpriv.dedup.composition import History, Upload, client_ancestors, global_ancestors
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.variants import Described
-from fedpriv.serving.cards import Cards
+from fedpriv.serving.http.cards import Cards
 
 EVENT = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1)
 DELTAS = {"A": 1e-5, "B": 1e-6}

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from fedpriv.serving.limits import InFlight, Limits, read_body
-from fedpriv.serving.refusals import RefusalError
+from fedpriv.serving.http.limits import InFlight, Limits, read_body
+from fedpriv.serving.http.refusals import RefusalError
 from tests.serving.fake import FakeServing
 from tests.serving.running import running
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import httpx
 
-from fedpriv.serving.limits import Limits
-from fedpriv.serving.tokens import Tokens, add_new
+from fedpriv.serving.http.limits import Limits
+from fedpriv.serving.http.tokens import Tokens, add_new
 from tests.serving.fake import FakeServing
 from tests.serving.hostile import Attacker, ask_all
 from tests.serving.running import running

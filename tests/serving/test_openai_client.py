@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from fedpriv.serving.tokens import Tokens, add_new
+from fedpriv.serving.http.tokens import Tokens, add_new
 from tests.serving.fake import NAMES, FakeServing, words
 from tests.serving.running import running
 

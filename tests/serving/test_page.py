@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from fedpriv.serving import page
-from fedpriv.serving.app import create_app
-from fedpriv.serving.limits import Limits
-from fedpriv.serving.tokens import Tokens
+from fedpriv.serving.http import page
+from fedpriv.serving.http.app import create_app
+from fedpriv.serving.http.limits import Limits
+from fedpriv.serving.http.tokens import Tokens
 from tests.serving.fake import FakeCards, FakeServing
 
 HERE = Path(__file__).parent

@@ -19,8 +19,8 @@ import pytest
 
 from fedpriv.deployment.certificates import make_ca, make_server_certificate
 from fedpriv.errors import InputError
-from fedpriv.serving.server import Address
-from fedpriv.serving.tokens import add_new
+from fedpriv.serving.http.server import Address
+from fedpriv.serving.http.tokens import add_new
 from tests.cli.command_line import as_json, fedpriv
 from tests.serving.fake import FakeServing
 from tests.serving.running import running

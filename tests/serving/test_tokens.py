@@ -8,8 +8,8 @@ import hmac
 import pytest
 
 from fedpriv.errors import InputError
-from fedpriv.serving import tokens
-from fedpriv.serving.tokens import Tokens, add_new, read
+from fedpriv.serving.http import tokens
+from fedpriv.serving.http.tokens import Tokens, add_new, read
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ async def submitted(serving: Serving, make: Callable[[], Sequence[Request]]) -> 
         await asyncio.shield(work)
     except asyncio.CancelledError:
         # The thread goes on; what it submits is given up once it is there.
-        work.add_done_callback(lambda done: done.exception() or answers.cancel())
+        work.add_done_callback(lambda _: answers.cancel())
         raise
     return answers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
@@ -13,15 +13,15 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from fedpriv.serving import generation, openai_api, page
-from fedpriv.serving.answers import Answers, HungUpError, submitted, unless_hung_up
-from fedpriv.serving.entrance import Entrance
-from fedpriv.serving.limits import InFlight, Limits
-from fedpriv.serving.metrics import CONTENT_TYPE, Metrics
-from fedpriv.serving.openai_api import ChatRequest, ClassifyRequest, CompletionRequest
-from fedpriv.serving.refusals import RefusalError, busy, of_engine, unknown_model
-from fedpriv.serving.requests import Classified, Classify, Serving, ServingError
-from fedpriv.serving.tokens import Token, Tokens
+from fedpriv.serving.http import generation, openai_api, page
+from fedpriv.serving.http.answers import Answers, HungUpError, submitted, unless_hung_up
+from fedpriv.serving.http.entrance import Entrance
+from fedpriv.serving.http.limits import InFlight, Limits
+from fedpriv.serving.http.metrics import CONTENT_TYPE, Metrics
+from fedpriv.serving.http.openai_api import ChatRequest, ClassifyRequest, CompletionRequest
+from fedpriv.serving.http.refusals import RefusalError, busy, of_engine, unknown_model
+from fedpriv.serving.http.tokens import Token, Tokens
+from fedpriv.serving.requests import Classified, Classify, Generate, Serving, ServingError
 
 log = logging.getLogger("fedpriv")
 
@@ -33,7 +33,7 @@ _ENDPOINTS = {"CAUSAL_LM": "/v1/completions or /v1/chat/completions", "SEQ_CLS":
 
 
 class CostCards(Protocol):
-    """What `fedpriv.serving.cards.Cards` tells of variants."""
+    """What `fedpriv.serving.http.cards.Cards` tells of variants."""
 
     def card(self, name: str) -> dict[str, Any]:
         """What one variant cost."""
@@ -82,14 +82,15 @@ class _Routes:
 
     def add_to(self, app: FastAPI) -> None:
         """Add them."""
-        for path, endpoint in {
+        gets: dict[str, Callable[..., Any]] = {
             "/": self.page,
             "/health": self.health,
             "/metrics": self.metrics,
             "/v1/models": self.models,
             "/v1/models/{name:path}": self.model,
             "/v1/reader": self.reader,
-        }.items():
+        }
+        for path, endpoint in gets.items():
             app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
         app.add_api_route("/v1/completions", self.completions, methods=["POST"], response_model=None)
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
@@ -175,13 +176,13 @@ class _Routes:
             )
         return JSONResponse(await self._answered(request, answers, asked.model, generation.collected(answers, asked)))
 
-    async def _submitted(self, name: str, make: Any) -> Answers:
+    async def _submitted(self, name: str, make: Callable[[], Sequence[Classify | Generate]]) -> Answers:
         try:
             return await submitted(self._serving, make)
         except ServingError as error:
             raise self._refusal(error, name) from None
 
-    async def _answered(self, request: Request, answers: Answers, name: str, work: Any) -> Any:
+    async def _answered(self, request: Request, answers: Answers, name: str, work: Coroutine[Any, Any, T]) -> T:
         """The result of the work, unless the client leaves; then, or if it fails, nothing goes on for it."""
         try:
             return await unless_hung_up(request.receive, work)
@@ -190,7 +191,7 @@ class _Routes:
         finally:
             answers.cancel()
 
-    async def _computed(self, request: Request, compute: Any) -> Any:
+    async def _computed(self, request: Request, compute: Callable[[], T]) -> T:
         """What takes seconds at times, computed beside the event loop."""
         if self._num_waiting >= _MOST_WAITING_FOR_COSTS:
             raise busy(5)

@@ -19,10 +19,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from fedpriv.errors import InputError
-from fedpriv.serving.connections import connection_class
-from fedpriv.serving.limits import InFlight, Limits
+from fedpriv.serving.http.connections import connection_class
+from fedpriv.serving.http.limits import InFlight, Limits
+from fedpriv.serving.http.tokens import Tokens
 from fedpriv.serving.requests import Serving
-from fedpriv.serving.tokens import Tokens
 
 log = logging.getLogger("fedpriv")
 
@@ -73,7 +73,7 @@ class Server(uvicorn.Server):
     """Serves until SIGTERM or SIGINT, then finishes what is under way and refuses what is new; a second one ends it.
 
     Args:
-        app: of `fedpriv.serving.app.create_app`.
+        app: of `fedpriv.serving.http.app.create_app`.
         serving: the engine; closed by whoever opened it.
         tokens: read again on SIGHUP.
         limits: of connections, and of the time to finish.

@@ -11,10 +11,10 @@ from typing import Any
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from fedpriv.serving import openai_api
-from fedpriv.serving.answers import Answers
-from fedpriv.serving.openai_api import ChatRequest, CompletionRequest, Object
-from fedpriv.serving.refusals import RefusalError
+from fedpriv.serving.http import openai_api
+from fedpriv.serving.http.answers import Answers
+from fedpriv.serving.http.openai_api import ChatRequest, CompletionRequest, Object
+from fedpriv.serving.http.refusals import RefusalError
 from fedpriv.serving.requests import Finished, Generate, Piece, Serving, ServingError, Tokens, TooLongError
 
 # OpenAI's own defaults: of `temperature`, and of `max_tokens` for a bare prompt.

@@ -12,7 +12,7 @@ from importlib import resources
 @cache
 def content() -> bytes:
     """The page; the same for everybody, so it tells a stranger nothing about the variants."""
-    return (resources.files("fedpriv.serving") / "page.html").read_bytes()
+    return (resources.files("fedpriv.serving.http") / "page.html").read_bytes()
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fedpriv.serving.refusals import RefusalError, shown
+from fedpriv.serving.http.refusals import RefusalError, shown
 from fedpriv.serving.requests import Finished
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]

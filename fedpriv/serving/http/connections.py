@@ -8,8 +8,8 @@ import json
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from fedpriv.serving.limits import Limits
-from fedpriv.serving.refusals import RefusalError
+from fedpriv.serving.http.limits import Limits
+from fedpriv.serving.http.refusals import RefusalError
 
 
 def connection_class(limits: Limits) -> type[asyncio.Protocol]:
@@ -36,8 +36,8 @@ def connection_class(limits: Limits) -> type[asyncio.Protocol]:
                 self._end_with(RefusalError(400, "The body ends before its end.", code="truncated_body"))
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._head = _cancelled(self._head)
-            self._reader = _cancelled(self._reader)
+            self._stop_head()
+            self._stop_reader()
             super().connection_lost(exc)
 
         def pause_writing(self) -> None:
@@ -46,7 +46,7 @@ def connection_class(limits: Limits) -> type[asyncio.Protocol]:
 
         def resume_writing(self) -> None:
             super().resume_writing()
-            self._reader = _cancelled(self._reader)
+            self._stop_reader()
 
         def send_400_response(self, msg: str) -> None:
             self._end_with(RefusalError(400, "This is not a valid HTTP request.", code="invalid_http"))
@@ -54,9 +54,19 @@ def connection_class(limits: Limits) -> type[asyncio.Protocol]:
         def _watch_head(self) -> None:
             """Start the clock unless it runs already, and stop it once a request is under way."""
             if self.cycle is not None and not self.cycle.response_complete:
-                self._head = _cancelled(self._head)
+                self._stop_head()
             elif self._head is None and not self.transport.is_closing():
                 self._head = self.loop.call_later(limits.header_seconds, self._head_is_late)
+
+        def _stop_head(self) -> None:
+            if self._head is not None:
+                self._head.cancel()
+            self._head = None
+
+        def _stop_reader(self) -> None:
+            if self._reader is not None:
+                self._reader.cancel()
+            self._reader = None
 
         def _head_is_late(self) -> None:
             self._head = None
@@ -78,8 +88,3 @@ def connection_class(limits: Limits) -> type[asyncio.Protocol]:
             self.transport.close()
 
     return BoundedConnection
-
-
-def _cancelled(timer: asyncio.TimerHandle | None) -> None:
-    if timer is not None:
-        timer.cancel()

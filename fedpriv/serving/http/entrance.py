@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fedpriv.serving.limits import InFlight, Limits, read_body, replaying
-from fedpriv.serving.metrics import Metrics
-from fedpriv.serving.refusals import RefusalError, stopping
-from fedpriv.serving.tokens import ANYONE, Token, Tokens
+from fedpriv.serving.http.limits import InFlight, Limits, read_body, replaying
+from fedpriv.serving.http.metrics import Metrics
+from fedpriv.serving.http.refusals import RefusalError, stopping
+from fedpriv.serving.http.tokens import ANYONE, Token, Tokens
 
 # What a stranger may see: that a server is here and well, and an empty page that asks for a token.
 OPEN = ("/", "/health")
@@ -138,7 +137,7 @@ def _check_content_type(scope: Scope) -> None:
         raise RefusalError(415, "The body must not be compressed.", code="wrong_content_type")
 
 
-def _noting(statuses: list[int], send: Send) -> Callable[[Message], object]:
+def _noting(statuses: list[int], send: Send) -> Send:
     """A `send` that notes the status and adds the headers that every response has."""
 
     async def noting(message: Message) -> None:

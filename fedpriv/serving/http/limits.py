@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from starlette.types import Message, Receive, Scope
 
 from fedpriv.errors import InputError
-from fedpriv.serving.refusals import RefusalError, stopping
+from fedpriv.serving.http.refusals import RefusalError, stopping
 
 
 @dataclass(frozen=True, kw_only=True)
