@@ -170,7 +170,7 @@ def _config(app: FastAPI, limits: Limits, address: Address) -> uvicorn.Config:
         ws="none",
         lifespan="off",
         log_config=None,
-        log_level="warning",
+        log_level="error",
         access_log=False,
         server_header=False,
         proxy_headers=False,
