@@ -39,8 +39,6 @@ _GUESSES = 3
 # Torch, transformers and peft in a process, less than this; a CUDA context takes about as much on the GPU.
 PROCESS_BYTES = 750 * 10**6
 
-_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySetting:
@@ -192,18 +190,6 @@ def _largest(needed: Callable[[int], int], memory: float, start: int) -> int:
         guess = min(max(int(other + (memory - at_other) / slope), fits + 1), fails - 1)
         points.append((guess, needed(guess)))
     return max((number for number, need in points if need <= memory), default=0)
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes of a size such as 80GB or 24GiB.
-
-    Raises:
-        InputError: it is none.
-    """
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
-    if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
-        raise InputError(f"memory = {text!r}: must be a size such as 80GB or 24GiB")
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 # Records of the largest pass that is counted where larger ones can be told from it.

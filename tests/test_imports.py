@@ -32,6 +32,7 @@ COMMANDS = {
     "communication --help": LIGHT | EPSILON | NUMBERS,
     "ledger --help": LIGHT | EPSILON | NUMBERS,
     "status --help": LIGHT | EPSILON | NUMBERS,
+    "serve --help": LIGHT | EPSILON | NUMBERS | {"fastapi", "uvicorn", "prometheus_client"},
     " ".join(ACCOUNT): LIGHT,
     " ".join([*ACCOUNT, "--accountant", "closed-form"]): LIGHT | EPSILON,
     "ledger show ledger.sqlite": LIGHT,

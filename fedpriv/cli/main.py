@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import fedpriv
-from fedpriv.cli import audit, data, dedup, integral, ledger, lmo
+from fedpriv.cli import audit, data, dedup, integral, ledger, lmo, serve
 from fedpriv.cli.account import account, calibrate, repeat_and_select
 from fedpriv.cli.communication import communication
 from fedpriv.cli.plan import plan
@@ -26,6 +26,7 @@ app.add_typer(dedup.app, name="dedup")
 app.add_typer(lmo.app, name="lmo")
 app.add_typer(integral.app, name="integral")
 app.add_typer(audit.app, name="audit")
+app.add_typer(serve.app, name="serve")
 
 
 @app.callback(invoke_without_command=True)

@@ -26,7 +26,8 @@ def memory_values(
     """
     import torch
 
-    from fedpriv.memory import PROCESS_BYTES, MemorySetting, largest_batch, memory_plan, parse_bytes
+    from fedpriv.memory import PROCESS_BYTES, MemorySetting, largest_batch, memory_plan
+    from fedpriv.sizes import parse_bytes
 
     setting = MemorySetting(
         device=device or ("cuda" if bits == 4 or torch.cuda.is_available() else "cpu"),

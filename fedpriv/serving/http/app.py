@@ -1,0 +1,271 @@
+"""The application: which address answers what, for whom. What may be asked at all, `entrance` decides."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from fedpriv.serving.http import generation, openai_api, page
+from fedpriv.serving.http.answers import Answers, HungUpError, submitted, unless_hung_up
+from fedpriv.serving.http.entrance import Entrance
+from fedpriv.serving.http.limits import InFlight, Limits
+from fedpriv.serving.http.metrics import CONTENT_TYPE, Metrics
+from fedpriv.serving.http.openai_api import ChatRequest, ClassifyRequest, CompletionRequest
+from fedpriv.serving.http.refusals import RefusalError, busy, of_engine, unknown_model
+from fedpriv.serving.http.tokens import Token, Tokens
+from fedpriv.serving.requests import Classified, Classify, Generate, Serving, ServingError
+
+log = logging.getLogger("fedpriv")
+
+T = TypeVar("T")
+
+# Requests for costs that wait for the one thread which computes them.
+_MOST_WAITING_FOR_COSTS = 16
+_ENDPOINTS = {"CAUSAL_LM": "/v1/completions or /v1/chat/completions", "SEQ_CLS": "/v1/classify"}
+
+
+class CostCards(Protocol):
+    """What `fedpriv.serving.http.cards.Cards` tells of variants."""
+
+    def card(self, name: str) -> dict[str, Any]:
+        """What one variant cost."""
+
+    def together(self, names: Iterable[str]) -> dict[str, Any]:
+        """What a reader of several pays."""
+
+
+def create_app(serving: Serving, cards: CostCards, tokens: Tokens, limits: Limits) -> FastAPI:
+    """The ASGI application of a server.
+
+    `state.in_flight` of the result counts the requests under way, and closes the server to new ones.
+
+    Args:
+        serving: the engine.
+        cards: what its variants cost.
+        tokens: who may ask for which of them.
+        limits: of each client.
+    """
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    in_flight = InFlight(limits.requests_per_token)
+    metrics = Metrics(serving.statistics, lambda: in_flight.num_requests)
+    app.state.in_flight = in_flight
+    app.add_middleware(Entrance, tokens=tokens, limits=limits, in_flight=in_flight, metrics=metrics)
+    _Routes(serving, cards, limits, in_flight, metrics).add_to(app)
+    app.add_exception_handler(RefusalError, _refused)
+    app.add_exception_handler(HTTPException, _no_route)
+    app.add_exception_handler(HungUpError, _nobody_there)
+    app.add_exception_handler(Exception, _failed)
+    return app
+
+
+class _Routes:
+    """The endpoints of one server."""
+
+    def __init__(
+        self, serving: Serving, cards: CostCards, limits: Limits, in_flight: InFlight, metrics: Metrics
+    ) -> None:
+        self._serving, self._cards, self._limits = serving, cards, limits
+        self._in_flight, self._metrics = in_flight, metrics
+        self._created = int(time.time())
+        self._names = frozenset(serving.names)
+        # One thread: costs wait for each other, never a request for an answer.
+        self._accountant = ThreadPoolExecutor(1, "costs")
+        self._num_waiting = 0
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add them."""
+        gets: dict[str, Callable[..., Any]] = {
+            "/": self.page,
+            "/health": self.health,
+            "/metrics": self.metrics,
+            "/v1/models": self.models,
+            "/v1/models/{name:path}": self.model,
+            "/v1/reader": self.reader,
+        }
+        for path, endpoint in gets.items():
+            app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
+        app.add_api_route("/v1/completions", self.completions, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/classify", self.classify, methods=["POST"], response_model=None)
+
+    async def page(self) -> Response:
+        """The page: the same for everybody."""
+        return Response(page.content(), media_type="text/html", headers={"Content-Security-Policy": page.policy()})
+
+    async def health(self) -> Response:
+        """Whether the server accepts requests, and nothing else, since a stranger may ask."""
+        if self._in_flight.is_open:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "stopping"}, 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """What Prometheus reads, for tokens that may."""
+        if not _token(request).metrics:
+            raise RefusalError(403, "This token may not read metrics.", code="no_metrics")
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE)
+
+    async def models(self, request: Request) -> Response:
+        """The variants that the token may use."""
+        data = [self._entry(name) for name in self._allowed(request)]
+        labels = {"labels": list(self._serving.labels)} if self._serving.labels else {}
+        task = {"task": self._serving.task, "base_model": self._serving.model_name, **labels}
+        return JSONResponse({"object": "list", "data": data, **task})
+
+    async def model(self, request: Request, name: str) -> Response:
+        """What a variant cost; with `?with=NAME,NAME`, what a reader of all of them pays together."""
+        others = [other for value in request.query_params.getlist("with") for other in value.split(",")]
+        for each in (name, *others):
+            self._check_allowed(request, each)
+        card = await self._computed(request, lambda: self._cards.card(name))
+        # A base of a variant may be one that the token may not know of.
+        bases = card["ancestors"]["bases"]
+        seen = {"bases": [base for base in bases if self._may(request, base)], "num_bases": len(bases)}
+        card = {**self._entry(name), **card, "ancestors": {**card["ancestors"], **seen}}
+        if others:
+            names = sorted({name, *others})
+            together = await self._computed(request, lambda: self._cards.together(names))
+            card["together"] = {"models": names, **together}
+        return JSONResponse(card)
+
+    async def reader(self, request: Request) -> Response:
+        """What a reader of all variants that the token may use pays."""
+        names = self._allowed(request)
+        cost = await self._computed(request, lambda: self._cards.together(names))
+        return JSONResponse({"object": "reader", "token": _token(request).name, "models": names, **cost})
+
+    async def classify(self, request: Request) -> Response:
+        """Labels with probabilities, for each text."""
+        asked = openai_api.parsed(ClassifyRequest, await request.body())
+        self._check_inputs(len(asked.texts), "input")
+        self._check_allowed(request, asked.model)
+        self._check_task("SEQ_CLS")
+        answers = await self._submitted(asked.model, lambda: [Classify(variant=asked.model, texts=asked.texts)])
+        event = await self._answered(request, answers, asked.model, _first_classified(answers))
+        labels = self._serving.labels
+        return JSONResponse(openai_api.classified(asked.model, labels, event.probabilities, event.num_tokens))
+
+    async def completions(self, request: Request) -> Response:
+        """Prompts continued."""
+        asked = openai_api.parsed(CompletionRequest, await request.body())
+        self._check_inputs(len(asked.prompts), "prompt")
+        return await self._generated(request, asked)
+
+    async def chat(self, request: Request) -> Response:
+        """A chat's next turn."""
+        return await self._generated(request, openai_api.parsed(ChatRequest, await request.body()))
+
+    async def _generated(self, request: Request, asked: generation.Asked) -> Response:
+        generation.check_length(asked, self._limits.max_new_tokens)
+        if asked.stream_options is not None and not asked.stream:
+            raise RefusalError(400, "stream_options: only with stream.", code="invalid_value", param="stream_options")
+        self._check_allowed(request, asked.model)
+        self._check_task("CAUSAL_LM")
+        serving, limit = self._serving, self._limits.max_new_tokens
+        answers = await self._submitted(asked.model, lambda: generation.engine_requests(serving, asked, limit))
+        if asked.stream:
+            return generation.EventStream(
+                answers, generation.streamed(answers, asked, lambda error: self._refusal(error, asked.model))
+            )
+        return JSONResponse(await self._answered(request, answers, asked.model, generation.collected(answers, asked)))
+
+    async def _submitted(self, name: str, make: Callable[[], Sequence[Classify | Generate]]) -> Answers:
+        try:
+            return await submitted(self._serving, make)
+        except ServingError as error:
+            raise self._refusal(error, name) from None
+
+    async def _answered(self, request: Request, answers: Answers, name: str, work: Coroutine[Any, Any, T]) -> T:
+        """The result of the work, unless the client leaves; then, or if it fails, nothing goes on for it."""
+        try:
+            return await unless_hung_up(request.receive, work)
+        except ServingError as error:
+            raise self._refusal(error, name) from None
+        finally:
+            answers.cancel()
+
+    async def _computed(self, request: Request, compute: Callable[[], T]) -> T:
+        """What takes seconds at times, computed beside the event loop."""
+        if self._num_waiting >= _MOST_WAITING_FOR_COSTS:
+            raise busy(5)
+        self._num_waiting += 1
+        try:
+            work = asyncio.get_running_loop().run_in_executor(self._accountant, compute)
+            return await unless_hung_up(request.receive, _awaited(work))
+        finally:
+            self._num_waiting -= 1
+
+    def _refusal(self, error: ServingError, name: str) -> RefusalError:
+        return of_engine(error, name, is_open=self._in_flight.is_open)
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "fedpriv"}
+
+    def _may(self, request: Request, name: str) -> bool:
+        return _token(request).allows(name) and name in self._names
+
+    def _allowed(self, request: Request) -> list[str]:
+        return [name for name in self._serving.names if self._may(request, name)]
+
+    def _check_allowed(self, request: Request, name: str) -> None:
+        if not self._may(request, name):
+            raise unknown_model(name)
+
+    def _check_inputs(self, num_inputs: int, param: str) -> None:
+        if num_inputs > (most := self._limits.num_inputs):
+            raise RefusalError(
+                400, f"{param}: {num_inputs} texts; at most {most}.", code="too_many_inputs", param=param
+            )
+
+    def _check_task(self, task: str) -> None:
+        if self._serving.task != task:
+            kind = "classify texts" if self._serving.task == "SEQ_CLS" else "continue texts"
+            message = f"The models here {kind}: POST {_ENDPOINTS[self._serving.task]}."
+            raise RefusalError(400, message, code="wrong_task", param="model")
+
+
+async def _first_classified(answers: Answers) -> Classified:
+    async for _, event in answers.events():
+        if isinstance(event, Classified):
+            return event
+    raise ServingError("The engine ended without an answer.")
+
+
+async def _awaited(work: asyncio.Future[T]) -> T:
+    return await work
+
+
+def _token(request: Request) -> Token:
+    token: Token = request.scope["token"]
+    return token
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RefusalError)
+    request.scope["refused"] = error.code
+    return error.response()
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    code, message = ("wrong_method", "This address takes another method.")
+    if status == 404:
+        code, message = "not_found", "There is nothing at this address."
+    headers = dict(getattr(error, "headers", None) or {})
+    return await _refused(request, RefusalError(status, message, code=code, headers=headers))
+
+
+async def _nobody_there(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """An error of this program. The server's own log has the traceback; the client learns that it happened."""
+    return await _refused(request, RefusalError(500, "The server failed; its log says why.", code="internal_error"))

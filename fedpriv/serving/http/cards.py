@@ -1,0 +1,220 @@
+"""What a variant cost its data holders, and what several cost whoever reads them together.
+
+From each variant's `variant.json`, a store's manifests, and the summary of the run that they belong to. Epsilons hold
+on the `local` view: every upload counts in full, as the coordinator saw it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from fedpriv.dedup import variants
+from fedpriv.dedup.composition import Guarantee, History, PublicationCost, publication_cost
+from fedpriv.dedup.manifests import Manifest
+from fedpriv.dedup.store import Store
+from fedpriv.dedup.variants import Described
+from fedpriv.errors import InputError, StoreError
+from fedpriv.ledger.statement import ADJACENCY
+from fedpriv.runs import files
+
+VIEW = "local"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """What a store says about a variant.
+
+    Attributes:
+        bases: whose blocks it may hold.
+        stated: what it cost, with whatever was spent on validation; None if the store does not say.
+        accuracy: on the validation records; None if these are private or there were none.
+        is_private: validation was itself a release, which no upload tells of.
+    """
+
+    bases: tuple[str, ...]
+    stated: Guarantee | None
+    accuracy: float | None
+    is_private: bool
+
+
+class Cards:
+    """The cards of the variants in a run's folder, a folder of variants, or a store.
+
+    Nothing is read before it is asked for: a description lists every upload behind a variant. An epsilon may take
+    seconds, and is kept. May be used by one thread at a time.
+
+    Args:
+        source: the folder.
+    """
+
+    def __init__(self, source: Path) -> None:
+        self._source = source
+        self._described = lru_cache(maxsize=None)(self._read_described)
+        self._cost = lru_cache(maxsize=1024)(self._compute_cost)
+
+    def card(self, name: str) -> dict[str, Any]:
+        """What one variant cost, and what it descends from.
+
+        `epsilon` is null where it is infinite or nothing is known, and `note` says which. `bases` holds names of other
+        variants, which not everyone may see.
+        """
+        described, stored = self._described(name), self._stored.get(name)
+        accuracy = stored.accuracy if stored and stored.accuracy is not None else described and described.utility
+        ancestors = _ancestors(self._histories(self._consulted([name])))
+        return {
+            **self.together([name]),
+            "accuracy": accuracy,
+            "ancestors": {**ancestors, "bases": self._consulted([name])[1:]},
+            "run": self._run,
+        }
+
+    def together(self, names: Iterable[str]) -> dict[str, Any]:
+        """What whoever reads all of these variants pays: each upload behind them counts once where all are known."""
+        return dict(self._cost(tuple(sorted(set(names)))))
+
+    def _compute_cost(self, names: tuple[str, ...]) -> Mapping[str, Any]:
+        consulted = self._consulted(names)
+        described = [each for each in map(self._described, consulted) if each]
+        stated = [stored.stated if (stored := self._stored.get(name)) else None for name in names]
+        by_store = _sum([each for each in stated if each]) if all(stated) else None
+        hidden = any(stored.is_private for name in consulted if (stored := self._stored.get(name)))
+        units = {event.unit for each in described for event in _events(each.history)}
+        note, method, guarantee = "", "basic", by_store
+        if len(described) == len(consulted) and not hidden and len(units) <= 1:
+            cost = _composed(described)
+            known = cost.guarantee
+            if by_store is None or known.epsilon <= by_store.epsilon:
+                guarantee = known
+                method = "accountant" if cost.refused else "provenance"
+        if len(units) > 1:
+            note = "these variants protect different units, whose guarantees have no common epsilon"
+        elif guarantee is None:
+            note = "nothing says what went into it: take it as not private"
+        elif not math.isfinite(guarantee.epsilon):
+            note = "no noise, or too little: this protects nobody"
+        elif self._run.get("noise_source") not in (None, "secure"):
+            note = "the noise was seeded, so that the run can be repeated: this protects nobody"
+        unit = next(iter(units), "record")
+        is_finite = guarantee is not None and math.isfinite(guarantee.epsilon)
+        return {
+            "epsilon": guarantee.epsilon if guarantee and is_finite else None,
+            "delta": guarantee.delta if guarantee else None,
+            "unit": unit,
+            "adjacency": ADJACENCY[unit],
+            "view": VIEW,
+            "method": method,
+            "is_guarantee": not note and all(e.is_guarantee for d in described for e in _events(d.history)),
+            "note": note,
+        }
+
+    def _consulted(self, names: Iterable[str]) -> list[str]:
+        """The variants and all whose blocks they may hold, directly or indirectly."""
+        found: dict[str, None] = {}
+        waiting = list(names)
+        while waiting:
+            name = waiting.pop(0)
+            if name not in found:
+                found[name] = None
+                stored = self._stored.get(name)
+                waiting += stored.bases if stored else ()
+        return list(found)
+
+    def _histories(self, names: Iterable[str]) -> list[History]:
+        return [each.history for each in map(self._described, names) if each]
+
+    def _read_described(self, name: str) -> Described | None:
+        """The description beside the variant, or in the run that the store belongs to; None if it says nothing."""
+        for folder in (self._source / files.VARIANTS, self._source, self._source.absolute().parent / files.VARIANTS):
+            if (folder / name / variants.FILE).is_file():
+                try:
+                    return variants.read(folder / name)
+                except InputError:
+                    return None
+        return None
+
+    @cached_property
+    def _stored(self) -> dict[str, Stored]:
+        """{name: what the store says}, if the source is one."""
+        if not (self._source / "index.json").is_file():
+            return {}
+        found = {}
+        with Store(self._source, read_only=True) as store:
+            for name in store.names:
+                try:
+                    found[name] = _stored(store.manifest(name))
+                except (StoreError, KeyError, TypeError):
+                    continue  # A damaged variant is refused by the engine; the others have their cards.
+        return found
+
+    @cached_property
+    def _run(self) -> dict[str, Any]:
+        """What the run's summary says about all of its releases; empty without one."""
+        for folder in (self._source, self._source.absolute().parent):
+            if (folder / files.SUMMARY).is_file():
+                summary = files.read_values(folder / files.SUMMARY)
+                keys = ("noise_source", "ledger_head", "epsilon_local_max", "delta_max", "unit")
+                return {key: _finite(summary[key]) for key in keys if key in summary}
+        return {}
+
+
+def _stored(manifest: Manifest) -> Stored:
+    privacy, provenance = manifest.privacy, manifest.provenance
+    outcome = provenance.get("outcome") or {}
+    correct, bases = outcome.get("correct_after"), tuple(provenance.get("bases", ()))
+    stated = None
+    if "epsilon" in privacy and "delta" in privacy:
+        stated = Guarantee(epsilon=float(privacy["epsilon"]), delta=float(privacy["delta"]))
+    return Stored(
+        bases=bases,
+        stated=stated,
+        accuracy=None if correct is None else correct / outcome["num_records"],
+        is_private=bool(bases) and bool(outcome) and correct is None,
+    )
+
+
+def _composed(described: list[Described]) -> PublicationCost:
+    """The cost of reading all of them; one history of all uploads where these are known, since each counts once."""
+    deltas: dict[str, float] = {}
+    for each in described:
+        for id_, delta in each.deltas.items():
+            deltas[id_] = min(delta, deltas.get(id_, delta))
+    histories = [each.history for each in described]
+    if all(history.ancestors is not None for history in histories):
+        uploads = frozenset().union(*(history.ancestors or () for history in histories))
+        histories = [History(name="together", ancestors=uploads)]
+    return publication_cost(histories, deltas)
+
+
+def _sum(stated: list[Guarantee]) -> Guarantee:
+    """Basic composition of models whose data may overlap."""
+    delta = min(1.0, math.fsum(each.delta for each in stated))
+    return Guarantee(epsilon=math.fsum(each.epsilon for each in stated), delta=delta)
+
+
+def _events(history: History) -> list[Any]:
+    return history.events_on(history.data_sets)
+
+
+def _ancestors(histories: list[History]) -> dict[str, Any]:
+    """How many uploads of which data sets and runs went into it; null where they are not known."""
+    known = [history.ancestors for history in histories]
+    if not known or any(each is None for each in known):
+        return {"num_uploads": None, "uploads_of_data_sets": None, "runs": None}
+    uploads = frozenset().union(*(each or () for each in known))
+    counts: dict[str, int] = {}
+    for upload in uploads:
+        counts[upload.data_set] = counts.get(upload.data_set, 0) + 1
+    return {
+        "num_uploads": len(uploads),
+        "uploads_of_data_sets": dict(sorted(counts.items())),
+        "runs": sorted({upload.run for upload in uploads}),
+    }
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

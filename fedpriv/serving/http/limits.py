@@ -1,0 +1,143 @@
+"""What one client may ask of the server, so that slow, broken and greedy ones harm nobody."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+from starlette.types import Message, Receive, Scope
+
+from fedpriv.errors import InputError
+from fedpriv.serving.http.refusals import RefusalError, stopping
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds on requests and connections.
+
+    Attributes:
+        body_bytes: of one request.
+        body_seconds: in which the whole body must have come.
+        header_seconds: in which a request's head must have come.
+        write_seconds: for which a client may leave an answer unread.
+        keep_alive_seconds: for which a connection without a request stays open.
+        num_inputs: texts or prompts of one request.
+        max_new_tokens: that one prompt is continued by.
+        requests_per_token: under way at once; without tokens, of all clients together.
+        num_connections: open at once.
+        drain_seconds: for which a server that is told to stop works on.
+
+    Raises:
+        InputError: one of them is not > 0.
+    """
+
+    body_bytes: int = 2**20
+    body_seconds: float = 10.0
+    header_seconds: float = 10.0
+    write_seconds: float = 30.0
+    keep_alive_seconds: int = 5
+    num_inputs: int = 64
+    max_new_tokens: int = 256
+    requests_per_token: int = 64
+    num_connections: int = 512
+    drain_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not getattr(self, field.name) > 0:
+                raise InputError(f"{field.name} = {getattr(self, field.name)}: must be > 0")
+
+
+class InFlight:
+    """The requests under way, counted for each token; once closed it lets nobody in.
+
+    Attributes:
+        is_open: whether requests are accepted.
+    """
+
+    def __init__(self, per_token: int) -> None:
+        self.is_open = True
+        self._per_token = per_token
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def num_requests(self) -> int:
+        """Under way."""
+        return self._counts.total()
+
+    @contextmanager
+    def one_more(self, token: str) -> Iterator[None]:
+        """Count a request while it is under way.
+
+        Raises:
+            RefusalError: the token has as many as it may, or the server is about to stop.
+        """
+        if not self.is_open:
+            raise stopping()
+        if self._counts[token] >= self._per_token:
+            message = f"This token has {self._per_token} requests under way, which is its limit; wait for one of them."
+            raise RefusalError(429, message, code="too_many_requests", headers={"Retry-After": "1"})
+        self._counts[token] += 1
+        try:
+            yield
+        finally:
+            self._counts[token] -= 1
+
+    async def wait_until_none(self, seconds: float) -> bool:
+        """Whether the last request ended within this time."""
+        try:
+            async with asyncio.timeout(seconds):
+                while self.num_requests:
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            return False
+        return True
+
+
+async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes | None:
+    """The request's whole body, or None if the client is gone; whatever is longer is refused as soon as that is known.
+
+    Raises:
+        RefusalError: it is too long, or does not come in time.
+    """
+    if _stated_length(scope) > limits.body_bytes:
+        raise _too_large(limits)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    return None
+                body += message.get("body", b"")
+                if len(body) > limits.body_bytes:
+                    raise _too_large(limits)
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        text = f"The body did not come within {limits.body_seconds:g} s."
+        raise RefusalError(408, text, code="slow_body", headers={"Connection": "close"}) from None
+
+
+def replaying(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives a body which was read already, and then what still comes: the client's leaving."""
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def next_message() -> Message:
+        return pending.pop() if pending else await receive()
+
+    return next_message
+
+
+def _stated_length(scope: Scope) -> int:
+    """The length that the head states; 0 if it states none, as a chunked body's does."""
+    stated = [value for name, value in scope["headers"] if name == b"content-length"]
+    # The protocol's parser let only digits through; a very long number is not read as one.
+    return 0 if not stated else int(stated[0]) if len(stated[0]) < 20 else 2**63
+
+
+def _too_large(limits: Limits) -> RefusalError:
+    return RefusalError(413, f"The body has more than {limits.body_bytes} bytes.", code="body_too_large")

@@ -1,0 +1,159 @@
+"""What a variant cost, and several together, from what lies beside them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedpriv.accounting.accountants import epsilon_of
+from fedpriv.accounting.events import Event, SubsampledGaussian
+from fedpriv.dedup import variants
+from fedpriv.dedup.blocks import layout_of
+from fedpriv.dedup.composition import History, Upload, client_ancestors, global_ancestors
+from fedpriv.dedup.store import Store
+from fedpriv.dedup.variants import Described
+from fedpriv.serving.http.cards import Cards
+
+EVENT = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1)
+DELTAS = {"A": 1e-5, "B": 1e-6}
+UPLOADS = [Upload(data_set=id_, run="r", round=round_, event=EVENT) for id_ in DELTAS for round_ in (1, 2, 3)]
+# Of three rounds of clients A and B: the last global model, an earlier one, and both clients' last uploads.
+ANCESTORS = {
+    "global": global_ancestors(UPLOADS, "r", 3),
+    "round-1": global_ancestors(UPLOADS, "r", 1),
+    "client-A": client_ancestors(UPLOADS, "r", 3, "A"),
+    "client-B": client_ancestors(UPLOADS, "r", 3, "B"),
+}
+
+
+def describe(folder: Path, name: str, history: History | None = None) -> None:
+    described = Described(
+        name=name,
+        architecture="a",
+        utility=0.75,
+        epsilon_bound=0.5,
+        utility_bound=0.01,
+        deltas=DELTAS,
+        history=history or History(name=name, ancestors=ANCESTORS[name]),
+    )
+    variants.write(folder / name, described, {"w": np.zeros(4, np.float32)})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder."""
+    for name in ANCESTORS:
+        describe(tmp_path / "variants", name)
+    summary = {"noise_source": "secure", "ledger_head": "abc", "epsilon_local_max": float("inf"), "unit": "record"}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    return tmp_path
+
+
+def store(
+    path: Path, privacy: dict[str, dict[str, object]], bases: dict[str, list[str]], correct: int | None = 7
+) -> Path:
+    """A store of variants with what deduplication would have noted."""
+    tensors = {"w": np.arange(8, dtype=np.float32)}
+    layout = layout_of(tensors, 4)
+    with Store(path) as opened:
+        for name, costs in privacy.items():
+            outcome = {"correct_after": correct, "num_records": 10}
+            provenance = {"bases": bases.get(name, []), "outcome": outcome}
+            opened.add(name, layout, *layout.to_blocks(tensors), privacy=costs, provenance=provenance)
+    return path
+
+
+def spent(rounds: int, delta: float = 1e-6, event: Event = EVENT) -> float:
+    return epsilon_of([event] * rounds, delta).epsilon
+
+
+def test_a_variant_costs_its_uploads_at_the_data_set_that_pays_most(run):
+    card = Cards(run).card("round-1")
+    assert card["epsilon"] == spent(1)
+    assert (card["delta"], card["unit"], card["accuracy"], card["is_guarantee"]) == (1e-5, "record", 0.75, True)
+    assert card["adjacency"] == "one record of the client added or removed"
+    assert card["ancestors"] == {"num_uploads": 2, "uploads_of_data_sets": {"A": 1, "B": 1}, "runs": ["r"], "bases": []}
+    assert card["run"]["ledger_head"] == "abc"
+    assert card["run"]["epsilon_local_max"] is None
+
+
+def test_readers_of_several_pay_each_upload_once(run):
+    cards = Cards(run)
+    # client-A holds B's rounds 1 and 2, client-B all three: together three of each, as in the last global model.
+    assert cards.together(["client-A", "client-B"])["epsilon"] == pytest.approx(spent(3))
+    assert cards.together(["client-A", "client-B"])["epsilon"] == cards.together(list(ANCESTORS))["epsilon"]
+    assert cards.together(["client-A"])["epsilon"] < cards.together(["client-A", "client-B"])["epsilon"] * (1 + 1e-12)
+    assert cards.together(["global"])["method"] == "provenance"
+
+
+def test_more_variants_never_cost_less(run):
+    cards, names = Cards(run), ["round-1", "client-A", "client-B", "global"]
+    costs = [cards.together(names[: end + 1])["epsilon"] for end in range(len(names))]
+    assert costs == sorted(costs)
+
+
+def test_a_stored_variant_that_took_blocks_of_another_descends_from_it_too(run):
+    privacy = {name: {"epsilon": 50.0, "delta": 1e-5} for name in ANCESTORS}
+    cards = Cards(store(run / "store", privacy, {"round-1": ["client-A"], "client-A": ["client-B"]}))
+    card = cards.card("round-1")
+    assert card["epsilon"] == pytest.approx(spent(3))
+    assert card["ancestors"]["bases"] == ["client-A", "client-B"]
+    assert card["accuracy"] == 0.7
+
+
+def test_a_store_alone_adds_up_what_it_states(tmp_path):
+    privacy = {"x": {"epsilon": 1.0, "delta": 1e-5}, "y": {"epsilon": 2.0, "delta": 2e-5}, "z": {}}
+    cards = Cards(store(tmp_path / "store", privacy, {}))
+    both = cards.together(["x", "y"])
+    assert (both["epsilon"], both["delta"], both["method"]) == (3.0, pytest.approx(3e-5), "basic")
+    assert cards.card("x")["epsilon"] == 1.0
+    unknown = cards.together(["x", "z"])
+    assert (unknown["epsilon"], unknown["is_guarantee"]) == (None, False)
+    assert "take it as not private" in unknown["note"]
+
+
+def test_validation_on_private_records_is_not_forgotten(run):
+    """No upload tells of it, so what the uploads cost is too little."""
+    privacy = {name: {"epsilon": 50.0, "delta": 1e-5} for name in ANCESTORS}
+    cards = Cards(store(run / "store", privacy, {"round-1": ["global"]}, correct=None))
+    assert cards.together(["round-1"])["epsilon"] == 50.0
+    assert cards.together(["round-1", "client-A"])["epsilon"] == 100.0
+
+
+def test_without_noise_or_with_seeded_noise_it_says_that_nobody_is_protected(run):
+    bare = Upload(
+        data_set="A", run="r", round=1, event=SubsampledGaussian(noise_multiplier=0.0, sampling_probability=0.1)
+    )
+    describe(run / "variants", "bare", History(name="bare", ancestors=frozenset({bare})))
+    card = Cards(run).card("bare")
+    assert (card["epsilon"], card["is_guarantee"]) == (None, False)
+    assert "protects nobody" in card["note"]
+    (run / "summary.json").write_text('{"noise_source": "seeded"}')
+    seeded = Cards(run).card("round-1")
+    assert seeded["epsilon"] == spent(1)
+    assert not seeded["is_guarantee"]
+    assert "seeded" in seeded["note"]
+
+
+def test_records_and_whole_clients_have_no_common_epsilon(run):
+    whole = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=1.0, unit="client")
+    upload = Upload(data_set="A", run="q", round=1, event=whole)
+    describe(run / "variants", "whole", History(name="whole", ancestors=frozenset({upload})))
+    cards = Cards(run)
+    assert cards.card("whole")["unit"] == "client"
+    both = cards.together(["whole", "global"])
+    assert both["epsilon"] is None
+    assert "different units" in both["note"]
+
+
+def test_a_damaged_description_or_manifest_is_no_guarantee_and_spoils_no_other_card(run):
+    (run / "variants" / "global" / "variant.json").write_text("{")
+    assert Cards(run).card("global")["epsilon"] is None
+    assert Cards(run).card("round-1")["epsilon"] == spent(1)
+    path = store(run / "other", {"x": {"epsilon": 1.0, "delta": 1e-5}, "y": {"epsilon": 2.0, "delta": 1e-5}}, {})
+    (path / "manifests" / "x.json").write_text("{")
+    assert Cards(path).card("x")["epsilon"] is None
+    assert Cards(path).card("y")["epsilon"] == 2.0

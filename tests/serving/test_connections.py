@@ -1,0 +1,164 @@
+"""Slow, broken and greedy clients harm themselves alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from fedpriv.serving.http.limits import InFlight, Limits, read_body
+from fedpriv.serving.http.refusals import RefusalError
+from tests.serving.fake import FakeServing
+from tests.serving.running import running
+
+GOOD = {"model": "global", "prompt": "x", "max_tokens": 2}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def eventually(claim: Callable[[], bool], seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while not claim() and time.monotonic() < end:
+        time.sleep(0.01)
+    return claim()
+
+
+def body_of(chunks: list[bytes], limits: Limits, length: bytes | None = None) -> tuple[bytes | None, int]:
+    """What `read_body` returns, and how many chunks it took."""
+    left = list(chunks)
+
+    async def receive() -> dict[str, object]:
+        if not left:
+            await asyncio.sleep(60)
+        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+
+    scope = {"headers": [] if length is None else [(b"content-length", length)]}
+    try:
+        return asyncio.run(read_body(scope, receive, limits)), len(chunks) - len(left)
+    except RefusalError as refusal:
+        return None, 1000 * refusal.status + len(chunks) - len(left)
+
+
+def test_a_body_is_read_up_to_its_limit_and_refused_beyond_it_as_soon_as_that_is_known():
+    limits = Limits(body_bytes=10, body_seconds=0.05)
+    assert body_of([b"12345", b"67890"], limits) == (b"1234567890", 2)
+    assert body_of([b"12345", b"67890", b"1", b"2"], limits) == (None, 413_003)
+    assert body_of([b"x"], limits, length=b"11") == (None, 413_000)
+    assert body_of([b"x"], limits, length=b"9" * 5000) == (None, 413_000)
+    assert body_of([b"1", *[b""] * 0], limits, length=b"10") == (b"1", 1)
+
+
+def test_a_body_that_does_not_come_is_a_408():
+    async def never() -> dict[str, object]:
+        await asyncio.sleep(60)
+        return {}
+
+    with pytest.raises(RefusalError, match="did not come") as refused:
+        asyncio.run(read_body({"headers": []}, never, Limits(body_seconds=0.01)))
+    assert refused.value.status == 408
+
+
+def test_requests_are_counted_for_each_token_and_given_back_however_they_end():
+    in_flight = InFlight(1)
+    with in_flight.one_more("a"), in_flight.one_more("b"):
+        with pytest.raises(RefusalError, match="1 requests under way"), in_flight.one_more("a"):
+            pass
+        assert in_flight.num_requests == 2
+    with pytest.raises(ZeroDivisionError), in_flight.one_more("a"):
+        raise ZeroDivisionError
+    assert in_flight.num_requests == 0
+
+
+def test_fifty_slow_clients_do_not_stop_a_quick_one():
+    limits = Limits(body_seconds=1.5, header_seconds=1.5, drain_seconds=5)
+    with running(FakeServing(), limits=limits) as server:
+        slow = [socket.create_connection(server.address) for _ in range(50)]
+        for number, each in enumerate(slow):
+            each.sendall(b"GET / HT" if number % 2 else HEAD + b'Content-Length: 99\r\n\r\n{"')
+        started = time.monotonic()
+        assert httpx.post(f"{server.url}/v1/completions", json=GOOD).status_code == 200
+        assert time.monotonic() - started < 1.0
+        for each in slow:
+            each.settimeout(10)
+            assert each.recv(12) == b"HTTP/1.1 408"
+            each.close()
+
+
+def test_a_connection_that_says_nothing_is_closed_and_one_that_trickles_after_an_answer_too():
+    with running(FakeServing(), limits=Limits(header_seconds=0.2, drain_seconds=5)) as server:
+        # Refused before its body is read, which never ends.
+        for before in (b"", b"POST /v1/classify HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999\r\n\r\n"):
+            with socket.create_connection(server.address) as client:
+                client.sendall(before)
+                client.settimeout(0.05)
+                end = time.monotonic() + 5
+                closed = False
+                while not closed and time.monotonic() < end:
+                    try:
+                        client.sendall(b"x" if before else b"")
+                        closed = client.recv(4096) == b""
+                    except TimeoutError:
+                        continue
+                    except OSError:
+                        closed = True
+                assert closed
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_cancels_what_it_asked(stream):
+    serving = FakeServing(seconds=0.2)
+    with running(serving) as server:
+        body = json.dumps({**GOOD, "max_tokens": 200, "stream": stream}).encode()
+        client = socket.create_connection(server.address)
+        client.sendall(HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert eventually(lambda: len(serving.tickets) == 1)
+        assert not serving.tickets[0].cancelled.is_set()
+        client.close()
+        assert eventually(serving.tickets[0].cancelled.is_set)
+
+
+def test_an_answer_that_nobody_reads_is_given_up():
+    serving = FakeServing(padding=100_000)
+    limits = Limits(write_seconds=0.2, drain_seconds=5)
+    with running(serving, limits=limits) as server:
+        body = json.dumps({**GOOD, "max_tokens": 200, "stream": True}).encode()
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(server.address)
+        client.sendall(HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert eventually(lambda: bool(serving.tickets))
+        assert eventually(serving.tickets[0].cancelled.is_set)
+        client.close()
+
+
+def test_beyond_the_queue_and_beyond_a_token_s_share_is_a_429_that_says_when_to_try_again():
+    for serving, limits, code in (
+        (FakeServing(seconds=0.3, max_waiting=1), Limits(drain_seconds=5), "busy"),
+        (FakeServing(seconds=0.3), Limits(requests_per_token=1, drain_seconds=5), "too_many_requests"),
+    ):
+        with running(serving, limits=limits) as server, ThreadPoolExecutor(1) as pool:
+            first = pool.submit(httpx.post, f"{server.url}/v1/completions", json=GOOD, timeout=30)
+            assert eventually(lambda serving=serving: len(serving.tickets) == 1)
+            second = httpx.post(f"{server.url}/v1/completions", json=GOOD)
+            assert (second.status_code, second.json()["error"]["code"]) == (429, code)
+            assert int(second.headers["retry-after"]) >= 1
+            assert first.result().status_code == 200
+
+
+def test_many_clients_each_get_their_own_answer():
+    with running(FakeServing(seconds=0.005)) as server, httpx.Client(timeout=30) as client:
+
+        def one(number: int) -> bool:
+            asked = {**GOOD, "model": f"client-{number % 2}", "prompt": f"prompt {number}"}
+            text = client.post(f"{server.url}/v1/completions", json=asked).json()["choices"][0]["text"]
+            return text.startswith(f"client-{number % 2}:") and f" {number}:" in text
+
+        with ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(one, range(40)))
+    assert threading.active_count() < 50
