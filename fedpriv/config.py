@@ -141,7 +141,7 @@ class RunConfig:
     # the variants that a run keeps, and how the server stores them
     variant_rounds: Sizes = ()
     variant_clients: bool = True
-    dedup: Literal["", "drd", "dred", "greedy", "mcts", "dedup", "mistique"] = ""
+    dedup: Literal["", "drd", "dred", "greedy", "mcts", "dedup", "mistique", "shared-basis"] = ""
     dedup_block_size: Count = 256
     dedup_records: Annotated[int, Field(ge=0)] = 0
     dedup_epsilon_bound: NonNegative = 0.5

@@ -92,8 +92,8 @@ def run(
     algorithm: Annotated[
         str,
         typer.Option(
-            click_type=OneOf("fedpriv.dedup.algorithms:ALGORITHMS", check=False),
-            help="The search for blocks to replace.",
+            click_type=OneOf("fedpriv.dedup.algorithms:METHODS", check=False),
+            help="The search for blocks to replace; or a shared basis.",
         ),
     ] = "drd",
     block_size: Annotated[int, typer.Option(help="Values in a block.", min=1)] = 1024,
@@ -120,7 +120,8 @@ def run(
     Example: fedpriv dedup run variants store --evaluator study:evaluator --algorithm dred -o min_batch=10
     """
     from fedpriv.config import parse_overrides
-    from fedpriv.dedup import pipeline, variants
+    from fedpriv.dedup import variants
+    from fedpriv.dedup.basis_pipeline import deduplicator
     from fedpriv.dedup.store import Store
 
     settings = _settings(
@@ -134,7 +135,7 @@ def run(
     folders = {variant.name: path for path, variant in described.items()}
     judge = result_of("evaluator", evaluator) if evaluator else _of_run(folder)
     with _private_validation(judge, validation_epsilon, cutoff, ledger) as private, Store(store) as opened:
-        outcomes = pipeline.deduplicate(
+        outcomes = deduplicator(settings)(
             list(described.values()),
             lambda name: variants.read_tensors(folders[name]),
             judge,
@@ -211,11 +212,13 @@ app.command()(bench)
 
 def _settings(**values: Any) -> Settings:
     """The settings of a run, if its algorithm knows all of its options."""
-    from fedpriv.dedup.algorithms import algorithm
+    from fedpriv.dedup.algorithms import SHARED_BASIS, algorithm
     from fedpriv.dedup.planning import Settings
+    from fedpriv.dedup.shared_basis import BasisOptions
 
     settings = Settings(**values)
-    parameters = inspect.signature(algorithm(settings.algorithm)).parameters
+    method = BasisOptions if settings.algorithm == SHARED_BASIS else algorithm(settings.algorithm)
+    parameters = inspect.signature(method).parameters
     options = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
     if odd := sorted(set(settings.options) - set(options)):
         raise InputError(f"option = {odd[0]!r}: {settings.algorithm} knows {', '.join(options)}")
