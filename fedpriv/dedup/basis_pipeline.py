@@ -216,7 +216,8 @@ def _fit_all(job: _Job, options: BasisOptions) -> tuple[list[_Fitted], list[str]
     if options.max_bytes is not None:
         plain = sum(spec.num_bytes for layout in layouts.values() for spec in covered(layout))
         options = replace(options, max_bytes=None, ratio=options.max_bytes / max(plain, 1))
-    fitted, unaffordable = [], []
+    fitted: list[_Fitted] = []
+    unaffordable: list[str] = []
     for group in job.members.groups:
         layout = layouts[group[0]]
         if affordable_rank(len(group), covered(layout), options) < 0:

@@ -37,7 +37,8 @@ class FewBits:
 
     def row(self, index: int) -> NDArray[np.float64]:
         """[size] A row, each value one float64 product of exact numbers: the same bits on every machine."""
-        return self._integers(index) * np.repeat(self.scales[index].astype(np.float64), self.segments)
+        scales: NDArray[np.float64] = np.repeat(self.scales[index].astype(np.float64), self.segments)
+        return self._integers(index) * scales
 
     def first(self, num_rows: int) -> FewBits:
         """The first rows."""
@@ -55,7 +56,7 @@ class FewBits:
 
     def _integers(self, index: int) -> NDArray[np.float64]:
         if self.values.dtype != np.uint8:
-            return self.values[index].astype(np.float64)
+            return np.asarray(self.values[index], np.float64)
         packed = self.values[index]
         both = np.stack([packed >> 4, packed & 15], axis=1).reshape(-1)[: sum(self.segments)]
         return both.astype(np.float64) - 8.0

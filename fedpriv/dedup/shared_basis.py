@@ -263,7 +263,8 @@ def _directions(centered: NDArray[np.float64]) -> NDArray[np.float64]:
     # A mean of n rows makes one of n directions a rounding error.
     found: NDArray[np.float64] = vectors[values > 1e-10 * values.max(initial=0.0)]
     largest = np.abs(found).argmax(axis=1) if found.size else np.empty(0, int)
-    return found * np.sign(found[np.arange(len(found)), largest])[:, None]
+    signs: NDArray[np.float64] = np.sign(found[np.arange(len(found)), largest])
+    return found * signs[:, None]
 
 
 def affordable_rank(num_variants: int, specs: Sequence[TensorSpec], options: BasisOptions) -> int:
