@@ -40,6 +40,8 @@ from fedpriv.recipes import Recipe, with_recipe
 
 Scalar = str | int | float | bool
 
+BaseFormat = Literal["auto", "float32", "bfloat16", "nf4"]
+
 # Keys that only say where a run's files are. They do not affect its results, so its digest leaves them out.
 LOCATION_KEYS = ("out", "ledger", "node_keys", "resume")
 
@@ -105,6 +107,7 @@ class RunConfig:
     client_weights: Literal["auto", "records", "root-records"] = "auto"
     server_optimizer: Literal["sgd", "momentum", "adam", "yogi"] = "momentum"
     server_learning_rate: Positive = 1.0
+    server_rate_decay: Literal["none", "linear"] = "none"
     lora_server_optimizer: Literal["same", "adam"] = "same"
     lora_server_learning_rate: Positive = 0.02
     server_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -141,7 +144,7 @@ class RunConfig:
     # the variants that a run keeps, and how the server stores them
     variant_rounds: Sizes = ()
     variant_clients: bool = True
-    dedup: Literal["", "drd", "dred", "greedy", "mcts", "dedup", "mistique"] = ""
+    dedup: Literal["", "drd", "dred", "greedy", "mcts", "dedup", "mistique", "shared-basis"] = ""
     dedup_block_size: Count = 256
     dedup_records: Annotated[int, Field(ge=0)] = 0
     dedup_epsilon_bound: NonNegative = 0.5
@@ -161,7 +164,7 @@ class RunConfig:
     simulate: bool = False
     comparison: Annotated[bool | None, Maybe] = None
     baselines: Annotated[bool | None, Maybe] = None
-    base_dtype: Literal["auto", "float32", "bfloat16", "nf4"] = "auto"
+    base_dtype: BaseFormat = "auto"
     prefix_cache: bool = True
     activation_checkpointing: bool = False
     memory_limit_mb: Count = 1024

@@ -19,7 +19,8 @@ from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import Merged
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.config import RunConfig
-from fedpriv.dedup import pipeline, variants
+from fedpriv.dedup import variants
+from fedpriv.dedup.basis_pipeline import deduplicator
 from fedpriv.dedup.composition import History, Upload, client_ancestors, global_ancestors, uploads_of
 from fedpriv.dedup.planning import Settings
 from fedpriv.dedup.store import Store
@@ -119,7 +120,7 @@ def deduplicate(config: RunConfig, bench: Workbench, writer: RunWriter) -> None:
     paths = sorted((writer.path / files.VARIANTS).glob(f"*/{variants.FILE}"))
     settings = Settings(algorithm=config.dedup, block_size=config.dedup_block_size, fairness="outcome")
     with Store(store_path) as store:
-        outcomes = pipeline.deduplicate(
+        outcomes = deduplicator(settings)(
             [variants.read(path.parent) for path in paths],
             lambda name: variants.read_tensors(writer.variant(name)),
             AdapterEvaluator(bench, num_records=config.dedup_records, seed=config.seed),

@@ -89,6 +89,7 @@ BAD = {
     "lora_share": 0.9,
     "evaluate_every": 0,
     "lora_server_optimizer": "lion",
+    "server_rate_decay": "cosine",
     "lora_server_learning_rate": 0.0,
     "lora_learning_rate": 0.0,
     "lora_head_learning_rate": 0.0,
@@ -446,6 +447,7 @@ OTHER |= {
     "base_dtype": "bfloat16",
     "client_weights": "root-records",
     "server_optimizer": "sgd",
+    "server_rate_decay": "linear",
     "server_momentum": 0.8,
     "sampling_probability": 0.3,
     "lora_sampling_probability": 0.3,
@@ -464,6 +466,7 @@ FOR_SGD_ALONE = (
     "lora_rounds",
     "server_optimizer",
     "server_learning_rate",
+    "server_rate_decay",
     "lora_server_optimizer",
 )
 

@@ -95,8 +95,8 @@ def run(
     algorithm: Annotated[
         str,
         typer.Option(
-            click_type=OneOf("fedpriv.dedup.algorithms:ALGORITHMS", check=False),
-            help="The search for blocks to replace.",
+            click_type=OneOf("fedpriv.dedup.algorithms:METHODS", check=False),
+            help="The search for blocks to replace; or a shared basis.",
         ),
     ] = "drd",
     block_size: Annotated[
@@ -132,6 +132,7 @@ def run(
     """
     from fedpriv.config import parse_overrides
     from fedpriv.dedup import pipeline, variants
+    from fedpriv.dedup.basis_pipeline import deduplicator
     from fedpriv.dedup.store import Store
 
     described = _described(folder, epsilon_bound, utility_bound)
@@ -155,7 +156,7 @@ def run(
         pipeline.check(list(described.values()), read, store, settings)
         judge = result_of("evaluator", evaluator) if evaluator else _of_run(folder, validation_records, seed)
         with _private_validation(judge, validation_epsilon, cutoff, ledger) as private, Store(store) as opened:
-            outcomes = pipeline.deduplicate(
+            outcomes = deduplicator(settings)(
                 list(described.values()),
                 read,
                 judge,
@@ -199,11 +200,13 @@ app.command()(bench)
 
 def _settings(**values: Any) -> Settings:
     """The settings of a run, if its algorithm knows all of its options."""
-    from fedpriv.dedup.algorithms import algorithm
+    from fedpriv.dedup.algorithms import SHARED_BASIS, algorithm
     from fedpriv.dedup.planning import Settings
+    from fedpriv.dedup.shared_basis import BasisOptions
 
     settings = Settings(**values)
-    parameters = inspect.signature(algorithm(settings.algorithm)).parameters
+    method = BasisOptions if settings.algorithm == SHARED_BASIS else algorithm(settings.algorithm)
+    parameters = inspect.signature(method).parameters
     options = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
     if odd := sorted(set(settings.options) - set(options)):
         raise InputError(f"option = {odd[0]!r}: {settings.algorithm} knows {', '.join(options)}")

@@ -4,7 +4,8 @@ index.json: names all valid files, and is replaced as a whole once everything el
 blocks.GENERATION.npy: [rows, block_size], append-only; rows that no model uses any more stay until compaction
 catalogue.GENERATION.npy: for each of these rows, the block's number and the SHA-256 of its values
 manifests/NAME.json: tensors, block numbers, privacy and provenance of a model
-extras/NAME.safetensors: the tensors of a model that are not cut into blocks
+extras/NAME.safetensors: the tensors of a model that are not cut into blocks; what a model adds to its shared basis
+bases/SHA-256.safetensors: a shared basis, for as long as a model needs it
 charges.json: what validating variants has cost private records (`fedpriv.dedup.charges`)
 lock: held by the one process that writes
 """
@@ -56,6 +57,10 @@ class Folder:
         """The extra tensors of a model."""
         return self.path / "extras" / f"{name}.safetensors"
 
+    def basis(self, sha256: str) -> Path:
+        """A shared basis."""
+        return self.path / "bases" / f"{sha256}.safetensors"
+
     def blocks(self, index: Index) -> RowFile:
         """The rows of block values."""
         return RowFile(self.path / f"blocks.{index.generation}.npy", np.dtype(index.dtype), (index.block_size,))
@@ -71,7 +76,8 @@ class Folder:
     def files(self, index: Index) -> list[Path]:
         """All valid files except the index."""
         models = [path for name in index.models for path in (self.manifest(name), self.extras(name))]
-        return [*(file.path for file in self.row_files(index)), *models]
+        bases = sorted({self.basis(files.basis) for files in index.models.values() if files.basis})
+        return [*(file.path for file in self.row_files(index)), *bases, *models]
 
     def strays(self, index: Index) -> list[Path]:
         """Files that are not valid, left behind by a writer that was killed."""

@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from fedpriv.dedup.blocks import Layout, TensorSpec
 
-VERSION = 1
+VERSION = 2
+# Version 1 had no shared bases.
+_READABLE = (1, 2)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -28,6 +30,8 @@ class Manifest:
         extras: {name of an extra tensor: SHA-256 of its values}.
         privacy: plain values, as they were given.
         provenance: plain values, as they were given.
+        basis: SHA-256 of the shared basis that its values come from, and then it has no blocks, and what it adds to the
+            basis is among its extras; None if its values are in blocks.
     """
 
     name: str
@@ -36,6 +40,7 @@ class Manifest:
     extras: Mapping[str, str]
     privacy: Mapping[str, Any]
     provenance: Mapping[str, Any]
+    basis: str | None = None
 
     def to_json(self) -> bytes:
         """The manifest's file.
@@ -59,10 +64,11 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Files:
-    """SHA-256 of a model's two files."""
+    """SHA-256 of a model's two files, and of the shared basis that it needs, if any."""
 
     manifest: str
     extras: str
+    basis: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +111,8 @@ class Index:
             raise ValueError("damaged: not the JSON of an index") from None
         if content != _sealed({"version": version, **values}):
             raise ValueError("damaged: its SHA-256 does not match")
-        if version != VERSION:
-            raise ValueError(f"version {version}: this fedpriv reads version {VERSION}")
+        if version not in _READABLE:
+            raise ValueError(f"version {version}: this fedpriv reads versions {' and '.join(map(str, _READABLE))}")
         return cls(**{**values, "models": {name: Files(**files) for name, files in values["models"].items()}})
 
 

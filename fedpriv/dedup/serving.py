@@ -102,6 +102,8 @@ class Registry:
     def _slot(self, name: str, model: nn.Module | None) -> _Slot:
         """The memory that holds the model of this name, filled."""
         manifest = self._store.manifest(name)
+        if manifest.basis is not None:
+            raise InputError(f"model {name!r}: is stored by a shared basis, without blocks to copy; use Store.restore")
         self._forget_changed()
         slot = self._slots.get(name)
         if slot is None or slot.layout != manifest.layout:

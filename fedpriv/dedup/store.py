@@ -17,10 +17,12 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from fedpriv.dedup.blocks import Layout, Tensors
+from fedpriv.dedup.basis_files import BasisFiles
+from fedpriv.dedup.blocks import Layout, Tensors, layout_of
 from fedpriv.dedup.catalogue import CATALOGUE, NumberedBlocks, number_blocks, numbers_by_digest, rows_of
 from fedpriv.dedup.folder import Folder, read, sync
 from fedpriv.dedup.manifests import Files, Index, Manifest
+from fedpriv.dedup.shared_basis import Encoded, SharedBasis
 from fedpriv.dedup.state import State
 from fedpriv.dedup.verification import damaged_rows, damaged_tensors, problems, sha256
 from fedpriv.deployment.files import replace as replace_file
@@ -66,6 +68,7 @@ class Store:
         self._folder = Folder(path)
         self._state = State(self._folder, read_only=read_only)
         self._manifests: dict[Files, Manifest] = {}
+        self._bases = BasisFiles(self._folder)
 
     def __enter__(self) -> Self:
         return self
@@ -132,13 +135,19 @@ class Store:
             return safetensors.numpy.load(read(self._folder.extras(name), files.extras))
 
     def restore(self, name: str) -> Tensors:
-        """The model's tensors, bit for bit as they were added.
+        """The model's tensors: bit for bit as they were added, or as its shared basis restores them.
 
         Raises:
             InputError: there is no such model.
-            StoreError: a block or a file of it is damaged; names model and tensor.
+            StoreError: a block, a basis or a file of it is damaged; names model, and tensor or file.
         """
         manifest, extras = self.manifest(name), self.extras(name)
+        if manifest.basis is not None:
+            try:
+                encoded, extras = Encoded.from_tensors(extras, manifest.layout)
+                return {**self._bases.read(manifest.basis, manifest.layout).restore(encoded), **extras}
+            except ValueError as error:
+                raise StoreError(f"{self.path}: model {name!r}: {error}") from None
         rows = self.rows(manifest.blocks)
         present = rows < len(self._state.mapped_blocks)
         blocks = np.zeros((len(rows), manifest.layout.block_size), manifest.layout.dtype)
@@ -175,21 +184,44 @@ class Store:
         numbered = self._number_model(layout, blocks)
         if mismatch := layout.mismatch(_placeholder_blocks(layout, len(numbered.numbers)), extras):
             raise InputError(f"model {name!r}: {mismatch}")
-        manifest = Manifest(
-            name=name,
-            layout=layout,
-            blocks=numbered.numbers,
-            extras={tensor: sha256(values) for tensor, values in extras.items()},
-            privacy=dict(privacy or {}),
-            provenance=dict(provenance or {}),
-        )
-        try:
-            contents = manifest.to_json(), safetensors.numpy.save(dict(extras))
-        except (TypeError, ValueError) as error:
-            raise InputError(f"model {name!r}: privacy and provenance are plain JSON values ({error})") from None
-        index = replace(self._state.index, block_size=layout.block_size, dtype=layout.dtype)
+        manifest = _manifest(name, layout, numbered.numbers, extras, privacy, provenance)
+        self._add(manifest, numbered, extras)
+
+    def add_from_basis(
+        self,
+        name: str,
+        layout: Layout,
+        basis: SharedBasis,
+        encoded: Encoded,
+        extras: Mapping[str, NDArray[Any]],
+        *,
+        privacy: Mapping[str, Any] | None = None,
+        provenance: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Store a model by its share of a basis, durably when this returns; equal bases are stored once.
+
+        Args:
+            name: as for `add`.
+            layout: of the model; block size and dtype are those of the store.
+            basis: of models of this layout.
+            encoded: the model's share of it.
+            extras: the tensors that a basis does not hold.
+            privacy, provenance: plain values, kept as they are.
+
+        Raises:
+            InputError: an argument cannot be used.
+            StoreError: the store is damaged, or cannot be written.
+        """
+        self._check_new(name, layout)
+        given = layout_of({**basis.restore(encoded), **extras}, layout.block_size, layout.dtype)
+        if difference := layout.difference(given):
+            raise InputError(f"model {name!r}: {difference}")
+        held = {**extras, **encoded.to_tensors()}
         with self._state.one_line_errors():
-            self._append(index, numbered, name, contents)
+            digest = self._bases.write(basis)
+        manifest = _manifest(name, layout, np.empty(0, np.int64), held, privacy, provenance, digest)
+        nothing = NumberedBlocks(manifest.blocks, np.empty((0, layout.block_size)), np.empty(0, CATALOGUE))
+        self._add(manifest, nothing, held)
 
     def remove(self, name: str) -> None:
         """Remove a model; blocks that others use stay, and the space of the rest is freed by `compact`.
@@ -260,8 +292,22 @@ class Store:
                 f"{known[0]} {known[1]}; use these, or another store"
             )
 
-    def _append(self, index: Index, numbered: NumberedBlocks, name: str, contents: tuple[bytes, bytes]) -> None:
+    def _add(self, manifest: Manifest, numbered: NumberedBlocks, extras: Mapping[str, NDArray[Any]]) -> None:
+        """Store a model that fits the store."""
+        try:
+            contents = manifest.to_json(), safetensors.numpy.save(dict(extras))
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"model {manifest.name!r}: privacy and provenance are plain JSON values ({error})"
+            ) from None
+        layout = manifest.layout
+        index = replace(self._state.index, block_size=layout.block_size, dtype=layout.dtype)
+        with self._state.one_line_errors():
+            self._append(index, numbered, manifest, contents)
+
+    def _append(self, index: Index, numbered: NumberedBlocks, added: Manifest, contents: tuple[bytes, bytes]) -> None:
         """Write a model's files and rows, and then the index that names them."""
+        name = added.name
         for path, content in zip((self._folder.manifest(name), self._folder.extras(name)), contents, strict=True):
             path.parent.mkdir(exist_ok=True)
             replace_file(path, content)
@@ -275,7 +321,7 @@ class Store:
                 num_rows=index.num_rows + len(numbered.new),
                 next_block=index.next_block + len(numbered.new),
                 catalogue=sha256(np.concatenate([self._state.catalogue, numbered.catalogue])),
-                models={**index.models, name: Files(manifest=manifest, extras=extras)},
+                models={**index.models, name: Files(manifest=manifest, extras=extras, basis=added.basis)},
             )
         )
 
@@ -284,6 +330,8 @@ class Store:
         if not isinstance(blocks, Variant):
             return self._number(layout, blocks)
         base = self.manifest(blocks.base)
+        if base.basis is not None:
+            raise InputError(f"base {blocks.base!r}: has no blocks, since it is stored by a shared basis")
         if difference := base.layout.difference(layout):
             raise InputError(f"base {blocks.base!r}: another architecture: {difference}")
         positions, replaced = blocks.positions, self._number(layout, blocks.blocks)
@@ -331,6 +379,26 @@ class Store:
         if name not in self._state.index.models:
             raise InputError(f"model = {name!r}: not in {self.path}; it has {', '.join(self.names) or 'none'}")
         return self._state.index.models[name]
+
+
+def _manifest(
+    name: str,
+    layout: Layout,
+    blocks: NDArray[np.int64],
+    extras: Mapping[str, NDArray[Any]],
+    privacy: Mapping[str, Any] | None,
+    provenance: Mapping[str, Any] | None,
+    basis: str | None = None,
+) -> Manifest:
+    return Manifest(
+        name=name,
+        layout=layout,
+        blocks=blocks,
+        extras={tensor: sha256(values) for tensor, values in extras.items()},
+        privacy=dict(privacy or {}),
+        provenance=dict(provenance or {}),
+        basis=basis,
+    )
 
 
 def _placeholder_blocks(layout: Layout, num_blocks: int) -> NDArray[Any]:

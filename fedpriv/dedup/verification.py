@@ -10,6 +10,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
+from fedpriv.dedup.basis_files import read_basis
 from fedpriv.dedup.catalogue import rows_of
 from fedpriv.dedup.folder import Folder, read
 from fedpriv.dedup.manifests import Files, Index, Manifest
@@ -40,6 +41,7 @@ def problems(folder: Folder, index: Index) -> list[str]:
             lines.append(f"model {name!r}: {error}; none of its tensors can be restored")
             continue
         lines += damaged_extras(folder, manifest, files)
+        lines += damaged_basis(folder, manifest)
         if len(damaged):
             rows = rows_of(catalogue, manifest.blocks)
             used[rows] = True
@@ -93,6 +95,17 @@ def damaged_extras(folder: Folder, manifest: Manifest, files: Files) -> list[str
     bad = [name for name, known in manifest.extras.items() if name not in extras or sha256(extras[name]) != known]
     where = [f"model {manifest.name!r}, tensor {name!r}: {reason}" for name in bad]
     return where or [f"model {manifest.name!r}: {reason}, outside the values"]
+
+
+def damaged_basis(folder: Folder, manifest: Manifest) -> list[str]:
+    """A line if the shared basis of a model is damaged, and it cannot be restored."""
+    if manifest.basis is None:
+        return []
+    try:
+        read_basis(folder, manifest.basis, manifest.layout)
+        return []
+    except ValueError as error:
+        return [f"model {manifest.name!r}: {error}; none of its tensors can be restored"]
 
 
 def sha256(array: NDArray[Any]) -> str:

@@ -236,7 +236,7 @@ def test_unknown_version_is_refused(store):
     text = json.dumps({"version": 7, "anything": 1})
     digest = hashlib.sha256(text.encode()).hexdigest()
     (store.path / "index.json").write_text(f'{{"sha256": "{digest}", "index": {text}}}\n')
-    with pytest.raises(StoreError, match=r"index\.json: version 7: this fedpriv reads version 1"):
+    with pytest.raises(StoreError, match=r"index\.json: version 7: this fedpriv reads versions 1 and 2"):
         Store(store.path)
 
 

@@ -16,7 +16,17 @@ from fedpriv.dedup.algorithms.mistique import mistique
 from fedpriv.dedup.algorithms.trials import Accept, BudgetSpent, Positions, SearchResult
 from fedpriv.errors import InputError
 
-__all__ = ["ALGORITHMS", "Accept", "BudgetSpent", "Positions", "Search", "SearchResult", "algorithm"]
+__all__ = [
+    "ALGORITHMS",
+    "METHODS",
+    "SHARED_BASIS",
+    "Accept",
+    "BudgetSpent",
+    "Positions",
+    "Search",
+    "SearchResult",
+    "algorithm",
+]
 
 Search = Callable[..., SearchResult]
 
@@ -29,6 +39,12 @@ ALGORITHMS: dict[str, Search] = {
     "mistique": mistique,
 }
 
+SHARED_BASIS = "shared-basis"
+"""Not a search: variants are stored by a basis of their values, see `fedpriv.dedup.basis_pipeline`."""
+
+METHODS = (*ALGORITHMS, SHARED_BASIS)
+"""Everything by which variants can be stored."""
+
 
 def algorithm(name: str) -> Search:
     """The search algorithm of that name.
@@ -37,5 +53,5 @@ def algorithm(name: str) -> Search:
         InputError: there is none, with those that are known.
     """
     if name not in ALGORITHMS:
-        raise InputError(f"algorithm = {name!r}: known are {', '.join(ALGORITHMS)}")
+        raise InputError(f"algorithm = {name!r}: known are {', '.join(METHODS)}")
     return ALGORITHMS[name]
