@@ -6,14 +6,18 @@ import logging
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import click
 import typer
 from typer.core import TyperGroup
 
+from fedpriv.cli.options import OneOf
 from fedpriv.cli.output import AsJson, show
 from fedpriv.errors import InputError
+
+if TYPE_CHECKING:
+    from fedpriv.config import BaseFormat
 
 
 class _ServesByDefault(TyperGroup):
@@ -36,7 +40,10 @@ def run(
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
     memory: Annotated[str, typer.Option(help="Bound on the variants in memory, such as 2GB.")] = "2GB",
     model: Annotated[str, typer.Option(help="The base model; by default the one that the run names.")] = "",
-    base_dtype: Annotated[str, typer.Option(help="Format of the base: auto, float32 or bfloat16.")] = "auto",
+    base_dtype: Annotated[
+        str,
+        typer.Option(click_type=OneOf("fedpriv.config:BaseFormat"), help="Format of the base; auto takes the run's."),
+    ] = "auto",
     tokens: Annotated[Path | None, typer.Option(help="File of bearer tokens, see `fedpriv serve new-token`.")] = None,
     certificate: Annotated[Path | None, typer.Option(help="PEM file of the certificate, for TLS.")] = None,
     key: Annotated[Path | None, typer.Option(help="PEM file of the certificate's key.")] = None,
@@ -84,7 +91,9 @@ def run(
 
     typer.echo(f"loading {source} ...", err=True)
     started = time.monotonic()
-    serving = open_serving(source, memory_bytes=memory_bytes, max_waiting=queue, base_dtype=base_dtype, model=model)
+    serving = open_serving(
+        source, memory_bytes=memory_bytes, max_waiting=queue, base_dtype=cast("BaseFormat", base_dtype), model=model
+    )
     typer.echo(f"loaded {serving.model_name} in {time.monotonic() - started:.1f} s", err=True)
 
     def tell(url: str) -> None:

@@ -7,14 +7,16 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from fedpriv.config import RunConfig
+from fedpriv.config import BaseFormat, RunConfig
 from fedpriv.data import records
 from fedpriv.data.chat import ChatFormat
 from fedpriv.data.encoding import chat_format_of
 from fedpriv.data.instructions import ROLES
 from fedpriv.data.records import RESPONSE_MASK
+from fedpriv.serving import sources
 from fedpriv.serving.classification import Classification
 from fedpriv.serving.desk import Counter, Desk, tell
 from fedpriv.serving.engine import SharedBase
@@ -42,6 +44,27 @@ _CLOSED = "the server stopped before it had answered"
 # Tokens: of a chat that is not cut here, and what a classifier takes whatever its limits.
 _NO_LIMIT = 2**30
 _SHORT = 512
+
+
+def open_serving(
+    source: Path, *, memory_bytes: int, max_waiting: int, base_dtype: BaseFormat = "auto", model: str = ""
+) -> Scheduler:
+    """The variants in the folder of a run or in a store, ready to answer.
+
+    Args:
+        source: see `sources.find`.
+        memory_bytes: of the variants in memory.
+        max_waiting: requests that no pass has begun with.
+        base_dtype: of the frozen base; `auto` leaves it to the run's configuration.
+        model: for a store in no run's folder, see `sources.find`.
+
+    Raises:
+        InputError, StoreError: the source cannot be served; see `sources.find` and `sources.load`.
+    """
+    found = sources.find(source, base=model)
+    if base_dtype != "auto":
+        found = replace(found, config=replace(found.config, base_dtype=base_dtype))
+    return Scheduler(found, sources.load(found), Limits(memory_bytes=memory_bytes, waiting=max_waiting))
 
 
 class Scheduler:
