@@ -219,13 +219,13 @@ def _check_mechanism(config: RunConfig) -> None:
 
 def _check_server_optimizer(config: RunConfig) -> None:
     plain = config.server_optimizer == "sgd" and config.server_learning_rate == 1
-    plain = plain and config.lora_server_optimizer == "same"
+    plain = plain and config.lora_server_optimizer == "same" and config.server_rate_decay == "none"
     if not plain and config.aggregation not in LINEAR_RULES:
         raise ValueError(
             f"server_optimizer = {config.server_optimizer}, server_learning_rate = {config.server_learning_rate}, "
-            f"lora_server_optimizer = {config.lora_server_optimizer}: "
-            f"aggregation = {config.aggregation} is no weighted sum of the uploads; use sgd, 1 and same, or one of "
-            f"{', '.join(LINEAR_RULES)}"
+            f"server_rate_decay = {config.server_rate_decay}, lora_server_optimizer = {config.lora_server_optimizer}: "
+            f"aggregation = {config.aggregation} is no weighted sum of the uploads; use sgd, 1, none and same, or one "
+            f"of {', '.join(LINEAR_RULES)}"
         )
     if config.aggregation == "fedsvd":
         _check_fedsvd(config)

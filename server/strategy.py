@@ -255,7 +255,9 @@ class RuleStrategy(Strategy):
         aggregated = self._rule.aggregate(self.model, adapters, weights)
         if self.schedule.phase(self._round.number).name != "start":
             trained = trained_names(aggregated.adapter, self.spec.trains)
-            stepped = server_step(self.model, aggregated, ServerOptimizer.of(self._config), trained=trained)
+            stepped = server_step(
+                self.model, aggregated, ServerOptimizer.of(self._config, self._round.number), trained=trained
+            )
             if self.spec.centred:
                 stepped = recentred(stepped, self.model)
             return self._rule.finish(stepped) if self._rule.finish else stepped

@@ -78,18 +78,22 @@ class ServerOptimizer:
     of_lora: ServerOptimizer | None = None
 
     @staticmethod
-    def of(config: RunConfig) -> ServerOptimizer:
-        """The optimizer that a run's configuration asks for."""
+    def of(config: RunConfig, round_: int = 1) -> ServerOptimizer:
+        """The optimizer that a run's configuration asks for in a round, from 1.
+
+        Rates that fall linearly do so from the configured ones in round 1 to 1 / rounds of them in the last round.
+        """
+        left = max(1, config.rounds + 1 - round_) / config.rounds if config.server_rate_decay == "linear" else 1.0
         of_lora = None
         if config.lora_server_optimizer != "same":
             of_lora = ServerOptimizer(
                 name=config.lora_server_optimizer,
-                learning_rate=config.lora_server_learning_rate,
+                learning_rate=config.lora_server_learning_rate * left,
                 momentum=config.server_momentum,
             )
         return ServerOptimizer(
             name=config.server_optimizer,
-            learning_rate=config.server_learning_rate,
+            learning_rate=config.server_learning_rate * left,
             momentum=config.server_momentum,
             of_lora=of_lora,
         )

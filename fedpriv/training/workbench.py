@@ -239,8 +239,14 @@ _last: dict[Hashable, Workbench] = {}
 _WITHOUT_EFFECT = {
     *("recipe", "rounds", "evaluate_every", "head_start"),
     *("lora_rounds", "clients_per_round", "min_clients", "round_seconds"),
-    *("client_weights", "server_optimizer", "server_learning_rate", "lora_server_optimizer"),
-    *("lora_server_learning_rate", "server_momentum", "relevance_threshold", "max_update_norm"),
+    *("client_weights", "server_optimizer", "server_learning_rate", "server_rate_decay"),
+    *(
+        "lora_server_optimizer",
+        "lora_server_learning_rate",
+        "server_momentum",
+        "relevance_threshold",
+        "max_update_norm",
+    ),
     *("local_steps", "lora_sampling_probability", "learning_rate", "clip_norm"),
     *("lora_share", "lora_learning_rate", "lora_head_learning_rate", "lora_noise_multiplier"),
     *("noise_multiplier", "start_noise_multiplier", "target_epsilon", "mechanism"),

@@ -166,8 +166,19 @@ def test_fedsvd_takes_no_optimizer_whose_state_cannot_follow_the_basis(key, valu
 
 
 @pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if not rule.linear])
-@pytest.mark.parametrize("change", [{"server_optimizer": "adam"}, {"server_learning_rate": 0.5}])
+@pytest.mark.parametrize(
+    "change", [{"server_optimizer": "adam"}, {"server_learning_rate": 0.5}, {"server_rate_decay": "linear"}]
+)
 def test_a_rule_that_is_no_weighted_sum_takes_no_server_optimizer(rule, change):
-    with pytest.raises(InputError, match=f"aggregation = {rule} is no weighted sum of .*; use sgd, 1 and same"):
+    with pytest.raises(InputError, match=f"aggregation = {rule} is no weighted sum of .*; use sgd, 1, none and same"):
         parse({"aggregation": rule, **change})
     assert parse({"aggregation": rule, "server_momentum": 0.5}).server_optimizer == "sgd"
+
+
+def test_a_linear_decay_multiplies_every_rate_by_what_is_left_of_the_rounds():
+    config = parse({"rounds": 4, "server_rate_decay": "linear", "lora_server_optimizer": "adam"})
+    found = [ServerOptimizer.of(config, round_) for round_ in (1, 2, 3, 4, 5)]
+    assert [each.learning_rate for each in found] == [1.0, 0.75, 0.5, 0.25, 0.25]
+    assert [each.of_lora.learning_rate for each in found] == pytest.approx([0.02, 0.015, 0.01, 0.005, 0.005])
+    constant = ServerOptimizer.of(parse({"rounds": 4}), 3)
+    assert constant.learning_rate == 1.0
