@@ -25,6 +25,7 @@ from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.reports.page import write_report
+from fedpriv.runs.stored_variants import read_stored
 from fedpriv.runs.writer import RunWriter
 from fedpriv.training.evaluation import evaluate
 from fedpriv.training.model import TrainingModel
@@ -122,6 +123,22 @@ def test_the_report_shows_the_variants_and_what_they_take(deduplicated):
     assert "Stored variants" in page
     for text in ("round-1", "client-2", "the base once, an adapter for each", "a whole model for each"):
         assert text in page
+
+
+def test_a_runs_report_shows_a_shared_basis_as_one(small_run, tmp_path):
+    folder = run(small_run, tmp_path / "run", dedup="shared-basis", dedup_epsilon_bound=5.0)
+    stored = read_stored(folder)
+    with Store(folder / "store", read_only=True) as store:
+        assert not store.verify()
+    page = (folder / "report.html").read_text()
+    assert stored.by_basis
+    for outcome, basis in zip(stored.outcomes, stored.bases, strict=True):
+        assert outcome["epsilon_before"] <= outcome["epsilon_after"] <= outcome["epsilon_before"] + 5
+        if basis:
+            assert f"rank {basis['rank']}" in page
+    for text in ("a basis with", "restored from", "5 others", "the base once, a shared basis", "share bases in"):
+        assert text in page
+    assert "blocks" not in page[page.index("Stored variants") : page.index("What 6 variants take")]
 
 
 def test_without_deduplication_the_command_line_does_it_later(small_run, tmp_path):
