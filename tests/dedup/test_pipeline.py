@@ -292,9 +292,7 @@ def test_a_flipped_bit_is_refused_and_older_folders_and_meant_changes_are_read(d
     original = file.read_bytes()
     assert json.loads(description.read_text())["tensors_sha256"] == hashlib.sha256(original).hexdigest()
     file.write_bytes(original[:-4] + bytes([original[-4] ^ 1]) + original[-3:])  # a mantissa's last bit
-    with pytest.raises(
-        InputError, match=r"model\.safetensors: is damaged or was changed, its SHA-256"
-    ):
+    with pytest.raises(InputError, match=r"model\.safetensors: is damaged or was changed, its SHA-256"):
         variants.read_tensors(tmp_path)
     changed = json.loads(description.read_text())
     del changed["tensors_sha256"]
