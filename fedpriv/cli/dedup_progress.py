@@ -57,7 +57,6 @@ def _nothing() -> Iterator[Observer]:
 
 @contextmanager
 def _lines() -> Iterator[Observer]:
-    typer.echo("reading the variants and their model", err=True)
     yield lambda progress: typer.echo(line(progress), err=True) if progress.stored else None
 
 
