@@ -20,12 +20,11 @@ from fedpriv.dedup.saliency import Saliency
 from fedpriv.dedup.validation import PrivateRecords
 from fedpriv.errors import InputError
 from fedpriv.runs.files import read_config
-from fedpriv.training.evaluation import evaluate
+from fedpriv.training.evaluation import evaluate, passes_by_length
 from fedpriv.training.workbench import Workbench, workbench
 
 Tensors = Mapping[str, NDArray[Any]]
 
-_RECORDS_PER_PASS = 64
 _RECORDS_PER_QUERY = 8
 
 
@@ -94,8 +93,8 @@ class AdapterEvaluator:
     def saliency(self, tensors: Tensors) -> Saliency:
         """The absolute gradient of the loss on the test set."""
         names = {name: in_model for name, (in_model, _) in self._parameters.items()}
-        order, step = torch.arange(self.num_records), _RECORDS_PER_PASS
-        batches = [{"index": order[begin : begin + step]} for begin in range(0, self.num_records, step)]
+        # Of similar lengths, since padding costs as much as words.
+        batches = [{"index": torch.tensor(positions)} for positions in passes_by_length(self._test.items())]
         with self._with_adapter(tensors):
             gradient = saliency.gradient(self.model.peft_model, batches, self._losses, set(names.values()))
         return {name: gradient[in_model] for name, in_model in names.items()}

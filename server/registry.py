@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,14 @@ from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import Merged
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.config import RunConfig
-from fedpriv.dedup import variants
+from fedpriv.dedup import pipeline, variants
 from fedpriv.dedup.basis_pipeline import deduplicator
 from fedpriv.dedup.composition import History, Upload, client_ancestors, global_ancestors, uploads_of
 from fedpriv.dedup.planning import Settings
+from fedpriv.dedup.resumption import validation_digest
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.variants import Described
+from fedpriv.errors import InputError, StoreError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
 from fedpriv.runs import files
@@ -114,19 +116,24 @@ def keep_recurring(
 
 
 def deduplicate(config: RunConfig, bench: Workbench, writer: RunWriter) -> None:
-    """Deduplicate the run's variants into its store, validated on the server's test set."""
+    """Deduplicate the run's variants into its store, validated on the server's test set.
+
+    What an interrupted attempt stored stays if it was made of the same variants in the same way; else the store is
+    made anew.
+    """
     store_path = writer.path / files.STORE
-    shutil.rmtree(store_path, ignore_errors=True)  # left by an interrupted attempt
-    paths = sorted((writer.path / files.VARIANTS).glob(f"*/{variants.FILE}"))
+    described = [
+        variants.read(path.parent) for path in sorted((writer.path / files.VARIANTS).glob(f"*/{variants.FILE}"))
+    ]
     settings = Settings(algorithm=config.dedup, block_size=config.dedup_block_size, fairness="outcome")
+    judge = AdapterEvaluator(bench, num_records=config.dedup_records, seed=config.seed)
+
+    def read(name: str) -> Mapping[str, NDArray[Any]]:
+        return variants.read_tensors(writer.variant(name))
+
+    _keep_only_if_same(store_path, described, read, settings, judge)
     with Store(store_path) as store:
-        outcomes = deduplicator(settings)(
-            [variants.read(path.parent) for path in paths],
-            lambda name: variants.read_tensors(writer.variant(name)),
-            AdapterEvaluator(bench, num_records=config.dedup_records, seed=config.seed),
-            store,
-            settings,
-        )
+        outcomes = deduplicator(settings)(described, read, judge, store, settings, evaluation=judge.description)
         log.info("%s variants in %s of %s bytes", len(outcomes), store.bytes_stored, store.bytes_logical)
         writer.journal.write(
             "deduplicated",
@@ -137,8 +144,33 @@ def deduplicate(config: RunConfig, bench: Workbench, writer: RunWriter) -> None:
         )
 
 
+def _keep_only_if_same(
+    path: Path,
+    described: Sequence[Described],
+    read: Callable[[str], Mapping[str, NDArray[Any]]],
+    settings: Settings,
+    judge: AdapterEvaluator,
+) -> None:
+    """Remove a store that an earlier attempt made of other variants or in another way, or that is damaged."""
+    if not path.exists():
+        return
+    validation = validation_digest(judge.num_records, judge.private, None, judge.description)
+    try:
+        pipeline.check(described, read, path, settings, validation=validation)
+        with Store(path, read_only=True) as store:
+            strangers = sorted(set(store.names) - {each.name for each in described})
+        if not strangers:
+            return
+        reason = f"it holds {', '.join(strangers)}"
+    except (InputError, StoreError) as error:
+        reason = str(error)
+    log.info("the store of an earlier attempt is made anew: %s", reason)
+    shutil.rmtree(path)
+
+
 def _save(bench: Workbench, path: Path, adapter: Adapter, merged: Merged) -> None:
     labels = bench.data.label_names
+    (path / variants.FILE).unlink(missing_ok=True)  # of an interrupted attempt, whose tensors may have been others
     lora.save(bench.model.peft_model, bench.base, path, adapter=adapter, merged=merged, labels=labels)
 
 

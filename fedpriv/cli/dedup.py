@@ -45,6 +45,13 @@ Fairness = Annotated[
         help="Keep the order of epsilons by cutting every bound, or by giving up variants that would overtake others.",
     ),
 ]
+Algorithm = Annotated[
+    str,
+    typer.Option(
+        click_type=OneOf("fedpriv.dedup.algorithms:METHODS", check=False),
+        help="The search for blocks to replace; or a shared basis.",
+    ),
+]
 EpsilonBound = Annotated[
     float | None, typer.Option(help="By how much epsilon may rise; by default each variant's own bound.", min=0)
 ]
@@ -56,6 +63,7 @@ UtilityBound = Annotated[
 @app.command()
 def plan(
     folder: Folder,
+    algorithm: Algorithm = "drd",
     strategy: Strategy = "single",
     fairness: Fairness = "bounds",
     epsilon_bound: EpsilonBound = None,
@@ -64,24 +72,58 @@ def plan(
 ) -> None:
     """Which variants may take blocks of which others, and what each would then cost; no weights are read.
 
+    With --algorithm shared-basis: which variants would share a basis, and so be ancestors of each other.
+
     Example: fedpriv dedup plan variants --strategy multi
+
+    Example: fedpriv dedup plan RUN/variants --algorithm shared-basis --fairness outcome
     """
+    from fedpriv.dedup.algorithms import SHARED_BASIS
+
+    settings = _settings(algorithm=algorithm, strategy=strategy, fairness=fairness)
+    described = list(_described(folder, epsilon_bound, utility_bound).values())
+    if algorithm == SHARED_BASIS:
+        targets, untouched = _planned_members(described, settings)
+        verb = "shares a basis with"
+    else:
+        targets, untouched = _planned_blocks(described, settings)
+        verb = "blocks of"
+    lines = [
+        f"{name}: {verb} {', '.join(t['bases'])}; epsilon {t['epsilon']:.4g} at delta {t['delta']:g}, "
+        f"at most {t['epsilon_bound']:.4g}"
+        for name, t in targets.items()
+    ]
+    lines += [f"{name}: stays as it is, {reason}" for name, reason in untouched.items()]
+    show({"targets": targets, "untouched": untouched}, lines, as_json)
+
+
+def _planned_blocks(variants: list[Described], settings: Settings) -> tuple[dict[str, Any], dict[str, str]]:
+    """{target: its bases and its cost} and {another variant: why it stays}."""
     from fedpriv.dedup import planning
 
-    settings = _settings(strategy=strategy, fairness=fairness)
-    described = _described(folder, epsilon_bound, utility_bound)
-    found = planning.plan(list(described.values()), settings)
+    found = planning.plan(variants, settings)
     targets = {
         name: {"bases": list(a.bases), **asdict(a.guarantee), "epsilon_bound": a.limits.epsilon}
         for name, a in found.assignments.items()
     }
-    lines = [
-        f"{name}: blocks of {', '.join(t['bases'])}; epsilon {t['epsilon']:.4g} at delta {t['delta']:g}, "
-        f"at most {t['epsilon_bound']:.4g}"
-        for name, t in targets.items()
-    ]
-    lines += [f"{name}: stays as it is, {reason}" for name, reason in found.untouched.items()]
-    show({"targets": targets, "untouched": dict(found.untouched)}, lines, as_json)
+    return targets, dict(found.untouched)
+
+
+def _planned_members(variants: list[Described], settings: Settings) -> tuple[dict[str, Any], dict[str, str]]:
+    """The same of the members of shared bases, each of which has the others of its group as bases."""
+    from fedpriv.dedup.basis_members import choose_members
+
+    found = choose_members(variants, settings)
+    targets = {
+        name: {
+            "bases": [other for other in group if other != name],
+            **asdict(found.costs[name].guarantee),
+            "epsilon_bound": found.limits[name].epsilon,
+        }
+        for group in found.groups
+        for name in group
+    }
+    return targets, dict(found.left_out)
 
 
 @app.command()
@@ -92,13 +134,7 @@ def run(
         str,
         typer.Option(help="MODULE:FUNCTION that returns a fedpriv.dedup.pipeline.Evaluator; by default the run's."),
     ] = "",
-    algorithm: Annotated[
-        str,
-        typer.Option(
-            click_type=OneOf("fedpriv.dedup.algorithms:METHODS", check=False),
-            help="The search for blocks to replace; or a shared basis.",
-        ),
-    ] = "drd",
+    algorithm: Algorithm = "drd",
     block_size: Annotated[
         int | None, typer.Option(help="Values in a block; by default as fits the smallest model.", min=1)
     ] = None,
@@ -174,20 +210,24 @@ def run(
                 "num_validations": sum(outcome.num_validations for outcome in outcomes),
                 "variants": [asdict(outcome) for outcome in outcomes],
             }
-    lines = [_line(outcome) for outcome in outcomes]
+    lines = [_line(outcome, settings.algorithm) for outcome in outcomes]
     lines.append(f"{summary['bytes_stored']} of {summary['bytes_logical']} bytes stored")
     show(summary, lines, as_json)
 
 
-def _line(outcome: Outcome) -> str:
+def _line(outcome: Outcome, algorithm: str) -> str:
     """What became of one variant."""
+    from fedpriv.dedup.algorithms import SHARED_BASIS
+
     if outcome.untouched:
         return f"{outcome.name}: stays as it is, {outcome.untouched}; epsilon {outcome.epsilon_before:.4g}"
     of = f"of {outcome.num_records}"
     correct = f"correct {outcome.correct_before} to {outcome.correct_after} {of}, " if outcome.correct_before else ""
+    replaced = f"{outcome.num_replaced} of {outcome.num_blocks} blocks replaced"
+    if algorithm == SHARED_BASIS:
+        replaced = f"{'by' if outcome.num_replaced else 'not by'} a basis of {len(outcome.bases) + 1} variants"
     return (
-        f"{outcome.name}: {outcome.num_replaced} of {outcome.num_blocks} blocks replaced in "
-        f"{outcome.num_validations} validations, {correct}"
+        f"{outcome.name}: {replaced} in {outcome.num_validations} validations, {correct}"
         f"epsilon {outcome.epsilon_before:.4g} to {outcome.epsilon_after:.4g}"
     )
 

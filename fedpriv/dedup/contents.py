@@ -20,7 +20,8 @@ class StoredModel:
 
     Attributes:
         name: of the model.
-        bytes_own: that its removal and a compaction would free: its files, and the blocks that no other model uses.
+        bytes_own: that its removal and a compaction would free: its files, and the blocks or the shared basis that no
+            other model uses.
         num_blocks: in the model.
         num_shared: of these, positions whose block another model uses too.
         epsilon_before, epsilon_after: see `fedpriv.dedup.outcomes.Outcome`; None if it was not deduplicated.
@@ -57,8 +58,8 @@ def remove(store: Store, names: Collection[str]) -> None:
 
     Args:
         store: open for writing.
-        names: of the models; those that name others of them as bases go first, so that an interruption leaves a store
-            in which all named bases are present.
+        names: of the models, which go all at once, so that an interruption leaves a store in which all named bases are
+            present; members of one shared basis name each other.
 
     Raises:
         InputError: one is not stored, or is a base of a model that would stay.
@@ -72,12 +73,7 @@ def remove(store: Store, names: Collection[str]) -> None:
             raise InputError(
                 f"name = {name!r}: is a base of {', '.join(users)}, whose epsilon counts it; remove these as well"
             )
-    left = set(names)
-    while left:
-        free = sorted(name for name in left if not any(name in bases[other] for other in left - {name}))
-        for name in free:
-            store.remove(name)
-        left -= set(free)
+    store.remove(*names)
 
 
 def bases_of(store: Store, name: str) -> tuple[str, ...]:
@@ -100,6 +96,8 @@ def _stored_model(store: Store, name: str, counts: NDArray[np.int64]) -> StoredM
     row_bytes = manifest.layout.block_size * np.dtype(manifest.layout.dtype).itemsize + CATALOGUE.itemsize
     folder = Folder(store.path)
     files = folder.manifest(name).stat().st_size + folder.extras(name).stat().st_size
+    if manifest.basis and sum(store.manifest(other).basis == manifest.basis for other in store.names) == 1:
+        files += folder.basis(manifest.basis).stat().st_size
     return StoredModel(
         name=name,
         bytes_own=files + len(only_here) * row_bytes,

@@ -161,7 +161,12 @@ def deduplicate(
 
 
 def check(
-    variants: Sequence[Described], read_tensors: Callable[[str], Tensors], store: Path, settings: Settings
+    variants: Sequence[Described],
+    read_tensors: Callable[[str], Tensors],
+    store: Path,
+    settings: Settings,
+    *,
+    validation: str | None = None,
 ) -> None:
     """Refuse what `deduplicate` would refuse, as far as it can be known before any model is loaded.
 
@@ -170,9 +175,10 @@ def check(
         read_tensors: see `deduplicate`.
         store: its folder, which may be missing.
         settings: see `Settings`.
+        validation: the digest of how they are validated, if that is known; see `validation_digest`.
 
     Raises:
-        InputError: the variants share no blocks of this size, or the store holds some from another plan.
+        InputError: the variants share no blocks of this size, or the store holds some from another plan or validation.
         StoreError: another process is writing to the store, or it is damaged.
     """
     layouts, digest = layouts_and_plan(variants, read_tensors, settings)
@@ -180,7 +186,7 @@ def check(
         check_has_blocks(name, layout)
     if store.exists() and (not store.is_dir() or any(store.iterdir())):
         with Store(store) as opened:
-            stored_outcomes(opened, layouts, {PLAN: digest})
+            stored_outcomes(opened, layouts, {PLAN: digest} | ({VALIDATION: validation} if validation else {}))
 
 
 def _check(assignments: Mapping[str, Assignment], layouts: Mapping[str, Layout]) -> None:

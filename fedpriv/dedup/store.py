@@ -223,16 +223,17 @@ class Store:
         nothing = NumberedBlocks(manifest.blocks, np.empty((0, layout.block_size)), np.empty(0, CATALOGUE))
         self._add(manifest, nothing, held)
 
-    def remove(self, name: str) -> None:
-        """Remove a model; blocks that others use stay, and the space of the rest is freed by `compact`.
+    def remove(self, *names: str) -> None:
+        """Remove models, all or none; blocks that others use stay, and the space of the rest is freed by `compact`.
 
         Raises:
             InputError: there is no such model.
             StoreError: the store cannot be written.
         """
         self._state.check_writable()
-        self._files(name)
-        models = {other: files for other, files in self._state.index.models.items() if other != name}
+        for name in names:
+            self._files(name)
+        models = {other: files for other, files in self._state.index.models.items() if other not in names}
         with self._state.one_line_errors():
             self._state.commit(replace(self._state.index, models=models))
             self._state.tidy()

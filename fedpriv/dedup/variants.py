@@ -1,7 +1,12 @@
-"""Variants on disk: a folder with one safetensors file, and a `variant.json` with its cost and provenance."""
+"""Variants on disk: a folder with one safetensors file, and a `variant.json` with its cost and provenance.
+
+The description also has the digest of that file, so that tensors which changed since then are refused wherever they
+are read. It guards against damage, not against whoever can write the folder.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +28,8 @@ from fedpriv.errors import InputError
 VERSION = 1
 
 FILE = "variant.json"
+
+_DIGEST = "tensors_sha256"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +75,17 @@ class Described:
 def write(folder: Path, described: Described, tensors: Mapping[str, NDArray[Any]]) -> None:
     """Write a variant; the description comes last, so that a folder that has one is complete."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / FILE).unlink(missing_ok=True)  # that of other tensors
     safetensors.numpy.save_file(dict(tensors), folder / "model.safetensors")
     describe(folder, described)
 
 
 def describe(folder: Path, described: Described) -> None:
-    """Write the description of a variant whose tensors have been written."""
+    """Write the description of a variant, with the digest of its tensors if they have been written."""
+    files = _tensor_files(folder)
+    digest = {_DIGEST: _digest_of(files[0])} if len(files) == 1 else {}
     temporary = folder / f"{FILE}.tmp"
-    temporary.write_text(json.dumps(to_json(described)) + "\n")
+    temporary.write_text(json.dumps({**to_json(described), **digest}) + "\n")
     temporary.replace(folder / FILE)
 
 
@@ -95,18 +105,45 @@ def read(folder: Path) -> Described:
 
 
 def read_tensors(folder: Path) -> dict[str, NDArray[Any]]:
-    """The tensors of a variant.
+    """The tensors of a variant, checked against the digest in its description, if that has one.
 
     Raises:
-        InputError: the folder holds no safetensors file, several of them, or a damaged one.
+        InputError: the folder holds no safetensors file, several of them, a damaged one, or one that was changed after
+            it was described.
     """
-    files = sorted(folder.glob("*.safetensors"))
+    files = _tensor_files(folder)
     if len(files) != 1:
         raise InputError(f"{folder}: holds {len(files)} safetensors files; a variant has exactly one")
     try:
-        return {name: np.asarray(tensor) for name, tensor in safetensors.numpy.load_file(files[0]).items()}
+        tensors = {name: np.asarray(tensor) for name, tensor in safetensors.numpy.load_file(files[0]).items()}
+        digest = _digest_of(files[0])
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise InputError(f"{files[0]}: cannot be read ({error})") from None
+    if _stated_digest(folder / FILE) not in (None, digest):
+        raise InputError(
+            f"{files[0]}: is damaged or was changed, its SHA-256 is not the {_DIGEST} of {FILE}; restore the file, or "
+            f"remove {_DIGEST} there if the change is meant"
+        )
+    return tensors
+
+
+def _tensor_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _digest_of(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _stated_digest(path: Path) -> Any:
+    """The digest in a description; None where there is no description, or an older one."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")).get(_DIGEST)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, AttributeError) as error:
+        raise InputError(f"{path}: not a variant's description ({type(error).__name__}: {error})") from None
 
 
 def to_json(described: Described) -> dict[str, Any]:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedpriv.reports import tables
 from fedpriv.reports.tables import Table
 from fedpriv.runs.stored_variants import StoredVariants
 
+_MOST_NAMES = 4
+
 
 def variant_table(stored: StoredVariants) -> Table:
     """A row for each variant, before and after deduplication."""
-    headers = ("variant", "blocks of", "replaced", "accuracy", "then", "ε", "then", "by basic", "δ")
+    shared = ("a basis with", "restored from") if stored.by_basis else ("blocks of", "replaced")
+    headers = ("variant", *shared, "accuracy", "then", "ε", "then", "by basic", "δ")
     rows = tuple(
         (
             outcome["name"],
-            ", ".join(outcome["bases"]) or tables.MISSING,
-            f"{outcome['num_replaced']} of {outcome['num_blocks']}",
+            _others(outcome["bases"]),
+            _restored(basis) if stored.by_basis else f"{outcome['num_replaced']} of {outcome['num_blocks']}",
             _accuracy(outcome, "correct_before"),
             _accuracy(outcome, "correct_after"),
             tables.format_bound(outcome["epsilon_before"]),
@@ -25,25 +28,39 @@ def variant_table(stored: StoredVariants) -> Table:
             tables.format_bound(outcome["epsilons"].get("basic")),
             tables.format_delta(outcome["delta"]),
         )
-        for outcome in stored.outcomes
+        for outcome, basis in zip(stored.outcomes, stored.bases, strict=True)
     )
     return Table(caption="Per variant, before and after deduplication; ε at the row's δ", headers=headers, rows=rows)
 
 
+def _others(names: Sequence[str]) -> str:
+    """Some names, or how many there are: in a shared basis every variant has all of the others."""
+    return (", ".join(names) if len(names) <= _MOST_NAMES else f"{len(names)} others") or tables.MISSING
+
+
+def _restored(basis: Mapping[str, Any] | None) -> str:
+    """What a variant is restored from, and the length of the difference over its own."""
+    if basis is None:
+        return "its own values"
+    residual = " and a residual" if basis["residual"] else ""
+    return f"rank {basis['rank']}{residual}, error {basis['error']['relative']:.2g}"
+
+
 def size_table(stored: StoredVariants, base_bytes: int | None) -> Table:
-    """What all variants take: as whole models, as adapters beside their base, and as shared blocks.
+    """What all variants take: as whole models, as adapters beside their base, and as they are stored.
 
     Args:
         stored: the variants.
         base_bytes: size of the frozen model that they are adapters of; None if the run did not record it.
     """
     num_variants, logical, shared = len(stored.outcomes), stored.bytes_logical, stored.bytes_stored
+    what = "a shared basis" if stored.by_basis else "shared blocks"
     ways: dict[str, int | None] = {
         "a whole model for each": None if base_bytes is None else num_variants * base_bytes + logical,
         "the base once, an adapter for each": None if base_bytes is None else base_bytes + logical,
-        "the base once, shared blocks": None if base_bytes is None else base_bytes + shared,
+        f"the base once, {what}": None if base_bytes is None else base_bytes + shared,
         "the adapters alone": logical,
-        "the adapters alone, shared blocks": shared,
+        f"the adapters alone, {what}": shared,
     }
     rows = tuple((way, tables.format_bytes(size)) for way, size in ways.items())
     return Table(caption=f"What {num_variants} variants take", headers=("stored as", "bytes"), rows=rows)

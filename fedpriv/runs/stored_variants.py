@@ -17,11 +17,14 @@ class StoredVariants:
 
     Attributes:
         outcomes: one for each variant: what deduplication did to it, under the names of `dedup.outcomes.Outcome`.
+        bases: of a variant that is stored by a shared basis: `rank`, whether it has a `residual` of its own, and the
+            `error` of what is restored; None for the others.
         bytes_stored: of all variants, each shared block once.
         bytes_logical: of all variants as plain files.
     """
 
     outcomes: tuple[Mapping[str, Any], ...]
+    bases: tuple[Mapping[str, Any] | None, ...]
     bytes_stored: int
     bytes_logical: int
 
@@ -29,6 +32,11 @@ class StoredVariants:
     def num_records(self) -> int:
         """The size of the validation set."""
         return int(self.outcomes[0]["num_records"])
+
+    @property
+    def by_basis(self) -> bool:
+        """Whether a shared basis is what it was stored by, at least where that was accepted."""
+        return any(self.bases)
 
     @property
     def num_validations(self) -> int:
@@ -45,7 +53,14 @@ def read_stored(run_dir: Path) -> StoredVariants | None:
     if not (run_dir / files.STORE).is_dir():
         return None
     with Store(run_dir / files.STORE, read_only=True) as store:
-        found = [store.manifest(name).provenance.get("outcome") for name in store.names]
+        found = [store.manifest(name).provenance for name in store.names]
         stored, logical = store.bytes_stored, store.bytes_logical
-    outcomes = tuple(outcome for outcome in found if outcome)
-    return StoredVariants(outcomes=outcomes, bytes_stored=stored, bytes_logical=logical) if outcomes else None
+    found = [provenance for provenance in found if provenance.get("outcome")]
+    if not found:
+        return None
+    return StoredVariants(
+        outcomes=tuple(provenance["outcome"] for provenance in found),
+        bases=tuple(provenance.get("basis") for provenance in found),
+        bytes_stored=stored,
+        bytes_logical=logical,
+    )

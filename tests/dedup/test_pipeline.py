@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import replace
 from functools import partial
 
@@ -282,6 +284,33 @@ def test_a_description_reads_back_and_a_damaged_one_is_refused_by_name(described
     (folder / "model.safetensors").write_bytes(b"x")
     with pytest.raises(InputError, match=r"model\.safetensors: cannot be read"):
         variants.read_tensors(folder)
+
+
+def test_a_flipped_bit_is_refused_and_older_folders_and_meant_changes_are_read(described, trained, tmp_path):
+    variants.write(tmp_path, described[0], trained["round-20"])
+    file, description = tmp_path / "model.safetensors", tmp_path / "variant.json"
+    original = file.read_bytes()
+    assert json.loads(description.read_text())["tensors_sha256"] == hashlib.sha256(original).hexdigest()
+    file.write_bytes(original[:-4] + bytes([original[-4] ^ 1]) + original[-3:])  # a mantissa's last bit
+    with pytest.raises(InputError, match=r"model\.safetensors: is damaged or was changed, its SHA-256"):
+        variants.read_tensors(tmp_path)
+    changed = json.loads(description.read_text())
+    del changed["tensors_sha256"]
+    description.write_text(json.dumps(changed))
+    assert variants.read(tmp_path) == described[0]
+    assert variants.read_tensors(tmp_path).keys() == trained["round-20"].keys()
+    variants.describe(tmp_path, described[0])
+    assert variants.read_tensors(tmp_path).keys() == trained["round-20"].keys()
+    variants.write(tmp_path, described[0], trained["round-25"])
+    assert variants.read_tensors(tmp_path).keys() == trained["round-25"].keys()
+
+
+@pytest.mark.parametrize("damaged", ["[]", "{", '{"tensors_sha256": 3}', '{"tensors_sha256": ""}'])
+def test_a_description_whose_digest_says_nothing_does_not_pass_for_one_without(described, trained, tmp_path, damaged):
+    variants.write(tmp_path, described[0], trained["round-20"])
+    (tmp_path / "variant.json").write_text(damaged)
+    with pytest.raises(InputError):
+        variants.read_tensors(tmp_path)
 
 
 def test_a_plan_looks_at_no_weights(described):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -18,14 +19,18 @@ from fedpriv.adapters import load
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import parse
 from fedpriv.dedup import variants
+from fedpriv.dedup.contents import remove
 from fedpriv.dedup.planning import cost_of
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.reports.page import write_report
+from fedpriv.runs.stored_variants import read_stored
+from fedpriv.runs.writer import RunWriter
 from fedpriv.training.evaluation import evaluate
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import workbench
+from server import registry
 from server.observer import LogObserver
 from simulations.engines import federation
 from tests.cli.command_line import as_json, fedpriv
@@ -120,6 +125,22 @@ def test_the_report_shows_the_variants_and_what_they_take(deduplicated):
         assert text in page
 
 
+def test_a_runs_report_shows_a_shared_basis_as_one(small_run, tmp_path):
+    folder = run(small_run, tmp_path / "run", dedup="shared-basis", dedup_epsilon_bound=5.0)
+    stored = read_stored(folder)
+    with Store(folder / "store", read_only=True) as store:
+        assert not store.verify()
+    page = (folder / "report.html").read_text()
+    assert stored.by_basis
+    for outcome, basis in zip(stored.outcomes, stored.bases, strict=True):
+        assert outcome["epsilon_before"] <= outcome["epsilon_after"] <= outcome["epsilon_before"] + 5
+        if basis:
+            assert f"rank {basis['rank']}" in page
+    for text in ("a basis with", "restored from", "5 others", "the base once, a shared basis", "share bases in"):
+        assert text in page
+    assert "blocks" not in page[page.index("Stored variants") : page.index("What 6 variants take")]
+
+
 def test_without_deduplication_the_command_line_does_it_later(small_run, tmp_path):
     folder = run(small_run, tmp_path / "run", variant_clients=False)
     assert not (folder / "store").exists()
@@ -161,6 +182,38 @@ def test_the_evaluators_saliency_is_the_gradient_of_the_mean_loss(small_run, tmp
 
     slope = abs(loss(0.01) - loss(-0.01)) / 0.02
     assert evaluator.saliency(tensors)[name][0] == pytest.approx(slope, rel=0.02)
+
+
+def test_a_resumed_run_goes_on_with_its_store_and_makes_that_of_other_variants_anew(
+    deduplicated, small_run, tmp_path, monkeypatch
+):
+    folder = shutil.copytree(deduplicated, tmp_path / "run")
+    config = parse({**small_run, **KEPT, "dedup": "drd", "out": str(folder)})
+    whole = manifests(folder)
+    counted: list[str] = []
+    count = AdapterEvaluator.count_correct
+    monkeypatch.setattr(AdapterEvaluator, "count_correct", lambda self, t: counted.append("") or count(self, t))
+
+    def repeated() -> int:
+        counted.clear()
+        registry.deduplicate(config, workbench(config), RunWriter(folder))
+        return len(counted)
+
+    assert repeated() == 0, "all is stored already"
+    last = next(name for name, manifest in whole.items() if manifest["bases"])
+    with Store(folder / "store") as store:
+        remove(store, [last])
+    assert 0 < repeated() <= 1 + whole[last]["outcome"]["num_validations"] * 2
+    assert manifests(folder) == whole
+    path = folder / "variants" / "round-1"
+    variants.describe(path, dataclasses.replace(variants.read(path), utility_bound=0.0))
+    assert repeated() > len(whole)
+    assert manifests(folder) != whole
+
+
+def manifests(folder: Path) -> dict[str, dict]:
+    with Store(folder / "store", read_only=True) as store:
+        return {name: dict(store.manifest(name).provenance) for name in store.names}
 
 
 def test_the_command_fits_its_blocks_to_a_small_model_and_validates_on_as_many_records_as_asked(deduplicated, tmp_path):

@@ -68,9 +68,9 @@ def test_a_store_serves_the_same_answers_as_the_files(run, tmp_path, tiny_bert):
     assert answers(run) == expected, "a variant without files of its own is in the store"
 
 
-def flip(path, place=-1):
+def flip(path, place=-1, bits=0x41):
     content = bytearray(path.read_bytes())
-    content[place] ^= 0x41
+    content[place] ^= bits
     path.write_bytes(content)
 
 
@@ -88,10 +88,14 @@ def set_values(run, value):
     tensors = load_file(path)
     next(iter(tensors.values()))[0, 0] = value
     save_file(tensors, path)
+    described = path.parent / "variant.json"
+    fields = json.loads(described.read_text())
+    described.write_text(json.dumps({name: fields[name] for name in fields if name != "tensors_sha256"}))
 
 
 DAMAGE = {
     "a file that ends early": lambda run: (run / "variants/client-2/adapter_model.safetensors").write_bytes(b"\x08"),
+    "a flipped bit": lambda run: flip(run / "variants/client-2/adapter_model.safetensors", -4, bits=1),
     "no file": lambda run: (run / "variants/client-2/adapter_model.safetensors").unlink(),
     "not a number": lambda run: set_values(run, np.nan),
     "another description": lambda run: shutil.copy(
