@@ -55,6 +55,9 @@ def run(
     inputs: Annotated[int, typer.Option(help="Texts or prompts in one request.", min=1)] = 64,
     body_bytes: Annotated[int, typer.Option(help="Longest body of a request.", min=1)] = 2**20,
     requests_per_token: Annotated[int, typer.Option(help="Requests of one token that are under way.", min=1)] = 64,
+    inputs_per_token: Annotated[
+        int, typer.Option(help="Texts or prompts of one token's requests that are under way, together.", min=1)
+    ] = 128,
     drain_seconds: Annotated[
         float, typer.Option(help="After SIGTERM, how long to finish what is under way.", min=0.1)
     ] = 30.0,
@@ -76,6 +79,7 @@ def run(
         num_inputs=inputs,
         max_new_tokens=max_new_tokens,
         requests_per_token=requests_per_token,
+        inputs_per_token=inputs_per_token,
         drain_seconds=drain_seconds,
     )
     address = server.Address(host=host, port=port, certificate=certificate, key=key)

@@ -75,6 +75,8 @@ class Classification:
                 row.of.answers[row.number] = tuple(answer.double().softmax(dim=0).tolist())
         for found in {id(row.of): row.of for row in rows}.values():
             self._settle(found)
+        if self.is_idle:
+            self._counter.base.forget()
 
     def give_up(self, error: ServingError) -> None:
         """See `Desk`."""

@@ -36,10 +36,12 @@ class Classify:
     Attributes:
         variant: its name.
         texts: at least one.
+        client: who asks; clients take turns, whatever their number of requests.
     """
 
     variant: str
     texts: tuple[str, ...]
+    client: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,7 @@ class Generate:
         top_p: in (0, 1]: the least set of tokens with this probability is drawn from.
         seed: of the draws; None draws a new one.
         stop: texts before which the answer ends.
+        client: who asks; clients take turns, whatever their number of requests.
     """
 
     variant: str
@@ -63,6 +66,7 @@ class Generate:
     top_p: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    client: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

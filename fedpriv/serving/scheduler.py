@@ -125,7 +125,8 @@ class Scheduler:
         except ServingError:
             raise
         except Exception as error:  # templates raise what they like
-            log.warning("a chat cannot be put to the model: %s", error)
+            # By its kind alone: what a template says of a message may repeat it.
+            log.warning("a chat cannot be put to the model: %s", type(error).__name__)
             raise ServingError("messages: the model's chat template does not take them") from None
 
     def submit(self, request: Classify | Generate, on_event: Callable[[Event], None]) -> _Ticket:

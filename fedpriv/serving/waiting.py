@@ -1,4 +1,8 @@
-"""Requests that wait for a pass: variants take turns, so that many requests for one hold up no other's."""
+"""Requests that wait for a pass.
+
+Clients take turns, and so do the variants of each: many requests of one client hold up no other's, and many for one
+variant no other's of the same client.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +38,12 @@ class Job:
         return self.request.variant
 
 
+_Turns = OrderedDict[str, deque[Job]]
+"""The jobs of one client by variant, in the order of their turns."""
+
+
 class Waiting:
-    """A bounded queue of jobs for each variant. Safe to use from any thread.
+    """A bounded queue of jobs for each client and variant. Safe to use from any thread.
 
     Args:
         most: jobs that no pass has begun with.
@@ -43,14 +51,14 @@ class Waiting:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._by_variant: OrderedDict[str, deque[Job]] = OrderedDict()
+        self._by_client: OrderedDict[str, _Turns] = OrderedDict()
         self._num_new = 0
         self._open = True
         self._changed = threading.Condition()
 
     def __len__(self) -> int:
         with self._changed:
-            return sum(map(len, self._by_variant.values()))
+            return sum(len(of_variant) for turns in self._by_client.values() for of_variant in turns.values())
 
     @property
     def num_new(self) -> int:
@@ -72,50 +80,59 @@ class Waiting:
             self._put(job)
 
     def put_back(self, job: Job, *, first: bool = False) -> None:
-        """Let a job wait that was taken: behind the others of its variant, or before all others."""
+        """Let a job wait that was taken: behind the others of its client and variant, or before all others."""
         with self._changed:
             self._num_new += not job.begun
             self._put(job, first=first)
 
     def _put(self, job: Job, *, first: bool = False) -> None:
-        of_variant = self._by_variant.setdefault(job.variant, deque())
+        turns = self._by_client.setdefault(job.request.client, OrderedDict())
+        of_variant = turns.setdefault(job.variant, deque())
         if first:
             of_variant.appendleft(job)
-            self._by_variant.move_to_end(job.variant, last=False)
+            turns.move_to_end(job.variant, last=False)
+            self._by_client.move_to_end(job.request.client, last=False)
         else:
             of_variant.append(job)
         self._changed.notify_all()
 
     def take(self) -> Job | None:
-        """The next job of the variant whose turn it is; None if nothing waits."""
+        """The next job of the client, and of its variant, whose turn it is; None if nothing waits."""
         with self._changed:
-            if not self._by_variant:
+            if not self._by_client:
                 return None
-            variant, of_variant = next(iter(self._by_variant.items()))
+            client, turns = next(iter(self._by_client.items()))
+            variant, of_variant = next(iter(turns.items()))
             job = of_variant.popleft()
-            if of_variant:
-                self._by_variant.move_to_end(variant)
-            else:
-                del self._by_variant[variant]
+            turns.move_to_end(variant)
+            self._by_client.move_to_end(client)
+            self._forget_empty(job)
             self._num_new -= not job.begun
             return job
 
     def remove(self, job: Job) -> None:
         """Forget a job, if it waits."""
         with self._changed:
-            of_variant = self._by_variant.get(job.variant, deque())
+            of_variant = self._by_client.get(job.request.client, OrderedDict()).get(job.variant, deque())
             if job in of_variant:
                 of_variant.remove(job)
                 self._num_new -= not job.begun
-                if not of_variant:
-                    del self._by_variant[job.variant]
+                self._forget_empty(job)
             self._changed.notify_all()
+
+    def _forget_empty(self, job: Job) -> None:
+        """Forget the client and the variant of a job that was taken out, if nothing else of theirs waits."""
+        turns = self._by_client[job.request.client]
+        if not turns[job.variant]:
+            del turns[job.variant]
+        if not turns:
+            del self._by_client[job.request.client]
 
     def wait(self) -> bool:
         """Return when a job waits, or none will: False."""
         with self._changed:
-            self._changed.wait_for(lambda: self._by_variant or not self._open)
-            return bool(self._by_variant)
+            self._changed.wait_for(lambda: self._by_client or not self._open)
+            return bool(self._by_client)
 
     def stop(self) -> None:
         """Accept no new jobs."""

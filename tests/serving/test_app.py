@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +171,56 @@ def test_a_chat_without_a_length_takes_what_the_server_allows():
     client = client_of(max_new_tokens=7)
     asked = {"model": "global", "messages": [{"role": "user", "content": "x"}]}
     assert client.post("/v1/chat/completions", json=asked).json()["usage"]["completion_tokens"] == 7
+
+
+def test_a_prompt_without_room_for_the_answer_it_asks_for_is_refused_and_not_left_out():
+    client = client_of(FakeServing(max_tokens=20))
+    prompts = {"prompt": ["x" * 15, "y"]}
+    for address, asked in (
+        ("completions", prompts),
+        ("completions", {**prompts, "stream": True}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x" * 8}]}),
+    ):
+        answer = client.post(f"/v1/{address}", json={"model": "global", "max_tokens": 10, **asked})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert len(client.post("/v1/completions", json={"model": "global", **prompts}).json()["choices"]) == 2
+
+
+def test_the_engine_learns_which_token_asks(tmp_path):
+    class Noting(FakeServing):
+        def submit(self, request, on_event):
+            clients.append(request.client)
+            return super().submit(request, on_event)
+
+    clients, file = list[str](), tmp_path / "t.toml"
+    for task, address, asked in (
+        ("SEQ_CLS", "classify", {"input": "x"}),
+        ("CAUSAL_LM", "completions", {"prompt": "x"}),
+    ):
+        client = client_of(Noting(task=task), file, add_new(file, task.lower(), ["global"]))
+        assert client.post(f"/v1/{address}", json={"model": "global", **asked}).status_code == 200
+    assert clients == ["seq_cls", "causal_lm"]
+
+
+def test_one_token_cannot_take_all_places_for_costs(tmp_path):
+    going, file = threading.Event(), tmp_path / "t.toml"
+
+    class Slow(FakeCards):
+        def card(self, name):
+            going.wait(20)
+            return super().card(name)
+
+    greedy, other = (add_new(file, name, ["global"]) for name in ("greedy", "other"))
+    app = create_app(FakeServing(), Slow(), Tokens(file), Limits())
+    with TestClient(app, base_url="http://localhost") as client, ThreadPoolExecutor(12) as pool:
+
+        def ask(secret):
+            return client.get("/v1/models/global", headers={"Authorization": f"Bearer {secret}"}).status_code
+
+        many = [pool.submit(ask, greedy) for _ in range(11)]
+        while sum(each.done() for each in many) < 5:
+            time.sleep(0.01)
+        one = pool.submit(ask, other)
+        going.set()
+        assert one.result() == 200
+        assert sorted(each.result() for each in many) == [200] * 6 + [429] * 5

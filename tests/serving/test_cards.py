@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -157,3 +158,33 @@ def test_a_damaged_description_or_manifest_is_no_guarantee_and_spoils_no_other_c
     (path / "manifests" / "x.json").write_text("{")
     assert Cards(path).card("x")["epsilon"] is None
     assert Cards(path).card("y")["epsilon"] == 2.0
+
+
+def test_a_damaged_manifest_of_a_base_makes_nobody_cheaper(run):
+    """round-1 may hold blocks of client-A, and by them of client-B, which only client-A's manifest tells."""
+    privacy = {name: {"epsilon": 50.0, "delta": 1e-5} for name in ANCESTORS}
+    path = store(run / "store", privacy, {"round-1": ["client-A"], "client-A": ["client-B"]})
+    (path / "manifests" / "client-A.json").write_text("{")
+    assert Cards(path).together(["round-1"])["epsilon"] == 50.0, "what the store stated when all was there"
+    assert Cards(path).together(["global"])["epsilon"] == spent(3)
+
+
+def test_a_variant_of_a_run_that_is_only_in_its_store_pays_for_its_bases(run):
+    privacy = {name: {"epsilon": 50.0, "delta": 1e-5} for name in ANCESTORS}
+    store(run / "store", privacy, {"round-1": ["client-A"], "client-A": ["client-B"]})
+    assert Cards(run).card("round-1")["epsilon"] == spent(1), "it is served from a file of its own"
+    shutil.rmtree(run / "variants" / "round-1")
+    card = Cards(run).card("round-1")
+    assert (card["epsilon"], card["ancestors"]["bases"]) == (50.0, ["client-A", "client-B"])
+
+
+def test_a_reader_of_a_shared_basis_pays_for_the_union_of_all_its_members(run):
+    """Every member names all others; the union of uploads is counted here without the cards' own code."""
+    members = ["round-1", "client-A", "client-B"]
+    privacy = {name: {"epsilon": 50.0, "delta": 1e-5} for name in ANCESTORS}
+    cards = Cards(store(run / "store", privacy, {name: [m for m in members if m != name] for name in members}))
+    union = {upload.key for name in members for upload in ANCESTORS[name]}
+    most = max(spent(sum(key[0] == id_ for key in union), delta) for id_, delta in DELTAS.items())
+    for names in (["round-1"], ["client-B"], ["round-1", "client-A"], members):
+        assert cards.together(names)["epsilon"] == pytest.approx(most)
+    assert cards.together(["round-1"])["epsilon"] > Cards(run).together(["round-1"])["epsilon"]

@@ -65,7 +65,7 @@ def test_a_body_that_does_not_come_is_a_408():
 
 
 def test_requests_are_counted_for_each_token_and_given_back_however_they_end():
-    in_flight = InFlight(1)
+    in_flight = InFlight(1, 10)
     with in_flight.one_more("a"), in_flight.one_more("b"):
         with pytest.raises(RefusalError, match="1 requests under way"), in_flight.one_more("a"):
             pass
@@ -73,6 +73,19 @@ def test_requests_are_counted_for_each_token_and_given_back_however_they_end():
     with pytest.raises(ZeroDivisionError), in_flight.one_more("a"):
         raise ZeroDivisionError
     assert in_flight.num_requests == 0
+
+
+def test_the_inputs_of_a_token_s_requests_are_counted_together_but_one_request_alone_may_have_many():
+    in_flight = InFlight(10, 8)
+    with in_flight.one_more("a") as first, in_flight.one_more("a") as second, in_flight.one_more("b") as other:
+        first(20)
+        with pytest.raises(RefusalError, match="20 texts or prompts") as refused:
+            second(1)
+        assert refused.value.status == 429
+        other(8)
+    with in_flight.one_more("a") as first, in_flight.one_more("a") as second:
+        first(4)
+        second(4)
 
 
 def test_fifty_slow_clients_do_not_stop_a_quick_one():
@@ -141,6 +154,7 @@ def test_beyond_the_queue_and_beyond_a_token_s_share_is_a_429_that_says_when_to_
     for serving, limits, code in (
         (FakeServing(seconds=0.3, max_waiting=1), Limits(drain_seconds=5), "busy"),
         (FakeServing(seconds=0.3), Limits(requests_per_token=1, drain_seconds=5), "too_many_requests"),
+        (FakeServing(seconds=0.3), Limits(inputs_per_token=1, drain_seconds=5), "too_many_requests"),
     ):
         with running(serving, limits=limits) as server, ThreadPoolExecutor(1) as pool:
             first = pool.submit(httpx.post, f"{server.url}/v1/completions", json=GOOD, timeout=30)

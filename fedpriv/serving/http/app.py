@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
@@ -27,8 +28,9 @@ log = logging.getLogger("fedpriv")
 
 T = TypeVar("T")
 
-# Requests for costs that wait for the one thread which computes them.
+# Requests for costs that wait for the one thread which computes them: of all clients, and of one.
 _MOST_WAITING_FOR_COSTS = 16
+_MOST_WAITING_FOR_COSTS_OF_A_TOKEN = 6
 _ENDPOINTS = {"CAUSAL_LM": "/v1/completions or /v1/chat/completions", "SEQ_CLS": "/v1/classify"}
 
 
@@ -54,7 +56,7 @@ def create_app(serving: Serving, cards: CostCards, tokens: Tokens, limits: Limit
         limits: of each client.
     """
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    in_flight = InFlight(limits.requests_per_token)
+    in_flight = InFlight(limits.requests_per_token, limits.inputs_per_token)
     metrics = Metrics(serving.statistics, lambda: in_flight.num_requests)
     app.state.in_flight = in_flight
     app.add_middleware(Entrance, tokens=tokens, limits=limits, in_flight=in_flight, metrics=metrics)
@@ -78,7 +80,7 @@ class _Routes:
         self._names = frozenset(serving.names)
         # One thread: costs wait for each other, never a request for an answer.
         self._accountant = ThreadPoolExecutor(1, "costs")
-        self._num_waiting = 0
+        self._num_waiting: Counter[str] = Counter()
 
     def add_to(self, app: FastAPI) -> None:
         """Add them."""
@@ -147,7 +149,9 @@ class _Routes:
         self._check_inputs(len(asked.texts), "input")
         self._check_allowed(request, asked.model)
         self._check_task("SEQ_CLS")
-        answers = await self._submitted(asked.model, lambda: [Classify(variant=asked.model, texts=asked.texts)])
+        request.scope["count_inputs"](len(asked.texts))
+        wanted = Classify(variant=asked.model, texts=asked.texts, client=_token(request).name)
+        answers = await self._submitted(asked.model, lambda: [wanted])
         event = await self._answered(request, answers, asked.model, _first_classified(answers))
         labels = self._serving.labels
         return JSONResponse(openai_api.classified(asked.model, labels, event.probabilities, event.num_tokens))
@@ -168,8 +172,9 @@ class _Routes:
             raise RefusalError(400, "stream_options: only with stream.", code="invalid_value", param="stream_options")
         self._check_allowed(request, asked.model)
         self._check_task("CAUSAL_LM")
-        serving, limit = self._serving, self._limits.max_new_tokens
-        answers = await self._submitted(asked.model, lambda: generation.engine_requests(serving, asked, limit))
+        request.scope["count_inputs"](1 if isinstance(asked, ChatRequest) else len(asked.prompts))
+        serving, limit, client = self._serving, self._limits.max_new_tokens, _token(request).name
+        answers = await self._submitted(asked.model, lambda: generation.engine_requests(serving, asked, limit, client))
         if asked.stream:
             return generation.EventStream(
                 answers, generation.streamed(answers, asked, lambda error: self._refusal(error, asked.model))
@@ -192,15 +197,19 @@ class _Routes:
             answers.cancel()
 
     async def _computed(self, request: Request, compute: Callable[[], T]) -> T:
-        """What takes seconds at times, computed beside the event loop."""
-        if self._num_waiting >= _MOST_WAITING_FOR_COSTS:
+        """What takes seconds at times, computed beside the event loop; no token takes all of the places."""
+        token = _token(request).name
+        if (
+            self._num_waiting.total() >= _MOST_WAITING_FOR_COSTS
+            or self._num_waiting[token] >= _MOST_WAITING_FOR_COSTS_OF_A_TOKEN
+        ):
             raise busy(5)
-        self._num_waiting += 1
+        self._num_waiting[token] += 1
         try:
             work = asyncio.get_running_loop().run_in_executor(self._accountant, compute)
             return await unless_hung_up(request.receive, _awaited(work))
         finally:
-            self._num_waiting -= 1
+            self._num_waiting[token] -= 1
 
     def _refusal(self, error: ServingError, name: str) -> RefusalError:
         return of_engine(error, name, is_open=self._in_flight.is_open)

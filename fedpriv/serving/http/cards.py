@@ -23,6 +23,7 @@ from fedpriv.ledger.statement import ADJACENCY
 from fedpriv.runs import files
 
 VIEW = "local"
+_STORE_INDEX = "index.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,7 @@ class Cards:
         `epsilon` is null where it is infinite or nothing is known, and `note` says which. `bases` holds names of other
         variants, which not everyone may see.
         """
-        described, stored = self._described(name), self._stored.get(name)
+        described, stored = self._described(name), self._served_stored(name)
         accuracy = stored.accuracy if stored and stored.accuracy is not None else described and described.utility
         ancestors = _ancestors(self._histories(self._consulted([name])))
         return {
@@ -80,9 +81,11 @@ class Cards:
     def _compute_cost(self, names: tuple[str, ...]) -> Mapping[str, Any]:
         consulted = self._consulted(names)
         described = [each for each in map(self._described, consulted) if each]
-        stated = [stored.stated if (stored := self._stored.get(name)) else None for name in names]
+        stated = [stored.stated if (stored := self._served_stored(name)) else None for name in names]
         by_store = _sum([each for each in stated if each]) if all(stated) else None
+        # Neither what private validation released nor what a damaged manifest names is known from uploads.
         hidden = any(stored.is_private for name in consulted if (stored := self._stored.get(name)))
+        hidden |= any(name in self._damaged for name in consulted if name not in names or not self._has_file(name))
         units = {event.unit for each in described for event in _events(each.history)}
         note, method, guarantee = "", "basic", by_store
         if len(described) == len(consulted) and not hidden and len(units) <= 1:
@@ -114,15 +117,31 @@ class Cards:
 
     def _consulted(self, names: Iterable[str]) -> list[str]:
         """The variants and all whose blocks they may hold, directly or indirectly."""
-        found: dict[str, None] = {}
-        waiting = list(names)
+        found: dict[str, None] = dict.fromkeys(names)
+        # A variant of a run that is served from a file of its own holds nobody else's blocks, even if it is stored too.
+        waiting = [base for name in found if (stored := self._served_stored(name)) for base in stored.bases]
+        followed: set[str] = {name for name in found if not self._has_file(name)}
         while waiting:
             name = waiting.pop(0)
-            if name not in found:
-                found[name] = None
+            found[name] = None
+            if name not in followed:
+                followed.add(name)
                 stored = self._stored.get(name)
                 waiting += stored.bases if stored else ()
         return list(found)
+
+    def _served_stored(self, name: str) -> Stored | None:
+        """What the store says about a variant that is restored from it; None if it is served from another file."""
+        return None if self._has_file(name) else self._stored.get(name)
+
+    def _has_file(self, name: str) -> bool:
+        """Whether `fedpriv.serving.sources` serves a variant of a run from its own file, not from the run's store."""
+        return self._store != self._source and (self._source / files.VARIANTS / name / variants.FILE).is_file()
+
+    @property
+    def _store(self) -> Path:
+        """The folder of the store: the source, or within the run that it is."""
+        return self._source if (self._source / _STORE_INDEX).is_file() else self._source / files.STORE
 
     def _histories(self, names: Iterable[str]) -> list[History]:
         return [each.history for each in map(self._described, names) if each]
@@ -139,16 +158,25 @@ class Cards:
 
     @cached_property
     def _stored(self) -> dict[str, Stored]:
-        """{name: what the store says}, if the source is one."""
-        if not (self._source / "index.json").is_file():
+        """{name: what the store says}, of those whose manifest can be read."""
+        return {name: stored for name, stored in self._manifests.items() if stored}
+
+    @cached_property
+    def _damaged(self) -> frozenset[str]:
+        """Stored variants whose manifest cannot be read: what they may hold of others is not known."""
+        return frozenset(name for name, stored in self._manifests.items() if not stored)
+
+    @cached_property
+    def _manifests(self) -> dict[str, Stored | None]:
+        if not (self._store / _STORE_INDEX).is_file():
             return {}
-        found = {}
-        with Store(self._source, read_only=True) as store:
+        found: dict[str, Stored | None] = {}
+        with Store(self._store, read_only=True) as store:
             for name in store.names:
                 try:
                     found[name] = _stored(store.manifest(name))
                 except (StoreError, KeyError, TypeError):
-                    continue  # A damaged variant is refused by the engine; the others have their cards.
+                    found[name] = None  # The engine refuses it; the others have their cards.
         return found
 
     @cached_property

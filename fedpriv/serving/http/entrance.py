@@ -77,7 +77,8 @@ class Entrance:
         is_open = scope["path"] in OPEN
         token = ANYONE if is_open else self._bearer(scope)
         scope["token"] = token
-        with nullcontext() if is_open else self._in_flight.one_more(token.name):
+        with nullcontext() if is_open else self._in_flight.one_more(token.name) as count_inputs:
+            scope["count_inputs"] = count_inputs
             if scope["method"] == "POST":
                 _check_content_type(scope)
             body = await read_body(scope, receive, self._limits)

@@ -39,16 +39,17 @@ class EventStream(StreamingResponse):
             self._answers.cancel()
 
 
-def engine_requests(serving: Serving, asked: Asked, limit: int) -> list[Generate]:
+def engine_requests(serving: Serving, asked: Asked, limit: int, client: str = "") -> list[Generate]:
     """What the engine is asked, tokenised.
 
     Args:
         serving: the engine.
         asked: by the client.
         limit: new tokens of an answer.
+        client: who asks.
 
     Raises:
-        TooLongError: a prompt leaves no room for an answer.
+        TooLongError: a prompt leaves no room for an answer, or not for as many tokens as it asks for.
         ServingError: the template refuses the chat, or a prompt has no token.
     """
     prompts: list[Tokens]
@@ -62,14 +63,14 @@ def engine_requests(serving: Serving, asked: Asked, limit: int) -> list[Generate
         Generate(
             variant=asked.model,
             prompt=prompt,
-            max_new_tokens=wanted or min(usual, _room(serving, prompt)),
+            max_new_tokens=wanted or min(usual, room),
             temperature=_TEMPERATURE if asked.temperature is None else asked.temperature,
             top_p=1.0 if asked.top_p is None else asked.top_p,
             seed=asked.seed,
             stop=asked.stops,
+            client=client,
         )
-        for prompt in prompts
-        if _room(serving, prompt) >= (wanted or 1)
+        for prompt, room in [(prompt, _room(serving, prompt, wanted or 1)) for prompt in prompts]
     ]
 
 
@@ -147,18 +148,18 @@ async def streamed(
     yield "data: [DONE]\n\n"
 
 
-def _room(serving: Serving, prompt: Tokens) -> int:
+def _room(serving: Serving, prompt: Tokens, least: int) -> int:
     """How many tokens may follow a prompt.
 
     Raises:
-        ServingError: it has no token, or leaves no room.
+        ServingError: it has no token, or leaves less room than this.
     """
     if not prompt:
         raise ServingError("The prompt has no token.")
     room = serving.max_tokens - len(prompt)
-    if room < 1:
+    if room < least:
         raise TooLongError(
-            f"The prompt has {len(prompt)} tokens; with an answer there is room for {serving.max_tokens}."
+            f"The prompt has {len(prompt)} tokens and the answer {least}; there is room for {serving.max_tokens}."
         )
     return room
 

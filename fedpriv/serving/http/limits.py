@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
@@ -27,6 +27,7 @@ class Limits:
         num_inputs: texts or prompts of one request.
         max_new_tokens: that one prompt is continued by.
         requests_per_token: under way at once; without tokens, of all clients together.
+        inputs_per_token: texts or prompts of these requests together. One request alone may have `num_inputs`.
         num_connections: open at once.
         drain_seconds: for which a server that is told to stop works on.
 
@@ -42,6 +43,7 @@ class Limits:
     num_inputs: int = 64
     max_new_tokens: int = 256
     requests_per_token: int = 64
+    inputs_per_token: int = 128
     num_connections: int = 512
     drain_seconds: float = 30.0
 
@@ -52,16 +54,21 @@ class Limits:
 
 
 class InFlight:
-    """The requests under way, counted for each token; once closed it lets nobody in.
+    """The requests under way and their inputs, counted for each token; once closed it lets nobody in.
+
+    Args:
+        per_token: requests.
+        inputs_per_token: texts or prompts.
 
     Attributes:
         is_open: whether requests are accepted.
     """
 
-    def __init__(self, per_token: int) -> None:
+    def __init__(self, per_token: int, inputs_per_token: int) -> None:
         self.is_open = True
-        self._per_token = per_token
+        self._per_token, self._inputs_per_token = per_token, inputs_per_token
         self._counts: Counter[str] = Counter()
+        self._inputs: Counter[str] = Counter()
 
     @property
     def num_requests(self) -> int:
@@ -69,8 +76,8 @@ class InFlight:
         return self._counts.total()
 
     @contextmanager
-    def one_more(self, token: str) -> Iterator[None]:
-        """Count a request while it is under way.
+    def one_more(self, token: str) -> Iterator[Callable[[int], None]]:
+        """Count a request while it is under way; what it yields counts its inputs, once these are known.
 
         Raises:
             RefusalError: the token has as many as it may, or the server is about to stop.
@@ -79,12 +86,26 @@ class InFlight:
             raise stopping()
         if self._counts[token] >= self._per_token:
             message = f"This token has {self._per_token} requests under way, which is its limit; wait for one of them."
-            raise RefusalError(429, message, code="too_many_requests", headers={"Retry-After": "1"})
+            raise _too_many(message)
+        counted = 0
+
+        def count(num_inputs: int) -> None:
+            nonlocal counted
+            # Its own limit is enough for a request alone.
+            if self._inputs[token] and self._inputs[token] + num_inputs > self._inputs_per_token:
+                raise _too_many(
+                    f"This token has {self._inputs[token]} texts or prompts under way, and with {num_inputs} more than "
+                    f"its limit of {self._inputs_per_token}; wait for some of them."
+                )
+            self._inputs[token] += num_inputs
+            counted += num_inputs
+
         self._counts[token] += 1
         try:
-            yield
+            yield count
         finally:
             self._counts[token] -= 1
+            self._inputs[token] -= counted
 
     async def wait_until_none(self, seconds: float) -> bool:
         """Whether the last request ended within this time."""
@@ -137,6 +158,10 @@ def _stated_length(scope: Scope) -> int:
     stated = [value for name, value in scope["headers"] if name == b"content-length"]
     # The protocol's parser let only digits through; a very long number is not read as one.
     return 0 if not stated else int(stated[0]) if len(stated[0]) < 20 else 2**63
+
+
+def _too_many(message: str) -> RefusalError:
+    return RefusalError(429, message, code="too_many_requests", headers={"Retry-After": "1"})
 
 
 def _too_large(limits: Limits) -> RefusalError:
