@@ -23,7 +23,7 @@ DATED = re.compile(rf"(?P<name>{NAME}){SEVERAL}?{YEAR}")
 DATED_IN_PROSE = re.compile(rf"(?P<name>{NAME}){SEVERAL}{YEAR}|\((?P<alone>{NAME}) (?P<its_year>(?:19|20)\d\d[a-z]?)\)")
 UNDATED = re.compile(rf"(?P<name>{NAME}) et al\.(?!{YEAR})")
 ARXIV = re.compile(r"(?:arXiv[: ]|et al\., )(\d{4}\.\d{5})")
-SOURCE = re.compile(r"(?<!class )\bSource: (?=\S)(?P<text>.*)")
+SOURCE = re.compile(r"(?<!class )(?<!-> )\bSource: (?=\S)(?P<text>.*)")
 ENTRY = re.compile(
     r'^- <a id="(?P<key>[^"]+)"></a>\*\*(?P<label>.+) (?P<year>\d{4}[a-z]?)\.\*\* (?P<authors>.+?)\. '
     r"\*(?P<title>[^*]+[.?])\* (?P<venue>.+)$"

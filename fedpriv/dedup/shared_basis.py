@@ -8,7 +8,7 @@ Fitting is deterministic on one machine with one number of threads, as far as LA
 Restoring is a fixed sequence of single float64 products and sums, then one rounding to the tensor's own type: the
 same bits on every machine with IEEE arithmetic.
 
-Source: shared bases are those of Brüel-Gabrielsson et al. 2024, "Compress then Serve"; here whole adapters are the
+Source: shared bases are those of Gabrielsson et al. 2025, "Compress then Serve"; here whole adapters are the
 vectors, because variants that differ by noise share no subspace within a layer (results/dedup.md compares).
 """
 

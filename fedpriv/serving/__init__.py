@@ -1,1 +1,9 @@
-"""Many variants of one model, answered over HTTP in shared passes of its frozen base."""
+"""Many variants of one model, answered over HTTP in shared passes of its frozen base.
+
+A token may use some of the variants; of the others it does not learn that they exist:
+
+>>> from fedpriv.serving.http.tokens import Token
+>>> clinic = Token(name="clinic", sha256="9f" * 32, variants=("global", "round-*"))
+>>> [clinic.allows(name) for name in ("global", "round-20", "client-3")]
+[True, True, False]
+"""

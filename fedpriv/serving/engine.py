@@ -3,7 +3,7 @@
 The base's products are shared by all rows; what a variant adds to a layer is a batched product of its low-rank factors
 with its own rows. Nothing that a row's variant holds enters another row's sums, so a NaN stays where it is.
 
-Source: Chen et al. 2023 (Punica), section 3; Sheng et al. 2023 (S-LoRA), section 4.
+Source: Chen et al. 2024 (Punica), section 3; Sheng et al. 2024 (S-LoRA), section 4.
 """
 
 from __future__ import annotations

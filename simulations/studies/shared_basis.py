@@ -179,7 +179,7 @@ def joint_svd(
 ) -> tuple[int, list[dict[str, NDArray[np.float32]]]]:
     """The bytes of common bases of every matrix's longer side, and the models restored from them; vectors as they are.
 
-    Source: Brüel-Gabrielsson et al. 2024, "Compress then Serve", with the coefficients of A and B apart.
+    Source: Gabrielsson et al. 2025, "Compress then Serve", with the coefficients of A and B apart.
     """
     num_bytes, restored = 0, [dict(model) for model in models]
     for name, first in models[0].items():

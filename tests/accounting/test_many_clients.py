@@ -89,6 +89,7 @@ def test_the_conversion_to_epsilon_is_that_of_dp_accounting():
     assert converted == pytest.approx([rdp.compute_epsilon(ORDERS, curve, delta)[0] for delta in deltas], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_pld_bounds_contain_the_exact_epsilon(monkeypatch):
     monkeypatch.setattr(many_gaussians, "_PLD_LOWER_NODES", (5, 3, 3))
     monkeypatch.setattr(many_gaussians, "_PLD_UPPER_NODES", (9, 4, 5))

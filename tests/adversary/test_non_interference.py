@@ -54,7 +54,7 @@ def generated(approved, start, num_exchanges: int) -> tuple[int, int]:
     return asked, uploads
 
 
-@pytest.mark.parametrize("num", [50, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num", [20, pytest.param(2000, marks=pytest.mark.slow)])
 def test_nothing_unpaid_comes_out_of_generated_exchanges(approved, starts, num):
     asked, uploads = generated(approved, starts["tiny"], num)
     assert asked >= num

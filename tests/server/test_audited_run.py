@@ -52,6 +52,7 @@ def test_half_of_any_number_of_canaries_is_an_even_number_of_guesses(small_run, 
     assert (found["num_canaries"], found["num_guesses"]) == (3 * num, num_guesses)
 
 
+@pytest.mark.slow
 def test_a_run_that_learns_its_records_by_heart_is_found_out_and_its_private_twin_is_not(small_run, tmp_path):
     much = {"layers": "all", "rank": 16, "rounds": 4, "local_steps": 20, "batch_size": 50, "clip_norm": 100.0}
     much |= {"optimizer": "adamw", "learning_rate": 0.02}

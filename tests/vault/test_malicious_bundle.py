@@ -240,7 +240,7 @@ def check_paid(settings: VaultSettings, responses: list[Response]) -> int:
     return len(uploads)
 
 
-@pytest.mark.parametrize("number", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [80, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_whatever_frames_it_sends_nothing_unpaid_comes_back(folder, settings, vault, honest, python, number):
     frames = [frame for index in range(number) if is_whole(frame := generated(honest, index, seed=number))]
     assert len(frames) > 0.8 * number
