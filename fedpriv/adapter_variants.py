@@ -29,7 +29,7 @@ _RECORDS_PER_QUERY = 8
 
 
 class AdapterEvaluator:
-    """A `fedpriv.dedup.pipeline.Evaluator` for the adapters of a run, on the server's test set.
+    """A `fedpriv.dedup.work.Evaluator` for the adapters of a run, on the server's test set.
 
     The run publishes its accuracy on this set after every round, so the set counts as public here.
 

@@ -20,7 +20,6 @@ from fedpriv.adapters.merged import Merged
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.config import RunConfig
 from fedpriv.dedup import pipeline, variants
-from fedpriv.dedup.basis_pipeline import deduplicator
 from fedpriv.dedup.composition import History, Upload, client_ancestors, global_ancestors, uploads_of
 from fedpriv.dedup.planning import Settings
 from fedpriv.dedup.resumption import validation_digest
@@ -133,7 +132,9 @@ def deduplicate(config: RunConfig, bench: Workbench, writer: RunWriter) -> None:
 
     _keep_only_if_same(store_path, described, read, settings, judge)
     with Store(store_path) as store:
-        outcomes = deduplicator(settings)(described, read, judge, store, settings, evaluation=judge.description)
+        outcomes = pipeline.deduplicate(
+            described, read, _judged(described, judge), store, settings, evaluation=judge.description
+        )
         log.info("%s variants in %s of %s bytes", len(outcomes), store.bytes_stored, store.bytes_logical)
         writer.journal.write(
             "deduplicated",
@@ -154,7 +155,7 @@ def _keep_only_if_same(
     """Remove a store that an earlier attempt made of other variants or in another way, or that is damaged."""
     if not path.exists():
         return
-    validation = validation_digest(judge.num_records, judge.private, None, judge.description)
+    validation = validation_digest(_judged(described, judge), None, judge.description)
     try:
         pipeline.check(described, read, path, settings, validation=validation)
         with Store(path, read_only=True) as store:
@@ -166,6 +167,10 @@ def _keep_only_if_same(
         reason = str(error)
     log.info("the store of an earlier attempt is made anew: %s", reason)
     shutil.rmtree(path)
+
+
+def _judged(described: Sequence[Described], judge: AdapterEvaluator) -> dict[str, AdapterEvaluator]:
+    return {each.name: judge for each in described}
 
 
 def _save(bench: Workbench, path: Path, adapter: Adapter, merged: Merged) -> None:

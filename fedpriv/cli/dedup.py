@@ -23,10 +23,12 @@ from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
     from fedpriv.dedup.outcomes import Outcome
-    from fedpriv.dedup.pipeline import Evaluator
     from fedpriv.dedup.planning import Settings
     from fedpriv.dedup.validation import PrivateValidation
     from fedpriv.dedup.variants import Described
+    from fedpriv.dedup.work import Evaluator, Evaluators
+    from fedpriv.ledger.entries import DataSet
+    from fedpriv.ledger.ledger import Ledger
 
 app = typer.Typer(no_args_is_help=True, help="Store the variants of a model by the blocks that they share.")
 
@@ -55,6 +57,15 @@ Algorithm = Annotated[
 EpsilonBound = Annotated[
     float | None, typer.Option(help="By how much epsilon may rise; by default each variant's own bound.", min=0)
 ]
+MaxDistance = Annotated[
+    float,
+    typer.Option(
+        help="Of metadata, within a cluster of variants that look for bases among themselves first; 2: all are one "
+        "cluster, of whatever architecture.",
+        min=0,
+        max=2,
+    ),
+]
 UtilityBound = Annotated[
     float | None, typer.Option(help="By how much accuracy may drop; by default each variant's own bound.", min=0, max=1)
 ]
@@ -68,6 +79,7 @@ def plan(
     fairness: Fairness = "bounds",
     epsilon_bound: EpsilonBound = None,
     utility_bound: UtilityBound = None,
+    max_distance: MaxDistance = 0.5,
     as_json: AsJson = False,
 ) -> None:
     """Which variants may take blocks of which others, and what each would then cost; no weights are read.
@@ -80,7 +92,7 @@ def plan(
     """
     from fedpriv.dedup.algorithms import SHARED_BASIS
 
-    settings = _settings(algorithm=algorithm, strategy=strategy, fairness=fairness)
+    settings = _settings(algorithm=algorithm, strategy=strategy, fairness=fairness, max_distance=max_distance)
     described = list(_described(folder, epsilon_bound, utility_bound).values())
     if algorithm == SHARED_BASIS:
         targets, untouched = _planned_members(described, settings)
@@ -132,7 +144,10 @@ def run(
     store: StorePath,
     evaluator: Annotated[
         str,
-        typer.Option(help="MODULE:FUNCTION that returns a fedpriv.dedup.pipeline.Evaluator; by default the run's."),
+        typer.Option(
+            help="MODULE:FUNCTION that returns a fedpriv.dedup.work.Evaluator, or {variant: Evaluator}; by default "
+            "the run's."
+        ),
     ] = "",
     algorithm: Algorithm = "drd",
     block_size: Annotated[
@@ -145,6 +160,7 @@ def run(
     fairness: Fairness = "bounds",
     epsilon_bound: EpsilonBound = None,
     utility_bound: UtilityBound = None,
+    max_distance: MaxDistance = 0.5,
     validation_epsilon: Annotated[
         float | None, typer.Option(help="For private records: the epsilon of validating one variant.")
     ] = None,
@@ -168,7 +184,6 @@ def run(
     """
     from fedpriv.config import parse_overrides
     from fedpriv.dedup import pipeline, variants
-    from fedpriv.dedup.basis_pipeline import deduplicator
     from fedpriv.dedup.store import Store
 
     described = _described(folder, epsilon_bound, utility_bound)
@@ -180,6 +195,7 @@ def run(
     settings = _settings(
         strategy=strategy,
         fairness=fairness,
+        max_distance=max_distance,
         algorithm=algorithm,
         block_size=block_size or _fitting(described.values(), read),
         options=parse_overrides(option or []),
@@ -191,11 +207,12 @@ def run(
     with shown(quiet=as_json) as observer:
         pipeline.check(list(described.values()), read, store, settings)
         judge = result_of("evaluator", evaluator) if evaluator else _of_run(folder, validation_records, seed)
-        with _private_validation(judge, validation_epsilon, cutoff, ledger) as private, Store(store) as opened:
-            outcomes = deduplicator(settings)(
+        evaluators = judge if isinstance(judge, Mapping) else dict.fromkeys(folders, judge)
+        with _private_validation(evaluators, validation_epsilon, cutoff, ledger) as private, Store(store) as opened:
+            outcomes = pipeline.deduplicate(
                 list(described.values()),
                 read,
-                judge,
+                evaluators,
                 opened,
                 settings,
                 private=private,
@@ -292,9 +309,9 @@ def _of_run(folder: Path, num_records: int | None, seed: int | None) -> Any:
 
 @contextmanager
 def _private_validation(
-    judge: Evaluator, epsilon: float | None, cutoff: int, path: Path | None
+    evaluators: Evaluators, epsilon: float | None, cutoff: int, path: Path | None
 ) -> Iterator[PrivateValidation | None]:
-    """How variants are validated on private records, each charged to the ledger; None for public records."""
+    """How variants are validated on private records, each charged to the ledger; None if all records are public."""
     from fedpriv.accounting.events import Event
     from fedpriv.accounting.views import Release
     from fedpriv.dedup.validation import PrivateValidation
@@ -302,7 +319,8 @@ def _private_validation(
     from fedpriv.ledger.ledger import Ledger
     from fedpriv.mechanisms.sources import SecureSource
 
-    if judge.private is None:
+    private_ones = {name: each for name, each in evaluators.items() if each.private is not None}
+    if not private_ones:
         if epsilon is not None or path is not None:
             raise InputError("validation_epsilon, ledger: are for private records; the evaluator's are public")
         yield None
@@ -313,22 +331,27 @@ def _private_validation(
         )
     source, run = SecureSource(), secrets.token_hex(16)
     with Ledger(path) as ledger:
-        known = ledger.data_set(judge.private.data_set)
-        if known is None or known.num_records != judge.num_records:
-            raise InputError(
-                f"data_set = {judge.private.data_set!r}: {path} has no such data set of {judge.num_records} records"
-            )
-
+        known = {name: _registered(ledger, each) for name, each in private_ones.items()}
         numbers = itertools.count(1)
 
         def charge(name: str, event: Event) -> None:
             request = hashlib.sha256(name.encode()).hexdigest()
-            key = Key(run=run, client=known.client, round=next(numbers), request=request)
+            data_set = known[name]
+            key = Key(run=run, client=data_set.client, round=next(numbers), request=request)
             release = Release(event=event, rho_bar=1.0)
-            ledger.charge([Charge(key=key, data_set=known.id, release=release, noise_source=source.name)])
+            ledger.charge([Charge(key=key, data_set=data_set.id, release=release, noise_source=source.name)])
 
         try:
             private = PrivateValidation(epsilon=epsilon, charge=charge, source=source, cutoff=cutoff)
         except ValueError as error:
             raise InputError(str(error)) from None
         yield private
+
+
+def _registered(ledger: Ledger, evaluator: Evaluator) -> DataSet:
+    """The data set of an evaluator's private records, as the ledger has it."""
+    id_ = evaluator.private.data_set if evaluator.private else None
+    known = ledger.data_set(id_) if id_ else None
+    if known is None or known.num_records != evaluator.num_records:
+        raise InputError(f"data_set = {id_!r}: {ledger.path} has no such data set of {evaluator.num_records} records")
+    return known

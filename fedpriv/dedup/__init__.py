@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from fedpriv.dedup.blocks import Layout as Layout
     from fedpriv.dedup.blocks import layout_of as layout_of
     from fedpriv.dedup.outcomes import Outcome as Outcome
-    from fedpriv.dedup.pipeline import Evaluator as Evaluator
     from fedpriv.dedup.pipeline import deduplicate as deduplicate
     from fedpriv.dedup.planning import Settings as Settings
     from fedpriv.dedup.serving import Registry as Registry
     from fedpriv.dedup.store import Store as Store
     from fedpriv.dedup.store import Variant as Variant
     from fedpriv.dedup.variants import Described as Described
+    from fedpriv.dedup.work import Evaluator as Evaluator
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -24,7 +24,7 @@ class Variant:
 
     Attributes:
         name: unique.
-        architecture: only variants of one architecture share blocks.
+        architecture: variants of one architecture have tensors of the same names and shapes.
         data_sets: ids of the private data it was trained on.
         epsilon: >= 0, infinite without noise.
         delta: in [0, 1].
@@ -57,7 +57,10 @@ class Variant:
 
 
 Distance = Callable[[Variant, Variant], float]
-"""How different two variants are by their metadata, >= 0, symmetric; infinite if they cannot share blocks."""
+"""How different two variants are by their metadata, >= 0, symmetric."""
+
+MAX_DISTANCE = 0.5
+"""Within a cluster, by `metadata_distance`: one architecture, and the same private data or half of the tags."""
 
 Cost = Callable[[Variant, Sequence[Variant]], Guarantee]
 """The cost of a variant that holds blocks of these original variants; adding variants never lowers it."""
@@ -94,13 +97,15 @@ class Selection:
 
 
 def metadata_distance(one: Variant, other: Variant) -> float:
-    """0 for the same private data, else the share of tags not in common; infinite for different architectures."""
-    if one.architecture != other.architecture:
-        return math.inf
+    """In [0, 2]: 0 for the same private data, else the share of tags not in common; 1 more for other architectures.
+
+    Blocks can be shared across architectures, but a base of the same one has nearer blocks.
+    """
+    apart = float(one.architecture != other.architecture)
     if one.data_sets == other.data_sets:
-        return 0.0
+        return apart
     tags = one.tags | other.tags
-    return len(one.tags ^ other.tags) / len(tags) if tags else 1.0
+    return apart + (len(one.tags ^ other.tags) / len(tags) if tags else 1.0)
 
 
 def basic_cost(target: Variant, bases: Sequence[Variant]) -> Guarantee:
@@ -164,7 +169,7 @@ def select_bases(
     strategy: Strategy = "single",
     fairness: Fairness = "bounds",
     distance: Distance = metadata_distance,
-    max_distance: float = 0.5,
+    max_distance: float = MAX_DISTANCE,
     cost: Cost = basic_cost,
     most_bases: Callable[[int], int] | None = None,
 ) -> Selection:
@@ -281,7 +286,7 @@ class _Chooser:
             return increased.epsilon, base.epsilon, self._distance(target, base), base.name
 
         chosen: list[str] = []
-        for base in sorted((c for c in candidates if self._distance(target, c) < math.inf), key=preference):
+        for base in sorted(candidates, key=preference):
             if not self.qualifies(target, [*chosen, base.name]):
                 break
             chosen.append(base.name)

@@ -7,17 +7,21 @@ that of publishing all of these. Every decision here uses public metadata only, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
-from fedpriv.accounting.events import Event
 from fedpriv.dedup.base_selection import Limits, Variant, fair_limits, own_limits
+from fedpriv.dedup.charges import Charge
 from fedpriv.dedup.composition import PublicationCost
 from fedpriv.dedup.planning import Settings, cost_of
 from fedpriv.dedup.variants import Described
 
 Group = tuple[str, ...]
 """Names of variants in the order given; each has a basis of all of them."""
+
+
+GroupCost = Callable[[Group, str], PublicationCost]
+"""What publishing a group, and validating one of its members, costs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +44,7 @@ class Members:
 def choose_members(
     variants: Sequence[Described],
     settings: Settings,
-    validation: Mapping[str, Sequence[Event]] | None = None,
-    deltas: Mapping[str, float] | None = None,
+    attempts: Mapping[str, tuple[Charge, ...]] | None = None,
 ) -> Members:
     """The groups of variants that share a basis: the largest within all bounds first, then of the rest likewise.
 
@@ -52,8 +55,7 @@ def choose_members(
     Args:
         variants: all that are stored together.
         settings: gives fairness and accountant.
-        validation: {data set: the events of validating one variant}, for private validation records.
-        deltas: {data set: delta} for these data sets.
+        attempts: {variant: what validating it once is charged}, for those whose validation records are private.
 
     Raises:
         ValueError: two variants have one name, or one upload has two different events.
@@ -65,8 +67,12 @@ def choose_members(
     limits = {name: _limits(variant, public.values(), settings) for name, variant in public.items()}
 
     @cache
-    def cost(group: Group) -> PublicationCost:
-        return cost_of([known[name] for name in group], settings.accountant, validation, deltas)
+    def published(group: Group, charges: tuple[Charge, ...]) -> PublicationCost:
+        return cost_of([known[name] for name in group], settings.accountant, charges)
+
+    def cost(group: Group, member: str) -> PublicationCost:
+        # Whose validation it is does not matter to what it costs, and groups are long.
+        return published(group, tuple(replace(charge, name="") for charge in (attempts or {}).get(member, ())))
 
     groups = [
         group
@@ -77,7 +83,7 @@ def choose_members(
     while settings.fairness == "outcome" and (name := _overtaking(groups, public, cost)):
         overtaking.add(name)
         groups = [group for group in (tuple(n for n in g if n != name) for g in groups) if len(group) > 1]
-    members = {name: cost(group) for group in groups for name in group}
+    members = {name: cost(group, name) for group in groups for name in group}
     return Members(
         groups=tuple(groups),
         costs=members,
@@ -98,9 +104,7 @@ def _limits(variant: Variant, variants: Iterable[Variant], settings: Settings) -
     return fair if settings.fairness == "bounds" else Limits(epsilon=own_limits(variant).epsilon, utility=fair.utility)
 
 
-def _groups(
-    variants: Sequence[Variant], limits: Mapping[str, Limits], cost: Callable[[Group], PublicationCost]
-) -> list[Group]:
+def _groups(variants: Sequence[Variant], limits: Mapping[str, Limits], cost: GroupCost) -> list[Group]:
     """Disjoint groups of variants of one architecture, the largest first; of equal ones that of least epsilon."""
     groups: list[Group] = []
     rest = list(variants)
@@ -116,24 +120,21 @@ def _groups(
     return groups
 
 
-def _within(names: Sequence[str], limits: Mapping[str, Limits], cost: Callable[[Group], PublicationCost]) -> Group:
+def _within(names: Sequence[str], limits: Mapping[str, Limits], cost: GroupCost) -> Group:
     """Those of the variants that remain when all whose limit the others' cost exceeds are left out, again and again."""
     group: Group = tuple(names)
     while len(group) > 1:
-        epsilon = cost(group).guarantee.epsilon
-        kept = tuple(name for name in group if epsilon <= limits[name].epsilon)
+        kept = tuple(name for name in group if cost(group, name).guarantee.epsilon <= limits[name].epsilon)
         if kept == group:
             return group
         group = kept
     return group
 
 
-def _overtaking(
-    groups: Sequence[Group], public: Mapping[str, Variant], cost: Callable[[Group], PublicationCost]
-) -> str | None:
+def _overtaking(groups: Sequence[Group], public: Mapping[str, Variant], cost: GroupCost) -> str | None:
     """The first member whose epsilon would exceed that of a variant on the same data which had a higher one."""
     after = {name: variant.epsilon for name, variant in public.items()}
-    after |= {name: max(after[name], cost(group).guarantee.epsilon) for group in groups for name in group}
+    after |= {name: max(after[name], cost(group, name).guarantee.epsilon) for group in groups for name in group}
     for name in (name for group in groups for name in group):
         own = public[name]
         peers = [each for each in public.values() if each.data_sets == own.data_sets and each.epsilon > own.epsilon]

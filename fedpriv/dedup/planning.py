@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.law import Accountant
-from fedpriv.dedup.base_selection import Fairness, Selection, Strategy, Variant, select_bases, worthwhile_bases
+from fedpriv.dedup.base_selection import (
+    MAX_DISTANCE,
+    Fairness,
+    Selection,
+    Strategy,
+    Variant,
+    select_bases,
+    worthwhile_bases,
+)
+from fedpriv.dedup.charges import Charge
 from fedpriv.dedup.composition import Guarantee, PublicationCost, publication_cost
 from fedpriv.dedup.variants import Described
 
@@ -24,6 +33,8 @@ class Settings:
         aggregation: of saliency over a block.
         metric: used to find the nearest base block of each block.
         strategy, fairness: of base selection.
+        max_distance: of metadata within a cluster of variants, whose bases are chosen among themselves first; 2 makes
+            one cluster of all, whatever their data, tags and architectures.
         accountant: computes the epsilons that are compared with the bounds.
     """
 
@@ -34,14 +45,14 @@ class Settings:
     metric: str = "l2"
     strategy: Strategy = "single"
     fairness: Fairness = "bounds"
+    max_distance: float = MAX_DISTANCE
     accountant: Accountant = "pld"
 
 
 def plan(
     variants: Sequence[Described],
     settings: Settings,
-    validation: Mapping[str, Sequence[Event]] | None = None,
-    deltas: Mapping[str, float] | None = None,
+    attempts: Mapping[str, Sequence[Charge]] | None = None,
 ) -> Selection:
     """Which variant may take blocks of which, by their joint cost; no weights are read.
 
@@ -51,8 +62,7 @@ def plan(
     Args:
         variants: all variants that are stored together.
         settings: see `Settings`.
-        validation: {data set: the events of validating one target}, for private validation records.
-        deltas: {data set: delta} for these data sets.
+        attempts: {variant: what validating it once is charged}, for those whose validation records are private.
 
     Raises:
         ValueError: two variants have one name, or one upload has two different events.
@@ -61,14 +71,15 @@ def plan(
 
     def cost(target: Variant, bases: Sequence[Variant]) -> Guarantee:
         # Under `cross` a base may itself be a target, and then its own validation influenced its blocks.
-        runs = 0 if not bases else 1 + len(bases) * (settings.strategy == "cross")
-        extra = {id_: tuple(events) * runs for id_, events in (validation or {}).items()}
-        return cost_of([known[each.name] for each in (target, *bases)], settings.accountant, extra, deltas).guarantee
+        validated = () if not bases else (target, *bases) if settings.strategy == "cross" else (target,)
+        charges = [charge for each in validated for charge in (attempts or {}).get(each.name, ())]
+        return cost_of([known[each.name] for each in (target, *bases)], settings.accountant, charges).guarantee
 
     return select_bases(
         [variant.as_variant(settings.accountant) for variant in variants],
         strategy=settings.strategy,
         fairness=settings.fairness,
+        max_distance=settings.max_distance,
         cost=cost,
         most_bases=worthwhile_bases if _share_releases(variants) else None,
     )
@@ -81,21 +92,21 @@ def _share_releases(variants: Sequence[Described]) -> bool:
 
 
 def cost_of(
-    consulted: Sequence[Described],
-    accountant: Accountant = "pld",
-    extra: Mapping[str, Sequence[Event]] | None = None,
-    deltas: Mapping[str, float] | None = None,
+    consulted: Sequence[Described], accountant: Accountant = "pld", charges: Iterable[Charge] = ()
 ) -> PublicationCost:
-    """What it costs to publish anything computed from these variants and from further releases.
+    """What it costs to publish anything computed from these variants and from answers that were charged.
 
     Args:
         consulted: the variants.
         accountant: that composes events.
-        extra: {data set: events}, of private validation.
-        deltas: {data set: delta}, for the data sets of `extra` on which no variant was trained.
+        charges: for private validation, of any of the variants.
     """
-    smallest: dict[str, float] = {}
-    for each in (*(variant.deltas for variant in consulted), deltas or {}):
-        for id_, delta in each.items():
-            smallest[id_] = min(delta, smallest.get(id_, delta))
-    return publication_cost([variant.history for variant in consulted], smallest, extra=extra, accountant=accountant)
+    deltas: dict[str, float] = {}
+    stated = [(id_, delta) for variant in consulted for id_, delta in variant.deltas.items()]
+    extra: dict[str, list[Event]] = {}
+    for charge in charges:
+        extra.setdefault(charge.data_set, []).append(charge.event)
+        stated.append((charge.data_set, charge.delta))
+    for id_, delta in stated:
+        deltas[id_] = min(delta, deltas.get(id_, delta))
+    return publication_cost([variant.history for variant in consulted], deltas, extra=extra, accountant=accountant)

@@ -13,17 +13,15 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedpriv.accounting import events
 from fedpriv.dedup.blocks import Layout, layout_of
 from fedpriv.dedup.planning import Settings
 from fedpriv.dedup.store import Store
-from fedpriv.dedup.validation import PrivateRecords, PrivateValidation
+from fedpriv.dedup.validation import PrivateValidation
 from fedpriv.dedup.variants import Described, to_json
+from fedpriv.dedup.work import Evaluator, Evaluators, Tensors
 from fedpriv.errors import InputError
-
-Tensors = Mapping[str, NDArray[Any]]
 
 PLAN, VALIDATION = "plan", "validation"
 """Where a manifest's provenance has the two digests."""
@@ -56,23 +54,25 @@ def check_has_blocks(name: str, layout: Layout) -> None:
         )
 
 
-def validation_digest(
-    num_records: int, records: PrivateRecords | None, private: PrivateValidation | None, evaluation: str
-) -> str:
+def validation_digest(evaluators: Evaluators, private: PrivateValidation | None, evaluation: str) -> str:
     """The digest of how variants are validated.
 
     Args:
-        num_records: of the validation set.
-        records: whose they are; None if they are public.
+        evaluators: {variant: its evaluator}.
         private: how private records are queried.
         evaluation: what else decides a validation, such as the name of the evaluator.
     """
-    fields: dict[str, Any] = {"num_records": num_records, "evaluation": evaluation}
-    if records and private:
+    fields = {name: _of_evaluator(each, private) for name, each in evaluators.items()}
+    return _digest({"evaluators": fields, "evaluation": evaluation})
+
+
+def _of_evaluator(evaluator: Evaluator, private: PrivateValidation | None) -> dict[str, Any]:
+    fields: dict[str, Any] = {"num_records": evaluator.num_records}
+    if private and (records := evaluator.private):
         saliency = events.to_json(records.saliency) if records.saliency else None
         fields |= {"data_set": records.data_set, "delta": records.delta, "saliency": saliency}
         fields |= {"epsilon": private.epsilon, "cutoff": private.cutoff, "noise": private.source.name}
-    return _digest(fields)
+    return fields
 
 
 def stored_outcomes(

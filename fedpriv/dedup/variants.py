@@ -38,7 +38,7 @@ class Described:
 
     Attributes:
         name: unique among the variants that are deduplicated together.
-        architecture: only variants of one architecture share blocks.
+        architecture: variants of one architecture have tensors of the same names and shapes.
         utility: accuracy on the validation set, in [0, 1]; None if it has not been measured.
         epsilon_bound: by how much epsilon may rise.
         utility_bound: by how much utility may drop.

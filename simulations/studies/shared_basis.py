@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 
 from fedpriv.adapter_variants import AdapterEvaluator
 from fedpriv.dedup import variants
-from fedpriv.dedup.basis_pipeline import deduplicator
 from fedpriv.dedup.blocks import layout_of
 from fedpriv.dedup.few_bits import few_bits
+from fedpriv.dedup.pipeline import deduplicate
 from fedpriv.dedup.planning import Settings
 from fedpriv.dedup.shared_basis import BasisOptions, Encoded, fit, flattened, restore_error
 from fedpriv.dedup.store import Store
+from fedpriv.dedup.validation import PrivateRecords
 
 UTILITY_BOUND = 0.01
 BLOCK_SIZE = 64
@@ -80,7 +81,7 @@ def main() -> None:
         path = arguments.out / name.replace(", ", "-").replace(" ", "-").replace("/", "-")
         shutil.rmtree(path, ignore_errors=True)
         with Store(path) as store:
-            deduplicator(settings)(described, models.__getitem__, evaluator, store, settings)
+            deduplicate(described, models.__getitem__, dict.fromkeys(models, evaluator), store, settings)
             points.append(_point(name, store, models, evaluator))
         print(points[-1].as_row(), flush=True)
     draw(points, arguments.out / "curve.png")
@@ -96,7 +97,7 @@ def main() -> None:
 class _Counted:
     """A public evaluator that remembers its counts."""
 
-    private = None
+    private: PrivateRecords | None = None
 
     def __init__(self, evaluator: AdapterEvaluator) -> None:
         self._evaluator, self.num_records = evaluator, evaluator.num_records

@@ -79,11 +79,27 @@ def test_interrupted_it_says_how_to_go_on_and_goes_on(study, tmp_path):
     command = ["dedup", "run", "variants", tmp_path / "store", *RUN]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(AlgorithmStopped, "calls", 0)
-        patched.setattr("fedpriv.dedup.pipeline.nearest", AlgorithmStopped())
+        patched.setattr("fedpriv.dedup.block_pipeline.nearest", AlgorithmStopped())
         out, err = fedpriv(*command, folder=study, code=130)
     assert out == ""
     assert err.splitlines()[-1] == "interrupted: 2 of 3 variants are stored; the same command goes on from there"
     assert as_json(*command, folder=study) == whole
+
+
+def test_every_variant_may_have_an_evaluator_of_its_own(study, tmp_path):
+    (study / "several.py").write_text(
+        "from study import Study, private\n"
+        "def evaluators():\n    return {f'round-{n}': Study() for n in (10, 12, 14)}\n"
+        "def one_missing():\n    return {f'round-{n}': Study() for n in (10, 12)}\n"
+        "def one_private():\n    return {**evaluators(), 'round-14': private()}\n"
+    )
+    command = ["dedup", "run", "variants", tmp_path / "store", *RUN[2:]]
+    whole = as_json("dedup", "run", "variants", tmp_path / "one", *RUN, folder=study)
+    _, err = fedpriv(*command, "--evaluator", "several:one_missing", folder=study, code=2)
+    assert "evaluators: none for variant 'round-14'" in err
+    _, err = fedpriv(*command, "--evaluator", "several:one_private", folder=study, code=2)
+    assert "its records are private" in err
+    assert as_json(*command, "--evaluator", "several:evaluators", folder=study) == whole
 
 
 class AlgorithmStopped:

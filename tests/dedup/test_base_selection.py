@@ -134,10 +134,26 @@ def test_a_bound_that_nothing_can_meet_leaves_the_model_as_it_is():
     assert select_bases([]).assignments == {}
 
 
-def test_models_of_another_architecture_share_nothing():
-    selection = select_bases([variant("a", 1.0, 9.0), variant("b", 20.0, 9.0, data="E", architecture="vit")])
-    assert not selection.assignments
+def test_a_base_of_another_architecture_is_taken_where_its_own_offers_none():
+    alone = variant("vit", 2.0, data="E", architecture="vit")
+    selection = select_bases([variant("a", 1.0, 1.0), variant("b", 2.0, 1.0), alone])
+    assert bases(selection) == {"b": ("a",), "vit": ("a",)}
     assert len(selection.clusters) == 2
+    pair = [alone, variant("wit", 4.0, 2.0, data="E", architecture="vit")]
+    assert bases(select_bases([variant("a", 1.0, 1.0), variant("b", 2.0, 1.0), *pair])) == {
+        "b": ("a",),
+        "wit": ("vit",),
+    }
+
+
+def test_one_cluster_of_all_architectures_has_the_paper_s_single_base():
+    # The heterogeneous scenario: four at epsilon 2 of one architecture, three at 5 of another, all data disjoint.
+    models = [variant(f"vit-{n}", 2.0, 0.0, data=f"V{n}", architecture="vit") for n in range(4)]
+    models += [variant(f"text-{n}", 5.0, 0.0, data=f"T{n}") for n in range(3)]
+    selection = select_bases(models, max_distance=2.0)
+    assert bases(selection) == {each.name: ("vit-0",) for each in models if each.name != "vit-0"}
+    after = {name: each.guarantee.epsilon for name, each in selection.assignments.items()}
+    assert after == {each.name: each.epsilon for each in models[1:]}
 
 
 def test_a_cost_by_provenance_lets_a_later_round_use_an_earlier_one():
@@ -183,7 +199,8 @@ def test_clusters_hold_nothing_further_apart_than_allowed():
         (variant("a", 1.0), variant("b", 2.0), 0.0),
         (variant("a", 1.0), variant("b", 2.0, data="E"), 1.0),
         (variant("a", 1.0, tags=frozenset("xy")), variant("b", 2.0, data="E", tags=frozenset("yz")), 2 / 3),
-        (variant("a", 1.0), variant("b", 2.0, architecture="vit"), math.inf),
+        (variant("a", 1.0), variant("b", 2.0, architecture="vit"), 1.0),
+        (variant("a", 1.0), variant("b", 2.0, data="E", architecture="vit"), 2.0),
     ],
 )
 def test_distance_by_metadata(one, other, apart):
@@ -254,7 +271,6 @@ def test_every_selection_keeps_bounds_orders_and_roles(variants, strategy, fairn
         assert its_bases
         assert set(its_bases) <= done, "a base is finished before it is used, so no cycle exists"
         done.add(name)
-        assert all(by_name[base].architecture == by_name[name].architecture for base in its_bases)
         if strategy != "cross":
             assert not set(its_bases) & set(chosen), "no base is a target"
         assert strategy != "single" or len(its_bases) == 1

@@ -13,7 +13,7 @@ from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
 from fedpriv.dedup import manifests
 from fedpriv.dedup.basis_members import choose_members
-from fedpriv.dedup.basis_pipeline import REPEATED, TOO_FEW_BYTES, deduplicate_by_basis, deduplicator
+from fedpriv.dedup.basis_pipeline import REPEATED, TOO_FEW_BYTES
 from fedpriv.dedup.blocks import layout_of
 from fedpriv.dedup.composition import History, Upload
 from fedpriv.dedup.pipeline import deduplicate
@@ -90,9 +90,8 @@ def tensors():
 
 def stored(path, variants, tensors, evaluator=None, settings=SETTINGS, private=None):
     with Store(path) as store:
-        outcomes = deduplicate_by_basis(
-            variants, tensors.__getitem__, evaluator or Linear(), store, settings, private=private
-        )
+        evaluators = {variant.name: evaluator or Linear() for variant in variants}
+        outcomes = deduplicate(variants, tensors.__getitem__, evaluators, store, settings, private=private)
     return {outcome.name: outcome for outcome in outcomes}
 
 
@@ -297,7 +296,7 @@ def test_what_needs_blocks_refuses_a_variant_without_any(tensors, tmp_path):
             store.add("new", layout, difference, extras)
         other = replace(SETTINGS, options={"bits": 8})
         with pytest.raises(InputError, match="holds 'round-2' from other settings"):
-            deduplicate_by_basis(rounds(), tensors.__getitem__, Linear(), store, other)
+            deduplicate(rounds(), tensors.__getitem__, dict.fromkeys(tensors, Linear()), store, other)
 
 
 def test_a_store_of_version_1_is_read_and_goes_on(tensors, tmp_path):
@@ -335,7 +334,7 @@ def contents(folder) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def interrupted(path, tensors, after, **more) -> None:
+def interrupted(path, tensors, after, evaluator, **more) -> None:
     """Stop at the step of progress with this number."""
     steps = itertools.count()
 
@@ -343,8 +342,9 @@ def interrupted(path, tensors, after, **more) -> None:
         if next(steps) == after:
             raise KeyboardInterrupt
 
+    evaluators = dict.fromkeys(tensors, evaluator)
     with Store(path) as store, pytest.raises(KeyboardInterrupt):
-        deduplicate_by_basis(rounds(), tensors.__getitem__, store=store, settings=SETTINGS, observer=stop, **more)
+        deduplicate(rounds(), tensors.__getitem__, evaluators, store, SETTINGS, observer=stop, **more)
 
 
 @pytest.mark.parametrize("after", range(12))
@@ -372,8 +372,3 @@ def test_a_private_validation_that_was_interrupted_is_not_asked_again(tensors, t
     assert outcomes[begun].epsilon_after == outcomes[begun].epsilon_before
     assert charged.count(begun) == 1
     assert any(begun in outcome.bases for outcome in outcomes.values())
-
-
-def test_the_algorithms_name_chooses_the_function():
-    assert deduplicator(SETTINGS) is deduplicate_by_basis
-    assert deduplicator(Settings()) is deduplicate

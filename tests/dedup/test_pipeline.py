@@ -101,6 +101,11 @@ def described(trained) -> list[Described]:
     ]
 
 
+def each(evaluator: DigitsEvaluator) -> dict[str, DigitsEvaluator]:
+    """It evaluates all variants."""
+    return {f"round-{step}": evaluator for step in range(20, 41, 5)}
+
+
 SETTINGS = Settings(block_size=64, options={"min_batch": 2}, fairness="outcome")
 
 
@@ -112,7 +117,7 @@ def test_every_variant_is_within_its_bounds_by_an_independent_look_at_the_store(
         SETTINGS, algorithm=algorithm, options={} if algorithm in ("greedy", "dedup", "mistique") else SETTINGS.options
     )
     with Store(tmp_path / "store") as store:
-        outcomes = deduplicate(described, trained.__getitem__, DigitsEvaluator(), store, settings)
+        outcomes = deduplicate(described, trained.__getitem__, each(DigitsEvaluator()), store, settings)
     evaluator = DigitsEvaluator()
     with Store(tmp_path / "store", read_only=True) as store:
         assert not store.verify()
@@ -133,7 +138,7 @@ def test_every_variant_is_within_its_bounds_by_an_independent_look_at_the_store(
 
 def test_provenance_lets_rounds_of_one_run_share_blocks_where_a_sum_would_not(described, trained, tmp_path):
     with Store(tmp_path / "store") as store:
-        outcomes = deduplicate(described, trained.__getitem__, DigitsEvaluator(), store, SETTINGS)
+        outcomes = deduplicate(described, trained.__getitem__, each(DigitsEvaluator()), store, SETTINGS)
     used = [outcome for outcome in outcomes if outcome.bases]
     assert used
     for outcome in used:
@@ -179,7 +184,14 @@ def test_private_validation_is_charged_before_it_asks_and_is_in_the_epsilons(des
     charged: list = []
     evaluator = NoisedDigits(PrivateRecords(data_set=data_set, delta=1e-5, saliency=SALIENCY))
     with Store(tmp_path / "store") as store:
-        outcomes = deduplicate(described, trained.__getitem__, evaluator, store, SETTINGS, private=privately(charged))
+        outcomes = deduplicate(
+            described,
+            trained.__getitem__,
+            each(evaluator),
+            store,
+            SETTINGS,
+            private=privately(charged),
+        )
     targets = [outcome for outcome in outcomes if outcome.bases]
     assert evaluator.measured == len(targets) > 0
     spent = [PureEpsilon(epsilon=0.25), SALIENCY]
@@ -200,7 +212,7 @@ def test_private_validation_that_the_bound_has_no_room_for_is_never_asked(descri
     tight = [replace(variant, epsilon_bound=0.1) for variant in described]
     evaluator = NoisedDigits(PrivateRecords(data_set="clinic", delta=1e-5, saliency=SALIENCY))
     with Store(tmp_path / "store") as store:
-        outcomes = deduplicate(tight, trained.__getitem__, evaluator, store, SETTINGS, private=privately(charged))
+        outcomes = deduplicate(tight, trained.__getitem__, each(evaluator), store, SETTINGS, private=privately(charged))
     assert not charged
     assert all(outcome.epsilon_after == outcome.epsilon_before for outcome in outcomes)
 
@@ -214,7 +226,12 @@ def test_under_cross_a_bases_own_validation_is_its_targets_too(described, traine
         outcomes = {
             outcome.name: outcome
             for outcome in deduplicate(
-                loose, trained.__getitem__, evaluator, store, settings, private=privately(charged)
+                loose,
+                trained.__getitem__,
+                each(evaluator),
+                store,
+                settings,
+                private=privately(charged),
             )
         }
 
@@ -233,7 +250,7 @@ def test_under_cross_a_bases_own_validation_is_its_targets_too(described, traine
 def test_private_records_are_not_asked_without_saying_how(described, trained, tmp_path):
     evaluator = DigitsEvaluator(PrivateRecords(data_set="validation", delta=1e-5))
     with Store(tmp_path / "store") as store, pytest.raises(ValueError, match="private: must be given"):
-        deduplicate(described, trained.__getitem__, evaluator, store, SETTINGS)
+        deduplicate(described, trained.__getitem__, each(evaluator), store, SETTINGS)
 
 
 def test_bounds_that_nothing_can_meet_leave_everything_as_it_was(described, trained, tmp_path):
@@ -242,7 +259,7 @@ def test_bounds_that_nothing_can_meet_leave_everything_as_it_was(described, trai
         for place, variant in enumerate(described)
     ]
     with Store(tmp_path / "store") as store:
-        outcomes = deduplicate(apart[:1], trained.__getitem__, DigitsEvaluator(), store, SETTINGS)
+        outcomes = deduplicate(apart[:1], trained.__getitem__, each(DigitsEvaluator()), store, SETTINGS)
     assert [outcome.bases for outcome in outcomes] == [()]
     assert [outcome.untouched for outcome in outcomes] == ["no base meets its epsilon bound"]
 
@@ -250,20 +267,47 @@ def test_bounds_that_nothing_can_meet_leave_everything_as_it_was(described, trai
 def test_an_unknown_algorithm_leaves_the_store_untouched(described, trained, tmp_path):
     with Store(tmp_path / "store") as store:
         with pytest.raises(InputError, match="algorithm = 'magic': known are drd"):
-            deduplicate(described, trained.__getitem__, DigitsEvaluator(), store, replace(SETTINGS, algorithm="magic"))
+            deduplicate(
+                described,
+                trained.__getitem__,
+                each(DigitsEvaluator()),
+                store,
+                replace(SETTINGS, algorithm="magic"),
+            )
         assert not store.names
 
 
 def test_what_cannot_be_stored_is_refused_while_the_store_is_untouched(described, trained, tmp_path):
-    other = {**trained, "round-40": {name: value[:-1] for name, value in trained["round-40"].items()}}
+    evaluators = each(DigitsEvaluator())
     with Store(tmp_path / "store") as store:
-        with pytest.raises(InputError, match="round-40: is of another architecture than its base round-20: "):
-            deduplicate(described, other.__getitem__, DigitsEvaluator(), store, SETTINGS)
+        with pytest.raises(InputError, match="block_size = 9999: no float32 tensor of round-20 has so many values"):
+            deduplicate(described, trained.__getitem__, evaluators, store, replace(SETTINGS, block_size=9999))
+        with pytest.raises(InputError, match="evaluators: none for variant 'round-40'"):
+            deduplicate(described, trained.__getitem__, dict(list(evaluators.items())[:-1]), store, SETTINGS)
         assert not store.names
-        deduplicate(described[:1], trained.__getitem__, DigitsEvaluator(), store, SETTINGS)
+        deduplicate(described[:1], trained.__getitem__, evaluators, store, SETTINGS)
         with pytest.raises(InputError, match="holds 'round-20' from other settings, variants or validation"):
-            deduplicate(described, trained.__getitem__, DigitsEvaluator(), store, SETTINGS)
+            deduplicate(described, trained.__getitem__, evaluators, store, SETTINGS)
         assert store.names == ["round-20"]
+
+
+def test_what_a_base_holds_already_is_shared_without_a_validation(described, trained, tmp_path):
+    frozen = {name: {**tensors, "0.weight": trained["round-20"]["0.weight"]} for name, tensors in trained.items()}
+    counted = []
+
+    class Counting(DigitsEvaluator):
+        def count_correct(self, tensors) -> int:
+            counted.append(tensors)
+            return super().count_correct(tensors)
+
+    settings = replace(SETTINGS, algorithm="greedy", options={"batch": 1})
+    with Store(tmp_path / "store") as store:
+        outcomes = deduplicate(described, frozen.__getitem__, dict.fromkeys(frozen, Counting()), store, settings)
+    targets = [outcome for outcome in outcomes if outcome.bases]
+    # 48 blocks of the first layer are equal; 8 of the second (10 x 48 values in blocks of 64) are searched.
+    assert {(outcome.num_blocks, outcome.num_validations) for outcome in targets} == {(56, 8)}
+    assert all(outcome.num_replaced >= 48 for outcome in targets)
+    assert len(counted) == len(outcomes) + 8 * len(targets)
 
 
 def test_a_description_reads_back_and_a_damaged_one_is_refused_by_name(described, trained, tmp_path):

@@ -83,7 +83,8 @@ def in_one_go(store: Path, described=DESCRIBED, settings=SETTINGS, *, charged=No
         private = PrivateValidation(epsilon=VALIDATION.epsilon, charge=charge, source=SeededSource(0, "svt"))
     records = PrivateRecords(data_set="validation", delta=1e-5) if charged is not None else None
     with Store(store) as opened:
-        return deduplicate(described, TENSORS.__getitem__, Signs(records), opened, settings, private=private, **options)
+        evaluators = dict.fromkeys(TENSORS, Signs(records))
+        return deduplicate(described, TENSORS.__getitem__, evaluators, opened, settings, private=private, **options)
 
 
 def killed(store: Path, when: Callable[[Progress], bool], **options) -> None:

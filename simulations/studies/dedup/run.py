@@ -124,7 +124,8 @@ def deduplicated(
             source=SeededSource("dedup study", cell.key),
             cutoff=cell.cutoff,
         )
-    return deduplicate(described, tensors.__getitem__, evaluator, store, settings, private=private)
+    evaluators = dict.fromkeys(tensors, evaluator)
+    return deduplicate(described, tensors.__getitem__, evaluators, store, settings, private=private)
 
 
 def block_ratio(store: Store, tensors: Mapping[str, Tensors], block_size: int) -> float:

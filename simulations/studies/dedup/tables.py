@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from fedpriv.dedup.pipeline import MINHASH_STEP
+from fedpriv.dedup.block_pipeline import MINHASH_STEP
 from fedpriv.errors import InputError
 from simulations.studies.dedup.cells import ALGORITHMS, BLOCK_SIZES, CUTOFFS, MCTS_ITERATIONS, SVT_SEEDS, THRESHOLDS
 from simulations.studies.dedup.lines import lines

@@ -1,0 +1,156 @@
+"""Variants stored by shared blocks: replace blocks in saliency order, and store what validation accepts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedpriv.dedup.algorithms import Positions, algorithm
+from fedpriv.dedup.algorithms.mistique import minhash_similarity
+from fedpriv.dedup.base_selection import Assignment
+from fedpriv.dedup.block_saliency import by_block
+from fedpriv.dedup.blocks import Layout
+from fedpriv.dedup.costs import Costs
+from fedpriv.dedup.distance import nearest
+from fedpriv.dedup.outcomes import Outcome
+from fedpriv.dedup.planning import Settings
+from fedpriv.dedup.resumption import check_has_blocks
+from fedpriv.dedup.store import Store
+from fedpriv.dedup.work import Evaluator, Tensors, Validator, Work
+
+log = logging.getLogger(__name__)
+
+# Mistique treats weights as equal that round to the same multiple of this many of their standard deviations.
+MINHASH_STEP = 2.0
+
+REPEATED = "repeated validation would exceed its bound"
+
+
+def store_by_blocks(work: Work) -> list[Outcome]:
+    """Store all variants of a deduplication by the blocks that they share; see `fedpriv.dedup.pipeline.deduplicate`."""
+    costs = Costs.of(work)
+    assignments = costs.selection.assignments
+    for name in sorted({each for target, a in assignments.items() for each in (target, *a.bases)}):
+        check_has_blocks(name, work.layouts[name])
+    names = [*(name for name in work.variants if name not in assignments), *assignments]
+    watch = work.watch(assignments)
+    for name in names:
+        if name not in work.stored:
+            watch.begin(name)
+            work.stored[name] = _store(work, costs, name, watch.validated)
+            watch.store(is_target=name in assignments)
+    return [work.stored[name] for name in names]
+
+
+def _store(work: Work, costs: Costs, name: str, validated: Callable[[], None]) -> Outcome:
+    """Store one variant, its bases having been stored."""
+    assignment = costs.affordable(name)
+    blocks, extras = work.layouts[name].to_blocks(work.read_tensors(name))
+    found = _Found(blocks, 0, 0, None)
+    if assignment:
+        found = _search(work, costs, assignment, (blocks, extras), validated)
+    untouched = costs.selection.untouched.get(name)
+    outcome = work.outcome(
+        name,
+        bases=assignment.bases if assignment else (),
+        untouched=untouched if assignment or untouched else REPEATED,
+        cost=costs.after(name, is_target=assignment is not None),
+        num_replaced=found.num_replaced,
+        num_validations=found.num_validations,
+        correct=found.correct,
+    )
+    work.store.add(name, work.layouts[name], found.blocks, extras, **outcome.as_records(**work.digests))
+    log.info("%s: %s of %s blocks replaced", name, outcome.num_replaced, outcome.num_blocks)
+    return outcome
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """The blocks of a variant as they are to be stored, and the figures of the search that chose them."""
+
+    blocks: NDArray[Any]
+    num_replaced: int
+    num_validations: int
+    correct: int | None
+
+
+def _search(
+    work: Work,
+    costs: Costs,
+    assignment: Assignment,
+    model: tuple[NDArray[Any], Mapping[str, NDArray[Any]]],
+    validated: Callable[[], None],
+) -> _Found:
+    """The search for the blocks of a target that its bases can stand in for; charges for it first."""
+    name, layout, settings, evaluator = (
+        assignment.target,
+        work.layouts[assignment.target],
+        work.settings,
+        work.evaluators[assignment.target],
+    )
+    blocks, extras = model
+    validator = work.validator(name, assignment.limits, costs.attempts[name])
+    saliency = by_block(evaluator.saliency(layout.from_blocks(blocks, extras)), layout, settings.aggregation)
+    base = _blocks_of(work.store, assignment)
+    indices, _ = nearest(blocks, base, settings.metric)
+    substitutes = base[indices]
+    # Those that are a base's already are shared anyway, so no validation is spent on them.
+    differs = np.array([own.tobytes() != other.tobytes() for own, other in zip(blocks, substitutes, strict=True)])
+    order = np.argsort(saliency, kind="stable")
+    trial = _Trial(layout, blocks, extras, substitutes, order[differs[order]], evaluator, validated)
+    return trial.run(algorithm(settings.algorithm), validator, trial.options(settings), work.num_correct(name))
+
+
+@dataclass(frozen=True, eq=False)
+class _Trial:
+    """A target whose blocks can be replaced by their nearest base blocks.
+
+    `order`: positions by rising saliency, without those whose blocks equal their substitutes.
+    """
+
+    layout: Layout
+    blocks: NDArray[Any]
+    extras: Tensors
+    nearest: NDArray[Any]
+    order: NDArray[np.int64]
+    evaluator: Evaluator
+    validated: Callable[[], None]
+
+    def options(self, settings: Settings) -> Mapping[str, Any]:
+        """The options of the search, with the block similarities that Mistique needs."""
+        if settings.algorithm != "mistique" or "similarity" in settings.options:
+            return settings.options
+        step = MINHASH_STEP * float(self.blocks.std()) or 1.0
+        similarity = minhash_similarity(self.blocks[self.order], self.nearest[self.order], step=step)
+        return {**settings.options, "similarity": similarity}
+
+    def run(self, search: Callable[..., Any], validator: Validator, options: Mapping[str, Any], correct: int) -> _Found:
+        counts: dict[Positions, int] = {frozenset(): correct}
+
+        def accept(positions: Positions) -> bool:
+            count = self.evaluator.count_correct(self.layout.from_blocks(self.replaced(positions), self.extras))
+            counts[positions] = count
+            self.validated()
+            return validator.accept(count)
+
+        result = search(len(self.order), accept, **options)
+        chosen = frozenset(result.replaced)
+        num_shared = len(self.blocks) - len(self.order) + len(chosen)
+        return _Found(self.replaced(chosen), num_shared, result.num_validations, counts[chosen])
+
+    def replaced(self, positions: Positions) -> NDArray[Any]:
+        rows = self.order[sorted(positions)]
+        blocks = self.blocks.copy()
+        blocks[rows] = self.nearest[rows]
+        return blocks
+
+
+def _blocks_of(store: Store, assignment: Assignment) -> NDArray[Any]:
+    """All blocks of the bases, whatever tensors they come from, [n, block_size]."""
+    manifests = [store.manifest(name) for name in assignment.bases]
+    return np.concatenate([np.asarray(store.blocks[store.rows(manifest.blocks)]) for manifest in manifests])

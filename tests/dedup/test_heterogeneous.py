@@ -1,0 +1,176 @@
+"""Variants of different architectures, each validated on its own records, share the blocks of one store."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedpriv.accounting.accountants import epsilon_of
+from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
+from fedpriv.dedup import saliency
+from fedpriv.dedup.composition import History, Upload
+from fedpriv.dedup.pipeline import deduplicate
+from fedpriv.dedup.planning import Settings
+from fedpriv.dedup.store import Store
+from fedpriv.dedup.validation import PrivateRecords, PrivateValidation, allowed_drop
+from fedpriv.dedup.variants import Described
+from fedpriv.errors import InputError
+from fedpriv.mechanisms.sources import SeededSource
+
+EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.05)
+SETTINGS = Settings(block_size=32, options={"min_batch": 2}, max_distance=2.0)
+
+
+def network(kind: str) -> nn.Sequential:
+    """Two architectures without a tensor shape in common."""
+    if kind == "wide":
+        return nn.Sequential(nn.Linear(16, 48), nn.Tanh(), nn.Linear(48, 2))
+    return nn.Sequential(nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 4))
+
+
+class Teacher:
+    """How often a network agrees with the one that it was derived from, on records of its own."""
+
+    def __init__(self, kind: str, truth, num_records: int, private: PrivateRecords | None = None) -> None:
+        self.model, self.private, self.num_records = network(kind), private, num_records
+        width = 16 if kind == "wide" else 20
+        self.records = torch.randn(num_records, width, generator=torch.Generator().manual_seed(num_records))
+        self.labels = self._logits(truth).argmax(1)
+
+    @torch.no_grad()
+    def _logits(self, tensors):
+        self.model.load_state_dict({name: torch.tensor(np.array(value)) for name, value in tensors.items()})
+        return self.model(self.records)
+
+    def count_correct(self, tensors) -> int:
+        return int((self._logits(tensors).argmax(1) == self.labels).sum())
+
+    def saliency(self, tensors):
+        self._logits(tensors)
+        batches = [{"x": self.records, "y": self.labels}]
+        loss = nn.CrossEntropyLoss(reduction="none")
+        return saliency.gradient(self.model, batches, lambda model, batch: loss(model(batch["x"]), batch["y"]))
+
+
+def variants() -> tuple[dict, dict, list[Described]]:
+    """{name: tensors}, {name: evaluator} and descriptions of two wide and two deep networks on disjoint data."""
+    tensors, evaluators, described = {}, {}, []
+    for kind, num_records in (("wide", 300), ("deep", 400)):
+        torch.manual_seed(len(kind) + num_records)
+        truth = {name: value.numpy().copy() for name, value in network(kind).state_dict().items()}
+        for number in range(2):
+            name, rng = f"{kind}-{number}", np.random.default_rng(number)
+            tensors[name] = {
+                key: (value + 0.02 * rng.normal(size=value.shape)).astype("f4") for key, value in truth.items()
+            }
+            evaluators[name] = Teacher(kind, truth, num_records)
+            uploads = frozenset(
+                Upload(data_set=name, run=name, round=n, event=EVENT) for n in range(5 if kind == "wide" else 10)
+            )
+            described.append(
+                Described(
+                    name=name,
+                    architecture=kind,
+                    utility=None,
+                    epsilon_bound=0.0,
+                    utility_bound=0.03,
+                    deltas={name: 1e-5},
+                    history=History(name=name, ancestors=uploads),
+                )
+            )
+    return tensors, evaluators, described
+
+
+def stored(path, evaluators, described, tensors, settings=SETTINGS, **more):
+    with Store(path) as store:
+        outcomes = deduplicate(described, tensors.__getitem__, evaluators, store, settings, **more)
+        return {outcome.name: outcome for outcome in outcomes}, {name: store.restore(name) for name in store.names}
+
+
+def rows(tensors, size: int = 32) -> set[bytes]:
+    """The blocks that hold no padding; of a padded one only the beginning is part of the model."""
+    flat = [values.ravel()[: values.size // size * size].reshape(-1, size) for values in tensors.values()]
+    return {row.tobytes() for block in flat for row in block}
+
+
+@pytest.mark.parametrize("algorithm", ["drd", "dred", "greedy", "mistique"])
+def test_blocks_cross_architectures_within_every_variants_own_bounds(tmp_path, algorithm):
+    tensors, evaluators, described = variants()
+    options = {"min_batch": 2} if algorithm.startswith("d") else {"batch": 2}
+    outcomes, restored = stored(
+        tmp_path / "s", evaluators, described, tensors, replace(SETTINGS, algorithm=algorithm, options=options)
+    )
+    base = "wide-0"
+    assert {name: each.bases for name, each in outcomes.items() if each.bases} == dict.fromkeys(
+        ["wide-1", "deep-0", "deep-1"], (base,)
+    )
+    for name, outcome in outcomes.items():
+        correct = evaluators[name].count_correct(restored[name])
+        assert correct == outcome.correct_after
+        assert evaluators[name].count_correct(tensors[name]) - correct <= allowed_drop(
+            0.03, evaluators[name].num_records
+        )
+        assert rows(restored[name]) <= rows(tensors[name]) | rows(tensors[base])
+        assert outcome.epsilon_after == outcome.epsilon_before
+        assert {key: value.shape for key, value in restored[name].items()} == {
+            key: value.shape for key, value in tensors[name].items()
+        }
+    if algorithm != "mistique":
+        assert rows(restored["deep-0"]) & rows(tensors[base]), "nothing is shared, the test would be blind"
+
+
+def test_without_one_cluster_each_architecture_has_its_own_base(tmp_path):
+    tensors, evaluators, described = variants()
+    outcomes, _ = stored(tmp_path / "s", evaluators, described, tensors, replace(SETTINGS, max_distance=1.0))
+    assert {name: each.bases for name, each in outcomes.items() if each.bases} == {
+        "wide-1": ("wide-0",),
+        "deep-1": ("deep-0",),
+    }
+
+
+def test_each_variant_pays_only_for_the_private_records_that_it_was_validated_on(tmp_path):
+    tensors, evaluators, described = variants()
+    for name, evaluator in evaluators.items():
+        if name != "deep-1":  # whose records are public
+            evaluator.private = PrivateRecords(data_set=f"records of {name}", delta=1e-5)
+    roomy = [replace(each, epsilon_bound=3.0) for each in described]
+    charged = []
+    private = PrivateValidation(
+        epsilon=2.0, charge=lambda name, event: charged.append((name, event)), source=SeededSource(0, "svt")
+    )
+    with pytest.raises(ValueError, match="private: must be given"):
+        stored(tmp_path / "no", evaluators, roomy, tensors)
+    outcomes, _ = stored(tmp_path / "s", evaluators, roomy, tensors, private=private)
+    assert sorted(charged, key=str) == [(name, PureEpsilon(epsilon=2.0)) for name in ("deep-0", "wide-1")]
+    trained = {name: epsilon_of([EVENT] * n, 1e-5).epsilon for name, n in (("wide", 5), ("deep", 10))}
+    answers = epsilon_of([PureEpsilon(epsilon=2.0)], 1e-5).epsilon
+    assert outcomes["wide-1"].epsilon_after == pytest.approx(max(trained["wide"], answers), rel=1e-6)
+    assert outcomes["deep-0"].epsilon_after == pytest.approx(max(trained["deep"], answers), rel=1e-6)
+    assert outcomes["deep-1"].epsilon_after == pytest.approx(trained["deep"], rel=1e-6)
+    assert outcomes["deep-1"].correct_before is not None
+    assert {outcomes[name].correct_before for name in ("wide-0", "wide-1", "deep-0")} == {None}
+    kept = json.loads((tmp_path / "s" / "charges.json").read_text())["charges"]
+    assert {(charge["name"], charge["data_set"]) for charge in kept} == {
+        (name, f"records of {name}") for name in ("deep-0", "wide-1")
+    }
+
+
+def test_a_shared_basis_stays_within_an_architecture(tmp_path):
+    tensors, evaluators, described = variants()
+    settings = Settings(block_size=32, algorithm="shared-basis", fairness="outcome", accountant="rdp")
+    loose = [replace(each, utility_bound=0.5) for each in described]
+    outcomes, _ = stored(tmp_path / "s", evaluators, loose, tensors, settings)
+    assert {name: each.bases for name, each in outcomes.items()} == {
+        "wide-0": ("wide-1",),
+        "wide-1": ("wide-0",),
+        "deep-0": ("deep-1",),
+        "deep-1": ("deep-0",),
+    }
+    lying = [replace(each, architecture="one", epsilon_bound=3.0) for each in loose]
+    with pytest.raises(InputError, match="is of another architecture than"):
+        stored(tmp_path / "t", evaluators, lying, tensors, settings)
