@@ -47,7 +47,8 @@ def make_run(folder: Path, num_variants: int) -> Path:
 
 def command(run: Path, store: Path) -> list[str]:
     """The command line that stores the variants of a run."""
-    return [sys.executable, "-m", "fedpriv", "dedup", "run", str(run / "variants"), str(store), "--fairness", "outcome"]
+    main = [sys.executable, "-c", "from fedpriv.cli.main import main; main()"]
+    return [*main, "dedup", "run", str(run / "variants"), str(store), "--fairness", "outcome"]
 
 
 def seconds_of(run: Path, store: Path) -> tuple[float, str]:
