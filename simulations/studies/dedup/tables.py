@@ -152,7 +152,7 @@ def _algorithms(here: Sequence[Scenario], runs: Sequence[Line]) -> str:
         "### Search algorithms on public validation (Table 2)\n\n"
         "C.R. % (in bytes %), number of validations, largest accuracy drop on the validation records.\n\n"
         + _table(("", *(scenario.name for scenario in here)), rows)
-        + "\n\n`-20` and `-30` are blocks per validation; `drd` and `dred` skip ranges of fewer than 30 blocks. "
+        + "\n\n`-20` and `-30` are blocks per validation; `drd` and `dred` choose L by their rule. "
         "`all or nothing` replaces a whole model by its base or leaves it as it is; a C.R. of 100 means that no model "
         f"could be replaced. `mcts-20` ends after {MCTS_ITERATIONS} iterations. `mistique-20` treats weights as equal "
         f"that round to the same multiple of {MINHASH_STEP:g} standard deviations of a model's weights; with 0.02 and "
