@@ -30,6 +30,7 @@ def make_run(folder: Path, num_variants: int) -> Path:
     """The folder of a federation that leaves this many variants."""
     settings = {
         "data": "embedded",
+        "partition": "iid",
         "num_clients": num_variants - 1,
         "layers": "last-1",
         "rounds": 4,
