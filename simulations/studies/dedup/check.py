@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
-from simulations.studies.dedup.digits import Split, Task, digits
+from simulations.studies.dedup.data import Split, records
 from simulations.studies.dedup.lines import lines
 from simulations.studies.dedup.networks import network
-from simulations.studies.dedup.scenarios import SCENARIOS, Scenario
+from simulations.studies.dedup.scenarios import SCENARIOS, Model, Scenario
 
 # How much pld's grid may add to an epsilon, relative, in our accountant or in dp-accounting's.
 TOLERANCE = 2e-3
@@ -71,12 +71,13 @@ def violations(out: Path, line: Mapping[str, Any]) -> Iterator[str]:
         if set(store.names) != {model.name for model in scenario.all_models}:
             yield f"names: {', '.join(store.names)}"
         for model in scenario.all_models:
-            yield from _of_variant(store, out / "variants" / scenario.name, model.name, described, scenario, charged)
+            yield from _of_variant(out, store, model, described, scenario, charged)
 
 
 def _of_variant(
-    store: Store, originals: Path, name: str, described: Descriptions, scenario: Scenario, charged: float
+    out: Path, store: Store, model: Model, described: Descriptions, scenario: Scenario, charged: float
 ) -> Iterator[str]:
+    name, originals = model.name, out / "variants" / scenario.name
     original = safetensors.numpy.load_file(originals / name / "model.safetensors")
     restored = by_hand(store, name)
     if any(restored[key].tobytes() != value.tobytes() for key, value in store.restore(name).items()):
@@ -92,8 +93,8 @@ def _of_variant(
         yield f"epsilon {name}: {after:.4f}, from {own:.4f}, bound {described[name]['epsilon_bound']:g}"
     if after > store.manifest(name).privacy["epsilon"] + TOLERANCE * after:
         yield f"epsilon {name}: {after:.4f}, but its manifest says {store.manifest(name).privacy['epsilon']:.4f}"
-    before, now = (num_correct(each, scenario.models[0].architecture, scenario.task) for each in (original, restored))
-    num_records = len(digits("validation", scenario.task))
+    before, now = (num_correct(out, model, each) for each in (original, restored))
+    num_records = len(records(out, model.architecture, model.task, "validation"))
     if bases and before - now > described[name]["utility_bound"] * num_records + 1e-6:
         yield f"utility {name}: {before} to {now} of {num_records}, bound {described[name]['utility_bound']:g}"
 
@@ -138,14 +139,15 @@ def consulted(store: Store, name: str) -> list[str]:
     return sorted({each for base in bases for each in (base, *consulted(store, base))})
 
 
-def num_correct(tensors: Mapping[str, NDArray[Any]], architecture: Any, task: Task, split: Split = "validation") -> int:
-    """How many records a model answers correctly, one record after another."""
-    model = network(architecture)
-    model.load_state_dict({name: torch.tensor(value) for name, value in tensors.items()})
-    records, correct = digits(split, task), 0
+def num_correct(out: Path, model: Model, tensors: Mapping[str, NDArray[Any]], split: Split = "validation") -> int:
+    """How many records of its task a model answers correctly, one record after another."""
+    module = network(model.architecture)
+    module.load_state_dict({name: torch.tensor(value) for name, value in tensors.items()})
+    correct = 0
     with torch.no_grad():
-        for image, label in zip(records.images.split(50), records.labels.split(50), strict=True):
-            correct += sum(int(logits.argmax()) == int(true) for logits, true in zip(model(image), label, strict=True))
+        for inputs, labels in records(out, model.architecture, model.task, split).passes():
+            answers = zip(module(inputs), labels, strict=True)
+            correct += sum(int(logits.argmax()) == int(label) for logits, label in answers)
     return correct
 
 

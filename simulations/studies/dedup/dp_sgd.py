@@ -1,4 +1,4 @@
-"""DP-SGD on all weights of a small network, and the events that pay for it."""
+"""DP-SGD on all weights of a network, and the events that pay for it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from fedpriv.accounting.events import Event
+from fedpriv.mechanisms.registry import MECHANISMS
+from fedpriv.mechanisms.request import NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
-from fedpriv.training.noised_sum import noised_sum
 from fedpriv.training.sampling import PoissonSampler
-from simulations.studies.dedup.digits import Digits
-
-# Per-sample gradients held in memory at once.
-_ROWS = 128
+from simulations.studies.dedup.full_dp import add_clipped_gradients
+from simulations.studies.dedup.records import Pass, Records
 
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 
@@ -33,6 +31,7 @@ class Schedule:
         learning_rate: of the optimizer, applied to the noised sum over B.
         optimizer: `sgd` or `adam`; it is post-processing.
         clip_norm: C, gradient units.
+        averaged: share of the iterates, the last ones, whose mean is the model, in (0, 1].
     """
 
     steps: int
@@ -40,22 +39,12 @@ class Schedule:
     learning_rate: float
     optimizer: Literal["sgd", "adam"] = "sgd"
     clip_norm: float = 1.0
-
-
-def per_sample_rows(model: nn.Module, parameters: Mapping[str, Tensor], records: Digits) -> Tensor:
-    """The gradient of each record's loss by all weights, [records, values], in the order of the parameters."""
-
-    def loss(values: Mapping[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
-        logits = functional_call(model, dict(values), (image.unsqueeze(0),))
-        return F.cross_entropy(logits, label.unsqueeze(0))
-
-    gradients = vmap(grad(loss), in_dims=(None, 0, 0))(dict(parameters), records.images, records.labels)
-    return torch.cat([gradients[name].flatten(1) for name in parameters], dim=1)
+    averaged: float = 0.5
 
 
 def train_privately(
     model: nn.Module,
-    records: Digits,
+    records: Records,
     schedule: Schedule,
     *,
     noise_multiplier: float,
@@ -67,7 +56,7 @@ def train_privately(
     states; everything else is post-processing. With a seeded source it protects nobody.
 
     Args:
-        model: has no layer that mixes records.
+        model: has no layer that mixes records; see `add_clipped_gradients`.
         records: registered number and data, at least one.
         schedule: see there.
         noise_multiplier: z >= 0.
@@ -75,32 +64,47 @@ def train_privately(
 
     Source: Abadi et al. 2016, Algorithm 1.
     """
-    parameters = {name: value.detach() for name, value in model.named_parameters()}
-    flat = torch.cat([value.flatten() for value in parameters.values()])
+    parameters = dict(model.named_parameters())
+    flat = torch.cat([value.detach().flatten().float() for value in parameters.values()])
     sampler = PoissonSampler(
         num_registered=len(records), expected_batch_size=schedule.expected_batch_size, source=source
     )
     optimizer = OPTIMIZERS[schedule.optimizer]([flat], lr=schedule.learning_rate)
+    request = NoiseRequest(
+        noise_multiplier=noise_multiplier,
+        clip_norm=schedule.clip_norm,
+        dimension=len(flat),
+        sampling_probabilities=(sampler.sampling_probability,),
+    )
+    num_averaged = max(1, round(schedule.averaged * schedule.steps))
     average, events = torch.zeros_like(flat), []
     for step in range(schedule.steps):
-        chosen = sampler.draw(len(records))
-        pieces = [chosen[begin : begin + _ROWS] for begin in range(0, len(chosen), _ROWS)]
-        noised, event = noised_sum(
-            (per_sample_rows(model, parameters, Digits(records.images[few], records.labels[few])) for few in pieces),
-            flat,
-            clip_norm=schedule.clip_norm,
-            noise_multiplier=noise_multiplier,
-            sampling_probability=sampler.sampling_probability,
-            source=source,
-        )
+        total = clipped_sum(model, records, sampler.draw(len(records)), schedule.clip_norm)
+        noised, (event,) = MECHANISMS["gaussian"].add_noise(total.double().unsqueeze(0), request, [source])
         events.append(event)
-        flat.grad = noised / schedule.expected_batch_size
+        flat.grad = noised[0].float() / schedule.expected_batch_size
         optimizer.step()
-        parameters = _pieces(flat, parameters)
-        if step >= schedule.steps // 2:
-            average += flat / (schedule.steps - schedule.steps // 2)
-    model.load_state_dict(_pieces(average, parameters))
+        _put(model, flat)
+        if step >= schedule.steps - num_averaged:
+            average += flat / num_averaged
+    _put(model, average)
     return events
+
+
+def clipped_sum(model: nn.Module, records: Records, chosen: list[int], clip_norm: float) -> Tensor:
+    """The sum of the chosen records' clipped gradients by all weights, float32 [values], in the parameters' order."""
+    parameters = dict(model.named_parameters())
+    total = torch.zeros(sum(value.numel() for value in parameters.values()))
+    views = _pieces(total, parameters)
+    for one in records.passes(chosen):
+        add_clipped_gradients(views, model, lambda one=one: losses(model, one), clip_norm)  # type: ignore[misc]
+    return total
+
+
+def losses(model: nn.Module, one: Pass) -> Tensor:
+    """The cross-entropy of each record of a pass, float32 [rows]."""
+    inputs, labels = one
+    return F.cross_entropy(model(inputs), labels, reduction="none")
 
 
 def _pieces(flat: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -109,10 +113,28 @@ def _pieces(flat: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]
     return {name: piece.view_as(parameters[name]) for name, piece in zip(parameters, pieces, strict=True)}
 
 
-def train_publicly(model: nn.Module, records: Digits, *, steps: int, learning_rate: float = 1e-3) -> None:
-    """Train all weights in place by Adam on public records, with all records in every step."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
-    for _ in range(steps):
+@torch.no_grad()
+def _put(model: nn.Module, flat: Tensor) -> None:
+    """Give the model these weights, in the types that its own have."""
+    parameters = dict(model.named_parameters())
+    for name, piece in _pieces(flat, parameters).items():
+        parameters[name].copy_(piece)
+
+
+def train_publicly(
+    model: nn.Module, records: Records, *, epochs: int = 1, batch_size: int = 64, learning_rate: float = 1e-3
+) -> None:
+    """Train the weights that need a gradient in place by Adam on public records, at a rate that falls to zero."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=learning_rate)
+    batches = [batch for seed in range(epochs) for batch in _order(len(records), seed).split(batch_size)]
+    for step, batch in enumerate(batches):
+        optimizer.param_groups[0]["lr"] = learning_rate * (1 - step / len(batches))
         optimizer.zero_grad()
-        F.cross_entropy(model(records.images), records.labels).backward()
+        for one in records.passes(batch.tolist()):
+            (losses(model, one).sum() / len(batch)).backward()
         optimizer.step()
+
+
+def _order(num_records: int, seed: int) -> Tensor:
+    return torch.randperm(num_records, generator=torch.Generator().manual_seed(seed))

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fedpriv.dedup.saliency import Saliency, measure
 from fedpriv.dedup.validation import PrivateRecords
-from simulations.studies.dedup.digits import Digits
+from simulations.studies.dedup.dp_sgd import losses
 from simulations.studies.dedup.networks import Architecture, load, network
+from simulations.studies.dedup.records import Pass, Records
 
 
-class DigitsEvaluator:
+class RecordsEvaluator:
     """Counts correct answers on records of a task.
 
     Args:
@@ -30,22 +30,20 @@ class DigitsEvaluator:
     def __init__(
         self,
         architecture: Architecture,
-        validation: Digits,
+        validation: Records,
         *,
-        saliency_records: Digits,
+        saliency_records: Records,
         saliency: str = "gradient",
         private: PrivateRecords | None = None,
     ) -> None:
         self.num_records, self.private = len(validation), private
-        self._validation, self._measure = validation, measure(saliency)
-        self._batches = [{"images": saliency_records.images, "labels": saliency_records.labels}]
+        self._passes, self._measure = list(validation.passes()), measure(saliency)
+        self._batches = [{"inputs": inputs, "labels": labels} for inputs, labels in saliency_records.passes()]
         self._model = network(architecture).eval()
 
-    @torch.no_grad()
     def count_correct(self, tensors: Mapping[str, NDArray[Any]]) -> int:
         """How many of the validation records the model with these tensors answers correctly."""
-        logits = load(self._model, tensors)(self._validation.images)
-        return int((logits.argmax(dim=1) == self._validation.labels).sum())
+        return int(_right(load(self._model, tensors), self._passes).sum())
 
     def saliency(self, tensors: Mapping[str, NDArray[Any]]) -> Saliency:
         """How much each weight matters to the loss on the saliency's records."""
@@ -53,4 +51,14 @@ class DigitsEvaluator:
 
 
 def _losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch["images"]), batch["labels"], reduction="none")
+    return losses(model, (batch["inputs"], batch["labels"]))
+
+
+def right_answers(architecture: Architecture, records: Records, tensors: Mapping[str, NDArray[Any]]) -> Tensor:
+    """Which records a model answers correctly, bool [records], in the order of their passes."""
+    return _right(load(network(architecture).eval(), tensors), records.passes())
+
+
+@torch.no_grad()
+def _right(model: nn.Module, passes: Iterable[Pass]) -> Tensor:
+    return torch.cat([model(inputs).argmax(dim=1) == labels for inputs, labels in passes])

@@ -20,11 +20,15 @@ from fedpriv.dedup.variants import Described
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
 from simulations.studies.dedup.cells import ALGORITHMS, Cell, cells
-from simulations.studies.dedup.digits import digits
-from simulations.studies.dedup.evaluator import DigitsEvaluator
+from simulations.studies.dedup.data import records
+from simulations.studies.dedup.evaluator import RecordsEvaluator
 from simulations.studies.dedup.lines import append, lines
-from simulations.studies.dedup.scenarios import DELTA, Scenario
-from simulations.studies.dedup.train import Tensors
+from simulations.studies.dedup.records import Tensors
+from simulations.studies.dedup.scenarios import DELTA, Model, Scenario
+from simulations.studies.dedup.train import SPLITS, accuracies
+
+# Public records on which saliency is measured where the validation records count as private.
+SALIENCY_RECORDS = 600
 
 
 def run_all(out: Path, scenarios: Sequence[Scenario]) -> None:
@@ -62,7 +66,7 @@ def run_cell(out: Path, scenario: Scenario, cell: Cell) -> dict[str, Any]:
         variants.describe(folder / "variants" / each.name, each)
     began = time.perf_counter()
     with Store(folder / "store") as store:
-        outcomes = deduplicated(described, tensors, scenario, cell, store)
+        outcomes = deduplicated(out, described, tensors, scenario, cell, store)
         return {
             "key": cell.key,
             "cell": asdict(cell),
@@ -70,7 +74,7 @@ def run_cell(out: Path, scenario: Scenario, cell: Cell) -> dict[str, Any]:
             "num_validations": sum(outcome.num_validations for outcome in outcomes),
             "bytes_ratio": store.compression_ratio,
             "block_ratio": block_ratio(store, tensors, cell.block_size),
-            "drops": drops(store, tensors, scenario),
+            "drops": drops(out, store, tensors, scenario),
             "outcomes": [asdict(outcome) for outcome in outcomes],
         }
 
@@ -94,7 +98,12 @@ def bounded(described: Sequence[Described], cell: Cell) -> list[Described]:
 
 
 def deduplicated(
-    described: Sequence[Described], tensors: Mapping[str, Tensors], scenario: Scenario, cell: Cell, store: Store
+    out: Path,
+    described: Sequence[Described],
+    tensors: Mapping[str, Tensors],
+    scenario: Scenario,
+    cell: Cell,
+    store: Store,
 ) -> list[Outcome]:
     """The outcome for each variant; all variants are stored."""
     name, options = ALGORITHMS[cell.algorithm]
@@ -107,15 +116,7 @@ def deduplicated(
         strategy=cell.strategy,
         fairness="outcome" if cell.epsilon_bound is not None else scenario.fairness,
     )
-    validation = digits("validation", scenario.task)
-    evaluator = DigitsEvaluator(
-        scenario.models[0].architecture,
-        validation,
-        # Saliency measured on public records costs private ones nothing.
-        saliency_records=digits("public", scenario.task) if cell.cutoff else validation,
-        saliency=cell.saliency,
-        private=PrivateRecords(data_set="validation", delta=DELTA) if cell.cutoff else None,
-    )
+    evaluator = evaluator_of(out, scenario.models[0], cell)
     private = None
     if cell.cutoff:
         private = PrivateValidation(
@@ -128,23 +129,31 @@ def deduplicated(
     return deduplicate(described, tensors.__getitem__, evaluators, store, settings, private=private)
 
 
+def evaluator_of(out: Path, model: Model, cell: Cell) -> RecordsEvaluator:
+    """What a model is validated by in a cell: on its task's validation records."""
+    validation = records(out, model.architecture, model.task, "validation")
+    # Saliency measured on public records costs private ones nothing.
+    public = records(out, model.architecture, model.task, "public").first(SALIENCY_RECORDS)
+    return RecordsEvaluator(
+        model.architecture,
+        validation,
+        saliency_records=public if cell.cutoff else validation,
+        saliency=cell.saliency,
+        private=PrivateRecords(data_set="validation", delta=DELTA) if cell.cutoff else None,
+    )
+
+
 def block_ratio(store: Store, tensors: Mapping[str, Tensors], block_size: int) -> float:
     """The paper's compression ratio: distinct blocks of all models, after over before (section 5.1.3)."""
     before = {row.tobytes() for each in tensors.values() for row in layout_of(each, block_size).to_blocks(each)[0]}
     return int((store.reference_counts > 0).sum()) / len(before)
 
 
-def drops(store: Store, tensors: Mapping[str, Tensors], scenario: Scenario) -> dict[str, dict[str, float]]:
-    """{split: {variant of the scenario's task: by how much its accuracy fell}}; the records are in truth public."""
-    result: dict[str, dict[str, float]] = {}
-    for split in ("validation", "test"):
-        records = digits(split, scenario.task)
-        evaluator = DigitsEvaluator(scenario.models[0].architecture, records, saliency_records=records)
-        result[split] = {
-            model.name: (
-                evaluator.count_correct(tensors[model.name]) - evaluator.count_correct(store.restore(model.name))
-            )
-            / len(records)
-            for model in scenario.models
-        }
+def drops(out: Path, store: Store, tensors: Mapping[str, Tensors], scenario: Scenario) -> dict[str, dict[str, float]]:
+    """{split: {variant that may be a target: by how much its accuracy fell}}; the records are in truth public."""
+    result: dict[str, dict[str, float]] = {split: {} for split in SPLITS}
+    for model in scenario.models:
+        before, after = accuracies(out, model, tensors[model.name]), accuracies(out, model, store.restore(model.name))
+        for split in SPLITS:
+            result[split][model.name] = before[split] - after[split]
     return result

@@ -1,18 +1,22 @@
 """The scenarios: which models are trained on which records, at which epsilons and within which bounds.
 
-Shaped like A1 to A4 and B1 of Guan et al. 2025, Table 1. Its data sets hold 60,000 records and more, ours 110 to 550;
-so where it has epsilons below one on the fewest records (A2, A3), all epsilons of the scenario are five times as large.
+Those of Guan et al. 2025, Table 1, with its numbers of models, epsilons and bounds, on other data and smaller networks;
+its seven heterogeneous models; and a cluster of MiniLM.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fedpriv.dedup.base_selection import Fairness
-from simulations.studies.dedup.digits import Digits, Split, Task, digits
+from simulations.studies.dedup.data import Split, Task, source
 from simulations.studies.dedup.networks import Architecture
 
-DELTA = 1e-4
+# At most one over the number of records of each data set, as in the paper.
+DELTA = 1e-5
+BLOCK_SIZE = 512
+# Of transformers with millions of weights: 260 to 440 blocks.
+LARGE_BLOCK_SIZE = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +33,15 @@ class Model:
 
     architecture: Architecture
     task: Task
-    split: Split
     epsilon: float
+    split: Split = "private"
     part: tuple[int, int] = (0, 1)
 
     @property
     def data_set(self) -> str:
-        """Id of the records; different ids share no record."""
-        return self.split if self.part == (0, 1) else f"{self.split}-{self.part[0]}-of-{self.part[1]}"
+        """Id of the records; different ids within a scenario share no record."""
+        name = f"{source(self.task)}-{self.split}"
+        return name if self.part == (0, 1) else f"{name}-{self.part[0]}-of-{self.part[1]}"
 
     @property
     def name(self) -> str:
@@ -44,9 +49,9 @@ class Model:
         return f"{self.architecture}-{self.task}-{self.data_set}-eps{self.epsilon:g}"
 
     @property
-    def records(self) -> Digits:
-        """The records that it is trained on."""
-        return digits(self.split, self.task).part(*self.part)
+    def tags(self) -> frozenset[str]:
+        """What is public about its task and data."""
+        return frozenset({self.task, f"{source(self.task)}-{self.split}"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +61,7 @@ class Scenario:
     Attributes:
         name: as in the paper's Table 1.
         models: possible targets, and bases of each other.
-        base: a model of another task, whose own accuracy does not count.
-        task: of the validation records.
+        base: a model of another data set, whose own accuracy does not count.
         epsilon_bound, utility_bound: for every model.
         validation_epsilon: of a target's private validation, which keeps every target within its epsilon bound.
         fairness: `outcome` where the epsilons differ by less than the base's epsilon.
@@ -68,67 +72,117 @@ class Scenario:
     models: tuple[Model, ...]
     epsilon_bound: float
     utility_bound: float
-    block_size: int
     validation_epsilon: float
-    task: Task = "upright"
     base: Model | None = None
     fairness: Fairness = "bounds"
+    block_size: int = BLOCK_SIZE
 
     @property
     def all_models(self) -> tuple[Model, ...]:
-        """With the base of another task."""
+        """With the base of another data set."""
         return (self.base, *self.models) if self.base else self.models
 
 
-def _models(architecture: Architecture, task: Task, split: Split, *epsilons: float) -> tuple[Model, ...]:
-    return tuple(Model(architecture=architecture, task=task, split=split, epsilon=epsilon) for epsilon in epsilons)
+def _models(architecture: Architecture, task: Task, *epsilons: float) -> tuple[Model, ...]:
+    return tuple(Model(architecture=architecture, task=task, epsilon=epsilon) for epsilon in epsilons)
+
+
+def _tenths(first: int, last: int) -> tuple[float, ...]:
+    return tuple(tenths / 10 for tenths in range(first, last + 1))
 
 
 _PARTS = tuple(
-    Model(architecture="vit", task="upright", split="train", epsilon=epsilon, part=(index, 5))
-    for index, epsilon in enumerate((1.0, 2.0, 4.0, 8.0, 10.0))
+    Model(architecture="perceptron", task="sst2", split="parts", epsilon=epsilon, part=(index, 5))
+    for index, epsilon in enumerate((0.2, 0.4, 0.8, 1.6, 2.0))
 )
+_VIEWS = tuple(
+    Model(architecture="vit-large", task=task, epsilon=2.0, part=(index, 4))
+    for index, task in enumerate(("digits", "mirrored", "upside-down", "turned"))
+)
+_MINILM = _models("minilm", "sst2", 1, 2, 4, 5, 7)
+
+_A1 = Scenario(
+    name="A1",
+    models=_models("perceptron", "medquad", 1, 2, 4, 6, 7),
+    epsilon_bound=1.0,
+    utility_bound=0.015,
+    validation_epsilon=2.9,
+)
+_A2 = Scenario(
+    name="A2",
+    models=_models("perceptron", "sst2", 0.3, 0.4, 0.6, 0.8, 1.0),
+    base=_PARTS[0],
+    epsilon_bound=0.05,
+    utility_bound=0.015,
+    validation_epsilon=0.34,
+)
+_A3 = Scenario(name="A3", models=_PARTS, epsilon_bound=0.2, utility_bound=0.015, validation_epsilon=0.59)
+_A4 = Scenario(
+    name="A4",
+    models=_models("vit", "digits", 0.5, 0.6, 0.75, 1, 2),
+    epsilon_bound=0.5,
+    utility_bound=0.02,
+    validation_epsilon=1.05,
+    fairness="outcome",
+)
+_A5 = replace(_A4, name="A5", models=_models("resnet", "digits", 0.4, 0.6, 0.8, 1, 2))
 
 SCENARIOS = {
     scenario.name: scenario
     for scenario in (
+        _A1,
+        _A2,
+        _A3,
+        _A4,
+        _A5,
+        replace(_A1, name="B1", models=_models("perceptron", "medquad", *range(1, 11))),
+        replace(
+            _A4,
+            name="B2",
+            models=_models("vit", "digits", *(hundredths / 100 for hundredths in range(50, 100, 5))),
+            validation_epsilon=1.0,
+        ),
+        replace(
+            _A5,
+            name="B3",
+            models=_models("resnet", "digits", *_tenths(2, 21)),
+            epsilon_bound=0.2,
+            validation_epsilon=0.49,
+        ),
+        replace(
+            _A1,
+            name="C1",
+            models=_models("perceptron", "medquad", *range(5, 10)),
+            epsilon_bound=5.0,
+            validation_epsilon=10.9,
+        ),
+        replace(_A4, name="C2"),
+        replace(
+            _A5,
+            name="C3",
+            models=_models("resnet", "digits", 0.7, 0.8, 0.9, 1, 2),
+            epsilon_bound=0.7,
+            validation_epsilon=1.45,
+        ),
+        replace(_A3, name="C4", models=_PARTS[1:], epsilon_bound=0.3, validation_epsilon=1.05),
         Scenario(
-            name="A1",
-            models=_models("vit", "upright", "train", 1, 2, 4, 6, 7),
+            name="minilm",
+            models=_MINILM,
             epsilon_bound=1.0,
             utility_bound=0.015,
-            block_size=128,
             validation_epsilon=2.9,
+            block_size=LARGE_BLOCK_SIZE,
         ),
         Scenario(
-            name="A2",
-            models=_models("vit", "mirrored", "other", 1.5, 2, 3, 4, 5),
-            base=_PARTS[0],
-            task="mirrored",
-            epsilon_bound=0.25,
-            utility_bound=0.015,
-            block_size=128,
-            validation_epsilon=1.7,
-        ),
-        Scenario(
-            name="A3", models=_PARTS, epsilon_bound=1.0, utility_bound=0.015, block_size=128, validation_epsilon=2.9
-        ),
-        Scenario(
-            name="A4",
-            models=_models("vit", "upright", "train", 0.5, 0.6, 0.75, 1, 2),
+            name="hetero",
+            models=(*_VIEWS, _MINILM[3], *_models("minilm", "medquad", 5), *_models("minilm", "hospital", 5)),
             epsilon_bound=0.5,
             utility_bound=0.02,
-            fairness="outcome",
-            block_size=128,
-            validation_epsilon=1.05,
-        ),
-        Scenario(
-            name="B1",
-            models=_models("mlp", "upright", "train", *range(1, 11)),
-            epsilon_bound=1.0,
-            utility_bound=0.015,
-            block_size=64,
-            validation_epsilon=2.9,
+            validation_epsilon=2.4,
+            block_size=LARGE_BLOCK_SIZE,
         ),
     )
 }
+
+# The union of these is the paper's fifty models.
+FIFTY = ("A2", "A3", "B1", "B2", "B3")

@@ -115,7 +115,7 @@ def _scenarios(here: Sequence[Scenario], known: Mapping[str, Line]) -> str:
         rows.append(
             (
                 scenario.name,
-                f"{scenario.models[0].architecture}, {scenario.task}, {scenario.models[0].split}"
+                f"{scenario.models[0].architecture}, {scenario.models[0].task}, {scenario.models[0].split}"
                 + (f" in {len(models)} disjoint parts" if scenario.models[0].part[1] > 1 else ""),
                 ", ".join(f"{each['epsilon']:.4g}" for each in models),
                 f"{scenario.epsilon_bound:g}",

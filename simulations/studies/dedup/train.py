@@ -1,69 +1,89 @@
 """Training of the study's models, and each scenario's folder of variants.
 
 The records are public, so sampling and noise are seeded and the study can be repeated; real data would need
-`SecureSource`. Each model starts from weights trained on public records of both tasks.
+`SecureSource`. Each model starts from weights trained on public records, the same for all of its architecture and, for
+MiniLM, task.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import safetensors.numpy
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 
-from fedpriv.accounting.calibration import noise_multiplier_for
 from fedpriv.accounting.events import Event
 from fedpriv.dedup import variants
 from fedpriv.dedup.composition import History, Upload
 from fedpriv.dedup.variants import Described
 from fedpriv.mechanisms.sources import SeededSource
-from simulations.studies.dedup.digits import Digits, digits
-from simulations.studies.dedup.dp_sgd import Schedule, train_privately, train_publicly
-from simulations.studies.dedup.evaluator import DigitsEvaluator
+from simulations.studies.dedup import texts
+from simulations.studies.dedup.data import Split, Task, is_text, records
+from simulations.studies.dedup.dp_sgd import train_privately, train_publicly
+from simulations.studies.dedup.evaluator import right_answers
 from simulations.studies.dedup.lines import append, lines
-from simulations.studies.dedup.networks import Architecture, load, network, to_arrays
+from simulations.studies.dedup.networks import load, network, to_arrays
+from simulations.studies.dedup.records import Tensors, together
 from simulations.studies.dedup.scenarios import DELTA, Model, Scenario
+from simulations.studies.dedup.schedules import RECIPES, schedule
 
-Tensors = Mapping[str, NDArray[Any]]
+REFERENCES = "references.jsonl"
+SPLITS: tuple[Split, ...] = ("tuning", "validation", "test")
 
-STEPS = 40
-SHARE = 0.4  # of the records, expected in a batch
-PUBLIC_STEPS: dict[Architecture, int] = {"mlp": 25, "vit": 40}
-LEARNING_RATES: dict[Architecture, float] = {"mlp": 2.0, "vit": 0.5}
+# Those that take longest first, so that no worker is left with one at the end.
+_BY_TIME = ("minilm", "vit-large", "resnet", "vit", "perceptron")
 
-
-def start(architecture: Architecture) -> Tensors:
-    """The weights that all models of an architecture start from, trained on public records alone."""
-    both = [digits("public", "upright"), digits("public", "mirrored")]
-    records = Digits(torch.cat([each.images for each in both]), torch.cat([each.labels for each in both]))
-    model = network(architecture)
-    train_publicly(model, records, steps=PUBLIC_STEPS[architecture])
-    return to_arrays(model)
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
-@cache
-def schedule(model: Model) -> tuple[Schedule, float]:
-    """How a model is trained, and the noise multiplier that keeps it within its epsilon.
+def start(out: Path, model: Model) -> Tensors:
+    """The weights that a model starts from, trained on public records alone; written when they are first needed."""
+    path, recipe = start_path(out, model), RECIPES[model.architecture]
+    if not path.is_file():
+        trainee = network(model.architecture)
+        for name, value in trainee.named_parameters():
+            value.requires_grad_(name.startswith(recipe.public_prefix))
+        public = together([records(out, model.architecture, task, "public") for task in _public_tasks(model)])
+        train_publicly(trainee, public, epochs=recipe.public_epochs, learning_rate=recipe.public_learning_rate)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        safetensors.numpy.save_file(to_arrays(trainee), temporary)
+        temporary.replace(path)
+    return safetensors.numpy.load_file(path)
 
-    The learning rate falls with the noise of a mean gradient, by a rule that depends on no record.
+
+def start_path(out: Path, model: Model) -> Path:
+    """Where the weights are that a model starts from."""
+    return out / "starts" / f"{model.architecture}-{'-'.join(_public_tasks(model))}.safetensors"
+
+
+def _public_tasks(model: Model) -> tuple[Task, ...]:
+    return RECIPES[model.architecture].public_tasks or (model.task,)
+
+
+def trained(out: Path, model: Model, *, epsilon: float) -> tuple[Tensors, list[Event]]:
+    """A model's weights, and one event for each step.
+
+    Args:
+        out: the study's folder.
+        model: what is trained.
+        epsilon: what its training may cost, instead of the model's own; infinite trains without noise.
     """
-    num_records = len(model.records)
-    batch_size = round(SHARE * num_records)
-    noise = noise_multiplier_for(model.epsilon, DELTA, sampling_probability=batch_size / num_records, steps=STEPS)
-    rate = LEARNING_RATES[model.architecture] * min(1.0, batch_size / (100 * noise))
-    return Schedule(steps=STEPS, expected_batch_size=batch_size, learning_rate=rate), noise
-
-
-def trained(model: Model, weights: Tensors, *, private: bool = True) -> tuple[Tensors, list[Event]]:
-    """A model's weights and one event for each step; if not private, the same schedule without noise."""
-    how, noise = schedule(model)
-    trainee = load(network(model.architecture), weights)
+    private = records(out, model.architecture, model.task, model.split).part(*model.part)
+    how, noise = schedule(model.architecture, len(private), epsilon)
+    trainee = load(network(model.architecture), start(out, model))
     source = SeededSource("dedup study", model.name)
-    events = train_privately(trainee, model.records, how, noise_multiplier=noise if private else 0.0, source=source)
+    events = train_privately(trainee, private, how, noise_multiplier=noise, source=source)
     return to_arrays(trainee), events
 
 
@@ -78,85 +98,141 @@ def history(model: Model, events: Sequence[Event]) -> History:
     )
 
 
-def write_scenario(folder: Path, scenario: Scenario, models: dict[str, tuple[Tensors, History]]) -> None:
-    """Write the folder of a scenario's variants, each with its accuracy on the public validation records."""
-    validation = digits("validation", scenario.task)
-    architecture = scenario.models[0].architecture
-    evaluator = DigitsEvaluator(architecture, validation, saliency_records=validation)
-    for model in scenario.all_models:
-        tensors, past = models[model.name]
-        described = Described(
-            name=model.name,
-            architecture=model.architecture,
-            utility=evaluator.count_correct(tensors) / evaluator.num_records,
-            epsilon_bound=scenario.epsilon_bound,
-            utility_bound=scenario.utility_bound,
-            deltas={model.data_set: DELTA},
-            history=past,
-            tags=frozenset({"digits", model.task}),
-        )
-        variants.write(folder / model.name, described, tensors)
+def right(out: Path, model: Model, split: Split, tensors: Tensors) -> Tensor:
+    """Which records of a split of a model's task the tensors answer correctly, bool [records]."""
+    return right_answers(model.architecture, records(out, model.architecture, model.task, split), tensors)
 
 
-def train_all(out: Path, scenarios: Sequence[Scenario]) -> None:
-    """Train the missing models, and write the scenarios' folders and `models.jsonl`, one line for each model."""
-    known = {line["name"]: line for line in lines(out / "models.jsonl")}
-    starts: dict[Architecture, Tensors] = {}
+def accuracies(out: Path, model: Model, tensors: Tensors) -> dict[str, float]:
+    """{split: accuracy} on the tuning, validation and test records of the model's task."""
+    return {split: float(right(out, model, split, tensors).double().mean()) for split in SPLITS}
+
+
+def gain(out: Path, model: Model, tensors: Tensors) -> dict[str, Any]:
+    """By how much a model is better than its start on the test records, and the paired standard error of that."""
+    before, after = (right(out, model, "test", each).double() for each in (start(out, model), tensors))
+    differences = after - before
+    difference = float(differences.mean())
+    standard_error = float(differences.std()) / math.sqrt(len(differences))
+    return {
+        "gain": difference,
+        "gain_standard_error": standard_error,
+        "beats_start": difference > 2 * standard_error,
+    }
+
+
+def train_all(out: Path, scenarios: Sequence[Scenario], *, data: Path, jobs: int = 2) -> None:
+    """Train the missing models, and write the scenarios' folders and `models.jsonl`, one line for each model.
+
+    Args:
+        out: the study's folder.
+        scenarios: whose models are wanted.
+        data: holds the texts; see `texts.prepare`.
+        jobs: processes, each with one thread, >= 1.
+
+    Raises:
+        InputError: a file of texts is missing.
+    """
+    models = {model.name: model for scenario in scenarios for model in scenario.all_models}
+    tasks = {model.task for model in models.values() if is_text(model.task)}
+    _all(partial(texts.prepare, out, data), [task for task in texts.SIZES if task in tasks], jobs)
+    # The same steps without noise, once for all models that differ in epsilon alone.
+    references = {name: reference(model) for name, model in models.items()}
+    _write_missing(out, REFERENCES, references.values(), jobs)
+    _write_missing(out, "models.jsonl", models.values(), jobs)
     for scenario in scenarios:
-        for model in scenario.all_models:
-            if model.architecture not in starts:
-                starts[model.architecture] = start(model.architecture)
-            if model.name not in known:
-                known[model.name] = _trained(out, model, starts[model.architecture])
-                append(out / "models.jsonl", known[model.name])
-        models = {model.name: _read(out, model) for model in scenario.all_models}
-        write_scenario(out / "variants" / scenario.name, scenario, models)
+        write_scenario(out, scenario)
 
 
-def _trained(out: Path, model: Model, weights: Tensors) -> dict[str, Any]:
-    """Train and keep a model; the line has its accuracy, that of its start and that of training without noise."""
+def reference(model: Model) -> Model:
+    """The model as it is trained without noise."""
+    return replace(model, epsilon=math.inf)
+
+
+def _write_missing(out: Path, file: str, models: Iterable[Model], jobs: int) -> None:
+    """Train the models that have no line in the file; the lines come as they are finished."""
+    known = {line["name"] for line in lines(out / file)}
+    missing = {model.name: model for model in models if model.name not in known}
+    starts = {start_path(out, model): model for model in missing.values()}
+    _all(partial(start, out), list(starts.values()), jobs)
+    ordered = sorted(missing.values(), key=lambda model: _BY_TIME.index(model.architecture))
+    for line in done(partial(_trained, out), ordered, jobs):
+        append(out / file, line)
+        print(
+            f"{line['name']}: accuracy {line['accuracy_start']['test']:.3f} to {line['accuracy']['test']:.3f} "
+            f"on the test records in {line['seconds']:.0f} s",
+            flush=True,
+        )
+
+
+def _trained(out: Path, model: Model) -> dict[str, Any]:
+    """Train and keep a model; the line has its accuracy and that of its start."""
     began = time.perf_counter()
-    tensors, events = trained(model, weights)
+    tensors, events = trained(out, model, epsilon=model.epsilon)
     seconds = time.perf_counter() - began
-    without_noise, _ = trained(model, weights, private=False)
-    described = Described(
-        name=model.name,
-        architecture=model.architecture,
-        utility=0.0,
-        epsilon_bound=0.0,
-        utility_bound=0.0,
-        deltas={model.data_set: DELTA},
-        history=history(model, events),
-    )
-    variants.write(out / "models" / model.name, described, tensors)
-    how, noise = schedule(model)
-    accuracy = accuracies(model, tensors)
+    private = records(out, model.architecture, model.task, model.split).part(*model.part)
+    how, noise = schedule(model.architecture, len(private), model.epsilon)
     line = {
         "name": model.name,
-        "epsilon": described.as_variant().epsilon,
+        "architecture": model.architecture,
+        "task": model.task,
+        "data_set": model.data_set,
         "delta": DELTA,
         "noise_multiplier": noise,
         "learning_rate": how.learning_rate,
-        "num_records": len(model.records),
-        "accuracy": accuracy,
-        "accuracy_start": accuracies(model, weights),
-        "accuracy_without_noise": accuracies(model, without_noise),
+        "num_records": len(private),
+        "accuracy": accuracies(out, model, tensors),
+        "accuracy_start": accuracies(out, model, start(out, model)),
+        **gain(out, model, tensors),
         "seconds": seconds,
     }
-    print(f"{model.name}: accuracy {accuracy['validation']:.3f} in {seconds:.0f} s", flush=True)
+    if math.isfinite(model.epsilon):
+        described = _described(model, history(model, events))
+        variants.write(out / "models" / model.name, described, tensors)
+        line["epsilon"] = described.as_variant().epsilon
+        without_noise = {each["name"]: each["accuracy"] for each in lines(out / REFERENCES)}
+        line["accuracy_without_noise"] = without_noise[reference(model).name]
     return line
 
 
-def accuracies(model: Model, tensors: Tensors) -> dict[str, float]:
-    """Accuracy on the validation and on the test records of the model's task."""
-    result = {}
-    for split in ("validation", "test"):
-        records = digits(split, model.task)
-        evaluator = DigitsEvaluator(model.architecture, records, saliency_records=records)
-        result[split] = evaluator.count_correct(tensors) / len(records)
-    return result
+def _described(model: Model, past: History, **bounds: float) -> Described:
+    return Described(
+        name=model.name,
+        architecture=model.architecture,
+        utility=bounds.get("utility"),
+        epsilon_bound=bounds.get("epsilon_bound", 0.0),
+        utility_bound=bounds.get("utility_bound", 0.0),
+        deltas={model.data_set: DELTA},
+        history=past,
+        tags=model.tags,
+    )
 
 
-def _read(out: Path, model: Model) -> tuple[Tensors, History]:
-    folder = out / "models" / model.name
-    return variants.read_tensors(folder), variants.read(folder).history
+def write_scenario(out: Path, scenario: Scenario) -> None:
+    """Write the folder of a scenario's variants, each with its accuracy on the validation records."""
+    known = {line["name"]: line for line in lines(out / "models.jsonl")}
+    for model in scenario.all_models:
+        folder = out / "models" / model.name
+        described = _described(
+            model,
+            variants.read(folder).history,
+            utility=known[model.name]["accuracy"]["validation"],
+            epsilon_bound=scenario.epsilon_bound,
+            utility_bound=scenario.utility_bound,
+        )
+        variants.write(out / "variants" / scenario.name / model.name, described, variants.read_tensors(folder))
+
+
+def _all(function: Callable[[_Item], object], items: Sequence[_Item], jobs: int) -> None:
+    for _ in done(function, items, jobs):
+        pass
+
+
+def done(function: Callable[[_Item], _Result], items: Sequence[_Item], jobs: int) -> Iterator[_Result]:
+    """The results as they come, from at most so many processes; with one, from this one."""
+    if jobs == 1 or len(items) < 2:
+        yield from map(function, items)
+        return
+    with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for future in as_completed([pool.submit(function, item) for item in items]):
+            yield future.result()
