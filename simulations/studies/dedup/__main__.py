@@ -1,12 +1,13 @@
 """Deduplication of networks that were trained under differential privacy on texts and images.
 
-    python -m simulations.studies.dedup train|run|retrain|check|tables [--out results/studies/dedup]
+    python -m simulations.studies.dedup [all|train|run|retrain|check|serve|tables] [--out results/studies/dedup]
         [--scenarios A1,B1] [--data ../shared/data] [--jobs 2]
 
 `train` trains the models and writes a folder of variants for each scenario, `run` deduplicates them in every way of
 the study, one JSON line for each, `retrain` trains the targets of A1 to A5 anew with the epsilons that they have then,
-`check` verifies every store by other means, and `tables` writes the study's part of results/dedup.md. Results that are
-there are not computed again.
+`check` verifies every store by other means, `serve` measures loading and inference in bounded memory, and `tables`
+writes the study's part of results/dedup.md and its figures. `all`, the default, does these one after another. Results
+that are there are not computed again, so what was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -18,37 +19,47 @@ from pathlib import Path
 import torch
 
 from fedpriv.errors import InputError
-from simulations.studies.dedup import check, retrain, run, tables, train
+from simulations.studies.dedup import check, retrain, run, serve, train
+from simulations.studies.dedup.report import page
 from simulations.studies.dedup.scenarios import SCENARIOS
+
+STEPS = ("train", "run", "retrain", "check", "serve", "tables")
 
 
 def main() -> None:
-    """Do one step of the study."""
+    """Do one step of the study, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", choices=("train", "run", "retrain", "check", "tables"))
+    parser.add_argument("step", choices=("all", *STEPS), nargs="?", default="all")
     parser.add_argument("--out", type=Path, default=Path("results/studies/dedup"))
     parser.add_argument("--page", type=Path, default=Path("results/dedup.md"))
     parser.add_argument("--scenarios", type=lambda text: text.split(","), default=list(SCENARIOS))
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="holds the texts that train encodes")
-    parser.add_argument("--jobs", type=int, choices=(1, 2), default=2, help="processes that train, one thread each")
+    parser.add_argument("--jobs", type=int, choices=(1, 2), default=2, help="processes, one thread each")
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.scenarios if name not in SCENARIOS]:
         parser.error(f"scenarios = {unknown[0]}: known are {', '.join(SCENARIOS)}")
     torch.set_num_threads(1)
-    chosen = [SCENARIOS[name] for name in arguments.scenarios]
     try:
-        if arguments.step == "train":
-            train.train_all(arguments.out, chosen, data=arguments.data, jobs=arguments.jobs)
-        elif arguments.step == "run":
-            run.run_all(arguments.out, chosen)
-        elif arguments.step == "retrain":
-            retrain.retrain_all(arguments.out, jobs=arguments.jobs)
-        elif arguments.step == "check":
-            sys.exit(0 if check.check_all(arguments.out) else 1)
-        else:
-            tables.write(arguments.page, arguments.out)
+        for step in STEPS if arguments.step == "all" else (arguments.step,):
+            if step == "check" and not check.check_all(arguments.out, jobs=arguments.jobs):
+                sys.exit(1)
+            _do(step, arguments)
     except InputError as error:
         parser.error(str(error))
+
+
+def _do(step: str, arguments: argparse.Namespace) -> None:
+    out, chosen = arguments.out, [SCENARIOS[name] for name in arguments.scenarios]
+    if step == "train":
+        train.train_all(out, chosen, data=arguments.data, jobs=arguments.jobs)
+    elif step == "run":
+        run.run_all(out, chosen, jobs=arguments.jobs)
+    elif step == "retrain":
+        retrain.retrain_all(out, jobs=arguments.jobs)
+    elif step == "serve":
+        serve.serve_all(out)
+    elif step == "tables":
+        page.write(arguments.page, out)
 
 
 if __name__ == "__main__":

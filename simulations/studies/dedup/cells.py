@@ -2,31 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fedpriv.dedup.base_selection import Strategy
-from simulations.studies.dedup.scenarios import Scenario
+from simulations.studies.dedup.data import Split
+from simulations.studies.dedup.scenarios import FIFTY, Scenario
+
+MAIN = ("A1", "A2", "A3", "A4", "A5", "B1", "B2", "B3")
+"""The scenarios of the paper's Table 2."""
 
 SVT_SEEDS = 3
 MCTS_ITERATIONS = 10
 THRESHOLDS = (0.0, 0.005, 0.01, 0.015, 0.02)
-BLOCK_SIZES = (32, 64, 128, 256, 512)
+BLOCK_SIZES = (128, 256, 512, 1024, 2048)
 CUTOFFS = (2, 3, 4, 5, 6, 7)
+SMALLEST_RANGES = (10, 15, 20, 30, 40, 60)
 EVERYTHING = 10**6
 
-ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
+Search = tuple[str, Mapping[str, Any]]
+"""Name of the algorithm and its options."""
+
+SEARCHES: Mapping[str, Search] = {
     "dedup-20": ("dedup", {"batch": 20}),
     "dedup-30": ("dedup", {"batch": 30}),
     "mistique-20": ("mistique", {"batch": 20}),
+    "mistique-30": ("mistique", {"batch": 30}),
     "mcts-20": ("mcts", {"batch": 20, "iterations": MCTS_ITERATIONS}),
+    "mcts-30": ("mcts", {"batch": 30, "iterations": MCTS_ITERATIONS}),
     "greedy-20": ("greedy", {"batch": 20}),
     "greedy-30": ("greedy", {"batch": 30}),
     "drd": ("drd", {}),
     "dred": ("dred", {}),
+    "drd-published": ("drd", {"stopping": "published"}),
+    "dred-published": ("dred", {"stopping": "published"}),
     "all or nothing": ("greedy", {"batch": EVERYTHING}),
 }
+"""The rows of the paper's Table 2, and ours; `drd` and `dred` choose L by their rule."""
+
+BY_L: Mapping[str, Search] = {
+    f"{name}-{least}": (name, {"min_batch": least}) for name in ("drd", "dred") for least in SMALLEST_RANGES
+}
+
+_OF: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys((*MAIN, "fifty"), tuple(SEARCHES)),
+    "hetero": ("greedy-1", "greedy-20", "greedy-30", "drd", "dred"),
+    "minilm": ("dedup-20", "greedy-20", "greedy-30", "drd", "dred"),
+}
+_PRIVATELY: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(MAIN, ("greedy-20", "greedy-30", "drd", "dred")),
+    "minilm": ("drd", "dred"),
+}
+
+SEARCH_OF_ROW: Mapping[str, Search] = {**SEARCHES, **BY_L, "greedy-1": ("greedy", {"batch": 1})}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +66,11 @@ class Cell:
         scenario: by name.
         table: the results table that it belongs to.
         row: its row in that table.
-        algorithm: a key of `ALGORITHMS`.
+        search: a key of `SEARCH_OF_ROW`.
         block_size: values in a block.
+        split: the records that it is validated on; `tuning` chooses settings of the study and nothing else.
         saliency, aggregation, metric, strategy: see `fedpriv.dedup.planning.Settings`.
+        max_distance: the same.
         epsilon_bound, utility_bound: for every variant; None takes the scenario's.
         ordered: whether the order of utilities is kept too, which tightens the utility bounds.
         cutoff: of private validation; None validates on public records.
@@ -49,12 +80,14 @@ class Cell:
     scenario: str
     table: str
     row: str
-    algorithm: str = "dred"
+    search: str = "dred"
     block_size: int
+    split: Split = "validation"
     saliency: str = "gradient"
     aggregation: str = "l2"
     metric: str = "l2"
     strategy: Strategy = "single"
+    max_distance: float = 0.5
     epsilon_bound: float | None = None
     utility_bound: float | None = None
     ordered: bool = False
@@ -72,33 +105,47 @@ def cells(scenario: Scenario) -> Iterator[Cell]:
     """All cells of a scenario."""
 
     def cell(table: str, row: object, **values: Any) -> Cell:
-        return Cell(**{"scenario": scenario.name, "table": table, "row": str(row), "block_size": size, **values})
+        common = {"scenario": name, "table": table, "row": str(row), "block_size": scenario.block_size}
+        return Cell(**{**common, "max_distance": scenario.max_distance, **values})
 
-    size = scenario.block_size
-    for name in ALGORITHMS:
-        yield cell("algorithms", name, algorithm=name)
-    for name in ("greedy-20", "greedy-30", "drd", "dred"):
+    name = scenario.name
+    for row in _OF.get(name, ()):
+        yield cell("algorithms", row, search=row)
+    for row in _PRIVATELY.get(name, ()):
         for seed in range(SVT_SEEDS):
-            yield cell("private validation", name, algorithm=name, cutoff=3, seed=seed)
-    yield cell("ordered utilities", "dred", ordered=True)
-    if scenario.name in ("A1", "A4", "B1"):
+            yield cell("private validation", row, search=row, cutoff=3, seed=seed)
+    if name in MAIN:
+        yield cell("ordered utilities", "dred", ordered=True)
+        for row in ("greedy-20", "drd", "dred", *BY_L):
+            yield cell("tuning", row, search=row, split="tuning")
+        for row in BY_L:
+            yield cell("L", row, search=row)
+    yield from _ablations(name, cell)
+    if name in FIFTY:
+        # The paper's section 5.2.2: the bound of each is the sum of the first three epsilons.
+        relaxed = sum(model.epsilon for model in scenario.models[:3])
+        for strategy in ("single", "multi", "cross"):
+            yield cell("bases", strategy, strategy=strategy, epsilon_bound=relaxed)
+    if name.startswith("C"):
+        for strategy in ("single", "multi", "cross"):
+            yield cell("bases", strategy, strategy=strategy, epsilon_bound=scenario.epsilon_bound)
+
+
+def _ablations(name: str, cell: Any) -> Iterator[Cell]:
+    """Tables 6 to 8."""
+    if name in ("A1", "A4", "A5"):
         for threshold in THRESHOLDS:
             yield cell("threshold", threshold, utility_bound=threshold)
-    if scenario.name == "A4":
+    if name == "A4":
         for block_size in BLOCK_SIZES:
             yield cell("block size", block_size, block_size=block_size)
         for cutoff in CUTOFFS:
             for seed in range(SVT_SEEDS):
                 yield cell("cut-off", cutoff, cutoff=cutoff, seed=seed)
-    if scenario.name == "A1":
-        for name in ("magnitude", "wanda", "fisher", "gradient"):
-            yield cell("saliency", name, saliency=name)
-        for name in ("l1", "l2", "linf", "q75"):
-            yield cell("aggregation", name, aggregation=name)
-        for name in ("l1", "l2", "cosine"):
-            yield cell("distance", name, metric=name)
-    if scenario.name in ("A1", "A3", "B1"):
-        # The paper's section 5.2.2: the bound of each is the sum of the first three epsilons.
-        relaxed = sum(model.epsilon for model in scenario.models[:3])
-        for strategy in ("single", "multi", "cross"):
-            yield cell("bases", strategy, strategy=strategy, epsilon_bound=relaxed)
+    if name == "A1":
+        for saliency in ("magnitude", "wanda", "fisher", "gradient"):
+            yield cell("saliency", saliency, saliency=saliency)
+        for aggregation in ("l1", "l2", "linf", "q75"):
+            yield cell("aggregation", aggregation, aggregation=aggregation)
+        for metric in ("l1", "l2", "cosine"):
+            yield cell("distance", metric, metric=metric)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +27,26 @@ from fedpriv.errors import InputError
 from simulations.studies.dedup.data import Split, records
 from simulations.studies.dedup.lines import lines
 from simulations.studies.dedup.networks import network
-from simulations.studies.dedup.scenarios import SCENARIOS, Model, Scenario
+from simulations.studies.dedup.scenarios import SCENARIOS, Model
+from simulations.studies.dedup.train import done
 
 # How much pld's grid may add to an epsilon, relative, in our accountant or in dp-accounting's.
 TOLERANCE = 2e-3
 
 Descriptions = Mapping[str, Mapping[str, Any]]
+Line = Mapping[str, Any]
 
 
-def check_all(out: Path) -> bool:
+def check_all(out: Path, *, jobs: int = 2) -> bool:
     """Print a line for each cell, write a summary to `check.json`, and return whether every cell is within its bounds.
 
     Raises:
         InputError: there are no results.
     """
-    if not (done := lines(out / "runs.jsonl")):
+    if not (found := lines(out / "runs.jsonl")):
         raise InputError(f"out = {str(out)!r}: holds no results; train and run come first")
     summary = {"stores": 0, "violations": 0, "private_targets": 0, "private_beyond": 0}
-    for line in done:
-        problems = list(violations(out, line))
+    for line, problems in done(partial(_problems, out), found, jobs):
         # Private validation promises its bound only up to its noise.
         missed = [each for each in problems if each.startswith("utility")] if line["cell"]["cutoff"] else []
         wrong = [each for each in problems if each not in missed]
@@ -59,7 +60,11 @@ def check_all(out: Path) -> bool:
     return not summary["violations"]
 
 
-def violations(out: Path, line: Mapping[str, Any]) -> Iterator[str]:
+def _problems(out: Path, line: Line) -> tuple[Line, list[str]]:
+    return line, list(violations(out, line))
+
+
+def violations(out: Path, line: Line) -> Iterator[str]:
     """What is wrong with the store of a cell, in words."""
     scenario, folder = SCENARIOS[line["cell"]["scenario"]], out / "cells" / line["key"]
     described = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("variants/*/variant.json")}
@@ -71,13 +76,13 @@ def violations(out: Path, line: Mapping[str, Any]) -> Iterator[str]:
         if set(store.names) != {model.name for model in scenario.all_models}:
             yield f"names: {', '.join(store.names)}"
         for model in scenario.all_models:
-            yield from _of_variant(out, store, model, described, scenario, charged)
+            yield from _of_variant(out, store, model, described, line, charged)
 
 
 def _of_variant(
-    out: Path, store: Store, model: Model, described: Descriptions, scenario: Scenario, charged: float
+    out: Path, store: Store, model: Model, described: Descriptions, line: Line, charged: float
 ) -> Iterator[str]:
-    name, originals = model.name, out / "variants" / scenario.name
+    name, split, originals = model.name, line["cell"]["split"], out / "variants" / line["cell"]["scenario"]
     original = safetensors.numpy.load_file(originals / name / "model.safetensors")
     restored = by_hand(store, name)
     if any(restored[key].tobytes() != value.tobytes() for key, value in store.restore(name).items()):
@@ -85,7 +90,7 @@ def _of_variant(
     bases = consulted(store, name)
     if not bases and any(restored[key].tobytes() != value.tobytes() for key, value in original.items()):
         yield f"blocks {name}: without a base, but changed"
-    yield from _of_others(store, name, bases, originals, restored)
+    yield from _of_others(store, name, bases, originals)
     own, after = epsilon([described[name]]), epsilon([described[each] for each in (name, *bases)])
     if bases:
         after = max(after, charged * (1 + len([base for base in bases if consulted(store, base)])))
@@ -93,30 +98,28 @@ def _of_variant(
         yield f"epsilon {name}: {after:.4f}, from {own:.4f}, bound {described[name]['epsilon_bound']:g}"
     if after > store.manifest(name).privacy["epsilon"] + TOLERANCE * after:
         yield f"epsilon {name}: {after:.4f}, but its manifest says {store.manifest(name).privacy['epsilon']:.4f}"
-    before, now = (num_correct(out, model, each) for each in (original, restored))
-    num_records = len(records(out, model.architecture, model.task, "validation"))
+    before, now = _original_correct(out, originals, model, split), num_correct(out, model, restored, split)
+    num_records = len(records(out, model.architecture, model.task, split))
     if bases and before - now > described[name]["utility_bound"] * num_records + 1e-6:
         yield f"utility {name}: {before} to {now} of {num_records}, bound {described[name]['utility_bound']:g}"
 
 
-def _of_others(
-    store: Store, name: str, bases: Sequence[str], originals: Path, restored: Mapping[str, NDArray[Any]]
-) -> Iterator[str]:
+def _of_others(store: Store, name: str, bases: Sequence[str], originals: Path) -> Iterator[str]:
     """What a variant holds that neither its original nor any of its bases holds."""
-    size, extras = store.manifest(name).layout.block_size, store.extras(name)
+    manifest, extras = store.manifest(name), store.extras(name)
     files = {each: safetensors.numpy.load_file(originals / each / "model.safetensors") for each in (name, *bases)}
-    known = {row for tensors in files.values() for row in _rows(tensors, set(extras), size)}
-    if num := sum(row not in known for row in _rows(restored, set(extras), size)):
+    size = manifest.layout.block_size
+    known = {row for tensors in files.values() for row in _rows(tensors, size)}
+    if num := sum(row.tobytes() not in known for row in store.blocks[store.rows(manifest.blocks)]):
         yield f"blocks {name}: {num} neither its own nor of a base"
     if changed := [key for key, value in extras.items() if value.tobytes() != files[name][key].tobytes()]:
         yield f"extras {name}: {', '.join(changed)} changed"
 
 
-def _rows(tensors: Mapping[str, NDArray[Any]], extras: Set[str], size: int) -> Iterator[bytes]:
-    for name, values in tensors.items():
-        if name not in extras:
-            padded = np.pad(values.ravel(), (0, -values.size % size))
-            yield from (row.tobytes() for row in padded.reshape(-1, size))
+def _rows(tensors: Mapping[str, NDArray[Any]], size: int) -> Iterator[bytes]:
+    for values in tensors.values():
+        padded = np.pad(values.ravel(), (0, -values.size % size))
+        yield from (row.tobytes() for row in padded.reshape(-1, size))
 
 
 def by_hand(store: Store, name: str) -> dict[str, NDArray[Any]]:
@@ -139,7 +142,12 @@ def consulted(store: Store, name: str) -> list[str]:
     return sorted({each for base in bases for each in (base, *consulted(store, base))})
 
 
-def num_correct(out: Path, model: Model, tensors: Mapping[str, NDArray[Any]], split: Split = "validation") -> int:
+@cache
+def _original_correct(out: Path, originals: Path, model: Model, split: Split) -> int:
+    return num_correct(out, model, safetensors.numpy.load_file(originals / model.name / "model.safetensors"), split)
+
+
+def num_correct(out: Path, model: Model, tensors: Mapping[str, NDArray[Any]], split: Split) -> int:
     """How many records of its task a model answers correctly, one record after another."""
     module = network(model.architecture)
     module.load_state_dict({name: torch.tensor(value) for name, value in tensors.items()})
@@ -172,7 +180,7 @@ def _composed(counts: tuple[tuple[tuple[float, float], int], ...], delta: float)
     return float(accountant.get_epsilon(delta))
 
 
-def _targets(line: Mapping[str, Any]) -> list[str]:
+def _targets(line: Line) -> list[str]:
     return [outcome["name"] for outcome in line["outcomes"] if outcome["bases"]]
 
 

@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,24 @@ from fedpriv.dedup.validation import PrivateRecords, PrivateValidation
 from fedpriv.dedup.variants import Described
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
-from simulations.studies.dedup.cells import ALGORITHMS, Cell, cells
-from simulations.studies.dedup.data import records
+from simulations.studies.dedup.cells import SEARCH_OF_ROW, Cell, cells
+from simulations.studies.dedup.data import Split, Task, records
 from simulations.studies.dedup.evaluator import RecordsEvaluator
 from simulations.studies.dedup.lines import append, lines
+from simulations.studies.dedup.networks import Architecture
 from simulations.studies.dedup.records import Tensors
-from simulations.studies.dedup.scenarios import DELTA, Model, Scenario
-from simulations.studies.dedup.train import SPLITS, accuracies
+from simulations.studies.dedup.scenarios import DELTA, SCENARIOS, Model, Scenario
+from simulations.studies.dedup.train import done, right
 
 # Public records on which saliency is measured where the validation records count as private.
 SALIENCY_RECORDS = 600
 
+# Those that take longest first, so that no process is left with one at the end.
+_BY_TIME = ("hetero", "fifty", "B3", "B2", "minilm", "A5", "A4")
 
-def run_all(out: Path, scenarios: Sequence[Scenario]) -> None:
-    """Run every cell that has no line in `runs.jsonl` yet.
+
+def run_all(out: Path, scenarios: Sequence[Scenario], *, jobs: int = 2) -> None:
+    """Run every cell that has no line in `runs.jsonl` yet, in so many processes.
 
     Raises:
         InputError: a scenario's models have not been trained.
@@ -40,56 +45,59 @@ def run_all(out: Path, scenarios: Sequence[Scenario]) -> None:
     for scenario in scenarios:
         if not (out / "variants" / scenario.name).is_dir():
             raise InputError(f"scenario = {scenario.name}: {out} holds no models of it; train comes first")
-    done = {line["key"] for line in lines(out / "runs.jsonl")}
-    for scenario in scenarios:
-        for cell in cells(scenario):
-            if cell.key not in done:
-                line = run_cell(out, scenario, cell)
-                append(out / "runs.jsonl", line)
-                print(
-                    f"{cell.key}: compression ratio {line['block_ratio']:.3f}, {line['num_validations']} validations, "
-                    f"largest drop {max(line['drops']['validation'].values()):.4f}, {line['seconds']:.1f} s",
-                    flush=True,
-                )
+    known = {line["key"] for line in lines(out / "runs.jsonl")}
+    left = [cell for scenario in scenarios for cell in cells(scenario) if cell.key not in known]
+    left.sort(key=lambda cell: _BY_TIME.index(cell.scenario) if cell.scenario in _BY_TIME else len(_BY_TIME))
+    for number, line in enumerate(done(partial(run_cell, out), left, jobs), start=1):
+        append(out / "runs.jsonl", line)
+        print(
+            f"{number} of {len(left)}, {line['key']}: compression ratio {line['block_ratio']:.3f}, "
+            f"{line['num_validations']} validations, {line['seconds']:.1f} s",
+            flush=True,
+        )
 
 
-def run_cell(out: Path, scenario: Scenario, cell: Cell) -> dict[str, Any]:
+def run_cell(out: Path, cell: Cell) -> dict[str, Any]:
     """Deduplicate into a fresh store under `cells`, next to the descriptions with its bounds; the line of results."""
+    scenario = SCENARIOS[cell.scenario]
     folder, originals = out / "cells" / cell.key, out / "variants" / scenario.name
     if folder.exists():  # left by an interrupted run
         shutil.rmtree(folder)
-    paths = {path.name: path for path in sorted(originals.iterdir())}
+    paths = {model.name: originals / model.name for model in scenario.all_models}
     tensors: dict[str, Tensors] = {name: variants.read_tensors(path) for name, path in paths.items()}
-    described = bounded([variants.read(path) for path in paths.values()], cell)
+    described = bounded([variants.read(path) for path in paths.values()], scenario, cell)
     for each in described:
         (folder / "variants" / each.name).mkdir(parents=True)
         variants.describe(folder / "variants" / each.name, each)
     began = time.perf_counter()
     with Store(folder / "store") as store:
-        outcomes = deduplicated(out, described, tensors, scenario, cell, store)
+        outcomes = deduplicated(out, described, tensors, cell, store)
+        seconds = time.perf_counter() - began
         return {
             "key": cell.key,
             "cell": asdict(cell),
-            "seconds": time.perf_counter() - began,
+            "seconds": seconds,
             "num_validations": sum(outcome.num_validations for outcome in outcomes),
             "bytes_ratio": store.compression_ratio,
             "block_ratio": block_ratio(store, tensors, cell.block_size),
-            "drops": drops(out, store, tensors, scenario),
+            "accuracy": accuracy(out, store, outcomes, cell),
             "outcomes": [asdict(outcome) for outcome in outcomes],
         }
 
 
-def bounded(described: Sequence[Described], cell: Cell) -> list[Described]:
+def bounded(described: Sequence[Described], scenario: Scenario, cell: Cell) -> list[Described]:
     """The descriptions as a cell needs them.
 
-    Where utilities need not keep their order, all variants state the least one; on private records none is stated.
+    Where utilities need not keep their order, all variants of a task state the least one; on private records none is
+    stated.
     """
-    least = min(each.utility for each in described if each.utility is not None)
-    stated = None if cell.cutoff else least
+    tasks = {model.name: model.task for model in scenario.all_models}
+    stated = [(each.utility, tasks[each.name]) for each in described if each.utility is not None]
+    least = {task: min(utility for utility, other in stated if other == task) for _, task in stated}
     return [
         replace(
             each,
-            utility=each.utility if cell.ordered else stated,
+            utility=each.utility if cell.ordered else None if cell.cutoff else least[tasks[each.name]],
             epsilon_bound=each.epsilon_bound if cell.epsilon_bound is None else cell.epsilon_bound,
             utility_bound=each.utility_bound if cell.utility_bound is None else cell.utility_bound,
         )
@@ -98,15 +106,10 @@ def bounded(described: Sequence[Described], cell: Cell) -> list[Described]:
 
 
 def deduplicated(
-    out: Path,
-    described: Sequence[Described],
-    tensors: Mapping[str, Tensors],
-    scenario: Scenario,
-    cell: Cell,
-    store: Store,
+    out: Path, described: Sequence[Described], tensors: Mapping[str, Tensors], cell: Cell, store: Store
 ) -> list[Outcome]:
     """The outcome for each variant; all variants are stored."""
-    name, options = ALGORITHMS[cell.algorithm]
+    scenario, (name, options) = SCENARIOS[cell.scenario], SEARCH_OF_ROW[cell.search]
     settings = Settings(
         block_size=cell.block_size,
         algorithm=name,
@@ -114,9 +117,9 @@ def deduplicated(
         aggregation=cell.aggregation,
         metric=cell.metric,
         strategy=cell.strategy,
+        max_distance=cell.max_distance,
         fairness="outcome" if cell.epsilon_bound is not None else scenario.fairness,
     )
-    evaluator = evaluator_of(out, scenario.models[0], cell)
     private = None
     if cell.cutoff:
         private = PrivateValidation(
@@ -125,21 +128,26 @@ def deduplicated(
             source=SeededSource("dedup study", cell.key),
             cutoff=cell.cutoff,
         )
-    evaluators = dict.fromkeys(tensors, evaluator)
+    evaluators = {
+        model.name: evaluator(out, model.architecture, model.task, cell.split, cell.saliency, cell.cutoff is not None)
+        for model in scenario.all_models
+    }
     return deduplicate(described, tensors.__getitem__, evaluators, store, settings, private=private)
 
 
-def evaluator_of(out: Path, model: Model, cell: Cell) -> RecordsEvaluator:
-    """What a model is validated by in a cell: on its task's validation records."""
-    validation = records(out, model.architecture, model.task, "validation")
-    # Saliency measured on public records costs private ones nothing.
-    public = records(out, model.architecture, model.task, "public").first(SALIENCY_RECORDS)
+@lru_cache(maxsize=16)
+def evaluator(
+    out: Path, architecture: Architecture, task: Task, split: Split, saliency: str, private: bool
+) -> RecordsEvaluator:
+    """The evaluator of a model; one for all models of an architecture and task, which are evaluated one at a time."""
+    validation = records(out, architecture, task, split)
     return RecordsEvaluator(
-        model.architecture,
+        architecture,
         validation,
-        saliency_records=public if cell.cutoff else validation,
-        saliency=cell.saliency,
-        private=PrivateRecords(data_set="validation", delta=DELTA) if cell.cutoff else None,
+        # Saliency measured on public records costs private ones nothing.
+        saliency_records=records(out, architecture, task, "public").first(SALIENCY_RECORDS) if private else validation,
+        saliency=saliency,
+        private=PrivateRecords(data_set=f"validation-{task}", delta=DELTA) if private else None,
     )
 
 
@@ -149,11 +157,28 @@ def block_ratio(store: Store, tensors: Mapping[str, Tensors], block_size: int) -
     return int((store.reference_counts > 0).sum()) / len(before)
 
 
-def drops(out: Path, store: Store, tensors: Mapping[str, Tensors], scenario: Scenario) -> dict[str, dict[str, float]]:
-    """{split: {variant that may be a target: by how much its accuracy fell}}; the records are in truth public."""
-    result: dict[str, dict[str, float]] = {split: {} for split in SPLITS}
-    for model in scenario.models:
-        before, after = accuracies(out, model, tensors[model.name]), accuracies(out, model, store.restore(model.name))
-        for split in SPLITS:
-            result[split][model.name] = before[split] - after[split]
-    return result
+def accuracy(
+    out: Path, store: Store, outcomes: Sequence[Outcome], cell: Cell
+) -> dict[str, dict[str, tuple[float, float]]]:
+    """{"validation", "test": {variant of the scenario: its accuracy before and after}}; in truth all are public.
+
+    "validation" are the records that the cell was validated on.
+    """
+    trained = {line["name"]: line["accuracy"] for line in lines(out / "models.jsonl")}
+    by_name = {outcome.name: outcome for outcome in outcomes}
+    splits: dict[str, Split] = {"validation": cell.split, "test": "test"}
+    return {
+        key: {
+            model.name: (trained[model.name][split], _after(out, store, model, split, by_name[model.name], trained))
+            for model in SCENARIOS[cell.scenario].models
+        }
+        for key, split in splits.items()
+    }
+
+
+def _after(
+    out: Path, store: Store, model: Model, split: Split, outcome: Outcome, trained: Mapping[str, Mapping[str, float]]
+) -> float:
+    if not outcome.num_replaced:
+        return trained[model.name][split]
+    return float(right(out, model, split, store.restore(model.name)).double().mean())

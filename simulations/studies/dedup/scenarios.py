@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fedpriv.dedup.base_selection import Fairness
+from fedpriv.dedup.base_selection import MAX_DISTANCE, Fairness
 from simulations.studies.dedup.data import Split, Task, source
 from simulations.studies.dedup.networks import Architecture
 
@@ -66,6 +66,8 @@ class Scenario:
         validation_epsilon: of a target's private validation, which keeps every target within its epsilon bound.
         fairness: `outcome` where the epsilons differ by less than the base's epsilon.
         block_size: values in a block.
+        max_distance: see `fedpriv.dedup.planning.Settings`.
+        parts: the scenarios that it is the union of, whose bounds their models keep.
     """
 
     name: str
@@ -76,6 +78,8 @@ class Scenario:
     base: Model | None = None
     fairness: Fairness = "bounds"
     block_size: int = BLOCK_SIZE
+    max_distance: float = MAX_DISTANCE
+    parts: tuple[Scenario, ...] = ()
 
     @property
     def all_models(self) -> tuple[Model, ...]:
@@ -83,12 +87,19 @@ class Scenario:
         return (self.base, *self.models) if self.base else self.models
 
 
-def _models(architecture: Architecture, task: Task, *epsilons: float) -> tuple[Model, ...]:
-    return tuple(Model(architecture=architecture, task=task, epsilon=epsilon) for epsilon in epsilons)
+def _models(
+    architecture: Architecture, task: Task, *epsilons: float, part: tuple[int, int] = (0, 1)
+) -> tuple[Model, ...]:
+    return tuple(Model(architecture=architecture, task=task, epsilon=epsilon, part=part) for epsilon in epsilons)
 
 
 def _tenths(first: int, last: int) -> tuple[float, ...]:
     return tuple(tenths / 10 for tenths in range(first, last + 1))
+
+
+def _medquad(*epsilons: float) -> tuple[Model, ...]:
+    # A quarter of the records, since all of them make every model as good as the base, and then one model would do.
+    return _models("perceptron", "medquad", *epsilons, part=(0, 4))
 
 
 _PARTS = tuple(
@@ -103,7 +114,7 @@ _MINILM = _models("minilm", "sst2", 1, 2, 4, 5, 7)
 
 _A1 = Scenario(
     name="A1",
-    models=_models("perceptron", "medquad", 1, 2, 4, 6, 7),
+    models=_medquad(1, 2, 4, 6, 7),
     epsilon_bound=1.0,
     utility_bound=0.015,
     validation_epsilon=2.9,
@@ -135,7 +146,7 @@ SCENARIOS = {
         _A3,
         _A4,
         _A5,
-        replace(_A1, name="B1", models=_models("perceptron", "medquad", *range(1, 11))),
+        replace(_A1, name="B1", models=_medquad(*range(1, 11))),
         replace(
             _A4,
             name="B2",
@@ -152,7 +163,7 @@ SCENARIOS = {
         replace(
             _A1,
             name="C1",
-            models=_models("perceptron", "medquad", *range(5, 10)),
+            models=_medquad(*range(5, 10)),
             epsilon_bound=5.0,
             validation_epsilon=10.9,
         ),
@@ -180,9 +191,20 @@ SCENARIOS = {
             utility_bound=0.02,
             validation_epsilon=2.4,
             block_size=LARGE_BLOCK_SIZE,
+            max_distance=2.0,  # one base for all, as in the paper
         ),
     )
 }
 
 # The union of these is the paper's fifty models.
 FIFTY = ("A2", "A3", "B1", "B2", "B3")
+_PARTS_OF_FIFTY = tuple(SCENARIOS[name] for name in FIFTY)
+SCENARIOS["fifty"] = Scenario(
+    name="fifty",
+    models=tuple(model for part in _PARTS_OF_FIFTY for model in part.models),
+    epsilon_bound=max(part.epsilon_bound for part in _PARTS_OF_FIFTY),
+    utility_bound=max(part.utility_bound for part in _PARTS_OF_FIFTY),
+    validation_epsilon=min(part.validation_epsilon for part in _PARTS_OF_FIFTY),
+    fairness="outcome",
+    parts=_PARTS_OF_FIFTY,
+)

@@ -211,14 +211,16 @@ def _described(model: Model, past: History, **bounds: float) -> Described:
 def write_scenario(out: Path, scenario: Scenario) -> None:
     """Write the folder of a scenario's variants, each with its accuracy on the validation records."""
     known = {line["name"]: line for line in lines(out / "models.jsonl")}
+    bounds = {model.name: part for part in scenario.parts for model in part.models}
     for model in scenario.all_models:
         folder = out / "models" / model.name
+        bounded = bounds.get(model.name, scenario)
         described = _described(
             model,
             variants.read(folder).history,
             utility=known[model.name]["accuracy"]["validation"],
-            epsilon_bound=scenario.epsilon_bound,
-            utility_bound=scenario.utility_bound,
+            epsilon_bound=bounded.epsilon_bound,
+            utility_bound=bounded.utility_bound,
         )
         variants.write(out / "variants" / scenario.name / model.name, described, variants.read_tensors(folder))
 

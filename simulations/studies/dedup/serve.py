@@ -1,0 +1,136 @@
+"""Serving the models of a scenario, deduplicated by `drd`, compared with plain files in equally bounded processes.
+
+MiniLM is served whole, as somebody without deduplication would keep it: four frozen layers, which all models share, and
+the two that were trained. See `fedpriv.dedup.bench` for what is measured and how.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedpriv.dedup.bench import Report, Workload, bench, restore_all
+from fedpriv.dedup.blocks import layout_of
+from fedpriv.dedup.store import Store
+from fedpriv.errors import InputError
+from simulations.studies.dedup.cells import Cell, cells
+from simulations.studies.dedup.data import records
+from simulations.studies.dedup.lines import append, lines
+from simulations.studies.dedup.minilm import encoder, whole
+from simulations.studies.dedup.networks import network
+from simulations.studies.dedup.scenarios import SCENARIOS, Model
+
+SERVED = ("minilm", "hetero", "fifty")
+"""The scenarios of Figures 5 and 8 whose models take at least some megabytes together."""
+
+REPEATS, NUM_QUERIES, TOKENS = 3, 100, 16
+
+
+def serve_all(out: Path) -> None:
+    """Measure every scenario that has no line in `serving.jsonl` yet.
+
+    Raises:
+        InputError: there is no store of `drd`.
+    """
+    known = {line["scenario"] for line in lines(out / "serving.jsonl")}
+    for name in (name for name in SERVED if name not in known):
+        folder = out / "serving" / name
+        shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted measurement
+        folder.mkdir(parents=True)
+        store = _whole_store(out, name, folder / "store") if name == "minilm" else _store_of(out, name)
+        files = restore_all(store, folder)
+        models = {model.name: model for model in SCENARIOS[name].all_models}
+        workloads = {each: _workload(out, name, model) for each, model in models.items()}
+        reports = []
+        for seed in range(REPEATS):
+            reports.append(bench(store, files, num_queries=NUM_QUERIES, seed=seed, workloads=workloads))
+            print(f"{name}, {seed + 1} of {REPEATS}: cold load ratios {reports[-1].load_ratios('cold')}", flush=True)
+        append(out / "serving.jsonl", line_of(name, store, reports))
+        shutil.rmtree(folder)
+
+
+def line_of(name: str, store: Path, reports: list[Report]) -> dict[str, Any]:
+    """Medians over repetitions, each with other queries."""
+    with Store(store, read_only=True) as opened:
+        sizes = {"bytes_of_models": opened.bytes_logical, "bytes_of_store": opened.bytes_stored}
+        num_models = len(opened.names)
+    first = reports[0]
+    arms = []
+    for temperature in ("cold", "warm"):
+        for arm in first.cold:
+            taken = [asdict(getattr(report, temperature)[arm]) for report in reports]
+            loads = [each["load_seconds"] for each in taken]
+            middle = {key: median(each[key] for each in taken) for key, value in taken[0].items() if value is not None}
+            arms.append(
+                {"arm": arm, "temperature": temperature, **middle, "load_seconds_range": [min(loads), max(loads)]}
+            )
+    return {
+        "scenario": name,
+        "num_models": num_models,
+        **sizes,
+        "memory_bytes": first.memory_bytes,
+        "limit_bytes": dict(first.limit_bytes),
+        "limit": first.limited_by,
+        "num_queries": first.num_queries,
+        "disk_mb_per_second": median(report.disk_bytes_per_second for report in reports) / 1e6,
+        "page_cache_dropped": all(report.page_cache_dropped for report in reports),
+        "failures": dict(first.failures),
+        "arms": arms,
+    }
+
+
+class Query:
+    """A `fedpriv.dedup.bench.Workload`: a model answers one record.
+
+    Args:
+        model: in evaluation mode.
+        inputs: of the model.
+    """
+
+    def __init__(self, model: nn.Module, inputs: torch.Tensor) -> None:
+        self.model, self._inputs = model, inputs
+
+    @torch.inference_mode()
+    def infer(self) -> None:
+        """Answer it."""
+        self.model(self._inputs)
+
+
+def _workload(out: Path, name: str, model: Model) -> Workload:
+    if name == "minilm":
+        return Query(encoder().model.eval(), torch.arange(1, TOKENS + 1).unsqueeze(0))
+    inputs, _ = next(iter(records(out, model.architecture, model.task, "validation").passes()))
+    return Query(network(model.architecture).eval(), inputs[:1].clone())
+
+
+def _store_of(out: Path, name: str) -> Path:
+    """The store of `drd` on public validation.
+
+    Raises:
+        InputError: it is missing.
+    """
+    (cell,) = (each for each in cells(SCENARIOS[name]) if _is_drd(each))
+    store = out / "cells" / cell.key / "store"
+    if cell.key not in {line["key"] for line in lines(out / "runs.jsonl")}:
+        raise InputError(f"out = {str(out)!r}: holds no store of drd for {name}; run comes first")
+    return store
+
+
+def _is_drd(cell: Cell) -> bool:
+    return (cell.table, cell.row) == ("algorithms", "drd")
+
+
+def _whole_store(out: Path, name: str, path: Path) -> Path:
+    """A store of the whole models: equal blocks of frozen layers are stored once."""
+    with Store(_store_of(out, name), read_only=True) as trained, Store(path) as store:
+        for each in trained.names:
+            tensors = {key: value.numpy() for key, value in whole(trained.restore(each)).items()}
+            layout = layout_of(tensors, SCENARIOS[name].block_size)
+            store.add(each, layout, *layout.to_blocks(tensors))
+    return path
