@@ -15,7 +15,7 @@ from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
-from simulations.studies.dedup import check, run, tables, train
+from simulations.studies.dedup import check, run, train
 from simulations.studies.dedup.cells import cells
 from simulations.studies.dedup.digits import SIZES, digits
 from simulations.studies.dedup.dp_sgd import Schedule, per_sample_rows, train_privately
@@ -135,8 +135,8 @@ def tiny(monkeypatch):
     train.schedule.cache_clear()
 
 
-def test_a_scenario_from_training_to_tables_and_a_tampered_bound_is_seen(tiny, tmp_path, capsys):
-    out, page = tmp_path / "out", tmp_path / "page.md"
+def test_a_scenario_from_training_to_check_and_a_tampered_bound_is_seen(tiny, tmp_path, capsys):
+    out = tmp_path / "out"
     train.train_all(out, [tiny])
     run.run_all(out, [tiny])
     first = (out / "runs.jsonl").read_bytes()
@@ -148,14 +148,6 @@ def test_a_scenario_from_training_to_tables_and_a_tampered_bound_is_seen(tiny, t
     assert public["outcomes"][1]["epsilon_after"] <= public["outcomes"][1]["epsilon_before"] + 2.0
     assert private["outcomes"][1]["correct_after"] is None
     assert check.check_all(out)
-
-    page.write_text(f"# Kept\n\n{tables.BEGIN}\nold\n{tables.END}\nkept too\n")
-    tables.write(page, out)
-    text = page.read_text()
-    assert text.startswith("# Kept\n")
-    assert text.endswith("\nkept too\n")
-    assert "\nold\n" not in text
-    assert "| `drd` |" in text
 
     described = out / "cells" / public["key"] / "variants" / tiny.models[1].name / "variant.json"
     original = described.read_text()
@@ -197,16 +189,11 @@ def test_a_line_that_was_cut_off_is_written_anew(tmp_path):
     assert lines(path) == [{"key": 1}, {"key": 3}]
 
 
-def test_a_page_without_its_markers_and_a_study_without_results_are_refused(tmp_path):
-    page = tmp_path / "page.md"
-    for step in (lambda: tables.write(page, tmp_path), lambda: check.check_all(tmp_path)):
-        with pytest.raises(InputError, match="holds no results; train and run come first"):
-            step()
+def test_a_study_without_results_is_refused(tmp_path):
+    with pytest.raises(InputError, match="holds no results; train and run come first"):
+        check.check_all(tmp_path)
     with pytest.raises(InputError, match=r"scenario = A1: .*holds no models of it"):
         run.run_all(tmp_path, [SCENARIOS["A1"]])
-    page.write_text(tables.END + tables.BEGIN)
-    with pytest.raises(InputError, match="must hold <!-- study:begin -->"):
-        tables.write(page, tmp_path)
 
 
 def test_weights_load_back():

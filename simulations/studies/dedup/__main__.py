@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from fedpriv.errors import InputError
-from simulations.studies.dedup import check, run, tables, train
+from simulations.studies.dedup import check, run, train
+from simulations.studies.dedup.report import page
 from simulations.studies.dedup.scenarios import SCENARIOS
 
 
@@ -40,7 +41,7 @@ def main() -> None:
         elif arguments.step == "check":
             sys.exit(0 if check.check_all(arguments.out) else 1)
         else:
-            tables.write(arguments.page, arguments.out)
+            page.write(arguments.page, arguments.out)
     except InputError as error:
         parser.error(str(error))
 

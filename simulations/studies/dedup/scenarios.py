@@ -132,3 +132,6 @@ SCENARIOS = {
         ),
     )
 }
+
+# The union of these is the paper's fifty models.
+FIFTY = ("A2", "A3", "B1", "B2", "B3")
