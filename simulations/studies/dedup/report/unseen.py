@@ -70,9 +70,8 @@ def minilm(results: Results) -> str:
 
 
 def _by_target(results: Results, cells: list[Line], label: str) -> list[tuple[str, ...]]:
-    measured = {
-        (split, after): accuracies(cells, split, after=after) for split in ("validation", "test") for after in (False, True)
-    }
+    keys = [(split, after) for split in ("validation", "test") for after in (False, True)]
+    measured = {(split, after): accuracies(cells, split, after=after) for split, after in keys}
     rows = []
     for outcome in (outcome for outcome in cells[0]["outcomes"] if outcome["name"] in measured["test", False]):
         name = outcome["name"]
