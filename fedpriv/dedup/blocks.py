@@ -194,7 +194,7 @@ def layout_of(tensors: Mapping[str, NDArray[Any]], block_size: int, dtype: str =
 def fitting_block_size(sizes: Iterable[int]) -> int:
     """The block size for a model whose user gives none: a power of two, in [64, 1024] unless its tensors are smaller.
 
-    The largest of these that cuts the model into at least 256 blocks, since searches leave ranges of fewer than about
+    The largest of these that cuts the model into at least 256 blocks, since searches leave ranges of fewer than 10 to
     30 as they are; but a block takes 40 bytes to keep track of, which 64 float32 values are worth and fewer are not.
 
     Args:

@@ -46,6 +46,16 @@ def test_variants_are_planned_stored_restored_and_verified(study, tmp_path):
     assert "weight" in fedpriv("dedup", "verify", store, code=1)[0]
 
 
+def test_the_stopping_rule_of_the_published_code_is_an_option(study, tmp_path):
+    done = {
+        stopping: as_json(
+            "dedup", "run", "variants", tmp_path / stopping, *RUN, "-o", f"stopping={stopping}", folder=study
+        )
+        for stopping in ("listing", "published")
+    }
+    assert 0 < done["published"]["num_validations"] < done["listing"]["num_validations"]
+
+
 def test_private_records_are_charged_to_their_ledger_and_no_number_is_shown(study, tmp_path):
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
         ledger.register("clinic", 500, 1e-5, data_set="validation")
@@ -167,8 +177,13 @@ def test_a_store_is_not_made_by_looking_for_one(tmp_path):
         (["run", "variants", "s", "--evaluator", "study:evaluator", "--algorithm", "magic"], "known are drd, dred"),
         (
             ["run", "variants", "s", "--evaluator", "study:evaluator", "-o", "speed=3"],
-            "option = 'speed': drd knows min_batch",
+            "option = 'speed': drd knows min_batch, stopping",
         ),
+        (
+            ["run", "variants", "s", "--evaluator", "study:evaluator", "-o", "stopping=early"],
+            "stopping = 'early': known are listing, published",
+        ),
+        (["run", "variants", "s", "--evaluator", "study:evaluator", "-o", "min_batch=0"], "min_batch = 0: must be"),
         (["run", "variants", "s", "--evaluator", "missing:evaluator"], "must be MODULE:FUNCTION"),
         (["run", "variants", "s", "--evaluator", "study:private"], "its records are private"),
         (["run", "variants", "s"], "is not the variants of a run; give an --evaluator"),

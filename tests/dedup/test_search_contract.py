@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -12,9 +13,16 @@ from hypothesis import strategies as st
 from fedpriv.dedup.algorithms import ALGORITHMS, BudgetSpent, algorithm
 from fedpriv.errors import InputError
 
-# The option that says how many positions one validation is about, for each algorithm.
-GRAIN = {name: "min_batch" if name in ("drd", "dred") else "batch" for name in ALGORITHMS}
-every_algorithm = pytest.mark.parametrize("name", sorted(ALGORITHMS))
+# Every algorithm, and `drd` and `dred` with each value of their options; `listing` is the default.
+SEARCHES = ALGORITHMS | {
+    f"{name}, published": partial(ALGORITHMS[name], stopping="published") for name in ("drd", "dred")
+}
+# Without the option that says how many positions one validation is about: for `drd` and `dred`, L by the rule.
+BY_RULE = {f"{name}, by rule": search for name, search in SEARCHES.items() if name.startswith("dr")}
+SEARCHES |= BY_RULE
+GRAIN = {name: "min_batch" if name.startswith("dr") else "batch" for name in SEARCHES.keys() - BY_RULE.keys()}
+every_algorithm = pytest.mark.parametrize("name", sorted(SEARCHES))
+every_grain = pytest.mark.parametrize("name", sorted(GRAIN))
 
 
 class Recorded:
@@ -56,7 +64,8 @@ def noisy(seed: int, num_blocks: int):
 
 def run(name: str, num_blocks: int, accept, grain: int, budget=None):
     recorded = Recorded(accept, budget)
-    return ALGORITHMS[name](num_blocks, recorded, **{GRAIN[name]: grain}), recorded
+    options = {GRAIN[name]: grain} if name in GRAIN else {}
+    return SEARCHES[name](num_blocks, recorded, **options), recorded
 
 
 @every_algorithm
@@ -90,7 +99,12 @@ def test_all_is_replaced_when_all_is_accepted_but_a_trailing_range(name, num_blo
     result, _ = run(name, num_blocks, lambda positions: True, grain)
     assert result.replaced == frozenset(range(len(result.replaced))), "what is left is at the end"
     left = num_blocks - len(result.replaced)
-    assert left < grain if GRAIN[name] == "min_batch" else left == 0
+    if name in BY_RULE:
+        assert left <= 20
+    elif "published" in name:
+        assert left < max(grain, 2), "it has no half of a single block"
+    else:
+        assert left < grain if GRAIN[name] == "min_batch" else left == 0
 
 
 @every_algorithm
@@ -105,7 +119,7 @@ def test_a_spent_budget_at_any_call_leaves_what_was_accepted_before(name, make):
         assert partial.replaced == max([frozenset(), *so_far.accepted], key=len)
 
 
-@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"mcts"}))
+@pytest.mark.parametrize("name", sorted(set(SEARCHES) - {"mcts"}))
 def test_sets_only_grow_so_the_last_accepted_one_is_kept(name):
     result, recorded = run(name, 60, monotone(2, 60), 4)
     assert all(one < other for one, other in itertools.pairwise(recorded.accepted))
@@ -121,12 +135,12 @@ def test_the_same_questions_are_asked_again(name):
     assert asked.asked == asked_again.asked
 
 
-@every_algorithm
+@every_grain
 @pytest.mark.parametrize("value", [0, -1, 2.5, True, "20"])
 def test_a_batch_out_of_range_is_refused_before_any_validation(name, value):
     recorded = Recorded(lambda positions: True)
     with pytest.raises(InputError, match=rf"{GRAIN[name]} = .*must be a whole number >= 1") as caught:
-        ALGORITHMS[name](10, recorded, **{GRAIN[name]: value})
+        SEARCHES[name](10, recorded, **{GRAIN[name]: value})
     assert "\n" not in str(caught.value)
     assert not recorded.asked
 
@@ -134,7 +148,7 @@ def test_a_batch_out_of_range_is_refused_before_any_validation(name, value):
 @every_algorithm
 def test_a_negative_number_of_blocks_is_refused(name):
     with pytest.raises(InputError, match="num_blocks = -1"):
-        ALGORITHMS[name](-1, lambda positions: True)
+        SEARCHES[name](-1, lambda positions: True)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +158,8 @@ def test_a_negative_number_of_blocks_is_refused(name):
         ("mcts", {"seconds": -1.0}),
         ("mcts", {"seconds": float("nan")}),
         ("mcts", {"seed": -1}),
+        ("drd", {"stopping": "never"}),
+        ("dred", {"stopping": None}),
         ("mistique", {"threshold": 1.5}),
         ("mistique", {"threshold": float("nan")}),
         ("mistique", {"similarity": [0.5] * 9}),

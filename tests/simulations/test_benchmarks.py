@@ -21,6 +21,7 @@ NAMES = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
 SMALL = {
     "accounting_scale": ["--clients", "12"],
     "dedup_distance": ["--models", "2", "--values", "200000"],
+    "dedup_resume": ["--variants", "2", "--kills", "1"],
     "dedup_loading": ["--variants", "3", "--queries", "4", "--repeats", "1"],
     "deployed_round": ["--rounds", "2", "--setting", "lora_rounds=0", 'train="head"'],
     "discrete_gaussian": ["--repeats", "2"],

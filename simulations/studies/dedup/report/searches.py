@@ -41,8 +41,9 @@ def eight(results: Results) -> str:
         table(("", *here), rows),
         "`-20` and `-30` are blocks per validation; `drd` and `dred` choose L by the library's rule, and with "
         "`-published` stop as the authors' code does. `all or nothing` replaces a whole model by its base or leaves it "
-        f"as it is. `mcts` ends after {MCTS_ITERATIONS} iterations; `mistique` treats weights as equal that round to the "
-        f"same multiple of {MINHASH_STEP:g} standard deviations of a model's weights. C.R. in bytes %, and the largest drop of accuracy on the validation records:",
+        f"as it is. `mcts` ends after {MCTS_ITERATIONS} iterations; `mistique` treats weights as equal that round to "
+        f"the same multiple of {MINHASH_STEP:g} standard deviations of a model's weights. C.R. in bytes %, and the "
+        "largest drop of accuracy on the validation records:",
         table(("", *here), further),
         " ".join(_published(results, here, name) for name in ("drd", "dred")).strip(),
     )
