@@ -19,7 +19,7 @@ from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
-from simulations.studies.dedup import check, images, run, schedules, tables, texts, train
+from simulations.studies.dedup import check, images, run, schedules, texts, train
 from simulations.studies.dedup.cells import cells
 from simulations.studies.dedup.dp_sgd import Schedule, clipped_sum, losses, train_privately
 from simulations.studies.dedup.full_dp import add_clipped_gradients
@@ -28,6 +28,7 @@ from simulations.studies.dedup.lines import append, lines
 from simulations.studies.dedup.minilm import encoder, whole
 from simulations.studies.dedup.networks import load, network, to_arrays
 from simulations.studies.dedup.records import Tokens, Vectors
+from simulations.studies.dedup.report import page as study_page
 from simulations.studies.dedup.scenarios import FIFTY, SCENARIOS, Model, Scenario
 
 RECORDS = images.images("digits", "tuning").first(200)
@@ -182,7 +183,7 @@ def test_the_scenarios_are_those_of_the_papers_table_1():
     counts = {name: len(SCENARIOS[name].models) for name in SCENARIOS}
     assert counts == {
         "A1": 5, "A2": 5, "A3": 5, "A4": 5, "A5": 5, "B1": 10, "B2": 10, "B3": 20,
-        "C1": 5, "C2": 5, "C3": 5, "C4": 4, "minilm": 5, "hetero": 7,
+        "C1": 5, "C2": 5, "C3": 5, "C4": 4, "minilm": 5, "hetero": 7, "fifty": 50,
     }  # fmt: skip
     assert len({model.name for name in FIFTY for model in SCENARIOS[name].models}) == 50
     for scenario in SCENARIOS.values():
@@ -288,43 +289,37 @@ def tiny(monkeypatch):
 def test_a_scenario_from_training_to_tables_and_a_tampered_bound_is_seen(tiny, tmp_path, capsys):
     out, page = tmp_path / "out", tmp_path / "page.md"
     train.train_all(out, [tiny], data=tmp_path, jobs=1)
-    run.run_all(out, [tiny])
+    run.run_all(out, [tiny], jobs=1)
     first = (out / "runs.jsonl").read_bytes()
-    run.run_all(out, [tiny])
+    run.run_all(out, [tiny], jobs=1)
     assert (out / "runs.jsonl").read_bytes() == first, "a cell was computed twice"
     public, private = lines(out / "runs.jsonl")
     assert public["num_validations"] > 0
     assert public["block_ratio"] < 1
     assert public["outcomes"][1]["epsilon_after"] <= public["outcomes"][1]["epsilon_before"] + 2.0
     assert private["outcomes"][1]["correct_after"] is None
-    assert check.check_all(out)
-
-    page.write_text(f"# Kept\n\n{tables.BEGIN}\nold\n{tables.END}\nkept too\n")
-    tables.write(page, out)
-    text = page.read_text()
-    assert text.startswith("# Kept\n")
-    assert text.endswith("\nkept too\n")
-    assert "\nold\n" not in text
-    assert "| `drd` |" in text
+    assert check.check_all(out, jobs=1)
+    study_page.write(page, out)
+    assert "| models | 2 |" in page.read_text()
 
     described = out / "cells" / public["key"] / "variants" / tiny.models[1].name / "variant.json"
     original = described.read_text()
     for field, bound in (("epsilon_bound", 0.01), ("utility_bound", -0.5)):
         described.write_text(json.dumps({**json.loads(original), field: bound}))
-        assert not check.check_all(out)
+        assert not check.check_all(out, jobs=1)
         assert f"{field.split('_')[0]} {tiny.models[1].name}" in capsys.readouterr().out
     described.write_text(original)
     (rows,) = (out / "cells" / public["key"] / "store").glob("blocks*")
     damaged = bytearray(rows.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     rows.write_bytes(damaged)
-    assert not check.check_all(out)
+    assert not check.check_all(out, jobs=1)
     assert "damaged" in capsys.readouterr().out
 
 
 def test_blocks_of_a_variant_that_nobody_names_are_seen(tiny, tmp_path, capsys):
     train.train_all(tmp_path, [tiny], data=tmp_path, jobs=1)
-    run.run_all(tmp_path, [tiny])
+    run.run_all(tmp_path, [tiny], jobs=1)
     line, _ = lines(tmp_path / "runs.jsonl")
     name = tiny.models[1].name
     with Store(tmp_path / "cells" / line["key"] / "store") as store:
@@ -333,7 +328,7 @@ def test_blocks_of_a_variant_that_nobody_names_are_seen(tiny, tmp_path, capsys):
         blocks, extras = manifest.layout.to_blocks(tensors)
         store.remove(name)
         store.add(name, manifest.layout, blocks, extras, privacy=manifest.privacy, provenance=manifest.provenance)
-    assert not check.check_all(tmp_path)
+    assert not check.check_all(tmp_path, jobs=1)
     assert f"blocks {name}: 3 neither its own nor of a base" in capsys.readouterr().out
 
 
@@ -347,16 +342,11 @@ def test_a_line_that_was_cut_off_is_written_anew(tmp_path):
     assert lines(path) == [{"key": 1}, {"key": 3}]
 
 
-def test_a_page_without_its_markers_and_a_study_without_results_are_refused(tmp_path):
-    page = tmp_path / "page.md"
-    for step in (lambda: tables.write(page, tmp_path), lambda: check.check_all(tmp_path)):
-        with pytest.raises(InputError, match="holds no results; train and run come first"):
-            step()
+def test_a_study_without_results_is_refused(tmp_path):
+    with pytest.raises(InputError, match="holds no results; train and run come first"):
+        check.check_all(tmp_path, jobs=1)
     with pytest.raises(InputError, match=r"scenario = A1: .*holds no models of it"):
         run.run_all(tmp_path, [SCENARIOS["A1"]])
-    page.write_text(tables.END + tables.BEGIN)
-    with pytest.raises(InputError, match="must hold <!-- study:begin -->"):
-        tables.write(page, tmp_path)
 
 
 def test_weights_load_back():

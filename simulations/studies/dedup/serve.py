@@ -75,7 +75,7 @@ def line_of(name: str, store: Path, reports: list[Report]) -> dict[str, Any]:
         "num_models": num_models,
         **sizes,
         "memory_bytes": first.memory_bytes,
-        "limit_bytes": dict(first.limit_bytes),
+        "limit_bytes": max(first.limit_bytes.values()),
         "limit": first.limited_by,
         "num_queries": first.num_queries,
         "disk_mb_per_second": median(report.disk_bytes_per_second for report in reports) / 1e6,

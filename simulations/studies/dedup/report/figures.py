@@ -1,0 +1,213 @@
+"""The paper's figures, drawn from the study's lines; each is None where there is nothing to draw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+from PIL import Image
+
+from simulations.studies.dedup.report import bases, individual, private, ranges
+from simulations.studies.dedup.report.paper import EIGHT
+from simulations.studies.dedup.report.results import Results, accuracies, by_target, found
+
+INK, GRID = "#1d2126", "#d5d9de"
+BLUE, RED, GREEN, PURPLE, BROWN, GREY = "#00589c", "#b84300", "#007557", "#a03d80", "#8a6000", "#5a5a5a"
+_DRAWN = (INK, "black", BLUE, RED, GREEN, PURPLE, BROWN, GREY)
+_SEARCHES = dict(zip(individual.SEARCHES, zip((GREY, BROWN, GREEN, BLUE, RED), "vP^os", strict=True), strict=True))
+_STRATEGIES = dict(zip(bases.STRATEGIES, (BLUE, BROWN, RED), strict=True))
+
+
+def lengths(results: Results) -> Figure | None:
+    """Validations against C.R., a panel for each scenario: `drd` and `dred` over L, Greedy, the rule, published."""
+    here = results.having(ranges.TABLE, EIGHT)
+    if not here:
+        return None
+    num_columns = min(4, len(here))
+    figure, panels = _grid("L: validations against C.R.", -(-len(here) // num_columns), num_columns)
+    for axes, scenario in zip(panels, here, strict=False):
+        axes.set_title(scenario, fontsize=9)
+        for name, colour in (("drd", BLUE), ("dred", RED)):
+            _draw_lengths(axes, results, scenario, name, colour)
+        for name, marker in (("greedy-20", "s"), ("greedy-30", "D")):
+            pair = found(results.cells(scenario, "algorithms", name) or results.cells(scenario, ranges.TABLE, name))
+            if pair:
+                axes.plot(pair[1], pair[0], marker, color=GREEN, markersize=6, label=name)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.set_xlabel("validations", fontsize=8)
+    panels[0].set_ylabel("C.R. %", fontsize=8)
+    return _finished(figure, panels, len(here))
+
+
+def _draw_lengths(axes: Axes, results: Results, scenario: str, name: str, colour: str) -> None:
+    rows = [row for row in results.rows(ranges.TABLE, [scenario]) if row.startswith(f"{name}-")]
+    rows.sort(key=lambda row: int(row.rsplit("-", 1)[-1]))
+    points = [pair for row in rows if (pair := found(results.cells(scenario, ranges.TABLE, row)))]
+    axes.plot([y for _, y in points], [x for x, _ in points], "o-", color=colour, markersize=3, linewidth=1, label=name)
+    for row, (ratio, num) in zip(rows, points, strict=True):
+        axes.annotate(
+            row.rsplit("-", 1)[-1], (num, ratio), (2, 3), textcoords="offset points", fontsize=6, color=colour
+        )
+    rule = found(results.cells(scenario, ranges.TABLE, name))
+    published = found(results.cells(scenario, "algorithms", f"{name}-published"))
+    for pair, marker, label in ((rule, "*", "rule"), (published, "x", "published")):
+        if pair:
+            axes.plot(pair[1], pair[0], marker, color=colour, markersize=9, label=f"{name}, {label}")
+
+
+def single_models(results: Results) -> Figure | None:
+    """Figure 4: C.R. above and accuracy below, model by model."""
+    here = [name for name in individual.SCENARIOS if individual.accuracies_on_test(results, name)]
+    if not here:
+        return None
+    figure, panels = _grid("Single models (the paper's Figure 4)", 2, len(here))
+    for place, scenario in enumerate(here):
+        upper, lower = panels[place], panels[len(here) + place]
+        measured = individual.accuracies_on_test(results, scenario)
+        names = list(dict.fromkeys(name for values in measured.values() for name in values))
+        upper.set_title(scenario, fontsize=9)
+        for search, (colour, marker) in _SEARCHES.items():
+            ratios = by_target(results.cells(scenario, "algorithms", search))
+            _draw_models(upper, names, ratios, search, colour, marker)
+            _draw_models(lower, names, measured.get(search, {}), search, colour, marker)
+        for name, colour, marker in ((individual.ORIGINAL, INK, "_"), (individual.RETRAIN, PURPLE, "*")):
+            _draw_models(lower, names, measured.get(name, {}), name, colour, marker)
+        _name_models(results, upper, lower, names)
+    panels[0].set_ylabel("C.R. %", fontsize=8)
+    panels[len(here)].set_ylabel("accuracy, test", fontsize=8)
+    return _finished(figure, panels, len(panels))
+
+
+def private_models(results: Results) -> Figure | None:
+    """Figure 7: C.R. above and accuracy below of each model of B2 and B3, public validation against private."""
+    here = [name for name in private.BY_MODEL if results.table(name, private.TABLE)]
+    if not here:
+        return None
+    figure, panels = _grid("Private validation by model (the paper's Figure 7)", 2, len(here), width=4.2)
+    for place, scenario in enumerate(here):
+        upper, lower = panels[place], panels[len(here) + place]
+        upper.set_title(scenario, fontsize=9)
+        cells = {
+            (search, way): results.cells(scenario, way, search)
+            for search in private.DYNAMIC
+            for way in ("algorithms", private.TABLE)
+        }
+        names = list(dict.fromkeys(name for each in cells.values() for name in by_target(each)))
+        for (search, way), each in cells.items():
+            colour, marker = (_SEARCHES[search][0], "x") if way == private.TABLE else _SEARCHES[search]
+            label = f"{search}, private" if way == private.TABLE else search
+            _draw_models(upper, names, by_target(each), label, colour, marker)
+            _draw_models(lower, names, accuracies(each, "test", after=True), label, colour, marker)
+        _name_models(results, upper, lower, names)
+    panels[0].set_ylabel("C.R. %", fontsize=8)
+    panels[len(here)].set_ylabel("accuracy, test", fontsize=8)
+    return _finished(figure, panels, len(panels))
+
+
+def _draw_models(
+    axes: Axes, names: Sequence[str], values: Mapping[str, float], label: str, colour: str, marker: str
+) -> None:
+    known = [(place, values[name]) for place, name in enumerate(names) if name in values]
+    if known:
+        axes.plot(*zip(*known, strict=True), marker, color=colour, markersize=6, label=label)
+
+
+def _name_models(results: Results, upper: Axes, lower: Axes, names: Sequence[str]) -> None:
+    labels = [f"{results.models[name]['epsilon']:.2g}" if name in results.models else name for name in names]
+    upper.set_xticks(range(len(names)), [""] * len(names))
+    lower.set_xticks(range(len(names)), labels, rotation=90 if len(names) > 10 else 0)
+    lower.set_xlabel("epsilon of the model", fontsize=8)
+
+
+def relaxed_bases(results: Results) -> Figure | None:
+    """Figure 6: C.R. and total rise of the epsilons of the three ways to choose bases."""
+    return _bases(results, bases.RELAXED, "Base selection, relaxed bounds (the paper's Figure 6)")
+
+
+def own_bases(results: Results) -> Figure | None:
+    """Figure 9, as far as it is redrawn: one base against several on C1 to C4."""
+    return _bases(results, bases.OWN, "Base selection, own bounds (the paper's Figure 9)")
+
+
+def _bases(results: Results, scenarios: Sequence[str], title: str) -> Figure | None:
+    here = results.having(bases.TABLE, scenarios)
+    if not here:
+        return None
+    figure, panels = _grid(title, 1, 2, width=4.0)
+    for shift, (strategy, colour) in enumerate(_STRATEGIES.items()):
+        runs = [(place, run) for place, name in enumerate(here) for run in results.cells(name, bases.TABLE, strategy)]
+        places = [place + 0.27 * (shift - 1) for place, _ in runs]
+        values = ([100 * run["block_ratio"] for _, run in runs], [bases.rise(run) for _, run in runs])
+        for axes, heights in zip(panels, values, strict=True):
+            axes.bar(places, heights, width=0.25, color=colour, label=strategy)
+    for axes, label in zip(panels, ("C.R. %", "total rise of epsilons"), strict=True):
+        axes.set_xticks(range(len(here)), here)
+        axes.set_ylabel(label, fontsize=8)
+    return _finished(figure, panels, 2)
+
+
+def latency(results: Results) -> Figure | None:
+    """Figures 5 and 8: seconds of loading and inference of every arm, cold and warm."""
+    if not results.serving:
+        return None
+    num = len(results.serving)
+    figure, panels = _grid("Serving under a limit of memory (the paper's Figures 5 and 8)", 1, num, width=3.4)
+    for axes, line in zip(panels, results.serving, strict=True):
+        axes.set_title(line["scenario"], fontsize=9)
+        places = range(len(line["arms"]))
+        for key, label, colour, shift in (("load", "loading", BLUE, 0.2), ("infer", "inference", BROWN, -0.2)):
+            seconds = [max(arm[f"{key}_seconds"], 1e-3) for arm in line["arms"]]  # log scale has no zero
+            axes.barh([place + shift for place in places], seconds, height=0.38, color=colour, label=label)
+        axes.set_yticks(places, [f"{arm['arm']}, {arm['temperature']}" for arm in line["arms"]])
+        axes.invert_yaxis()
+        axes.set_xscale("log")
+        axes.set_xlabel("seconds for all queries", fontsize=8)
+    return _finished(figure, panels, num)
+
+
+def _grid(title: str, rows: int, columns: int, *, width: float = 2.6) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(max(width * columns, 4.5), 2.5 * rows + 0.8), layout="constrained")
+    figure.suptitle(title, fontsize=10, color=INK)
+    return figure, list(figure.subplots(rows, columns, squeeze=False).ravel())
+
+
+def _finished(figure: Figure, panels: Sequence[Axes], num_used: int) -> Figure:
+    """With a grid, small ticks, and one legend for all panels below them."""
+    labels = {}
+    for axes in panels[:num_used]:
+        axes.grid(visible=True, color=GRID, linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.tick_params(labelsize=7)
+        labels.update({label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)})
+    for axes in panels[num_used:]:
+        axes.set_visible(False)
+    columns = min(len(labels), int(figure.get_figwidth() / 1.4))
+    if labels:
+        figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=columns, fontsize=8)
+    return figure
+
+
+def to_png(figure: Figure) -> bytes:
+    """The figure in shades of its own colours: a third of the bytes, and the same bytes each time."""
+    drawn, small = BytesIO(), BytesIO()
+    figure.savefig(drawn, dpi=110, metadata={"Software": None})
+    palette = Image.new("P", (1, 1))
+    palette.putpalette(_shades())
+    plain = Image.open(drawn).convert("RGB").quantize(palette=palette, dither=Image.Dither.NONE)
+    plain.save(small, "PNG", optimize=True)
+    return small.getvalue()
+
+
+def _shades() -> list[int]:
+    """RGB of each colour and its mixtures with white, 16 of each; of more, Pillow would take one for plain white."""
+    shades = np.linspace(0, 1, 16)[:, None, None]
+    mixed = shades + (1 - shades) * np.array([to_rgb(colour) for colour in _DRAWN])
+    return [round(255 * float(value)) for value in mixed.ravel()]

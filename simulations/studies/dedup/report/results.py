@@ -1,0 +1,161 @@
+"""The study's lines, and what is measured from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from fedpriv.errors import InputError
+from simulations.studies.dedup.lines import lines
+from simulations.studies.dedup.report.paper import EIGHT, Found
+from simulations.studies.dedup.scenarios import FIFTY, SCENARIOS, Scenario
+
+Line = Mapping[str, Any]
+
+NAMES = (*EIGHT, "C1", "C2", "C3", "C4", "minilm", "hetero", "fifty")
+"""The scenarios in the order of the page; `fifty` is the union of several."""
+
+# Of a difference of two shares of correct answers.
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """All that the study has found so far.
+
+    Attributes:
+        models: {name: line} of training.
+        runs: one line for each cell.
+        retrained: one for each model that was trained anew.
+        serving: one for each scenario.
+        checked: of the independent check; empty before it.
+    """
+
+    models: Mapping[str, Line]
+    runs: Sequence[Line]
+    retrained: Sequence[Line] = ()
+    serving: Sequence[Line] = ()
+    checked: Line
+
+    def cells(self, scenario: str, table: str, row: object) -> list[Line]:
+        """The cells of one row of a table, one for each seed; none if they have not run."""
+        return [run for run in self.table(scenario, table) if run["cell"]["row"] == str(row)]
+
+    def table(self, scenario: str, table: str) -> list[Line]:
+        """All cells of a scenario in one table, in the order in which they ran."""
+        return [run for run in self.runs if (run["cell"]["scenario"], run["cell"]["table"]) == (scenario, table)]
+
+    def having(self, table: str, among: Iterable[str] = NAMES) -> list[str]:
+        """The scenarios that have a cell in a table, in the order of the page."""
+        return [name for name in among if self.table(name, table)]
+
+    def rows(self, table: str, among: Iterable[str] = NAMES) -> list[str]:
+        """The rows that a table has in any scenario, in the order in which they ran."""
+        return list(dict.fromkeys(run["cell"]["row"] for name in among for run in self.table(name, table)))
+
+
+def read(out: Path) -> Results:
+    """The results in a folder.
+
+    Raises:
+        InputError: there are no models, or no cells.
+    """
+    models, runs = lines(out / "models.jsonl"), lines(out / "runs.jsonl")
+    if not models or not runs:
+        raise InputError(f"out = {str(out)!r}: holds no results; train and run come first")
+    checked = out / "check.json"
+    return Results(
+        models={model["name"]: model for model in models},
+        runs=runs,
+        retrained=lines(out / "retrain.jsonl"),
+        serving=lines(out / "serving.jsonl"),
+        checked=json.loads(checked.read_text()) if checked.is_file() else {},
+    )
+
+
+def members(name: str) -> list[Scenario]:
+    """The scenarios whose models are deduplicated together under a name."""
+    return [SCENARIOS[each] for each in (FIFTY if name == "fifty" else (name,)) if each in SCENARIOS]
+
+
+def targets(run: Line) -> list[Line]:
+    """The outcomes of the variants that have bases."""
+    return [outcome for outcome in run["outcomes"] if outcome["bases"]]
+
+
+def bounds(run: Line) -> dict[str, tuple[float, float]]:
+    """{target: by how much its epsilon may rise and its accuracy fall}, as the cell had it."""
+    cell = run["cell"]
+    own = {
+        model.name: (scenario.epsilon_bound, scenario.utility_bound)
+        for scenario in members(cell["scenario"])
+        for model in scenario.models
+    }
+    return {
+        outcome["name"]: (
+            own[outcome["name"]][0] if cell["epsilon_bound"] is None else cell["epsilon_bound"],
+            own[outcome["name"]][1] if cell["utility_bound"] is None else cell["utility_bound"],
+        )
+        for outcome in targets(run)
+        if outcome["name"] in own
+    }
+
+
+def drops(run: Line, split: str) -> dict[str, float]:
+    """{target: by how much its accuracy fell}, in [-1, 1], for targets that were measured on the split."""
+    accuracy = run["accuracy"].get(split, {})
+    names = [outcome["name"] for outcome in targets(run)]
+    return {name: accuracy[name][0] - accuracy[name][1] for name in names if name in accuracy}
+
+
+def beyond(run: Line, split: str) -> tuple[int, int]:
+    """How many targets lost more than they may on a split, and of how many."""
+    limits = bounds(run)
+    found = [drop > limits[name][1] + ROUNDING for name, drop in drops(run, split).items() if name in limits]
+    return sum(found), len(found)
+
+
+def largest_drop(cells: Sequence[Line], split: str = "validation") -> float | None:
+    """Of all targets of all cells; None if there is none."""
+    return max((drop for run in cells for drop in drops(run, split).values()), default=None)
+
+
+def found(cells: Sequence[Line]) -> Found | None:
+    """C.R. in percent and validations, the means over the cells; None without cells."""
+    if not cells:
+        return None
+    return 100 * mean(run["block_ratio"] for run in cells), mean(run["num_validations"] for run in cells)
+
+
+def own_ratio(outcome: Line) -> float:
+    """A target's C.R. in percent: the share of its blocks that are no blocks of its base (section 5.1.3)."""
+    return 100 * (1 - outcome["num_replaced"] / outcome["num_blocks"]) if outcome["num_blocks"] else 100.0
+
+
+def kept(cells: Sequence[Line]) -> float | None:
+    """The share of the targets' blocks that were not replaced; None without targets."""
+    chosen = [outcome for run in cells for outcome in targets(run)]
+    num_blocks = sum(outcome["num_blocks"] for outcome in chosen)
+    return 1 - sum(outcome["num_replaced"] for outcome in chosen) / num_blocks if num_blocks else None
+
+
+def by_target(cells: Sequence[Line]) -> dict[str, float]:
+    """{target: its C.R. in percent}, the mean over the cells, in the order of the first."""
+    ratios: dict[str, list[float]] = {}
+    for run in cells:
+        for outcome in targets(run):
+            ratios.setdefault(outcome["name"], []).append(own_ratio(outcome))
+    return {name: mean(values) for name, values in ratios.items()}
+
+
+def accuracies(cells: Sequence[Line], split: str, *, after: bool) -> dict[str, float]:
+    """{target: accuracy before or after}, the mean over the cells."""
+    known: dict[str, list[float]] = {}
+    for run in cells:
+        for name in drops(run, split):
+            known.setdefault(name, []).append(run["accuracy"][split][name][int(after)])
+    return {name: mean(values) for name, values in known.items()}
