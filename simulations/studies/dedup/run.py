@@ -74,7 +74,7 @@ def run_cell(out: Path, scenario: Scenario, cell: Cell) -> dict[str, Any]:
             "num_validations": sum(outcome.num_validations for outcome in outcomes),
             "bytes_ratio": store.compression_ratio,
             "block_ratio": block_ratio(store, tensors, cell.block_size),
-            "drops": drops(out, store, tensors, scenario),
+            "drops": drops(out, store, scenario),
             "outcomes": [asdict(outcome) for outcome in outcomes],
         }
 
@@ -148,11 +148,12 @@ def block_ratio(store: Store, tensors: Mapping[str, Tensors], block_size: int) -
     return int((store.reference_counts > 0).sum()) / len(before)
 
 
-def drops(out: Path, store: Store, tensors: Mapping[str, Tensors], scenario: Scenario) -> dict[str, dict[str, float]]:
+def drops(out: Path, store: Store, scenario: Scenario) -> dict[str, dict[str, float]]:
     """{split: {variant that may be a target: by how much its accuracy fell}}; the records are in truth public."""
     result: dict[str, dict[str, float]] = {split: {} for split in SPLITS}
+    known = {line["name"]: line["accuracy"] for line in lines(out / "models.jsonl")}
     for model in scenario.models:
-        before, after = accuracies(out, model, tensors[model.name]), accuracies(out, model, store.restore(model.name))
+        before, after = known[model.name], accuracies(out, model, store.restore(model.name))
         for split in SPLITS:
             result[split][model.name] = before[split] - after[split]
     return result
