@@ -96,7 +96,7 @@ def served(scenario="minilm", **loads):
     arms = [
         arm(name, temperature, load)
         for temperature in ("cold", "warm")
-        for name, load in {"store": 1.0, "safetensors": 10.0, "straight read": 3.0, "mmap": 2.0, **loads}.items()
+        for name, load in {"store": 1.0, "safetensors": 10.0, "straight": 3.0, "mmap": 2.0, **loads}.items()
     ]
     return {
         "scenario": scenario, "num_models": 5, "bytes_of_models": 6e7, "limit_bytes": 2e7, "limit": "cgroup v1",
@@ -270,7 +270,7 @@ def test_private_validations_changes_are_points_of_the_same_model():
 def test_speed_ups_are_judged_with_and_without_inference():
     text = serving.serving(results(serving=[served(), served("hetero", safetensors=9.9)]))
     assert line_of(text, "minilm", "safetensors", "cold", "10.0")[3:] == ["10.0", "5.5", "10", "yes", "**no**"]
-    assert line_of(text, "minilm", "straight read", "cold", "3.0")[3:] == ["3.0", "2.0", "3", "yes", "**no**"]
+    assert line_of(text, "minilm", "straight", "cold", "3.0")[3:] == ["3.0", "2.0", "3", "yes", "**no**"]
     assert line_of(text, "hetero", "safetensors", "cold", "9.9")[6] == "**no**"
     assert line_of(text, "minilm", "safetensors", "warm", "10.0")[5:] == ["", "", ""]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import shutil
 from dataclasses import replace
 from functools import partial
 
@@ -16,10 +17,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.dedup import variants
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
-from simulations.studies.dedup import check, images, run, schedules, texts, train
+from simulations.studies.dedup import check, images, retrain, run, schedules, texts, train
 from simulations.studies.dedup.cells import cells
 from simulations.studies.dedup.dp_sgd import Schedule, clipped_sum, losses, train_privately
 from simulations.studies.dedup.full_dp import add_clipped_gradients
@@ -87,9 +89,12 @@ def test_no_image_is_in_two_splits_and_a_view_changes_nothing_else():
     assert torch.equal(images.images("mirrored", "test").inputs.flip(2), images.images("digits", "test").inputs)
 
 
-def test_public_images_come_from_another_source():
+def test_public_images_come_from_another_source(monkeypatch):
+    monkeypatch.setattr(images, "NUM_PUBLIC", 1000)
+    images._drawings.cache_clear()
     public, private = images.images("digits", "public"), images.images("digits", "private")
-    assert len(public) == images.NUM_PUBLIC
+    images._drawings.cache_clear()
+    assert len(public) == 1000
     assert not {bytes(image) for image in public.inputs.numpy()} & {bytes(image) for image in private.inputs.numpy()}
     assert 0 <= float(public.inputs.min()) <= float(public.inputs.max()) <= 1
 
@@ -262,37 +267,40 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture
-def tiny(monkeypatch):
-    """A scenario of two transformers that train for a few steps, deduplicated in two ways."""
-    epsilons = (2.0, 8.0)
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A scenario of two transformers that train for a few steps, deduplicated in two ways, and its folder."""
+    epsilons, out = (2.0, 8.0), tmp_path_factory.mktemp("study")
     models = tuple(Model(architecture="vit", task="digits", epsilon=epsilon, part=(0, 15)) for epsilon in epsilons)
     scenario = Scenario(
         name="tiny", models=models, epsilon_bound=2.0, utility_bound=0.02, block_size=4096, validation_epsilon=4.0
     )
     chosen = [cell for cell in cells(scenario) if cell.row == "drd" and cell.seed == 0]
     assert {cell.cutoff for cell in chosen} == {None, 3}
-    monkeypatch.setitem(SCENARIOS, "tiny", scenario)
-    monkeypatch.setitem(schedules.RECIPES, "vit", replace(schedules.RECIPES["vit"], steps=4))
-    monkeypatch.setattr(schedules, "noise_multiplier_for", lambda epsilon, *_, **__: 8 / epsilon)  # takes seconds
-    monkeypatch.setattr(images, "NUM_PUBLIC", 640)
-    monkeypatch.setattr(images, "SIZES", {"tuning": 30, "validation": 100, "test": 30, "private": 3000})
-    monkeypatch.setattr(run, "cells", lambda scenario: chosen)
     caches = schedules.schedule, images._drawings, train.records
-    for each in caches:
-        each.cache_clear()
-    yield scenario
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SCENARIOS, "tiny", scenario)
+        patch.setitem(schedules.RECIPES, "vit", replace(schedules.RECIPES["vit"], steps=4))
+        patch.setattr(schedules, "noise_multiplier_for", lambda epsilon, *_, **__: 8 / epsilon)  # takes seconds
+        patch.setattr(images, "NUM_PUBLIC", 640)
+        patch.setattr(images, "SIZES", {"tuning": 30, "validation": 100, "test": 30, "private": 3000})
+        patch.setattr(run, "cells", lambda scenario: chosen)
+        for each in caches:
+            each.cache_clear()
+        train.train_all(out, [scenario], data=out, jobs=1)
+        run.run_all(out, [scenario], jobs=1)
+        yield scenario, out
     for each in caches:
         each.cache_clear()
 
 
 def test_a_scenario_from_training_to_tables_and_a_tampered_bound_is_seen(tiny, tmp_path, capsys):
-    out, page = tmp_path / "out", tmp_path / "page.md"
-    train.train_all(out, [tiny], data=tmp_path, jobs=1)
+    (tiny, made), out, page = tiny, tmp_path / "out", tmp_path / "page.md"
+    shutil.copytree(made, out)
+    first = [(out / name).read_bytes() for name in ("runs.jsonl", "models.jsonl")]
+    train.train_all(out, [tiny], data=out, jobs=1)
     run.run_all(out, [tiny], jobs=1)
-    first = (out / "runs.jsonl").read_bytes()
-    run.run_all(out, [tiny], jobs=1)
-    assert (out / "runs.jsonl").read_bytes() == first, "a cell was computed twice"
+    assert [(out / name).read_bytes() for name in ("runs.jsonl", "models.jsonl")] == first, "computed twice"
     public, private = lines(out / "runs.jsonl")
     assert public["num_validations"] > 0
     assert public["block_ratio"] < 1
@@ -317,9 +325,36 @@ def test_a_scenario_from_training_to_tables_and_a_tampered_bound_is_seen(tiny, t
     assert "damaged" in capsys.readouterr().out
 
 
+def test_the_lines_of_models_say_whether_each_beats_its_start(tiny):
+    tiny, out = tiny
+    (reference,), models = lines(out / "references.jsonl"), lines(out / "models.jsonl")
+    for line, model in zip(models, tiny.models, strict=True):
+        gained = line["accuracy"]["test"] - line["accuracy_start"]["test"]
+        assert line["gain"] == pytest.approx(gained)
+        assert line["beats_start"] == (gained > 2 * line["gain_standard_error"])
+        # Of the differences -1, 0 and 1 of 30 records, at most one record lost for each gained.
+        assert line["gain_standard_error"] <= 1 / math.sqrt(29)
+        assert line["accuracy_without_noise"] == reference["accuracy"]
+        assert line["accuracy"] == train.accuracies(out, model, variants.read_tensors(out / "models" / model.name))
+
+
+def test_targets_are_trained_anew_with_the_epsilon_after_deduplication(tiny, tmp_path, monkeypatch):
+    (tiny, made), out = tiny, tmp_path / "out"
+    shutil.copytree(made, out)
+    monkeypatch.setattr(retrain, "SCENARIO_NAMES", ("tiny",))
+    retrain.retrain_all(out, jobs=1)
+    (line,), outcome = lines(out / "retrain.jsonl"), lines(out / "runs.jsonl")[0]["outcomes"][1]
+    assert (line["name"], line["epsilon"]) == (tiny.models[1].name, outcome["epsilon_after"])
+    again, events = train.trained(out, tiny.models[1], epsilon=line["epsilon"])
+    assert line["accuracy"] == train.accuracies(out, tiny.models[1], again)
+    assert {event.noise_multiplier for event in events} == {8 / line["epsilon"]}
+    with pytest.raises(InputError, match="holds no results of drd in A1 to A5; run comes first"):
+        retrain.retrain_all(tmp_path / "elsewhere")
+
+
 def test_blocks_of_a_variant_that_nobody_names_are_seen(tiny, tmp_path, capsys):
-    train.train_all(tmp_path, [tiny], data=tmp_path, jobs=1)
-    run.run_all(tmp_path, [tiny], jobs=1)
+    tiny, made = tiny
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     line, _ = lines(tmp_path / "runs.jsonl")
     name = tiny.models[1].name
     with Store(tmp_path / "cells" / line["key"] / "store") as store:

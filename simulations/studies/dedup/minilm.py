@@ -40,7 +40,7 @@ class Tail(nn.Module):
         hidden = states
         # On texts this short the plain products are faster than fused attention.
         with torch.autocast("cpu", dtype=torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
-            for layer in self.bert["encoder"]["layer"].values():  # type: ignore[operator, union-attr, index]
+            for layer in self.bert["encoder"]["layer"].values():
                 hidden = layer(hidden)
         logits: Tensor = self.classifier(pooling.unit_states(hidden.float().mean(dim=1)))
         return logits

@@ -24,7 +24,9 @@ _ROWS, _TOKENS = 256, 4096
 class Records(Protocol):
     """Labelled records of one task."""
 
-    labels: Tensor
+    @property
+    def labels(self) -> Tensor:
+        """Int64 [records]."""
 
     def __len__(self) -> int: ...
 

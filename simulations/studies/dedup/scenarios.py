@@ -106,9 +106,10 @@ _PARTS = tuple(
     Model(architecture="perceptron", task="sst2", split="parts", epsilon=epsilon, part=(index, 5))
     for index, epsilon in enumerate((0.2, 0.4, 0.8, 1.6, 2.0))
 )
+_VIEW_TASKS: tuple[Task, ...] = ("digits", "mirrored", "upside-down", "turned")
 _VIEWS = tuple(
-    Model(architecture="vit-large", task=task, epsilon=2.0, part=(index, 4))
-    for index, task in enumerate(("digits", "mirrored", "upside-down", "turned"))
+    Model(architecture="vit-large", task=task, epsilon=2.0, part=(index, len(_VIEW_TASKS)))
+    for index, task in enumerate(_VIEW_TASKS)
 )
 _MINILM = _models("minilm", "sst2", 1, 2, 4, 5, 7)
 

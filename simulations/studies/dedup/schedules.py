@@ -21,6 +21,8 @@ class Recipe:
     Attributes:
         steps: noisy steps.
         share: of the records, expected in a batch.
+        least_batch: expected in a batch whatever the share, where there are so many.
+        clip_norm: C, gradient units.
         learning_rate: the largest.
         noisy_rate: the learning rate where a mean gradient's coordinates have noise of 0.01; it falls with more.
         public_tasks: whose public records the start is trained on; none means the model's own task.
@@ -30,6 +32,8 @@ class Recipe:
 
     steps: int
     share: float
+    least_batch: int = 1
+    clip_norm: float = 1.0
     learning_rate: float
     noisy_rate: float
     public_tasks: tuple[Task, ...] = ()
@@ -39,7 +43,7 @@ class Recipe:
 
     def rate(self, batch_size: int, noise_multiplier: float) -> float:
         """The learning rate, by a rule that depends on no record."""
-        noise = noise_multiplier / batch_size
+        noise = noise_multiplier * self.clip_norm / batch_size
         return min(self.learning_rate, self.noisy_rate * 0.01 / noise) if noise else self.learning_rate
 
 
@@ -78,12 +82,15 @@ RECIPES: Mapping[Architecture, Recipe] = {
         public_learning_rate=3e-4,
     ),
     "minilm": Recipe(
-        steps=40,
-        share=0.025,
-        learning_rate=0.5,
-        noisy_rate=1.0,
-        public_epochs=10,
-        public_learning_rate=0.3,
+        steps=30,
+        share=0.05,
+        least_batch=500,
+        # Its gradients have norms of 4 to 14: at 1 all records would count alike, however sure the model is of them.
+        clip_norm=10.0,
+        learning_rate=0.035,
+        noisy_rate=0.05,
+        public_epochs=5,
+        public_learning_rate=0.03,
         public_prefix="classifier",
     ),
 }
@@ -99,10 +106,15 @@ def schedule(architecture: Architecture, num_records: int, epsilon: float) -> tu
         epsilon: > 0, at `DELTA`; infinite for training without noise.
     """
     recipe = RECIPES[architecture]
-    batch_size = round(recipe.share * num_records)
+    batch_size = min(num_records, max(recipe.least_batch, round(recipe.share * num_records)))
     noise = 0.0
     if math.isfinite(epsilon):
         probability = batch_size / num_records
         noise = noise_multiplier_for(epsilon, DELTA, sampling_probability=probability, steps=recipe.steps)
-    rate = recipe.rate(batch_size, noise)
-    return Schedule(steps=recipe.steps, expected_batch_size=batch_size, learning_rate=rate), noise
+    how = Schedule(
+        steps=recipe.steps,
+        expected_batch_size=batch_size,
+        learning_rate=recipe.rate(batch_size, noise),
+        clip_norm=recipe.clip_norm,
+    )
+    return how, noise

@@ -17,12 +17,8 @@ def introduction(results: Results) -> str:
     return f"""## Fully trained models under DP-SGD, beside the paper
 
 ```
-python -m simulations.studies.dedup train     # the models, and a folder of variants for each scenario
-python -m simulations.studies.dedup run       # every cell of the tables below
-python -m simulations.studies.dedup retrain   # the targets of A1 to A5 anew, at the epsilons that they have then
-python -m simulations.studies.dedup serve     # 100 queries under a limit of memory
-python -m simulations.studies.dedup check     # an independent check of every store
-python -m simulations.studies.dedup tables    # this part of the page
+python -m simulations.studies.dedup --data FOLDER     # everything, also where an earlier attempt left off; FOLDER holds the texts
+python -m simulations.studies.dedup --help            # the steps one by one
 ```
 
 The scenarios of Guan et al. 2025, Table 1, its seven heterogeneous models and its fifty, at a size for two cores:
