@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.serving import Registry, copy_rows
+from fedpriv.dedup.serving import Registry
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
 
