@@ -8,14 +8,21 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from fedpriv.dedup.bench_plain_files import MappedFiles, PlainFiles
-from fedpriv.dedup.blocks import Layout
-from fedpriv.dedup.serving import Registry, memory_for_models, targets_in
+from fedpriv.dedup.bench_plain_files import MappedFiles, PlainFiles, Reader
+from fedpriv.dedup.serving import Registry, memory_for_models
 from fedpriv.dedup.store import Store
 
 ARMS = ("store", "safetensors", "straight", "mmap")
 """The store's registry; safetensors' `load_file`, copied into the model; the file read straight into the model's
 memory; and the file mapped, its tensors taken as they are"""
+
+
+_READERS: dict[str, tuple[Reader, int | None]] = {
+    "safetensors": ("safetensors", None),
+    "straight": ("direct", 32 * 2**20),
+}
+"""How an arm reads, and the memory that it leaves for pages of the file that is being read; None for all of them."""
+Targets = Mapping[str, Mapping[str, Tensor]]
 
 
 class Loader(Protocol):
@@ -35,10 +42,11 @@ class StoreArm:
         store: open.
         memory_bytes: for models and the system's cache of the store's files.
         models: {variant: the model that it is loaded into}; empty to load dicts of tensors.
+        targets: {variant: {tensor: the model's parameter or buffer}}.
     """
 
-    def __init__(self, store: Store, memory_bytes: int, models: Mapping[str, nn.Module]) -> None:
-        self._store, self._models = store, models
+    def __init__(self, store: Store, memory_bytes: int, models: Mapping[str, nn.Module], targets: Targets) -> None:
+        self._models, self._targets = models, targets
         self.models_bytes = memory_for_models(store, memory_bytes)
         self._registry = Registry(store, self.models_bytes)
 
@@ -46,7 +54,7 @@ class StoreArm:
         if name not in self._models:
             return self._registry.get(name)
         self._registry.load_into(self._models[name], name)
-        return targets_in(self._models[name], self._store.manifest(name).layout)
+        return self._targets[name]
 
     def counts(self) -> tuple[int, int]:
         return self._registry.statistics.misses, self._registry.statistics.bytes_copied
@@ -57,10 +65,10 @@ class PlainArm:
 
     Args:
         files: loads them.
-        targets: {variant: {tensor: parameter or buffer of its workload's model}}; empty to load dicts of tensors.
+        targets: as `StoreArm`; empty to load dicts of tensors.
     """
 
-    def __init__(self, files: PlainFiles | MappedFiles, targets: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def __init__(self, files: PlainFiles | MappedFiles, targets: Targets) -> None:
         self._files, self._targets = files, targets
 
     def load(self, name: str) -> Mapping[str, Tensor]:
@@ -76,25 +84,23 @@ class PlainArm:
 
 
 def plain_arm(
-    arm: str,
-    files: Mapping[str, Path],
-    layouts: Mapping[str, Layout],
-    memory_bytes: int,
-    models: Mapping[str, nn.Module],
-    *,
-    maps_count: bool,
+    arm: str, files: Mapping[str, Path], memory_bytes: int, targets: Targets, *, maps_count: bool
 ) -> PlainArm:
     """An arm that serves plain files, with its memory allocated and all headers read.
 
     Args:
         arm: one of `ARMS`, except the store.
         files: {variant: its safetensors file}.
-        layouts: of the variants.
-        memory_bytes: for loaded models; what they leave is for the system's cache.
-        models: as `StoreArm`.
+        memory_bytes: for loaded models and, for `safetensors`, the map of the file that is being copied; what they
+            leave is for the system's cache.
+        targets: as `StoreArm`.
         maps_count: whether files that are mapped count as memory.
     """
-    targets = {name: targets_in(model, layouts[name]) for name, model in models.items()}
     if arm == "mmap":
         return PlainArm(MappedFiles(files, memory_bytes if maps_count else None), targets)
-    return PlainArm(PlainFiles(files, memory_bytes, "direct" if arm == "straight" else "safetensors"), targets)
+    largest = max(path.stat().st_size for path in files.values())
+    # What the system reads ahead, or maps for load_file, must be used before it has to be given back, or it is read
+    # twice, which costs more than one model less in memory.
+    reader, under_way = _READERS[arm]
+    under_way = largest if under_way is None else under_way
+    return PlainArm(PlainFiles(files, max(largest, memory_bytes - under_way), reader), targets)

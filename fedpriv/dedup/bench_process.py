@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedpriv.dedup.bench_arms import Loader, StoreArm, plain_arm
+from fedpriv.dedup.bench_arms import Loader, StoreArm, Targets, plain_arm
 from fedpriv.dedup.bench_limit import Group, bound, enter, used_bytes
 from fedpriv.dedup.bench_page_cache import bytes_from_disk, drop, num_cached_pages
 from fedpriv.dedup.blocks import Layout
@@ -134,12 +134,13 @@ def measure(job: Job) -> Measured:
     for workload in {id(workload): workload for workload in workloads.values()}.values():
         workload.infer()  # which allocates what the first inference needs
     models = {name: workload.model for name, workload in workloads.items()}
-    _release_weights(models, job.layouts)
+    targets = {name: targets_in(model, job.layouts[name]) for name, model in models.items()}
+    _release_weights(targets)
     limit_bytes = used_bytes(job.group) + job.memory_bytes + IN_FLIGHT_BYTES
     limit_bytes += _mapped_at_once(job) if job.group is None else 0
     bound(job.group, limit_bytes)
     dropped: list[bool] = []
-    with _opened(job, models, dropped) as (loader, before, opening_seconds):
+    with _opened(job, models, targets, dropped) as (loader, before, opening_seconds):
         first = _timed(loader, job, workloads, before)
         cold = replace(first, load_seconds=first.load_seconds + opening_seconds) if job.cold else None
         warm = _timed(loader, job, workloads) if job.warm else None
@@ -151,7 +152,7 @@ def measure(job: Job) -> Measured:
 
 @contextmanager
 def _opened(
-    job: Job, models: Mapping[str, nn.Module], dropped: list[bool]
+    job: Job, models: Mapping[str, nn.Module], targets: Targets, dropped: list[bool]
 ) -> Iterator[tuple[Loader, Callable[[str], object], float]]:
     """The arm, what comes before each cold query, and the time of opening.
 
@@ -165,14 +166,14 @@ def _opened(
         pass
 
     if job.arm != "store":
-        loader = plain_arm(job.arm, job.files, job.layouts, job.memory_bytes, models, maps_count=job.group is None)
+        loader = plain_arm(job.arm, job.files, job.memory_bytes, targets, maps_count=job.group is None)
         drop_all([*job.files.values()])
         yield loader, nothing if job.group else lambda name: drop_all([job.files[name]]), 0.0
         return
     drop_all(_files_of(job.store))
     started = perf_counter()
     with Store(job.store, read_only=True) as store:
-        shared = StoreArm(store, job.memory_bytes, models)
+        shared = StoreArm(store, job.memory_bytes, models, targets)
         fits = store.bytes_stored <= job.memory_bytes - shared.models_bytes
         # What the catalogue maps stays.
         blocks = [path for path in _files_of(job.store) if not path.match("catalogue.*.npy")]
@@ -227,10 +228,10 @@ def digest(tensors: Mapping[str, NDArray[Any]]) -> str:
     return found.hexdigest()
 
 
-def _release_weights(models: Mapping[str, nn.Module], layouts: Mapping[str, Layout]) -> None:
+def _release_weights(targets: Targets) -> None:
     """Give up the memory of weights that every load replaces, so that it does not count as the process's own."""
-    for name, model in models.items():
-        for target in targets_in(model, layouts[name]).values():
+    for tensors in targets.values():
+        for target in tensors.values():
             target.data = torch.zeros((), dtype=target.dtype).expand(target.shape)
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

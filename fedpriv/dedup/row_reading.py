@@ -6,18 +6,17 @@ not touched while a model was loaded would be read while it computes.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-_LONG_RUN_BYTES = 2**16
 _GAP_BYTES = 2**14  # reading this much that is not needed takes as long as another call
-_CHUNK_BYTES = 2**20
+_MOST_RUNS = 500  # in one call, which takes at most 1,024 pieces of memory, gaps included
 
 
 @dataclass(frozen=True)
@@ -52,65 +51,77 @@ class Wanted:
 
 @dataclass(frozen=True, eq=False)
 class _Extent:
-    """A piece of the file, [first, end) in rows, and the part of the wanted rows that it holds."""
+    """A piece of the file that is read at once.
 
-    wanted: Wanted
-    first: int
+    Attributes:
+        start, end: bytes, counted from the first row.
+        pieces: memory for these bytes, in the file's order.
+    """
+
+    start: int
     end: int
+    pieces: list[memoryview]
 
 
 def read_rows(file: OpenRows, wanted: Sequence[Wanted]) -> None:
     """Read rows to their positions.
 
     Raises:
-        OSError: the file cannot be read, or ends too early.
+        ValueError: the file ends too early, in one line.
+        OSError: the file cannot be read.
     """
-    extents = [extent for each in wanted for extent in _extents(each, file.row_bytes)]
-    extents.sort(key=lambda extent: extent.first)
-    if len(extents) > 1 and hasattr(os, "posix_fadvise"):
-        for extent in extents:  # all are under way before the first is waited for
-            length = (extent.end - extent.first) * file.row_bytes
-            start = file.offset + extent.first * file.row_bytes
-            os.posix_fadvise(file.descriptor, start, length, os.POSIX_FADV_WILLNEED)
+    unneeded = memoryview(bytearray(_GAP_BYTES))
+    extents = [extent for each in wanted for extent in _extents(each, file.row_bytes, unneeded)]
+    extents.sort(key=lambda extent: extent.start)
+    for extent in extents if len(extents) > 1 else ():  # all are under way before the first is waited for
+        advise(file.descriptor, file.offset + extent.start, extent.end - extent.start, "WILLNEED")
     for extent in extents:
-        _read_extent(file, extent)
+        _read(file.descriptor, file.offset + extent.start, extent.pieces)
 
 
-def _extents(wanted: Wanted, row_bytes: int) -> list[_Extent]:
-    """The pieces to read: a long run, contiguous in the file and in the target, or up to a chunk of shorter ones."""
+def advise(descriptor: int, start: int, num_bytes: int, what: Literal["RANDOM", "WILLNEED", "DONTNEED"]) -> None:
+    """Tell the system how a part of a file will be used, where it can be told; 0 bytes are all from `start` on.
+
+    Source: posix_fadvise(2).
+    """
+    if hasattr(os, "posix_fadvise"):  # not on macOS
+        os.posix_fadvise(descriptor, start, num_bytes, getattr(os, f"POSIX_FADV_{what}"))
+
+
+def _extents(wanted: Wanted, row_bytes: int, unneeded: memoryview) -> list[_Extent]:
+    """The pieces to read: runs that are contiguous in the file and in the target, with short gaps between them."""
     if not len(wanted.rows):
         return []
     order = np.argsort(wanted.rows, kind="stable")
     rows, positions = wanted.rows[order], wanted.positions[order]
     starts = np.flatnonzero(np.r_[True, (np.diff(rows) != 1) | (np.diff(positions) != 1)])
     lengths = np.diff(np.r_[starts, len(rows)])
-    long = lengths * row_bytes >= _LONG_RUN_BYTES
-    gaps = rows[starts[1:]] - (rows[starts[:-1]] + lengths[:-1])
-    chunks = rows[starts] * row_bytes // _CHUNK_BYTES
-    apart = long[1:] | long[:-1] | (gaps * row_bytes > _GAP_BYTES) | (np.diff(chunks) != 0)
-    bounds = [*starts[np.r_[True, apart]].tolist(), len(rows)]
-    return [
-        _Extent(Wanted(wanted.target, positions[first:end], rows[first:end]), int(rows[first]), int(rows[end - 1]) + 1)
-        for first, end in itertools.pairwise(bounds)
-    ]
+    gaps = (rows[starts[1:]] - rows[starts[:-1]] - lengths[:-1]) * row_bytes
+    apart = (gaps < 0) | (gaps > _GAP_BYTES) | (np.arange(1, len(starts)) % _MOST_RUNS == 0)
+    target = wanted.target.reshape(-1).view(np.uint8).data
+    begins = [0, *(1 + np.flatnonzero(apart)).tolist(), len(starts)]
+    gaps = np.r_[0, gaps].tolist()
+    runs = (row_bytes * np.stack([rows[starts], positions[starts], lengths], axis=1)).tolist()
+    extents = []
+    for begin, end in pairwise(begins):
+        pieces: list[memoryview] = []
+        for index in range(begin, end):
+            if index > begin and gaps[index]:
+                pieces.append(unneeded[: gaps[index]])
+            _, first, size = runs[index]
+            pieces.append(target[first : first + size])
+        extents.append(_Extent(runs[begin][0], runs[end - 1][0] + runs[end - 1][2], pieces))
+    return extents
 
 
-def _read_extent(file: OpenRows, extent: _Extent) -> None:
-    target, positions, rows = extent.wanted.target, extent.wanted.positions, extent.wanted.rows
-    first, length = int(positions[0]), extent.end - extent.first
-    if length == len(rows) and (positions == np.arange(first, first + length)).all():
-        _read(file, extent.first, target[first : first + length])
-        return
-    piece = np.empty((length, *target.shape[1:]), target.dtype)
-    _read(file, extent.first, piece)
-    target[positions] = piece[rows - extent.first]
-
-
-def _read(file: OpenRows, first: int, target: NDArray[Any]) -> None:
-    """Fill a contiguous array from the file's row `first` on."""
-    start, unread = file.offset + first * file.row_bytes, target.reshape(-1).view(np.uint8).data
-    while len(unread):
-        count = os.preadv(file.descriptor, [unread], start)
+def _read(descriptor: int, start: int, pieces: list[memoryview]) -> None:
+    """Fill pieces of memory with the bytes that follow one another in a file."""
+    while pieces:
+        count = os.preadv(descriptor, pieces, start)
         if not count:
-            raise OSError(0, f"{len(unread)} bytes are missing at the end of the blocks")
-        start, unread = start + count, unread[count:]
+            raise ValueError(f"{sum(map(len, pieces))} bytes are missing at the end of the blocks")
+        start += count
+        while pieces and count >= len(pieces[0]):
+            count -= len(pieces.pop(0))
+        if pieces:
+            pieces[0] = pieces[0][count:]

@@ -186,28 +186,20 @@ class Registry:
             else:
                 homeless.append(content)
         spare = [memory for same in free.values() for memory in same]
-        return [content for content in homeless if not self._create(content, layout, spare, pinned, found)]
-
-    def _create(
-        self,
-        content: Content,
-        layout: Layout,
-        spare: list[TensorMemory],
-        pinned: list[TensorMemory],
-        found: dict[str, TensorMemory],
-    ) -> bool:
-        """Whether there is room for new memory; what is spare and of another shape is given up for it."""
         room = self._memory_bytes - self.used_bytes
-        while (needed := content_bytes(content, layout)) > room and spare:
-            given_up = spare.pop()
-            self._memories = [memory for memory in self._memories if memory is not given_up]
-            room += given_up.num_bytes
-        if needed > room:
-            return False
-        found[content.key] = TensorMemory(content, layout)
-        pinned.append(found[content.key])
-        self._memories.append(found[content.key])
-        return True
+        for content in homeless.copy():
+            needed = content_bytes(content, layout)
+            while needed > room and spare:  # of other shapes
+                given_up = spare.pop()
+                self._memories = [memory for memory in self._memories if memory is not given_up]
+                room += given_up.num_bytes
+            if needed <= room:
+                room -= needed
+                homeless.remove(content)
+                found[content.key] = TensorMemory(content, layout)
+                self._memories.append(found[content.key])
+                pinned.append(found[content.key])
+        return homeless
 
 
 def memory_for_models(store: Store, memory_bytes: int) -> int:
