@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -198,7 +199,8 @@ def _in_a_process(job: Job) -> Measured | str:
         found = receiver.recv()
     except EOFError:
         process.join()
-        found = f"was ended by the system (exit status {process.exitcode}) at its memory limit"
+        killed = process.exitcode == -signal.SIGKILL
+        found = "was ended by the system at its memory limit" if killed else f"failed, exit status {process.exitcode}"
     finally:
         process.kill()
         process.join()

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from fedpriv.dedup.bench_plain_files import MappedFiles, PlainFiles, Reader
+from fedpriv.dedup.bench_plain_files import MappedFiles, PlainFiles
 from fedpriv.dedup.serving import Registry, memory_for_models
 from fedpriv.dedup.store import Store
 
@@ -17,11 +17,8 @@ ARMS = ("store", "safetensors", "straight", "mmap")
 memory; and the file mapped, its tensors taken as they are"""
 
 
-_READERS: dict[str, tuple[Reader, int | None]] = {
-    "safetensors": ("safetensors", None),
-    "straight": ("direct", 32 * 2**20),
-}
-"""How an arm reads, and the memory that it leaves for pages of the file that is being read; None for all of them."""
+_READ_AHEAD_BYTES = 32 * 2**20
+
 Targets = Mapping[str, Mapping[str, Tensor]]
 
 
@@ -49,11 +46,15 @@ class StoreArm:
         self._models, self._targets = models, targets
         self.models_bytes = memory_for_models(store, memory_bytes)
         self._registry = Registry(store, self.models_bytes)
+        self._used: nn.Module | None = None
 
     def load(self, name: str) -> Mapping[str, Tensor]:
         if name not in self._models:
             return self._registry.get(name)
-        self._registry.load_into(self._models[name], name)
+        if self._used not in (None, self._models[name]):
+            self._registry.release(self._used)  # one model computes at a time, whatever its architecture
+        self._used = self._models[name]
+        self._registry.load_into(self._used, name)
         return self._targets[name]
 
     def counts(self) -> tuple[int, int]:
@@ -91,16 +92,15 @@ def plain_arm(
     Args:
         arm: one of `ARMS`, except the store.
         files: {variant: its safetensors file}.
-        memory_bytes: for loaded models and, for `safetensors`, the map of the file that is being copied; what they
-            leave is for the system's cache.
+        memory_bytes: for loaded models, and for pages of the file that is being read.
         targets: as `StoreArm`.
         maps_count: whether files that are mapped count as memory.
     """
     if arm == "mmap":
         return PlainArm(MappedFiles(files, memory_bytes if maps_count else None), targets)
+    # What load_file maps, or the system reads ahead, must be used before it has to be given back, or it is read twice,
+    # which costs more than one model less in memory.
     largest = max(path.stat().st_size for path in files.values())
-    # What the system reads ahead, or maps for load_file, must be used before it has to be given back, or it is read
-    # twice, which costs more than one model less in memory.
-    reader, under_way = _READERS[arm]
-    under_way = largest if under_way is None else under_way
-    return PlainArm(PlainFiles(files, max(largest, memory_bytes - under_way), reader), targets)
+    under_way = largest if arm == "safetensors" else _READ_AHEAD_BYTES
+    models_bytes = max(largest, memory_bytes - under_way)
+    return PlainArm(PlainFiles(files, models_bytes, "safetensors" if arm == "safetensors" else "direct"), targets)

@@ -79,9 +79,9 @@ class Registry:
     def load_into(self, model: nn.Module, name: str) -> None:
         """Give a built model the stored model's weights, in memory shared with the registry: for inference only.
 
-        The weights stay in memory until the model is loaded with another name or is gone. If they have been changed
-        in place in the meantime, they are loaded again. Other models that have such a tensor in common see the change
-        until then.
+        The weights stay in memory until the model is loaded with another name, released or gone. If they have been
+        changed in place in the meantime, they are loaded again. Other models that have such a tensor in common see the
+        change until then.
 
         Args:
             model: on the CPU, of the stored model's architecture. Its parameters and buffers remain the same objects,
@@ -101,6 +101,11 @@ class Registry:
         self._served = [served for served in self._served if served.model() is not model]
         weights = [(target, memories[tensor_name]) for tensor_name, target in targets.items()]
         self._served.append(_Served.of(weakref.ref(model), name, weights))
+
+    def release(self, model: nn.Module) -> None:
+        """Allow the weights of a model that was loaded to be replaced; load it again before it computes anything."""
+        self._forget_changed()
+        self._served = [served for served in self._served if served.model() is not model]
 
     def _load(self, name: str, model: nn.Module | None) -> list[TensorMemory]:
         """The memory that holds the model of this name, filled."""
