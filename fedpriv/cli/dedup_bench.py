@@ -69,13 +69,15 @@ def bench(
 
 
 def _lines(found: Report) -> list[str]:
+    from fedpriv.dedup.bench import KINDS
+
     lines = [
         f"{found.num_queries} queries over {found.num_variants} variants, {found.memory_bytes} bytes for each arm "
         f"beside its process, bounded by {found.limited_by}; "
         f"the disk reads {found.disk_bytes_per_second / 1e6:.0f} MB/s"
     ]
-    for kind, arms in (("cold", found.cold), ("warm", found.warm)):
-        loads = found.load_ratios(kind) if arms else {}
+    for kind in KINDS:
+        arms, loads = found.arms(kind), found.load_ratios(kind)
         lines += [f"{kind}, {_line(name, arm, loads.get(name))}" for name, arm in arms.items()]
         if "store" in arms and arms["store"].infer_seconds is not None:
             totals = ", ".join(f"{name} {ratio:.2f}" for name, ratio in found.total_ratios(kind).items())

@@ -38,9 +38,10 @@ from fedpriv.dedup.serving import targets_in
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
 
-__all__ = ["ARMS", "Arm", "Report", "Workload", "bench", "restore_all"]
+__all__ = ["ARMS", "KINDS", "Arm", "Kind", "Report", "Workload", "bench", "restore_all"]
 
 Kind = Literal["cold", "warm"]
+KINDS: tuple[Kind, ...] = ("cold", "warm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,10 @@ class Report:
     warm: Mapping[str, Arm]
     failures: Mapping[str, str]
 
+    def arms(self, kind: Kind) -> Mapping[str, Arm]:
+        """{arm: what it took}, cold or warm."""
+        return self.cold if kind == "cold" else self.warm
+
     def load_ratios(self, kind: Kind) -> dict[str, float]:
         """{arm with plain files: its load time over that of the store}; larger is better for the store."""
         return self._ratios(kind, "load_seconds")
@@ -80,13 +85,11 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, including the ratios."""
-        kinds: tuple[Kind, ...] = ("cold", "warm")
-        arms = {kind: {name: asdict(arm) for name, arm in getattr(self, kind).items()} for kind in kinds}
-        ratios = {kind: {"load": self.load_ratios(kind), "total": self.total_ratios(kind)} for kind in kinds}
-        return {**vars(self), **arms, "ratios": ratios}
+        ratios = {kind: {"load": self.load_ratios(kind), "total": self.total_ratios(kind)} for kind in KINDS}
+        return {**asdict(self), "ratios": ratios}
 
     def _ratios(self, kind: Kind, figure: str) -> dict[str, float]:
-        arms = self.cold if kind == "cold" else self.warm
+        arms = self.arms(kind)
         if "store" not in arms:
             return {}
         store: float = getattr(arms["store"], figure)
@@ -189,6 +192,7 @@ def restore_all(store: Path, folder: Path) -> dict[str, Path]:
 
 def _in_a_process(job: Job) -> Measured | str:
     """What a process of its own finds, or why it found nothing."""
+    found: Measured | Exception | str
     context = multiprocessing.get_context("forkserver")  # a process without threads, or the weights of this one
     context.set_forkserver_preload(["__main__", run.__module__])
     receiver, sender = context.Pipe(duplex=False)

@@ -227,8 +227,7 @@ def memory_for_models(store: Store, memory_bytes: int) -> int:
 def _fill(memories: Sequence[TensorMemory], store: Store, manifest: Manifest) -> int:
     """Read what memories do not hold of a model's content yet; returns the number of bytes copied."""
     stale = [memory for memory in memories if not memory.intact]
-    blocked = [(memory, memory.missing()) for memory in stale if memory.content.numbers is not None]
-    wanted = [(memory.values, positions, memory.content.numbers[positions]) for memory, positions in blocked]
+    wanted = [(memory.values, *memory.missing()) for memory in stale if memory.content.numbers is not None]
     for memory in stale:
         memory.forget()  # in case the copy fails
     if wanted:
@@ -240,7 +239,7 @@ def _fill(memories: Sequence[TensorMemory], store: Store, manifest: Manifest) ->
             memory.values[...] = values[memory.content.spec.name]
     for memory in stale:
         memory.keep()
-    copied = sum(len(positions) * memory.values.strides[0] for memory, positions in blocked)
+    copied = sum(len(positions) * values.strides[0] for values, positions, _ in wanted)
     return copied + sum(memory.num_bytes for memory in extra)
 
 

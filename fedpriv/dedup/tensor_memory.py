@@ -36,7 +36,7 @@ def contents_of(manifest: Manifest) -> tuple[Content, ...]:
     for spec in manifest.layout.tensors:
         if positions := blocked.get(spec.name):
             numbers = manifest.blocks[positions.start : positions.stop]
-            found.append(Content(spec, f"{spec} {hashlib.sha256(numbers).hexdigest()}", numbers))
+            found.append(Content(spec, f"{spec} {hashlib.sha256(numbers.tobytes()).hexdigest()}", numbers))
         else:
             found.append(Content(spec, f"{spec} {manifest.extras[spec.name]}", None))
     return tuple(found)
@@ -95,9 +95,12 @@ class TensorMemory:
         self._numbers = None if self.content.numbers is None else np.full(len(self.content.numbers), _NOTHING)
         self.intact = False
 
-    def missing(self) -> NDArray[np.int64]:
-        """[k] The positions of the content's blocks that it does not hold yet."""
-        return np.flatnonzero(self._numbers != self.content.numbers)
+    def missing(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """[k] positions, and [k] numbers, of the content's blocks that it does not hold yet; of an extra none."""
+        if self.content.numbers is None:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        positions = np.flatnonzero(self._numbers != self.content.numbers)
+        return positions, self.content.numbers[positions]
 
     def keep(self) -> None:
         """Note that it now holds its content."""

@@ -122,10 +122,12 @@ def test_memory_is_a_third_of_the_variants_by_default(store, files):
     assert found.warm["store"].infer_seconds is None
 
 
+@pytest.mark.slow
 def test_without_workloads_mapped_files_would_read_nothing_and_are_left_out(store, files):
     assert set(small(store, files, arms=ARMS).warm) == {"store", "safetensors", "straight"}
 
 
+@pytest.mark.slow
 def test_variants_of_two_architectures_are_served_from_one_store(store, files, tmp_path):
     other = {"weight": np.arange(640, dtype="f4").reshape(64, 10).T.copy(), "bias": np.ones(10, "f4")}
     with Store(store) as opened:
@@ -159,6 +161,7 @@ def test_a_process_that_takes_more_than_its_limit_is_stopped_and_the_report_says
     assert list(Path("/sys/fs/cgroup").rglob(f"fedpriv-bench-{os.getpid()}-*")) == []
 
 
+@pytest.mark.slow
 def test_the_limit_includes_what_the_system_caches_for_the_process(store, files, tmp_path):
     with temporary_group() as group:
         if group is None:
@@ -171,6 +174,7 @@ def test_the_limit_includes_what_the_system_caches_for_the_process(store, files,
     assert 0 < cached < found.limit_bytes["straight"] < LARGE
 
 
+@pytest.mark.slow
 def test_the_address_space_is_bounded_where_no_group_can_be_made(store, files, monkeypatch):
     monkeypatch.setattr(measuring, "temporary_group", nullcontext)
     found = bench(store, files, num_queries=3, workloads=dict.fromkeys(files, Workload()))
