@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,19 +73,12 @@ def read_rows(file: OpenRows, wanted: Sequence[Wanted]) -> None:
     unneeded = memoryview(bytearray(_GAP_BYTES))
     extents = [extent for each in wanted for extent in _extents(each, file.row_bytes, unneeded)]
     extents.sort(key=lambda extent: extent.start)
-    for extent in extents if len(extents) > 1 else ():  # all are under way before the first is waited for
-        advise(file.descriptor, file.offset + extent.start, extent.end - extent.start, "WILLNEED")
+    if len(extents) > 1 and hasattr(os, "posix_fadvise"):  # not on macOS
+        for extent in extents:  # all are under way before the first is waited for
+            start, num_bytes = file.offset + extent.start, extent.end - extent.start
+            os.posix_fadvise(file.descriptor, start, num_bytes, os.POSIX_FADV_WILLNEED)
     for extent in extents:
         _read(file.descriptor, file.offset + extent.start, extent.pieces)
-
-
-def advise(descriptor: int, start: int, num_bytes: int, what: Literal["RANDOM", "WILLNEED", "DONTNEED"]) -> None:
-    """Tell the system how a part of a file will be used, where it can be told; 0 bytes are all from `start` on.
-
-    Source: posix_fadvise(2).
-    """
-    if hasattr(os, "posix_fadvise"):  # not on macOS
-        os.posix_fadvise(descriptor, start, num_bytes, getattr(os, f"POSIX_FADV_{what}"))
 
 
 def _extents(wanted: Wanted, row_bytes: int, unneeded: memoryview) -> list[_Extent]:
