@@ -118,9 +118,9 @@ def _workloads(name: str, store: Path) -> Mapping[str, Workload]:
     if name:
         made = result_of("workload", name)
     elif (store.absolute().parent / "config.toml").exists():
-        from fedpriv.adapter_variants import AdapterEvaluator, AdapterWorkload
+        from fedpriv.adapter_variants import AdapterWorkload
 
-        made = AdapterWorkload(AdapterEvaluator.of_run(store.absolute().parent))
+        made = AdapterWorkload(store.absolute().parent)
     else:
         return {}
     from fedpriv.dedup.store import Store

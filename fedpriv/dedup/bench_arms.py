@@ -17,6 +17,8 @@ ARMS = ("store", "safetensors", "straight", "mmap")
 memory; and the file mapped, its tensors taken as they are"""
 
 
+IN_FLIGHT_BYTES = 16 * 2**20
+"""What every arm gets beside its memory, for pages under way."""
 _READ_AHEAD_BYTES = 32 * 2**20
 
 Targets = Mapping[str, Mapping[str, Tensor]]
@@ -101,6 +103,6 @@ def plain_arm(
     # What load_file maps, or the system reads ahead, must be used before it has to be given back, or it is read twice,
     # which costs more than one model less in memory.
     largest = max(path.stat().st_size for path in files.values())
-    under_way = largest if arm == "safetensors" else _READ_AHEAD_BYTES
+    under_way = 0 if largest <= IN_FLIGHT_BYTES else largest if arm == "safetensors" else _READ_AHEAD_BYTES
     models_bytes = max(largest, memory_bytes - under_way)
     return PlainArm(PlainFiles(files, models_bytes, "safetensors" if arm == "safetensors" else "direct"), targets)

@@ -20,15 +20,13 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedpriv.dedup.bench_arms import Loader, StoreArm, Targets, plain_arm
+from fedpriv.dedup.bench_arms import IN_FLIGHT_BYTES, Loader, StoreArm, Targets, plain_arm
 from fedpriv.dedup.bench_limit import Group, bound, enter, used_bytes
 from fedpriv.dedup.bench_page_cache import bytes_from_disk, drop, num_cached_pages
 from fedpriv.dedup.blocks import Layout
 from fedpriv.dedup.serving import targets_in
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError, StoreError
-
-IN_FLIGHT_BYTES = 16 * 2**20
 
 
 class Workload(Protocol):

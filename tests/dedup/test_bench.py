@@ -98,7 +98,7 @@ def test_every_arm_serves_every_query_in_a_process_of_its_own(store, files):
         assert arm.load_seconds > 0
         assert arm.infer_seconds > 0
     assert found.load_ratios("cold")["mmap"] == found.cold["mmap"].load_seconds / found.cold["store"].load_seconds
-    assert found.cold["straight"].misses == lru_misses(queries(), 1)  # what is under way leaves room for one
+    assert found.cold["straight"].misses == lru_misses(queries(), NUM_VARIANTS // 3)
     assert found.cold["straight"].bytes_read == found.cold["straight"].misses * size_of()
     assert 0 < found.cold["store"].bytes_read < found.cold["straight"].bytes_read
     assert min(found.limit_bytes.values()) > found.memory_bytes
