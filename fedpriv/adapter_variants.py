@@ -126,17 +126,22 @@ class AdapterEvaluator:
 class AdapterWorkload:
     """A `fedpriv.dedup.bench.Workload`: a run's model classifies one batch of test records with its current adapter.
 
+    Another process makes it anew, since the model has hooks that cannot be pickled.
+
     Args:
-        evaluator: of the run.
+        run: folder of the run.
 
     Attributes:
         model: the adapter's parameters by peft's names.
     """
 
-    def __init__(self, evaluator: AdapterEvaluator) -> None:
-        evaluator.model.merge({})
-        self._evaluator = evaluator
-        self.model = named_view(evaluator.parameters)
+    def __init__(self, run: Path) -> None:
+        self._run, self._evaluator = run, AdapterEvaluator.of_run(run)
+        self._evaluator.model.merge({})
+        self.model = named_view(self._evaluator.parameters)
+
+    def __reduce__(self) -> tuple[type[AdapterWorkload], tuple[Path]]:
+        return AdapterWorkload, (self._run,)
 
     @torch.inference_mode()
     def infer(self) -> None:

@@ -1,92 +1,47 @@
-"""The cost of serving from a store compared with serving plain safetensors files in the same amount of memory.
+"""What serving from a store takes, and what serving plain safetensors files takes, in equally bounded processes.
 
-Each random query requests one of the store's variants, which is loaded and, with a workload, used once. Both arms
-keep the most recently used variants, and both load in place.
+Each random query requests one of the store's variants, which is loaded and, with workloads, used once. Every arm
+(`fedpriv.dedup.bench_arms.ARMS`) has a process of its own, whose whole memory is bounded: by what it needs without any
+weights (Python, torch, the built models, one inference), `memory_bytes`, and 16 MiB for pages that are under way. Where
+a control group can be made, the bound includes what the process brings into the system's cache; elsewhere it is on the
+address space, and since the cache is not bounded then, files for which there would be no memory are dropped from it
+before each cold query.
 
-Warm: all files are in the page cache, and the same queries have been run once before. Cold: no file is in the page
-cache when the first query arrives. Plain files get no memory besides that of the loaded variants, so a file is
-dropped from the page cache again before each query. The store's blocks count as memory: if they fit beside one model,
-they may stay once they have been read, and the registry gets that much less; otherwise they too are dropped before
-each query. The store's cold time includes opening it and allocating memory; the plain arm has allocated its memory
-and read all headers beforehand.
+Arms with plain files keep the most recently used models, as many as their memory holds; the maps of files stay as long
+as the system keeps their pages. Cold: no file is in the cache when the first query arrives; afterwards the system does
+what it does. The store's cold time includes opening it and allocating memory; the other arms have allocated their
+memory and read all headers beforehand. Warm: the same queries after a first pass.
 
 Source: Guan et al. 2025, Figures 5 and 8.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import multiprocessing
+import pickle
+import signal
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import safetensors.numpy
-from numpy.typing import NDArray
-from torch import Tensor, nn
 
-from fedpriv.dedup.bench_page_cache import drop, release_mapped_pages
-from fedpriv.dedup.bench_plain_files import PlainFiles, Reader, read_header
-from fedpriv.dedup.serving import Registry, targets_in
+from fedpriv.dedup.bench_arms import ARMS
+from fedpriv.dedup.bench_limit import kind_of, temporary_group
+from fedpriv.dedup.bench_page_cache import read_speed
+from fedpriv.dedup.bench_plain_files import read_header
+from fedpriv.dedup.bench_process import Arm, Job, Measured, Workload, digest, run
+from fedpriv.dedup.blocks import Layout
+from fedpriv.dedup.serving import targets_in
 from fedpriv.dedup.store import Store
-from fedpriv.errors import InputError, StoreError
+from fedpriv.errors import InputError
 
+__all__ = ["ARMS", "KINDS", "Arm", "Kind", "Report", "Workload", "bench", "restore_all"]
 
-class Workload(Protocol):
-    """What the served variants are used for.
-
-    Attributes:
-        model: on the CPU; the names in its state_dict are those of the stored tensors. Its weights are overwritten.
-    """
-
-    model: nn.Module
-
-    def infer(self) -> None:
-        """Run one batch through the model with its current weights."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arm:
-    """What one way of serving took for all queries.
-
-    Attributes:
-        load_seconds: spent loading weights.
-        infer_seconds: of the workload; None without one.
-        misses: queries whose variant was not in memory.
-        bytes_read: copied from files or blocks on these misses.
-    """
-
-    load_seconds: float
-    infer_seconds: float | None
-    misses: int
-    bytes_read: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Both ways of serving, side by side."""
-
-    plain: Arm
-    store: Arm
-
-    @property
-    def load_ratio(self) -> float:
-        """Load time of plain files over load time of the store; larger is better."""
-        return self.plain.load_seconds / self.store.load_seconds
-
-    @property
-    def total_ratio(self) -> float | None:
-        """The same ratio for loading and inference together; None without a workload."""
-        if self.plain.infer_seconds is None or self.store.infer_seconds is None:
-            return None
-        plain, store = (arm.load_seconds + (arm.infer_seconds or 0.0) for arm in (self.plain, self.store))
-        return plain / store
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, including the ratios."""
-        return {**asdict(self), "load_ratio": self.load_ratio, "total_ratio": self.total_ratio}
+Kind = Literal["cold", "warm"]
+KINDS: tuple[Kind, ...] = ("cold", "warm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,46 +50,50 @@ class Report:
 
     Attributes:
         num_variants: in the store; queries choose among them.
-        memory_bytes: available to each arm.
+        memory_bytes: of each arm, for models and, in a control group, cached files.
+        limited_by: "cgroup v1", "cgroup v2" or "address space".
+        limit_bytes: {arm: bound on its whole process}.
+        disk_bytes_per_second: of one of the files, read in one piece by a process without a bound.
         page_cache_dropped: whether the files were verified to be out of the page cache when they should be; if not,
             the cold figures are not cold. None if nothing cold was measured.
-        cold, warm: None where not measured.
+        cold, warm: {arm: what it took}; empty where not measured.
+        failures: {arm that gave no figures: why, in one line}.
     """
 
     num_queries: int
     num_variants: int
     memory_bytes: int
+    limited_by: str
+    limit_bytes: Mapping[str, int]
+    disk_bytes_per_second: float
     page_cache_dropped: bool | None
-    cold: Comparison | None
-    warm: Comparison | None
+    cold: Mapping[str, Arm]
+    warm: Mapping[str, Arm]
+    failures: Mapping[str, str]
+
+    def arms(self, kind: Kind) -> Mapping[str, Arm]:
+        """{arm: what it took}, cold or warm."""
+        return self.cold if kind == "cold" else self.warm
+
+    def load_ratios(self, kind: Kind) -> dict[str, float]:
+        """{arm with plain files: its load time over that of the store}; larger is better for the store."""
+        return self._ratios(kind, "load_seconds")
+
+    def total_ratios(self, kind: Kind) -> dict[str, float]:
+        """The same for loading and inference together."""
+        return self._ratios(kind, "total_seconds")
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        kinds = {"cold": self.cold, "warm": self.warm}
-        return {**vars(self), **{kind: measured and measured.as_dict() for kind, measured in kinds.items()}}
+        """Plain values, including the ratios."""
+        ratios = {kind: {"load": self.load_ratios(kind), "total": self.total_ratios(kind)} for kind in KINDS}
+        return {**asdict(self), "ratios": ratios}
 
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Setting:
-    """The input of both arms; `targets` are the parameters and buffers of the workload's model."""
-
-    store: Path
-    files: Mapping[str, Path]
-    queries: Sequence[str]
-    memory_bytes: int
-    reader: Reader
-    workload: Workload | None
-    targets: Mapping[str, Tensor]
-
-
-class _Loader(Protocol):
-    """One arm: loads variants and counts misses and bytes."""
-
-    def load(self, name: str) -> Mapping[str, Tensor]:
-        """The variant's tensors, loaded into the workload's model if there is one."""
-
-    def counts(self) -> tuple[int, int]:
-        """Misses and bytes copied so far."""
+    def _ratios(self, kind: Kind, figure: str) -> dict[str, float]:
+        arms = self.arms(kind)
+        if "store" not in arms:
+            return {}
+        store: float = getattr(arms["store"], figure)
+        return {name: getattr(arm, figure) / store for name, arm in arms.items() if name != "store"}
 
 
 def bench(
@@ -146,43 +105,75 @@ def bench(
     seed: int = 0,
     cold: bool = True,
     warm: bool = True,
-    reader: Reader = "direct",
-    workload: Workload | None = None,
+    workloads: Mapping[str, Workload] | None = None,
+    arms: Sequence[str] = ARMS,
 ) -> Report:
     """The time and traffic of serving random variants from a store and from plain files.
 
-    All queries are first run once, untimed, and every load, in both arms, must give the variant bit for bit as it is
-    stored or as it is in its file.
+    In an untimed pass over all queries every load of every arm must give the variant bit for bit, as it is stored or
+    as it is in its file.
 
     Args:
         store: folder of a store.
         files: {variant: safetensors file} for every variant of the store.
         num_queries: >= 1.
-        memory_bytes: bound for each arm; by default a third of the size of all variants, or the size of the largest
-            one if that is more.
+        memory_bytes: of each arm; by default a third of the size of all variants, or the size of the largest one if
+            that is more.
         seed: of the queries.
         cold, warm: whether to measure each.
-        reader: how plain files are read.
-        workload: measured in addition to loading; without one, a variant is loaded as a dict of tensors.
+        workloads: {variant: what it is used for} for every variant, measured in addition to loading; several variants
+            may share one. Without any, a variant is loaded as a dict of tensors, and `mmap`, which then would read
+            nothing, is left out.
+        arms: of `ARMS`.
 
     Raises:
-        InputError: there is no variant, a file is missing or has another architecture than its variant, the
-            workload's model has another architecture, or the memory does not hold one variant.
+        InputError: there is no variant, a file is missing or has another architecture than its variant, a workload's
+            model has another architecture, or the memory does not hold one variant.
         StoreError: the store is damaged, or a load did not give the variant.
     """
     if num_queries < 1:
         raise InputError(f"num_queries = {num_queries}: must be >= 1")
-    setting, stored = _prepared(store, files, num_queries, memory_bytes, seed, reader, workload)
-    in_files = {name: _digest(safetensors.numpy.load_file(path)) for name, path in setting.files.items()}
-    warm_result = _warm(setting, in_files, stored)
-    cold_result, dropped = _cold(setting) if cold else (None, None)
+    if unknown := [arm for arm in arms if arm not in ARMS]:
+        raise InputError(f"arm = {unknown[0]!r}: must be one of {', '.join(ARMS)}")
+    layouts, stored = _stored(store)
+    checked = _checked(files, layouts)
+    sizes = [layout.padded_bytes for layout in layouts.values()]
+    job = Job(
+        arm="store",
+        store=store,
+        files=checked,
+        layouts=layouts,
+        expected=stored,
+        queries=_queries(list(layouts), num_queries, seed),
+        memory_bytes=max(max(sizes), sum(sizes) // 3) if memory_bytes is None else memory_bytes,
+        cold=cold,
+        warm=warm,
+        workloads=_pickled(workloads or {}, layouts),
+        group=None,
+    )
+    _check_memory(job)
+    in_files = {name: digest(safetensors.numpy.load_file(path)) for name, path in checked.items()}
+    found: dict[str, Measured | str] = {}
+    limited_by = ""
+    for arm in arms:
+        if arm != "mmap" or workloads:
+            with temporary_group() as group:
+                limited_by = kind_of(group)
+                expected = stored if arm == "store" else in_files
+                found[arm] = _in_a_process(replace(job, arm=arm, expected=expected, group=group))
+    measured = {arm: result for arm, result in found.items() if isinstance(result, Measured)}
+    dropped = [result.page_cache_dropped for result in measured.values()]
     return Report(
         num_queries=num_queries,
-        num_variants=len(setting.files),
-        memory_bytes=setting.memory_bytes,
-        page_cache_dropped=dropped,
-        cold=cold_result,
-        warm=warm_result if warm else None,
+        num_variants=len(layouts),
+        memory_bytes=job.memory_bytes,
+        limited_by=limited_by,
+        limit_bytes={arm: result.limit_bytes for arm, result in measured.items()},
+        disk_bytes_per_second=read_speed(next(iter(checked.values()))),
+        page_cache_dropped=all(dropped) if cold else None,
+        cold={arm: result.cold for arm, result in measured.items() if result.cold is not None},
+        warm={arm: result.warm for arm, result in measured.items() if result.warm is not None},
+        failures={arm: result for arm, result in found.items() if isinstance(result, str)},
     )
 
 
@@ -199,165 +190,74 @@ def restore_all(store: Path, folder: Path) -> dict[str, Path]:
     return files
 
 
-def _prepared(
-    path: Path,
-    files: Mapping[str, Path],
-    num_queries: int,
-    memory_bytes: int | None,
-    seed: int,
-    reader: Reader,
-    workload: Workload | None,
-) -> tuple[_Setting, dict[str, str]]:
-    """The checked input of both arms, and {variant: digest of its stored tensors}.
+def _in_a_process(job: Job) -> Measured | str:
+    """What a process of its own finds, or why it found nothing."""
+    found: Measured | Exception | str
+    context = multiprocessing.get_context("forkserver")  # a process without threads, or the weights of this one
+    context.set_forkserver_preload(["__main__", run.__module__])
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=run, args=(job, sender))
+    process.start()
+    try:
+        sender.close()
+        found = receiver.recv()
+    except EOFError:
+        process.join()
+        killed = process.exitcode == -signal.SIGKILL
+        found = "was ended by the system at its memory limit" if killed else f"failed, exit status {process.exitcode}"
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _stored(path: Path) -> tuple[dict[str, Layout], dict[str, str]]:
+    """{variant: layout} and {variant: digest of its tensors}.
 
     The store does not stay mapped, because that would keep it in the page cache.
     """
     with Store(path, read_only=True) as store:
-        sizes = _sizes(store)
-        numbers = np.random.default_rng(seed).integers(len(sizes), size=num_queries)
-        setting = _Setting(
-            store=path,
-            files=_checked(files, store),
-            queries=[store.names[number] for number in numbers],
-            memory_bytes=max(max(sizes), sum(sizes) // 3) if memory_bytes is None else memory_bytes,
-            reader=reader,
-            workload=workload,
-            targets=_targets(store, workload),
-        )
-        return setting, {name: _digest(store.restore(name)) for name in store.names}
+        if not store.names:
+            raise InputError(f"store = {str(path)!r}: holds no variants")
+        layouts = {}
+        for name in store.names:
+            manifest = store.manifest(name)
+            if manifest.basis is not None:
+                raise InputError(f"variant {name!r}: is stored by a shared basis, without blocks that could be served")
+            layouts[name] = manifest.layout
+        return layouts, {name: digest(store.restore(name)) for name in store.names}
 
 
-class _PlainArm:
-    """The plain files, loaded into the workload's model."""
-
-    def __init__(self, setting: _Setting) -> None:
-        self._files = PlainFiles(setting.files, setting.memory_bytes, setting.reader)
-        self._targets = setting.targets
-
-    def load(self, name: str) -> Mapping[str, Tensor]:
-        tensors = self._files.get(name)
-        for tensor_name, target in self._targets.items():
-            target.data = tensors[tensor_name]
-        return self._targets or tensors
-
-    def counts(self) -> tuple[int, int]:
-        return self._files.misses, self._files.bytes_read
+def _queries(names: Sequence[str], num_queries: int, seed: int) -> list[str]:
+    return [names[number] for number in np.random.default_rng(seed).integers(len(names), size=num_queries)]
 
 
-class _StoreArm:
-    """A registry that loads into the workload's model."""
-
-    def __init__(self, store: Store, memory_bytes: int, setting: _Setting) -> None:
-        self._registry, self._setting = Registry(store, memory_bytes), setting
-
-    def load(self, name: str) -> Mapping[str, Tensor]:
-        if self._setting.workload is None:
-            return self._registry.get(name)
-        self._registry.load_into(self._setting.workload.model, name)
-        return self._setting.targets
-
-    def counts(self) -> tuple[int, int]:
-        return self._registry.statistics.misses, self._registry.statistics.bytes_copied
-
-
-def _warm(setting: _Setting, in_files: Mapping[str, str], stored: Mapping[str, str]) -> Comparison:
-    """Both arms, after a first pass over the same queries in which every load is checked."""
-
-    def arm(loader: _Loader, expected: Mapping[str, str]) -> Arm:
-        _check_loads(loader, setting.queries, expected)
-        return _timed(loader, setting)
-
-    plain = arm(_PlainArm(setting), in_files)
-    with Store(setting.store, read_only=True) as store:
-        return Comparison(plain=plain, store=arm(_StoreArm(store, setting.memory_bytes, setting), stored))
-
-
-def _cold(setting: _Setting) -> tuple[Comparison, bool]:
-    """Both arms with an empty page cache, and whether it was verified to be empty."""
-    dropped = []
-    plain = _timed(_PlainArm(setting), setting, lambda name: dropped.append(drop([setting.files[name]])))
-    dropped.append(drop(_files_of(setting.store)))
-    started = perf_counter()
-    with Store(setting.store, read_only=True) as store:
-        remaining_bytes = setting.memory_bytes - store.bytes_stored
-        fits = remaining_bytes >= max(_sizes(store))
-        shared = _StoreArm(store, remaining_bytes if fits else setting.memory_bytes, setting)
-        opening = perf_counter() - started
-
-        def before(_name: str) -> None:
-            if not fits:
-                release_mapped_pages(store.blocks)
-                dropped.append(drop(path for path in _files_of(setting.store) if not path.match("catalogue.*.npy")))
-
-        arm = _timed(shared, setting, before)
-    return Comparison(plain=plain, store=replace(arm, load_seconds=arm.load_seconds + opening)), all(dropped)
-
-
-def _timed(loader: _Loader, setting: _Setting, before: Callable[[str], object] = lambda _: None) -> Arm:
-    """The time of all queries; `before` is called ahead of each and is not timed."""
-    load_seconds = infer_seconds = 0.0
-    misses, copied = loader.counts()
-    for name in setting.queries:
-        before(name)
-        started = perf_counter()
-        loader.load(name)
-        loaded = perf_counter()
-        load_seconds += loaded - started
-        if setting.workload is not None:
-            setting.workload.infer()
-            infer_seconds += perf_counter() - loaded
-    misses_after, copied_after = loader.counts()
-    return Arm(
-        load_seconds=load_seconds,
-        infer_seconds=None if setting.workload is None else infer_seconds,
-        misses=misses_after - misses,
-        bytes_read=copied_after - copied,
-    )
-
-
-def _check_loads(loader: _Loader, queries: Sequence[str], expected: Mapping[str, str]) -> None:
-    for name in queries:
-        loaded = {tensor: values.detach().numpy() for tensor, values in loader.load(name).items()}
-        if _digest(loaded) != expected[name]:
-            raise StoreError(f"variant {name!r}: was not loaded bit for bit; `verify` shows whether it is damaged")
-
-
-def _digest(tensors: Mapping[str, NDArray[Any]]) -> str:
-    """SHA-256 of names, types, shapes and values."""
-    digest = hashlib.sha256()
-    for name, values in sorted(tensors.items()):
-        digest.update(f"{name} {values.dtype} {values.shape} ".encode())
-        digest.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()
-
-
-def _sizes(store: Store) -> list[int]:
-    """The memory of each variant in a registry, bytes."""
-    if not store.names:
-        raise InputError(f"store = {str(store.path)!r}: holds no variants")
-    return [store.manifest(name).layout.padded_bytes for name in store.names]
-
-
-def _checked(files: Mapping[str, Path], store: Store) -> dict[str, Path]:
+def _checked(files: Mapping[str, Path], layouts: Mapping[str, Layout]) -> dict[str, Path]:
     """The files of the store's variants, each checked to have its variant's architecture."""
-    for name in store.names:
+    for name, layout in layouts.items():
         if name not in files:
-            raise InputError(f"files: none for variant {name!r}; give one for each of the store's {len(store.names)}")
-        layout, (_, content) = store.manifest(name).layout, read_header(files[name])
+            raise InputError(f"files: none for variant {name!r}; give one for each of the store's {len(layouts)}")
+        _, content = read_header(files[name])
         if difference := layout.difference(replace(layout, tensors=tuple(content.tensors))):
             raise InputError(f"files: variant {name!r} has another architecture than the stored one: {difference}")
-    return {name: files[name] for name in store.names}
+    return {name: files[name] for name in layouts}
 
 
-def _targets(store: Store, workload: Workload | None) -> Mapping[str, Tensor]:
-    """The parameters and buffers of the workload's model, checked to fit every variant."""
-    if workload is None:
-        return {}
-    targets: Mapping[str, Tensor] = {}
-    for name in store.names:
-        targets = targets_in(workload.model, store.manifest(name).layout)
-    return targets
+def _check_memory(job: Job) -> None:
+    for name, layout in job.layouts.items():
+        if layout.padded_bytes > job.memory_bytes:
+            raise InputError(f"memory_bytes = {job.memory_bytes}: variant {name!r} alone needs {layout.padded_bytes}")
 
 
-def _files_of(store: Path) -> Iterator[Path]:
-    return (path for path in store.rglob("*") if path.is_file())
+def _pickled(workloads: Mapping[str, Workload], layouts: Mapping[str, Layout]) -> bytes:
+    """The workloads of all variants, checked to fit them, for another process."""
+    for name, layout in layouts.items() if workloads else ():
+        if name not in workloads:
+            raise InputError(f"workloads: none for variant {name!r}; give one for each of the store's {len(layouts)}")
+        targets_in(workloads[name].model, layout)
+    try:
+        return pickle.dumps({name: workloads[name] for name in layouts if name in workloads})
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise InputError(f"workloads: cannot be pickled for a process of their own ({error})") from None

@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from fedpriv.dedup.blocks import TensorSpec
@@ -49,7 +50,7 @@ class PlainFiles:
     Args:
         files: {name: a safetensors file, which must not change}.
         memory_bytes: bound on the loaded tensors.
-        reader: `safetensors` copies tensor by tensor from the library's memory map; `direct` is faster and reads all
+        reader: `safetensors` copies from what the library's `load_file` gives; `direct` is faster and reads all
             values at once straight into the tensors, at the offsets that the headers gave at construction.
 
     Attributes:
@@ -111,6 +112,37 @@ class PlainFiles:
                 return memory
 
 
+class MappedFiles:
+    """Files mapped by safetensors, whose tensors are the maps themselves: read where and when they are used.
+
+    Args:
+        files: {name: a safetensors file, which must not change}.
+        memory_bytes: bound on what is mapped; None for no bound, since the system gives mapped pages back.
+
+    Attributes:
+        misses: files mapped so far.
+        bytes_read: 0, since nothing is copied.
+    """
+
+    def __init__(self, files: Mapping[str, Path], memory_bytes: int | None = None) -> None:
+        self._files, self._memory_bytes = dict(files), memory_bytes
+        self._mapped: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
+        self.misses = self.bytes_read = 0
+
+    def get(self, name: str) -> dict[str, Tensor]:
+        """The file's tensors, read-only."""
+        if name not in self._mapped:
+            while self._mapped and self._memory_bytes is not None and self._size(name) > self._memory_bytes:
+                self._mapped.popitem(last=False)
+            self._mapped[name] = load_file(self._files[name])
+            self.misses += 1
+        self._mapped.move_to_end(name)
+        return self._mapped[name]
+
+    def _size(self, added: str) -> int:
+        return sum(self._files[name].stat().st_size for name in (*self._mapped, added))
+
+
 class _Memory:
     """Tensors for the values of a file, in one buffer."""
 
@@ -125,9 +157,8 @@ class _Memory:
 
     def copy(self, path: Path) -> None:
         """Fill the tensors with those of a file, through safetensors."""
-        with safe_open(path, "pt") as file:
-            for name, tensor in self.tensors.items():
-                tensor.copy_(file.get_tensor(name))
+        for name, values in load_file(path).items():
+            self.tensors[name].copy_(values)
 
     def read(self, path: Path, start: int) -> None:
         """Fill the tensors with the values of a file that begin at byte `start`."""

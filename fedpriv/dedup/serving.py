@@ -1,7 +1,7 @@
 """Serving stored models from bounded memory: the most recently used ones are kept, ready for inference.
 
-A model that is not in memory is built in place of the least recently used one. Only the blocks in which the two
-differ, by their numbers, are copied.
+Models share the memory of tensors that they have in common. Any other tensor of a model that is not in memory is built
+in place of the least recently used model's, and only the blocks in which the two differ, by their numbers, are read.
 
 Source: Guan et al. 2025, section 5.2.
 """
@@ -10,22 +10,16 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedpriv.dedup.blocks import Layout, TensorSpec
 from fedpriv.dedup.manifests import Manifest
 from fedpriv.dedup.store import Store
+from fedpriv.dedup.tensor_memory import Content, TensorMemory, content_bytes, contents_of, distinct_bytes
 from fedpriv.errors import InputError
-
-_SHORT_RUN_BYTES = 4096
-_CHUNK_BYTES = 2**20
-_NOTHING = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,21 +44,28 @@ class Registry:
 
     Args:
         store: open for as long as the registry is used.
-        memory_bytes: bound on the reconstructed models; the store's mapped blocks belong to the system's page cache
-            and do not count.
+        memory_bytes: bound on the models in memory, where a tensor that several of them have in common counts once;
+            pages of the store's files that the system caches do not count (`memory_for_models`).
     """
 
     def __init__(self, store: Store, memory_bytes: int) -> None:
         self._store = store
         self._memory_bytes = memory_bytes
-        self._slots: OrderedDict[str, _Slot] = OrderedDict()
+        self._contents: weakref.WeakKeyDictionary[Manifest, tuple[Content, ...]] = weakref.WeakKeyDictionary()
+        self._models: OrderedDict[str, list[TensorMemory]] = OrderedDict()
+        self._memories: list[TensorMemory] = []
         self._served: list[_Served] = []
         self.statistics = Statistics()
 
     @property
     def names(self) -> list[str]:
         """The models in memory, least recently used first."""
-        return list(self._slots)
+        return list(self._models)
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory allocated, including what no model needs any more."""
+        return sum(memory.num_bytes for memory in self._memories)
 
     def get(self, name: str) -> dict[str, Tensor]:
         """The model's tensors, read-only and valid until the next call, which may reuse their memory.
@@ -73,13 +74,14 @@ class Registry:
             InputError: there is no such model, or it does not fit into memory.
             StoreError: the store is damaged.
         """
-        return dict(self._slot(name, None).tensors)
+        return {memory.content.spec.name: memory.tensor for memory in self._load(name, None)}
 
     def load_into(self, model: nn.Module, name: str) -> None:
         """Give a built model the stored model's weights, in memory shared with the registry: for inference only.
 
-        The weights stay in memory until the model is loaded with another name or is gone. If they have been changed
-        in place in the meantime, they are loaded again.
+        The weights stay in memory until the model is loaded with another name, released or gone. If they have been
+        changed in place in the meantime, they are loaded again. Other models that have such a tensor in common see the
+        change until then.
 
         Args:
             model: on the CPU, of the stored model's architecture. Its parameters and buffers remain the same objects,
@@ -92,25 +94,36 @@ class Registry:
             StoreError: the store is damaged.
         """
         targets = targets_in(model, self._store.manifest(name).layout)
-        slot = self._slot(name, model)
+        memories = {memory.content.spec.name: memory for memory in self._load(name, model)}
         for tensor_name, target in targets.items():
-            if target.data_ptr() != slot.tensors[tensor_name].data_ptr():
-                target.data = slot.tensors[tensor_name]
+            if target.data_ptr() != memories[tensor_name].tensor.data_ptr():
+                target.data = memories[tensor_name].tensor
         self._served = [served for served in self._served if served.model() is not model]
-        self._served.append(_Served.of(weakref.ref(model), slot, tuple(targets.values())))
+        weights = [(target, memories[tensor_name]) for tensor_name, target in targets.items()]
+        self._served.append(_Served.of(weakref.ref(model), name, weights))
 
-    def _slot(self, name: str, model: nn.Module | None) -> _Slot:
+    def release(self, model: nn.Module) -> None:
+        """Allow the weights of a model that was loaded to be replaced; load it again before it computes anything."""
+        self._forget_changed()
+        self._served = [served for served in self._served if served.model() is not model]
+
+    def _load(self, name: str, model: nn.Module | None) -> list[TensorMemory]:
         """The memory that holds the model of this name, filled."""
         manifest = self._store.manifest(name)
         if manifest.basis is not None:
             raise InputError(f"model {name!r}: is stored by a shared basis, without blocks to copy; use Store.restore")
         self._forget_changed()
-        slot = self._slots.get(name)
-        if slot is None or slot.layout != manifest.layout:
-            slot = self._allocate(name, manifest.layout, model)
-        copied = slot.fill(self._store, manifest)
-        self._slots[name] = slot
-        self._slots.move_to_end(name)
+        if manifest not in self._contents:
+            self._contents[manifest] = contents_of(manifest)
+        contents = self._contents[manifest]
+        memories = self._models.get(name, [])
+        if len(memories) != len(contents) or any(
+            memory.content.key != content.key for memory, content in zip(memories, contents, strict=True)
+        ):
+            memories = self._allocate(name, manifest.layout, contents, model)
+        copied = _fill(memories, self._store, manifest)
+        self._models[name] = memories
+        self._models.move_to_end(name)
         before = self.statistics
         self.statistics = replace(
             before,
@@ -118,117 +131,135 @@ class Registry:
             misses=before.misses + bool(copied),
             bytes_copied=before.bytes_copied + copied,
         )
-        return slot
+        return memories
 
     def _forget_changed(self) -> None:
         """Forget the content of memory that was written to, and models that are gone."""
         for served in self._served:
-            if served.was_changed():
-                served.slot.forget()
+            for memory in served.changed():
+                memory.forget()
         self._served = [served.refreshed() for served in self._served if served.model() is not None]
 
-    def _allocate(self, name: str, layout: Layout, model: nn.Module | None) -> _Slot:
-        """Memory for a model: free, or taken from the least recently used models that are not being served."""
+    def _allocate(
+        self, name: str, layout: Layout, contents: Sequence[Content], model: nn.Module | None
+    ) -> list[TensorMemory]:
+        """Memory for a model: what holds its tensors already, and for the rest what is free.
+
+        Memory becomes free when the least recently used models are given up, except those that other built models are
+        being served.
+        """
         if layout.padded_bytes > self._memory_bytes:
             raise InputError(f"memory_bytes = {self._memory_bytes}: model {name!r} alone needs {layout.padded_bytes}")
-        pinned = {id(served.slot) for served in self._served if served.model() is not model}
-        evictable = [other for other, slot in self._slots.items() if id(slot) not in pinned]
-        used = sum(slot.layout.padded_bytes for slot in self._slots.values())
-        for other in evictable:
-            if used + layout.padded_bytes <= self._memory_bytes:
-                break
-            slot = self._slots.pop(other)
-            if slot.layout == layout:
-                return slot
-            used -= slot.layout.padded_bytes
-        if used + layout.padded_bytes > self._memory_bytes:
-            raise InputError(
-                f"memory_bytes = {self._memory_bytes}: no room for model {name!r} beside the "
-                f"{len(self._slots)} models that are served"
-            )
-        return _Slot(layout)
+        self._models.pop(name, None)
+        elsewhere = [served for served in self._served if served.model() is not model]
+        present = {memory.content.key: memory for memory in self._memories}
+        found = {content.key: present[content.key] for content in contents if content.key in present}
+        missing = [content for content in contents if content.key not in present]
+        pinned = [*found.values(), *(memory for served in elsewhere for _, memory, _ in served.weights)]
+        evictable = [other for other in self._models if other not in {served.name for served in elsewhere}]
+        while True:
+            missing = self._place(missing, layout, pinned, found)
+            if not missing:
+                return [found[content.key] for content in contents]
+            if not evictable:
+                raise InputError(
+                    f"memory_bytes = {self._memory_bytes}: no room for model {name!r} beside the "
+                    f"{len(self._models)} models that are served"
+                )
+            self._models.pop(evictable.pop(0))
+
+    def _place(
+        self,
+        missing: Sequence[Content],
+        layout: Layout,
+        pinned: list[TensorMemory],
+        found: dict[str, TensorMemory],
+    ) -> list[Content]:
+        """Find memory for contents, preferably what held the tensor of another model; returns those without any."""
+        used = {id(memory) for memories in (pinned, *self._models.values()) for memory in memories}
+        free: dict[TensorSpec, list[TensorMemory]] = {}
+        for memory in self._memories:
+            if id(memory) not in used:
+                free.setdefault(memory.content.spec, []).append(memory)
+        homeless = []
+        for content in missing:
+            if same := free.get(content.spec):
+                memory = same.pop()
+                memory.assign(content)
+                found[content.key] = memory
+                pinned.append(memory)
+            else:
+                homeless.append(content)
+        spare = [memory for same in free.values() for memory in same]
+        room = self._memory_bytes - self.used_bytes
+        for content in homeless.copy():
+            needed = content_bytes(content, layout)
+            while needed > room and spare:  # of other shapes
+                given_up = spare.pop()
+                self._memories = [memory for memory in self._memories if memory is not given_up]
+                room += given_up.num_bytes
+            if needed <= room:
+                room -= needed
+                homeless.remove(content)
+                found[content.key] = TensorMemory(content, layout)
+                self._memories.append(found[content.key])
+                pinned.append(found[content.key])
+        return homeless
 
 
-class _Slot:
-    """The memory of one model: the tensors that share it, and the blocks that it holds."""
+def memory_for_models(store: Store, memory_bytes: int) -> int:
+    """How much of a process's memory a registry should have; the rest is for the system's cache of the store's files.
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        self._blocks = np.empty((layout.num_blocks, layout.block_size), layout.dtype)
-        self._extras = {extra.name: np.empty(extra.shape, extra.dtype) for extra in layout.extras}
-        arrays = layout.from_blocks(self._blocks, self._extras)
-        self.tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        self.forget()
+    All of it where it holds all models, tensors in common once, or where the files would not fit beside one model
+    anyway. Else enough is left for the files: then a load copies from memory, which is many times as fast as a disk.
 
-    def forget(self) -> None:
-        """Make the next `fill` copy everything."""
-        self._numbers = np.full(self.layout.num_blocks, _NOTHING)
-        self._digests: dict[str, str] = {}
+    Args:
+        store: with at least one model.
+        memory_bytes: for models and files together.
+    """
+    manifests = [store.manifest(name) for name in store.names]
+    largest = max(manifest.layout.padded_bytes for manifest in manifests)
+    if distinct_bytes(manifests) <= memory_bytes or store.bytes_stored > memory_bytes:
+        return memory_bytes
+    return max(largest, memory_bytes - store.bytes_stored)
 
-    def fill(self, store: Store, manifest: Manifest) -> int:
-        """Load the model of a manifest of this layout; returns the number of bytes copied."""
-        positions = np.flatnonzero(self._numbers != manifest.blocks)
-        numbers = manifest.blocks[positions]
-        source, rows = store.blocks, store.rows(numbers)
-        self._numbers[positions] = _NOTHING  # in case the copy fails
-        copy_rows(self._blocks, positions, source, rows)
-        self._numbers[positions] = numbers
-        return len(positions) * self._blocks.strides[0] + self._fill_extras(store, manifest)
 
-    def _fill_extras(self, store: Store, manifest: Manifest) -> int:
-        changed = [name for name, digest in manifest.extras.items() if self._digests.get(name) != digest]
-        if not changed:
-            return 0
-        self._digests = {}
-        extras = store.extras(manifest.name)
-        for name in changed:
-            self._extras[name][...] = extras[name]
-        self._digests = dict(manifest.extras)
-        return sum(extras[name].nbytes for name in changed)
+def _fill(memories: Sequence[TensorMemory], store: Store, manifest: Manifest) -> int:
+    """Read what memories do not hold of a model's content yet; returns the number of bytes copied."""
+    stale = [memory for memory in memories if not memory.intact]
+    wanted = [(memory.values, *memory.missing()) for memory in stale if memory.content.numbers is not None]
+    for memory in stale:
+        memory.forget()  # in case the copy fails
+    if wanted:
+        store.read_blocks(wanted)
+    extra = [memory for memory in stale if memory.content.numbers is None]
+    if extra:
+        values = store.extras(manifest.name)
+        for memory in extra:
+            memory.values[...] = values[memory.content.spec.name]
+    for memory in stale:
+        memory.keep()
+    copied = sum(len(positions) * values.strides[0] for values, positions, _ in wanted)
+    return copied + sum(memory.num_bytes for memory in extra)
 
 
 @dataclass(frozen=True, eq=False)
 class _Served:
-    """A model that shares a slot's memory; keeps its tensors, so that changes are noticed even after it is gone."""
+    """A model that shares memory; keeps tensors and versions, so that changes are noticed even after it is gone."""
 
     model: weakref.ref[nn.Module]
-    slot: _Slot
-    tensors: tuple[Tensor, ...]
-    versions: tuple[int, ...]
+    name: str
+    weights: list[tuple[Tensor, TensorMemory, int]]
 
     @classmethod
-    def of(cls, model: weakref.ref[nn.Module], slot: _Slot, tensors: tuple[Tensor, ...]) -> _Served:
-        return cls(model, slot, tensors, tuple(tensor._version for tensor in tensors))
+    def of(cls, model: weakref.ref[nn.Module], name: str, weights: Iterable[tuple[Tensor, TensorMemory]]) -> _Served:
+        return cls(model, name, [(tensor, memory, tensor._version) for tensor, memory in weights])
 
     def refreshed(self) -> _Served:
-        return _Served.of(self.model, self.slot, self.tensors)
+        return _Served.of(self.model, self.name, [(tensor, memory) for tensor, memory, _ in self.weights])
 
-    def was_changed(self) -> bool:
-        return any(tensor._version != version for tensor, version in zip(self.tensors, self.versions, strict=True))
-
-
-def copy_rows(
-    target: NDArray[Any], positions: NDArray[np.int64], source: NDArray[Any], rows: NDArray[np.int64]
-) -> None:
-    """Copy rows [k] of one array to positions [k] of another; runs that are contiguous in both are copied at once.
-
-    Args:
-        target: [n, values].
-        positions: ascending.
-        source: [m, values] of the same dtype.
-        rows: as many as positions.
-    """
-    if not len(positions):
-        return
-    starts = np.flatnonzero(np.r_[True, (np.diff(positions) != 1) | (np.diff(rows) != 1)])
-    if len(positions) * target.strides[0] < _SHORT_RUN_BYTES * len(starts):
-        step = max(1, _CHUNK_BYTES // target.strides[0])
-        for first in range(0, len(positions), step):
-            target[positions[first : first + step]] = source[rows[first : first + step]]
-        return
-    lengths = np.diff(np.r_[starts, len(positions)])
-    for position, row, length in zip(positions[starts].tolist(), rows[starts].tolist(), lengths.tolist(), strict=True):
-        target[position : position + length] = source[row : row + length]
+    def changed(self) -> list[TensorMemory]:
+        return [memory for tensor, memory, version in self.weights if tensor._version != version]
 
 
 def targets_in(model: nn.Module, layout: Layout) -> dict[str, Tensor]:

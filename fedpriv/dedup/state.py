@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from fedpriv.dedup.folder import Folder, sync
 from fedpriv.dedup.manifests import Index
+from fedpriv.dedup.row_reading import OpenRows
 from fedpriv.dedup.rows import RowFile
 from fedpriv.deployment.files import replace as replace_file
 from fedpriv.errors import InputError, StoreError
@@ -37,6 +39,7 @@ class State:
         self.folder = folder
         self.index = Index()
         self._writer: int | None = None
+        self._open_blocks: OpenRows | None = None
         _check_folder(folder, read_only=read_only)
         try:
             if not read_only:
@@ -71,6 +74,22 @@ class State:
             StoreError: the file is too short.
         """
         return self._checked_length(self._mapped_catalogue, self.folder.catalogue(self.index))
+
+    @property
+    def open_blocks(self) -> OpenRows:
+        """The file of the blocks, open for reading; it stays readable when a compaction replaces it by another.
+
+        Raises:
+            StoreError: the file is missing or too short.
+        """
+        file = self.folder.blocks(self.index)
+        if self._open_blocks is None:
+            self._checked_length(self.mapped_blocks, file)
+            with self.one_line_errors():
+                descriptor = os.open(file.path, os.O_RDONLY)
+            self._open_blocks = OpenRows(descriptor, len(file.header(0)), file.row_bytes)
+            weakref.finalize(self._open_blocks, os.close, descriptor)
+        return self._open_blocks
 
     def check_writable(self) -> None:
         """Refuse to proceed without the lock."""
@@ -125,6 +144,7 @@ class State:
                 self.index = Index.from_json(self.folder.index.read_bytes())
             except ValueError as error:
                 raise StoreError(f"{self.folder.index}: {error}") from None
+            self._open_blocks = None
             self.mapped_blocks = self.folder.blocks(self.index).map(self.index.num_rows)
             self._mapped_catalogue = self.folder.catalogue(self.index).map(self.index.num_rows)
 

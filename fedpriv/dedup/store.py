@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +22,7 @@ from fedpriv.dedup.blocks import Layout, Tensors, layout_of
 from fedpriv.dedup.catalogue import CATALOGUE, NumberedBlocks, number_blocks, numbers_by_digest, rows_of
 from fedpriv.dedup.folder import Folder, read, sync
 from fedpriv.dedup.manifests import Files, Index, Manifest
+from fedpriv.dedup.row_reading import Wanted, read_rows
 from fedpriv.dedup.shared_basis import Encoded, SharedBasis
 from fedpriv.dedup.state import State
 from fedpriv.dedup.verification import damaged_rows, damaged_tensors, problems, sha256
@@ -109,6 +110,23 @@ class Store:
         if (rows < 0).any():
             raise InputError(f"block {blocks[rows < 0][0]}: not stored; {self.path} holds {len(catalogue)} blocks")
         return rows
+
+    def read_blocks(self, wanted: Sequence[tuple[NDArray[Any], NDArray[np.int64], NDArray[np.integer[Any]]]]) -> None:
+        """Read stored blocks from the file into memory; not checked for damage.
+
+        Args:
+            wanted: for each array [n, block_size] of the store's dtype: the array, the positions [k] in it, and the
+                numbers [k] of the blocks that belong there.
+
+        Raises:
+            InputError: no such block is stored.
+            StoreError: the file is damaged, or cannot be read.
+        """
+        rows = self.rows(np.concatenate([np.empty(0, np.int64), *(numbers for *_, numbers in wanted)]))
+        parts = np.split(rows, np.cumsum([len(numbers) for *_, numbers in wanted])[:-1])
+        targets = [Wanted(array, positions, part) for (array, positions, _), part in zip(wanted, parts, strict=True)]
+        with self._state.one_line_errors():
+            read_rows(self._state.open_blocks, targets)
 
     def manifest(self, name: str) -> Manifest:
         """The manifest of a model: always the same object while the model is stored.

@@ -100,13 +100,11 @@ def test_json_of_a_measurement(folder):
     assert found["num_queries"] == 7
     assert found["memory_bytes"] == (16 * 32 + 16) * 4
     assert found["page_cache_dropped"] in (True, False)
+    assert found["failures"] == {}
     for kind in ("cold", "warm"):
-        assert found[kind].keys() == {"plain", "store", "load_ratio", "total_ratio"}
-        for arm in ("plain", "store"):
-            assert found[kind][arm].keys() == {"load_seconds", "infer_seconds", "misses", "bytes_read"}
-            assert found[kind][arm]["infer_seconds"] > 0
-            assert 0 < found[kind][arm]["misses"] <= 7
-        assert found[kind]["load_ratio"] > 0
+        assert found[kind].keys() == {"store", "safetensors", "straight", "mmap"}
+        assert all(arm["infer_seconds"] > 0 and 0 <= arm["misses"] <= 7 for arm in found[kind].values())
+        assert found["ratios"][kind]["load"].keys() == {"safetensors", "straight", "mmap"}
     assert contents(folder / "store") == before
     assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == [
         "store",
@@ -118,9 +116,10 @@ def test_json_of_a_measurement(folder):
 @pytest.mark.parametrize(("option", "left_out"), [("--cold", "warm"), ("--warm", "cold")])
 def test_lines_of_a_measurement_of_restored_files(folder, option, left_out):
     printed, _ = fedpriv("dedup", "bench", "store", "--queries", "3", option, folder=folder)
-    assert printed.startswith("3 queries over 3 variants, 2112 bytes for each arm\n")
-    assert f"\n{option[2:]}: plain files " in printed
-    assert f"{left_out}: " not in printed
+    assert printed.startswith("3 queries over 3 variants, 2112 bytes for each arm beside its process, bounded by ")
+    for arm in ("store", "safetensors", "straight"):
+        assert f"\n{option[2:]}, {arm}: " in printed
+    assert f"{left_out}, " not in printed
     assert [path.name for path in folder.iterdir() if path.name.startswith("tmp")] == []
 
 
@@ -186,8 +185,7 @@ def test_a_variant_whose_base_was_removed_is_served_and_restored(folder):
         (["nowhere"], "store = nowhere: no store"),
         (["store", "--files", "store"], "files = 'store': holds no variants"),
         (["store", "--memory-mb", "0"], "--memory-mb 0.0: must be > 0"),
-        (["store", "--memory-mb", "0.001"], "memory_bytes = 1048: file 'round-0' alone needs 2112"),
-        (["store", "--reader", "pickle"], "--reader pickle: must be one of direct, safetensors"),
+        (["store", "--memory-mb", "0.001"], "memory_bytes = 1048: variant 'round-0' alone needs 2112"),
         (["store", "--workload", "workloads"], "workload = 'workloads': must be MODULE:FUNCTION"),
         (["store", "--workload", "workloads:nothing"], "has no model"),
         (["store", "--workload", "workloads:wrong"], "model: another architecture: tensor 'weight' float32 [16, 31]"),

@@ -1,9 +1,11 @@
-"""The benchmark of serving loads what it says, within the memory that it says, and tells when cold is not cold."""
+"""Serving is measured on what it says, within the memory that it says, and tells when cold is not cold."""
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections import OrderedDict
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -14,22 +16,22 @@ import torch
 from torch import nn
 
 from fedpriv.dedup import bench as measuring
-from fedpriv.dedup.bench import bench, restore_all
-from fedpriv.dedup.bench_page_cache import drop, num_cached_pages, release_mapped_pages
-from fedpriv.dedup.bench_plain_files import PlainFiles
+from fedpriv.dedup import bench_limit
+from fedpriv.dedup.bench import ARMS, Report, bench, restore_all
+from fedpriv.dedup.bench_arms import StoreArm, plain_arm
+from fedpriv.dedup.bench_limit import temporary_group
+from fedpriv.dedup.bench_page_cache import drop, num_cached_pages, read_speed
+from fedpriv.dedup.bench_plain_files import MappedFiles, PlainFiles
+from fedpriv.dedup.bench_process import check_loads, digest
 from fedpriv.dedup.blocks import layout_of
 from fedpriv.dedup.serving import Registry
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError, StoreError
+from tests.dedup.workloads import LARGE, Greedy, Reading, Workload, network
 
 SIZE = 64
 NUM_VARIANTS = 6
 NUM_QUERIES = 40
-
-
-def network(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 5)).eval()
 
 
 def variant(number: int) -> dict[str, np.ndarray]:
@@ -76,57 +78,136 @@ def queries(seed: int = 0) -> list[str]:
     return [f"v{number}" for number in np.random.default_rng(seed).integers(NUM_VARIANTS, size=NUM_QUERIES)]
 
 
-class Counting:
-    """A workload that notes for which variant it was called: its bias is the variant's number."""
-
-    def __init__(self) -> None:
-        self.model = network(1)
-        self.seen: list[str] = []
-
-    def infer(self) -> None:
-        self.seen.append(f"v{int(self.model[2].bias[0])}")
-
-
 def test_restored_files_are_the_variants(files):
     for number in range(NUM_VARIANTS):
         found = safetensors.numpy.load_file(files[f"v{number}"])
         assert all(np.array_equal(found[name], values) for name, values in variant(number).items())
 
 
-@pytest.mark.parametrize("capacity", [1, 2, 3, NUM_VARIANTS])
-def test_misses_of_both_arms_are_those_of_a_least_recently_used_cache(store, files, capacity):
-    with Store(store, read_only=True) as opened:
-        memory = capacity * opened.manifest("v0").layout.padded_bytes
-        stored = opened.bytes_stored
-    found = bench(store, files, num_queries=NUM_QUERIES, memory_bytes=memory, seed=3)
-    twice = queries(3) * 2
-    second_round = lru_misses(twice, capacity) - lru_misses(queries(3), capacity)
-    assert found.warm.plain.misses == found.warm.store.misses == second_round
-    assert found.warm.plain.bytes_read == second_round * size_of()
-    assert found.cold.plain.misses == lru_misses(queries(3), capacity)
-    left = (memory - stored) // (memory // capacity)
-    assert found.cold.store.misses == lru_misses(queries(3), left if left >= 1 else capacity)
-    assert 0 < found.warm.store.bytes_read < found.warm.plain.bytes_read or capacity == NUM_VARIANTS
-    assert found.warm.plain.infer_seconds is None
-    assert found.warm.total_ratio is None
-    assert found.warm.load_ratio == found.warm.plain.load_seconds / found.warm.store.load_seconds
+def small(store: Path, files: dict[str, Path], **options: object) -> Report:
+    """A measurement of few queries, warm only and of plain files and store, unless told otherwise."""
+    return bench(store, files, **{"num_queries": 3, "cold": False, "arms": ("store", "straight"), **options})
+
+
+def test_every_arm_serves_every_query_in_a_process_of_its_own(store, files):
+    workloads = dict.fromkeys(files, Workload())
+    found = bench(store, files, num_queries=NUM_QUERIES, workloads=workloads)
+    assert found.failures == {}
+    assert found.cold.keys() == found.warm.keys() == found.limit_bytes.keys() == set(ARMS)
+    for arm in (*found.cold.values(), *found.warm.values()):
+        assert arm.load_seconds > 0
+        assert arm.infer_seconds > 0
+    assert found.load_ratios("cold")["mmap"] == found.cold["mmap"].load_seconds / found.cold["store"].load_seconds
+    assert found.cold["straight"].misses == lru_misses(queries(), NUM_VARIANTS // 3)
+    assert found.cold["straight"].bytes_read == found.cold["straight"].misses * size_of()
+    assert 0 < found.cold["store"].bytes_read < found.cold["straight"].bytes_read
+    assert min(found.limit_bytes.values()) > found.memory_bytes
+
+
+def test_cold_is_cold_and_the_disk_is_read_once(store, files):
+    found = small(store, files, cold=True, num_queries=NUM_QUERIES)
+    if not found.page_cache_dropped:
+        pytest.skip("this system keeps files in its page cache")
+    assert found.cold["straight"].disk_bytes >= size_of()
+    assert found.warm["straight"].disk_bytes == 0 or found.limited_by == "address space"
+    assert found.cold["store"].cached_bytes > 0
 
 
 def test_memory_is_a_third_of_the_variants_by_default(store, files):
     with Store(store, read_only=True) as opened:
         one = opened.manifest("v0").layout.padded_bytes
-    assert bench(store, files, num_queries=2, cold=False).memory_bytes == NUM_VARIANTS * one // 3
+    found = small(store, files)
+    assert found.memory_bytes == NUM_VARIANTS * one // 3
+    assert (found.cold, found.page_cache_dropped) == ({}, None)
+    assert found.warm["store"].infer_seconds is None
 
 
-@pytest.mark.parametrize(("cold", "num_rounds"), [(True, 4), (False, 2)])
-def test_workload_runs_once_for_each_timed_query_with_the_weights_asked_for(store, files, cold, num_rounds):
-    workload = Counting()
-    found = bench(store, files, num_queries=NUM_QUERIES, cold=cold, workload=workload)
-    assert workload.seen == queries() * num_rounds
-    assert (found.cold is None) is not cold
-    assert found.warm.plain.infer_seconds > 0
-    assert found.warm.store.infer_seconds > 0
-    assert found.warm.total_ratio > 0
+@pytest.mark.slow
+def test_without_workloads_mapped_files_would_read_nothing_and_are_left_out(store, files):
+    assert set(small(store, files, arms=ARMS).warm) == {"store", "safetensors", "straight"}
+
+
+@pytest.mark.slow
+def test_variants_of_two_architectures_are_served_from_one_store(store, files, tmp_path):
+    other = {"weight": np.arange(640, dtype="f4").reshape(64, 10).T.copy(), "bias": np.ones(10, "f4")}
+    with Store(store) as opened:
+        layout = layout_of(other, SIZE)
+        opened.add("other", layout, *layout.to_blocks(other))
+    files = restore_all(store, tmp_path)
+    workloads = dict.fromkeys(files, Workload()) | {"other": Workload(nn.Linear(64, 10))}
+    found = bench(store, files, num_queries=NUM_QUERIES, workloads=workloads, seed=1)
+    assert (found.failures, set(found.warm)) == ({}, set(ARMS))
+    with pytest.raises(InputError, match="model: another architecture"):
+        small(store, files, workloads=dict.fromkeys(files, Workload()))
+    with pytest.raises(InputError, match="workloads: none for variant 'other'; give one for each of the store's 7"):
+        small(store, files, workloads={f"v{number}": Workload() for number in range(NUM_VARIANTS)})
+
+
+@pytest.mark.parametrize("in_group", [True, False])
+def test_a_process_that_takes_more_than_its_limit_is_stopped_and_the_report_says_so(
+    store, files, monkeypatch, in_group
+):
+    with temporary_group() as group:
+        if in_group and group is None:
+            pytest.skip("no control group can be made here")
+    if not in_group:
+        monkeypatch.setattr(measuring, "temporary_group", nullcontext)
+    greedy = dict.fromkeys(files, Greedy())
+    found = small(store, files, workloads=greedy)
+    assert set(found.failures) == {"store", "straight"}
+    said = "was ended by the system" if in_group else "was refused memory"
+    assert all(said in line and "\n" not in line for line in found.failures.values())
+    assert found.warm == found.load_ratios("warm") == {}
+    assert list(Path("/sys/fs/cgroup").rglob(f"fedpriv-bench-{os.getpid()}-*")) == []
+
+
+@pytest.mark.slow
+def test_the_limit_includes_what_the_system_caches_for_the_process(store, files, tmp_path):
+    with temporary_group() as group:
+        if group is None:
+            pytest.skip("no control group can be made here")
+    (tmp_path / "large").write_bytes(bytes(LARGE))
+    assert drop([tmp_path / "large"])
+    found = small(store, files, workloads=dict.fromkeys(files, Reading(tmp_path / "large")), arms=["straight"])
+    assert found.failures == {}
+    cached = num_cached_pages(tmp_path / "large") * mmap.PAGESIZE
+    assert 0 < cached < found.limit_bytes["straight"] < LARGE
+
+
+@pytest.mark.slow
+def test_the_address_space_is_bounded_where_no_group_can_be_made(store, files, monkeypatch):
+    monkeypatch.setattr(measuring, "temporary_group", nullcontext)
+    found = bench(store, files, num_queries=3, workloads=dict.fromkeys(files, Workload()))
+    assert (found.limited_by, found.failures) == ("address space", {})
+    assert set(found.cold) == set(ARMS)
+
+
+@pytest.mark.parametrize(
+    ("mounts", "own", "said"),
+    [
+        ("cgroup {root} cgroup rw,memory 0 0", "4:memory:/a/b", ("a/b", 1)),
+        ("cgroup {root} cgroup rw,memory 0 0", "4:memory:/of/another/namespace", (".", 1)),
+        ("cgroup2 {root} cgroup2 rw 0 0", "0::/a/b", ("a", 2)),
+        ("cgroup2 {root} cgroup2 rw 0 0", "0::/a", None),
+        ("cgroup {root} cgroup rw,cpu 0 0", "4:cpu:/a/b", None),
+    ],
+)
+def test_a_group_is_looked_for_below_that_of_the_process(tmp_path, mounts, own, said):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "cgroup.subtree_control").write_text("cpu memory\n")
+    (tmp_path / "cgroup.subtree_control").write_text("cpu\n")
+    (tmp_path / "mounts").write_text(mounts.format(root=tmp_path) + "\n")
+    (tmp_path / "cgroup").write_text(own + "\n")
+    found = [(parent, version) for parent, version in bench_limit._parents(tmp_path)]
+    assert found == ([] if said is None else [(tmp_path / said[0], said[1])])
+
+
+def test_a_workload_that_cannot_be_sent_to_a_process_is_one_line(store, files):
+    workload = Workload()
+    workload.opened = lambda: None
+    with pytest.raises(InputError, match="workloads: cannot be pickled for a process of their own") as caught:
+        small(store, files, workloads=dict.fromkeys(files, workload))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("reader", ["direct", "safetensors"])
@@ -170,19 +251,53 @@ def test_files_of_metadata_of_their_own_reuse_memory(tmp_path):
     assert np.array_equal(loaded.get("another")["0.weight"].numpy(), variant(1)["0.weight"])
 
 
+@pytest.mark.parametrize("memory_bytes", [None, 2 * 10**4])
+def test_mapped_files_give_the_bits_of_the_file_within_their_memory(files, memory_bytes):
+    mapped = MappedFiles(files, memory_bytes)
+    for name in queries():
+        expected = variant(int(name[1:]))
+        assert all(np.array_equal(mapped.get(name)[key].numpy(), values) for key, values in expected.items())
+    size = files["v0"].stat().st_size
+    assert mapped.misses == lru_misses(queries(), NUM_VARIANTS if memory_bytes is None else memory_bytes // size)
+
+
 def test_originals_may_differ_in_values_from_what_was_stored(store, files):
     tensors = variant(2)
     tensors["0.weight"][40] += 1
     safetensors.numpy.save_file(tensors, files["v2"])
-    assert bench(store, files, num_queries=NUM_QUERIES).cold is not None
+    assert small(store, files, num_queries=NUM_QUERIES).failures == {}
 
 
 @pytest.mark.parametrize("broken", [Registry, PlainFiles])
 def test_a_load_of_anything_else_is_refused(store, files, monkeypatch, broken):
     right = broken.get
     monkeypatch.setattr(broken, "get", lambda self, name: right(self, "v0" if name == "v3" else name))
-    with pytest.raises(StoreError, match="variant 'v3': was not loaded bit for bit"):
-        bench(store, files, num_queries=NUM_QUERIES, cold=False)
+    expected = {name: digest(safetensors.numpy.load_file(path)) for name, path in files.items()}
+    with Store(store, read_only=True) as opened:
+        arm = {
+            Registry: lambda: StoreArm(opened, 10**6, {}, {}),
+            PlainFiles: lambda: plain_arm("straight", files, 10**6, {}, maps_count=False),
+        }[broken]()
+        check_loads(arm, ["v0", "v1", "v5"], expected)
+        with pytest.raises(StoreError, match="variant 'v3': was not loaded bit for bit"):
+            check_loads(arm, queries(), expected)
+
+
+def test_a_wrong_load_in_another_process_is_the_users_error(store, files):
+    path = next(store.glob("blocks.*.npy"))
+    damaged = bytearray(path.read_bytes())
+    damaged[-3] ^= 1
+
+    class Damaging(dict):
+        """Files whose last look-up, after the store was read, changes a block of it."""
+
+        def __getitem__(self, name: str) -> Path:
+            if name == f"v{NUM_VARIANTS - 1}":
+                path.write_bytes(damaged)
+            return super().__getitem__(name)
+
+    with pytest.raises(StoreError, match="was not loaded bit for bit"):
+        small(store, Damaging(files), num_queries=NUM_QUERIES, arms=["store"])
 
 
 def test_page_cache_is_dropped_and_seen_to_be(tmp_path):
@@ -195,28 +310,15 @@ def test_page_cache_is_dropped_and_seen_to_be(tmp_path):
     assert mapped.sum() == 0
     assert num_cached_pages(path) > 0
     assert not drop([path])
-    release_mapped_pages(mapped[10:20])
+    del mapped
     assert drop([path])
-    assert mapped.sum() == 0
+    assert read_speed(path) > 0
+    assert num_cached_pages(path) > 0
 
 
-@pytest.mark.parametrize("memory_in_models", [1, 5])
-def test_cold_is_cold_whether_or_not_the_blocks_fit_beside_a_model(store, files, monkeypatch, memory_in_models):
-    if not drop(files.values()):
-        pytest.skip("this system keeps files in its page cache")
-    with Store(store, read_only=True) as opened:
-        memory = memory_in_models * opened.manifest("v0").layout.padded_bytes
-        assert (opened.bytes_stored + memory / memory_in_models <= memory) == (memory_in_models == 5)
-    calls: list[int] = []
-    monkeypatch.setattr(measuring, "drop", lambda paths: calls.append(1) or drop(paths))
-    assert bench(store, files, num_queries=NUM_QUERIES, memory_bytes=memory).page_cache_dropped is True
-    assert len(calls) == NUM_QUERIES + 1 + (NUM_QUERIES if memory_in_models == 1 else 0)
-    assert bench(store, files, num_queries=2, cold=False).page_cache_dropped is None
-
-
-def test_system_that_cannot_drop_is_told_of(store, files, monkeypatch):
+def test_system_that_cannot_drop_is_told_of(files, monkeypatch):
     monkeypatch.delattr(os, "posix_fadvise", raising=False)
-    assert bench(store, files, num_queries=2).page_cache_dropped is False
+    assert drop(files.values()) is False
 
 
 def cut(path: Path) -> None:
@@ -240,7 +342,8 @@ def cut(path: Path) -> None:
             "values of type 'BF16'",
         ),
         (lambda _: None, {"num_queries": 0}, "num_queries = 0: must be >= 1"),
-        (lambda _: None, {"memory_bytes": 1000}, "memory_bytes = 1000: file 'v0' alone needs"),
+        (lambda _: None, {"memory_bytes": 1000}, "memory_bytes = 1000: variant 'v0' alone needs"),
+        (lambda _: None, {"arms": ["pickle"]}, "arm = 'pickle': must be one of store, safetensors, straight, mmap"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(store, files, change, options, said):
@@ -251,10 +354,8 @@ def test_what_cannot_be_measured_is_one_line(store, files, change, options, said
 
 
 def test_model_of_another_architecture_is_refused(store, files):
-    workload = Counting()
-    workload.model = nn.Linear(64, 64)
     with pytest.raises(InputError, match=r"model: another architecture: tensor '0\.bias'"):
-        bench(store, files, workload=workload)
+        bench(store, files, workloads=dict.fromkeys(files, Workload(nn.Linear(64, 64))))
 
 
 def test_empty_store_is_refused(tmp_path):

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.serving import Registry, copy_rows
+from fedpriv.dedup.row_reading import OpenRows, Wanted, read_rows
+from fedpriv.dedup.serving import Registry, memory_for_models
 from fedpriv.dedup.store import Store
+from fedpriv.dedup.tensor_memory import distinct_bytes
 from fedpriv.errors import InputError
 
 SIZE = 64
@@ -21,7 +23,7 @@ NUM_MODELS = 4
 
 
 def network(seed: int = 0) -> nn.Module:
-    """Two linear layers with an integer buffer, and a batch norm."""
+    """Two linear layers and a batch norm with an integer buffer."""
     torch.manual_seed(seed)
     built = nn.Sequential(nn.Linear(32, 33), nn.BatchNorm1d(33), nn.Linear(33, 10))
     return built.eval()
@@ -64,11 +66,11 @@ def test_any_order_of_requests_gives_the_models_asked_for_within_the_bound(store
         registry.load_into(built, f"v{number}")
         assert is_variant(built.state_dict(), number)
         assert is_variant(registry.get(f"v{number}"), number)
-        assert len(registry.names) <= capacity
+        assert registry.used_bytes <= capacity * one_model
 
 
 def test_last_ones_asked_for_stay(store, one_model):
-    registry = Registry(store, 2 * one_model)
+    registry = Registry(store, 2 * one_model)  # the third would need more, although they have tensors in common
     for name in ("v0", "v1", "v0", "v2"):
         registry.get(name)
     assert registry.names == ["v0", "v2"]
@@ -157,6 +159,17 @@ def test_numbers_outlive_removal_and_compaction(store, one_model):
     assert is_variant(registry.get("v3"), 7)
 
 
+def test_a_released_model_leaves_its_memory_to_others(store, one_model):
+    registry, one, other = Registry(store, one_model), network(1), network(2)
+    registry.load_into(one, "v1")
+    with pytest.raises(InputError, match="no room for model 'v2' beside the 1 models"):
+        registry.load_into(other, "v2")
+    nn.init.zeros_(one[2].weight)
+    registry.release(one)
+    registry.load_into(other, "v2")
+    assert is_variant(other.state_dict(), 2)
+
+
 def test_tied_tensors_may_be_stored_once(tmp_path):
     built = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     built[1].weight = built[0].weight
@@ -189,19 +202,103 @@ def test_bound_below_one_model_is_refused(store, one_model):
         Registry(store, one_model - 1).get("v0")
 
 
-@settings(deadline=None)
+def test_tensors_in_common_are_in_memory_once(store, one_model):
+    registry, one, other = Registry(store, 10 * one_model), network(1), network(2)
+    registry.load_into(one, "v1")
+    registry.load_into(other, "v2")
+    own = sum(variant(0)[name].nbytes for name in ("0.weight", "2.bias"))
+    padding = one_model - sum(values.nbytes for values in variant(0).values())
+    assert registry.used_bytes <= one_model + own + padding
+    shared = [
+        name for name, tensor in one.state_dict().items() if tensor.data_ptr() == other.state_dict()[name].data_ptr()
+    ]
+    assert set(variant(0)) - set(shared) == {"0.weight", "2.bias"}
+    assert is_variant(one.state_dict(), 1)
+    assert is_variant(other.state_dict(), 2)
+
+
+def test_a_shared_tensor_that_one_model_changed_is_loaded_anew_for_all(store, one_model):
+    registry, one, other = Registry(store, 10 * one_model), network(1), network(2)
+    registry.load_into(one, "v1")
+    registry.load_into(other, "v2")
+    with torch.no_grad():
+        one[2].weight.zero_()
+    registry.load_into(other, "v2")
+    assert is_variant(other.state_dict(), 2)
+    assert is_variant(one.state_dict(), 1)
+
+
+def test_equal_tensors_of_one_model_have_memory_of_their_own(tmp_path):
+    tensors = {"one": np.ones(SIZE, "f4"), "two": np.ones(SIZE, "f4"), "three": np.ones(3, "f4")}
+    with Store(tmp_path / "equal") as store:
+        layout = layout_of(tensors, SIZE)
+        store.add("m", layout, *layout.to_blocks(tensors))
+        loaded = Registry(store, 10**6).get("m")
+    assert len({tensor.data_ptr() for tensor in loaded.values()}) == 3
+
+
+def test_models_get_all_memory_where_it_holds_every_distinct_tensor(store, one_model):
+    everything = distinct_bytes([store.manifest(name) for name in store.names])
+    assert one_model < everything < NUM_MODELS * one_model
+    assert memory_for_models(store, everything) == everything
+    registry = Registry(store, everything)
+    for name in store.names * 2:
+        registry.get(name)
+    assert (registry.names, registry.statistics.misses) == (store.names, NUM_MODELS)
+
+
+def test_memory_left_for_the_files_is_what_they_take(tmp_path):
+    generator = np.random.default_rng(0)
+    base = generator.standard_normal((64, 1024)).astype("f4")
+    with Store(tmp_path / "scattered") as store:
+        for number in range(6):
+            base[number] += 1
+            layout = layout_of({"w": base}, 1024)
+            store.add(f"v{number}", layout, *layout.to_blocks({"w": base}))
+        assert memory_for_models(store, 3 * base.nbytes) == 3 * base.nbytes - store.bytes_stored
+        assert memory_for_models(store, store.bytes_stored) == base.nbytes
+        assert memory_for_models(store, store.bytes_stored - 1) == store.bytes_stored - 1
+
+
+def test_blocks_are_read_after_a_compaction_elsewhere_replaced_their_file(store, one_model, tmp_path):
+    store.close()
+    with Store(store.path, read_only=True) as reader:
+        registry = Registry(reader, one_model)
+        registry.get("v0")
+        with Store(store.path) as writer:
+            writer.remove("v0")
+            writer.compact()
+        assert is_variant(registry.get("v3"), 3)
+
+
+@settings(deadline=None, max_examples=60)
 @given(
     width=st.sampled_from([1, 100, 5000]),
     positions=st.sets(st.integers(0, 19)).map(sorted),
     seed=st.integers(0, 9),
     contiguous=st.booleans(),
 )
-def test_rows_are_copied_as_a_loop_would(width, positions, seed, contiguous):
+def test_rows_are_read_as_a_loop_would(tmp_path_factory, width, positions, seed, contiguous):
     generator = np.random.default_rng(seed)
     source = generator.standard_normal((30, width))
     rows = np.arange(len(positions)) + 3 if contiguous else generator.integers(30, size=len(positions))
     target, expected = np.zeros((20, width)), np.zeros((20, width))
-    copy_rows(target, np.array(positions, np.int64), source, rows)
+    path = tmp_path_factory.mktemp("rows") / "file"
+    path.write_bytes(b"head" + source.tobytes())
+    with path.open("rb") as file:
+        read_rows(OpenRows(file.fileno(), 4, 8 * width), [Wanted(target, np.array(positions, np.int64), rows)])
     for position, row in zip(positions, rows, strict=True):
         expected[position] = source[row]
     assert np.array_equal(target, expected)
+
+
+def test_more_runs_than_one_call_takes_are_read(tmp_path):
+    source = np.random.default_rng(0).integers(255, size=(5000, 7), dtype=np.uint8)
+    (tmp_path / "file").write_bytes(source.tobytes())
+    rows = np.random.default_rng(1).permutation(5000)[:3000]
+    target = np.zeros((3000, 7), np.uint8)
+    with (tmp_path / "file").open("rb") as file:
+        read_rows(OpenRows(file.fileno(), 0, 7), [Wanted(target, np.arange(3000), rows)])
+        assert np.array_equal(target, source[rows])
+        with pytest.raises(ValueError, match="7 bytes are missing at the end of the blocks"):
+            read_rows(OpenRows(file.fileno(), 0, 7), [Wanted(target, np.arange(1), np.array([5000]))])

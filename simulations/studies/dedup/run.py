@@ -181,4 +181,6 @@ def _after(
 ) -> float:
     if not outcome.num_replaced:
         return trained[model.name][split]
+    if split != "test" and outcome.correct_after is not None:
+        return outcome.correct_after / outcome.num_records
     return float(right(out, model, split, store.restore(model.name)).double().mean())

@@ -1,0 +1,248 @@
+"""One arm of `fedpriv.dedup.bench`, in a process of its own whose memory is bounded."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import hashlib
+import mmap
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from fedpriv.dedup.bench_arms import IN_FLIGHT_BYTES, Loader, StoreArm, Targets, plain_arm
+from fedpriv.dedup.bench_limit import Group, bound, enter, used_bytes
+from fedpriv.dedup.bench_page_cache import bytes_from_disk, drop, num_cached_pages
+from fedpriv.dedup.blocks import Layout
+from fedpriv.dedup.serving import targets_in
+from fedpriv.dedup.store import Store
+from fedpriv.errors import InputError, StoreError
+
+
+class Workload(Protocol):
+    """What served variants are used for. It is pickled for the processes that are measured.
+
+    Attributes:
+        model: on the CPU; the names in its state_dict are those of the stored tensors. Its weights are overwritten.
+    """
+
+    model: nn.Module
+
+    def infer(self) -> None:
+        """Run one batch through the model with its current weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """What one way of serving took for all queries.
+
+    Attributes:
+        load_seconds: spent loading weights.
+        infer_seconds: of the workloads; None without any.
+        misses: queries whose variant was not in memory as a whole.
+        bytes_read: copied from files or blocks on these misses.
+        disk_bytes: that the process made the disk read, loading and inference; None where the system does not say.
+        cached_bytes: of the arm's files, in the system's cache after the last query.
+    """
+
+    load_seconds: float
+    infer_seconds: float | None
+    misses: int
+    bytes_read: int
+    disk_bytes: int | None
+    cached_bytes: int
+
+    @property
+    def total_seconds(self) -> float:
+        """Loading and inference."""
+        return self.load_seconds + (self.infer_seconds or 0.0)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Job:
+    """What a process is to measure.
+
+    Attributes:
+        arm: one of `ARMS`.
+        store: folder of a store.
+        files: {variant: its safetensors file}.
+        layouts: {variant: its layout}.
+        expected: {variant: `digest` of its tensors in this arm}.
+        queries: variants, in the order in which they are requested.
+        memory_bytes: beyond what the process needs without any weights.
+        cold, warm: whether to measure each.
+        workloads: pickled {variant: Workload}.
+        group: that bounds the process; None to bound its address space.
+    """
+
+    arm: str
+    store: Path
+    files: Mapping[str, Path]
+    layouts: Mapping[str, Layout]
+    expected: Mapping[str, str]
+    queries: Sequence[str]
+    memory_bytes: int
+    cold: bool
+    warm: bool
+    workloads: bytes
+    group: Group | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a process found; as `fedpriv.dedup.bench.Report` has it."""
+
+    cold: Arm | None
+    warm: Arm | None
+    limit_bytes: int
+    page_cache_dropped: bool | None
+
+
+def run(job: Job, sender: Connection) -> None:
+    """Measure, and send a `Measured`, or the error that a user should see, or the line that says why memory ended."""
+    try:
+        enter(job.group)
+        found: Measured | InputError | StoreError | str = measure(job)
+    except (InputError, StoreError) as error:
+        found = error
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        found = "was refused memory beyond its limit"
+    sender.send(found)
+
+
+def measure(job: Job) -> Measured:
+    """Measure an arm in this process, whose memory stays bounded afterwards.
+
+    Raises:
+        StoreError: the store is damaged, or a load did not give the variant.
+    """
+    workloads: dict[str, Workload] = pickle.loads(job.workloads)
+    for workload in {id(workload): workload for workload in workloads.values()}.values():
+        workload.infer()  # which allocates what the first inference needs
+    models = {name: workload.model for name, workload in workloads.items()}
+    targets = {name: targets_in(model, job.layouts[name]) for name, model in models.items()}
+    _release_weights(targets)
+    limit_bytes = used_bytes(job.group) + job.memory_bytes + IN_FLIGHT_BYTES
+    limit_bytes += _mapped_at_once(job) if job.group is None else 0
+    bound(job.group, limit_bytes)
+    dropped: list[bool] = []
+    with _opened(job, models, targets, dropped) as (loader, before, opening_seconds):
+        first = _timed(loader, job, workloads, before)
+        cold = replace(first, load_seconds=first.load_seconds + opening_seconds) if job.cold else None
+        warm = _timed(loader, job, workloads) if job.warm else None
+        check_loads(loader, job.queries, job.expected)
+    return Measured(
+        cold=cold, warm=warm, limit_bytes=limit_bytes, page_cache_dropped=all(dropped) if job.cold else None
+    )
+
+
+@contextmanager
+def _opened(
+    job: Job, models: Mapping[str, nn.Module], targets: Targets, dropped: list[bool]
+) -> Iterator[tuple[Loader, Callable[[str], object], float]]:
+    """The arm, what comes before each cold query, and the time of opening.
+
+    The page cache is emptied in any case: pages that another process has read would not count in this one's group.
+    """
+
+    def drop_all(paths: Sequence[Path]) -> None:
+        dropped.append(drop(paths))
+
+    def nothing(_name: str) -> None:
+        pass
+
+    if job.arm != "store":
+        loader = plain_arm(job.arm, job.files, job.memory_bytes, targets, maps_count=job.group is None)
+        drop_all([*job.files.values()])
+        yield loader, nothing if job.group else lambda name: drop_all([job.files[name]]), 0.0
+        return
+    drop_all(_files_of(job.store))
+    started = perf_counter()
+    with Store(job.store, read_only=True) as store:
+        shared = StoreArm(store, job.memory_bytes, models, targets)
+        fits = store.bytes_stored <= job.memory_bytes - shared.models_bytes
+        # What the catalogue maps stays.
+        blocks = [path for path in _files_of(job.store) if not path.match("catalogue.*.npy")]
+        yield shared, nothing if job.group or fits else lambda _: drop_all(blocks), perf_counter() - started
+
+
+def _timed(
+    loader: Loader, job: Job, workloads: Mapping[str, Workload], before: Callable[[str], object] = lambda _: None
+) -> Arm:
+    """The time of all queries; `before` is called ahead of each and is not timed."""
+    load_seconds = infer_seconds = 0.0
+    (misses, copied), read = loader.counts(), bytes_from_disk()
+    for name in job.queries:
+        before(name)
+        started = perf_counter()
+        loader.load(name)
+        loaded = perf_counter()
+        load_seconds += loaded - started
+        if name in workloads:
+            workloads[name].infer()
+            infer_seconds += perf_counter() - loaded
+    (misses_after, copied_after), read_after = loader.counts(), bytes_from_disk()
+    paths = _files_of(job.store) if job.arm == "store" else [*job.files.values()]
+    return Arm(
+        load_seconds=load_seconds,
+        infer_seconds=infer_seconds if workloads else None,
+        misses=misses_after - misses,
+        bytes_read=copied_after - copied,
+        disk_bytes=None if read is None or read_after is None else read_after - read,
+        cached_bytes=sum(map(num_cached_pages, paths)) * mmap.PAGESIZE,
+    )
+
+
+def check_loads(loader: Loader, queries: Sequence[str], expected: Mapping[str, str]) -> None:
+    """Refuse a loader that does not give every variant bit for bit.
+
+    Raises:
+        StoreError: names the first variant that it does not give.
+    """
+    for name in queries:
+        loaded = {tensor: values.detach().numpy() for tensor, values in loader.load(name).items()}
+        if digest(loaded) != expected[name]:
+            raise StoreError(f"variant {name!r}: was not loaded bit for bit; `verify` shows whether it is damaged")
+
+
+def digest(tensors: Mapping[str, NDArray[Any]]) -> str:
+    """SHA-256 of names, types, shapes and values."""
+    found = hashlib.sha256()
+    for name, values in sorted(tensors.items()):
+        found.update(f"{name} {values.dtype} {values.shape} ".encode())
+        found.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+    return found.hexdigest()
+
+
+def _release_weights(targets: Targets) -> None:
+    """Give up the memory of weights that every load replaces, so that it does not count as the process's own."""
+    for tensors in targets.values():
+        for target in tensors.values():
+            target.data = torch.zeros((), dtype=target.dtype).expand(target.shape)
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _mapped_at_once(job: Job) -> int:
+    """The address space of files that an arm maps while it reads them, which holds no weights of its own."""
+    paths = _files_of(job.store) if job.arm == "store" else [*job.files.values()]
+    sizes = [path.stat().st_size for path in paths]
+    return 2 * sum(sizes) if job.arm == "store" else 2 * max(sizes)
+
+
+def _files_of(store: Path) -> list[Path]:
+    return [path for path in store.rglob("*") if path.is_file()]
