@@ -30,9 +30,9 @@ class Tail(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         layers = model.bert.encoder.layer
-        self.bert = nn.ModuleDict({"encoder": nn.ModuleDict({"layer": nn.ModuleDict(
-            {str(index): layers[index] for index in range(FROZEN_LAYERS, len(layers))}
-        )})})  # fmt: skip
+        trained = {str(index): layers[index] for index in range(FROZEN_LAYERS, len(layers))}
+        self.bert = nn.ModuleDict({"encoder": nn.ModuleDict({"layer": nn.ModuleDict(trained)})})
+        self._trained = tuple(trained.values())
         self.classifier = model.classifier
 
     def forward(self, states: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class Tail(nn.Module):
         hidden = states
         # On texts this short the plain products are faster than fused attention.
         with torch.autocast("cpu", dtype=torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
-            for layer in self.bert["encoder"]["layer"].values():
+            for layer in self._trained:
                 hidden = layer(hidden)
         logits: Tensor = self.classifier(pooling.unit_states(hidden.float().mean(dim=1)))
         return logits

@@ -10,6 +10,7 @@ from functools import cache
 from fedpriv.accounting.calibration import noise_multiplier_for
 from simulations.studies.dedup.data import Task
 from simulations.studies.dedup.dp_sgd import Schedule
+from simulations.studies.dedup.images import NUM_PUBLIC
 from simulations.studies.dedup.networks import Architecture
 from simulations.studies.dedup.scenarios import DELTA
 
@@ -26,6 +27,7 @@ class Recipe:
         learning_rate: the largest.
         noisy_rate: the learning rate where a mean gradient's coordinates have noise of 0.01; it falls with more.
         public_tasks: whose public records the start is trained on; none means the model's own task.
+        public_records: at most so many of each task.
         public_epochs, public_learning_rate: of that.
         public_prefix: of the names of the weights that the start trains; the others stay as they were published.
     """
@@ -37,6 +39,7 @@ class Recipe:
     learning_rate: float
     noisy_rate: float
     public_tasks: tuple[Task, ...] = ()
+    public_records: int = NUM_PUBLIC
     public_epochs: int = 1
     public_learning_rate: float
     public_prefix: str = ""
@@ -79,6 +82,7 @@ RECIPES: Mapping[Architecture, Recipe] = {
         learning_rate=0.5,
         noisy_rate=0.5,
         public_tasks=("digits", "mirrored", "upside-down", "turned"),
+        public_records=4800,
         public_learning_rate=3e-4,
     ),
     "minilm": Recipe(

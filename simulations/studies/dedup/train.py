@@ -53,7 +53,8 @@ def start(out: Path, model: Model) -> Tensors:
         trainee = network(model.architecture)
         for name, value in trainee.named_parameters():
             value.requires_grad_(name.startswith(recipe.public_prefix))
-        public = together([records(out, model.architecture, task, "public") for task in _public_tasks(model)])
+        several = [records(out, model.architecture, task, "public") for task in _public_tasks(model)]
+        public = together([each.first(recipe.public_records) for each in several])
         train_publicly(trainee, public, epochs=recipe.public_epochs, learning_rate=recipe.public_learning_rate)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
