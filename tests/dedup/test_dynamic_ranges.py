@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.dedup.algorithms import ALGORITHMS, BudgetSpent
-from fedpriv.dedup.algorithms.dynamic import shortest_range
+from fedpriv.dedup.algorithms.dynamic import LEAST_BATCH, shortest_range
 from fedpriv.errors import InputError
 
 DYNAMIC = ("drd", "dred")
@@ -148,7 +148,7 @@ def test_the_rule_by_hand(name, last):
 def test_shortest_range_is_half_of_what_comes_to_each_validation_left():
     assert shortest_range(400, 0, 0) == 400 / 38
     assert shortest_range(400, 100, 9) == 300 / 20
-    assert shortest_range(400, 390, 9) == 10, "never below the least"
+    assert shortest_range(400, 392, 9) == LEAST_BATCH == 5, "never below the least"
     assert shortest_range(400, 0, 19) == math.inf
     assert shortest_range(20, 0, 0) == math.inf, "Greedy-20 would take one"
     assert shortest_range(0, 0, 0) == math.inf

@@ -7,7 +7,9 @@ the two that were trained. See `fedpriv.dedup.bench` for what is measured and ho
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -86,15 +88,18 @@ def line_of(name: str, store: Path, reports: list[Report]) -> dict[str, Any]:
 
 
 class Query:
-    """A `fedpriv.dedup.bench.Workload`: a model answers one record.
+    """A `fedpriv.dedup.bench.Workload`: a model answers one record. Another process builds the model anew.
 
     Args:
-        model: in evaluation mode.
+        build: makes the model, for inference.
         inputs: of the model.
     """
 
-    def __init__(self, model: nn.Module, inputs: torch.Tensor) -> None:
-        self.model, self._inputs = model, inputs
+    def __init__(self, build: Callable[[], nn.Module], inputs: torch.Tensor) -> None:
+        self.model, self._build, self._inputs = build().eval(), build, inputs
+
+    def __reduce__(self) -> tuple[type[Query], tuple[Callable[[], nn.Module], torch.Tensor]]:
+        return Query, (self._build, self._inputs)
 
     @torch.inference_mode()
     def infer(self) -> None:
@@ -102,11 +107,16 @@ class Query:
         self.model(self._inputs)
 
 
+def _whole_minilm() -> nn.Module:
+    model: nn.Module = encoder().model
+    return model
+
+
 def _workload(out: Path, name: str, model: Model) -> Workload:
     if name == "minilm":
-        return Query(encoder().model.eval(), torch.arange(1, TOKENS + 1).unsqueeze(0))
+        return Query(_whole_minilm, torch.arange(1, TOKENS + 1).unsqueeze(0))
     inputs, _ = next(iter(records(out, model.architecture, model.task, "validation").passes()))
-    return Query(network(model.architecture).eval(), inputs[:1].clone())
+    return Query(partial(network, model.architecture), inputs[:1].clone())
 
 
 def _store_of(out: Path, name: str) -> Path:

@@ -17,8 +17,8 @@ def introduction(results: Results) -> str:
     return f"""## Fully trained models under DP-SGD, beside the paper
 
 ```
-python -m simulations.studies.dedup --data FOLDER     # everything, also where an earlier attempt left off; FOLDER holds the texts
-python -m simulations.studies.dedup --help            # the steps one by one
+python -m simulations.studies.dedup --data FOLDER   # everything, or what is left of it; FOLDER holds the texts
+python -m simulations.studies.dedup --help          # the steps one by one
 ```
 
 The scenarios of Guan et al. 2025, Table 1, its seven heterogeneous models and its fifty, at a size for two cores:
