@@ -225,11 +225,13 @@ def test_the_command_fits_its_blocks_to_a_small_model_and_validates_on_as_many_r
     assert "from other settings" in fedpriv(*command, "--seed", "7", code=2)[1]
 
 
+@pytest.mark.slow
 def test_the_bench_serves_a_runs_adapters_into_its_own_model(deduplicated):
     options = ["--queries", "10", "--files", deduplicated / "variants", "--warm"]
     found = as_json("dedup", "bench", deduplicated / "store", *options)
     assert found["num_queries"] == 10
-    assert min(found["warm"][arm]["infer_seconds"] for arm in ("plain", "store")) > 0
+    assert {"store", "safetensors", "straight"} <= found["warm"].keys()
+    assert all(arm["infer_seconds"] > 0 for arm in found["warm"].values())
 
 
 def test_a_part_of_the_test_set_serves_for_validation(small_run, tmp_path):

@@ -42,7 +42,6 @@ SMALL = {
 SMALLEST = {
     "accounting_scale": ["--clients", "1"],
     "dedup_distance": SMALL["dedup_distance"],
-    "dedup_loading": ["--variants", "2", "--queries", "2", "--repeats", "1"],
     "discrete_gaussian": SMALL["discrete_gaussian"],
     "integral_training": SMALL["integral_training"],
     "prefix_cache": SMALL["prefix_cache"],
