@@ -77,18 +77,15 @@ class State:
 
     @property
     def open_blocks(self) -> OpenRows:
-        """The file of the blocks, open for reading; it stays readable when a compaction replaces it by another.
+        """The file of the blocks, opened with the state: it stays readable when a compaction replaces it by another.
 
         Raises:
             StoreError: the file is missing or too short.
         """
         file = self.folder.blocks(self.index)
+        self._checked_length(self.mapped_blocks, file)
         if self._open_blocks is None:
-            self._checked_length(self.mapped_blocks, file)
-            with self.one_line_errors():
-                descriptor = os.open(file.path, os.O_RDONLY)
-            self._open_blocks = OpenRows(descriptor, len(file.header(0)), file.row_bytes)
-            weakref.finalize(self._open_blocks, os.close, descriptor)
+            raise StoreError(f"{file.path} is missing")
         return self._open_blocks
 
     def check_writable(self) -> None:
@@ -144,7 +141,7 @@ class State:
                 self.index = Index.from_json(self.folder.index.read_bytes())
             except ValueError as error:
                 raise StoreError(f"{self.folder.index}: {error}") from None
-            self._open_blocks = None
+            self._open_blocks = _opened(self.folder.blocks(self.index))
             self.mapped_blocks = self.folder.blocks(self.index).map(self.index.num_rows)
             self._mapped_catalogue = self.folder.catalogue(self.index).map(self.index.num_rows)
 
@@ -152,6 +149,17 @@ class State:
         if len(rows) < self.index.num_rows:
             raise StoreError(f"{file.path} {file.damage(self.index.num_rows)}; `verify` shows what is affected")
         return rows
+
+
+def _opened(file: RowFile) -> OpenRows | None:
+    """The file, open for reading as long as the result is kept; None if it is missing."""
+    try:
+        descriptor = os.open(file.path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    rows = OpenRows(descriptor, len(file.header(0)), file.row_bytes)
+    weakref.finalize(rows, os.close, descriptor)
+    return rows
 
 
 def _check_folder(folder: Folder, *, read_only: bool) -> None:
