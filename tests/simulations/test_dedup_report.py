@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
+from fedpriv.dedup.bench import Arm, Report
+from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
 from simulations.studies.dedup.cells import BY_L, cells
 from simulations.studies.dedup.lines import append
@@ -29,6 +31,7 @@ from simulations.studies.dedup.report import (
 )
 from simulations.studies.dedup.report.results import Results, beyond, own_ratio, read
 from simulations.studies.dedup.scenarios import FIFTY, SCENARIOS
+from simulations.studies.dedup.serve import line_of as line_of_serving
 
 SIZES = {**{name: len(row.epsilons) for name, row in paper.SCENARIOS.items()}, "minilm": 5, "fifty": 4}
 # The scenarios as they are, before the stand-ins.
@@ -103,6 +106,7 @@ def served(scenario="minilm", **loads):
     return {
         "scenario": scenario, "num_models": 5, "bytes_of_models": 6e7, "limit_bytes": 2e7, "limit": "cgroup v1",
         "num_queries": 100, "disk_mb_per_second": 400.0, "arms": arms,
+        "failures": {}, "page_cache_dropped": True,
     }  # fmt: skip
 
 
@@ -285,6 +289,32 @@ def test_speed_ups_are_judged_with_and_without_inference():
     assert line_of(text, "minilm", "straight", "cold", "3.0")[3:] == ["3.0", "2.0", "3", "yes", "**no**"]
     assert line_of(text, "hetero", "safetensors", "cold", "9.9")[6] == "**no**"
     assert line_of(text, "minilm", "safetensors", "warm", "10.0")[5:] == ["", "", ""]
+
+
+def test_an_arm_that_failed_and_files_that_stayed_cached_are_named():
+    failed = {**served(), "failures": {"straight": "was ended by the system"}, "page_cache_dropped": False}
+    text = serving.serving(results(serving=[failed]))
+    assert "`straight` was ended by the system" in text
+    assert "**Not cold**" in text
+    assert "**Not cold**" not in serving.serving(results(serving=[served()]))
+
+
+def measured(failures=None):
+    """A measurement in which all arms but these took as long."""
+    taken = Arm(load_seconds=1.0, infer_seconds=2.0, misses=3, bytes_read=4, disk_bytes=5, cached_bytes=6)
+    arms = {name: taken for name in ("store", "straight") if name not in (failures or {})}
+    return Report(
+        num_queries=9, num_variants=5, memory_bytes=10, limited_by="cgroup v1", limit_bytes=dict.fromkeys(arms, 20),
+        disk_bytes_per_second=1e6, page_cache_dropped=True, cold=arms, warm=arms, failures=failures or {},
+    )  # fmt: skip
+
+
+def test_an_arm_that_failed_once_has_no_medians_and_its_failure_is_kept(tmp_path):
+    with Store(tmp_path):
+        pass
+    line = line_of_serving("minilm", tmp_path, [measured(), measured({"straight": "failed"}), measured()])
+    assert [(each["arm"], each["temperature"]) for each in line["arms"]] == [("store", "cold"), ("store", "warm")]
+    assert (line["arms"][0]["load_seconds"], line["failures"]) == (1.0, {"straight": "failed"})
 
 
 def test_targets_beyond_their_bound_by_basic_are_counted():
