@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
+from fedpriv.dedup.catalogue import NumberedBlocks
 from fedpriv.dedup.folder import Folder, sync
-from fedpriv.dedup.manifests import Index
+from fedpriv.dedup.manifests import Files, Index, Manifest, array_sha256
 from fedpriv.dedup.row_reading import OpenRows
 from fedpriv.dedup.rows import RowFile
 from fedpriv.deployment.files import replace as replace_file
@@ -101,6 +105,33 @@ class State:
             sync(self.folder.path)
         finally:
             self._refresh()
+
+    def append(self, added: Manifest, numbered: NumberedBlocks, contents: tuple[bytes, bytes]) -> None:
+        """Write a model's files and rows, and then the index that names them.
+
+        Args:
+            added: of the model, whose layout has the store's blocks.
+            numbered: its blocks.
+            contents: of its two files: manifest and extras.
+        """
+        layout, name = added.layout, added.name
+        index = replace(self.index, block_size=layout.block_size, dtype=layout.dtype)
+        for path, content in zip((self.folder.manifest(name), self.folder.extras(name)), contents, strict=True):
+            path.parent.mkdir(exist_ok=True)
+            replace_file(path, content)
+            sync(path.parent)
+        self.folder.blocks(index).write(index.num_rows, [numbered.new])
+        self.folder.catalogue(index).write(index.num_rows, [numbered.catalogue])
+        manifest, extras = (hashlib.sha256(content).hexdigest() for content in contents)
+        self.commit(
+            replace(
+                index,
+                num_rows=index.num_rows + len(numbered.new),
+                next_block=index.next_block + len(numbered.new),
+                catalogue=array_sha256(np.concatenate([self.catalogue, numbered.catalogue])),
+                models={**index.models, name: Files(manifest=manifest, extras=extras, basis=added.basis)},
+            )
+        )
 
     def tidy(self) -> None:
         """Delete stray files and rows."""
