@@ -206,7 +206,8 @@ def run(
     with shown(quiet=as_json) as observer:
         pipeline.check(list(described.values()), read, store, settings)
         judge = result_of("evaluator", evaluator) if evaluator else _of_run(folder, validation_records, seed)
-        evaluators = judge if isinstance(judge, Mapping) else dict.fromkeys(folders, judge)
+        given = judge if isinstance(judge, Mapping) else dict.fromkeys(folders, judge)
+        evaluators = {name: each for name, each in given.items() if name in folders}
         with _private_validation(evaluators, validation_epsilon, cutoff, ledger) as private, Store(store) as opened:
             outcomes = pipeline.deduplicate(
                 list(described.values()),
