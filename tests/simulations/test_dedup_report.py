@@ -209,6 +209,11 @@ def test_cells_stand_beside_the_papers():
     assert line_of(means, "`drd`")[1] == "40.0, 15 (33.6, 24); 0.010; 8 of 8"
 
 
+def test_each_scenarios_own_number_of_seeds_is_stated():
+    runs = [run("A1", "private validation", seed=seed) for seed in range(3)] + [run("B2", "private validation")]
+    assert "means over the seeds of the noise (A1 3, B2 1);" in private.private(results(*runs))
+
+
 @pytest.mark.parametrize(
     ("ratio", "num", "verdict"),
     [
