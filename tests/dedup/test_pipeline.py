@@ -208,6 +208,20 @@ def test_private_validation_is_charged_before_it_asks_and_is_in_the_epsilons(des
         assert outcome.epsilon_after == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_ledger_that_refuses_leaves_private_records_unread(described, trained, tmp_path):
+    class Unread(DigitsEvaluator):
+        def count_correct(self, tensors) -> int:
+            raise AssertionError("records are read")
+
+    def refuse(name: str, event: object) -> None:
+        raise InputError(f"{name}: its budget is spent")
+
+    evaluator = Unread(PrivateRecords(data_set="validation", delta=1e-5))
+    private = PrivateValidation(epsilon=0.25, charge=refuse, source=SeededSource(0, "svt"))
+    with Store(tmp_path / "store") as store, pytest.raises(InputError, match="its budget is spent"):
+        deduplicate(described, trained.__getitem__, each(evaluator), store, SETTINGS, private=private)
+
+
 def test_private_validation_that_the_bound_has_no_room_for_is_never_asked(described, trained, tmp_path):
     charged: list = []
     tight = [replace(variant, epsilon_bound=0.1) for variant in described]
