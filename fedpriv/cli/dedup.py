@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import itertools
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -207,7 +206,8 @@ def run(
     with shown(quiet=as_json) as observer:
         pipeline.check(list(described.values()), read, store, settings)
         judge = result_of("evaluator", evaluator) if evaluator else _of_run(folder, validation_records, seed)
-        evaluators = judge if isinstance(judge, Mapping) else dict.fromkeys(folders, judge)
+        given = judge if isinstance(judge, Mapping) else dict.fromkeys(folders, judge)
+        evaluators = {name: each for name, each in given.items() if name in folders}
         with _private_validation(evaluators, validation_epsilon, cutoff, ledger) as private, Store(store) as opened:
             outcomes = pipeline.deduplicate(
                 list(described.values()),
@@ -257,19 +257,10 @@ app.command()(bench)
 
 def _settings(**values: Any) -> Settings:
     """The settings of a run, if its algorithm knows all of its options and takes their values."""
-    from fedpriv.dedup.algorithms import SHARED_BASIS, algorithm
-    from fedpriv.dedup.planning import Settings
-    from fedpriv.dedup.shared_basis import BasisOptions
+    from fedpriv.dedup.planning import Settings, check_options
 
     settings = Settings(**values)
-    method = BasisOptions if settings.algorithm == SHARED_BASIS else algorithm(settings.algorithm)
-    parameters = inspect.signature(method).parameters
-    options = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
-    if odd := sorted(set(settings.options) - set(options)):
-        raise InputError(f"option = {odd[0]!r}: {settings.algorithm} knows {', '.join(options)}")
-    if settings.algorithm != SHARED_BASIS:
-        # A search of no blocks checks its options, before models are loaded and private validation is charged.
-        algorithm(settings.algorithm)(0, lambda positions: False, **settings.options)
+    check_options(settings)
     return settings
 
 

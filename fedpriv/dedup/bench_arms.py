@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from fedpriv.dedup.bench_plain_files import MappedFiles, PlainFiles
@@ -34,6 +35,33 @@ class Loader(Protocol):
         """Variants that were not in memory, and bytes copied for them, so far."""
 
 
+def give_up(targets: Iterable[Tensor]) -> None:
+    """Give up the memory of weights that every load replaces, so that only what loads them holds it."""
+    for target in targets:
+        target.data = torch.zeros((), dtype=target.dtype).expand(target.shape)
+
+
+class _Served:
+    """The models that hold loaded weights: all of one architecture, since memory is reused for equal shapes only.
+
+    A model of another one would keep memory that its arm has given up and no longer counts.
+    """
+
+    def __init__(self, targets: Targets) -> None:
+        self._targets, self._names = targets, set[str]()
+        self._shapes = {
+            name: {tensor: (value.shape, value.dtype) for tensor, value in own.items()} for name, own in targets.items()
+        }
+
+    def prepare(self, name: str) -> None:
+        """Give up the weights of models of other architectures, before this variant is loaded."""
+        if name in self._targets:
+            for other in [each for each in self._names if self._shapes[each] != self._shapes[name]]:
+                give_up(self._targets[other].values())
+                self._names.remove(other)
+            self._names.add(name)
+
+
 class StoreArm:
     """A registry that loads into the workloads' models.
 
@@ -49,6 +77,7 @@ class StoreArm:
         self.models_bytes = memory_for_models(store, memory_bytes)
         self._registry = Registry(store, self.models_bytes)
         self._used: nn.Module | None = None
+        self._served = _Served(targets)
 
     def load(self, name: str) -> Mapping[str, Tensor]:
         if name not in self._models:
@@ -56,6 +85,7 @@ class StoreArm:
         if self._used not in (None, self._models[name]):
             self._registry.release(self._used)  # one model computes at a time, whatever its architecture
         self._used = self._models[name]
+        self._served.prepare(name)
         self._registry.load_into(self._used, name)
         return self._targets[name]
 
@@ -72,9 +102,10 @@ class PlainArm:
     """
 
     def __init__(self, files: PlainFiles | MappedFiles, targets: Targets) -> None:
-        self._files, self._targets = files, targets
+        self._files, self._targets, self._served = files, targets, _Served(targets)
 
     def load(self, name: str) -> Mapping[str, Tensor]:
+        self._served.prepare(name)
         tensors = self._files.get(name)
         if name not in self._targets:
             return tensors

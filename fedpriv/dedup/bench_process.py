@@ -16,11 +16,10 @@ from time import perf_counter
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedpriv.dedup.bench_arms import IN_FLIGHT_BYTES, Loader, StoreArm, Targets, plain_arm
+from fedpriv.dedup.bench_arms import IN_FLIGHT_BYTES, Loader, StoreArm, Targets, give_up, plain_arm
 from fedpriv.dedup.bench_limit import Group, bound, enter, used_bytes
 from fedpriv.dedup.bench_page_cache import bytes_from_disk, drop, num_cached_pages
 from fedpriv.dedup.blocks import Layout
@@ -229,8 +228,7 @@ def digest(tensors: Mapping[str, NDArray[Any]]) -> str:
 def _release_weights(targets: Targets) -> None:
     """Give up the memory of weights that every load replaces, so that it does not count as the process's own."""
     for tensors in targets.values():
-        for target in tensors.values():
-            target.data = torch.zeros((), dtype=target.dtype).expand(target.shape)
+        give_up(tensors.values())
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -123,7 +123,7 @@ class _Trial:
 
     def options(self, settings: Settings) -> Mapping[str, Any]:
         """The options of the search, with the block similarities that Mistique needs."""
-        if settings.algorithm != "mistique" or "similarity" in settings.options:
+        if settings.algorithm != "mistique":
             return settings.options
         step = MINHASH_STEP * float(self.blocks.std()) or 1.0
         similarity = minhash_similarity(self.blocks[self.order], self.nearest[self.order], step=step)

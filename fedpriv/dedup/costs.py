@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,13 +42,14 @@ class Costs:
     def affordable(self, name: str) -> Assignment | None:
         """The target's bases; None if it has none, or if repeated attempts left no room for another one.
 
-        The selection knows nothing of repetitions. After one, no epsilon may pass the next higher one as it was before
-        deduplication, which keeps their order whatever becomes of the others.
+        The selection knows nothing of repetitions, nor of attempts that cost more than one does now. After one, no
+        epsilon may pass the next higher one as it was before deduplication, which keeps their order whatever becomes of
+        the others.
         """
         assignment, originals = self.selection.assignments.get(name), self.originals(name)
         charged = self._charged((name, *originals))
-        num_expected = sum(len(self.attempts[each]) for each in originals if each in self.selection.assignments)
-        if assignment is None or len(charged) <= num_expected:
+        expected = [charge for each in self._targets(originals) for charge in self.attempts[each]]
+        if assignment is None or Counter(charged) <= Counter(expected):
             return assignment
         variants = {each: known.as_variant(self.work.settings.accountant) for each, known in self.work.variants.items()}
         limit = min(assignment.limits.epsilon, fair_limits(variants[name], list(variants.values())).epsilon)
@@ -66,8 +68,11 @@ class Costs:
 
     def _charged(self, names: Collection[str]) -> list[Charge]:
         """All that was charged for those of the variants that are targets, by this call and by earlier ones."""
-        targets = set(names) & set(self.selection.assignments)
+        targets = self._targets(names)
         return [charge for charge in read_charges(self.work.store.path) if charge.name in targets]
+
+    def _targets(self, names: Collection[str]) -> set[str]:
+        return set(names) & set(self.selection.assignments)
 
     def _cost(self, names: Sequence[str], charges: Sequence[Charge]) -> PublicationCost:
         return cost_of([self.work.variants[name] for name in names], self.work.settings.accountant, charges)

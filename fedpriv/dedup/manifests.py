@@ -42,6 +42,28 @@ class Manifest:
     provenance: Mapping[str, Any]
     basis: str | None = None
 
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        layout: Layout,
+        blocks: NDArray[np.int64],
+        extras: Mapping[str, NDArray[Any]],
+        privacy: Mapping[str, Any] | None,
+        provenance: Mapping[str, Any] | None,
+        basis: str | None = None,
+    ) -> Manifest:
+        """The manifest of a model with these extra tensors."""
+        return cls(
+            name=name,
+            layout=layout,
+            blocks=blocks,
+            extras={tensor: array_sha256(values) for tensor, values in extras.items()},
+            privacy=dict(privacy or {}),
+            provenance=dict(provenance or {}),
+            basis=basis,
+        )
+
     def to_json(self) -> bytes:
         """The manifest's file.
 
@@ -119,3 +141,8 @@ class Index:
 def _sealed(index: dict[str, Any]) -> bytes:
     text = json.dumps(index)
     return f'{{"sha256": "{hashlib.sha256(text.encode()).hexdigest()}", "index": {text}}}\n'.encode()
+
+
+def array_sha256(array: NDArray[Any]) -> str:
+    """SHA-256 of an array's values, in C order."""
+    return hashlib.sha256(array.tobytes()).hexdigest()

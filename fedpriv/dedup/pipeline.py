@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from fedpriv.dedup.algorithms import SHARED_BASIS, algorithm
+from fedpriv.dedup.algorithms import SHARED_BASIS
 from fedpriv.dedup.basis_pipeline import store_by_basis
 from fedpriv.dedup.block_pipeline import store_by_blocks
 from fedpriv.dedup.outcomes import Outcome
-from fedpriv.dedup.planning import Settings
+from fedpriv.dedup.planning import Settings, check_options
 from fedpriv.dedup.progress import Observer
 from fedpriv.dedup.resumption import (
     PLAN,
@@ -69,9 +69,7 @@ def deduplicate(
         StoreError: the store cannot be written.
         ValueError: `private` is given without private records, or missing for private records.
     """
-    by_basis = settings.algorithm == SHARED_BASIS
-    if not by_basis:
-        algorithm(settings.algorithm)  # an unknown one is refused before anything is read
+    check_options(settings)
     names = [variant.name for variant in variants]
     if missing := [name for name in names if name not in evaluators]:
         raise InputError(f"evaluators: none for variant {missing[0]!r}; each variant needs one")
@@ -92,7 +90,7 @@ def deduplicate(
         stored={name: Outcome.of(fields) for name, fields in stored_outcomes(store, layouts, digests).items()},
         observer=observer,
     ).with_measured_utilities()
-    return store_by_basis(work) if by_basis else store_by_blocks(work)
+    return store_by_basis(work) if settings.algorithm == SHARED_BASIS else store_by_blocks(work)
 
 
 def check(
@@ -113,9 +111,11 @@ def check(
         validation: the digest of how they are validated, if that is known; see `validation_digest`.
 
     Raises:
-        InputError: the variants share no blocks of this size, or the store holds some from another plan or validation.
+        InputError: the algorithm or an option is unknown, the variants share no blocks of this size, or the store holds
+            some from another plan or validation.
         StoreError: another process is writing to the store, or it is damaged.
     """
+    check_options(settings)
     layouts, digest = layouts_and_plan(variants, read_tensors, settings)
     for name, layout in layouts.items():
         check_has_blocks(name, layout)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.law import Accountant
+from fedpriv.dedup.algorithms import SHARED_BASIS, algorithm
 from fedpriv.dedup.base_selection import (
     MAX_DISTANCE,
     Fairness,
@@ -19,7 +21,9 @@ from fedpriv.dedup.base_selection import (
 )
 from fedpriv.dedup.charges import Charge
 from fedpriv.dedup.composition import Guarantee, PublicationCost, publication_cost
+from fedpriv.dedup.shared_basis import BasisOptions
 from fedpriv.dedup.variants import Described
+from fedpriv.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +51,23 @@ class Settings:
     fairness: Fairness = "bounds"
     max_distance: float = MAX_DISTANCE
     accountant: Accountant = "pld"
+
+
+def check_options(settings: Settings) -> None:
+    """Refuse an algorithm or an option that is unknown, or a value that it does not take, before anything is charged.
+
+    Raises:
+        InputError: names it.
+    """
+    method = BasisOptions if settings.algorithm == SHARED_BASIS else algorithm(settings.algorithm)
+    parameters = inspect.signature(method).parameters
+    options = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+    if odd := sorted(set(settings.options) - set(options)):
+        raise InputError(f"option = {odd[0]!r}: {settings.algorithm} knows {', '.join(options)}")
+    if settings.algorithm == SHARED_BASIS:
+        BasisOptions(**settings.options)
+    else:  # a search of no blocks checks its options
+        algorithm(settings.algorithm)(0, lambda positions: False, **settings.options)
 
 
 def plan(

@@ -80,8 +80,9 @@ class Registry:
         """Give a built model the stored model's weights, in memory shared with the registry: for inference only.
 
         The weights stay in memory until the model is loaded with another name, released or gone. If they have been
-        changed in place in the meantime, they are loaded again. Other models that have such a tensor in common see the
-        change until then.
+        changed in place in the meantime, they are loaded again, as far as PyTorch counts the change: one through
+        `.data` stays unnoticed, and so do the statistics of a batch norm that is not in `eval` mode. Other models that
+        have such a tensor in common see the change until then.
 
         Args:
             model: on the CPU, of the stored model's architecture. Its parameters and buffers remain the same objects,

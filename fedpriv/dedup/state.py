@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
+from fedpriv.dedup.catalogue import NumberedBlocks
 from fedpriv.dedup.folder import Folder, sync
-from fedpriv.dedup.manifests import Index
+from fedpriv.dedup.manifests import Files, Index, Manifest, array_sha256
 from fedpriv.dedup.row_reading import OpenRows
 from fedpriv.dedup.rows import RowFile
 from fedpriv.deployment.files import replace as replace_file
@@ -77,18 +81,15 @@ class State:
 
     @property
     def open_blocks(self) -> OpenRows:
-        """The file of the blocks, open for reading; it stays readable when a compaction replaces it by another.
+        """The file of the blocks, opened with the state: it stays readable when a compaction replaces it by another.
 
         Raises:
             StoreError: the file is missing or too short.
         """
         file = self.folder.blocks(self.index)
+        self._checked_length(self.mapped_blocks, file)
         if self._open_blocks is None:
-            self._checked_length(self.mapped_blocks, file)
-            with self.one_line_errors():
-                descriptor = os.open(file.path, os.O_RDONLY)
-            self._open_blocks = OpenRows(descriptor, len(file.header(0)), file.row_bytes)
-            weakref.finalize(self._open_blocks, os.close, descriptor)
+            raise StoreError(f"{file.path} is missing")
         return self._open_blocks
 
     def check_writable(self) -> None:
@@ -104,6 +105,33 @@ class State:
             sync(self.folder.path)
         finally:
             self._refresh()
+
+    def append(self, added: Manifest, numbered: NumberedBlocks, contents: tuple[bytes, bytes]) -> None:
+        """Write a model's files and rows, and then the index that names them.
+
+        Args:
+            added: of the model, whose layout has the store's blocks.
+            numbered: its blocks.
+            contents: of its two files: manifest and extras.
+        """
+        layout, name = added.layout, added.name
+        index = replace(self.index, block_size=layout.block_size, dtype=layout.dtype)
+        for path, content in zip((self.folder.manifest(name), self.folder.extras(name)), contents, strict=True):
+            path.parent.mkdir(exist_ok=True)
+            replace_file(path, content)
+            sync(path.parent)
+        self.folder.blocks(index).write(index.num_rows, [numbered.new])
+        self.folder.catalogue(index).write(index.num_rows, [numbered.catalogue])
+        manifest, extras = (hashlib.sha256(content).hexdigest() for content in contents)
+        self.commit(
+            replace(
+                index,
+                num_rows=index.num_rows + len(numbered.new),
+                next_block=index.next_block + len(numbered.new),
+                catalogue=array_sha256(np.concatenate([self.catalogue, numbered.catalogue])),
+                models={**index.models, name: Files(manifest=manifest, extras=extras, basis=added.basis)},
+            )
+        )
 
     def tidy(self) -> None:
         """Delete stray files and rows."""
@@ -144,7 +172,7 @@ class State:
                 self.index = Index.from_json(self.folder.index.read_bytes())
             except ValueError as error:
                 raise StoreError(f"{self.folder.index}: {error}") from None
-            self._open_blocks = None
+            self._open_blocks = _opened(self.folder.blocks(self.index))
             self.mapped_blocks = self.folder.blocks(self.index).map(self.index.num_rows)
             self._mapped_catalogue = self.folder.catalogue(self.index).map(self.index.num_rows)
 
@@ -152,6 +180,17 @@ class State:
         if len(rows) < self.index.num_rows:
             raise StoreError(f"{file.path} {file.damage(self.index.num_rows)}; `verify` shows what is affected")
         return rows
+
+
+def _opened(file: RowFile) -> OpenRows | None:
+    """The file, open for reading as long as the result is kept; None if it is missing."""
+    try:
+        descriptor = os.open(file.path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    rows = OpenRows(descriptor, len(file.header(0)), file.row_bytes)
+    weakref.finalize(rows, os.close, descriptor)
+    return rows
 
 
 def _check_folder(folder: Folder, *, read_only: bool) -> None:

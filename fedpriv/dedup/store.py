@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,13 +19,12 @@ from numpy.typing import NDArray
 from fedpriv.dedup.basis_files import BasisFiles
 from fedpriv.dedup.blocks import Layout, Tensors, layout_of
 from fedpriv.dedup.catalogue import CATALOGUE, NumberedBlocks, number_blocks, numbers_by_digest, rows_of
-from fedpriv.dedup.folder import Folder, read, sync
-from fedpriv.dedup.manifests import Files, Index, Manifest
+from fedpriv.dedup.folder import Folder, read
+from fedpriv.dedup.manifests import Files, Manifest, array_sha256
 from fedpriv.dedup.row_reading import Wanted, read_rows
 from fedpriv.dedup.shared_basis import Encoded, SharedBasis
 from fedpriv.dedup.state import State
-from fedpriv.dedup.verification import damaged_rows, damaged_tensors, problems, sha256
-from fedpriv.deployment.files import replace as replace_file
+from fedpriv.dedup.verification import damaged_rows, damaged_tensors, problems
 from fedpriv.errors import InputError, StoreError
 
 __all__ = ["Store", "StoreError", "Variant"]
@@ -202,7 +200,7 @@ class Store:
         numbered = self._number_model(layout, blocks)
         if mismatch := layout.mismatch(_placeholder_blocks(layout, len(numbered.numbers)), extras):
             raise InputError(f"model {name!r}: {mismatch}")
-        manifest = _manifest(name, layout, numbered.numbers, extras, privacy, provenance)
+        manifest = Manifest.of(name, layout, numbered.numbers, extras, privacy, provenance)
         self._add(manifest, numbered, extras)
 
     def add_from_basis(
@@ -237,7 +235,7 @@ class Store:
         held = {**extras, **encoded.to_tensors()}
         with self._state.one_line_errors():
             digest = self._bases.write(basis)
-        manifest = _manifest(name, layout, np.empty(0, np.int64), held, privacy, provenance, digest)
+        manifest = Manifest.of(name, layout, np.empty(0, np.int64), held, privacy, provenance, digest)
         nothing = NumberedBlocks(manifest.blocks, np.empty((0, layout.block_size)), np.empty(0, CATALOGUE))
         self._add(manifest, nothing, held)
 
@@ -270,7 +268,9 @@ class Store:
         if dropped := self._state.index.num_rows - len(kept):
             catalogue = self._state.catalogue[kept]
             generation = self._state.index.generation + 1
-            index = replace(self._state.index, generation=generation, num_rows=len(kept), catalogue=sha256(catalogue))
+            index = replace(
+                self._state.index, generation=generation, num_rows=len(kept), catalogue=array_sha256(catalogue)
+            )
             chunks = (blocks[kept[first : first + _CHUNK]] for first in range(0, len(kept), _CHUNK))
             with self._state.one_line_errors():
                 self._folder.blocks(index).write(0, chunks)
@@ -319,30 +319,8 @@ class Store:
             raise InputError(
                 f"model {manifest.name!r}: privacy and provenance are plain JSON values ({error})"
             ) from None
-        layout = manifest.layout
-        index = replace(self._state.index, block_size=layout.block_size, dtype=layout.dtype)
         with self._state.one_line_errors():
-            self._append(index, numbered, manifest, contents)
-
-    def _append(self, index: Index, numbered: NumberedBlocks, added: Manifest, contents: tuple[bytes, bytes]) -> None:
-        """Write a model's files and rows, and then the index that names them."""
-        name = added.name
-        for path, content in zip((self._folder.manifest(name), self._folder.extras(name)), contents, strict=True):
-            path.parent.mkdir(exist_ok=True)
-            replace_file(path, content)
-            sync(path.parent)
-        self._folder.blocks(index).write(index.num_rows, [numbered.new])
-        self._folder.catalogue(index).write(index.num_rows, [numbered.catalogue])
-        manifest, extras = (hashlib.sha256(content).hexdigest() for content in contents)
-        self._state.commit(
-            replace(
-                index,
-                num_rows=index.num_rows + len(numbered.new),
-                next_block=index.next_block + len(numbered.new),
-                catalogue=sha256(np.concatenate([self._state.catalogue, numbered.catalogue])),
-                models={**index.models, name: Files(manifest=manifest, extras=extras, basis=added.basis)},
-            )
-        )
+            self._state.append(manifest, numbered, contents)
 
     def _number_model(self, layout: Layout, blocks: NDArray[Any] | Variant) -> NumberedBlocks:
         """The blocks of a model with their numbers."""
@@ -398,26 +376,6 @@ class Store:
         if name not in self._state.index.models:
             raise InputError(f"model = {name!r}: not in {self.path}; it has {', '.join(self.names) or 'none'}")
         return self._state.index.models[name]
-
-
-def _manifest(
-    name: str,
-    layout: Layout,
-    blocks: NDArray[np.int64],
-    extras: Mapping[str, NDArray[Any]],
-    privacy: Mapping[str, Any] | None,
-    provenance: Mapping[str, Any] | None,
-    basis: str | None = None,
-) -> Manifest:
-    return Manifest(
-        name=name,
-        layout=layout,
-        blocks=blocks,
-        extras={tensor: sha256(values) for tensor, values in extras.items()},
-        privacy=dict(privacy or {}),
-        provenance=dict(provenance or {}),
-        basis=basis,
-    )
 
 
 def _placeholder_blocks(layout: Layout, num_blocks: int) -> NDArray[Any]:

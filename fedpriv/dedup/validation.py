@@ -96,8 +96,8 @@ class PrivateValidation:
         """What one target costs the records: its answers, and the saliency by which its blocks are ordered."""
         return PureEpsilon(epsilon=self.epsilon), *([records.saliency] if records.saliency else [])
 
-    def validator(self, name: str, original_correct: int, max_drop: int) -> PrivateValidator:
-        """The validator of a target; charges for it."""
+    def validator(self, name: str, original_correct: Callable[[], int], max_drop: int) -> PrivateValidator:
+        """The validator of a target; charges for it, and then counts."""
         return PrivateValidator(
             original_correct=original_correct,
             max_drop=max_drop,
@@ -119,7 +119,7 @@ class PrivateValidator:
     The epsilon is charged before any noise is drawn: if charging raises, there is no validator and no answer.
 
     Args:
-        original_correct: how many records the original variant answers correctly.
+        original_correct: counts how many records the original variant answers correctly; called once it is charged.
         max_drop: see `allowed_drop`, with the registered number of records.
         epsilon: of the run, finite and > 0.
         charge: writes the event to the ledger, durably.
@@ -135,7 +135,7 @@ class PrivateValidator:
     def __init__(
         self,
         *,
-        original_correct: int,
+        original_correct: Callable[[], int],
         max_drop: int,
         epsilon: float,
         charge: Callable[[PureEpsilon], None],
@@ -144,10 +144,10 @@ class PrivateValidator:
     ) -> None:
         if max_drop < 0:
             raise ValueError(f"max_drop = {max_drop}: must be >= 0 records")
-        self._original_correct, self._max_drop = original_correct, max_drop
         noise_scales(epsilon, cutoff, SENSITIVITY)  # refuses values out of range before anything is charged
         self.event, self.noise_source = PureEpsilon(epsilon=epsilon), source.name
         charge(self.event)
+        self._original_correct, self._max_drop = original_correct(), max_drop
         self._answers = SparseVector(epsilon=epsilon, cutoff=cutoff, sensitivity=SENSITIVITY, source=source)
 
     def accept(self, count_correct: int) -> bool:

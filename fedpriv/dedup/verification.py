@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from fedpriv.dedup.basis_files import read_basis
 from fedpriv.dedup.catalogue import rows_of
 from fedpriv.dedup.folder import Folder, read
-from fedpriv.dedup.manifests import Files, Index, Manifest
+from fedpriv.dedup.manifests import Files, Index, Manifest, array_sha256
 
 
 def problems(folder: Folder, index: Index) -> list[str]:
@@ -28,7 +28,7 @@ def problems(folder: Folder, index: Index) -> list[str]:
         if damage := file.damage(index.num_rows):
             lines.append(f"{file.path.name} {damage}")
     catalogue = folder.catalogue(index).map(index.num_rows)
-    if sha256(catalogue) == index.catalogue:
+    if array_sha256(catalogue) == index.catalogue:
         damaged = damaged_rows(folder.blocks(index).map(index.num_rows), catalogue)
         used = np.zeros(len(catalogue), bool)
     else:
@@ -92,7 +92,7 @@ def damaged_extras(folder: Folder, manifest: Manifest, files: Files) -> list[str
         extras = safetensors.numpy.load(path.read_bytes())
     except (OSError, SafetensorError):
         return [f"model {manifest.name!r}: {reason}; holds {', '.join(map(repr, manifest.extras)) or 'no tensor'}"]
-    bad = [name for name, known in manifest.extras.items() if name not in extras or sha256(extras[name]) != known]
+    bad = [name for name, known in manifest.extras.items() if name not in extras or array_sha256(extras[name]) != known]
     where = [f"model {manifest.name!r}, tensor {name!r}: {reason}" for name in bad]
     return where or [f"model {manifest.name!r}: {reason}, outside the values"]
 
@@ -106,8 +106,3 @@ def damaged_basis(folder: Folder, manifest: Manifest) -> list[str]:
         return []
     except ValueError as error:
         return [f"model {manifest.name!r}: {error}; none of its tensors can be restored"]
-
-
-def sha256(array: NDArray[Any]) -> str:
-    """SHA-256 of an array's values, in C order."""
-    return hashlib.sha256(array.tobytes()).hexdigest()

@@ -127,7 +127,7 @@ class Work:
         if self.private is None or not attempt:
             return PublicValidator(original_correct=self.num_correct(name), max_drop=drop)
         add_charges(self.store.path, attempt)
-        validator = self.private.validator(name, self.num_correct(name), drop)
+        validator = self.private.validator(name, lambda: self.num_correct(name), drop)
         for charge in attempt[1:]:  # the first one was for the answers
             self.private.charge(name, charge.event)
         return validator

@@ -101,6 +101,7 @@ def test_every_variant_may_have_an_evaluator_of_its_own(study, tmp_path):
         "from study import Study, private\n"
         "def evaluators():\n    return {f'round-{n}': Study() for n in (10, 12, 14)}\n"
         "def one_missing():\n    return {f'round-{n}': Study() for n in (10, 12)}\n"
+        "def one_too_many():\n    return {**evaluators(), 'gone': private()}\n"
         "def one_private():\n    return {**evaluators(), 'round-14': private()}\n"
     )
     command = ["dedup", "run", "variants", tmp_path / "store", *RUN[2:]]
@@ -110,6 +111,8 @@ def test_every_variant_may_have_an_evaluator_of_its_own(study, tmp_path):
     _, err = fedpriv(*command, "--evaluator", "several:one_private", folder=study, code=2)
     assert "its records are private" in err
     assert as_json(*command, "--evaluator", "several:evaluators", folder=study) == whole
+    other = ["dedup", "run", "variants", tmp_path / "other", *RUN[2:], "--evaluator", "several:one_too_many"]
+    assert as_json(*other, folder=study)["variants"] == whole["variants"]
 
 
 class AlgorithmStopped:

@@ -18,13 +18,13 @@ from torch import nn
 from fedpriv.dedup import bench as measuring
 from fedpriv.dedup import bench_limit
 from fedpriv.dedup.bench import ARMS, Report, bench, restore_all
-from fedpriv.dedup.bench_arms import StoreArm, plain_arm
+from fedpriv.dedup.bench_arms import StoreArm, give_up, plain_arm
 from fedpriv.dedup.bench_limit import temporary_group
 from fedpriv.dedup.bench_page_cache import drop, num_cached_pages, read_speed
 from fedpriv.dedup.bench_plain_files import MappedFiles, PlainFiles
 from fedpriv.dedup.bench_process import check_loads, digest
 from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.serving import Registry
+from fedpriv.dedup.serving import Registry, targets_in
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError, StoreError
 from tests.dedup.workloads import LARGE, Greedy, Reading, Workload, network
@@ -141,6 +141,33 @@ def test_variants_of_two_architectures_are_served_from_one_store(store, files, t
         small(store, files, workloads=dict.fromkeys(files, Workload()))
     with pytest.raises(InputError, match="workloads: none for variant 'other'; give one for each of the store's 7"):
         small(store, files, workloads={f"v{number}": Workload() for number in range(NUM_VARIANTS)})
+
+
+@pytest.mark.parametrize("arm", ["store", "safetensors", "straight"])
+def test_models_of_two_architectures_hold_no_more_than_the_arm_may(store, tmp_path, arm):
+    others = {f"o{number}": {"weight": np.full((97, 64), number, "f4")} for number in range(3)}
+    with Store(store) as opened:
+        for name, tensors in others.items():
+            layout = layout_of(tensors, SIZE)
+            opened.add(name, layout, *layout.to_blocks(tensors))
+    files = restore_all(store, tmp_path)
+    models = {name: nn.Linear(64, 97, bias=False) if name in others else network(1) for name in files}
+    with Store(store, read_only=True) as opened:
+        targets = {name: targets_in(model, opened.manifest(name).layout) for name, model in models.items()}
+        memory = max(opened.manifest(name).layout.padded_bytes for name in files) + 1024
+        loader = (
+            StoreArm(opened, memory, models, targets)
+            if arm == "store"
+            else plain_arm(arm, files, memory, targets, maps_count=False)
+        )
+        give_up(target for own in targets.values() for target in own.values())
+        for name in ("v1", "o0", "v2", "o1", "v1", "v3", "o2", "o0"):
+            loaded = loader.load(name)
+            expected = others.get(name) or variant(int(name[1:]))
+            assert all(np.array_equal(loaded[key].detach().numpy(), values) for key, values in expected.items())
+            storages = [target.untyped_storage() for own in targets.values() for target in own.values()]
+            held = {storage.data_ptr(): storage.nbytes() for storage in storages}
+            assert sum(size for size in held.values() if size > 8) <= memory
 
 
 @pytest.mark.parametrize("in_group", [True, False])

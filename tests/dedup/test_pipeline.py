@@ -16,6 +16,7 @@ from torch import nn
 from fedpriv.accounting.accountants import epsilon_of as epsilon
 from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
 from fedpriv.dedup import planning, saliency, variants
+from fedpriv.dedup.charges import read_charges
 from fedpriv.dedup.composition import History, Upload
 from fedpriv.dedup.pipeline import deduplicate
 from fedpriv.dedup.planning import Settings
@@ -207,6 +208,20 @@ def test_private_validation_is_charged_before_it_asks_and_is_in_the_epsilons(des
         assert outcome.epsilon_after == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_ledger_that_refuses_leaves_private_records_unread(described, trained, tmp_path):
+    class Unread(DigitsEvaluator):
+        def count_correct(self, tensors) -> int:
+            raise AssertionError("records are read")
+
+    def refuse(name: str, event: object) -> None:
+        raise InputError(f"{name}: its budget is spent")
+
+    evaluator = Unread(PrivateRecords(data_set="validation", delta=1e-5))
+    private = PrivateValidation(epsilon=0.25, charge=refuse, source=SeededSource(0, "svt"))
+    with Store(tmp_path / "store") as store, pytest.raises(InputError, match="its budget is spent"):
+        deduplicate(described, trained.__getitem__, each(evaluator), store, SETTINGS, private=private)
+
+
 def test_private_validation_that_the_bound_has_no_room_for_is_never_asked(described, trained, tmp_path):
     charged: list = []
     tight = [replace(variant, epsilon_bound=0.1) for variant in described]
@@ -275,6 +290,22 @@ def test_an_unknown_algorithm_leaves_the_store_untouched(described, trained, tmp
                 replace(SETTINGS, algorithm="magic"),
             )
         assert not store.names
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"min_batch": 0}, "min_batch = 0: must be a whole number >= 1"), ({"speed": 1}, "option = 'speed': drd knows")],
+)
+def test_options_that_the_search_does_not_take_are_refused_before_private_records_are_charged(
+    described, trained, tmp_path, options, said
+):
+    charged: list = []
+    judged = each(NoisedDigits(PrivateRecords(data_set="validation", delta=1e-5)))
+    settings = replace(SETTINGS, options=options)
+    with Store(tmp_path / "store") as store:
+        with pytest.raises(InputError, match=said):
+            deduplicate(described, trained.__getitem__, judged, store, settings, private=privately(charged))
+        assert (charged, read_charges(store.path), store.names) == ([], [], [])
 
 
 def test_what_cannot_be_stored_is_refused_while_the_store_is_untouched(described, trained, tmp_path):

@@ -14,7 +14,7 @@ import pytest
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
-from fedpriv.dedup.charges import read_charges
+from fedpriv.dedup.charges import Charge, add_charges, read_charges
 from fedpriv.dedup.composition import History, Upload
 from fedpriv.dedup.outcomes import Outcome
 from fedpriv.dedup.pipeline import check, deduplicate
@@ -179,6 +179,18 @@ def test_a_variant_without_room_for_a_second_attempt_stays_as_it_is(tmp_path, na
     assert charged.read_text().count(name) == 1
     with Store(tmp_path / "store", read_only=True) as store:
         assert np.array_equal(store.restore(name)["weight"], TENSORS[name]["weight"])
+
+
+def test_under_cross_a_base_that_an_earlier_call_charged_more_takes_nothing_and_dearer_targets_neither(tmp_path):
+    bounded = [replace(variant, epsilon_bound=4 * VALIDATION.epsilon) for variant in GENEROUS]
+    cross, charged = replace(SETTINGS, strategy="cross"), tmp_path / "charged.jsonl"
+    planned = {each.name: each for each in in_one_go(tmp_path / "before", bounded, cross, charged=charged)}
+    assert "round-12" in planned["round-14"].bases, "nothing depends on it, the test would be blind"
+    dear = PureEpsilon(epsilon=20 * VALIDATION.epsilon)
+    with Store(tmp_path / "store"):
+        add_charges(tmp_path / "store", [Charge(name="round-12", data_set="validation", delta=1e-5, event=dear)])
+    for outcome in in_one_go(tmp_path / "store", bounded, cross, charged=charged):
+        assert outcome.epsilon_after <= outcome.epsilon_before + 4 * VALIDATION.epsilon, outcome.name
 
 
 def test_removed_and_made_again_a_variant_still_counts_its_first_validation(tmp_path):

@@ -260,11 +260,13 @@ def test_memory_left_for_the_files_is_what_they_take(tmp_path):
         assert memory_for_models(store, store.bytes_stored - 1) == store.bytes_stored - 1
 
 
-def test_blocks_are_read_after_a_compaction_elsewhere_replaced_their_file(store, one_model, tmp_path):
+@pytest.mark.parametrize("loaded_before", [True, False])
+def test_blocks_are_read_after_a_compaction_elsewhere_replaced_their_file(store, one_model, loaded_before):
     store.close()
     with Store(store.path, read_only=True) as reader:
         registry = Registry(reader, one_model)
-        registry.get("v0")
+        if loaded_before:
+            registry.get("v0")
         with Store(store.path) as writer:
             writer.remove("v0")
             writer.compact()

@@ -11,7 +11,7 @@ from fedpriv.mechanisms.sources import SecureSource, SeededSource
 
 
 def private(charge=lambda event: None, **changes):
-    arguments = {"original_correct": 90_000, "max_drop": 1500, "epsilon": 1.0, "source": SeededSource(0)}
+    arguments = {"original_correct": lambda: 90_000, "max_drop": 1500, "epsilon": 1.0, "source": SeededSource(0)}
     return PrivateValidator(charge=charge, **arguments | changes)
 
 

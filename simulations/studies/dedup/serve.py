@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedpriv.dedup.bench import Report, Workload, bench, restore_all
+from fedpriv.dedup.bench import KINDS, Report, Workload, bench, restore_all
 from fedpriv.dedup.blocks import layout_of
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
@@ -58,15 +58,15 @@ def serve_all(out: Path) -> None:
 
 
 def line_of(name: str, store: Path, reports: list[Report]) -> dict[str, Any]:
-    """Medians over repetitions, each with other queries."""
+    """Medians over repetitions, each with other queries, of the arms that never failed."""
     with Store(store, read_only=True) as opened:
         sizes = {"bytes_of_models": opened.bytes_logical, "bytes_of_store": opened.bytes_stored}
         num_models = len(opened.names)
     first = reports[0]
     arms = []
-    for temperature in ("cold", "warm"):
-        for arm in first.cold:
-            taken = [asdict(getattr(report, temperature)[arm]) for report in reports]
+    for temperature in KINDS:
+        for arm in (arm for arm in first.cold if not any(arm in report.failures for report in reports)):
+            taken = [asdict(report.arms(temperature)[arm]) for report in reports]
             loads = [each["load_seconds"] for each in taken]
             middle = {key: median(each[key] for each in taken) for key, value in taken[0].items() if value is not None}
             arms.append(
@@ -77,12 +77,12 @@ def line_of(name: str, store: Path, reports: list[Report]) -> dict[str, Any]:
         "num_models": num_models,
         **sizes,
         "memory_bytes": first.memory_bytes,
-        "limit_bytes": max(first.limit_bytes.values()),
+        "limit_bytes": max((num for report in reports for num in report.limit_bytes.values()), default=0),
         "limit": first.limited_by,
         "num_queries": first.num_queries,
         "disk_mb_per_second": median(report.disk_bytes_per_second for report in reports) / 1e6,
         "page_cache_dropped": all(report.page_cache_dropped for report in reports),
-        "failures": dict(first.failures),
+        "failures": {arm: why for report in reports for arm, why in report.failures.items()},
         "arms": arms,
     }
 

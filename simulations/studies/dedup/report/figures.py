@@ -35,7 +35,7 @@ def lengths(results: Results) -> Figure | None:
         for name, colour in (("drd", BLUE), ("dred", RED)):
             _draw_lengths(axes, results, scenario, name, colour)
         for name, marker in (("greedy-20", "s"), ("greedy-30", "D")):
-            pair = found(results.cells(scenario, "algorithms", name) or results.cells(scenario, ranges.TABLE, name))
+            pair = found(ranges.measured(results, scenario, name))
             if pair:
                 axes.plot(pair[1], pair[0], marker, color=GREEN, markersize=6, label=name)
         axes.set_xscale("log")
@@ -51,13 +51,14 @@ def _draw_lengths(axes: Axes, results: Results, scenario: str, name: str, colour
     rows = [row for row in results.rows(ranges.TABLE, [scenario]) if row.startswith(f"{name}-")]
     rows.sort(key=lambda row: int(row.rsplit("-", 1)[-1]))
     points = [pair for row in rows if (pair := found(results.cells(scenario, ranges.TABLE, row)))]
-    axes.plot([y for _, y in points], [x for x, _ in points], "o-", color=colour, markersize=3, linewidth=1, label=name)
+    if points:
+        numbers, ratios = [num for _, num in points], [ratio for ratio, _ in points]
+        axes.plot(numbers, ratios, "o-", color=colour, markersize=3, linewidth=1, label=name)
     for row, (ratio, num) in zip(rows, points, strict=True):
         axes.annotate(
             row.rsplit("-", 1)[-1], (num, ratio), (2, 3), textcoords="offset points", fontsize=6, color=colour
         )
-    rule = found(results.cells(scenario, ranges.TABLE, name))
-    published = found(results.cells(scenario, "algorithms", f"{name}-published"))
+    rule, published = (found(ranges.measured(results, scenario, row)) for row in (name, f"{name}-published"))
     for pair, marker, label in ((rule, "*", "rule"), (published, "x", "published")):
         if pair:
             axes.plot(pair[1], pair[0], marker, color=colour, markersize=9, label=f"{name}, {label}")

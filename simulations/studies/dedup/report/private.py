@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from simulations.studies.dedup.report import paper
-from simulations.studies.dedup.report.markdown import beside, count, number, section, table
+from simulations.studies.dedup.report.markdown import beside, number, section, table
 from simulations.studies.dedup.report.results import (
     Line,
     Results,
@@ -34,10 +34,11 @@ def private(results: Results) -> str:
     epsilons = ", ".join(
         f"{name} {scenario.validation_epsilon:g}" for name in here for scenario in members(name) if name != "fifty"
     )
-    seeds = max(len(results.cells(here[0], TABLE, row)) for row in results.rows(TABLE))
+    nums = {name: max(len(results.cells(name, TABLE, row)) for row in results.rows(TABLE)) for name in here}
+    seeds = ", ".join(f"{name} {num}" for name, num in nums.items())
     return section(
         "Private validation by the Sparse Vector Technique (Table 3)",
-        f"C.R. %, number of validations (the paper's), means over {count(seeds, 'seed')} of the noise; largest drop of "
+        f"C.R. %, number of validations (the paper's), means over the seeds of the noise ({seeds}); largest drop of "
         "all; number of targets for which the utility bound really held. Cut-off 3. Epsilon of one target's "
         f"validation: {epsilons}. The paper's is the sum of base and target; here validation counts towards the "
         "target's bound. Saliency is measured on public records, at no cost.",

@@ -42,7 +42,10 @@ def _setting(line: Line) -> str:
     return (
         f"- {line['scenario']}: {line['num_models']} models, {_mb(line['bytes_of_models'])} MB; limit of the whole "
         f"process {_mb(line['limit_bytes'])} MB ({line['limit']}), {line['num_queries']} queries, disk "
-        f"{line['disk_mb_per_second']:.0f} MB/s" + (f". The paper's speed-up: {papers}" if papers else "")
+        f"{line['disk_mb_per_second']:.0f} MB/s"
+        + (f". The paper's speed-up: {papers}" if papers else "")
+        + "".join(f". `{arm}` {why}" for arm, why in line["failures"].items())
+        + ("" if line["page_cache_dropped"] else ". **Not cold**: the page cache kept files that it was told to drop")
     )
 
 
