@@ -27,7 +27,8 @@ only. A perceptron reads texts as MiniLM encodes them; a vision transformer and 
 digits, with the UCI's digits as public records; of MiniLM itself the last two layers and the head are trained and
 deduplicated. Sampling and noise are **seeded**, so that the study can be repeated; the records are public, so nobody
 needs protection. No record is in two splits: *tuning* records chose settings, *validation* records are what the
-searches validate on, *test* records decide nothing.
+searches validate on, *test* records decide nothing. Cut to 32 tokens, some texts are equal to one that a model was
+trained on: 42, 27 and 34 of the 1,500 validation, test and tuning records of MedQuAD, 11, 15 and 19 of SST-2's 2,000.
 
 **In brackets: the paper's figure for the same scenario, from other models and other data.** They show whether the
 order of the searches is the same, not who is better. C.R. is the paper's compression ratio: distinct blocks of all
@@ -72,7 +73,8 @@ def _scenario_row(results: Results, name: str, scenario: Scenario) -> Sequence[o
 
 def learned(results: Results) -> str:
     """For every model whether it is better than its public start by two standard errors."""
-    rows = [_model_row(model) for model in results.models.values()]
+    order = sorted(results.models.values(), key=lambda model: (model["architecture"], model["task"], model["epsilon"]))
+    rows = [_model_row(model) for model in order]
     num = sum(bool(model["beats_start"]) for model in results.models.values())
     headers = (
         "", "records", "epsilon", "noise multiplier", "start, test", "model, test", "gain", "two standard errors",
