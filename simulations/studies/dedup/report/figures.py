@@ -54,10 +54,12 @@ def _draw_lengths(axes: Axes, results: Results, scenario: str, name: str, colour
     if points:
         numbers, ratios = [num for _, num in points], [ratio for ratio, _ in points]
         axes.plot(numbers, ratios, "o-", color=colour, markersize=3, linewidth=1, label=name)
+    lengths: dict[tuple[float, float], list[str]] = {}  # several L may end in one point
     for row, (ratio, num) in zip(rows, points, strict=True):
-        axes.annotate(
-            row.rsplit("-", 1)[-1], (num, ratio), (2, 3), textcoords="offset points", fontsize=6, color=colour
-        )
+        lengths.setdefault((num, ratio), []).append(row.rsplit("-", 1)[-1])
+    for point, several in lengths.items():
+        label = ", ".join(several)
+        axes.annotate(label, point, (2, 3), textcoords="offset points", fontsize=6, color=colour)
     rule, published = (found(ranges.measured(results, scenario, row)) for row in (name, f"{name}-published"))
     for pair, marker, label in ((rule, "*", "rule"), (published, "x", "published")):
         if pair:
