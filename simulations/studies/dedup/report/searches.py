@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from statistics import mean
 
@@ -90,7 +91,14 @@ def fifty(results: Results) -> str:
         "C.R. in bytes %, largest drop",
         "beyond the bound, test records",
     )
-    return section(f"{num_models} models in one store (Table 4)", table(headers, rows))
+    return section(f"{num_models} models in one store (Table 4)", table(headers, rows), _untouched(results))
+
+
+def _untouched(results: Results) -> str:
+    """Why models are no targets; two architectures here learn from the same images, the paper's from different ones."""
+    reasons = Counter(outcome["untouched"] for outcome in results.table("fifty", TABLE)[0]["outcomes"])
+    named = [f"{num} {reason}" for reason, num in reasons.items() if reason]
+    return f"Not targets: {'; '.join(named)}." if named else ""
 
 
 def _beyond(run: Line) -> str:
