@@ -87,13 +87,8 @@ def _search(
     validated: Callable[[], None],
 ) -> _Found:
     """The search for the blocks of a target that its bases can stand in for; charges for it first."""
-    name, layout, settings, evaluator = (
-        assignment.target,
-        work.layouts[assignment.target],
-        work.settings,
-        work.evaluators[assignment.target],
-    )
-    blocks, extras = model
+    name, settings, (blocks, extras) = assignment.target, work.settings, model
+    layout, evaluator = work.layouts[name], work.evaluators[name]
     validator = work.validator(name, assignment.limits, costs.attempts[name])
     saliency = by_block(evaluator.saliency(layout.from_blocks(blocks, extras)), layout, settings.aggregation)
     base = _blocks_of(work.store, assignment)
