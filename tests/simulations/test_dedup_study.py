@@ -167,6 +167,10 @@ def test_a_steps_noise_is_what_its_event_states():
     accepted, *rejected = (stats.kstest(noise, "norm", args=(0, 3.0 * 0.5 * scale)).pvalue for scale in (1, 2 / 3, 1.5))
     assert accepted > 1e-6
     assert max(rejected) < 1e-6
+    # The test above sees all values together, and would not see that a small tensor has none.
+    tensors = np.split(noise, np.cumsum([each.numel() for each in network("vit").parameters()])[:-1])
+    assert min(float(np.median(np.abs(tensor))) for tensor in tensors) > 0.3
+    assert int((np.abs(noise) < 1e-4).sum()) <= 20, "about seven are expected"
     schedule = replace(ONE_STEP, steps=3)
     events = train_privately(network("vit"), RECORDS, schedule, noise_multiplier=3.0, source=SeededSource("steps"))
     assert events == [SubsampledGaussian(noise_multiplier=3.0, sampling_probability=0.25)] * 3
