@@ -154,7 +154,7 @@ def worthwhile_bases(num_variants: int) -> int:
     """How many of a group's variants should be bases of the others, where further bases cost hardly any epsilon.
 
     Every base stays whole, so one more of them is one target less; the targets that are left find nearer blocks. By the
-    measurements in results/dedup.md (Figure 6) a target saves 0 to 15 % more with every doubling of its bases. Taken as
+    measurements on smaller models a target saves 0 to 15 % more with every doubling of its bases. Taken as
     10 %, what k bases save is (num_variants - k)(1 + 0.1 log2 k), and this is the k that saves most.
 
     Args:
