@@ -9,7 +9,7 @@ export PATH := $(BIN):$(PATH)
 # Two workers take one file at a time, in the order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 
-.PHONY: run llm test test-all test-deployment lint bench clean
+.PHONY: run llm test test-all test-deployment lint style types everyday bench clean
 .DELETE_ON_ERROR:
 
 $(VENV)/bin/python:
@@ -20,7 +20,7 @@ $(VENV)/installed-run: pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/installed-dev: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-compile --editable ".[dev]"
 	@touch $@ $(VENV)/installed-run
 
 # What the everyday tests do without: trackers, notebooks and the documentation site.
@@ -39,7 +39,11 @@ llm: $(VENV)/installed-llm
 run: $(VENV)/installed-run
 	$(BIN)/python -m simulations run
 
-test: lint
+# Types are checked beside the tests, which wait at times for processes of their own.
+test: style
+	$(MAKE) --jobs 2 types everyday
+
+everyday: $(VENV)/installed-dev
 	$(PYTEST)
 
 # With the long series, the large samples and every benchmark in small.
@@ -50,9 +54,13 @@ test-all: $(VENV)/installed-all lint
 test-deployment: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m "deployment and not nightly" -n 2 --dist loadfile --durations=10
 
-lint: $(VENV)/installed-dev
+lint: style types
+
+style: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/installed-dev
 	$(BIN)/mypy
 
 bench: $(VENV)/installed-dev

@@ -41,6 +41,9 @@ COMMANDS = {
     "status begun": LIGHT | EPSILON | NUMBERS,
 }
 
+# One of each kind: nothing at all, an epsilon, a ledger, a folder of tables.
+EVERY_DAY = ("--help", " ".join(ACCOUNT), "ledger verify ledger.sqlite", "status begun")
+
 MODULES = {
     "fedpriv.vault.service": LIGHT | EPSILON,
     # Both apps and the vault's answers.
@@ -76,7 +79,10 @@ def loaded_by(code: str, *arguments: str, folder: Path) -> set[str]:
     return set(done.stderr.split())
 
 
-@pytest.mark.parametrize(("command", "forbidden"), COMMANDS.items())
+@pytest.mark.parametrize(
+    ("command", "forbidden"),
+    [pytest.param(*each, marks=[] if each[0] in EVERY_DAY else pytest.mark.slow) for each in COMMANDS.items()],
+)
 def test_a_command_loads_nothing_that_it_does_not_need(command, forbidden, inputs):
     loaded = loaded_by(RUN, *command.split(), folder=inputs)
     assert "typer" in loaded, "the check would be blind"

@@ -149,6 +149,7 @@ def test_states_below_the_first_trained_layer_are_counted_in_the_bases_format(fo
     assert cache() == 0
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_the_next_one_does_not(folder):
     setting = MemorySetting(model=folder, bits=32, max_length=64)
     room = memory.PROCESS_BYTES + memory_plan(MemorySetting(model=folder, bits=32, max_length=64, batch=37)).total

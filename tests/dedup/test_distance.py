@@ -108,6 +108,7 @@ def test_memory_maps_are_read(metric, tmp_path):
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 @every_metric
 @pytest.mark.parametrize("memory", [2**20, 2**22])
 def test_working_memory_stays_within_its_bound(metric, memory):

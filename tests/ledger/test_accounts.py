@@ -78,6 +78,7 @@ def test_final_figures_are_each_clients_own_at_its_own_delta():
     assert accounts.final("aggregate") == dict.fromkeys(accounts.deltas)
 
 
+@pytest.mark.slow
 def test_many_different_histories_get_upper_bounds():
     accounts = Accounts({client: 200 + client for client in range(40)}, delta=1e-5)
     for client in accounts.deltas:

@@ -50,6 +50,7 @@ def test_search_ends_at_laplace_noise_where_the_ranges_hold_it(objective):
     assert value * (1 - 1e-6) <= found.value <= 1.01 * value
 
 
+@pytest.mark.slow
 def test_search_for_a_whole_run_is_valid_in_its_dimension(monkeypatch):
     monkeypatch.setattr(lmo_search, "_COARSE", {"published": 64, "sound": 32})
     monkeypatch.setattr(lmo_search, "_GENERATIONS", {"published": 3, "sound": 1})

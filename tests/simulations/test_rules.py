@@ -30,6 +30,10 @@ from fedpriv.training.workbench import workbench
 from server.observer import LogObserver
 from simulations.engines import federation
 
+# Every day one of each kind that is saved: an adapter, weights, a merged base with adapters, inner matrices.
+EVERY_DAY = ("dp-lora", "fedavg", "flora", "fed-sb")
+EACH_RULE = [pytest.param(rule, marks=[] if rule in EVERY_DAY else pytest.mark.slow) for rule in RULES]
+
 
 def run(values, out: Path, **changes) -> Path:
     federation.run(parse({**values, "out": str(out), **changes}), LogObserver())
@@ -44,7 +48,7 @@ def clients(folder: Path) -> pd.DataFrame:
     return pd.read_csv(folder / "clients.csv")
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", EACH_RULE)
 def test_saved_global_model_gives_the_accuracy_that_the_server_saw(small_run, tmp_path, rule):
     ranks = [2, 5, 3] if rule == "flora" else []
     # Without noise and with much learning the models differ from the start by far more than rounding.
@@ -67,7 +71,7 @@ def test_saved_global_model_gives_the_accuracy_that_the_server_saw(small_run, tm
     assert abs(losses.iloc[-1] - losses.iloc[-2]) > 1e-4 * losses.iloc[-1], "the test would be blind"
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", EACH_RULE)
 def test_variants_are_ordinary_peft_adapters(small_run, tmp_path, rule):
     folder = run(small_run, tmp_path / rule, aggregation=rule, relevance_threshold=0.0)
     for variant in sorted((folder / "variants").iterdir()):

@@ -201,7 +201,8 @@ def test_plots_and_tables_manage_without_a_finished_run(write, tmp_path):
     assert plots.write(frame, plan, tmp_path) == []
 
 
-@pytest.mark.parametrize(("num_runs", "finished"), [(3, 1), pytest.param(12, 5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_runs", "finished"), [(3, 1), (12, 5)])
 def test_a_sweep_that_is_killed_half_way_repeats_nothing_that_was_finished(write, base, tmp_path, num_runs, finished):
     path, out = write(**base, grid={"seed": list(range(num_runs))}), tmp_path / "out"
     command = [sys.executable, "-m", "simulations", "sweep", str(path), "--out", str(out), "--max-parallel", "1"]

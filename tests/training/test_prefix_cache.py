@@ -202,6 +202,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_no_states_behind(tiny_bert, tmp_path):
     command = [sys.executable, "-c", HOLDER, str(tiny_bert), str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

@@ -241,6 +241,7 @@ def test_no_training_request_shares_the_key_of_an_evaluation(make):
     assert request_digest(broadcast, spec) != request_digest(broadcast, EvaluationSpec(noise_multiplier=Z))
 
 
+@pytest.mark.slow
 def test_an_evaluation_passes_the_pipe_and_the_socket(make):
     node = make()
     vault = Running(node.settings)
