@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +26,7 @@ from fedpriv.aggregation.fedavg import weights_by_size
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
 from fedpriv.ledger.accounts import Accounts
-from fedpriv.ledger.entries import RELEASED, Charge, DataSet, Key
+from fedpriv.ledger.entries import RELEASED, Charge, Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
 from fedpriv.secure_aggregation.grid import SumGrid
@@ -36,6 +37,7 @@ from fedpriv.training.private_evaluation import planned_event as planned_evaluat
 from fedpriv.training.schedule import Schedule
 from fedpriv.training.summing import grid_of
 from server.earlier_charges import EarlierCharges
+from server.registration import check_registered
 
 log = logging.getLogger("flwr")
 
@@ -131,7 +133,7 @@ class Books:
         if known is None:
             ledger.register(str(client), size, delta, data_set=self._data_sets[client])
             return
-        _check_registered(known, client, size, delta)
+        check_registered(known, client, size, delta)
         (unit,) = self.units
         if any(release.event.unit != unit for release in self._earlier[client]):
             raise InputError(
@@ -174,15 +176,24 @@ class Books:
     def epsilon_so_far(self, client: int, view: View) -> float | None:
         """An upper bound of what the client has spent, cheap enough for every round; None if the view does not hold.
 
-        It is computed by rdp. On the view of the budget it is at most the budget, which pld has shown to be kept.
+        It is computed by rdp. On the run's `privacy_view` it is at most the budget, which pld has shown to be kept, and
+        at most the target, as long as the client has released nothing beyond what the noise was calibrated for.
         """
         cost = self.accounts.epsilon_of(client, view, "rdp")
         if cost is None:
             return None
-        budget = self._budgets[client]
-        if budget is None or view != self._config.privacy_view or not self.accounts.num_releases(client):
+        if view != self._config.privacy_view or not self.accounts.num_releases(client):
             return cost.epsilon
-        return min(cost.epsilon, budget)
+        budget, target = self._budgets[client], self._config.target_epsilon
+        if target is not None and target < cost.epsilon < math.inf and cost.is_guarantee and self._keeps_plan(client):
+            cost = replace(cost, epsilon=target)
+        return cost.epsilon if budget is None else min(cost.epsilon, budget)
+
+    def _keeps_plan(self, client: int) -> bool:
+        """Whether the client has released no more, ever, than the noise was calibrated for."""
+        own = self._events[client]
+        planned = [own[spec].with_count(num * own[spec].count) for spec, num in self._schedule.totals.items()]
+        return self.accounts.is_part_of(client, [*planned, *self._reserved])
 
     @overload
     def largest_so_far(self, view: Literal["local", "rho"]) -> float: ...
@@ -386,12 +397,3 @@ class Books:
         """
         bar = rho_bar(self.weights({*uploads, client}).values())
         return replace(self._charged[client].release, rho_bar=bar)
-
-
-def _check_registered(known: DataSet, client: int, size: int, delta: float) -> None:
-    for name, registered, claimed in (("num_records", known.num_records, size), ("delta", known.delta, delta)):
-        if registered != claimed:
-            raise InputError(
-                f"{name} = {claimed}: client {client} registered its data set {known.id[:8]} with {registered}, which "
-                "is final; register other data as a new data set"
-            )

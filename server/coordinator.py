@@ -22,7 +22,7 @@ from server import answers, checkpoint, registry, resume
 from server.budgets import announce_budgets, check_budget_and_view
 from server.checkpoint import Checkpoint
 from server.mechanism_parameters import with_mechanism_parameters
-from server.observer import Observer
+from server.observer import Observer, Progress
 from server.registration import Nodes, register_nodes
 from server.series import Series
 from server.summary import Outcome, summarize
@@ -48,6 +48,7 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     config = with_mechanism_parameters(config)
     config = resume.with_base_dtype(config)
     resume.check_configuration(config)
+    observer.progressed(Progress(what="loading model and data"))
     bench = workbench(config)
     check_budget_and_view(config, bench.num_clients)
     resumed = checkpoint.read_last(Path(config.resume), bench.initial) if config.resume else None
@@ -56,9 +57,12 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     config, reason = decided(config, sizes, bench.initial)
     if reason:
         observer.notice(reason)
+    observer.progressed(Progress(what="calibrating the noise"))
     # A run that goes on has its noise: shares of a target that are calibrated anew differ in their last digits.
     if resumed is None or config.digest != resumed.digest:
         config = calibrated(config, sizes, bench.initial)
+    if config.computes_baselines:
+        observer.progressed(Progress(what="training the baselines"))
     plain = _baselines(config, bench) if config.computes_baselines else None
     writer = (
         resume.reopened_folder(config, resumed) if resumed else RunWriter.created(Path(config.out).absolute(), config)
@@ -79,16 +83,22 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
         head = ledger.head
     comparison = _comparison(grid, config, bench, nodes, writer, observer, outcome) if config.compares else None
     spoken = answers.answered(config, bench, outcome, comparison, writer, observer)
+    observer.progressed(Progress(what="keeping the variants"))
     registry.keep(config, bench, writer, outcome, series.registrations, uploads)
     integral = registry.keep_recurring(config, bench, writer, outcome, series.registrations, uploads)
+    observer.progressed(Progress(what="accounting by pld"))
     summary = summarize(config, bench, outcome, comparison, plain)
     summary |= spoken | {"ledger_head": head, "integral": integral}
     claimed = math.inf if summary["epsilon_local_max"] is None else summary["epsilon_local_max"]
+    if config.audit:
+        observer.progressed(Progress(what="auditing by canaries"))
     final = outcome.strategy.model.adapter
     summary["audit"] = audit_of(config, bench, final, delta=summary["delta_max"], claimed_epsilon=claimed)
     writer.finish(summary)
     if config.dedup:
+        observer.progressed(Progress(what="deduplicating"))
         registry.deduplicate(config, bench, writer)
+    observer.progressed(Progress(what="writing the report"))
     _write_report(writer.path)
     observer.finished(writer.path, summary)
     return writer.path

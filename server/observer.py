@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +18,51 @@ from fedpriv.reports.tables import format_accuracy, format_number
 from fedpriv.runs.rows import RoundRow
 
 log = logging.getLogger("flwr")
+
+# A log has at most one line in this time about how far a round is.
+_PAUSE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What a run is doing right now: to be shown, never to be stored or sent.
+
+    A coordinator counts answers. In a simulation, where nothing is private from whoever runs it, it is also how far
+    the clients' training is.
+
+    Attributes:
+        what: in a few words.
+        done, total: in a unit of its own; a total of 0 says that there is nothing to count, so that it is something
+            that happens outside the rounds.
+        round: from 1; None if that has not changed.
+        is_count: whether `done` and `total` count what `what` names, such as answers.
+    """
+
+    what: str
+    done: float = 0.0
+    total: float = 0.0
+    round: int | None = None
+    is_count: bool = False
+
+    @property
+    def share(self) -> float | None:
+        """How much is done, in [0, 1]; None if there is nothing to count."""
+        return min(self.done / self.total, 1.0) if self.total else None
+
+    @property
+    def text(self) -> str:
+        """Such as `training 62%`, or `answers 2/3`."""
+        if self.share is None:
+            return self.what
+        return f"{self.what} {self.done:,.0f}/{self.total:,.0f}" if self.is_count else f"{self.what} {self.share:.0%}"
+
+
+Follow = Callable[[Progress], None]
+
+
+def answers(round_: int, num_answers: int, num_asked: int) -> Progress:
+    """How many of those that were asked in a round have answered."""
+    return Progress(what="answers", done=num_answers, total=num_asked, round=round_, is_count=True)
 
 
 class Observer(Protocol):
@@ -33,6 +81,9 @@ class Observer(Protocol):
 
     def notice(self, text: str) -> None:
         """Something that whoever started the run should know before it goes on."""
+
+    def progressed(self, progress: Progress) -> None:
+        """Something is going on, in a round or outside; this comes often, and may be ignored."""
 
     def round_done(self, row: RoundRow) -> None:
         """A round is over."""
@@ -54,10 +105,14 @@ def described(rate: LearningRate) -> str:
 class LogObserver:
     """Writes to the log, for runs without a terminal of their own."""
 
+    _last_line = -math.inf
+    """When something was last said of the rounds, in seconds."""
+
     def started(
         self, config: RunConfig, registrations: Sequence[Registration], learning_rate: LearningRate | None
     ) -> None:
         """Log who takes part, and with which learning rate."""
+        self._last_line = time.monotonic()
         kind = f"z = {config.noise_multiplier}" if config.noise_multiplier else "comparison, z = 0"
         sizes = ", ".join(f"{r.client}: {r.num_records}" for r in registrations)
         log.info("run with %s; records by client: %s", kind, sizes)
@@ -68,8 +123,16 @@ class LogObserver:
         """Log the text as a warning."""
         log.warning("%s", text)
 
+    def progressed(self, progress: Progress) -> None:
+        """Log how far a long round is, now and then."""
+        now = time.monotonic()
+        if progress.round is not None and now - self._last_line >= _PAUSE_SECONDS:
+            self._last_line = now
+            log.info("round %s: %s", progress.round, progress.text)
+
     def round_done(self, row: RoundRow) -> None:
         """Log a round's figures."""
+        self._last_line = time.monotonic()
         tested = "" if row.test_accuracy is None else f"accuracy {row.test_accuracy:.4f}, "
         tested += "" if row.test_perplexity is None else f"perplexity {row.test_perplexity:.2f}, "
         log.info(

@@ -12,6 +12,7 @@ from flwr.serverapp import Grid
 from fedpriv import protocol
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError
+from fedpriv.ledger.entries import DataSet
 from fedpriv.protocol import Registration
 from server.replies import reason_of
 
@@ -103,3 +104,17 @@ def _check_signature(registration: Registration, file: Path) -> None:
         raise ValueError(f"partition-id = {registration.client}: no key {file.name} among node_keys")
     if not keys.verify(file.read_text(), protocol.statement_of(registration), registration.signature):
         raise ValueError(f"partition-id = {registration.client}: its registration is not signed with {file.name}")
+
+
+def check_registered(known: DataSet, client: int, size: int, delta: float) -> None:
+    """Refuse numbers that contradict what the ledger holds of a data set.
+
+    Raises:
+        InputError: names the number, both values and what to do.
+    """
+    for name, registered, claimed in (("num_records", known.num_records, size), ("delta", known.delta, delta)):
+        if registered != claimed:
+            raise InputError(
+                f"{name} = {claimed}: client {client} registered its data set {known.id[:8]} with {registered}, which "
+                "is final; register other data as a new data set"
+            )

@@ -109,6 +109,7 @@ class Series:
             resumed=self._resumed,
             evaluate=test,
             on_round=on_round,
+            follow=observer.progressed,
         )
         try:
             strategy.start(

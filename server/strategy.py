@@ -39,6 +39,7 @@ from fedpriv.vault import guard
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
 from server.exchange import Exchange
+from server.observer import Follow, answers
 from server.replies import ExpectedReply, Vector, read_reply, read_sum
 from server.round import Request, Round
 from server.round_rows import client_rows, round_row
@@ -63,6 +64,7 @@ class RuleStrategy(Strategy):
         resumed: the checkpoint from which an interrupted run resumes; None for a new run.
         evaluate: the server's own test of a global model; None if it has no test set.
         on_round: called after every finished round; round 0 is the untrained model.
+        follow: told how many answers of a round have arrived.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class RuleStrategy(Strategy):
         resumed: Checkpoint | None = None,
         evaluate: Evaluate,
         on_round: OnRound,
+        follow: Follow = lambda progress: None,
     ) -> None:
         self.schedule = Schedule.of(config)
         self.books = books
@@ -89,6 +92,7 @@ class RuleStrategy(Strategy):
         self._node_ids = {client: node_id for client, (node_id, _) in nodes.items()}
         self._evaluate = evaluate
         self._on_round = on_round
+        self._follow = follow
         self._exchange = Exchange()
         self._sums = Sums(config, nodes, run=run, exchange=self._exchange) if config.secure_aggregation else None
         self._attempt: Opened | None = None
@@ -209,6 +213,13 @@ class RuleStrategy(Strategy):
         for client, reason in self._round.collect(replies, self._read).items():
             self.books.retire(client, reason)
 
+    def _counted(self, replies: Iterable[Message], num_asked: int) -> Iterable[Message]:
+        """The replies, of each of which the follower is told; how many there are is all that it learns."""
+        self._follow(answers(self._round.number, 0, num_asked))
+        for num, reply in enumerate(replies, start=1):
+            self._follow(answers(self._round.number, num, num_asked))
+            yield reply
+
     def _read(self, client: int, reply: Message) -> tuple[Adapter | Vector | None, str]:
         """What a client's reply holds, and the digest that the client's ledger records."""
         expected = self._expected_reply(client)
@@ -326,7 +337,7 @@ class RuleStrategy(Strategy):
                 self._stop(round_)
                 break
             while messages:
-                self._collect(self._exchange.replies(grid, messages, timeout))
+                self._collect(self._counted(self._exchange.replies(grid, messages, timeout), len(messages)))
                 # A sum is of those that have exchanged keys: nobody can join them.
                 messages = [] if self._has_enough or self._sums else self._charged_messages(config)
             arrays = self._close_round()

@@ -84,6 +84,7 @@ def summarize(
         "noise_source": config.noise_source,
         "budget_epsilon": list(config.budget_epsilon),
         "privacy_view": config.privacy_view,
+        "target_epsilon": config.target_epsilon,
         "stopped_early": outcome.strategy.stopped,
         "adapters_moved": not unmoved,
         "unmoved_tensors": unmoved,

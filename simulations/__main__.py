@@ -63,11 +63,14 @@ def run(
             raise InputError("--resume: a run keeps the configuration it began with; give no other option")
         else:
             resolved = _resumed(resume.expanduser().absolute())
-        from simulations.display import TerminalObserver
-        from simulations.engines import federation
+        console = Console()
+        with console.status("starting"):  # which takes seconds, and on a cold disk many
+            from simulations.display import TerminalObserver
+            from simulations.engines import federation
 
         _quiet()
-        federation.run(resolved, TerminalObserver(Console()))
+        with TerminalObserver(console) as observer:
+            federation.run(resolved, observer)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sqlite3
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -27,6 +28,11 @@ ViewName = Annotated[
 ]
 LedgerPath = Annotated[Path, typer.Argument(help="ledger.sqlite of a run, or a node's own ledger.")]
 
+RunFolder = Annotated[
+    Path | None,
+    typer.Option("--run", help="A run's folder that knows the holders' names; by default the ledger's own folder."),
+]
+
 COLUMNS = ("client", "data_set", "num_records", "runs", "rounds", "epsilon_local", "epsilon_rho", "delta")
 
 
@@ -37,6 +43,7 @@ def show_ledger(
         float | None, typer.Option(help="Also show how many rounds this budget leaves, on the view.")
     ] = None,
     view: ViewName = "local",
+    run: RunFolder = None,
     as_json: AsJson = False,
 ) -> None:
     """What each client and data set has spent, by pld; with a budget, also the rounds that remain.
@@ -49,7 +56,8 @@ def show_ledger(
 
     with reader.reading(path) as db:
         reader.verify_with_head(db, path)
-        rows = statement.spending(db, budget_epsilon=budget_epsilon, view=cast("PlannedView", view))
+        names = _names(db, path, run)
+        rows = statement.spending(db, names=names, budget_epsilon=budget_epsilon, view=cast("PlannedView", view))
         adopted = statement.adoptions(db)
     optional = {"epsilon_aggregate": view == "aggregate", "remaining_rounds": budget_epsilon is not None}
     columns = [*COLUMNS, "noise_source", *(name for name, is_shown in optional.items() if is_shown)]
@@ -58,7 +66,19 @@ def show_ledger(
 
 
 def _short(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{**row, "data_set": row["data_set"][:12]} for row in rows]
+    from fedpriv.ledger.statement import label
+
+    return [{**row, "client": label(row["client"], row["name"]), "data_set": row["data_set"][:12]} for row in rows]
+
+
+def _names(db: sqlite3.Connection, path: Path, run: Path | None) -> dict[str, str]:
+    """The holders' names, from the folder of a run or of the ledger."""
+    from fedpriv.ledger import entries as ledger_entries
+    from fedpriv.ledger import names
+
+    if run is not None and not (run / names.REGISTRATIONS).is_file():
+        raise InputError(f"--run {run}: holds no {names.REGISTRATIONS}; give the folder that a run wrote")
+    return names.names_in(path.parent if run is None else run, ledger_entries.data_sets(db))
 
 
 @app.command()
@@ -124,7 +144,7 @@ def adopt_head(
         raise InputError("--reason: must not be empty; it is what a later reader of this ledger's statements sees")
     with reader.reading(path) as db:
         last = reader.verify_without_head(db, path)
-        rows = statement.spending(db)
+        rows = statement.spending(db, names=_names(db, path, None))
     values: dict[str, Any] = {"entries": last.number if last else 0, "head": last.digest if last else None}
     if reason is not None:
         with Ledger(path, adopting=reason.strip()) as ledger:
@@ -138,8 +158,9 @@ def adopt_head(
 @app.command()
 def statement(
     path: LedgerPath,
-    client: Annotated[str, typer.Option(help="Id of the client, as `ledger show` lists it.")],
+    client: Annotated[str, typer.Option(help="Number of the client, as `ledger show` lists it.")],
     view: ViewName = "local",
+    run: RunFolder = None,
     as_json: AsJson = False,
 ) -> None:
     """One page for a privacy officer: what a client's data have spent, what that covers and what it does not.
@@ -152,7 +173,8 @@ def statement(
     from fedpriv.ledger import statement as statements
 
     with reader.reading(path) as db:
-        pages = statements.statement(db, path, client, view=cast("PlannedView", view))
+        names = _names(db, path, run)
+        pages = statements.statement(db, path, client, names=names, view=cast("PlannedView", view))
     text = "\n\n".join(map(statements.render, pages))
     show({"client": client, "statements": pages}, [text], as_json)
 

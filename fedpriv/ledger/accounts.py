@@ -88,6 +88,16 @@ class Accounts:
         events = [*self.history(client, view), *(release.charged_on(view) for release in releases)]
         return stays_within(events, self.deltas[client], budget)
 
+    def is_part_of(self, client: int, planned: Iterable[Event]) -> bool:
+        """Whether all that the client has released, earlier runs included, is a part of these events on `local`."""
+        released: Counter[Event] = Counter()
+        for event in self.history(client, "local"):
+            released[event.with_count(1)] += event.count
+        allowed: Counter[Event] = Counter()
+        for event in planned:
+            allowed[event.with_count(1)] += event.count
+        return released <= allowed
+
     def history(self, client: int, view: View) -> list[Event]:
         """All events of the client as they count against a budget on the view; equal ones are merged."""
         return _events(self._histories(client, this_run_only=False), view)

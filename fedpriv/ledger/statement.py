@@ -17,6 +17,7 @@ from fedpriv.accounting.views import PlannedView, Release
 from fedpriv.errors import InputError
 from fedpriv.ledger import entries, reader
 from fedpriv.ledger.entries import DataSet
+from fedpriv.names import holder_label
 
 ADJACENCY = {
     "record": "one record of the client added or removed",
@@ -36,6 +37,8 @@ DOES_NOT_COVER = (
     "the fact that the client takes part, and its number of records",
     "timing, and whatever an observer of the client's machine sees",
 )
+
+NAME_NOTE = ", a name that it chose; the chain covers its number"
 
 RESTS_ON_OTHERS = (
     "on the aggregate view: more nodes that collude with the server than this client's operator assumed; against those "
@@ -60,7 +63,11 @@ def adoption_lines(adopted: list[dict[str, Any]]) -> list[str]:
 
 
 def spending(
-    db: sqlite3.Connection, *, budget_epsilon: float | None = None, view: PlannedView = "local"
+    db: sqlite3.Connection,
+    *,
+    names: Mapping[str, str] | None = None,
+    budget_epsilon: float | None = None,
+    view: PlannedView = "local",
 ) -> list[dict[str, Any]]:
     """What each data set has spent, in order of registration.
 
@@ -69,15 +76,17 @@ def spending(
 
     Args:
         db: the ledger, open for reading.
+        names: {id of a data set: its holder's name}, where it is known.
         budget_epsilon: if given, `remaining_rounds` is added: the rounds like the last one that this budget still
             allows on the view.
         view: of the budget.
     """
-    return [_spending(db, data_set, budget_epsilon, view) for data_set in entries.data_sets(db)]
+    known = names or {}
+    return [_spending(db, each, known.get(each.id), budget_epsilon, view) for each in entries.data_sets(db)]
 
 
 def _spending(
-    db: sqlite3.Connection, data_set: DataSet, budget_epsilon: float | None, view: PlannedView
+    db: sqlite3.Connection, data_set: DataSet, name: str | None, budget_epsilon: float | None, view: PlannedView
 ) -> dict[str, Any]:
     releases, runs = entries.releases(db, data_set.id), entries.runs(db, data_set.id)
     units = {release.event.unit for release in releases}
@@ -97,6 +106,7 @@ def _spending(
     costs["aggregate"] = epsilon_of(charged["aggregate"], data_set.delta) if is_summed else costs["local"]
     result: dict[str, Any] = {
         "client": data_set.client,
+        "name": name,
         "data_set": data_set.id,
         "num_records": data_set.num_records,
         "delta": data_set.delta,
@@ -122,13 +132,21 @@ def _spending(
     return result
 
 
-def statement(db: sqlite3.Connection, path: Path, client: str, *, view: PlannedView = "local") -> list[dict[str, Any]]:
+def statement(
+    db: sqlite3.Connection,
+    path: Path,
+    client: str,
+    *,
+    names: Mapping[str, str] | None = None,
+    view: PlannedView = "local",
+) -> list[dict[str, Any]]:
     """A privacy statement for each data set of a client: what `render` formats and `--json` prints.
 
     Args:
         db: the ledger, open for reading.
         path: of the ledger.
         client: as the ledger knows it.
+        names: {id of a data set: its holder's name}, where it is known.
         view: `aggregate` states beside the others what that view costs, and what it rests on.
 
     Raises:
@@ -136,13 +154,14 @@ def statement(db: sqlite3.Connection, path: Path, client: str, *, view: PlannedV
         LedgerError: the chain is broken, so nothing can be stated.
     """
     last = reader.verify_with_head(db, path)
-    data_sets = [data_set for data_set in entries.data_sets(db) if data_set.client == client]
+    registered, names = entries.data_sets(db), names or {}
+    data_sets = [data_set for data_set in registered if data_set.client == client]
     if not data_sets or last is None:
-        known = ", ".join(dict.fromkeys(data_set.client for data_set in entries.data_sets(db))) or "nobody"
-        raise InputError(f"--client {client}: {path} knows {known}")
+        known = ", ".join(dict.fromkeys(label(each.client, names.get(each.id)) for each in registered)) or "nobody"
+        raise InputError(f"--client {client}: {path} knows {known}; give the number")
     pages = []
     for data_set in data_sets:
-        cost = _spending(db, data_set, None, view)
+        cost = _spending(db, data_set, names.get(data_set.id), None, view)
         runs = [asdict(run) for run in entries.runs(db, data_set.id)]
         seeded = "seeded" in cost["noise_source"]
         pages.append(
@@ -172,7 +191,7 @@ def render(page: Mapping[str, Any]) -> str:
     lines = [
         "PRIVACY STATEMENT",
         "",
-        f"Client            {page['client']}",
+        f"Client            {label(page['client'], page['name'])}{NAME_NOTE if page['name'] else ''}",
         f"Data set          {page['data_set']}, {page['num_records']} records when it was registered",
         f"As of             {page['as_of']}",
         f"Protected         {page['adjacency']}",
@@ -206,6 +225,11 @@ def render(page: Mapping[str, Any]) -> str:
     lines += ["", f"Ledger            {page['ledger']}", f"Entries           {page['entries']}, chain verified"]
     lines += [f"Head of the chain {page['head']}"]
     return "\n".join([*lines, f"Keep it, and check  fedpriv ledger verify {page['ledger']} --head {page['head']}"])
+
+
+def label(client: str, name: str | None) -> str:
+    """A client as the ledger knows it, with its name where that is known."""
+    return holder_label(client, name) if name else client
 
 
 def _last_charge(db: sqlite3.Connection, data_set: DataSet) -> Release | None:

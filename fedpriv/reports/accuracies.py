@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedpriv.reports.tables import Table, format_accuracy, format_bound, format_delta
+from fedpriv.reports.spending import views_text
+from fedpriv.reports.tables import Table, asked_first, format_accuracy, format_delta
 
 # A larger matrix cannot be read; summary.json has it.
 MOST_CLASSES = 20
@@ -18,8 +19,8 @@ def accuracy_table(summary: Mapping[str, Any]) -> Table:
     Args:
         summary: of a run, with the keys of `fedpriv.runs.reader.QUALITY_KEYS`.
     """
-    views = [view for view in ("aggregate", "local", "rho") if summary.get(f"epsilon_{view}_max") is not None]
-    spent = ", ".join(f"{format_bound(summary[f'epsilon_{view}_max'])} {view}" for view in views)
+    view = summary["privacy_view"]
+    spent = views_text({name: summary.get(f"epsilon_{name}_max") for name in asked_first(view)}, view)
     cost = f"ε {spent}, δ {format_delta(summary['delta_max'])}"
     others = (
         ("without noise", "accuracy_non_private", "z = 0, clipping kept"),

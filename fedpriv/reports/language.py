@@ -25,7 +25,8 @@ def language_table(summary: Mapping[str, Any]) -> Table | None:
     """
     if summary["perplexity"] is None and summary["rouge_l"] is None:
         return None
-    spent = f"ε {format_bound(summary['epsilon_local_max'])} local, δ {format_delta(summary['delta_max'])}"
+    view = summary["privacy_view"]
+    spent = f"ε {format_bound(summary[f'epsilon_{view}_max'])} {view}, δ {format_delta(summary['delta_max'])}"
     rows = [
         (
             _name(summary["private"]),

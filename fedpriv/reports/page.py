@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from fedpriv.accounting.views import View
-from fedpriv.reports import accuracies, language, plots, series, stored_variants, tables
+from fedpriv.reports import accuracies, language, plots, series, spending, stored_variants, tables
 from fedpriv.reports.tables import Table
 from fedpriv.runs import files
 from fedpriv.runs.reader import FinishedRun, read_run
@@ -80,11 +79,11 @@ def render(run: FinishedRun) -> str:
         retired=_retired(summary),
         epsilon_rho=tables.format_epsilon(summary["epsilon_rho_max"], summary["delta_max"]),
         audit=summary.get("audit"),
-        audit_bound=_audit_bound(summary),
+        audit_bound=spending.audit_bound(summary.get("audit")),
         recurring=tables.recurrence_table((summary.get("integral") or {}).get("clusters")),
         stored_variants=stored_variants.variant_table(run.stored) if run.stored else None,
         stored_sizes=stored_variants.size_table(run.stored, summary.get("base_model_bytes")) if run.stored else None,
-        clients=tables.client_table(summary["clients"], _accountant(summary)),
+        clients=tables.client_table(summary["clients"], _accountant(summary), view=summary["privacy_view"]),
         charged=_charged(run),
         failures=_failures(run),
         panels=[*_quality_panels(run), *_epsilon_panels(run), *_traffic_panels(run)],
@@ -178,15 +177,6 @@ def _earlier_runs(summary: Mapping[str, Any]) -> str | None:
         f"up to {num_earlier} earlier run{'s' if num_earlier != 1 else ''}; this run alone cost at most "
         f"{tables.format_bound(alone)}"
     )
-
-
-def _audit_bound(summary: Mapping[str, Any]) -> str | None:
-    """The audit's lower bound of epsilon; None without an audit."""
-    audit = summary.get("audit")
-    if not audit:
-        return None
-    # A lower bound is rounded down, where every other figure here is rounded up.
-    return f"ε = {math.floor(100 * audit['epsilon_lower']) / 100:.2f} at δ = {tables.format_delta(audit['delta'])}"
 
 
 def _retired(summary: Mapping[str, Any]) -> dict[str, int]:

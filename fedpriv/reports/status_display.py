@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from textwrap import wrap
-from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fedpriv.names import printable as _printable
 from fedpriv.reports.tables import MISSING, format_bound, format_bytes, format_delta, format_percent, format_seconds
 from fedpriv.runs.status import ClientStatus, RunStatus
 
@@ -154,8 +154,3 @@ def _event_lines(run: RunStatus) -> Iterable[Text]:
         moment = _printable(str(event["time"])[:19].replace("T", " "))
         name, rest = _printable(event["event"]), _printable(", ".join([*keys, *others]))
         yield Text.assemble((moment, "dim"), f"  {name:<{width}}  {rest}")
-
-
-def _printable(text: Any) -> str:
-    """The text without control characters: names and reasons come from others, and must not control the terminal."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(text))

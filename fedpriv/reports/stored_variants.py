@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedpriv.reports import tables
 from fedpriv.reports.tables import Table
+from fedpriv.runs.rows import parse_epsilon
 from fedpriv.runs.stored_variants import StoredVariants
 
 _MOST_NAMES = 4
@@ -64,6 +66,51 @@ def size_table(stored: StoredVariants, base_bytes: int | None) -> Table:
     }
     rows = tuple((way, tables.format_bytes(size)) for way, size in ways.items())
     return Table(caption=f"What {num_variants} variants take", headers=("stored as", "bytes"), rows=rows)
+
+
+def closing_table(stored: StoredVariants, base_bytes: int | None) -> Table:
+    """What deduplication saved and what that cost, in a few rows.
+
+    Args:
+        stored: the variants.
+        base_bytes: size of the frozen model that they are adapters of; None if the run did not record it.
+    """
+    num, logical, shared = len(stored.outcomes), stored.bytes_logical, stored.bytes_stored
+    sizes = [("adapters", logical, shared, "")]
+    if base_bytes is not None:
+        sizes.append(("whole models", num * base_bytes + logical, base_bytes + shared, ", the base once"))
+    rows: list[tuple[str, ...]] = [
+        (way, tables.format_bytes(before), tables.format_bytes(after), f"{before / after:.3g} times smaller{how}")
+        for way, before, after, how in sizes
+    ]
+    rows += [_largest_rise(stored.outcomes), _largest_fall(stored.outcomes)]
+    what = "a shared basis" if stored.by_basis else "shared blocks"
+    return Table(caption=f"{num} variants in {what}", headers=("", "before", "after", ""), rows=tuple(rows))
+
+
+def _largest_rise(outcomes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The row of the variant whose epsilon rose most; one without a bound before has none to lose."""
+
+    def rise(outcome: Mapping[str, Any]) -> float:
+        before, after = (parse_epsilon(outcome[key]) for key in ("epsilon_before", "epsilon_after"))
+        return 0.0 if math.isinf(before) else after - before
+
+    name, most = "largest rise of ε", max(outcomes, key=rise)
+    if rise(most) <= 0:
+        return name, tables.MISSING, tables.MISSING, "none rose"
+    before, after = (tables.format_bound(most[key]) for key in ("epsilon_before", "epsilon_after"))
+    return name, before, after, f"{most['name']}, δ {tables.format_delta(most['delta'])}"
+
+
+def _largest_fall(outcomes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The row of the variant whose accuracy fell most."""
+    name, measured = "largest fall of accuracy", [each for each in outcomes if each["correct_before"] is not None]
+    if not measured:
+        return name, tables.MISSING, tables.MISSING, "not measured: validated privately"
+    most = max(measured, key=lambda each: each["correct_before"] - each["correct_after"])
+    if most["correct_before"] <= most["correct_after"]:
+        return name, tables.MISSING, tables.MISSING, "none fell"
+    return name, _accuracy(most, "correct_before"), _accuracy(most, "correct_after"), most["name"]
 
 
 def _accuracy(outcome: Mapping[str, Any], key: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
 from typing import TYPE_CHECKING, Any
 
+from fedpriv.names import holder_label
 from fedpriv.runs.rows import parse_epsilon
 
 if TYPE_CHECKING:
@@ -103,27 +104,32 @@ def format_range(values: pd.Series) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def client_table(clients: Iterable[Mapping[str, Any]], accountant: str) -> Table:
+def asked_first(view: str) -> tuple[str, ...]:
+    """The names of all views, the one that a target or budget was set on first."""
+    return (view, *(name for name in ("aggregate", "local", "rho") if name != view))
+
+
+def client_table(clients: Iterable[Mapping[str, Any]], accountant: str, *, view: str) -> Table:
     """What each client sent and spent: the final figures of `summary.json`, a row per client.
 
     Args:
         clients: entries with client, num_records, rounds, epsilon_local, epsilon_rho, delta, bytes_up and
             bytes_down; with epsilon_aggregate, if that view holds for all of them.
         accountant: the one that computed the epsilons, such as `pld`; it is named in the caption.
+        view: that was asked for, which comes first.
     """
     clients = list(clients)
-    views = ["local", "rho"]
-    if clients and all(client.get("epsilon_aggregate") is not None for client in clients):
-        views.insert(0, "aggregate")
+    has_aggregate = bool(clients) and all(client.get("epsilon_aggregate") is not None for client in clients)
+    views = [name for name in asked_first(view) if name != "aggregate" or has_aggregate]
     # Shorter than `aggregate`, so that 80 columns hold the table.
-    epsilons = ("ε sum" if view == "aggregate" else f"ε {view}" for view in views)
+    epsilons = ("ε sum" if name == "aggregate" else f"ε {name}" for name in views)
     headers = ("client", "records", "rounds", *epsilons, "δ", "sent", "received")
     rows = tuple(
         (
-            _client_label(client),
+            holder_label(client["client"], client.get("name")),
             f"{client['num_records']:,}",
             str(client["rounds"]),
-            *(format_bound(client[f"epsilon_{view}"]) for view in views),
+            *(format_bound(client[f"epsilon_{name}"]) for name in views),
             format_delta(client["delta"]),
             format_bytes(client["bytes_up"]),
             format_bytes(client["bytes_down"]),
@@ -170,8 +176,3 @@ def _round_up(value: float, figures: int) -> str:
     last = Decimal(1).scaleb(number.adjusted() - figures + 1)
     rounded = number.quantize(last, rounding=ROUND_CEILING).normalize()
     return f"{rounded:f}" if rounded == 0 or -2 <= rounded.adjusted() < 6 else f"{rounded:e}"
-
-
-def _client_label(client: Mapping[str, Any]) -> str:
-    """A client's partition id, with its name where it has one."""
-    return f"{client['client']} {client.get('name', '')}".rstrip()

@@ -21,7 +21,8 @@ class RoundRow:
     """A row of rounds.csv; round 0 is the untrained model.
 
     `num_late` counts replies to earlier rounds that arrived during this one. Epsilons are cumulative, include earlier
-    runs on the same data sets, and come from the rdp accountant; `aggregate` is None where that view does not hold. So
+    runs on the same data sets, and come from the rdp accountant, on the run's `privacy_view` bounded by what
+    `Books.epsilon_so_far` knows to be kept; `aggregate` is None where that view does not hold. So
     are accuracy, loss and perplexity where the server has no test set, and the perplexity of a classifier.
     """
 

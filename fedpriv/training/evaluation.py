@@ -16,6 +16,7 @@ from fedpriv.training.decoding import by_length
 from fedpriv.training.losses import predictions
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.perplexity import TokenLosses
+from fedpriv.training.progress import TESTING
 
 _RECORDS_PER_PASS = 64
 
@@ -85,6 +86,7 @@ def evaluate(
         num_classes = logits.shape[-1]
         labels += batch["labels"].tolist()
         predicted += logits.argmax(dim=-1).tolist()
+        model.tell(TESTING, len(labels), len(items))
     return Evaluation(
         accuracy=hits / len(items),
         loss=losses / len(items),
@@ -107,11 +109,14 @@ def _token_losses(model: TrainingModel, items: Sequence[Item]) -> tuple[TokenLos
     """The records' losses, and the share of their targets that are the most likely tokens, [records]."""
     sums, hits = np.zeros(len(items)), np.zeros(len(items))
     counts = np.zeros(len(items), dtype=np.int64)
+    num_tested = 0
     for positions in passes_by_length(items):
         found = model.predictions([items[position] for position in positions], cached=True)
         counts[positions] = found.num_targets.cpu().numpy()
         sums[positions] = (found.losses.double() * found.num_targets).cpu().numpy()
         hits[positions] = found.hits.cpu().numpy()
+        num_tested += len(positions)
+        model.tell(TESTING, num_tested, len(items))
     return TokenLosses(sums=sums, counts=counts), hits
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from fedpriv.adapters.merged import Merged, same
 from fedpriv.data.records import BatchShape, Item, Records, usable
 from fedpriv.training.isolation import isolated
+from fedpriv.training.progress import READING, Tell, silent
 from fedpriv.training.shapes import Pass
 
 _FLOAT_BYTES = 4
@@ -74,6 +75,7 @@ class FeatureCache:
         passes: splits records into passes of fixed shapes.
         width: of a record's features.
         memory_limit: bytes to keep, all in memory.
+        tell: told how many of the records to be read are.
     """
 
     def __init__(
@@ -83,7 +85,9 @@ class FeatureCache:
         *,
         width: int,
         memory_limit: int,
+        tell: Tell = silent,
     ) -> None:
+        self._tell = tell
         self._compute = compute
         self._passes = passes
         self._width = width
@@ -177,11 +181,14 @@ class FeatureCache:
         result = torch.full((len(items), self._width), torch.nan)
         places = [place for place, item in enumerate(items) if usable(item)]
         readable = [items[place] for place in places]
+        num_read = 0
         for together in self._passes(readable):
             run = partial(self._of, readable, together.shape, body, cached)
             for positions, states in isolated(run, together.positions):
                 if states is not None:
                     result[[places[position] for position in positions]] = states[: len(positions)]
+            num_read += len(together.positions)
+            self._tell(READING, num_read, len(readable))
         return result
 
     def _of(self, items: Sequence[Item], shape: BatchShape, body: Body, cached: bool, positions: list[int]) -> Tensor:

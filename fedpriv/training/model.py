@@ -28,6 +28,7 @@ from fedpriv.training.prefix_cache import (
     input_of,
     skipping_prefix,
 )
+from fedpriv.training.progress import Tell, silent
 from fedpriv.training.shapes import MULTIPLE, Lengths, Pass, passes
 from fedpriv.training.sliced_logits import output_layer, places_of, sliced_predictions
 
@@ -60,6 +61,8 @@ class TrainingModel:
     """Name of the layer that turns one vector for each record into the logits; None if no such layer is trained."""
     features: FeatureCache | None = None
     """What that layer reads."""
+    tell: Tell = staticmethod(silent)
+    """Told how far training, tests and caches are; where records are others', nobody is."""
     recomputed: Sequence[nn.Module]
     """Layers that run again in the backward pass, as `per_sample_gradients` takes them."""
 
@@ -110,12 +113,18 @@ class TrainingModel:
                 width=peft_model.config.hidden_size,
                 dtype=self.base_dtype,
                 memory_limit=memory_limit,
+                tell=self._told,
             )
 
         self.head = self._find_head()
         if self.head is not None:
             width = self.layers[self.head].module.in_features
-            self.features = FeatureCache(self._head_inputs, self.passes, width=width, memory_limit=memory_limit)
+            self.features = FeatureCache(
+                self._head_inputs, self.passes, width=width, memory_limit=memory_limit, tell=self._told
+            )
+
+    def _told(self, what: str, done: float, total: float) -> None:
+        self.tell(what, done, total)  # as it is by then
 
     @property
     def base_dtype(self) -> torch.dtype:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from fedpriv.data.records import BatchShape, Item, Records, num_tokens
 from fedpriv.training.isolation import isolated
+from fedpriv.training.progress import READING, Tell, silent
 from fedpriv.training.shapes import Pass
 
 log = logging.getLogger(__name__)
@@ -157,6 +158,7 @@ class PrefixCache:
         dtype: of the base.
         memory_limit: bytes to keep in memory; states beyond that go to a file without a name, which nobody else can
             open and which ends with this process, however it ends.
+        tell: told how many records of a set are read.
     """
 
     def __init__(
@@ -168,8 +170,10 @@ class PrefixCache:
         width: int,
         dtype: torch.dtype,
         memory_limit: int,
+        tell: Tell = silent,
     ) -> None:
         self.prefix = prefix
+        self._tell = tell
         self._forward = forward
         self._passes = passes
         self._width = width
@@ -224,9 +228,10 @@ class PrefixCache:
         room, lengths = self._room_for(records)
         starts = [0, *np.cumsum(lengths).tolist()]
         roomy = [index for index, length in enumerate(lengths) if length]
-        for position, states in self._computed(records.items(roomy)):
+        for num_read, (position, states) in enumerate(self._computed(records.items(roomy)), start=1):
             index = roomy[position]
             room.states[starts[index] : starts[index + 1]] = states
+            self._tell(READING, num_read, len(roomy))
         return room, starts
 
     def _room_for(self, records: Records) -> tuple[_Room, list[int]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -32,6 +32,7 @@ from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, 
 from fedpriv.training.losses import class_sum_losses, predictions
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import Stack, per_sample_gradients
+from fedpriv.training.progress import TRAINING
 from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.weights import trained_weights
 
@@ -71,7 +72,8 @@ def stacked_updates(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[C
     planned = [planned_event(spec, task.sampler.sampling_probability, model.parameters, task.grid) for task in tasks]
     weights = trained_weights(spec, clients.broadcast, model.initial, clients.layout)
     events: list[list[Event]] = [[] for _ in tasks]
-    for _ in range(spec.local_steps):
+    for step in range(spec.local_steps):
+        clients = replace(clients, step=step)
         if on_upload:
             gradients = _plain_gradients(clients, weights.values())
         else:
@@ -79,6 +81,7 @@ def stacked_updates(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[C
             for collected, event in zip(events, step_events, strict=True):
                 collected.append(event)
         weights.step(clients.coordinates.step_of(gradients))
+        clients.tell(1.0)
     trained = weights.values()
     if on_upload:
         noised, trained, upload_events = _noised_uploads(clients, trained)
@@ -153,6 +156,7 @@ class _Clients:
         broadcast: [clients, values], the trained values that the clients start from.
         fixed: {tensor name: [clients, *shape]} of the tensors that are not trained.
         centres: [clients, inputs], what each client takes off the features that its head reads.
+        step: the current one, from 0.
     """
 
     model: TrainingModel
@@ -162,6 +166,7 @@ class _Clients:
     broadcast: Tensor
     fixed: Mapping[str, Tensor]
     centres: Tensor | None
+    step: int = 0
 
     @staticmethod
     def of(model: TrainingModel, tasks: Sequence[UpdateTask]) -> _Clients:
@@ -206,6 +211,10 @@ class _Clients:
     def trained_parameters(self) -> set[str]:
         """The model's own names of the trained parameters."""
         return {name for name, stored in self.model.adapter_names.items() if stored in self.layout.columns}
+
+    def tell(self, share: float) -> None:
+        """Tell whoever follows the model that this share of the current step is done."""
+        self.model.tell(TRAINING, len(self.tasks) * (self.step + share), len(self.tasks) * self.spec.local_steps)
 
     def expected_batch_sizes(self) -> Tensor:
         """[clients, 1], float64, of the samplers that draw the batches."""
@@ -286,6 +295,7 @@ def _gradient_rows(
     if model.features is not None and clients.layout.columns.keys() == model.head_tensors:
         yield from _head_gradient_rows(clients, model.features, stacked, drawn)
         return
+    num_done = 0
     for cached in (True, False):
         selected = [k for k, task in enumerate(clients.tasks) if caching_pays_off(task.spec, task.sampler) == cached]
         sampled = [((clients.tasks[k].data, index), k) for k in selected for index in drawn[k]]
@@ -296,6 +306,8 @@ def _gradient_rows(
             for positions, rows in isolated(run, together.positions):
                 if rows is not None:
                     yield rows, torch.tensor([owners[position] for position in positions], device=rows.device)
+            num_done += len(together.positions)
+            clients.tell(num_done / (1 + sum(map(len, drawn))))  # noise and step are still to come
 
 
 def _pass_gradients(

@@ -15,10 +15,11 @@ from fedpriv.training.local_update import Execute
 from fedpriv.training.stacked import clients_at_once, execute_one_by_one, execute_stacked
 from fedpriv.training.workbench import workbench
 from server.app import make_app
-from server.observer import Observer
+from server.observer import Observer, Progress
 from server.resume import with_base_dtype
 from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid
+from simulations.engines.progress import following
 from simulations.engines.ray_actors import RayExecutor
 
 RUN_ID = 1
@@ -40,18 +41,23 @@ def run(config: RunConfig, observer: Observer) -> None:
 @contextmanager
 def _executor(config: RunConfig, observer: Observer) -> Iterator[Execute]:
     """What trains a round's clients: all that engines differ in."""
+    observer.progressed(Progress(what="loading model and data"))
+    model = workbench(config).model
     if config.engine == "ray":
-        with RayExecutor(config) as execute:
+        observer.progressed(Progress(what="starting Ray"))
+        with RayExecutor(config) as ray, following(model, ray, observer.progressed) as execute:
+            ray.tell = execute.tell
             yield execute
         return
-    model = workbench(config).model
     if config.engine == "stacked" and clients_at_once(model) == 1:
         observer.notice(
             f"engine = stacked: memory_limit_mb = {config.memory_limit_mb} holds one client at a time; the run "
             "continues in-process"
         )
     one_by_one = config.engine == "in-process" or clients_at_once(model) == 1
-    yield partial(execute_one_by_one if one_by_one else execute_stacked, model)
+    train = partial(execute_one_by_one if one_by_one else execute_stacked, model)
+    with following(model, train, observer.progressed) as execute:
+        yield execute
 
 
 def contexts(config: RunConfig) -> list[Context]:

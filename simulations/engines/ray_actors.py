@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -20,10 +22,13 @@ from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
 from fedpriv.secure_aggregation.grid import ClientGrid
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
+from fedpriv.training.progress import TRAINING, Tell, silent
 from fedpriv.training.stacked import execute_stacked
 from fedpriv.training.workbench import load_model, workbench
 from simulations.engines import ray_session
 
+# Between two questions how far the actors are.
+_PAUSE_SECONDS = 0.5
 # An actor has a source of its own: a secure stream never leaves the process that keyed it.
 _secure = SecureSource()
 
@@ -57,9 +62,13 @@ class RayExecutor:
         InputError: Ray is not installed, no cluster answers at the address, or it has no core and no GPU to offer.
     """
 
+    tell: Tell = staticmethod(silent)
+    """Told how many client steps of a round are done, on all actors together; to be set before the first round."""
+
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._actors: list[Any] = []
+        self._tally: Any = None
         self._records: WeakKeyDictionary[Records, Any] = WeakKeyDictionary()
         self._num_labels = len(workbench(config).data.label_names)
 
@@ -76,23 +85,41 @@ class RayExecutor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for actor in self._actors:
+        for actor in [*self._actors, *([self._tally] if self._tally else [])]:
             self._ray.kill(actor)
         self._ray.shutdown()
 
     def __call__(self, tasks: Sequence[UpdateTask]) -> list[ClientUpdate | Exception]:
         """Train the tasks, an equal share on each actor."""
+        if self._tally is None and self.tell is not silent:
+            self._tally = self._ray.remote(num_cpus=0)(_Tally).remote()
         num_shares = min(self._at_most, len(tasks))
         while len(self._actors) < num_shares:
+            self.tell("starting actors", len(self._actors), num_shares)
             self._actors.append(self._start_actor())
         adapters = _Adapters(self._ray.put)
         parcels = [self._parcel(task, adapters) for task in tasks]
         shares = [parcels[k::num_shares] for k in range(num_shares)]
+        if self._tally is not None:
+            self._tally.begin.remote(tasks[0].round)
         sent = [self._actors[k].train.remote(share) for k, share in enumerate(shares)]
+        self._follow(sent, sum(task.spec.local_steps for task in tasks))
         results: list[ClientUpdate | Exception] = [RuntimeError("not trained")] * len(tasks)
         for k, share in enumerate(shares):
             results[k::num_shares] = self._collect(k, sent[k], share)
         return results
+
+    def _follow(self, sent: Sequence[Any], num_steps: int) -> None:
+        """Tell how far the actors are until they have ended, one way or another."""
+        pending = list(sent)
+        while self._tally is not None and pending:
+            _, pending = self._ray.wait(pending, num_returns=len(pending), timeout=_PAUSE_SECONDS)
+            if not pending:
+                return
+            try:
+                self.tell(TRAINING, self._ray.get(self._tally.done.remote(), timeout=_PAUSE_SECONDS), num_steps)
+            except self._ray.exceptions.RayError:  # what is only shown must not end a round
+                continue
 
     def _collect(self, k: int, sent: Any, share: list[_Parcel]) -> list[ClientUpdate | Exception]:
         for attempt in ("first", "second"):
@@ -109,7 +136,7 @@ class RayExecutor:
 
     def _start_actor(self) -> Any:
         options = {"num_gpus": 1, "num_cpus": 0} if self._gpus else {"num_cpus": 1}
-        return self._ray.remote(**options)(_Worker).remote(self._config, self._num_labels)
+        return self._ray.remote(**options)(_Worker).remote(self._config, self._num_labels, self._tally)
 
     def _parcel(self, task: UpdateTask, adapters: _Adapters) -> _Parcel:
         if task.data not in self._records:
@@ -146,17 +173,28 @@ class _Adapters:
 class _Worker:
     """An actor, which holds the frozen base and the records of the clients that it was sent."""
 
-    def __init__(self, config: RunConfig, num_labels: int) -> None:
+    def __init__(self, config: RunConfig, num_labels: int, tally: Any) -> None:
         if not torch.cuda.is_available():
             torch.set_num_threads(1)
         import ray  # an actor has it
 
         self._get = ray.get
         _, self._model = load_model(config, num_labels=num_labels)
+        self._tally, self._told, self._name = tally, 0.0, secrets.token_hex(8)
+        if tally is not None:
+            self._model.tell = self._tell
         self._records: dict[Any, Records] = {}
+
+    def _tell(self, what: str, done: float, total: float) -> None:
+        """Pass on how far the current stack is, not too often; what came before it is added up by the tally."""
+        now = time.monotonic()
+        if what == TRAINING and (done == total or now - self._told >= _PAUSE_SECONDS):
+            self._told = now
+            self._tally.tell.remote(self._name, self._round, done, done == total)
 
     def train(self, parcels: list[_Parcel]) -> list[ClientUpdate | Exception]:
         """The updates of a share of a round."""
+        self._round = parcels[0].round
         adapters = {parcel.adapter: self._get(parcel.adapter) for parcel in parcels}
         bases = {parcel.merged: merged.from_tensors(self._get(parcel.merged)) for parcel in parcels if parcel.merged}
         return execute_stacked(self._model, [self._task(parcel, adapters, bases) for parcel in parcels])
@@ -174,6 +212,27 @@ class _Worker:
             noise=parcel.noise or _secure,
             grid=parcel.grid,
         )
+
+
+class _Tally:
+    """An actor that adds up how many client steps of the current round are done."""
+
+    def __init__(self) -> None:
+        self.begin(0)
+
+    def begin(self, round_: int) -> None:
+        """Count from zero."""
+        self._round, self._finished, self._current = round_, 0.0, dict[str, float]()
+
+    def tell(self, worker: str, round_: int, done: float, is_finished: bool) -> None:
+        """Count what a worker has done of its current stack."""
+        if round_ == self._round:
+            self._finished += done * is_finished
+            self._current[worker] = 0.0 if is_finished else done
+
+    def done(self) -> float:
+        """Steps in all."""
+        return self._finished + sum(self._current.values())
 
 
 def _seeded(source: RandomSource) -> SeededSource | None:

@@ -16,6 +16,7 @@ from fedpriv.errors import InputError, LedgerError, TooFewClientsError
 from fedpriv.protocol import Registration
 from fedpriv.runs import files
 from fedpriv.runs.rows import RoundRow
+from server.observer import Progress
 from simulations.engines import federation, ray_session
 from simulations.sweeps.plan import PlannedRun, Sweep
 
@@ -84,6 +85,9 @@ class _Silent:
     def notice(self, text: str) -> None:
         """Into the log."""
         logging.getLogger("flwr").info("%s", text)
+
+    def progressed(self, progress: Progress) -> None:
+        """Something is going on."""
 
     def round_done(self, row: RoundRow) -> None:
         """A round is over."""

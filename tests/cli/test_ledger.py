@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from pathlib import Path
 
@@ -207,3 +208,22 @@ def test_a_digest_that_was_kept_tells_whether_its_entry_is_still_there(path):
     assert f"has no entry {kept}" in err
     _, err = fedpriv("ledger", "verify", path, "--head", kept[:12], code=2)
     assert f"--head {kept[:12]}: must be the 64 hex digits" in err
+
+
+def test_a_holder_is_shown_by_the_name_that_its_run_knows(path, tmp_path):
+    rows = as_json("ledger", "show", path)["data_sets"]
+    assert [row["name"] for row in rows] == [None, None]
+    run = tmp_path / "run"
+    run.mkdir()
+    _, refused = fedpriv("ledger", "show", path, "--run", run, code=2)
+    assert "holds no registrations.json" in refused
+    content = {"0": {"client": 0, "data_set": rows[0]["data_set"], "name": "St. Anna"}}
+    (run / "registrations.json").write_text(json.dumps(content))
+    assert "St. Anna (0)  " in fedpriv("ledger", "show", path, "--run", run)[0]
+    assert as_json("ledger", "show", path, "--run", run)["data_sets"][0]["name"] == "St. Anna"
+    text, _ = fedpriv("ledger", "statement", path, "--client", "0", "--run", run)
+    assert "Client            St. Anna (0), a name that it chose; the chain covers its number" in text
+    assert "St. Anna" not in fedpriv("ledger", "show", path)[0]
+    assert "knows St. Anna (0), 1" in fedpriv("ledger", "statement", path, "--client", "7", "--run", run, code=2)[1]
+    (run / "registrations.json").replace(path.parent / "registrations.json")
+    assert "St. Anna (0)" in fedpriv("ledger", "show", path)[0]

@@ -26,11 +26,12 @@ from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SecureSource, SeededSource
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
+from fedpriv.training.progress import TRAINING
 from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import clients_at_once, execute_one_by_one, execute_stacked
 from fedpriv.training.workbench import workbench
 from server.observer import LogObserver
-from simulations.engines import federation, ray_session
+from simulations.engines import federation, ray_actors, ray_session
 from simulations.engines.ray_actors import RayExecutor
 from simulations.processes import free_port
 from tests.chats import chat_model
@@ -237,6 +238,22 @@ def test_an_address_without_a_cluster_is_refused_in_one_line(small_run):
         RayExecutor(config),
     ):
         pass
+
+
+@pytest.mark.slow
+def test_actors_tell_together_how_many_steps_of_a_round_are_done(cluster, small_run, monkeypatch):
+    monkeypatch.setattr(ray_actors, "_PAUSE_SECONDS", 0.02)
+    config = parse({**small_run, "engine": "ray", "ray_address": cluster, "ray_workers": 2})
+    bench, told = workbench(config), []
+    records = [bench.client(client) for client in range(3)]
+    with RayExecutor(config) as executor:
+        executor.tell = lambda what, done, total: told.append((what, done, total))
+        for _ in range(2):
+            executor(make_tasks(bench.model, records, local_steps=40))
+    steps = [done for what, done, total in told if (what, total) == (TRAINING, 120)]
+    assert ("starting actors", 0, 2) in told
+    assert any(0 < done < 120 for done in steps)
+    assert max(steps) <= 120
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def test_the_page_holds_the_headline_and_each_client_s_figures(write_run: WriteR
     ]
     # 0.87 * 340 / N_k * sqrt(10), rounded up; the rho view 2.7 times that.
     assert page.cells[start + 8 : start + 16] == [
-        "0",
+        "client 0",
         "1,200",
         "10",
         "0.780",
@@ -100,7 +100,7 @@ def test_the_page_holds_the_headline_and_each_client_s_figures(write_run: WriteR
         "3.07 MB",
     ]
     assert page.cells[start + 40 : start + 48] == [
-        "4",
+        "client 4",
         "480",
         "10",
         "1.95",

@@ -25,6 +25,7 @@ from fedpriv.runs.rows import RoundRow
 from fedpriv.training.feature_cache import Body
 from fedpriv.training.noise_plan import calibrated, derived_learning_rate
 from fedpriv.training.workbench import Workbench, workbench
+from server.observer import Progress
 from simulations.engines import federation
 from simulations.studies.dedup.lines import append, lines
 from simulations.studies.utility import corpora
@@ -85,6 +86,9 @@ class SilentObserver:
     def notice(self, text: str) -> None:
         """Show it: a study of many runs has nobody to ask."""
         print(text, flush=True)
+
+    def progressed(self, progress: Progress) -> None:
+        """Do nothing."""
 
     def round_done(self, row: RoundRow) -> None:
         """Keep the accuracy of a tested round."""

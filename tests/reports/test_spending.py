@@ -1,0 +1,65 @@
+"""What was spent in one line: on the view that was asked for first; and what an audit says against it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fedpriv.reports.spending import audit_line, closing_line, limit_of, views_text
+
+SUMMARY: dict[str, Any] = {
+    "privacy_view": "local",
+    "target_epsilon": 8.0,
+    "budget_epsilon": [],
+    "epsilon_local_max": 7.996,
+    "epsilon_rho_max": 16.2,
+    "epsilon_aggregate_max": None,
+    "delta_max": 1e-5,
+    "accountant": "pld",
+}
+AUDIT: dict[str, Any] = {
+    "kind": "tokens",
+    "epsilon_lower": 0.129,
+    "delta": 1e-5,
+    "confidence": 0.95,
+    "num_correct": 44,
+    "num_guesses": 74,
+    "num_canaries": 150,
+    "claimed_epsilon": 8.0,
+    "refuted": False,
+}
+
+
+def test_the_closing_line_quotes_the_view_that_the_target_was_set_on():
+    assert closing_line(SUMMARY) == "ε 8.00 on the local view, target 8; by pld, at δ 1e-5; rho 16.2"
+    on_rho = closing_line(SUMMARY | {"privacy_view": "rho", "target_epsilon": None, "budget_epsilon": [20.0]})
+    assert on_rho == "ε 16.2 on the rho view, budget 20; by pld, at δ 1e-5; local 8.00"
+    summed = closing_line(SUMMARY | {"privacy_view": "aggregate", "epsilon_aggregate_max": 1.0})
+    assert summed.startswith("ε 1.00 on the aggregate view, target 8")
+
+
+def test_a_run_of_an_earlier_version_and_one_without_noise_have_a_line_too():
+    older = {key: value for key, value in SUMMARY.items() if key != "target_epsilon"}
+    assert closing_line(older) == "ε 8.00 on the local view; by pld, at δ 1e-5; rho 16.2"
+    assert closing_line(SUMMARY | {"epsilon_local_max": None}).startswith("ε ∞ on the local view")
+
+
+def test_of_several_budgets_the_smallest_is_named():
+    assert limit_of(None, [4.0, 2.0]) == ("smallest budget", 2.0)
+    assert limit_of(None, [4.0, 4.0]) == ("budget", 4.0)
+    assert limit_of(3.0, [4.0]) == ("target", 3.0)
+    assert limit_of(None, []) is None
+
+
+def test_views_that_do_not_hold_are_left_out():
+    assert views_text({"local": 1.0, "rho": 2.0, "aggregate": None}, "rho", 3.0) == "2.00 of 3 rho, 1.00 local"
+
+
+@pytest.mark.parametrize(("refuted", "verdict"), [(False, "the claim of ε = 8.00 stands"), (True, "this refutes")])
+def test_an_audit_is_a_lower_bound_rounded_down_with_what_it_means_for_the_claim(refuted, verdict):
+    line = audit_line(AUDIT | {"refuted": refuted})
+    assert line.startswith(
+        "ε ≥ 0.12 at δ = 1e-5, with 95% confidence: 44 of 74 guesses about 150 canaries (tokens) were right; "
+    )
+    assert verdict in line

@@ -1,0 +1,98 @@
+"""Progress within a round: every engine tells it, it ends where it should, and outside a simulation nobody tells."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fedpriv.config import parse
+from fedpriv.training.model import TrainingModel
+from fedpriv.training.progress import READING, TESTING, TRAINING, silent
+from fedpriv.training.workbench import workbench
+from server.exchange import Exchange
+from server.observer import LogObserver, Progress, answers
+from simulations.engines import federation
+from simulations.engines.progress import Followed
+
+FEDPRIV = Path(__file__).resolve().parents[2] / "fedpriv"
+
+
+class Kept(LogObserver):
+    def __init__(self) -> None:
+        self.seen: list[Progress] = []
+
+    def progressed(self, progress: Progress) -> None:
+        self.seen.append(progress)
+
+
+def shares(seen: list[Progress], round_: int, what: str) -> list[tuple[float, float]]:
+    return [(each.done, each.total) for each in seen if (each.what, each.round) == (what, round_)]
+
+
+@pytest.mark.parametrize("engine", ["in-process", "stacked"])
+def test_an_engine_tells_of_each_step_of_each_client_until_all_are_done(small_run, tmp_path, engine):
+    observer = Kept()
+    federation.run(parse({**small_run, "engine": engine, "out": str(tmp_path / "run")}), observer)
+    assert workbench(parse({**small_run, "engine": engine})).model.tell is silent
+    for round_ in (1, 2):
+        told = shares(observer.seen, round_, TRAINING)
+        assert told == sorted(told)
+        assert len(told) >= 2
+        assert {total for _, total in told} == {told[-1][0]} == {6}, "three clients' steps, all done"
+        assert [done for done, _ in shares(observer.seen, round_, "answers")] == [0, 1, 2, 3]
+    stages = [each.what for each in observer.seen if not each.total]
+    assert stages[0] == "loading model and data"
+    assert stages[-1] == "writing the report"
+    assert {READING, TESTING} <= {each.what for each in observer.seen}
+
+
+def test_a_log_says_how_far_a_round_is_once_it_was_silent_for_long(caplog):
+    quick, slow = LogObserver(), LogObserver()
+    quick._last_line = time.monotonic()
+    slow._last_line = time.monotonic() - 31
+    with caplog.at_level(logging.INFO, logger="flwr"):
+        for observer in (quick, slow):
+            for num in range(3):
+                observer.progressed(answers(2, num, 3))
+    assert [record.getMessage() for record in caplog.records] == ["round 2: answers 0/3"]
+
+
+def test_a_stack_that_fails_is_trained_again_and_never_counts_twice():
+    seen: list[Progress] = []
+    tasks = [SimpleNamespace(round=1, spec=SimpleNamespace(local_steps=2))] * 3
+
+    def execute(given):
+        followed.tell(TRAINING, 3.0, 6.0)  # and then one of the stack fails
+        for _ in given:
+            followed.tell(TRAINING, 1.0, 2.0)
+            followed.tell(TRAINING, 2.0, 2.0)
+        return []
+
+    followed = Followed(execute, seen.append)
+    for _ in range(2):
+        followed(tasks)  # type: ignore[arg-type]
+    assert [each.done for each in seen] == 2 * [3, 1, 2, 3, 4, 5, 6]
+    assert {each.total for each in seen} == {6}
+
+
+def test_only_a_simulation_ever_sets_who_is_told():
+    """What is told depends on who was drawn: a vault, its answers and the library's commands must not listen."""
+    assert TrainingModel.tell is silent
+    setting = [path for path in FEDPRIV.rglob("*.py") if ".tell = " in path.read_text()]
+    assert setting == []
+
+
+def test_a_node_that_answers_twice_is_one_answer():
+    """A coordinator counts answers: a node must not be able to make it look as if others had answered."""
+
+    def reply(message_id: str) -> SimpleNamespace:
+        return SimpleNamespace(metadata=SimpleNamespace(reply_to_message_id=message_id, src_node_id=7))
+
+    asked = [SimpleNamespace(metadata=SimpleNamespace(message_id=f"m{k}")) for k in range(3)]
+    pulled = iter([[reply("m0"), reply("m0"), reply("unasked")], [reply("m0"), reply("m1")], []])
+    grid = SimpleNamespace(push_messages=lambda messages: None, pull_messages=lambda ids: next(pulled))
+    assert len(list(Exchange().replies(grid, asked, 0.5))) == 2  # type: ignore[arg-type]
