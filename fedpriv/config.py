@@ -5,10 +5,8 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
@@ -21,6 +19,7 @@ from fedpriv.config_types import EMBEDDED as EMBEDDED
 from fedpriv.config_types import ON_NODES as ON_NODES
 from fedpriv.config_types import (
     Aggregation,
+    BaseFormat,
     Budgets,
     Clipping,
     Count,
@@ -34,16 +33,16 @@ from fedpriv.config_types import (
     Train,
     split,
 )
+from fedpriv.config_values import LOCATION_KEYS as LOCATION_KEYS
+from fedpriv.config_values import is_resolved, two_noises
+from fedpriv.config_values import parse_overrides as parse_overrides
+from fedpriv.config_values import read as read
+from fedpriv.config_values import with_overrides as with_overrides
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.registry import MECHANISMS, with_current_keys
 from fedpriv.recipes import Recipe, with_recipe
 
 Scalar = str | int | float | bool
-
-BaseFormat = Literal["auto", "float32", "bfloat16", "nf4"]
-
-# Keys that only say where a run's files are. They do not affect its results, so its digest leaves them out.
-LOCATION_KEYS = ("out", "ledger", "node_keys", "resume")
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -305,54 +304,47 @@ def parse(values: Mapping[str, Any]) -> RunConfig:
     Raises:
         InputError: one line that names the key, the value and what would be right.
     """
+    config, problems = checked(values)
+    if config is None:
+        raise InputError(problems[0])
+    return config
+
+
+def checked(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[str]]:
+    """The configuration that the values describe, or None; and what is wrong with them, one line for each problem.
+
+    Keys that do not fit together are found only once every single one is right.
+
+    Raises:
+        InputError: a key of an earlier version has no current form.
+    """
     values = with_current_keys(values)
-    for key in values:
-        if key not in KEYS:
-            close = difflib.get_close_matches(key, KEYS, n=1)
-            hint = f"; did you mean {close[0]}?" if close else f"; known keys: {', '.join(KEYS)}"
-            raise InputError(f"{key}: unknown configuration key{hint}")
+    problems = [_unknown(key) for key in values if key not in KEYS]
+    if not is_resolved(values):
+        problems += two_noises(values)
+    known = {key: value for key, value in values.items() if key in KEYS}
     try:
-        return RunConfig(**values)
+        config = RunConfig(**known)
     except ValidationError as error:
-        first = error.errors()[0]
-        # Our own validators name key and value; pydantic's messages need both in front.
-        message = first["msg"].removeprefix("Value error, ")
-        if not first["loc"]:
-            raise InputError(message) from None
-        key = str(first["loc"][0])
-        raise InputError(f"{key} = {values[key]!r}: {message[0].lower()}{message[1:]}") from None
+        return None, problems + _lines(error, known)
+    return (None if problems else config), problems
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The key-value pairs of a TOML file, not yet checked.
-
-    Raises:
-        InputError: the file is missing or is not TOML.
-    """
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such configuration file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not a TOML file ({error})") from None
+def _unknown(key: str) -> str:
+    close = difflib.get_close_matches(key, KEYS, n=1)
+    hint = f"; did you mean {close[0]}?" if close else f"; known keys: {', '.join(KEYS)}"
+    return f"{key}: unknown configuration key{hint}"
 
 
-def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
-    """The values of `key=value` pairs as given after `-c`; a value that is not TOML is text.
-
-    Raises:
-        InputError: a pair has no `=`.
-    """
-    values: dict[str, Any] = {}
-    for pair in pairs:
-        key, sign, text = pair.partition("=")
-        if not sign:
-            raise InputError(f"-c {pair}: must be key=value, for instance rounds=5")
-        try:
-            values[key.strip()] = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            values[key.strip()] = text.strip()
-    return values
+def _lines(error: ValidationError, values: Mapping[str, Any]) -> list[str]:
+    """One line for each key, or set of keys, that is wrong."""
+    lines: dict[str, str] = {}
+    for each in error.errors():
+        if not each["loc"]:  # our own check of all keys, which names them and their values
+            return list(each["ctx"]["error"].lines)
+        key, message = str(each["loc"][0]), each["msg"].removeprefix("Value error, ")
+        lines.setdefault(key, f"{key} = {values[key]!r}: {message[0].lower()}{message[1:]}")
+    return list(lines.values())
 
 
 def to_toml(config: RunConfig) -> str:
@@ -374,3 +366,10 @@ def _joined(values: tuple[Any, ...]) -> str:
 def _without_null(config: RunConfig) -> list[tuple[str, Any]]:
     """Keys and values, with the empty string for None."""
     return [(key, "" if value is None else value) for key, value in asdict(config).items()]
+
+
+def schema(*, sweep: bool = False) -> dict[str, Any]:
+    """JSON Schema of a configuration file; see `fedpriv.config_schema.schema`, which describes every key."""
+    from fedpriv import config_schema  # deferred: it needs this module
+
+    return config_schema.schema(sweep=sweep)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from fedpriv.config_types import ON_NODES
@@ -23,33 +24,51 @@ MOST_CHARACTERS = {"system_prompt": 20_000, "prompt_template": 20_000, "answers"
 ONE_FACTOR_RULES = ("ffa-lora", "fed-sb")
 
 
+class MisfitError(ValueError):
+    """Keys do not fit together; its text is the first of `lines`.
+
+    Attributes:
+        lines: what is wrong, one line for each set of keys.
+    """
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__(lines[0])
+        self.lines = tuple(lines)
+
+
 def check(config: RunConfig) -> None:
     """Refuse keys that do not fit together.
 
     Raises:
-        ValueError: names the keys, the values and what would be right.
+        MisfitError: names the keys, the values and what would be right.
     """
+    lines = []
+    for rule in _RULES:
+        try:
+            rule(config)
+        except ValueError as error:
+            lines.append(str(error))
+    if lines:
+        raise MisfitError(list(dict.fromkeys(lines)))
+
+
+def _check_data(config: RunConfig) -> None:
     if config.data == ON_NODES and config.task == "SEQ_CLS" and len(config.labels) < 2:
         raise ValueError("data = on-nodes: needs labels, the classes that all holders agreed on")
-    if config.partition == "natural" and not config.client_column:
-        raise ValueError("partition = natural: needs client_column, the column that says who holds a record")
-    if config.partition == "sizes" and not config.client_sizes:
-        raise ValueError("partition = sizes: needs client_sizes, for instance [1200, 1000, 800]")
-    _check_instructions(config)
     if config.max_records and config.data == ON_NODES:
         raise ValueError(
             f"max_records = {config.max_records}: with data = on-nodes every node has all of its own; use 0"
         )
-    if config.audit:
-        _check_audit(config)
-    if config.evaluation_noise_multiplier is not None:
-        _check_private_evaluation(config)
-    if not config.has_test_set:
-        _check_without_test_set(config)
-    if config.baselines:
-        _check_baselines(config)
-    if config.secure_aggregation:
-        _check_secure_aggregation(config)
+
+
+def _check_partition(config: RunConfig) -> None:
+    if config.partition == "natural" and not config.client_column:
+        raise ValueError("partition = natural: needs client_column, the column that says who holds a record")
+    if config.partition == "sizes" and not config.client_sizes:
+        raise ValueError("partition = sizes: needs client_sizes, for instance [1200, 1000, 800]")
+
+
+def _check_variants(config: RunConfig) -> None:
     if config.integral_epsilon is not None and config.aggregation in ONE_FACTOR_RULES:
         raise ValueError(
             f"integral_epsilon: compares the products of uploaded factors; aggregation = {config.aggregation} uploads "
@@ -62,8 +81,14 @@ def check(config: RunConfig) -> None:
         )
     if max(config.variant_rounds, default=0) > config.rounds:
         raise ValueError(f"variant_rounds = {list(config.variant_rounds)}: the run has {config.rounds} rounds")
+
+
+def _check_weight_decay(config: RunConfig) -> None:
     if config.weight_decay > 0 and config.optimizer == "sgd":
         raise ValueError(f"weight_decay = {config.weight_decay}: only adamw applies it; use 0 with sgd")
+
+
+def _check_aggregation(config: RunConfig) -> None:
     if config.client_ranks and config.aggregation != "flora":
         raise ValueError(
             f"client_ranks = {list(config.client_ranks)}: aggregation = {config.aggregation} averages tensors of one "
@@ -78,9 +103,9 @@ def check(config: RunConfig) -> None:
             f"base_dtype = nf4: aggregation = {config.aggregation} trains, decomposes or adds to the frozen weights, "
             f"which must not be in 4 bits then; use bfloat16, or one of {', '.join(RULES_ON_QUANTISED)}"
         )
-    _check_mechanism(config)
-    _check_recipe(config)
-    _check_server_optimizer(config)
+
+
+def _check_upload_noise(config: RunConfig) -> None:
     if config.noise_on == "upload" and config.clipping != "joint":
         raise ValueError(f"clipping = {config.clipping}: with noise_on = upload the whole update is clipped; use joint")
 
@@ -131,6 +156,8 @@ def _check_answers(answers: tuple[str, ...], labels: tuple[str, ...]) -> None:
 
 def _check_secure_aggregation(config: RunConfig) -> None:
     """What the sum of integers that nobody sees singly allows."""
+    if not config.secure_aggregation:
+        return
     threshold, colluding = config.min_clients, config.colluding_clients
     for key, needed in (("mechanism", FOR_SUMS), ("upload_codec", "float32"), ("max_update_norm", None)):
         if (value := getattr(config, key)) != needed:
@@ -159,6 +186,8 @@ def _check_secure_aggregation(config: RunConfig) -> None:
 
 
 def _check_audit(config: RunConfig) -> None:
+    if not config.audit:
+        return
     if config.data == ON_NODES:
         raise ValueError(
             "audit: its canaries go into the clients' data, which are on their nodes; audit a simulation instead"
@@ -170,6 +199,8 @@ def _check_audit(config: RunConfig) -> None:
 
 
 def _check_private_evaluation(config: RunConfig) -> None:
+    if config.evaluation_noise_multiplier is None:
+        return
     key = f"evaluation_noise_multiplier = {config.evaluation_noise_multiplier}"
     if config.test_data:
         raise ValueError(f"{key}: with test_data the server has a test set of its own; leave one of the two out")
@@ -180,6 +211,8 @@ def _check_private_evaluation(config: RunConfig) -> None:
 
 
 def _check_without_test_set(config: RunConfig) -> None:
+    if config.has_test_set:
+        return
     if config.dedup:
         raise ValueError(f"dedup = {config.dedup}: validates on the server's test set; give test_data")
     if config.comparison and (config.data_are_public or config.simulate):  # elsewhere no run without noise is allowed
@@ -187,6 +220,8 @@ def _check_without_test_set(config: RunConfig) -> None:
 
 
 def _check_baselines(config: RunConfig) -> None:
+    if not config.baselines:
+        return
     if config.task != "SEQ_CLS":
         raise ValueError(f"baselines = true: are classifiers, which task = {config.task} has none of; leave it out")
     if not config.has_test_set:
@@ -270,3 +305,22 @@ def _check_recipe(config: RunConfig) -> None:
         raise ValueError("rounds = 1: the start of the head is the first round; use at least 2")
     if config.normalize_features and config.task != "SEQ_CLS":
         raise ValueError(f"normalize_features = true: a model with task = {config.task} has no head; use false")
+
+
+_RULES: tuple[Callable[[RunConfig], None], ...] = (
+    _check_data,
+    _check_partition,
+    _check_instructions,
+    _check_audit,
+    _check_private_evaluation,
+    _check_without_test_set,
+    _check_baselines,
+    _check_secure_aggregation,
+    _check_variants,
+    _check_weight_decay,
+    _check_aggregation,
+    _check_mechanism,
+    _check_recipe,
+    _check_server_optimizer,
+    _check_upload_noise,
+)

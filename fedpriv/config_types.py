@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, NonNegativeInt
 
 from fedpriv.accounting.sensitivity import clipping_rule
 
@@ -49,14 +49,30 @@ def rule_by_any_name(value: object) -> object:
 Aggregation = Literal[
     "dp-lora", "fedavg", "t-fedavg", "cmfl", "ffa-lora", "rolora", "fedsvd", "fed-sb", "fedex-lora", "flora"
 ]  # of fedpriv/aggregation/rules.py
-Layers = Annotated[str, BeforeValidator(text_of_number), Field(pattern=r"^(all|last-[1-9]\d*|\d+(,\d+)*)$")]
+BaseFormat = Literal["auto", "float32", "bfloat16", "nf4"]
+# What a JSON Schema says of values that take several forms: a list as one text, and the index of a single layer.
+_List = Annotated[str, Field(pattern=r"^[\s\d.,eE+\[\]-]*$")]
+_LAYERS = r"^(all|last-[1-9]\d*|\d+(,\d+)*)$"
+_LayersInput = Annotated[str, Field(pattern=_LAYERS)] | NonNegativeInt
+Layers = Annotated[str, BeforeValidator(text_of_number, json_schema_input_type=_LayersInput), Field(pattern=_LAYERS)]
 Train = Literal["all", "head", "auto"]
-Names = Annotated[tuple[str, ...], BeforeValidator(split)]
-Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(split)]
+Names = Annotated[tuple[str, ...], BeforeValidator(split, json_schema_input_type=tuple[str, ...] | str)]
+_Size = Annotated[int, Field(ge=1)]
+Sizes = Annotated[tuple[_Size, ...], BeforeValidator(split, json_schema_input_type=tuple[_Size, ...] | _List)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Budgets = Annotated[tuple[Positive, ...], BeforeValidator(split), BeforeValidator(one_for_all)]
+Budgets = Annotated[
+    tuple[Positive, ...],
+    BeforeValidator(split),
+    BeforeValidator(one_for_all, json_schema_input_type=tuple[Positive, ...] | Positive | _List),
+]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
-Clipping = Annotated[Literal["joint", "split", "per-tensor", "batch"], BeforeValidator(rule_by_any_name)]
+Clipping = Annotated[
+    Literal["joint", "split", "per-tensor", "batch"],
+    BeforeValidator(
+        rule_by_any_name,
+        json_schema_input_type=Literal["joint", "split", "per-tensor", "batch", "flat", "per-layer"],
+    ),
+]
 Maybe = BeforeValidator(none_if_empty)

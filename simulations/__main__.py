@@ -12,33 +12,81 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 # Set before flwr and transformers are imported: no telemetry, and no warning when a process with tokenizers forks.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from fedpriv import config as configuration
+from fedpriv import preflight, recipes
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError, LedgerError, TooFewClientsError
 from fedpriv.runs.files import CONFIG, run_folder_of
+from simulations import completion
+from simulations.initial import init
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
+# A traceback with its variables would show records.
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_show_locals=False
+)
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
+_RECIPES = "Recipes, of which docs/recipes.md tells more:\n\n" + "\n\n".join(
+    f"- **{name}**: {text}" for name, text in recipes.DESCRIPTIONS.items()
+)
+
+Override = Annotated[
+    list[str] | None,
+    typer.Option(
+        "-c",
+        metavar="KEY=VALUE",
+        help="Override one key; repeatable. docs/configuration.md lists them.",
+        autocompletion=completion.overrides,
+    ),
+]
+EngineOption = Annotated[
+    str | None,
+    typer.Option(
+        "--engine", help="How clients are run: stacked, in-process or ray.", autocompletion=completion.engines
+    ),
+]
+RecipeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe",
+        metavar="NAME",
+        help="Values for the keys that belong together and are not given; see below.",
+        autocompletion=completion.recipes,
+    ),
+]
+
 
 @app.callback()
-def main() -> None:
+def main(
+    show_completion: Annotated[
+        bool,
+        typer.Option(
+            "--show-completion",
+            is_eager=True,
+            callback=completion.show,
+            help='Print what completes these commands in bash: eval "$(python -m simulations --show-completion)"',
+        ),
+    ] = False,
+) -> None:
     """Simulate DP-LoRA federations on this machine."""
 
 
-@app.command()
+app.command()(init)
+
+
+@app.command(epilog=_RECIPES)
 def run(
     config: Annotated[Path | None, typer.Argument(help="TOML file; without one, the embedded default.")] = None,
-    override: Annotated[
-        list[str] | None, typer.Option("-c", metavar="KEY=VALUE", help="Override one key; repeatable.")
-    ] = None,
-    engine: Annotated[str | None, typer.Option(help="How clients are run: stacked, in-process or ray.")] = None,
+    override: Override = None,
+    recipe: RecipeOption = None,
+    engine: EngineOption = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results; by default a new one in results/.")] = None,
     resume: Annotated[
         Path | None, typer.Option(help="Resume an interrupted run, from its folder or one of its checkpoints.")
@@ -52,18 +100,21 @@ def run(
 
         python -m simulations run -c rounds=5 -c noise_multiplier=3.0
 
+        python -m simulations run --recipe dp-lora-paper
+
         python -m simulations run simulations/configs/medquad.toml --out /tmp/medquad
 
         python -m simulations run --resume /tmp/medquad
     """
     with _failures_in_one_line("interrupted; --resume continues after the last finished round"):
         if resume is None:
-            resolved = _resolve(config, override or [], engine, out)
-        elif config or override or engine or out:
+            resolved = _resolve(config, override or [], out, engine=engine, recipe=recipe)
+        elif config or override or engine or out or recipe:
             raise InputError("--resume: a run keeps the configuration it began with; give no other option")
         else:
             resolved = _resumed(resume.expanduser().absolute())
         console = Console()
+        preflight.check(resolved)  # before the imports below, which take longer
         with console.status("starting"):  # which takes seconds, and on a cold disk many
             from simulations.display import TerminalObserver
             from simulations.engines import federation
@@ -73,13 +124,12 @@ def run(
             federation.run(resolved, observer)
 
 
-@app.command()
+@app.command(epilog=_RECIPES)
 def sweep(
     config: Annotated[Path, typer.Argument(help="TOML file: run keys, and a [grid] or [[runs]] of what varies.")],
-    override: Annotated[
-        list[str] | None, typer.Option("-c", metavar="KEY=VALUE", help="A key of every run; may be repeated.")
-    ] = None,
-    engine: Annotated[str | None, typer.Option(help="How clients are run: stacked or in-process.")] = None,
+    override: Override = None,
+    recipe: RecipeOption = None,
+    engine: EngineOption = None,
     max_parallel: Annotated[
         int | None, typer.Option(help="Runs at a time; by default one per core. 1 needs no Ray.")
     ] = None,
@@ -103,7 +153,7 @@ def sweep(
     with _failures_in_one_line("interrupted; finished runs are kept, start again to continue"):
         _quiet()
         folder = (out or RESULTS / "sweeps" / config.stem).expanduser().absolute()
-        overrides = configuration.parse_overrides(override or []) | ({"engine": engine} if engine else {})
+        overrides = _overrides(override or [], engine=engine, recipe=recipe)
         finished = command.sweep(config, folder, overrides=overrides, max_parallel=max_parallel, console=console)
     if not finished:
         raise typer.Exit(1)
@@ -116,10 +166,10 @@ def _failures_in_one_line(interrupted: str) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        console.print(f"[bold red]error[/] {error}", soft_wrap=True, highlight=False)
+        console.print(f"[bold red]error[/] {escape(str(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(2) from None
     except (LedgerError, TooFewClientsError) as error:
-        console.print(f"[bold red]failed[/] {error}", soft_wrap=True, highlight=False)
+        console.print(f"[bold red]failed[/] {escape(str(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         console.print(interrupted)
@@ -132,12 +182,16 @@ def _resumed(path: Path) -> RunConfig:
     return configuration.parse(values | {"resume": str(path)})
 
 
-def _resolve(path: Path | None, overrides: list[str], engine: str | None, out: Path | None) -> RunConfig:
+def _overrides(pairs: list[str], **options: str | None) -> dict[str, Any]:
+    """The values after `-c`, then those of the options that are keys."""
+    given = {key: value for key, value in options.items() if value is not None}
+    return configuration.parse_overrides(pairs) | given
+
+
+def _resolve(path: Path | None, pairs: list[str], out: Path | None, **options: str | None) -> RunConfig:
     """The configuration: defaults, then the file, then `-c`, then the options."""
-    values: dict[str, Any] = configuration.read(path) if path is not None else {}
-    values |= configuration.parse_overrides(overrides)
-    if engine is not None:
-        values["engine"] = engine
+    values = configuration.read(path) if path is not None else {}
+    values = configuration.with_overrides(values, _overrides(pairs, **options))
     if out is not None:
         values["out"] = str(out)
     name = path.stem if path is not None else "embedded"
@@ -158,4 +212,4 @@ def _quiet() -> None:
 
 if __name__ == "__main__":
     with contextlib.suppress(BrokenPipeError):
-        app()
+        app(complete_var=completion.VARIABLE)

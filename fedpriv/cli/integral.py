@@ -72,6 +72,9 @@ Scaling = Annotated[
 Drop = Annotated[
     list[str] | None, typer.Option(help="Column that must not be a feature, such as an id; may be repeated.")
 ]
+Keep = Annotated[
+    list[str] | None, typer.Option(help="Column that is a feature although it looks like an id; may be repeated.")
+]
 TestFraction = Annotated[float, typer.Option(help="Share of the records that no model is trained on, in (0, 1).")]
 Seed = Annotated[int, typer.Option(help="Of the split, the subsamples, the initial weights and the batches.", min=0)]
 
@@ -113,6 +116,7 @@ def select_models(
     ] = None,
     scaling: Scaling = "standard",
     drop: Drop = None,
+    keep: Keep = None,
     test_fraction: TestFraction = 0.3,
     seed: Seed = 0,
     out: Annotated[Path | None, typer.Option(help="New folder for the means: mean-1.safetensors and so on.")] = None,
@@ -127,7 +131,9 @@ def select_models(
 
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"out = {str(out)!r}: exists; name another folder")
-    table = _table(data, target, test_fraction=test_fraction, seed=seed, drop=drop or [], scaling=scaling)
+    table = _table(
+        data, target, test_fraction=test_fraction, seed=seed, drop=drop or [], keep=keep or [], scaling=scaling
+    )
     network = perceptron(architecture, table.train_features.shape[1], len(table.classes), seed=seed)
     settings = Settings(
         subsample_size=subsample_size,
@@ -174,6 +180,7 @@ def attack(
     comparison: Comparison = "norm",
     scaling: Scaling = "standard",
     drop: Drop = None,
+    keep: Keep = None,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -188,7 +195,7 @@ def attack(
     from fedpriv.integral.attack_table import Plan, attack_table
     from fedpriv.integral.networks import perceptron
 
-    table = _table(data, target, test_fraction=0.3, seed=seed, drop=drop or [], scaling=scaling)
+    table = _table(data, target, test_fraction=0.3, seed=seed, drop=drop or [], keep=keep or [], scaling=scaling)
     network = perceptron(architecture, table.train_features.shape[1], len(table.classes), seed=seed)
     game = Game(
         size=subsample_size,
@@ -227,6 +234,7 @@ def sample_size_advice(
     excess_loss: Annotated[float, typer.Option(help="Epsilon of the PAC form, in (0, 1).")] = 0.1,
     failure_probability: Annotated[float, typer.Option(help="Delta of the PAC form, in (0, 1).")] = 0.05,
     drop: Drop = None,
+    keep: Keep = None,
     as_json: AsJson = False,
 ) -> None:
     """How many records a network needs by two rules, and how many disjoint subsamples the data then give.
@@ -237,7 +245,7 @@ def sample_size_advice(
     from fedpriv.integral.sample_size import advice
 
     if data is not None:
-        table = _table(data, target, test_fraction=0.3, seed=0, drop=drop or [], scaling="standard")
+        table = _table(data, target, test_fraction=0.3, seed=0, drop=drop or [], keep=keep or [], scaling="standard")
         features, classes, records = table.train_features.shape[1], len(table.classes), len(table.train_labels)
     if features is None or records is None:
         raise InputError("data: give a CSV with its --target, or --features and --records")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import fedpriv
-from fedpriv.cli import audit, data, dedup, integral, ledger, lmo, serve
+from fedpriv.cli import audit, config, data, dedup, integral, ledger, lmo, serve
 from fedpriv.cli.account import account, calibrate, repeat_and_select
 from fedpriv.cli.communication import communication
 from fedpriv.cli.plan import plan
@@ -17,9 +17,10 @@ from fedpriv.cli.report import report
 from fedpriv.cli.status import status
 from fedpriv.errors import LedgerError, StoreError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 for command in (account, calibrate, repeat_and_select, plan, report, communication, status):
     app.command()(command)
+app.add_typer(config.app, name="config")
 app.add_typer(data.app, name="data")
 app.add_typer(ledger.app, name="ledger")
 app.add_typer(dedup.app, name="dedup")

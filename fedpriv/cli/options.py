@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_args
 
 import click
 import typer
+from click.shell_completion import CompletionItem
 
 from fedpriv.errors import InputError
 
@@ -40,6 +41,10 @@ class OneOf(click.types.StringParamType):
     def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
         """What --help shows."""
         return f"[{'|'.join(self.names())}]"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """The names that begin so."""
+        return [CompletionItem(name) for name in self.names() if name.startswith(incomplete)]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The value itself, if it is one of the names.

@@ -3,44 +3,116 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedpriv.data.tables import labels_of, load_table, require_columns
+from fedpriv.data.tables import labels_of, load_table, require_columns, values_of
+
+if TYPE_CHECKING:
+    import datasets
 
 
-def describe(source: str, *, text: str, label: str = "", text_pair: str = "", client: str = "") -> dict[str, Any]:
-    """The numbers of records, labels and clients, the lengths of the texts, and how many are empty or duplicates.
+# A length that no record reaches.
+UNCUT = 2**40
+
+
+def describe(
+    source: str,
+    *,
+    text: str,
+    label: str = "",
+    text_pair: str = "",
+    client: str = "",
+    person: str = "",
+    tokenizer: Any = None,
+    max_length: int = 64,
+) -> dict[str, Any]:
+    """The numbers of records, labels, clients and persons, the lengths of the texts, and how many are cut or repeated.
 
     Args:
         source: a file, or a data set on the Hub.
         text: column with the text.
         label: column with the label, or empty.
-        text_pair: column with the second text, or empty.
+        text_pair: column with the second text, or empty; a record repeats another if both texts do.
         client: column with the holder of each record, or empty.
+        person: column that says whom a record is about, or empty.
+        tokenizer: of the model that would read the records; None counts words.
+        max_length: the most tokens of a record, special ones included.
 
     Raises:
         InputError: the file or a column is missing.
     """
     table = load_table(source, key="file")
     columns = [("--text", text), ("--text-pair", text_pair), ("--label", label), ("--client", client)]
-    require_columns(table, columns, source)
-    texts = ["" if value is None else str(value) for value in table[text]]
-    words = np.array([len(value.split()) for value in texts])
-    result: dict[str, Any] = {
-        "records": len(table),
-        "empty_texts": int((words == 0).sum()),
-        "duplicate_texts": len(texts) - len(set(texts)),
-        "words": {f"p{p}": float(np.percentile(words, p)) for p in (0, 50, 95, 100)},
-    }
+    require_columns(table, [*columns, ("--person", person)], source)
+    texts = _texts(table, text)
+    pairs = _texts(table, text_pair) if text_pair else None
+    records = list(zip(texts, pairs or [""] * len(texts), strict=True))
+    result: dict[str, Any] = {"records": len(table), "empty_texts": sum(not value.split() for value in texts)}
+    if pairs is not None:
+        result["empty_second_texts"] = sum(not value.split() for value in pairs)
+    result["duplicate_texts" if pairs is None else "duplicate_pairs"] = len(records) - len(set(records))
+    if tokenizer is None:
+        result["words"] = percentiles([len(first.split()) + len(second.split()) for first, second in records])
+    else:
+        result |= _in_tokens(tokenizer, texts, pairs, max_length)
     if label:
         values = labels_of(table, label)
         result["records_without_label"] = sum(value is None for value in values)
         result["labels"] = counts(values)
     if client:
         result["clients"] = counts(table[client])
-    return result
+    return result | persons(table, person, client)
+
+
+def persons(table: datasets.Dataset, person: str, client: str) -> dict[str, int]:
+    """How many persons there are, and what of them exceeds the unit of privacy, which is one record of one client.
+
+    Args:
+        table: the records.
+        person: column that says whom a record is about; nothing is counted if it is empty.
+        client: column with the holder of each record, or empty.
+    """
+    if not person:
+        return {}
+    named = [str(value) for value in values_of(table, person) if value is not None]
+    records = Counter(named)
+    found = {
+        "persons": len(records),
+        "records_without_person": len(table) - len(named),
+        "persons_with_several_records": sum(number > 1 for number in records.values()),
+        "most_records_of_a_person": max(records.values(), default=0),
+    }
+    if client:
+        pairs = zip(values_of(table, person), values_of(table, client), strict=True)
+        places = Counter(name for name, _ in {(str(name), at) for name, at in pairs if name is not None})
+        found["persons_at_several_clients"] = sum(number > 1 for number in places.values())
+    return found
+
+
+def percentiles(values: Sequence[int]) -> dict[str, float]:
+    """Minimum, median, 95th percentile and maximum; empty for no values."""
+    return {f"p{p}": float(np.percentile(values, p)) for p in (0, 50, 95, 100)} if values else {}
+
+
+def _texts(table: datasets.Dataset, column: str) -> list[str]:
+    return ["" if value is None else str(value) for value in values_of(table, column)]
+
+
+def _in_tokens(tokenizer: Any, texts: list[str], pairs: list[str] | None, max_length: int) -> dict[str, Any]:
+    """Lengths in tokens, special ones included, and how many records are longer than `max_length`."""
+    from fedpriv.data.records import encode  # deferred: it imports torch
+
+    rows = [row for row in encode(tokenizer, texts, pairs, UNCUT) if row is not None]
+    lengths = [len(row["input_ids"]) for row in rows]
+    return {
+        "tokens": percentiles(lengths),
+        "max_length": max_length,
+        "records_cut": sum(length > max_length for length in lengths),
+        "unusable": len(texts) - len(rows),
+    }
 
 
 def counts(values: Any) -> dict[str, int]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
 from fedpriv.config import RunConfig
-from fedpriv.data.checks import counts
+from fedpriv.data.checks import UNCUT, counts, percentiles, persons
 from fedpriv.data.encoding import chat_format_of
 from fedpriv.data.records import RESPONSE_MASK, Row
 from fedpriv.data.tables import load_table, require_columns, to_text
@@ -20,18 +18,16 @@ NUM_SHOWN = 3
 Part = tuple[str, bool]
 """Consecutive tokens as text, and whether they are learned."""
 
-# A length that nothing reaches.
-_UNCUT = 2**40
-
 
 def describe_instructions(
-    config: RunConfig, *, client: str = "", tokenizer: Any = None
+    config: RunConfig, *, client: str = "", person: str = "", tokenizer: Any = None
 ) -> tuple[dict[str, Any], list[list[Part]]]:
     """The numbers of records and clients, the lengths of prompts and responses; and records as the model sees them.
 
     Args:
         config: with `data`, columns, prompts and `max_length`.
         client: column with the holder of each record, or empty.
+        person: column that says whom a record is about, or empty.
         tokenizer: that `ChatFormat.check` accepts; None counts words alone and shows no records.
 
     Raises:
@@ -39,7 +35,8 @@ def describe_instructions(
     """
     table = load_table(config.data, key="file")
     columns = [("--prompt", config.prompt_column), ("--response", config.response_column)]
-    require_columns(table, [*columns, ("--messages", config.messages_column), ("--client", client)], config.data)
+    columns += [("--messages", config.messages_column), ("--client", client), ("--person", person)]
+    require_columns(table, columns, config.data)
     data = to_text(table, config)
     responses = data.pairs or ()
     result: dict[str, Any] = {
@@ -52,16 +49,12 @@ def describe_instructions(
     result["words_of_responses"] = percentiles([len(text.split()) for text in responses])
     if client:
         result["clients"] = counts(table[client])
+    result |= persons(table, person, client)
     if tokenizer is None:
         return result, []
     figures, rows = _in_tokens(data, config, tokenizer)
     shown = [row for row in rows if row is not None][:NUM_SHOWN]
     return result | figures, [parts_of(tokenizer, row) for row in shown]
-
-
-def percentiles(values: list[int]) -> dict[str, float]:
-    """Minimum, median, 95th percentile and maximum; empty for no values."""
-    return {f"p{p}": float(np.percentile(values, p)) for p in (0, 50, 95, 100)} if values else {}
 
 
 def parts_of(tokenizer: Any, row: dict[str, list[int]]) -> list[Part]:
@@ -74,7 +67,7 @@ def parts_of(tokenizer: Any, row: dict[str, list[int]]) -> list[Part]:
 def _in_tokens(data: TextData, config: RunConfig, tokenizer: Any) -> tuple[dict[str, Any], list[Row]]:
     """What becomes of the records within `max_length` tokens, and the records."""
     chat = chat_format_of(config)
-    whole = chat.encode(tokenizer, data.texts, data.pairs, _UNCUT)
+    whole = chat.encode(tokenizer, data.texts, data.pairs, UNCUT)
     rows = chat.encode(tokenizer, data.texts, data.pairs, config.max_length)
     both = [(a, b) for a, b in zip(whole, rows, strict=True) if a is not None]
     kept = [(a, b) for a, b in both if b is not None]

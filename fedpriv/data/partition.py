@@ -1,4 +1,4 @@
-"""Partitioning of records among clients, by flwr-datasets as the configuration's `partition` key selects."""
+"""Partitioning of records among clients, as the configuration's `partition` key selects; by flwr-datasets, if drawn."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def partition(table: datasets.Dataset, config: RunConfig) -> tuple[list[datasets
         InputError: flwr-datasets is not installed, the split is impossible, or a client would have no record.
     """
     if config.partition_rule == "natural":
-        names = sorted({str(value) for value in values_of(table, config.client_column)})
-        parts = _load(table, config)
-        # The partitioner numbers clients by first appearance; sorted order does not depend on the order of the rows.
-        by_name = {str(part[config.client_column][0]): part for part in parts}
-        return [by_name[name] for name in names], names
+        rows: dict[str, list[int]] = {}
+        for row, value in enumerate(values_of(table, config.client_column)):
+            rows.setdefault(str(value), []).append(row)
+        names = sorted(rows)
+        return [table.select(rows[name]) for name in names], names
     shuffled = table.shuffle(seed=config.seed)
     if config.partition_rule == "sizes" and sum(config.client_sizes) > len(table):
         raise InputError(
@@ -71,8 +71,6 @@ def _partitioner(config: RunConfig) -> Any:
             f"partition = {config.partition_rule}: needs flwr-datasets; pip install 'fedpriv[partition]'"
         ) from None
     match config.partition_rule:
-        case "natural":
-            return partitioner.NaturalIdPartitioner(partition_by=config.client_column)
         case "iid":
             return partitioner.IidPartitioner(num_partitions=config.num_clients)
         case "sizes":

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedpriv import hub
 from fedpriv.config import RunConfig
 from fedpriv.data.instructions import as_text, from_messages, response_of
 from fedpriv.data.text import TextData
@@ -81,6 +82,8 @@ def _from_hub(source: str, key: str) -> datasets.Dataset:
     import datasets
 
     name, _, split = source.partition(":")
+    if problem := hub.problem(name, "dataset"):
+        raise InputError(f"{key} = {source!r}: neither a file nor a data set on the Hub ({problem})")
     try:
         with quiet_hub():
             return datasets.load_dataset(name, split=split or "train")

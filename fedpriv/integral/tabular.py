@@ -26,6 +26,9 @@ MAX_CLASSES = 100
 # If a column has more categories than this, the rarest ones share one feature.
 MAX_CATEGORIES = 50
 
+# Fewer distinct whole numbers than this may well be a count or an age that happens not to repeat.
+_MIN_NUMBERED = 20
+
 # A categorical column with more distinct values per record than this is taken for a name or an id.
 _ID_SHARE = 0.5
 
@@ -62,6 +65,7 @@ def prepare(
     test_fraction: float = 0.3,
     seed: int = 0,
     drop: Sequence[str] = (),
+    keep: Sequence[str] = (),
     scaling: Scaling = "standard",
 ) -> Table:
     """The table, split by class into a training and a test part, as features that the training part alone determines.
@@ -69,7 +73,7 @@ def prepare(
     A column is numeric if all of its training values are; it is scaled, and missing values, as well as test values
     that are not numbers, become the training median. All other columns are categorical: one feature for each category
     and one for missing values, but none for a category that does not occur in training. Columns without information
-    are left out.
+    are left out, and so are ids: whole numbers none of which repeats, and names that hardly ever do.
 
     Args:
         frame: one row per record, of strings or numbers.
@@ -77,13 +81,14 @@ def prepare(
         test_fraction: in (0, 1).
         seed: of the split.
         drop: columns that must not become features.
+        keep: columns that become features although they look like ids.
         scaling: of numeric columns: `standard`, to mean 0 and variance 1, or `min-max`, to [0, 1].
 
     Raises:
         InputError: a column does not exist, the target does not hold classes, there are too few records, or no
             column is left to learn from.
     """
-    _check_columns(frame, target, drop)
+    _check_columns(frame, target, drop, keep)
     if not 0 < test_fraction < 1:
         raise InputError(f"test_fraction = {test_fraction}: must lie in (0, 1)")
     if scaling not in get_args(Scaling):
@@ -96,7 +101,7 @@ def prepare(
     train, test = _split(labels, classes, test_fraction, seed)
     columns = [name for name in frame.columns if name != target and name not in drop]
     train_part, test_part = labelled[columns].iloc[train], labelled[columns].iloc[test]
-    numeric, categorical, left_out = _column_kinds(train_part)
+    numeric, categorical, left_out = _column_kinds(train_part, keep)
     if not numeric and not categorical:
         raise InputError(f"target = {target!r}: no other column holds anything to learn from; left out: {left_out}")
     preprocessing = _preprocessing(numeric, categorical, scaling)
@@ -115,13 +120,15 @@ def prepare(
     )
 
 
-def _check_columns(frame: pd.DataFrame, target: str, drop: Sequence[str]) -> None:
+def _check_columns(frame: pd.DataFrame, target: str, drop: Sequence[str], keep: Sequence[str]) -> None:
     known = ", ".join(map(str, frame.columns))
-    for key, name in (("target", target), *(("drop", name) for name in drop)):
+    for key, name in (("target", target), *(("drop", name) for name in drop), *(("keep", name) for name in keep)):
         if name not in frame.columns:
             raise InputError(f"{key} = {name!r}: no such column; there are {known}")
     if target in drop:
         raise InputError(f"drop = {target!r}: is the target")
+    if both := sorted(set(drop) & set(keep)):
+        raise InputError(f"keep = {both[0]!r}: is to be dropped too; give one of the two")
 
 
 def _classes(labelled: pd.DataFrame, target: str) -> tuple[str, ...]:
@@ -152,7 +159,7 @@ def _split(
     return np.sort(train), np.sort(test)
 
 
-def _column_kinds(train: pd.DataFrame) -> tuple[list[str], list[str], dict[str, str]]:
+def _column_kinds(train: pd.DataFrame, keep: Sequence[str]) -> tuple[list[str], list[str], dict[str, str]]:
     """Numeric columns, categorical columns, and those left out, with the reason; by the training part.
 
     An infinite number counts as missing and does not make its column categorical.
@@ -167,15 +174,23 @@ def _column_kinds(train: pd.DataFrame) -> tuple[list[str], list[str], dict[str, 
         elif pd.to_numeric(present, errors="coerce").notna().all():
             if numbers.nunique() < 2:
                 left_out[name] = "constant"
+            elif name not in keep and _are_ids(numbers.dropna()):
+                left_out[name] = "a whole number of its own in every record: an id"
             else:
                 numeric.append(name)
         elif num_distinct < 2 and len(present) == len(train):
             left_out[name] = "constant"
-        elif num_distinct > max(_ID_SHARE * len(present), 2):
+        elif name not in keep and num_distinct > max(_ID_SHARE * len(present), 2):
             left_out[name] = f"{num_distinct} distinct values in {len(present)} records: an id or free text"
         else:
             categorical.append(name)
     return numeric, categorical, left_out
+
+
+def _are_ids(numbers: pd.Series) -> bool:
+    """Whether the numbers are whole and none of them repeats; measurements have fractions, and counts repeat."""
+    is_whole = bool((numbers == numbers.round()).all())
+    return is_whole and len(numbers) >= _MIN_NUMBERED and numbers.is_unique
 
 
 def _numbers(column: pd.Series) -> pd.Series:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from fedpriv.accounting.discrete_gaussian import CHARGED_SHARE, MIN_STDDEV
 from fedpriv.accounting.events import Event, SubsampledGaussian
@@ -14,6 +12,9 @@ from fedpriv.errors import InputError
 from fedpriv.mechanisms.discrete_sampler import MAX_SIGMA, discrete_gaussian
 from fedpriv.mechanisms.request import NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # A grid of the mechanism's own choice gives the noise a standard deviation of 2^28 steps or more, less than twice as
 # much: then rounding adds a few parts in 10^7 to the sensitivity of 10^4 values, and sums of 2^30 gradients stay far
@@ -73,6 +74,8 @@ class DiscreteGaussian:
         self, sums: Tensor, request: NoiseRequest, sources: Sequence[RandomSource]
     ) -> tuple[Tensor, list[Event]]:
         """The noised grid points, in the sums' units, and their events."""
+        import torch  # deferred: a configuration is checked without it
+
         request.check_fits(sums, sources)
         events = self.planned_events(request)
         if request.noise_multiplier == 0:
@@ -99,6 +102,8 @@ def integers(noised: Tensor, grid: float) -> Tensor:
     Raises:
         ValueError: noised is not float64, or a value is no point of the grid, or 2^52 or more steps from zero.
     """
+    import torch  # deferred: a configuration is checked without it
+
     if noised.dtype != torch.float64:
         raise ValueError(f"noised: is {noised.dtype}; only float64 holds the integers exactly")
     # The quotient by a grid that is no power of two was rounded, and so is this product: it may be a step off. But
@@ -115,6 +120,8 @@ def integers(noised: Tensor, grid: float) -> Tensor:
 
 def _on_integers(total: Tensor, grid: float, largest: float) -> Tensor:
     """gamma times the sum, clamped and rounded half to even, int64 [values]."""
+    import torch  # deferred: a configuration is checked without it
+
     return total.mul(grid).clamp_(-largest, largest).round_().to(torch.int64)
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from fedpriv.accounting.events import Event, SubsampledGaussian
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.grid import on_grid
 from fedpriv.mechanisms.request import NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource, normal_from_words
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Float64 noise is drawn for several clients at once if their adapters are small, otherwise client by client.
 _VALUES_AT_ONCE = 2**20
@@ -56,6 +58,8 @@ class Gaussian:
         self, sums: Tensor, request: NoiseRequest, sources: Sequence[RandomSource]
     ) -> tuple[Tensor, list[Event]]:
         """The sums plus Gaussian noise, rounded to a grid, and their events."""
+        import torch  # deferred: a configuration is checked without it
+
         request.check_fits(sums, sources)
         events = self.planned_events(request)
         scale = request.noise_multiplier * request.clip_norm

@@ -6,11 +6,9 @@ import json
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import cast, get_args
+from typing import TYPE_CHECKING, cast, get_args
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from fedpriv.accounting.events import Event, SubsampledLmo
 from fedpriv.accounting.law import Array
@@ -23,6 +21,9 @@ from fedpriv.errors import InputError
 from fedpriv.mechanisms.grid import on_grid
 from fedpriv.mechanisms.request import NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource, laplace_from_words, uniform_from_words
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # A smaller u gives noise that no float can hold; the probability of drawing one is 0 to some hundred digits.
 _SMALLEST_U = 1e-290
@@ -74,6 +75,8 @@ class Lmo:
         self, sums: Tensor, request: NoiseRequest, sources: Sequence[RandomSource]
     ) -> tuple[Tensor, list[Event]]:
         """The sums plus LMO noise, rounded to a grid, and their events."""
+        import torch  # deferred: a configuration is checked without it
+
         request.check_fits(sums, sources)
         events = self.planned_events(request)
         parameters = _multiplied(_read(request.parameters)[0], request.noise_multiplier)

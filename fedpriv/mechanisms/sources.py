@@ -13,13 +13,14 @@ import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Words = npt.NDArray[np.uint64]
 
@@ -53,6 +54,8 @@ def normal_from_words(words: Words) -> Tensor:
     Args:
         words: uniform 64-bit words.
     """
+    import torch  # deferred: a configuration is checked without it
+
     # In torch, whose operations use all cores. A word's top bit, as the sign of an int64, tells which half it is in:
     # the shift makes 0 or -1 of it. In the upper half, the word's complement is the mirrored cell.
     signed = torch.from_numpy(words.view(np.int64))
@@ -98,6 +101,8 @@ def bernoulli_from_words(words: Words, probability: float) -> Tensor:
     Raises:
         ValueError: probability is outside [0, 1] or NaN.
     """
+    import torch  # deferred: a configuration is checked without it
+
     if not 0.0 <= probability <= 1.0:
         raise ValueError(f"probability = {probability}: must lie in [0, 1]")
     if probability == 1.0:

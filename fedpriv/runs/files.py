@@ -70,6 +70,16 @@ def missing(path: Path) -> InputError:
     return InputError(f"{path}: no such file; give the folder of a finished run, which holds it")
 
 
+def check_unused(folder: Path) -> None:
+    """Refuse a folder for a new run's results that holds something.
+
+    Raises:
+        InputError: it is not empty, or is a file.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"out = {str(folder)!r}: already holds a run; name another folder, or resume it")
+
+
 def checkpoint_name(round_: int) -> str:
     """The name of the folder that holds the checkpoint after a round."""
     return f"{_CHECKPOINT_PREFIX}{round_:06}"

@@ -45,8 +45,7 @@ class RunWriter:
         Raises:
             InputError: the folder is not empty.
         """
-        if path.exists() and any(path.iterdir()):
-            raise InputError(f"out = {str(path)!r}: already holds a run; name another folder, or resume it")
+        files.check_unused(path)
         path.mkdir(parents=True, exist_ok=True)
         (path / files.CONFIG).write_text(to_toml(config))
         write_json(path / files.ENVIRONMENT, environment() | {"base_dtype": config.base_dtype})

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedpriv.config import BaseFormat, RunConfig
+from fedpriv.config import RunConfig
+from fedpriv.config_types import BaseFormat
 from fedpriv.data import records
 from fedpriv.data.chat import ChatFormat
 from fedpriv.data.encoding import chat_format_of

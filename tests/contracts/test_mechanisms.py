@@ -26,6 +26,7 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.mechanisms.request import NoiseRequest
 from fedpriv.mechanisms.sources import SecureSource, SeededSource
+from fedpriv.recipes import BY_RECIPE
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.noise_plan import calibrated
 from fedpriv.training.workbench import workbench
@@ -279,7 +280,7 @@ def test_a_run_charges_the_planned_event_to_every_ledger(small_run, tmp_path, na
 
 
 def test_a_target_epsilon_is_met_by_scaling_the_noise(small_run, name):
-    config = parse(values_of(small_run, name, target_epsilon=3.0, rounds=2))
+    config = parse(values_of(small_run, name, target_epsilon=3.0, noise_multiplier=BY_RECIPE, rounds=2))
     initial = workbench(parse(small_run)).initial
     spec = UpdateSpec.of(calibrated(config, [84, 56, 52], initial))
     dimension = sum(tensor.numel() for tensor in initial.values())

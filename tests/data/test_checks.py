@@ -7,8 +7,10 @@ import json
 import datasets
 import pytest
 
+from fedpriv.adapters.base_models import load_tokenizer
 from fedpriv.data.checks import describe
 from fedpriv.errors import InputError
+from tests.cli.command_line import as_json, fedpriv
 
 ROWS = [
     {"text": "one two three", "label": "a", "site": "x"},
@@ -40,6 +42,54 @@ def test_every_count(file):
     }
 
 
+PAIRS = [
+    {"q": "what is flu", "a": "a disease", "who": "p1", "site": "x"},
+    {"q": "what is flu", "a": "an infection", "who": "p1", "site": "y"},
+    {"q": "what is flu", "a": "a disease", "who": "p2", "site": "y"},
+    {"q": "what is gout", "a": "", "who": None, "site": "y"},
+]
+
+
+def test_a_pair_repeats_another_only_if_both_texts_do(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    found = describe(str(path), text="q", text_pair="a")
+    assert found["duplicate_pairs"] == 1
+    assert "duplicate_texts" not in found
+    assert (found["empty_texts"], found["empty_second_texts"]) == (0, 1)
+    assert found["words"]["p100"] == 5.0, "both texts are of one record"
+
+
+def test_persons_with_several_records_are_counted(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    found = describe(str(path), text="q", client="site", person="who")
+    expected = {
+        "persons": 2,
+        "records_without_person": 1,
+        "persons_with_several_records": 1,
+        "most_records_of_a_person": 2,
+        "persons_at_several_clients": 1,
+    }
+    assert {key: found[key] for key in expected} == expected
+    out, _ = fedpriv("data", "check", path, "--text", "q", "--label", "", "--person", "who", "--model", "")
+    assert "protected as a group of 2" in out
+
+
+def test_lengths_are_those_of_the_model_s_tokens_and_records_that_are_cut_are_counted(tmp_path, tiny_bert):
+    tokenizer = load_tokenizer(str(tiny_bert))
+    texts = ["fever", "fever cough", "fever cough fever cough"]
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    whole = [len(tokenizer(text)["input_ids"]) for text in texts]
+    found = describe(str(path), text="text", tokenizer=tokenizer, max_length=whole[1])
+    assert found["tokens"]["p100"] == whole[2] > found["max_length"]
+    assert (found["records_cut"], found["unusable"]) == (1, 0)
+    assert "words" not in found
+    values = as_json("data", "check", path, "--label", "", "--model", tiny_bert, "--max-length", whole[1])
+    assert values == found
+
+
 def test_labels_are_listed_most_frequent_first(file):
     assert list(describe(file, text="text", label="label")["labels"]) == ["b", "a"]
 
@@ -49,7 +99,7 @@ def test_causal_data_need_no_label(file):
     assert not {"labels", "clients", "records_without_label"} & result.keys()
 
 
-@pytest.mark.parametrize("option", ["text", "label", "text_pair", "client"])
+@pytest.mark.parametrize("option", ["text", "label", "text_pair", "client", "person"])
 def test_missing_column_names_the_option_of_the_command(file, option):
     with pytest.raises(InputError, match=f"--{option.replace('_', '-')} = 'none'"):
         describe(file, **{"text": "text", option: "none"})

@@ -76,6 +76,23 @@ def test_what_says_nothing_is_left_out_with_the_reason():
     assert torch.isfinite(table.train_features).all()
 
 
+def test_ids_are_left_out_unless_they_are_kept():
+    numbered = frame().assign(
+        RowNumber=[str(row) for row in range(1, 201)],
+        CustomerId=[f"{15_000_000 + 37 * row}.0" for row in range(200)],
+        visits=[str(row % 40) for row in range(200)],
+    )
+    table = prepare(numbered, "label")
+    assert set(table.left_out) == {"RowNumber", "CustomerId"}
+    assert all("an id" in reason for reason in table.left_out.values())
+    assert {"age", "visits"} <= set(table.feature_names), "measurements have fractions, and counts repeat"
+    kept = prepare(numbered, "label", keep=["RowNumber"])
+    assert "RowNumber" in kept.feature_names
+    assert set(kept.left_out) == {"CustomerId"}
+    few = frame(24).assign(weight=[str(40 + row) for row in range(24)])
+    assert "weight" in prepare(few, "label").feature_names, "a handful of numbers may well not repeat"
+
+
 def test_missing_values_are_filled_and_counted():
     spoiled = frame()
     spoiled.loc[::3, "age"] = None
@@ -107,6 +124,8 @@ def test_ten_classes():
         ({}, {"target": "income"}, "target = 'income': no such column; there are age, job, label"),
         ({}, {"drop": ["x"]}, "drop = 'x': no such column"),
         ({}, {"drop": ["label"]}, "is the target"),
+        ({}, {"keep": ["x"]}, "keep = 'x': no such column"),
+        ({}, {"keep": ["job"], "drop": ["job"]}, "keep = 'job': is to be dropped too"),
         ({}, {"test_fraction": 1.0}, "test_fraction = 1.0"),
         ({}, {"scaling": "log"}, "scaling = 'log'"),
         ({"label": "same"}, {}, "target = 'label': 1 classes"),

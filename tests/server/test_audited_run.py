@@ -11,6 +11,7 @@ from clients.node import holder_of
 from fedpriv.audit.run_canaries import audit_of, audited
 from fedpriv.config import parse
 from fedpriv.errors import InputError
+from fedpriv.recipes import BY_RECIPE
 from fedpriv.training.workbench import workbench
 from fedpriv.vault.guard import RefusedError
 from fedpriv.vault.holder import run_of
@@ -57,7 +58,7 @@ def test_a_run_that_learns_its_records_by_heart_is_found_out_and_its_private_twi
     much = {"layers": "all", "rank": 16, "rounds": 4, "local_steps": 20, "batch_size": 50, "clip_norm": 100.0}
     much |= {"optimizer": "adamw", "learning_rate": 0.02}
     _, plain = run(small_run, tmp_path / "plain", **much, noise_multiplier=0.0)
-    _, private = run(small_run, tmp_path / "private", **much, target_epsilon=0.3)
+    _, private = run(small_run, tmp_path / "private", **much, target_epsilon=0.3, noise_multiplier=BY_RECIPE)
     assert plain["audit"]["epsilon_lower"] > 0.3 >= private["audit"]["epsilon_lower"]
     assert not private["audit"]["refuted"]
 

@@ -18,6 +18,7 @@ from fedpriv.config import parse, read
 from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
+from fedpriv.recipes import BY_RECIPE
 from server import checkpoint
 from server.checkpoint import Checkpoint, read_last, write
 from server.observer import LogObserver
@@ -134,7 +135,8 @@ class Interrupted(LogObserver):
 
 @pytest.fixture
 def interrupted(request, small_run, tmp_path) -> tuple[dict, Path]:
-    values = {**small_run, "rounds": 4, "target_epsilon": 6.0, "noise_multiplier": 1.88, "out": str(tmp_path / "run")}
+    values = {**small_run, "rounds": 4, "target_epsilon": 6.0, "noise_multiplier": BY_RECIPE}
+    values |= {"out": str(tmp_path / "run")}
     values |= {"server_optimizer": getattr(request, "param", "sgd")}
     with pytest.raises(KeyboardInterrupt):
         federation.run(parse(values), Interrupted())

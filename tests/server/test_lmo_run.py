@@ -17,6 +17,7 @@ from fedpriv.errors import InputError
 from fedpriv.ledger import statement
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
+from fedpriv.recipes import BY_RECIPE
 from fedpriv.training.local_update import UpdateSpec, planned_event
 from fedpriv.training.noise_plan import calibrated
 from fedpriv.training.workbench import workbench
@@ -27,6 +28,7 @@ from simulations.engines import federation
 
 UNIFORM = '{"combination": "mixture", "uniform": {"weight": 1.0, "low": 0.1, "high": 0.5}}'
 PUBLISHED = UNIFORM.replace("{", '{"accounting": "published", ', 1)
+TARGETED = {"target_epsilon": 3.0, "noise_multiplier": BY_RECIPE}
 LMO = {"mechanism": "lmo", "mechanism_parameters": UNIFORM, "noise_multiplier": 1.0}
 
 
@@ -59,7 +61,7 @@ def test_the_ledger_holds_lmo_noise_for_all_values_of_the_adapter_and_its_epsilo
 
 @pytest.mark.parametrize("view", ["local", pytest.param("rho", marks=pytest.mark.slow)])
 def test_a_target_epsilon_is_met_and_no_noise_is_wasted(small_run, view):
-    config = parse({**small_run, **LMO, "target_epsilon": 3.0, "privacy_view": view})
+    config = parse({**small_run, **LMO, **TARGETED, "privacy_view": view})
     initial, sizes = workbench(parse(small_run)).initial, [84, 56, 52]
     found = calibrated(config, sizes, initial)
     costs = []
@@ -95,7 +97,7 @@ def test_published_accounting_is_marked_as_no_guarantee_in_summary_report_log_an
         ({"mechanism": "gaussian"}, "mechanism_parameters = .*: mechanism = gaussian takes none"),
         ({"noise_multiplier": 0.0}, "noise_multiplier = 0"),
         ({"aggregation": "flora", "client_ranks": [2, 4, 8]}, "client_ranks"),
-        ({"mechanism_parameters": PUBLISHED, "target_epsilon": 3.0}, "is no privacy guarantee"),
+        ({**TARGETED, "mechanism_parameters": PUBLISHED}, "is no privacy guarantee"),
         ({"mechanism_parameters": PUBLISHED, "budget_epsilon": 3.0}, "is no privacy guarantee"),
     ],
 )

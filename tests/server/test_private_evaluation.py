@@ -16,6 +16,7 @@ from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.ledger.entries import data_sets, releases
 from fedpriv.ledger.reader import reading, verify_with_head
+from fedpriv.recipes import BY_RECIPE
 from fedpriv.training.private_evaluation import count
 from fedpriv.training.workbench import workbench
 from server import checkpoint
@@ -150,7 +151,8 @@ def test_with_hardly_any_noise_the_estimate_is_the_accuracy_of_the_final_model(s
 
 @pytest.mark.parametrize("view", ["local", pytest.param("rho", marks=pytest.mark.slow)])
 def test_a_target_includes_the_evaluation_and_is_nearly_used_up(private, tmp_path, view):
-    settings = {"target_epsilon": 4.0, "privacy_view": view, "evaluation_noise_multiplier": 6.0}
+    settings = {"target_epsilon": 4.0, "noise_multiplier": BY_RECIPE, "privacy_view": view}
+    settings |= {"evaluation_noise_multiplier": 6.0}
     found = summary(run(private, tmp_path / "run", **settings)[0])
     # The `rho` view allows for clients that drop out, and here none does.
     assert {"local": 0.98, "rho": 0.95}[view] * 4 <= found[f"epsilon_{view}_max"] <= 4
@@ -166,7 +168,7 @@ def test_whoever_sees_the_sums_alone_still_sees_each_clients_counts(private, tmp
 
 def test_an_evaluation_that_costs_the_whole_target_is_refused_beforehand(private, tmp_path):
     with pytest.raises(InputError, match=r"= 2\.0: the evaluation alone costs epsilon 1\.99"):
-        run(private, tmp_path / "run", target_epsilon=1.5, evaluation_noise_multiplier=Z)
+        run(private, tmp_path / "run", target_epsilon=1.5, noise_multiplier=BY_RECIPE, evaluation_noise_multiplier=Z)
     assert not (tmp_path / "run").exists()
 
 

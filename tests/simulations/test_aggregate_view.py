@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.config import parse
+from fedpriv.recipes import BY_RECIPE
 from fedpriv.runs import files
 from server.observer import LogObserver
 from simulations.engines import federation
@@ -16,6 +17,7 @@ from tests.chats import chat_model
 from tests.tiny import write_table
 
 TARGET = 3.0
+TARGETED = {"target_epsilon": TARGET, "noise_multiplier": BY_RECIPE}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def run(values: dict[str, object], out: Path, **changes: object) -> tuple[float,
 def test_five_equal_clients_need_root_five_times_less_noise_in_their_sum(summed, tmp_path):
     noise = {}
     for view in ("local", "aggregate"):
-        noise[view], found = run(summed, tmp_path / view, privacy_view=view, target_epsilon=TARGET)
+        noise[view], found = run(summed, tmp_path / view, privacy_view=view, **TARGETED)
         assert 0.99 * TARGET < found[f"epsilon_{view}_max"] <= TARGET
         assert found["num_rounds"] == 3
     assert noise["local"] / noise["aggregate"] == pytest.approx(math.sqrt(5), rel=1e-3)
@@ -52,15 +54,15 @@ def test_five_equal_clients_need_root_five_times_less_noise_in_their_sum(summed,
 
 
 def test_those_who_collude_and_a_lower_threshold_cost_noise(summed, tmp_path):
-    changes = {"privacy_view": "aggregate", "target_epsilon": TARGET, "min_clients": 4, "colluding_clients": 1}
-    local, _ = run(summed, tmp_path / "local", privacy_view="local", target_epsilon=TARGET)
+    changes = {"privacy_view": "aggregate", **TARGETED, "min_clients": 4, "colluding_clients": 1}
+    local, _ = run(summed, tmp_path / "local", privacy_view="local", **TARGETED)
     noise, found = run(summed, tmp_path / "four", **changes)
     assert local / noise == pytest.approx(math.sqrt(3), rel=1e-3)
     assert 0.99 * TARGET < found["epsilon_aggregate_max"] <= TARGET, "whoever is in the sum, four less one count"
 
 
 def test_a_budget_on_the_sum_counts_on_the_threshold_alone(summed, tmp_path):
-    noise, _ = run(summed, tmp_path / "calibrated", privacy_view="aggregate", target_epsilon=TARGET)
+    noise, _ = run(summed, tmp_path / "calibrated", privacy_view="aggregate", **TARGETED)
     spend = {**summed, "privacy_view": "aggregate", "noise_multiplier": noise, "budget_epsilon": TARGET}
     _, found = run(spend, tmp_path / "kept")
     assert found["num_rounds"] == 3

@@ -26,6 +26,7 @@ from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.config import parse
 from fedpriv.data.records import tokenize
+from fedpriv.recipes import BY_RECIPE
 from fedpriv.training.evaluation import evaluate
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import workbench
@@ -216,7 +217,8 @@ def test_causal_models_run_and_reload(small_run, tmp_path, tiny_bert, kind, task
 
 @pytest.mark.parametrize("view", [pytest.param("local", marks=pytest.mark.slow), "rho"])
 def test_target_epsilon_is_met_and_not_wasted(small_run, tmp_path, view):
-    finished = run(small_run, tmp_path / view, target_epsilon=3.0, privacy_view=view, clipping="split")
+    changes = {"target_epsilon": 3.0, "noise_multiplier": BY_RECIPE, "clipping": "split"}
+    finished = run(small_run, tmp_path / view, privacy_view=view, **changes)
     spent_most = summary(finished)[f"epsilon_{view}_max"]
     # On the rho view the noise is for the worst case over who may drop out, 1 / sqrt(3) against rho_bar = 0.59.
     assert 2.98 < spent_most <= 3.0 if view == "local" else 2.6 < spent_most <= 3.0

@@ -114,11 +114,11 @@ def test_every_study_that_is_shipped_expands(path):
 
 def test_finished_runs_stay_and_failures_are_recorded_and_not_fatal(write, base, tmp_path):
     out = tmp_path / "out"
-    path = write(**base, grid={"batch_size": [8, 4000], "seed": [0, 1]})
+    path = write(**base, grid={"max_length": [32, 4000], "seed": [0, 1]})
     assert not run(path, out)
     frame = pd.read_csv(out / "sweep.csv")
     assert frame["status"].tolist() == ["done", "done", "failed", "failed"]
-    assert "batch_size = 4000" in frame["error"][2]
+    assert "max_length = 4000" in frame["error"][2]
     assert "Traceback" in (out / f"{frame['folder'][2]}.txt").read_text()
     assert pd.read_parquet(out / "sweep.parquet")["accuracy"][0] == frame["accuracy"][0]
     before = {p: p.stat().st_mtime_ns for p in out.glob("*/summary.json")}

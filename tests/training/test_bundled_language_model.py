@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("gguf", reason="the extra llm is not installed")
 
 from fedpriv.adapters import LoraSettings, attach, load_base, lora
-from fedpriv.adapters.gguf_models import BUNDLED
+from fedpriv.adapters.locations import BUNDLED_LANGUAGE_MODEL as BUNDLED
 from fedpriv.adapters.quantised import quantise
 from fedpriv.data.records import Records, collate
 from fedpriv.training.admission import _gradients

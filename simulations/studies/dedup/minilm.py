@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedpriv.adapters import pooling
-from fedpriv.adapters.base_models import BUNDLED, BaseModel, load_base
+from fedpriv.adapters.base_models import BaseModel, load_base
+from fedpriv.adapters.locations import BUNDLED_ENCODER
 
 EMBEDDING = 384
 FROZEN_LAYERS = 4  # of six
@@ -48,7 +49,7 @@ class Tail(nn.Module):
 
 def encoder(dtype: torch.dtype = torch.float32) -> BaseModel:
     """The whole model, with a head of zeros."""
-    return load_base(BUNDLED, task="SEQ_CLS", num_labels=NUM_OUTPUTS, normalize=True, dtype=dtype)
+    return load_base(BUNDLED_ENCODER, task="SEQ_CLS", num_labels=NUM_OUTPUTS, normalize=True, dtype=dtype)
 
 
 def tail() -> Tail:

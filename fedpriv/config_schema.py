@@ -1,0 +1,119 @@
+"""The configuration as a JSON Schema and as tables, from its own types and `config_keys.toml`."""
+
+from __future__ import annotations
+
+import copy
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from fedpriv.config import RunConfig
+from fedpriv.mechanisms.registry import MECHANISMS
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+@cache
+def groups() -> Mapping[str, Mapping[str, str]]:
+    """{group: {key: its meaning, in Markdown with links relative to docs/}}, in the order of `RunConfig`."""
+    text = (files("fedpriv") / "config_keys.toml").read_text(encoding="utf-8")
+    found: dict[str, dict[str, str]] = tomllib.loads(text)
+    return found
+
+
+def schema(*, sweep: bool = False) -> dict[str, Any]:
+    """JSON Schema, draft 2020-12, of a run's configuration file.
+
+    Each of its `properties` has `title` (the key), `description` (plain text), `markdownDescription` (the same with
+    links relative to docs/), `default` (that of the recipe `fedpriv`; the empty string where a key is not set) and
+    `x-group`; allowed values are in `enum`, `const`, `pattern` and bounds, inside `anyOf` where a value takes several
+    forms. Which keys fit together is for `fedpriv.config.checked`.
+
+    Args:
+        sweep: of a sweep's file, which also has `title`, `[grid]` and `[[runs]]`.
+    """
+    properties = copy.deepcopy(_properties())
+    if sweep:
+        properties |= _of_sweep(properties)
+    return {
+        "$schema": DIALECT,
+        "title": f"Configuration of a {'sweep' if sweep else 'run'} of fedpriv",
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": False,
+    }
+
+
+def markdown() -> Iterator[tuple[str, str]]:
+    """(group, its table of keys, defaults and meanings), for documentation."""
+    properties = _properties()
+    for group, keys in groups().items():
+        rows = [f"| `{key}` | {_shown(properties[key]['default'])} | {text} |" for key, text in keys.items()]
+        yield group, "\n".join(["| key | default | meaning |", "| --- | --- | --- |", *rows])
+
+
+@cache
+def _properties() -> dict[str, Any]:
+    """{key: its schema}, in the order of the groups."""
+    known = _without_null(TypeAdapter(RunConfig).json_schema())["properties"]
+    known["mechanism"]["enum"] = list(MECHANISMS)
+    found = {}
+    for group, keys in groups().items():
+        for key, text in keys.items():
+            about = {"title": key, "description": _plain(text), "markdownDescription": text, "x-group": group}
+            found[key] = about | {name: value for name, value in known[key].items() if name not in about}
+    return found
+
+
+def _without_null(value: Any) -> Any:
+    """The schema with the empty string for null, which TOML does not have."""
+    if value == {"type": "null"}:
+        return {"const": ""}
+    if isinstance(value, dict):
+        return {key: "" if key == "default" and inner is None else _without_null(inner) for key, inner in value.items()}
+    return [_without_null(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _of_sweep(properties: Mapping[str, Any]) -> dict[str, Any]:
+    """What is otherwise in a sweep's file."""
+    about = ("title", "description", "markdownDescription", "x-group", "default")
+    batch_size = properties["batch_size"]
+    number = {key: value for key, value in batch_size.items() if key not in about}
+    each = {key: {"$ref": f"#/properties/{key}"} for key in properties}
+    lists = {key: {"type": "array", "items": one, "minItems": 1} for key, one in each.items()}
+    run = {"type": "object", "properties": each, "additionalProperties": False}
+    return {
+        "batch_size": {key: batch_size[key] for key in about} | {"anyOf": [number, {"const": "auto"}]},
+        "title": {"type": "string", "description": "of the plots"},
+        "grid": {
+            "type": "object",
+            "description": "every combination of these values is a run",
+            "properties": lists,
+            "additionalProperties": False,
+        },
+        "runs": {
+            "type": "array",
+            "description": "each of these is combined with the grid",
+            "items": run,
+            "minItems": 1,
+        },
+    }
+
+
+def _plain(text: str) -> str:
+    """Markdown without what an editor's tooltip cannot follow or show: links and backticks."""
+    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("`", "")
+
+
+def _shown(default: Any) -> str:
+    """A default as the tables show it: as TOML writes it, names without quotes; nothing where the key is not set."""
+    if default in ("", []):
+        return ""
+    if isinstance(default, bool):
+        return str(default).lower()
+    return f"`{default}`" if isinstance(default, str) else str(default)

@@ -1,0 +1,285 @@
+"""`python -m simulations init`: a commented configuration for a table of records, from three questions or flags."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tomli_w
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from fedpriv import config as configuration
+from fedpriv.errors import InputError
+
+if TYPE_CHECKING:
+    import datasets
+
+# Names that people give to such columns; without one of them, what a column holds decides.
+_TEXT_NAMES = ("text", "message", "sentence", "letter", "note", "report", "review", "question", "content", "body")
+_LABEL_NAMES = ("label", "class", "category", "department", "diagnosis", "target", "type", "sentiment", "topic")
+_HOLDER_NAMES = ("client", "hospital", "holder", "site", "institution", "clinic", "bank", "centre", "center", "source")
+
+# A column of classes repeats its values: so many records of each on average, and at most so many classes.
+_RECORDS_PER_LABEL = 5
+_MOST_LABELS = 100
+
+_DEFAULT_EPSILON = 2.3
+_ABOUT_PRIVACY = "An epsilon for this run, per holder; or `budget 4` for all runs together."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What a configuration is written from.
+
+    Attributes:
+        data: the table of records.
+        text, label: columns.
+        holder: column that says who holds a record; empty deals the records out to five simulated holders.
+        epsilon: that this run may cost each holder; None for the default, within the budget.
+        budget: epsilon that all runs together may cost each holder; None for none.
+        test_data: the server's own records; empty for none.
+        public: whether nobody's privacy depends on the data.
+    """
+
+    data: Path
+    text: str = ""
+    label: str = ""
+    holder: str = ""
+    epsilon: float | None = None
+    budget: float | None = None
+    test_data: Path | None = None
+    public: bool = False
+
+
+def init(
+    file: Annotated[Path | None, typer.Argument(help="CSV, TSV, JSONL or Parquet file with the records.")] = None,
+    text: Annotated[str, typer.Option(help="Column with the text.")] = "",
+    label: Annotated[str, typer.Option(help="Column with the class to be predicted.")] = "",
+    holder: Annotated[str | None, typer.Option(help="Column that says who holds a record; '' for none.")] = None,
+    epsilon: Annotated[float | None, typer.Option(help="What this run may cost each holder.")] = None,
+    budget: Annotated[float | None, typer.Option(help="What all runs together may cost each holder.")] = None,
+    test_data: Annotated[Path | None, typer.Option(help="File with the server's own test records.")] = None,
+    public_data: Annotated[bool, typer.Option("--public-data", help="Nobody's privacy depends on the data.")] = False,
+    out: Annotated[Path | None, typer.Option(help="TOML file to write; by default named after the data.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+) -> None:
+    """Write a commented configuration for a table of records: asks for the file, its columns, and how much privacy.
+
+    Whatever an option says is not asked for; where nobody can answer, what the file suggests is taken. The file is
+    looked at on this machine alone, and none of its records are written anywhere.
+
+    Examples:
+
+        python -m simulations init letters.csv
+
+        python -m simulations init letters.csv --text text --label department --holder hospital --epsilon 4
+    """
+    try:
+        asks = sys.stdin.isatty()
+        data = file or (Path(_ask("Which file holds the records?", "")) if asks else None)
+        if data is None:
+            raise InputError("file: name the file with the records, such as letters.csv")
+        place = out or Path(f"{data.name.split('.')[0]}.toml")
+        if place.exists() and not force:
+            raise InputError(f"out = {str(place)!r}: exists; name another file, or replace it with --force")
+        table = _table(data)
+        answers = Answers(data=data, epsilon=epsilon, budget=budget, test_data=test_data, public=public_data)
+        answers = _with_columns(answers, table, text, label, holder, asks=asks)
+        if epsilon is None and budget is None and asks:
+            typer.echo(_ABOUT_PRIVACY)
+            answers = _with_privacy(answers, _ask("How much privacy?", str(_DEFAULT_EPSILON)))
+        written = to_toml(answers, folder=place.absolute().parent)
+        _check(written)
+        _write(place, written)
+    except InputError as error:
+        Console(stderr=True).print(f"[bold red]error[/] {escape(str(error))}", soft_wrap=True, highlight=False)
+        raise typer.Exit(2) from None
+    typer.echo(f"{place}: text {answers.text!r}, label {answers.label!r}, holder {answers.holder or 'dealt out'!r}")
+    typer.echo(f"next: python -m simulations run {place}")
+
+
+def proposed(table: datasets.Dataset) -> tuple[str, str, str]:
+    """The columns that seem to hold text, label and holder; empty where none does.
+
+    A column's name decides if it is a usual one; otherwise the longest texts are taken for the text, and the column
+    with the fewest repeated values for the label. Only a usual name makes a holder.
+    """
+    from fedpriv.data.tables import values_of
+
+    columns = {
+        name: [str(value) for value in values_of(table, name) if value is not None] for name in table.column_names
+    }
+    lengths = {name: sum(map(len, values)) / max(1, len(values)) for name, values in columns.items()}
+    kinds = {name: len(set(values)) for name, values in columns.items()}
+    classes = [
+        name for name, kind in kinds.items() if 2 <= kind <= min(_MOST_LABELS, len(columns[name]) // _RECORDS_PER_LABEL)
+    ]
+    free = [name for name in columns if name not in classes] or list(columns)
+    text = _named(free, _TEXT_NAMES) or max(free, key=lengths.__getitem__, default="")
+    holder = _named([name for name in classes if name != text], _HOLDER_NAMES)
+    rest = [name for name in classes if name not in (text, holder)]
+    label = _named(rest, _LABEL_NAMES) or min(rest, key=kinds.__getitem__, default="")
+    return text, label, holder
+
+
+def to_toml(answers: Answers, *, folder: Path) -> str:
+    """The configuration as commented TOML.
+
+    Args:
+        answers: what it says.
+        folder: where it will lie; a ledger for a budget lies beside it.
+    """
+    within = answers.budget if answers.budget is not None else float("inf")
+    epsilon = answers.epsilon if answers.epsilon is not None else min(_DEFAULT_EPSILON, within)
+    parts = [
+        "# Written by `python -m simulations init`. docs/configuration.md explains every key, and",
+        "# `fedpriv config check` says what is wrong with this file after a change.",
+        "",
+        "# The records, which stay where they are, and their columns.",
+        _line(data=str(answers.data.expanduser().absolute())),
+        _line(text_column=answers.text),
+        "# The classes are those that occur; `labels` would fix them, and leave out records with others.",
+        _line(label_column=answers.label),
+        *_holders(answers.holder),
+        "",
+        *_test_set(answers),
+        "",
+        "# What this run may cost each holder, against the server itself: the noise follows from it.",
+        _line(target_epsilon=epsilon),
+        *_budget(answers, folder),
+        "",
+        "# What is changed most often, with its default; `--recipe` changes what belongs together.",
+        '# model = "all-MiniLM-L6-v2"',
+        "# max_length = 64              # tokens of a record; `fedpriv data check` says how many are cut",
+        "# rounds = 40",
+        "# seed = 0",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _named(columns: Sequence[str], usual: Sequence[str]) -> str:
+    """The column whose name is the first of the usual ones; empty if none is."""
+    lower = {name.lower(): name for name in reversed(columns)}
+    return next((lower[name] for name in usual if name in lower), "")
+
+
+def _line(**value: Any) -> str:
+    return tomli_w.dumps(value).strip()
+
+
+def _holders(holder: str) -> list[str]:
+    if holder:
+        return ["# Each value of this column is a data holder.", _line(client_column=holder)]
+    return [
+        "# No column says who holds a record, so they are dealt out to simulated holders.",
+        _line(partition="iid"),
+        _line(num_clients=5),
+    ]
+
+
+def _test_set(answers: Answers) -> list[str]:
+    if answers.test_data is not None:
+        place = str(answers.test_data.expanduser().absolute())
+        return [
+            "# The server's own records, with the same columns: accuracy is measured on them.",
+            _line(test_data=place),
+        ]
+    if answers.public:
+        return [
+            "# Nobody's privacy depends on the records: a share of them is held out for tests.",
+            _line(public_data=True),
+        ]
+    return [
+        "# The records are private, so no accuracy is measured on them. One of these changes that:",
+        '# test_data = "test.csv"       # records of the server\'s own, with the same columns',
+        "# evaluation_noise_multiplier = 4.0   # an estimate by the holders, which epsilon includes",
+        "# public_data = true           # if nobody's privacy depends on the records",
+    ]
+
+
+def _budget(answers: Answers, folder: Path) -> list[str]:
+    if answers.budget is None:
+        return [
+            "# What all runs on the same records may cost, if a ledger keeps account of them:",
+            "# budget_epsilon = 4.0",
+            '# ledger = "ledger.sqlite"',
+        ]
+    return [
+        "# What all runs on the same records may cost each holder; the ledger keeps account of them.",
+        _line(budget_epsilon=answers.budget),
+        _line(ledger=str(folder / f"{answers.data.name.split('.')[0]}-ledger.sqlite")),
+    ]
+
+
+def _table(data: Path) -> datasets.Dataset:
+    from fedpriv.data.tables import load_table
+
+    if not data.expanduser().is_file():  # a name on the Hub is not a table that somebody holds
+        raise InputError(f"file = {str(data)!r}: no such file")
+    return load_table(str(data), key="file")
+
+
+def _with_columns(
+    answers: Answers, table: datasets.Dataset, text: str, label: str, holder: str | None, *, asks: bool
+) -> Answers:
+    """The answers with the columns that are given, or else confirmed or proposed."""
+    found = proposed(table)
+    chosen = (text or found[0], label or found[1], found[2] if holder is None else holder)
+    if asks and not (text and label and holder is not None):
+        typer.echo(f"Its columns: {', '.join(table.column_names)}")
+        proposal = ", ".join(filter(None, chosen))
+        names = [name.strip() for name in _ask("Which hold text, label and (if any) holder?", proposal).split(",")]
+        if not 2 <= len(names) <= 3:
+            raise InputError(f"columns = {', '.join(names)!r}: give those of text and label, and maybe of the holder")
+        chosen = (names[0], names[1], names[2] if len(names) == 3 else "")
+    for option, name in zip(("text", "label", "holder"), chosen, strict=True):
+        if name and name not in table.column_names:
+            raise InputError(f"{option} = {name!r}: no such column; there are {', '.join(table.column_names)}")
+    for option, name in zip(("text", "label"), chosen, strict=False):
+        if not name:
+            raise InputError(f"{option}: no column seems to hold it; name it with --{option}")
+    if len(set(filter(None, chosen))) < len([name for name in chosen if name]):
+        raise InputError(f"columns = {', '.join(chosen)!r}: must be different ones")
+    return replace(answers, text=chosen[0], label=chosen[1], holder=chosen[2])
+
+
+def _with_privacy(answers: Answers, answer: str) -> Answers:
+    """The answers with an epsilon or a budget, as somebody typed it."""
+    words = answer.split()
+    try:
+        number = float(words[-1])
+    except (ValueError, IndexError):
+        raise InputError(f"privacy = {answer!r}: must be a number, such as 2.3, or `budget` and a number") from None
+    if words[:-1] not in ([], ["budget"]):
+        raise InputError(f"privacy = {answer!r}: must be a number, such as 2.3, or `budget` and a number")
+    return replace(answers, budget=number) if words[:-1] else replace(answers, epsilon=number)
+
+
+def _ask(question: str, default: str) -> str:
+    answer: str = typer.prompt(question, default=default or None, prompt_suffix=" ")
+    return answer.strip()
+
+
+def _check(written: str) -> None:
+    """Refuse what a run would refuse of the data, before anything is written."""
+    import tomllib
+
+    from fedpriv.data import federated
+
+    federated.load(configuration.parse(tomllib.loads(written)))
+
+
+def _write(place: Path, text: str) -> None:
+    """Write the file at once, so that none is left half-written."""
+    try:
+        temporary = place.with_name(f".{place.name}.{os.getpid()}")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(place)
+    except OSError as error:
+        raise InputError(f"out = {str(place)!r}: cannot be written ({error.strerror})") from None

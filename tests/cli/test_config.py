@@ -1,0 +1,100 @@
+"""`fedpriv config check` names every problem in a line each; `schema` prints what an editor reads."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from fedpriv.cli.main import app
+from fedpriv.config import schema
+from tests.cli.command_line import as_json, fedpriv
+
+
+def check(path, text, *options):
+    """(exit code, lines of stdout) of a check of this file."""
+    path.write_text(text)
+    result = CliRunner().invoke(app, ["config", "check", str(path), *options])
+    return result.exit_code, result.stdout.splitlines()
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "study.toml"
+
+
+def test_all_wrong_keys_are_told_at_once(file):
+    code, lines = check(file, 'ronds = 3\nrank = 0\noptimizer = "lion"\nnoise_multiplier = 1\ntarget_epsilon = 8\n')
+    assert code == 2
+    assert [line.split(":")[0] for line in lines] == [
+        "ronds",
+        "noise_multiplier = 1",
+        "rank = 0",
+        "optimizer = 'lion'",
+    ]
+    assert "did you mean rounds?" in lines[0]
+    assert "'sgd' or 'adamw'" in lines[3]
+
+
+def test_all_keys_that_do_not_fit_are_told_at_once(file):
+    code, lines = check(file, 'partition = "natural"\nweight_decay = 0.1\nvariant_rounds = [99]\n')
+    assert code == 2
+    assert [line.split(" ")[0] for line in lines] == ["partition", "variant_rounds", "weight_decay"]
+
+
+def test_problems_of_a_sweep_s_runs_are_told_once_each(file):
+    text = 'title = "t"\n[grid]\nrank = [4, -1]\nseed = [0, 1, 2]\n'
+    assert check(file, text) == (2, ["rank = -1: input should be greater than or equal to 1"])
+    code, lines = check(file, text.replace(", -1", ""))
+    assert (code, lines) == (0, [f"{file}: a sweep of 3 runs, nothing wrong"])
+    assert check(file, "grid = 3\n")[0] == 2
+
+
+def test_both_noise_and_target_are_refused_in_a_sweep_too(file):
+    code, lines = check(file, "target_epsilon = 8\n[[runs]]\nnoise_multiplier = 2\n[[runs]]\nrank = 8\n")
+    assert code == 2
+    assert [line.split(":")[0] for line in lines] == ["noise_multiplier = 2"]
+
+
+def test_files_that_it_names_are_looked_for_unless_told_otherwise(file, tmp_path, table):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    text = f'data = "{table}"\nlabel_column = "lable"\nmodel = "{tmp_path}/none"\nout = "{tmp_path}/full"\n'
+    code, lines = check(file, text)
+    assert code == 2
+    assert [line.split(" ")[0] for line in lines] == ["out", "model", "label_column"]
+    assert "it has text, label, site" in lines[2]
+    assert check(file, text, "--no-files")[0] == 0
+
+
+def test_what_is_no_toml_is_one_line(file, tmp_path):
+    assert check(file, "rounds = = 3")[0] == 2
+    code, lines = check(file, "rounds = = 3", "--json")
+    assert code == 2
+    assert json.loads(lines[0])["problems"] == [f"{file}: not a TOML file (Invalid value (at line 1, column 10))"]
+    assert CliRunner().invoke(app, ["config", "check", str(tmp_path / "none.toml")]).exit_code == 2
+
+
+def test_json_of_a_check(file):
+    file.write_text("rounds = 5\n")
+    assert as_json("config", "check", file) == {"file": str(file), "kind": "run", "num_runs": 1, "problems": []}
+
+
+def test_the_schema_is_printed_for_runs_and_for_sweeps():
+    assert json.loads(fedpriv("config", "schema")[0]) == schema()
+    assert json.loads(fedpriv("config", "schema", "--sweep")[0]) == schema(sweep=True)
+    assert "| `rounds` | 40 |" in fedpriv("config", "schema", "--markdown")[0]
+
+
+def test_completion_knows_the_names_of_options():
+    found = CliRunner().invoke(
+        app,
+        prog_name="fedpriv",
+        env={
+            "_FEDPRIV_COMPLETE": "complete_bash",
+            "COMP_WORDS": "fedpriv account --accountant cl",
+            "COMP_CWORD": "3",
+        },
+    )
+    assert found.stdout.split() == ["closed-form"]

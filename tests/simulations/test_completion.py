@@ -1,0 +1,49 @@
+"""Tab completion of `python -m simulations`, in a real bash."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedpriv.config import KEYS
+from simulations import completion
+
+ROOT = Path(__file__).resolve().parents[2]
+
+ASK = """
+eval "$({python} -m simulations --show-completion)"
+COMP_LINE={line!r}; COMP_POINT=${{#COMP_LINE}}
+_simulations_completion
+echo "${{COMPREPLY[*]}}"
+"""
+
+
+def test_keys_their_values_engines_and_recipes_are_completed():
+    assert completion.overrides("target_") == ["target_modules=", "target_epsilon="]
+    assert completion.overrides("") == [f"{key}=" for key in KEYS]
+    assert completion.overrides("simulate=") == ["simulate=true", "simulate=false"]
+    assert completion.overrides("mechanism=l") == ["mechanism=lmo"]
+    assert completion.overrides("rank=") == completion.overrides("none=") == []
+    assert completion.engines("") == ["stacked", "in-process", "ray"]
+    assert completion.recipes("dp") == ["dp-lora-paper"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "answers"),
+    [
+        ("-m simulations ru", "run"),
+        ("-m simulations run --recipe d", "dp-lora-paper"),
+        ("-m simulations run -c rounds=3 -c engine=st", "stacked"),
+        ("-m simulations run -c target_e", "target_epsilon="),
+        ("-m simulations run simulations/conf", ""),
+        ("script.py ", ""),
+    ],
+)
+def test_bash_asks_and_gets_what_it_can_put_in_place(line, answers):
+    script = ASK.format(python=sys.executable, line=f"{sys.executable} {line}")
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == (answers, "")

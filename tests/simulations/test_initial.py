@@ -1,0 +1,149 @@
+"""`python -m simulations init` writes a configuration that `config check` accepts and `run` runs."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import os
+import pty
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fedpriv import preflight
+from fedpriv.config import parse, read
+from server.observer import LogObserver
+from simulations.__main__ import app
+from simulations.engines import federation
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def letters(tmp_path):
+    """A table with a column that looks like each of the three, and others that do not."""
+    path = tmp_path / "letters.csv"
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["id", "body", "ward", "hospital", "sex"])
+        for row in range(120):
+            text = f"the patient says number {row} hurts since {row % 7} days, and asks what to do"
+            rows.writerow([row, text, ("skin", "heart", "bone")[row % 3], f"St. {'ABCD'[row % 4]}", "mf"[row % 2]])
+    return path
+
+
+def init(folder, *options):
+    """(exit code, stdout and stderr) of the command, where nobody can answer."""
+    with contextlib.chdir(folder):
+        result = CliRunner().invoke(app, ["init", *map(str, options)])
+    assert not result.exception or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def test_columns_are_proposed_and_the_file_is_what_a_run_takes(letters, tmp_path):
+    code, said = init(tmp_path, letters, "--label", "ward")
+    assert code == 0, said
+    config = parse(read(tmp_path / "letters.toml"))
+    assert (config.text_column, config.label_column, config.client_column) == ("body", "ward", "hospital")
+    assert (config.target_epsilon, config.data) == (2.3, str(letters))
+    preflight.check(config)
+    assert "python -m simulations run letters.toml" in said
+
+
+def test_a_private_table_gets_advice_on_accuracy_and_no_statement(letters, tmp_path):
+    init(tmp_path, letters, "--label", "ward")
+    text = (tmp_path / "letters.toml").read_text()
+    for key in ("test_data", "evaluation_noise_multiplier", "public_data"):
+        assert f"\n# {key} = " in text
+    assert not parse(tomllib.loads(text)).data_are_public
+    init(tmp_path, letters, "--label", "ward", "--public-data", "--force")
+    assert parse(read(tmp_path / "letters.toml")).public_data
+
+
+def test_no_record_and_no_class_is_written(letters, tmp_path):
+    init(tmp_path, letters, "--label", "ward")
+    text = (tmp_path / "letters.toml").read_text()
+    assert not [word for word in ("patient", "skin", "heart", "St. A") if word in text]
+
+
+def test_a_budget_comes_with_a_ledger_and_bounds_the_run(letters, tmp_path):
+    init(tmp_path, letters, "--label", "ward", "--budget", 1.5)
+    config = parse(read(tmp_path / "letters.toml"))
+    assert (config.budget_epsilon, config.target_epsilon) == ((1.5,), 1.5)
+    assert config.ledger == str(tmp_path / "letters-ledger.sqlite")
+    assert not Path(config.ledger).exists()
+
+
+def test_without_a_holder_records_are_dealt_out(letters, tmp_path):
+    init(tmp_path, letters, "--label", "ward", "--holder", "", "--out", "other.toml")
+    config = parse(read(tmp_path / "other.toml"))
+    assert (config.client_column, config.partition, config.num_clients) == ("", "iid", 5)
+
+
+def test_an_existing_file_stays_unless_forced(letters, tmp_path):
+    (tmp_path / "letters.toml").write_text("mine")
+    code, said = init(tmp_path, letters)
+    assert code == 2
+    assert "exists; name another file, or replace it with --force" in said
+    assert (tmp_path / "letters.toml").read_text() == "mine"
+    assert init(tmp_path, letters, "--force")[0] == 0
+    assert "target_epsilon" in (tmp_path / "letters.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["none.csv"], "file = 'none.csv': no such file"),
+        ([], "file: name the file"),
+        (["letters.csv", "--text", "txt"], "text = 'txt': no such column; there are id, body, ward"),
+        (["letters.csv", "--label", "body"], "must be different ones"),
+        (["letters.csv", "--label", "ward", "--epsilon", "-1"], "target_epsilon = -1"),
+        (["letters.csv", "--label", "ward", "--test-data", "none.csv"], "none.csv': no such file"),
+        (["letters.csv", "--out", "nowhere/x.toml"], "nowhere/x.toml': cannot be written"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_nothing_is_written(letters, tmp_path, options, message):
+    code, said = init(tmp_path, *options)
+    assert code == 2
+    assert message in said
+    assert len(said.strip().splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["letters.csv"]
+
+
+def test_names_cannot_break_out_of_their_line(tmp_path):
+    """Whoever names a column in the file cannot add a key, such as a statement that the data are public."""
+    evil = 'x"\npublic_data = true\ny = "'
+    with (tmp_path / "t.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["text", evil])
+        rows.writerows([f"some words {row}", "ab"[row % 2]] for row in range(40))
+    code, said = init(tmp_path, "t.csv", "--label", evil)
+    assert code == 0, said
+    config = parse(read(tmp_path / "t.toml"))
+    assert (config.label_column, config.public_data) == (evil, False)
+
+
+@pytest.mark.slow
+def test_a_person_is_asked_three_questions_and_the_result_runs(letters, tmp_path, tiny_bert):
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "simulations", "init"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    os.write(ours, b"letters.csv\nbody, ward, hospital\nbudget 3\n")
+    said = b""
+    while process.poll() is None or b"next:" not in said:
+        try:
+            said += os.read(ours, 4096)
+        except OSError:  # the other side is closed
+            break
+    assert process.wait() == 0, said
+    assert said.count(b"?") == 3
+    config = parse(read(tmp_path / "letters.toml") | {"out": str(tmp_path / "run"), "model": str(tiny_bert)})
+    assert config.budget_epsilon == (3.0,)
+    federation.run(parse(read(tmp_path / "letters.toml") | {"out": config.out, "model": config.model}), LogObserver())
+    assert (tmp_path / "run" / "summary.json").is_file()

@@ -1,0 +1,147 @@
+"""What can be told of a run before anything slow is imported is told then, and the Hub is asked once."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from fedpriv import preflight
+from fedpriv.config import ON_NODES, RunConfig, parse
+from fedpriv.data import federated
+from fedpriv.errors import InputError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def values(table, tiny_bert):
+    return {"data": str(table), "client_column": "site", "model": str(tiny_bert)}
+
+
+def test_a_run_that_can_start_passes(values, tmp_path):
+    preflight.check(parse(values | {"out": str(tmp_path / "new")}))
+    assert not (tmp_path / "new").exists()
+    preflight.check(parse({"data": ON_NODES, "labels": "a,b"}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"label_column": "lable"}, "label_column = 'lable': .* it has text, label, site"),
+        ({"data": "none.csv"}, "data = 'none.csv': no such file"),
+        ({"test_data": "none.csv"}, "test_data = 'none.csv': no such file"),
+        ({"model": "./none"}, "model = './none': no such folder"),
+        ({"model": "all-MiniLM-L6-v3"}, "model = .*HF_HUB_OFFLINE.*; did you mean all-MiniLM-L6-v2[?]"),
+        ({"model": "a model"}, "model = 'a model': no folder here, and no possible name"),
+        ({"batch_size": 4000}, "batch_size = 4000"),
+        ({"out": str(ROOT)}, "out = .*: already holds a run"),
+        ({"out": str(ROOT / "LICENSE")}, "out = .*: already holds a run"),
+    ],
+)
+def test_what_is_wrong_with_folder_model_or_data_is_one_line(values, changes, message):
+    with pytest.raises(InputError, match=message) as caught:
+        preflight.check(parse(values | changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_sweep_s_data_are_looked_at_once_and_all_problems_told(values, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(federated, "load", loaded.append)
+    configs = [parse(values | {"rank": rank, "num_clients": k}) for rank in (2, 4) for k in (2, 3)]
+    assert preflight.problems(configs) == []
+    assert len(loaded) == 2
+    bad = [parse(values | {"model": f"./{name}"}) for name in "ab"]
+    assert [line[:13] for line in preflight.problems(bad)] == ["model = './a'", "model = './b'"]
+
+
+def test_the_keys_that_data_depend_on_exist():
+    assert set(preflight.DATA_KEYS) <= set(RunConfig.__dataclass_fields__)
+
+
+def told(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The refusal of a run, and what it had loaded by then."""
+    code = (
+        "import sys; from simulations.__main__ import app\n"
+        "try: app(sys.argv[1:])\n"
+        "except SystemExit as ended: print(ended.code, *sorted(sys.modules))"
+    )
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+
+
+SWEEP = ("sweep", "simulations/configs/sweeps/rank.toml")
+
+
+@pytest.mark.parametrize("command", [("run",), pytest.param(SWEEP, marks=pytest.mark.slow)])
+def test_neither_torch_nor_flower_is_loaded_before_a_wrong_column_is_told(command, table):
+    done = told(*command, "-c", f"data={table}", "-c", "label_column=lable")
+    code, *modules = done.stdout.split()
+    assert code == "2"
+    assert "label_column = 'lable'" in done.stderr
+    assert "pandas" in modules, "the check would be blind"
+    assert not {"torch", "transformers", "peft", "flwr", "ray", "matplotlib"} & set(modules)
+
+
+@contextmanager
+def hub(status: int, error: str) -> Iterator[tuple[str, list[str]]]:
+    """A server that answers as the Hub does, and the paths that it was asked for."""
+    asked: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append(self.path)
+            self.send_response(status)
+            if error:
+                self.send_header("X-Error-Code", error)
+            self.end_headers()
+
+        def log_message(self, *_arguments: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+PROBLEM = "import sys; from fedpriv.hub import problem; print(problem('nobody/none', sys.argv[1]))"
+
+
+def problem(endpoint: str, kind: str, home: Path) -> str:
+    environment = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
+    command = [sys.executable, "-c", PROBLEM, kind]
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def test_a_name_that_the_hub_lacks_is_asked_for_once(tmp_path):
+    with hub(404, "RepoNotFound") as (endpoint, asked):
+        assert "has none of that name" in problem(endpoint, "model", tmp_path)
+    assert asked == ["/nobody/none/resolve/main/config.json"]
+
+
+@pytest.mark.slow
+def test_another_error_of_the_hub_is_left_to_its_own_clients(tmp_path):
+    for status, error in ((404, "EntryNotFound"), (503, "")):
+        with hub(status, error) as (endpoint, asked):
+            assert problem(endpoint, "model", tmp_path) == ""
+        assert len(asked) == 1
+
+
+@pytest.mark.slow
+def test_a_hub_that_is_not_there_is_told_at_once(tmp_path):
+    with hub(200, "") as (endpoint, _):
+        pass
+    assert "cannot be reached" in problem(endpoint, "model", tmp_path)
