@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-# Set before flwr and transformers are imported: no telemetry, and no warning when a process with tokenizers forks.
-os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
 from fedpriv import config as configuration
-from fedpriv.config import RunConfig
 from fedpriv.errors import InputError, LedgerError, TooFewClientsError
-from fedpriv.runs.files import CONFIG, run_folder_of
+from simulations import api
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
-
-RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 
 @app.callback()
@@ -57,17 +47,7 @@ def run(
         python -m simulations run --resume /tmp/medquad
     """
     with _failures_in_one_line("interrupted; --resume continues after the last finished round"):
-        if resume is None:
-            resolved = _resolve(config, override or [], engine, out)
-        elif config or override or engine or out:
-            raise InputError("--resume: a run keeps the configuration it began with; give no other option")
-        else:
-            resolved = _resumed(resume.expanduser().absolute())
-        from simulations.display import TerminalObserver
-        from simulations.engines import federation
-
-        _quiet()
-        federation.run(resolved, TerminalObserver(Console()))
+        api.federate(config, _keys(override, engine), out=out, resume=resume, console=Console())
 
 
 @app.command()
@@ -94,14 +74,10 @@ def sweep(
 
         python -m simulations sweep my-sweep.toml -c data=letters.csv --max-parallel 1 --out /tmp/my-sweep
     """
-    from simulations.sweeps import command
-
-    console, finished = Console(), False
+    finished = False
     with _failures_in_one_line("interrupted; finished runs are kept, start again to continue"):
-        _quiet()
-        folder = (out or RESULTS / "sweeps" / config.stem).expanduser().absolute()
-        overrides = configuration.parse_overrides(override or []) | ({"engine": engine} if engine else {})
-        finished = command.sweep(config, folder, overrides=overrides, max_parallel=max_parallel, console=console)
+        keys = _keys(override, engine)
+        finished = api.sweep_all(config, keys, out=out, max_parallel=max_parallel, console=Console()).is_finished
     if not finished:
         raise typer.Exit(1)
 
@@ -123,34 +99,9 @@ def _failures_in_one_line(interrupted: str) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def _resumed(path: Path) -> RunConfig:
-    """The configuration that a run began with, set to resume."""
-    values = configuration.read(run_folder_of(path) / CONFIG)
-    return configuration.parse(values | {"resume": str(path)})
-
-
-def _resolve(path: Path | None, overrides: list[str], engine: str | None, out: Path | None) -> RunConfig:
-    """The configuration: defaults, then the file, then `-c`, then the options."""
-    values: dict[str, Any] = configuration.read(path) if path is not None else {}
-    values |= configuration.parse_overrides(overrides)
-    if engine is not None:
-        values["engine"] = engine
-    if out is not None:
-        values["out"] = str(out)
-    name = path.stem if path is not None else "embedded"
-    if values.get("ledger"):
-        values["ledger"] = str(Path(str(values["ledger"])).expanduser().absolute())
-    folder = values.get("out") or RESULTS / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
-    resolved = configuration.parse(values | {"out": str(Path(folder).expanduser().absolute())})
-    if resolved.engine == "flower":
-        raise InputError("engine = 'flower': is for `flwr run .`; here it must be stacked, in-process or ray")
-    return resolved
-
-
-def _quiet() -> None:
-    """Leave the terminal to the progress display: Flower's own lines are not for users."""
-    logging.getLogger("flwr").setLevel(logging.WARNING)
-    logging.getLogger("flwr").propagate = False
+def _keys(overrides: list[str] | None, engine: str | None) -> dict[str, Any]:
+    """The configuration keys that the options give."""
+    return configuration.parse_overrides(overrides or []) | ({"engine": engine} if engine is not None else {})
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from fedpriv.runs.files import REPORT
 from fedpriv.runs.rows import RoundRow
 from fedpriv.training.schedule import num_lora_rounds
 from server.observer import described
+from simulations.paths import from_here
 
 
 class TerminalObserver:
@@ -109,8 +110,8 @@ class TerminalObserver:
         if not summary["adapters_moved"]:
             names = ", ".join(summary["unmoved_tensors"][:5])
             self._console.print(Panel(f"TRAINING CHANGED NOTHING in: {names}", style="bold red"))
-        self._console.print(f"results  {folder}", soft_wrap=True)
-        self._console.print(f"report   {folder / REPORT}", soft_wrap=True)
+        self._console.print(f"results  {from_here(folder)}", soft_wrap=True)
+        self._console.print(f"report   {from_here(folder) / REPORT}", soft_wrap=True)
 
     def _close(self) -> None:
         if self._progress is not None:

@@ -69,35 +69,50 @@ class Sweep:
 
 
 def read(path: Path, overrides: Mapping[str, Any] | None = None) -> Sweep:
-    """The sweep that a file describes; `overrides` change its base, or the engine.
+    """The sweep that a file describes; see `expand`.
 
     Raises:
         InputError: one line that names the key, the value and what would be right.
     """
-    values = configuration.read(path)
-    title = values.pop("title", path.stem)
-    grid, listed = values.pop("grid", {}), values.pop("runs", [{}])
-    _check(path, grid, listed)
+    return expand(configuration.read(path), source=str(path), title=path.stem, overrides=overrides)
+
+
+def expand(values: Mapping[str, Any], *, source: str, title: str, overrides: Mapping[str, Any] | None = None) -> Sweep:
+    """The sweep that values describe.
+
+    Args:
+        values: run keys, and perhaps a `title`, a `grid` and `runs`.
+        source: where they come from, for errors.
+        title: where the values have none.
+        overrides: change the keys of every run; of those that vary, the engine alone.
+
+    Raises:
+        InputError: one line that names the key, the value and what would be right.
+    """
+    base = dict(values)
+    title = base.pop("title", title)
+    grid, listed = base.pop("grid", {}), base.pop("runs", [{}])
+    _check(source, grid, listed)
     keys = tuple(dict.fromkeys([*(key for run in listed for key in run), *grid]))
     for key in set(keys) & set(overrides or ()) - {"engine"}:
-        raise InputError(f"-c {key}: {path} has runs of several values of it; change them there")
+        raise InputError(f"{key}: {source} has runs of several values of it; change them there")
     runs: dict[str, PlannedRun] = {}
     for run in listed:
         for point in product(*grid.values()):
             varied = {**run, **dict(zip(grid, point, strict=True))}
-            planned = _planned({**values, **varied, **(overrides or {})}, varied, keys)
+            planned = _planned({**base, **varied, **(overrides or {})}, varied, keys)
             runs.setdefault(planned.key, planned)
     return Sweep(title=str(title), keys=keys, runs=tuple(runs.values()))
 
 
-def _check(path: Path, grid: Any, listed: Any) -> None:
+def _check(source: str, grid: Any, listed: Any) -> None:
     if not isinstance(grid, dict):
-        raise InputError(f"{path}: grid = {grid!r}: must be a table of lists, for instance rank = [4, 8]")
+        raise InputError(f"{source}: grid = {grid!r}: must be a table of lists, for instance rank = [4, 8]")
     for key, options in grid.items():
         if not isinstance(options, list) or not options:
-            raise InputError(f"{path}: grid.{key} = {options!r}: must be a list of at least one value")
+            raise InputError(f"{source}: grid.{key} = {options!r}: must be a list of at least one value")
     if not isinstance(listed, list) or not listed or not all(isinstance(run, dict) for run in listed):
-        raise InputError(f"{path}: runs = {listed!r}: must be tables, each under [[runs]]")
+        raise InputError(f"{source}: runs = {listed!r}: must be tables, each under [[runs]]")
 
 
 def _planned(values: dict[str, Any], varied: dict[str, Any], keys: tuple[str, ...]) -> PlannedRun:
