@@ -185,6 +185,6 @@ def _console(progress: bool) -> Console:
 
 
 def _quiet() -> None:
-    """Leave the output to the display: Flower's own lines, whose level it sets when it is imported, are not for users."""
+    """Leave the output to the display: Flower's lines, whose level it sets when it is imported, are not for users."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
     logging.getLogger("flwr").propagate = False
