@@ -183,11 +183,11 @@ def open_run(folder: str | Path) -> Run:
 
 
 def _frame(path: Path, kind: type[RoundRow | ClientRow]) -> pd.DataFrame:
-    """A table of the run; NaN stands for what was not measured."""
-    frame = pd.DataFrame(read_rows(path, kind))
-    return frame.astype(
-        {name: float for name, type_ in column_types(kind).items() if type_ == "float | None" and name in frame}
-    )
+    """A table of the run, with the columns that its version wrote; NaN stands for what was not measured."""
+    types = column_types(kind)
+    written = set(pd.read_csv(path, nrows=0).columns)
+    frame = pd.DataFrame(read_rows(path, kind, [name for name in types if name in written]))
+    return frame.astype({name: float for name in frame if types[str(name)] == "float | None"})
 
 
 def page_part(title: str, body: str) -> str:
