@@ -1,6 +1,7 @@
 """Federated LoRA fine-tuning of language models under differential privacy."""
 
 import logging
+import warnings
 from typing import TYPE_CHECKING
 
 from fedpriv.exports import lazy_exports
@@ -9,6 +10,8 @@ __version__ = "0.1.0"
 
 # Where bitsandbytes is installed, peft imports it, and it warns of a missing kernel that is not used here.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+# In a notebook without ipywidgets, tqdm warns that its bars will be text; nothing here shows one.
+warnings.filterwarnings("ignore", message="IProgress not found")
 
 if TYPE_CHECKING:
     from fedpriv import accounting as accounting

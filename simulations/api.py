@@ -130,7 +130,7 @@ def sweep_all(
     values = configuration.read(path) if path is not None else {}
     for name in varied.keys() & values.keys():
         raise InputError(f"{name}: {path} has its own; change it there")
-    title = path.stem if path is not None else "sweep"
+    title = path.stem if path is not None else Path(out or "sweep").name
     planned = plan.expand(
         {**values, **varied}, source=str(path or " and ".join(varied) or "grid"), title=title, overrides=_plain(keys)
     )
@@ -180,8 +180,14 @@ def _listed(grid: Mapping[str, Iterable[Any]]) -> dict[str, Any]:
 
 
 def _console(progress: bool) -> Console:
-    """Where the display writes: the terminal or the notebook's cell, or nowhere."""
-    return Console() if progress else Console(quiet=True, force_terminal=False)
+    """Where the display writes: the terminal, or the output of a notebook's cell as one text, or nowhere."""
+    if not progress:
+        return Console(quiet=True, force_terminal=False)
+    console = Console()
+    # By itself rich would make an output of its own for every line.
+    if console.is_jupyter:
+        return Console(force_jupyter=False, force_terminal=False, color_system="standard", width=100)
+    return console
 
 
 def _quiet() -> None:

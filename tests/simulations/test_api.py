@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from fedpriv.errors import InputError
 from simulations import FinishedSweep, run, sweep
+from simulations.sweeps.spending import Total
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -89,6 +91,21 @@ def test_a_sweep_has_a_row_a_run_and_the_cost_of_all_of_them(swept):
     assert all(path.suffix == ".png" and path.is_file() for path in swept.plots)
     assert "2 of 2 runs finished" in repr(swept)
     assert "<table" in swept._repr_html_()
+
+
+def test_no_text_of_a_sweep_can_run_in_a_notebook(tmp_path):
+    attack = "<img src=x onerror=alert(1)>"
+    page = FinishedSweep(
+        folder=tmp_path / attack,
+        title=attack,
+        plots=(),
+        spending=Total(epsilon=0.0, delta=0.0, num_runs=0),
+        errors={attack: attack},
+        _table=pd.DataFrame({attack: [attack], "status": ["failed"]}, index=[attack]),
+        _pivot=None,
+    )._repr_html_()
+    assert "<img" not in page
+    assert page.count("&lt;img") == 6
 
 
 def test_a_sweep_that_is_finished_runs_nothing_again(swept, one_round):
