@@ -1,6 +1,7 @@
 """Federated LoRA fine-tuning of language models under differential privacy."""
 
 import logging
+import warnings
 from typing import TYPE_CHECKING
 
 from fedpriv.exports import lazy_exports
@@ -9,23 +10,35 @@ __version__ = "0.1.0"
 
 # Where bitsandbytes is installed, peft imports it, and it warns of a missing kernel that is not used here.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+# In a notebook without ipywidgets, tqdm warns that its bars will be text; nothing here shows one.
+warnings.filterwarnings("ignore", message="IProgress not found")
 
 if TYPE_CHECKING:
     from fedpriv import accounting as accounting
     from fedpriv import adapters as adapters
     from fedpriv import aggregation as aggregation
     from fedpriv import audit as audit
+    from fedpriv import communication as communication
+    from fedpriv import config as config
     from fedpriv import data as data
     from fedpriv import dedup as dedup
     from fedpriv import integral as integral
     from fedpriv import ledger as ledger
     from fedpriv import lmo as lmo
     from fedpriv import mechanisms as mechanisms
+    from fedpriv import memory as memory
+    from fedpriv import planning as planning
     from fedpriv import reports as reports
+    from fedpriv import secure_aggregation as secure_aggregation
+    from fedpriv import serving as serving
     from fedpriv import training as training
     from fedpriv import vault as vault
     from fedpriv.config import RunConfig as RunConfig
     from fedpriv.errors import InputError as InputError
     from fedpriv.errors import LedgerError as LedgerError
+    from fedpriv.errors import StoreError as StoreError
+    from fedpriv.errors import TooFewClientsError as TooFewClientsError
+    from fedpriv.results import Run as Run
+    from fedpriv.results import open_run as open_run
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

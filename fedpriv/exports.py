@@ -27,7 +27,7 @@ def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callabl
         package: its `__name__`.
         file: its `__file__`. No export may share its name with another module of the package, which would hide it.
     """
-    origins = _listed_imports(Path(file).read_text(encoding="utf-8"))
+    origins = listed_imports(Path(file).read_text(encoding="utf-8"))
 
     def load(name: str) -> Any:
         if name not in origins:
@@ -42,7 +42,7 @@ def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callabl
     return load, lambda: sorted(origins), sorted(origins)
 
 
-def _listed_imports(source: str) -> dict[str, tuple[str, str]]:
+def listed_imports(source: str) -> dict[str, tuple[str, str]]:
     """{exported name: (module, its name there)}."""
     blocks = (node for node in ast.parse(source).body if isinstance(node, ast.If))
     imports = (node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from fedpriv.config_values import with_overrides
@@ -40,25 +39,26 @@ def is_sweep(values: Mapping[str, Any]) -> bool:
 
 
 def points(
-    path: Path, values: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
+    values: Mapping[str, Any], *, source: str, title: str, overrides: Mapping[str, Any] | None = None
 ) -> tuple[str, tuple[str, ...], list[Point]]:
-    """The title, the keys that vary in the file's order, and every run, the grid's last key varying fastest.
+    """The title, the keys that vary in the values' order, and every run, the grid's last key varying fastest.
 
     Args:
-        path: of the file, for errors and as the default title.
-        values: of the file.
-        overrides: change its base, or the engine.
+        values: run keys, and perhaps a `title`, a `grid` and `runs`.
+        source: where they come from, for errors.
+        title: where the values have none.
+        overrides: change the keys of every run; of those that vary, the engine alone.
 
     Raises:
         InputError: the grid or the runs have another form, or a key must not be there.
     """
     base = dict(values)
-    title = base.pop("title", path.stem)
+    title = base.pop("title", title)
     grid, listed = base.pop("grid", {}), base.pop("runs", [{}])
-    _check(path, grid, listed)
+    _check(source, grid, listed)
     keys = tuple(dict.fromkeys([*(key for run in listed for key in run), *grid]))
     for key in set(keys) & set(overrides or ()) - {"engine"}:
-        raise InputError(f"-c {key}: {path} has runs of several values of it; change them there")
+        raise InputError(f"{key}: {source} has runs of several values of it; change them there")
     found = []
     for run in listed:
         for options in product(*grid.values()):
@@ -67,14 +67,14 @@ def points(
     return str(title), keys, found
 
 
-def _check(path: Path, grid: Any, listed: Any) -> None:
+def _check(source: str, grid: Any, listed: Any) -> None:
     if not isinstance(grid, dict):
-        raise InputError(f"{path}: grid = {grid!r}: must be a table of lists, for instance rank = [4, 8]")
+        raise InputError(f"{source}: grid = {grid!r}: must be a table of lists, for instance rank = [4, 8]")
     for key, options in grid.items():
         if not isinstance(options, list) or not options:
-            raise InputError(f"{path}: grid.{key} = {options!r}: must be a list of at least one value")
+            raise InputError(f"{source}: grid.{key} = {options!r}: must be a list of at least one value")
     if not isinstance(listed, list) or not listed or not all(isinstance(run, dict) for run in listed):
-        raise InputError(f"{path}: runs = {listed!r}: must be tables, each under [[runs]]")
+        raise InputError(f"{source}: runs = {listed!r}: must be tables, each under [[runs]]")
 
 
 def _point(values: dict[str, Any], varied: dict[str, Any]) -> Point:

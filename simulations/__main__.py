@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,24 +11,16 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-# Set before flwr and transformers are imported: no telemetry, and no warning when a process with tokenizers forks.
-os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
 from fedpriv import config as configuration
-from fedpriv import preflight, recipes
-from fedpriv.config import RunConfig
+from fedpriv import recipes
 from fedpriv.errors import InputError, LedgerError, TooFewClientsError
-from fedpriv.runs.files import CONFIG, run_folder_of
-from simulations import completion
+from simulations import api, completion
 from simulations.initial import init
 
 # A traceback with its variables would show records.
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_show_locals=False
 )
-
-RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 _RECIPES = "Recipes, of which docs/recipes.md tells more:\n\n" + "\n\n".join(
     f"- **{name}**: {text}" for name, text in recipes.DESCRIPTIONS.items()
@@ -107,21 +96,8 @@ def run(
         python -m simulations run --resume /tmp/medquad
     """
     with _failures_in_one_line("interrupted; --resume continues after the last finished round"):
-        if resume is None:
-            resolved = _resolve(config, override or [], out, engine=engine, recipe=recipe)
-        elif config or override or engine or out or recipe:
-            raise InputError("--resume: a run keeps the configuration it began with; give no other option")
-        else:
-            resolved = _resumed(resume.expanduser().absolute())
-        console = Console()
-        preflight.check(resolved)  # before the imports below, which take longer
-        with console.status("starting"):  # which takes seconds, and on a cold disk many
-            from simulations.display import TerminalObserver
-            from simulations.engines import federation
-
-        _quiet()
-        with TerminalObserver(console) as observer:
-            federation.run(resolved, observer)
+        keys = _keys(override, engine=engine, recipe=recipe)
+        api.federate(config, keys, out=out, resume=resume, console=Console())
 
 
 @app.command(epilog=_RECIPES)
@@ -147,14 +123,10 @@ def sweep(
 
         python -m simulations sweep my-sweep.toml -c data=letters.csv --max-parallel 1 --out /tmp/my-sweep
     """
-    from simulations.sweeps import command
-
-    console, finished = Console(), False
+    finished = False
     with _failures_in_one_line("interrupted; finished runs are kept, start again to continue"):
-        _quiet()
-        folder = (out or RESULTS / "sweeps" / config.stem).expanduser().absolute()
-        overrides = _overrides(override or [], engine=engine, recipe=recipe)
-        finished = command.sweep(config, folder, overrides=overrides, max_parallel=max_parallel, console=console)
+        keys = _keys(override, engine=engine, recipe=recipe)
+        finished = api.sweep_all(config, keys, out=out, max_parallel=max_parallel, console=Console()).is_finished
     if not finished:
         raise typer.Exit(1)
 
@@ -176,38 +148,10 @@ def _failures_in_one_line(interrupted: str) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def _resumed(path: Path) -> RunConfig:
-    """The configuration that a run began with, set to resume."""
-    values = configuration.read(run_folder_of(path) / CONFIG)
-    return configuration.parse(values | {"resume": str(path)})
-
-
-def _overrides(pairs: list[str], **options: str | None) -> dict[str, Any]:
+def _keys(pairs: list[str] | None, **options: str | None) -> dict[str, Any]:
     """The values after `-c`, then those of the options that are keys."""
     given = {key: value for key, value in options.items() if value is not None}
-    return configuration.parse_overrides(pairs) | given
-
-
-def _resolve(path: Path | None, pairs: list[str], out: Path | None, **options: str | None) -> RunConfig:
-    """The configuration: defaults, then the file, then `-c`, then the options."""
-    values = configuration.read(path) if path is not None else {}
-    values = configuration.with_overrides(values, _overrides(pairs, **options))
-    if out is not None:
-        values["out"] = str(out)
-    name = path.stem if path is not None else "embedded"
-    if values.get("ledger"):
-        values["ledger"] = str(Path(str(values["ledger"])).expanduser().absolute())
-    folder = values.get("out") or RESULTS / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
-    resolved = configuration.parse(values | {"out": str(Path(folder).expanduser().absolute())})
-    if resolved.engine == "flower":
-        raise InputError("engine = 'flower': is for `flwr run .`; here it must be stacked, in-process or ray")
-    return resolved
-
-
-def _quiet() -> None:
-    """Leave the terminal to the progress display: Flower's own lines are not for users."""
-    logging.getLogger("flwr").setLevel(logging.WARNING)
-    logging.getLogger("flwr").propagate = False
+    return configuration.parse_overrides(pairs or []) | given
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from fedpriv.reports.tables import Table as Content
 from fedpriv.reports.tables import client_table
 from fedpriv.runs.files import REPORT
 from fedpriv.runs.stored_variants import read_stored
+from simulations.paths import from_here
 
 _ALARM = "bold red"
 
@@ -45,8 +46,8 @@ def closing(console: Console, folder: Path, summary: dict[str, Any]) -> None:
         console.print(Panel(Text(f"TRAINING CHANGED NOTHING in: {names}"), style=_ALARM))
     console.print(_figures(summary))
     # Whole, so that a path can be copied.
-    console.print(f"results  {folder}", soft_wrap=True, markup=False, highlight=False)
-    console.print(f"report   {folder / REPORT}", soft_wrap=True, markup=False, highlight=False)
+    console.print(f"results  {from_here(folder)}", soft_wrap=True, markup=False, highlight=False)
+    console.print(f"report   {from_here(folder / REPORT)}", soft_wrap=True, markup=False, highlight=False)
 
 
 def _figures(summary: dict[str, Any]) -> Table:

@@ -49,3 +49,17 @@ def test_the_lines_from_python_in_the_readme_print_what_stands_beside_them(tmp_p
     with contextlib.redirect_stdout(printed):
         exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
     assert printed.getvalue().splitlines() == beside
+
+
+@pytest.mark.slow
+def test_the_blocks_of_the_page_on_python_run(tmp_path, monkeypatch):
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "python.md").read_text(), re.M | re.S)
+    assert len(blocks) >= 2
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        for block in blocks:
+            exec(compile(block, "python.md", "exec"), names)
+    assert "Run('first': accuracy" in printed.getvalue()
+    assert "num_runs=2" in printed.getvalue()

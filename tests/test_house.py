@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import itertools
 import pkgutil
 import re
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from fedpriv.exports import listed_imports
 from fedpriv.mechanisms.registry import MECHANISMS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -80,6 +82,33 @@ def test_every_exported_name_is_listed_and_can_be_imported(package):
     assert not hidden, f"{package}: both a module and an export are called {hidden}"
     with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
         _ = module.nothing
+
+
+@pytest.mark.parametrize("package", LAZY_PACKAGES)
+def test_every_exported_name_says_what_it_is(package):
+    """A module, class or function by a docstring of its own; a table or an alias by the text below its assignment."""
+    module = importlib.import_module(package)
+    for name, (origin, inner) in listed_imports(Path(str(module.__file__)).read_text()).items():
+        exported = getattr(module, name)
+        if inspect.ismodule(exported) or inspect.isclass(exported) or inspect.isfunction(exported):
+            own = exported.__doc__ or ""
+            made = inspect.isclass(exported) and own.startswith(f"{exported.__name__}(")  # by `dataclass`
+            assert len(own) > 10, f"{package}.{name}"
+            assert not made, f"{package}.{name}"
+        else:
+            body = ast.parse(Path(str(sys.modules[origin].__file__)).read_text()).body
+            assert inner in described_values(body), f"{package}.{name}"
+
+
+def described_values(body: list[ast.stmt]) -> set[str]:
+    """Names that a module assigns, with a text right below."""
+    found = set()
+    for statement, below in itertools.pairwise(body):
+        is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        if isinstance(statement, (ast.Assign, ast.AnnAssign)) and is_text:
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
 
 
 def imported_by(package: str) -> dict[str, set[str]]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 Adapter = dict[str, Tensor]
+"""{name of a trainable tensor: its values}."""
 
 
 def difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Adapter:

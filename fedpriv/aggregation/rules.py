@@ -59,3 +59,4 @@ RULES = {
     "fedex-lora": Rule(aggregate=fedex_lora),
     "flora": Rule(aggregate=flora, restarts=True),
 }
+"""{`aggregation` of a configuration: how that rule makes the next global model}."""

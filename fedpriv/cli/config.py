@@ -54,7 +54,7 @@ def _checked(file: Path) -> tuple[str, list[RunConfig], list[str]]:
         listed = [values]
         if sweep_values.is_sweep(values):
             kind = "sweep"
-            listed = [dict(point.values) for point in sweep_values.points(file, values)[2]]
+            listed = [dict(point.values) for point in sweep_values.points(values, source=str(file), title=file.stem)[2]]
         for each in listed:
             config, found = configuration.checked(each)
             configs += [config] if config else []

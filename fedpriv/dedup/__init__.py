@@ -18,9 +18,13 @@ if TYPE_CHECKING:
     from fedpriv.dedup.algorithms import algorithm as algorithm
     from fedpriv.dedup.blocks import Layout as Layout
     from fedpriv.dedup.blocks import layout_of as layout_of
+    from fedpriv.dedup.composition import publication_cost as publication_cost
+    from fedpriv.dedup.contents import StoredModel as StoredModel
+    from fedpriv.dedup.contents import stored_models as stored_models
     from fedpriv.dedup.outcomes import Outcome as Outcome
     from fedpriv.dedup.pipeline import deduplicate as deduplicate
     from fedpriv.dedup.planning import Settings as Settings
+    from fedpriv.dedup.planning import plan as plan
     from fedpriv.dedup.serving import Registry as Registry
     from fedpriv.dedup.store import Store as Store
     from fedpriv.dedup.store import Variant as Variant

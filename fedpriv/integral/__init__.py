@@ -30,5 +30,6 @@ if TYPE_CHECKING:
     from fedpriv.integral.stacked_training import Schedule as Schedule
     from fedpriv.integral.subsamples import Subsamples as Subsamples
     from fedpriv.integral.subsamples import disjoint_subsamples as disjoint_subsamples
+    from fedpriv.integral.tabular import prepare as prepare
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -135,6 +135,7 @@ MECHANISMS = Registry(
         "lmo": "fedpriv.mechanisms.lmo",
     }
 )
+"""Every mechanism by its name in a configuration."""
 
 
 # Secure aggregation adds up integers, so it takes this one.

@@ -7,3 +7,13 @@ A token may use some of the variants; of the others it does not learn that they 
 >>> [clinic.allows(name) for name in ("global", "round-20", "client-3")]
 [True, True, False]
 """
+
+from typing import TYPE_CHECKING
+
+from fedpriv.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from fedpriv.serving.scheduler import Scheduler as Scheduler
+    from fedpriv.serving.scheduler import open_serving as open_serving
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

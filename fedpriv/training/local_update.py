@@ -176,6 +176,7 @@ class ClientUpdate:
 
 
 Execute = Callable[[Sequence[UpdateTask]], list[ClientUpdate | Exception]]
+"""What trains the clients of a round: all that engines differ in."""
 
 
 def noise_request(

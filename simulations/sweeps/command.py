@@ -1,31 +1,34 @@
-"""A sweep from its file to its tables and plots."""
+"""A sweep from its plan to its tables and plots."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 
 from fedpriv import preflight
 from fedpriv.errors import InputError
 from fedpriv.runs import files
+from simulations.paths import from_here
 from simulations.sweeps.metrics import metric_of
-from simulations.sweeps.plan import Sweep, read
+from simulations.sweeps.plan import Sweep
 from simulations.sweeps.spending import total
 
+if TYPE_CHECKING:
+    from simulations.sweeps.result import FinishedSweep
 
-def sweep(path: Path, out: Path, *, overrides: Mapping[str, Any], max_parallel: int | None, console: Console) -> bool:
-    """Run the file's sweep, write its tables, and return whether all runs are finished.
+
+def sweep(planned: Sweep, out: Path, *, max_parallel: int | None, console: Console) -> FinishedSweep:
+    """Run the sweep, write its tables, and return them.
 
     When interrupted, it still writes the tables of the finished runs.
 
     Raises:
-        InputError: the file, an option or the machine cannot be used; before anything is run.
+        InputError: an option or the machine cannot be used; before anything is run.
     """
-    planned = read(path, overrides)
     at_once = max_parallel if max_parallel is not None else min(os.cpu_count() or 1, len(planned.runs))
     if at_once < 1:
         raise InputError(f"max_parallel = {at_once}: must be >= 1")
@@ -43,29 +46,40 @@ def sweep(path: Path, out: Path, *, overrides: Mapping[str, Any], max_parallel: 
         with SweepDisplay(console, planned, out) as display:
             errors = run_all(planned, out, at_once=at_once, on_change=display.update)
     finally:
-        finished = _write(planned, out, errors, console)
-    return finished == len(planned.runs)
+        finished = _written(planned, out, errors)
+        _show(finished, planned, console)
+    return finished
 
 
-def _write(planned: Sweep, out: Path, errors: dict[str, str], console: Console) -> int:
-    """Write tables and plots, and return how many runs are finished."""
+def _written(planned: Sweep, out: Path, errors: dict[str, str]) -> FinishedSweep:
+    """Write tables and plots."""
     from simulations.sweeps import plots, table  # deferred, as above
-    from simulations.sweeps.display import pivot_table
+    from simulations.sweeps.result import FinishedSweep
     from simulations.sweeps.runner import attempts
 
     spent = total(attempts(planned, out))
     frame = table.tidy(planned, out, errors, spent)
     pivoted = table.pivot(frame, planned)
     table.write(frame, pivoted, out)
-    drawn = plots.write(frame, planned, out)
-    if pivoted is not None:
+    drawn = tuple(plots.write(frame, planned, out))
+    return FinishedSweep(
+        folder=out, title=planned.title, plots=drawn, spending=spent, errors=errors, _table=frame, _pivot=pivoted
+    )
+
+
+def _show(finished: FinishedSweep, planned: Sweep, console: Console) -> None:
+    """The closing lines."""
+    from simulations.sweeps.display import pivot_table  # deferred, as above
+
+    if (pivoted := finished.pivot) is not None:
         console.print(pivot_table(pivoted, metric_of(planned)))
-    for key, error in errors.items():
-        console.print(f"[bold red]failed[/] {key}: {error}", soft_wrap=True, highlight=False)
+    for key, error in finished.errors.items():
+        console.print(f"[bold red]failed[/] {key}: {escape(error)}", soft_wrap=True, highlight=False)
+    spent = finished.spending
     console.print(
         f"all {spent.num_runs} runs together: epsilon {spent.epsilon:.4g} at delta {spent.delta:.3g}, local view; "
         "this, not a run's own epsilon, covers choosing the best of them",
         soft_wrap=True,
     )
-    console.print(f"results  {out}/sweep.csv", *(f"\nplot     {path}" for path in drawn), soft_wrap=True, sep="")
-    return int((frame["status"] == "done").sum())
+    drawn = (f"\nplot     {from_here(path)}" for path in finished.plots)
+    console.print(f"results  {from_here(finished.folder)}/sweep.csv", *drawn, soft_wrap=True, sep="")

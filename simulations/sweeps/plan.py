@@ -64,12 +64,27 @@ class Sweep:
 
 
 def read(path: Path, overrides: Mapping[str, Any] | None = None) -> Sweep:
-    """The sweep that a file describes; `overrides` change its base, or the engine.
+    """The sweep that a file describes; see `expand`.
 
     Raises:
         InputError: one line that names the key, the value and what would be right.
     """
-    title, keys, points = sweep_values.points(path, configuration.read(path), overrides)
+    return expand(configuration.read(path), source=str(path), title=path.stem, overrides=overrides)
+
+
+def expand(values: Mapping[str, Any], *, source: str, title: str, overrides: Mapping[str, Any] | None = None) -> Sweep:
+    """The sweep that values describe.
+
+    Args:
+        values: run keys, and perhaps a `title`, a `grid` and `runs`.
+        source: where they come from, for errors.
+        title: where the values have none.
+        overrides: change the keys of every run; of those that vary, the engine alone.
+
+    Raises:
+        InputError: one line that names the key, the value and what would be right.
+    """
+    title, keys, points = sweep_values.points(values, source=source, title=title, overrides=overrides)
     runs: dict[str, PlannedRun] = {}
     for point in points:
         planned = _planned(point, keys)

@@ -50,8 +50,8 @@ def write(tmp_path):
 
 
 def run(path: Path, out: Path, **options: object) -> bool:
-    options = {"overrides": {}, "max_parallel": 1, **options}
-    return sweep(path, out, console=Console(quiet=True), **options)
+    planned = read(path, options.pop("overrides", None))
+    return sweep(planned, out, console=Console(quiet=True), **{"max_parallel": 1, **options}).is_finished
 
 
 def test_a_grid_is_the_product_of_its_lists_and_of_every_run(write):
@@ -217,7 +217,7 @@ def test_a_sweep_that_is_killed_half_way_repeats_nothing_that_was_finished(write
     before = {p: json.loads(p.read_text())["run_id"] for p in out.glob("*/summary.json")}
     assert finished <= len(before) < num_runs
     said = io.StringIO()
-    assert sweep(path, out, overrides={}, max_parallel=1, console=Console(file=said, width=200))
+    assert sweep(read(path), out, max_parallel=1, console=Console(file=said, width=200)).is_finished
     assert said.getvalue().count("was finished before") == len(before)
     after = {p: json.loads(p.read_text())["run_id"] for p in out.glob("*/summary.json")}
     assert len(after) == num_runs
@@ -239,7 +239,7 @@ def test_ray_within_ray_is_refused(write, base, tmp_path):
 def test_a_key_of_every_run_is_changed_from_outside_but_not_one_that_varies(write, tmp_path):
     path = write(data="elsewhere.csv", grid={"rank": [2, 4]})
     assert [run.config.data for run in read(path, {"data": "here.csv"}).runs] == ["here.csv"] * 2
-    with pytest.raises(InputError, match=r"-c rank: .* has runs of several values of it"):
+    with pytest.raises(InputError, match=r"rank: .* has runs of several values of it"):
         read(path, {"rank": 8})
 
 

@@ -38,6 +38,7 @@ ALGORITHMS: dict[str, Search] = {
     "dedup": dedup,
     "mistique": mistique,
 }
+"""{name of a search: the search}, for blocks that a variant may take from its base."""
 
 SHARED_BASIS = "shared-basis"
 """Not a search: variants are stored by a basis of their values, see `fedpriv.dedup.basis_pipeline`."""

@@ -1,0 +1,201 @@
+"""Runs and sweeps from Python: what notebooks and scripts call, and `python -m simulations` too."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, Unpack
+
+import numpy as np
+from rich.console import Console
+
+# Set before flwr and transformers are imported: no telemetry, and no warning when a process with tokenizers forks.
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from fedpriv import config as configuration
+from fedpriv import preflight
+from fedpriv.config import RunConfig
+from fedpriv.errors import InputError
+from fedpriv.runs.files import CONFIG, run_folder_of
+from simulations.keys import RunKeys, SweepKeys
+
+if TYPE_CHECKING:
+    from fedpriv.results import Run
+    from simulations.sweeps.result import FinishedSweep
+
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+
+
+def run(
+    config: str | Path | None = None,
+    /,
+    *,
+    out: str | Path | None = None,
+    resume: str | Path | None = None,
+    progress: bool = True,
+    **keys: Unpack[RunKeys],
+) -> Run:
+    """The finished run of one federation, simulated on this machine; its folder has tables, adapters and a report.
+
+    Args:
+        config: a TOML file; without one, the embedded default.
+        out: folder for the results, new or empty; by default a new one in the clone's results/.
+        resume: the folder of an interrupted run, or one of its checkpoints. It keeps its configuration, so nothing
+            else may be given with it.
+        progress: whether to show the rounds, in the terminal or below the notebook's cell.
+        keys: of the configuration, see docs/configuration.md; they go before the file's.
+
+    Raises:
+        InputError: one line that names the key, the value and what would be right.
+        LedgerError: the ledger cannot be used, so nothing was released.
+        TooFewClientsError: fewer clients answered a round than `min_clients`.
+    """
+    from fedpriv.results import open_run  # deferred, as all that takes long to load
+
+    return open_run(federate(config, keys, out=out, resume=resume, console=_console(progress)))
+
+
+def sweep(
+    config: str | Path | None = None,
+    /,
+    *,
+    grid: Mapping[str, Iterable[Any]] | None = None,
+    runs: Sequence[Mapping[str, Any]] | None = None,
+    out: str | Path | None = None,
+    max_parallel: int | None = None,
+    progress: bool = True,
+    **keys: Unpack[SweepKeys],
+) -> FinishedSweep:
+    """A sweep: one run for each point of a grid, with its tables and plots. A run that fails does not stop the others.
+
+    Args:
+        config: a TOML file of run keys, which may have a [grid] and [[runs]] of its own.
+        grid: {key: its values}; every combination is a run.
+        runs: {key: value} of what varies otherwise; each is combined with the grid.
+        out: folder of the sweep. Called again with the same one, it runs only what is unfinished. By default
+            results/sweeps/NAME of the file, or a new one.
+        max_parallel: runs at a time; by default one per core. 1 needs no Ray.
+        progress: whether to show the runs, in the terminal or below the notebook's cell.
+        keys: of every run, see docs/configuration.md; they go before the file's.
+
+    Raises:
+        InputError: one line that names the key, the value and what would be right; before anything is run.
+    """
+    return sweep_all(config, keys, grid=grid, runs=runs, out=out, max_parallel=max_parallel, console=_console(progress))
+
+
+def federate(
+    config: str | Path | None,
+    keys: Mapping[str, Any],
+    *,
+    out: str | Path | None = None,
+    resume: str | Path | None = None,
+    console: Console,
+) -> Path:
+    """Run what `run` describes, show it on the console, and return the run's folder."""
+    if resume is None:
+        resolved = _resolved(config, keys, out)
+    elif config is not None or out is not None or keys:
+        raise InputError(f"resume = {str(resume)!r}: a run keeps the configuration it began with; give nothing else")
+    else:
+        resolved = _resumed(Path(resume).expanduser().absolute())
+    preflight.check(resolved)  # before the imports below, which take longer
+    with console.status("starting"):  # which takes seconds, and on a cold disk many
+        from simulations.display import TerminalObserver
+        from simulations.engines import federation
+
+    _quiet()
+    with TerminalObserver(console) as observer:
+        federation.run(resolved, observer)
+    return Path(resolved.out)
+
+
+def sweep_all(
+    config: str | Path | None,
+    keys: Mapping[str, Any],
+    *,
+    grid: Mapping[str, Iterable[Any]] | None = None,
+    runs: Sequence[Mapping[str, Any]] | None = None,
+    out: str | Path | None = None,
+    max_parallel: int | None = None,
+    console: Console,
+) -> FinishedSweep:
+    """Run what `sweep` describes, and show it on the console."""
+    from simulations.sweeps import command, plan
+
+    _quiet()
+    path = None if config is None else Path(config)
+    given = {"grid": None if grid is None else _listed(grid), "runs": None if runs is None else list(map(_plain, runs))}
+    varied = {name: value for name, value in given.items() if value is not None}
+    values = configuration.read(path) if path is not None else {}
+    for name in varied.keys() & values.keys():
+        raise InputError(f"{name}: {path} has its own; change it there")
+    title = path.stem if path is not None else Path(out or "sweep").name
+    planned = plan.expand(
+        {**values, **varied}, source=str(path or " and ".join(varied) or "grid"), title=title, overrides=_plain(keys)
+    )
+    folder = out or RESULTS / "sweeps" / (title if path is not None else f"{datetime.now():%Y%m%d-%H%M%S}-sweep")
+    return command.sweep(planned, Path(folder).expanduser().absolute(), max_parallel=max_parallel, console=console)
+
+
+def _resolved(path: str | Path | None, keys: Mapping[str, Any], out: str | Path | None) -> RunConfig:
+    """The configuration: defaults, then the file, then the keys."""
+    values = configuration.read(Path(path)) if path is not None else {}
+    values = configuration.with_overrides(values, _plain(keys))
+    name = Path(path).stem if path is not None else "embedded"
+    if values.get("ledger"):
+        values["ledger"] = str(Path(str(values["ledger"])).expanduser().absolute())
+    folder = out or values.get("out") or RESULTS / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
+    resolved = configuration.parse(values | {"out": str(Path(folder).expanduser().absolute())})
+    if resolved.engine == "flower":
+        raise InputError("engine = 'flower': is for `flwr run .`; here it must be stacked, in-process or ray")
+    return resolved
+
+
+def _resumed(path: Path) -> RunConfig:
+    """The configuration that a run began with, set to resume."""
+    values = configuration.read(run_folder_of(path) / CONFIG)
+    return configuration.parse(values | {"resume": str(path)})
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as a file would hold them."""
+    return {key: _value(value) for key, value in values.items()}
+
+
+def _value(value: Any) -> Any:
+    """A path as text, a NumPy scalar as Python's number, anything else as it is."""
+    if isinstance(value, PurePath):
+        return str(value)
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _listed(grid: Mapping[str, Iterable[Any]]) -> dict[str, Any]:
+    """The grid with a list for each key; what is none, such as one number, is left to the plan, which refuses it."""
+    return {
+        key: values
+        if isinstance(values, (str, Mapping)) or not isinstance(values, Iterable)
+        else list(map(_value, values))
+        for key, values in grid.items()
+    }
+
+
+def _console(progress: bool) -> Console:
+    """Where the display writes: the terminal, or the output of a notebook's cell as one text, or nowhere."""
+    if not progress:
+        return Console(quiet=True, force_terminal=False)
+    console = Console()
+    # By itself rich would make an output of its own for every line.
+    if console.is_jupyter:
+        return Console(force_jupyter=False, force_terminal=False, color_system="standard", width=100)
+    return console
+
+
+def _quiet() -> None:
+    """Leave the output to the display: Flower's lines, whose level it sets when it is imported, are not for users."""
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+    logging.getLogger("flwr").propagate = False

@@ -1,0 +1,150 @@
+"""The keys of a run's configuration as keyword arguments: what editors complete and type checkers check.
+
+`fedpriv.config.RunConfig` decides which keys there are, and docs/configuration.md explains them. This list is written
+out because type checkers read no code that makes it; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, TypedDict
+
+from fedpriv.config import BaseFormat
+from fedpriv.config_types import Aggregation, Train
+from fedpriv.recipes import Recipe
+
+
+class _CommonKeys(TypedDict, total=False):
+    """The keys that mean the same in a run and in a sweep; `out` and `resume` are arguments of their own."""
+
+    # the keys that belong together and are not given
+    recipe: Recipe
+
+    # the model and its adapter
+    model: str | Path
+    task: Literal["SEQ_CLS", "CAUSAL_LM"]
+    rank: int
+    alpha: float
+    target_modules: Sequence[str]
+    layers: str
+    max_length: int
+    normalize_features: bool
+    train: Train
+
+    # the data and who holds them
+    data: str | Path
+    test_data: str | Path
+    test_fraction: float
+    evaluation_noise_multiplier: float | None
+    text_column: str
+    text_pair_column: str
+    prompt_column: str
+    response_column: str
+    messages_column: str
+    system_prompt: str
+    prompt_template: str
+    answers: Sequence[str]
+    label_column: str
+    client_column: str
+    labels: Sequence[str]
+    partition: Literal["auto", "natural", "iid", "dirichlet", "sizes"]
+    num_clients: int
+    client_sizes: Sequence[int]
+    dirichlet_alpha: float
+    max_records: int
+    public_data: bool
+
+    # the federation
+    rounds: int
+    head_start: bool
+    evaluate_every: int
+    lora_rounds: int | None
+    lora_share: float
+    clients_per_round: int
+    min_clients: int
+    round_seconds: float
+    registration_seconds: float
+    node_keys: str | Path
+    aggregation: Aggregation
+    client_ranks: Sequence[int]
+    client_weights: Literal["auto", "records", "root-records"]
+    server_optimizer: Literal["sgd", "momentum", "adam", "yogi"]
+    server_learning_rate: float
+    server_rate_decay: Literal["none", "linear"]
+    lora_server_optimizer: Literal["same", "adam"]
+    lora_server_learning_rate: float
+    server_momentum: float
+    upload_codec: Literal["float32", "bfloat16", "int8", "ternary"]
+    relevance_threshold: float
+    max_update_norm: float | None
+
+    # the local update and its privacy
+    local_steps: int
+    sampling_probability: float | None
+    lora_sampling_probability: float | None
+    optimizer: Literal["sgd", "adamw"]
+    learning_rate: float | Literal["auto"]
+    lora_learning_rate: float | Literal["auto"]
+    lora_head_learning_rate: float | Literal["auto"]
+    weight_decay: float
+    clipping: Literal["joint", "split", "per-tensor", "batch"]
+    clip_norm: float
+    noise_multiplier: float
+    start_noise_multiplier: float | None
+    lora_noise_multiplier: float | None
+    target_epsilon: float | None
+    noise_on: Literal["gradients", "upload"]
+    mechanism: str
+    mechanism_parameters: str
+    privacy_view: Literal["local", "rho", "aggregate"]
+    budget_epsilon: float | Sequence[float]
+    secure_aggregation: bool
+    secure_masks: bool | None
+    colluding_clients: int
+    delta: float | None
+
+    # the variants that a run keeps, and how the server stores them
+    variant_rounds: Sequence[int]
+    variant_clients: bool
+    dedup: Literal["", "drd", "dred", "greedy", "mcts", "dedup", "mistique", "shared-basis"]
+    dedup_block_size: int
+    dedup_records: int
+    dedup_epsilon_bound: float
+    dedup_utility_bound: float
+    integral_epsilon: float | None
+
+    # what a language model is asked before and after
+    generated_answers: int
+    max_new_tokens: int
+
+    # canaries that test the run's epsilon
+    audit: Literal["", "tokens", "mislabelled"]
+    audit_canaries: int
+
+    # how it is run
+    seed: int
+    simulate: bool
+    comparison: bool | None
+    baselines: bool | None
+    base_dtype: BaseFormat
+    prefix_cache: bool
+    activation_checkpointing: bool
+    memory_limit_mb: int
+    device: str
+    engine: Literal["stacked", "in-process", "ray", "flower"]
+    ray_address: str
+    ray_workers: int
+    ledger: str | Path
+
+
+class RunKeys(_CommonKeys, total=False):
+    """The keys of one run."""
+
+    batch_size: int
+
+
+class SweepKeys(_CommonKeys, total=False):
+    """The keys of every run of a sweep; the batch size `auto` follows each run's smallest client."""
+
+    batch_size: int | Literal["auto"]

@@ -1,0 +1,146 @@
+"""Runs and sweeps from Python: the same as from the command line, typed, quiet on request, and refused in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from fedpriv.errors import InputError
+from simulations import FinishedSweep, run, sweep
+from simulations.sweeps.spending import Total
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def finished(small_run, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    return run(**{**small_run, "data": Path(str(small_run["data"]))}, out=folder / "one", progress=False)
+
+
+@pytest.fixture(scope="module")
+def one_round(small_run) -> dict[str, object]:
+    return {**{key: value for key, value in small_run.items() if key != "rank"}, "rounds": 1}
+
+
+@pytest.fixture(scope="module")
+def swept(one_round, tmp_path_factory) -> FinishedSweep:
+    out = tmp_path_factory.mktemp("sweeps") / "two"
+    return sweep(**one_round, grid={"rank": np.array([2, 4])}, out=out, max_parallel=1, progress=False)
+
+
+def test_keywords_give_the_run_that_a_file_of_the_same_keys_gives(finished, small_run, tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("".join(f"{key} = {toml(value)}\n" for key, value in small_run.items()))
+    again = run(path, out=tmp_path / "again", progress=False)
+    same = [name for name in finished.rounds if name != "seconds"]
+    assert again.rounds[same].equals(finished.rounds[same])
+    assert again.config.digest == finished.config.digest
+
+
+def toml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def test_progress_is_shown_or_nothing_is(one_round, tmp_path, capfd):
+    run(**one_round, out=tmp_path / "loud")
+    assert "round 1" in capfd.readouterr().out
+    run(**one_round, out=tmp_path / "quiet", progress=False)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ronds": 3}, "ronds: unknown configuration key; did you mean rounds?"),
+        ({"rounds": 0}, "rounds = 0: "),
+        ({"engine": "flower"}, "engine = 'flower'"),
+        ({"resume": "{folder}", "rounds": 3}, "a run keeps the configuration it began with"),
+        ({"resume": "{folder}/nowhere"}, "no such configuration file"),
+    ],
+)
+def test_what_cannot_be_run_is_one_line_and_leaves_nothing(finished, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    values = {k: v.format(folder=finished.folder) if isinstance(v, str) else v for k, v in arguments.items()}
+    with pytest.raises(InputError) as refused:
+        run(**{"out": "new", **values} if "resume" not in values else values)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_holds_a_run_stays_as_it_is(finished, one_round):
+    before = {path: path.stat().st_mtime_ns for path in finished.folder.iterdir()}
+    with pytest.raises(InputError, match="already holds"):
+        run(**one_round, out=finished.folder, progress=False)
+    assert {path: path.stat().st_mtime_ns for path in finished.folder.iterdir()} == before
+
+
+def test_a_sweep_has_a_row_a_run_and_the_cost_of_all_of_them(swept):
+    assert swept.is_finished
+    assert swept.table["rank"].tolist() == [2, 4]
+    assert [each.config.rank for each in swept.runs] == [2, 4]
+    assert swept.pivot is not None
+    assert swept.spending.num_runs == 2
+    assert swept.spending.epsilon > max(each.epsilon() for each in swept.runs)
+    assert all(path.suffix == ".png" and path.is_file() for path in swept.plots)
+    assert "2 of 2 runs finished" in repr(swept)
+    assert "<table" in swept._repr_html_()
+
+
+def test_no_text_of_a_sweep_can_run_in_a_notebook(tmp_path):
+    attack = "<img src=x onerror=alert(1)>"
+    page = FinishedSweep(
+        folder=tmp_path / attack,
+        title=attack,
+        plots=(),
+        spending=Total(epsilon=0.0, delta=0.0, num_runs=0),
+        errors={attack: attack},
+        _table=pd.DataFrame({attack: [attack], "status": ["failed"]}, index=[attack]),
+        _pivot=None,
+    )._repr_html_()
+    assert "<img" not in page
+    assert page.count("&lt;img") == 6
+
+
+def test_a_sweep_that_is_finished_runs_nothing_again(swept, one_round):
+    before = {path: path.stat().st_mtime_ns for path in swept.folder.glob("*/summary.json")}
+    again = sweep(**one_round, grid={"rank": (2, 4)}, out=swept.folder, max_parallel=1, progress=False)
+    assert again.is_finished
+    assert {path: path.stat().st_mtime_ns for path in swept.folder.glob("*/summary.json")} == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"grid": {"rank": 4}}, "grid.rank = 4: must be a list"),
+        ({"grid": {"rang": [4]}}, "rang: unknown configuration key"),
+        ({"grid": {"rank": [2, 4]}, "rank": 8}, "rank: grid has runs of several values of it"),
+        ({"runs": [{"rank": 2}], "max_parallel": 0}, "max_parallel = 0"),
+    ],
+)
+def test_a_sweep_that_cannot_be_run_is_refused_before_it_runs(tmp_path, arguments, message):
+    with pytest.raises(InputError) as refused:
+        sweep(out=tmp_path / "none", progress=False, **arguments)
+    assert message in str(refused.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_grid_beside_that_of_a_file_is_refused(tmp_path):
+    path = tmp_path / "study.toml"
+    path.write_text("[grid]\nseed = [0, 1]\n")
+    with pytest.raises(InputError, match=r"grid: .*study\.toml has its own; change it there"):
+        sweep(path, grid={"rank": [2, 4]}, out=tmp_path / "out")
+
+
+def test_importing_simulations_loads_nothing_heavy():
+    code = "import sys, simulations; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert "simulations" in loaded, "the check would be blind"
+    assert not loaded & {"torch", "transformers", "flwr", "ray", "numpy", "pandas", "pydantic", "rich"}
