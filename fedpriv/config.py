@@ -31,6 +31,7 @@ from fedpriv.config_types import (
     Positive,
     Probability,
     Sizes,
+    Track,
     Train,
     split,
 )
@@ -42,8 +43,10 @@ Scalar = str | int | float | bool
 
 BaseFormat = Literal["auto", "float32", "bfloat16", "nf4"]
 
-# Keys that only say where a run's files are. They do not affect its results, so its digest leaves them out.
+# Keys that only say where a run's files are.
 LOCATION_KEYS = ("out", "ledger", "node_keys", "resume")
+# They and where its figures are shown do not affect a run's results, so its digest leaves them out.
+OUTSIDE_KEYS = (*LOCATION_KEYS, "track")
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -172,6 +175,7 @@ class RunConfig:
     engine: Literal["stacked", "in-process", "ray", "flower"] = "stacked"
     ray_address: str = ""
     ray_workers: Annotated[int, Field(ge=0)] = 0
+    track: Track = "none"
     ledger: str = ""
     out: str = ""
     resume: str = ""
@@ -284,6 +288,7 @@ class RunConfig:
             variant_rounds=(),
             dedup="",
             integral_epsilon=None,
+            track="none",
             ledger="",
             out="",
             resume="",
@@ -291,8 +296,8 @@ class RunConfig:
 
     @property
     def digest(self) -> str:
-        """SHA-256, in hex, of all keys except `LOCATION_KEYS`."""
-        values = {key: value for key, value in asdict(self).items() if key not in LOCATION_KEYS}
+        """SHA-256, in hex, of all keys except `OUTSIDE_KEYS`."""
+        values = {key: value for key, value in asdict(self).items() if key not in OUTSIDE_KEYS}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 

@@ -51,6 +51,7 @@ Aggregation = Literal[
 ]  # of fedpriv/aggregation/rules.py
 Layers = Annotated[str, BeforeValidator(text_of_number), Field(pattern=r"^(all|last-[1-9]\d*|\d+(,\d+)*)$")]
 Train = Literal["all", "head", "auto"]
+Track = Literal["none", "mlflow", "tensorboard", "wandb"]
 Names = Annotated[tuple[str, ...], BeforeValidator(split)]
 Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(split)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

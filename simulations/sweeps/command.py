@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from fedpriv.errors import InputError
+from fedpriv.tracking.following import following
+from fedpriv.tracking.logged import run_name
+from fedpriv.tracking.process import Job
 from simulations.sweeps import table
 from simulations.sweeps.display import SweepDisplay, pivot_table
 from simulations.sweeps.metrics import metric_of
@@ -34,12 +38,26 @@ def sweep(path: Path, out: Path, *, overrides: Mapping[str, Any], max_parallel: 
         raise InputError("engine = ray: each run takes all cores; use --max-parallel 1, or another engine")
     out.mkdir(parents=True, exist_ok=True)
     errors: dict[str, str] = {}
+    notices: list[str] = []  # shown after the table, which is redrawn until then
     try:
-        with SweepDisplay(console, planned, out) as display:
-            errors = run_all(planned, out, at_once=at_once, on_change=display.update)
+        with following(_job(planned, out), notices.append):
+            try:
+                with SweepDisplay(console, planned, out) as display:
+                    errors = run_all(planned, out, at_once=at_once, on_change=display.update)
+            finally:
+                finished = _write(planned, out, errors, console)
     finally:
-        finished = _write(planned, out, errors, console)
+        for text in notices:
+            console.print(f"[bold yellow]note[/] {escape(text)}", highlight=False, soft_wrap=True)
     return finished == len(planned.runs)
+
+
+def _job(planned: Sweep, out: Path) -> Job | None:
+    """What a tracker is told of the sweep; None without one."""
+    if planned.track == "none":
+        return None
+    names = {run.key: run_name(run.varied) for run in planned.runs}
+    return Job(tracker=planned.track, folder=str(out), title=planned.title, keys=list(planned.keys), names=names)
 
 
 def _write(planned: Sweep, out: Path, errors: dict[str, str], console: Console) -> int:

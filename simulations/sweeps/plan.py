@@ -12,8 +12,10 @@ from typing import Any
 
 from fedpriv import config as configuration
 from fedpriv.config import RunConfig
+from fedpriv.config_types import Track
 from fedpriv.data import federated
 from fedpriv.errors import InputError
+from fedpriv.tracking.protocol import check_installed
 
 # In a sweep's file `batch_size = "auto"` is B = min(64, N_k / 4) of the smallest client, and at least 1, so that runs
 # with different numbers of clients can be compared.
@@ -21,7 +23,7 @@ AUTO = "auto"
 _LARGEST_AUTO = 64
 
 # Keys that the sweep sets for every run.
-_SET_BY_SWEEP = ("out", "ledger")
+_SET_BY_SWEEP = ("out", "ledger", "track")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +63,13 @@ class Sweep:
         title: for plots.
         keys: what varies, in the file's order.
         runs: without repeats, in the order of the grid, the last key varying fastest.
+        track: where the sweep's figures go; it tracks its runs, which do not know of it.
     """
 
     title: str
     keys: tuple[str, ...]
     runs: tuple[PlannedRun, ...]
+    track: Track = "none"
 
 
 def read(path: Path, overrides: Mapping[str, Any] | None = None) -> Sweep:
@@ -74,20 +78,33 @@ def read(path: Path, overrides: Mapping[str, Any] | None = None) -> Sweep:
     Raises:
         InputError: one line that names the key, the value and what would be right.
     """
-    values = configuration.read(path)
+    values, overrides = configuration.read(path), dict(overrides or {})
     title = values.pop("title", path.stem)
+    in_file = values.pop("track", "none")
+    track = _track(overrides.pop("track", in_file))
     grid, listed = values.pop("grid", {}), values.pop("runs", [{}])
     _check(path, grid, listed)
     keys = tuple(dict.fromkeys([*(key for run in listed for key in run), *grid]))
-    for key in set(keys) & set(overrides or ()) - {"engine"}:
+    for key in set(keys) & set(overrides) - {"engine"}:
         raise InputError(f"-c {key}: {path} has runs of several values of it; change them there")
     runs: dict[str, PlannedRun] = {}
     for run in listed:
         for point in product(*grid.values()):
             varied = {**run, **dict(zip(grid, point, strict=True))}
-            planned = _planned({**values, **varied, **(overrides or {})}, varied, keys)
+            planned = _planned({**values, **varied, **overrides}, varied, keys)
             runs.setdefault(planned.key, planned)
-    return Sweep(title=str(title), keys=keys, runs=tuple(runs.values()))
+    return Sweep(title=str(title), keys=keys, runs=tuple(runs.values()), track=track)
+
+
+def _track(value: Any) -> Track:
+    """The tracker of the whole sweep.
+
+    Raises:
+        InputError: it is unknown, or not installed.
+    """
+    track = configuration.parse({"track": value}).track
+    check_installed(track)
+    return track
 
 
 def _check(path: Path, grid: Any, listed: Any) -> None:
