@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -73,10 +74,16 @@ class RunFollower:
         if self._position.finished or not (self._folder / files.CONFIG).is_file():
             return
         run = self._opened()
-        self._tell_rounds(run, self._last_round(complete=complete))
-        if complete:
-            self._finish(run)
-        elif ended:
+        try:
+            self._tell_rounds(run, self._last_round(complete=complete))
+            if complete:
+                self._finish(run)
+        except Exception:
+            if ended:
+                with contextlib.suppress(Exception):  # the first reason is the one to tell
+                    run.end("failed")
+            raise
+        if ended and not complete:
             run.end("failed")
 
     def _opened(self) -> TrackedRun:
@@ -84,8 +91,9 @@ class RunFollower:
             run = self._tracker.open_run(self._place, self._position.run or None)
             if run.id != self._position.run:  # a new one, also where the old one is not there any more
                 self._keep(replace(self._position, run=run.id, round=-1))
-            values = logged.configuration(files.read_values(self._folder / files.CONFIG))
-            run.log_parameters(logged.parameters(values))
+            if self._position.round < 0:
+                values = logged.configuration(files.read_values(self._folder / files.CONFIG))
+                run.log_parameters(logged.parameters(values))
             self._run = run
             # A run that is resumed from an earlier checkpoint repeats the rounds after it.
             self._keep(replace(self._position, round=min(self._position.round, self._last_round(complete=False))))
@@ -147,18 +155,27 @@ class SweepFollower:
         self._runs: dict[str, RunFollower] = {}
 
     def update(self, *, complete: bool, ended: bool) -> None:
-        """Tell what is new of every run, as `RunFollower` does of one."""
+        """Tell what is new of every run, as `RunFollower` does of one; one that fails does not stop the others."""
         self._open()
-        for key in self._names:
-            folder = self._folder / key
-            if (folder / files.CONFIG).is_file():
-                written = files.is_finished(folder) and (folder / files.REPORT).is_file()
-                self._follower(key).update(complete=written, ended=ended)
-        if not ended or self._run is None:
-            return
-        self._run.log_final(_sweep_figures(self._folder / "sweep.csv"), {}, 0)
-        _send(self._run, lambda into: staged.stage_sweep(self._folder, into))
-        self._run.end("finished" if complete else "failed")
+        errors = [error for key in self._names if (error := self._update_run(key, ended=ended))]
+        if ended and self._run is not None:
+            self._run.log_final(_sweep_figures(self._folder / "sweep.csv"), {}, 0)
+            _send(self._run, lambda into: staged.stage_sweep(self._folder, into))
+            self._run.end("finished" if complete else "failed")
+        if errors:
+            raise errors[0]
+
+    def _update_run(self, key: str, *, ended: bool) -> Exception | None:
+        """What the run's follower raises."""
+        folder = self._folder / key
+        if not (folder / files.CONFIG).is_file():
+            return None
+        written = files.is_finished(folder) and (folder / files.REPORT).is_file()
+        try:
+            self._follower(key).update(complete=written, ended=ended)
+        except Exception as error:
+            return error
+        return None
 
     def _open(self) -> None:
         if self._is_open:

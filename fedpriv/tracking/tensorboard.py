@@ -24,14 +24,14 @@ _KEY_FIGURES = (
 class TensorboardRun:
     """A folder of event files; each process writes one of its own."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self._name = folder, name
+    def __init__(self, folder: Path, name: str, run_id: str) -> None:
+        self._folder, self._name, self._id = folder, name, run_id
         self._file: Path | None = None
 
     @property
     def id(self) -> str:
-        """The folder."""
-        return str(self._folder)
+        """The folder, from the run's: a run may be moved and resumed."""
+        return self._id
 
     def log_parameters(self, values: Mapping[str, Parameter]) -> None:
         """For the page HParams, and as a table among the texts."""
@@ -86,7 +86,7 @@ class TensorboardRun:
 def open_run(place: Place, known: str | None) -> TensorboardRun:
     """The folder RUN/tensorboard or SWEEP/tensorboard/NAME, or one in TENSORBOARD_LOGGING_DIR, by the run's name."""
     if known:
-        return TensorboardRun(Path(known), place.name)
+        return TensorboardRun(place.folder / known, place.name, known)
     elsewhere = os.environ.get(FOLDER)
     if elsewhere:
         parent = Path(elsewhere).expanduser().absolute()
@@ -94,8 +94,8 @@ def open_run(place: Place, known: str | None) -> TensorboardRun:
     elif place.sweep_folder:
         folder = _unused(place.sweep_folder / "tensorboard", place.name)
     else:
-        folder = place.folder / "tensorboard"
-    return TensorboardRun(folder, folder.name if place.sweep or elsewhere else place.name)
+        return TensorboardRun(place.folder / "tensorboard", place.name, "tensorboard")
+    return TensorboardRun(folder, folder.name, str(folder))
 
 
 def open_sweep(title: str, folder: Path, keys: Sequence[str], known: str | None) -> None:

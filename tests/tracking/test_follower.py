@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fedpriv.errors import InputError
 from fedpriv.runs import files
 from fedpriv.tracking import follower, staged
 from fedpriv.tracking.follower import RunFollower, SweepFollower
@@ -155,6 +156,18 @@ def test_runs_of_a_sweep_have_a_parent_and_names_and_end_one_by_one(tmp_path, tr
     assert ("final", 0, figures) in tracker.calls
     assert tracker.calls.count("finished") == 2, "the run that is done is not told twice"
     assert tracker.calls.count("failed") == 1
+
+
+def test_one_run_that_cannot_be_told_does_not_stop_the_others(tmp_path, tracker):
+    for key in ("a1", "b2"):
+        begun(tmp_path / key, checkpoint=1, rounds=1)
+    (tmp_path / "a1" / files.ROUNDS).write_text("damaged\n1\n")
+    names = {"a1": "rank=2", "b2": "rank=4"}
+    sweep = SweepFollower(tracker, "recorded", tmp_path, title="study", keys=["rank"], names=names)
+    with pytest.raises(InputError, match="a1"):
+        sweep.update(complete=True, ended=True)
+    assert [k for k, _ in accuracies(tracker)] == [0, 1]
+    assert tracker.calls[-1] == "finished"
 
 
 def test_a_sweep_started_again_leaves_finished_runs_alone(tmp_path, tracker):
