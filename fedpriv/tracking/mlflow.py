@@ -17,9 +17,6 @@ from fedpriv.tracking.protocol import EXPERIMENT, Ending, Place
 _METRICS_AT_ONCE, _PARAMETERS_AT_ONCE = 1000, 100
 _STATUS: Mapping[Ending, str] = {"finished": "FINISHED", "failed": "FAILED"}
 
-# Without it, MLflow's pages begin with evaluations of agents.
-_TRAINING = {"mlflow.experimentKind": "custom_model_development"}
-
 # A server that does not answer is asked again later; MLflow's own patience would be 14 minutes.
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
 
@@ -125,7 +122,7 @@ def _experiment(client: Any, sweep: str | None) -> str:
     if found := client.get_experiment_by_name(name):
         return str(found.experiment_id)
     try:
-        return str(client.create_experiment(name, tags=_TRAINING))
+        return str(client.create_experiment(name))
     except MlflowException as error:  # another run has made it in the meantime
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
