@@ -30,10 +30,12 @@ from fedpriv.config_types import (
     Positive,
     Probability,
     Sizes,
+    Track,
     Train,
     split,
 )
 from fedpriv.config_values import LOCATION_KEYS as LOCATION_KEYS
+from fedpriv.config_values import OUTSIDE_KEYS as OUTSIDE_KEYS
 from fedpriv.config_values import is_resolved, two_noises
 from fedpriv.config_values import parse_overrides as parse_overrides
 from fedpriv.config_values import read as read
@@ -171,6 +173,7 @@ class RunConfig:
     engine: Literal["stacked", "in-process", "ray", "flower"] = "stacked"
     ray_address: str = ""
     ray_workers: Annotated[int, Field(ge=0)] = 0
+    track: Track = "none"
     ledger: str = ""
     out: str = ""
     resume: str = ""
@@ -283,6 +286,7 @@ class RunConfig:
             variant_rounds=(),
             dedup="",
             integral_epsilon=None,
+            track="none",
             ledger="",
             out="",
             resume="",
@@ -290,8 +294,8 @@ class RunConfig:
 
     @property
     def digest(self) -> str:
-        """SHA-256, in hex, of all keys except `LOCATION_KEYS`."""
-        values = {key: value for key, value in asdict(self).items() if key not in LOCATION_KEYS}
+        """SHA-256, in hex, of all keys except `OUTSIDE_KEYS`."""
+        values = {key: value for key, value in asdict(self).items() if key not in OUTSIDE_KEYS}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 

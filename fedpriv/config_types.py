@@ -56,6 +56,7 @@ _LAYERS = r"^(all|last-[1-9]\d*|\d+(,\d+)*)$"
 _LayersInput = Annotated[str, Field(pattern=_LAYERS)] | NonNegativeInt
 Layers = Annotated[str, BeforeValidator(text_of_number, json_schema_input_type=_LayersInput), Field(pattern=_LAYERS)]
 Train = Literal["all", "head", "auto"]
+Track = Literal["none", "mlflow", "tensorboard", "wandb"]
 Names = Annotated[tuple[str, ...], BeforeValidator(split, json_schema_input_type=tuple[str, ...] | str)]
 _Size = Annotated[int, Field(ge=1)]
 Sizes = Annotated[tuple[_Size, ...], BeforeValidator(split, json_schema_input_type=tuple[_Size, ...] | _List)]

@@ -10,8 +10,10 @@ from typing import Any
 from fedpriv.errors import InputError
 from fedpriv.recipes import BY_RECIPE
 
-# Keys that only say where a run's files are. They do not affect its results, so its digest leaves them out.
+# Keys that only say where a run's files are.
 LOCATION_KEYS = ("out", "ledger", "node_keys", "resume")
+# They and where its figures are shown do not affect a run's results, so its digest leaves them out.
+OUTSIDE_KEYS = (*LOCATION_KEYS, "track")
 
 
 def is_resolved(values: Mapping[str, Any]) -> bool:

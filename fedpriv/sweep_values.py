@@ -81,5 +81,7 @@ def _point(values: dict[str, Any], varied: dict[str, Any]) -> Point:
     for key in _SET_BY_SWEEP:
         if values.get(key):
             raise InputError(f"{key} = {values[key]!r}: the sweep sets it for every run; leave it out")
+    if "track" in varied:
+        raise InputError(f"track = {varied['track']!r}: one tracker shows the whole sweep; give it outside of the grid")
     auto = values.get("batch_size") == AUTO
     return Point(varied=varied, values={**values, "batch_size": 1} if auto else values, auto_batch=auto)

@@ -14,6 +14,8 @@ from fedpriv.config import RunConfig
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.runs import files
 from fedpriv.runs.writer import RunWriter
+from fedpriv.tracking.following import following_run
+from fedpriv.tracking.protocol import check_installed
 from fedpriv.training.lora_choice import decided
 from fedpriv.training.noise_plan import calibrated
 from fedpriv.training.workbench import Workbench, workbench
@@ -45,6 +47,7 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
         noise_multiplier=config.noise_multiplier,
     )
     answers.check(config)
+    check_installed(config.track)
     config = with_mechanism_parameters(config)
     config = resume.with_base_dtype(config)
     resume.check_configuration(config)
@@ -67,6 +70,22 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     writer = (
         resume.reopened_folder(config, resumed) if resumed else RunWriter.created(Path(config.out).absolute(), config)
     )
+    with following_run(writer.path, config, observer.notice):
+        _carry_out(grid, config, bench, nodes, resumed, plain, writer, observer)
+    return writer.path
+
+
+def _carry_out(
+    grid: Grid,
+    config: RunConfig,
+    bench: Workbench,
+    nodes: Nodes,
+    resumed: Checkpoint | None,
+    plain: Baselines | None,
+    writer: RunWriter,
+    observer: Observer,
+) -> None:
+    """The rounds, and all that follows them, into the run's folder."""
     path = Path(config.ledger) if config.ledger else writer.ledger
     with resume.reopened_ledger(path, resumed) if resumed else Ledger(path) as ledger:
         series = Series(config, bench, nodes, ledger, resumed)
@@ -101,7 +120,6 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     observer.progressed(Progress(what="writing the report"))
     _write_report(writer.path)
     observer.finished(writer.path, summary)
-    return writer.path
 
 
 def _baselines(config: RunConfig, bench: Workbench) -> Baselines | None:

@@ -52,7 +52,7 @@ def check_configuration(config: RunConfig) -> None:
     began = files.read_config(files.run_folder_of(Path(config.resume)))
     # The folder's file holds what was derived when the run began, which is derived again.
     free = {
-        *configuration.LOCATION_KEYS,
+        *configuration.OUTSIDE_KEYS,
         *(["noise_multiplier"] if began.target_epsilon else []),
         *(key for key in ("start_noise_multiplier", "lora_noise_multiplier") if getattr(config, key) is None),
         *(_DECIDED if began.train == "auto" else ()),

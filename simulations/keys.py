@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypedDict
 
-from fedpriv.config import BaseFormat
-from fedpriv.config_types import Aggregation, Train
+from fedpriv.config_types import Aggregation, BaseFormat, Track, Train
 from fedpriv.recipes import Recipe
 
 
@@ -135,6 +134,7 @@ class _CommonKeys(TypedDict, total=False):
     engine: Literal["stacked", "in-process", "ray", "flower"]
     ray_address: str
     ray_workers: int
+    track: Track
     ledger: str | Path
 
 

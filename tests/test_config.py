@@ -11,8 +11,8 @@ import pytest
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import (
     KEYS,
-    LOCATION_KEYS,
     ON_NODES,
+    OUTSIDE_KEYS,
     RunConfig,
     checked,
     parse,
@@ -87,6 +87,7 @@ BAD = {
     "relevance_threshold": 1.5,
     "max_update_norm": 0.0,
     "ray_workers": -1,
+    "track": "paper",
     "recipe": "secret",
     "normalize_features": "perhaps",
     "train": "body",
@@ -520,8 +521,8 @@ FOR_SGD_ALONE = (
 )
 
 
-@pytest.mark.parametrize("key", sorted(set(KEYS) - {*LOCATION_KEYS, "aggregation"}))
-def test_digest_depends_on_every_key_but_locations(key):
+@pytest.mark.parametrize("key", sorted(set(KEYS) - {*OUTSIDE_KEYS, "aggregation"}))
+def test_digest_depends_on_every_key_but_those_outside(key):
     base = RunConfig(optimizer="adamw", aggregation="cmfl" if key == "audit" else "flora")
     if key in FOR_SGD_ALONE:
         base = RunConfig(lora_rounds=2)

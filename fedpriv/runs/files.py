@@ -1,14 +1,15 @@
-"""The names of a run folder's files, and what is read from it without its tables."""
+"""The names of a run folder's files, and what is read and written there beside its tables."""
 
 from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fedpriv import config as configuration
+from fedpriv import strict_json
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
 
@@ -22,6 +23,7 @@ LEDGER = "ledger.sqlite"
 SAMPLES = "samples.jsonl"
 SUMMARY = "summary.json"  # written last: it marks the run as finished
 REPORT = "report.html"
+TRACKER = "tracker.json"  # how far a tracker has been told
 
 CHECKPOINTS = "checkpoint"
 COMPARISON = "comparison"  # a run folder of its own, of the rounds without noise
@@ -63,6 +65,13 @@ def read_values(path: Path, *, optional: bool = False) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise InputError(f"{path}: must hold keys and values, holds a {type(values).__name__}")
     return values
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file atomically; NaN and infinities become null, since JSON has none."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(strict_json.dumps(content, indent=2) + "\n")
+    temporary.replace(path)
 
 
 def missing(path: Path) -> InputError:

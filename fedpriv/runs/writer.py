@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import fedpriv
-from fedpriv import strict_json
 from fedpriv.config import RunConfig, to_toml
 from fedpriv.errors import InputError
 from fedpriv.journal import Journal
 from fedpriv.protocol import Registration
 from fedpriv.runs import files
+from fedpriv.runs.files import write_json
 from fedpriv.runs.rows import ClientRow, RoundRow, column_types, read_rows
 
 _PACKAGES = ("flwr", "torch", "transformers", "peft", "dp-accounting", "numpy", "datasets", "cryptography")
@@ -123,13 +123,6 @@ def _append(path: Path, rows: Sequence[RoundRow | ClientRow]) -> None:
         csv.writer(file).writerows(asdict(row).values() for row in rows)
         file.flush()
         os.fsync(file.fileno())
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file atomically; NaN and infinities become null, since JSON has none."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(strict_json.dumps(content, indent=2) + "\n")
-    temporary.replace(path)
 
 
 def environment() -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base
 from fedpriv.adapters.quantised import quantise
 from fedpriv.aggregation.rules import RULES
-from fedpriv.config import KEYS, LOCATION_KEYS, ON_NODES, RunConfig
+from fedpriv.config import KEYS, ON_NODES, OUTSIDE_KEYS, RunConfig
 from fedpriv.data import federated, holdout
 from fedpriv.data.chat import ChatFormat
 from fedpriv.data.encoding import Encoder, encoder_of, num_cut, num_full
@@ -255,5 +255,5 @@ _WITHOUT_EFFECT = {
     *("generated_answers", "max_new_tokens"),
     *("variant_clients", "dedup", "dedup_block_size", "dedup_records"),
     *("dedup_epsilon_bound", "dedup_utility_bound", "integral_epsilon"),
-    *LOCATION_KEYS,
+    *OUTSIDE_KEYS,
 }

@@ -17,6 +17,7 @@ import tomli_w
 from fedpriv import config as configuration
 from fedpriv.deployment.flower import CONNECTION, FlowerError, environment, flwr, program_folder
 from fedpriv.runs.files import CONFIG, run_folder_of
+from fedpriv.tracking.protocol import check_installed
 from server.deploy.folder import Coordinator
 
 COMPLETED = "finished:completed"
@@ -77,7 +78,9 @@ def run_values(coordinator: Coordinator, overrides: Sequence[str]) -> dict[str, 
     if Path(str(values.get("test_data", ""))).expanduser().is_file():
         values["test_data"] = _absolute(values["test_data"])
     original = _original_configuration(Path(values["resume"])) if values.get("resume") else {}
-    return configuration.to_flower(configuration.parse({**defaults, **original, **values}))
+    config = configuration.parse({**defaults, **original, **values})
+    check_installed(config.track)
+    return configuration.to_flower(config)
 
 
 def _absolute(path: object) -> str:

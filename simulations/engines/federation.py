@@ -11,6 +11,7 @@ from flwr.app import Context, RecordDict
 from clients.app import app as client_app
 from clients.node import TRUST_KEY
 from fedpriv.config import RunConfig, to_flower
+from fedpriv.tracking.protocol import check_installed
 from fedpriv.training.local_update import Execute
 from fedpriv.training.stacked import clients_at_once, execute_one_by_one, execute_stacked
 from fedpriv.training.workbench import workbench
@@ -33,6 +34,7 @@ def run(config: RunConfig, observer: Observer) -> None:
     Raises:
         InputError: something in the configuration or the data cannot be used.
     """
+    check_installed(config.track)
     config = with_base_dtype(config)
     with task_identity(RUN_ID), _executor(config, observer) as execute:
         make_app(observer)(LocalGrid(contexts(config), execute, client_app), server_context(config))

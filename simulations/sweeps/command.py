@@ -12,6 +12,9 @@ from rich.markup import escape
 from fedpriv import preflight
 from fedpriv.errors import InputError
 from fedpriv.runs import files
+from fedpriv.tracking.following import following
+from fedpriv.tracking.logged import run_name
+from fedpriv.tracking.process import Job
 from simulations.paths import from_here
 from simulations.sweeps.metrics import metric_of
 from simulations.sweeps.plan import Sweep
@@ -42,13 +45,27 @@ def sweep(planned: Sweep, out: Path, *, max_parallel: int | None, console: Conso
 
     out.mkdir(parents=True, exist_ok=True)
     errors: dict[str, str] = {}
+    notices: list[str] = []  # shown after the table, which is redrawn until then
     try:
-        with SweepDisplay(console, planned, out) as display:
-            errors = run_all(planned, out, at_once=at_once, on_change=display.update)
+        with following(_job(planned, out), notices.append):
+            try:
+                with SweepDisplay(console, planned, out) as display:
+                    errors = run_all(planned, out, at_once=at_once, on_change=display.update)
+            finally:
+                finished = _written(planned, out, errors)
+                _show(finished, planned, console)
     finally:
-        finished = _written(planned, out, errors)
-        _show(finished, planned, console)
+        for text in notices:
+            console.print(f"[bold yellow]note[/] {escape(text)}", highlight=False, soft_wrap=True)
     return finished
+
+
+def _job(planned: Sweep, out: Path) -> Job | None:
+    """What a tracker is told of the sweep; None without one."""
+    if planned.track == "none":
+        return None
+    names = {run.key: run_name(run.varied) for run in planned.runs}
+    return Job(tracker=planned.track, folder=str(out), title=planned.title, keys=list(planned.keys), names=names)
 
 
 def _written(planned: Sweep, out: Path, errors: dict[str, str]) -> FinishedSweep:

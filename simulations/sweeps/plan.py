@@ -12,8 +12,10 @@ from typing import Any
 from fedpriv import config as configuration
 from fedpriv import sweep_values
 from fedpriv.config import RunConfig
+from fedpriv.config_types import Track
 from fedpriv.data import federated
 from fedpriv.sweep_values import Point
+from fedpriv.tracking.protocol import check_installed
 
 # The largest batch size that follows the smallest client.
 _LARGEST_AUTO = 64
@@ -56,11 +58,13 @@ class Sweep:
         title: for plots.
         keys: what varies, in the file's order.
         runs: without repeats, in the order of the grid, the last key varying fastest.
+        track: where the sweep's figures go; it tracks its runs, which do not know of it.
     """
 
     title: str
     keys: tuple[str, ...]
     runs: tuple[PlannedRun, ...]
+    track: Track = "none"
 
 
 def read(path: Path, overrides: Mapping[str, Any] | None = None) -> Sweep:
@@ -84,12 +88,26 @@ def expand(values: Mapping[str, Any], *, source: str, title: str, overrides: Map
     Raises:
         InputError: one line that names the key, the value and what would be right.
     """
-    title, keys, points = sweep_values.points(values, source=source, title=title, overrides=overrides)
+    base, changes = dict(values), dict(overrides or {})
+    given = base.pop("track", "none")
+    track = _track(changes.pop("track", given))
+    title, keys, points = sweep_values.points(base, source=source, title=title, overrides=changes)
     runs: dict[str, PlannedRun] = {}
     for point in points:
         planned = _planned(point, keys)
         runs.setdefault(planned.key, planned)
-    return Sweep(title=title, keys=keys, runs=tuple(runs.values()))
+    return Sweep(title=title, keys=keys, runs=tuple(runs.values()), track=track)
+
+
+def _track(value: Any) -> Track:
+    """The tracker of the whole sweep.
+
+    Raises:
+        InputError: it is unknown, or not installed.
+    """
+    track = configuration.parse({"track": value}).track
+    check_installed(track)
+    return track
 
 
 def _planned(point: Point, keys: tuple[str, ...]) -> PlannedRun:

@@ -1,0 +1,214 @@
+"""Reads what a run or a sweep has released so far, and tells the tracker what it does not know yet."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fedpriv.runs import files
+from fedpriv.runs.rows import ClientRow, RoundRow, read_rows
+from fedpriv.tracking import logged, staged
+from fedpriv.tracking.protocol import Place, TrackedRun, Tracker
+
+# The columns that a sweep's own run gets; all rows of sweep.csv hold the same.
+_SWEEP_FIGURES = ("epsilon_sum", "delta_sum", "num_runs_in_sum")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """How far a tracker has been told, kept in tracker.json in the run's folder.
+
+    Attributes:
+        tracker: which.
+        run: its id of the run; empty before there is one.
+        round: the last one that it knows; -1 for none.
+        finished: whether it knows the final figures and has the files.
+    """
+
+    tracker: str
+    run: str = ""
+    round: int = -1
+    finished: bool = False
+
+
+def read_position(folder: Path, tracker: str) -> Position:
+    """How far this tracker has been told; the beginning, if another was told before, or none."""
+    values = files.read_values(folder / files.TRACKER, optional=True)
+    if values.get("tracker") != tracker:
+        return Position(tracker=tracker)
+    return Position(**values)
+
+
+class RunFollower:
+    """Follows one run's folder.
+
+    Args:
+        tracker: where to.
+        name: of the tracker.
+        place: of the run.
+        once: whether a run that the tracker knows to be finished is left alone; a run that is resumed is not.
+    """
+
+    def __init__(self, tracker: Tracker, name: str, place: Place, *, once: bool = False) -> None:
+        self._tracker, self._place, self._folder = tracker, place, place.folder
+        self._position = read_position(place.folder, name)
+        if not once:
+            self._position = replace(self._position, finished=False)
+        self._run: TrackedRun | None = None
+
+    def update(self, *, complete: bool, ended: bool) -> None:
+        """Tell what is new.
+
+        Args:
+            complete: whether the run's files are all written.
+            ended: whether there will be no other call.
+
+        Raises:
+            Exception: the tracker's; the next call tells again what did not arrive.
+        """
+        if self._position.finished or not (self._folder / files.CONFIG).is_file():
+            return
+        run = self._opened()
+        try:
+            self._tell_rounds(run, self._last_round(complete=complete))
+            if complete:
+                self._finish(run)
+        except Exception:
+            if ended:
+                with contextlib.suppress(Exception):  # the first reason is the one to tell
+                    run.end("failed")
+            raise
+        if ended and not complete:
+            run.end("failed")
+
+    def _opened(self) -> TrackedRun:
+        if self._run is None:
+            run = self._tracker.open_run(self._place, self._position.run or None)
+            if run.id != self._position.run:  # a new one, also where the old one is not there any more
+                self._keep(replace(self._position, run=run.id, round=-1))
+            if self._position.round < 0:
+                values = logged.configuration(files.read_values(self._folder / files.CONFIG))
+                run.log_parameters(logged.parameters(values))
+            self._run = run
+            # A run that is resumed from an earlier checkpoint repeats the rounds after it.
+            self._keep(replace(self._position, round=min(self._position.round, self._last_round(complete=False))))
+        return self._run
+
+    def _last_round(self, *, complete: bool) -> int:
+        """The last round that is final: a run that dies before its checkpoint repeats the round."""
+        if complete:
+            return max(int(row["round"]) for row in read_rows(self._folder / files.ROUNDS, RoundRow))
+        found = files.checkpoints(self._folder)
+        return files.checkpoint_round(found[-1]) if found else -1
+
+    def _tell_rounds(self, run: TrackedRun, last: int) -> None:
+        first = self._position.round
+        if last <= first:
+            return
+        num_clients = len(files.read_values(self._folder / files.REGISTRATIONS, optional=True))
+        clients = logged.client_points(read_rows(self._folder / files.CLIENTS, ClientRow), num_clients)
+        points = logged.round_points(read_rows(self._folder / files.ROUNDS, RoundRow)) + clients
+        run.log_points(sorted((p for p in points if first < p.round <= last), key=lambda p: p.round))
+        self._keep(replace(self._position, round=last))
+
+    def _finish(self, run: TrackedRun) -> None:
+        summary = files.read_values(self._folder / files.SUMMARY)
+        comparison = self._folder / files.COMPARISON
+        if files.is_finished(comparison):
+            rows = read_rows(comparison / files.ROUNDS, RoundRow)
+            run.log_points(logged.round_points(rows, logged.COMPARISON_METRICS))
+        run.log_final(logged.final_figures(summary), logged.facts(summary), self._position.round)
+        _send(run, lambda into: staged.stage_run(self._folder, into))
+        run.end("finished")
+        self._keep(replace(self._position, finished=True))
+
+    def _keep(self, position: Position) -> None:
+        if position != self._position:
+            files.write_json(self._folder / files.TRACKER, asdict(position))
+        self._position = position
+
+
+class SweepFollower:
+    """Follows a sweep's folder and those of its runs, which are never resumed.
+
+    Args:
+        tracker: where to.
+        name: of the tracker.
+        folder: the sweep's.
+        title: of the sweep.
+        keys: what varies.
+        names: {folder of a run: what it is called}.
+    """
+
+    def __init__(
+        self, tracker: Tracker, name: str, folder: Path, *, title: str, keys: Sequence[str], names: Mapping[str, str]
+    ) -> None:
+        self._tracker, self._name, self._folder = tracker, name, folder
+        self._title, self._keys, self._names = title, keys, names
+        self._run: TrackedRun | None = None
+        self._is_open = False
+        self._runs: dict[str, RunFollower] = {}
+
+    def update(self, *, complete: bool, ended: bool) -> None:
+        """Tell what is new of every run, as `RunFollower` does of one; one that fails does not stop the others."""
+        self._open()
+        errors = [error for key in self._names if (error := self._update_run(key, ended=ended))]
+        if ended and self._run is not None:
+            self._run.log_final(_sweep_figures(self._folder / "sweep.csv"), {}, 0)
+            _send(self._run, lambda into: staged.stage_sweep(self._folder, into))
+            self._run.end("finished" if complete else "failed")
+        if errors:
+            raise errors[0]
+
+    def _update_run(self, key: str, *, ended: bool) -> Exception | None:
+        """What the run's follower raises."""
+        folder = self._folder / key
+        if not (folder / files.CONFIG).is_file():
+            return None
+        written = files.is_finished(folder) and (folder / files.REPORT).is_file()
+        try:
+            self._follower(key).update(complete=written, ended=ended)
+        except Exception as error:
+            return error
+        return None
+
+    def _open(self) -> None:
+        if self._is_open:
+            return
+        position = read_position(self._folder, self._name)
+        self._run = self._tracker.open_sweep(self._title, self._folder, self._keys, position.run or None)
+        if self._run is not None:
+            files.write_json(self._folder / files.TRACKER, asdict(replace(position, run=self._run.id)))
+        self._is_open = True
+
+    def _follower(self, key: str) -> RunFollower:
+        if key not in self._runs:
+            place = Place(
+                name=self._names[key],
+                folder=self._folder / key,
+                sweep=self._title,
+                sweep_folder=self._folder,
+                parent=self._run.id if self._run else None,
+            )
+            self._runs[key] = RunFollower(self._tracker, self._name, place, once=True)
+        return self._runs[key]
+
+
+def _send(run: TrackedRun, stage: Callable[[Path], None]) -> None:
+    with tempfile.TemporaryDirectory(prefix="fedpriv-tracking-") as folder:
+        stage(Path(folder))
+        run.log_files(Path(folder))
+
+
+def _sweep_figures(table: Path) -> dict[str, float]:
+    """What all runs cost together; nothing if the sweep ended before its table."""
+    if not table.is_file():
+        return {}
+    with table.open(newline="", encoding="utf-8") as file:
+        row: dict[str, Any] = next(csv.DictReader(file), {})
+    return {f"sweep/{name}": float(row[name]) for name in _SWEEP_FIGURES if row.get(name)}

@@ -1,0 +1,182 @@
+"""What a tracker is told of a run: pure functions of the tables, the summary and the configuration that it wrote."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from fedpriv.config import LOCATION_KEYS
+
+Parameter = str | int | float | bool
+
+ROUND_METRICS: Mapping[str, str] = {
+    "test_accuracy": "test/accuracy",
+    "test_loss": "test/loss",
+    "test_perplexity": "test/perplexity",
+    "epsilon_local_max": "epsilon/local_max",
+    "epsilon_rho_max": "epsilon/rho_max",
+    "epsilon_aggregate_max": "epsilon/aggregate_max",
+    "bytes_up": "bytes/up",
+    "bytes_down": "bytes/down",
+    "seconds": "round/seconds",
+    **{
+        name: f"round/{name}"
+        for name in ("num_selected", "num_replies", "num_silent", "num_failures", "num_late", "num_retired")
+    },
+}
+"""{column of rounds.csv: its metric}. Trackers show the metrics of one word before the slash side by side."""
+
+COMPARISON_METRICS: Mapping[str, str] = {
+    "test_accuracy": "comparison/accuracy",
+    "test_loss": "comparison/loss",
+    "test_perplexity": "comparison/perplexity",
+}
+"""The same of the comparison run, which costs no epsilon."""
+
+CLIENT_METRICS = ("epsilon_local", "epsilon_rho", "epsilon_aggregate")
+"""The columns of clients.csv, and keys of a client in summary.json, that are logged for each client."""
+
+MOST_CLIENTS = 100
+"""With more, no tracker's page could show them: then only the largest epsilons are logged."""
+
+FACTS = (
+    *("private", "caveat", "unit", "accountant", "noise_source", "stopped_early", "adapters_moved"),
+    *("run_id", "configuration_digest", "ledger_head"),
+)
+"""The keys of summary.json that are words."""
+
+NAMES_OF_MACHINES = (*LOCATION_KEYS, "ray_address", "track")
+"""Keys of the configuration that say where something is; nobody compares runs by them."""
+
+PLACES = ("model", "data", "test_data", "mechanism_parameters")
+"""Keys that may hold a path; of a path, only the last name is logged."""
+
+LONGEST_TEXT = 500
+"""Characters of a parameter; MLflow takes 6,000, but no table of runs shows as much."""
+
+# Of environment.json, what does not name the machine.
+_NO_VERSIONS = ("fedpriv_file", "commit", "platform", "cpu_count")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One value of a metric, after a round."""
+
+    metric: str
+    value: float
+    round: int
+
+
+def exists_here(path: str) -> bool:
+    """Whether the path leads to something on this machine."""
+    try:
+        return Path(path).exists()
+    except OSError:  # too long to be a path
+        return False
+
+
+def without_folders(value: str, exists: Callable[[str], bool] = exists_here) -> str:
+    """The last name of a path; a name such as `organisation/model` that is nothing on this machine stays as it is."""
+    is_path = value.startswith(("/", "~", ".", "\\")) or PurePath(value).is_absolute()
+    return PurePath(value).name if is_path or exists(value) else value
+
+
+def configuration(values: Mapping[str, Any], exists: Callable[[str], bool] = exists_here) -> dict[str, Any]:
+    """What config.toml holds, without paths and the names of machines.
+
+    Args:
+        values: of config.toml.
+        exists: whether a path leads to something on this machine.
+    """
+    kept = {key: value for key, value in values.items() if key not in NAMES_OF_MACHINES}
+    places = {key: without_folders(kept[key], exists) for key in PLACES if isinstance(kept.get(key), str)}
+    return kept | places
+
+
+def parameters(values: Mapping[str, Any]) -> dict[str, Parameter]:
+    """`configuration` as parameters: lists as text, long texts cut, keys without a value left out."""
+    return {key: _plain(value) for key, value in values.items() if value not in ("", [], ())}
+
+
+def _plain(value: Any) -> Parameter:
+    if isinstance(value, (list, tuple)):
+        value = ", ".join(map(str, value))
+    if isinstance(value, str) and len(value) > LONGEST_TEXT:
+        return value[: LONGEST_TEXT - 1] + "…"
+    return value if isinstance(value, (str, int, float, bool)) else str(value)
+
+
+def paths(values: Mapping[str, Any], exists: Callable[[str], bool] = exists_here) -> dict[str, str]:
+    """{path in config.toml: what is said in its place}, longest first."""
+    named = [str(values[key]) for key in (*PLACES, *LOCATION_KEYS) if values.get(key)]
+    found = {path: without_folders(path, exists) for path in named}
+    return {path: found[path] for path in sorted(found, key=len, reverse=True) if found[path] != path}
+
+
+def versions(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """What environment.json holds of packages, without what it says of the machine."""
+    return {key: value for key, value in environment.items() if key not in _NO_VERSIONS}
+
+
+def round_points(rows: Iterable[Mapping[str, Any]], metrics: Mapping[str, str] = ROUND_METRICS) -> list[Point]:
+    """The points of rows of rounds.csv, which leave out what is empty or infinite."""
+    return [
+        Point(metric=metric, value=float(row[column]), round=row["round"])
+        for row in rows
+        for column, metric in metrics.items()
+        if _is_finite(row.get(column))
+    ]
+
+
+def client_points(rows: Iterable[Mapping[str, Any]], num_clients: int) -> list[Point]:
+    """The points of rows of clients.csv; none if the run has more than MOST_CLIENTS clients."""
+    if num_clients > MOST_CLIENTS:
+        return []
+    return [
+        Point(metric=f"{column}/{client_name(row['client'])}", value=float(row[column]), round=row["round"])
+        for row in rows
+        for column in CLIENT_METRICS
+        if _is_finite(row.get(column))
+    ]
+
+
+def client_name(client: int) -> str:
+    """A client in the name of a metric, such that a list of names is in the order of partition ids."""
+    return f"client_{client:02}"
+
+
+def final_figures(summary: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of summary.json and of its audit, and each client's final epsilons."""
+    figures = {f"final/{key}": value for key, value in summary.items() if _is_finite(value)}
+    audit = summary.get("audit") or {}
+    figures |= {f"final/audit_{key}": value for key, value in audit.items() if _is_finite(value)}
+    clients = summary.get("clients", ())
+    if len(clients) <= MOST_CLIENTS:
+        figures |= {
+            f"final_{key}/{client_name(client['client'])}": client[key]
+            for client in clients
+            for key in CLIENT_METRICS
+            if _is_finite(client.get(key))
+        }
+    return {name: float(value) for name, value in figures.items()}
+
+
+def facts(summary: Mapping[str, Any]) -> dict[str, str]:
+    """What summary.json says in words; a key without a value is left out."""
+    said = {key: summary.get(key) for key in FACTS}
+    known = {key: value for key, value in said.items() if value not in (None, "")}
+    return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in known.items()}
+
+
+def run_name(varied: Mapping[str, Any], exists: Callable[[str], bool] = exists_here) -> str:
+    """What a run of a sweep is called: the keys that vary with their values."""
+    values = {key: without_folders(value, exists) if isinstance(value, str) else value for key, value in varied.items()}
+    named = [f"{key}={_plain(value)}" for key, value in values.items() if value is not None]
+    return ", ".join(named) or "base"
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
