@@ -67,15 +67,6 @@ def find(name: str) -> Path | None:
     return file
 
 
-def public_name(name: str) -> str | None:
-    """What a saved adapter calls a base from a GGUF file, whose folder is in some cache; None for another base."""
-    if Path(name).expanduser().is_dir():
-        return None
-    if name in (BUNDLED, HUB_NAME):
-        return HUB_NAME
-    return name if name.endswith(".gguf") else None
-
-
 def folder_of(file: Path, name: str) -> Path:
     """The folder with the model of a GGUF file, which is made when it is first asked for.
 
