@@ -32,6 +32,8 @@ COMMANDS = {
     "communication --help": LIGHT | EPSILON | NUMBERS,
     "ledger --help": LIGHT | EPSILON | NUMBERS,
     "status --help": LIGHT | EPSILON | NUMBERS,
+    "predict --help": LIGHT | EPSILON | NUMBERS,
+    "push --help": LIGHT | EPSILON | NUMBERS | {"huggingface_hub"},
     "serve --help": LIGHT | EPSILON | NUMBERS | {"fastapi", "uvicorn", "prometheus_client"},
     " ".join(ACCOUNT): LIGHT,
     " ".join([*ACCOUNT, "--accountant", "closed-form"]): LIGHT | EPSILON,
