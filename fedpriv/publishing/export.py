@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.utils import ModulesToSaveWrapper
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -107,7 +108,12 @@ def _readme(saved: SavedVariant, form: Form) -> str:
 
 def _merged(loaded: LoadedVariant) -> Any:
     """The transformers model with the adapter in its weights and the labels in its configuration."""
-    return loaded.peft_model.merge_and_unload()
+    model = loaded.peft_model.merge_and_unload()
+    # Adapters of whole weights leave a head in its wrapper.
+    wrapped = [(name, module) for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
+    for name, module in wrapped:
+        model.set_submodule(name, module.modules_to_save["default"])
+    return model
 
 
 def _write_transformers(loaded: LoadedVariant, folder: Path) -> None:
