@@ -98,7 +98,8 @@ def push(
     values: dict[str, Any] = {"variant": found.name, "name": name, "uploaded": yes, "address": address}
     values |= {"allowed": reason, "files": sizes, "holders": holders}
     lines = [
-        f"{found.name} to {name}, {'public' if public else 'private'} if it is new; allowed: {reason}",
+        f"{found.name} to {name}, {'public' if public else 'private'} if it is new",
+        f"allowed: {reason}",
         *("", *table(sizes, ("file", "bytes"))),
         *("", "what the run, and with it this variant, has cost every holder:"),
         *table(holders, ("client", "epsilon_local", "epsilon_rho", "epsilon_aggregate", "delta")),

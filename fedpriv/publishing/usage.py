@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Literal
 
 from fedpriv.adapters import heads
@@ -136,12 +135,8 @@ def _inputs(reading: TextReading) -> str:
     before, _, after = reading.prompt_template.partition(SLOT)
     content = "prompt.strip()"
     if reading.prompt_template:
-        content = f"{json.dumps(before.lstrip())} + prompt.strip() + {json.dumps(after.rstrip())}"
-    system = (
-        f'{{"role": "system", "content": {json.dumps(reading.system_prompt.strip())}}}, '
-        if reading.system_prompt
-        else ""
-    )
+        content = f"{before.lstrip()!r} + prompt.strip() + {after.rstrip()!r}"
+    system = f'{{"role": "system", "content": {reading.system_prompt.strip()!r}}}, ' if reading.system_prompt else ""
     return (
         f'messages = [{system}{{"role": "user", "content": {content}}}]\n'
         "inputs = tokenizer.apply_chat_template(\n"

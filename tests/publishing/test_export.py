@@ -96,7 +96,7 @@ def causal_run(instructs: bool, folder: Path) -> Path:
     values: dict[str, object] = {"task": "CAUSAL_LM", "layers": "all", "data": "x.csv", "normalize_features": False}
     values |= {"max_new_tokens": 8, "max_length": 128}
     if instructs:
-        values |= {"prompt_column": "p", "response_column": "r", "system_prompt": 'Say "it" kindly.'}
+        values |= {"prompt_column": "p", "response_column": "r", "system_prompt": 'Say "it" kindly \U0001f642'}
         values |= {"prompt_template": "Q: {}\nIn one word?"}
     return save_run(folder / "run", {"model": str(chat_model(folder / "model")), **values}, ("global",), scale=0.5)
 
