@@ -12,6 +12,7 @@ from flwr.serverapp import Grid
 from fedpriv.audit.run_canaries import audit_of
 from fedpriv.config import RunConfig
 from fedpriv.ledger.ledger import Ledger
+from fedpriv.publishing import card
 from fedpriv.runs import files
 from fedpriv.runs.writer import RunWriter
 from fedpriv.tracking.following import following_run
@@ -114,6 +115,7 @@ def _carry_out(
     final = outcome.strategy.model.adapter
     summary["audit"] = audit_of(config, bench, final, delta=summary["delta_max"], claimed_epsilon=claimed)
     writer.finish(summary)
+    card.write(writer.path)
     if config.dedup:
         observer.progressed(Progress(what="deduplicating"))
         registry.deduplicate(config, bench, writer)

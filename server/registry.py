@@ -19,6 +19,7 @@ from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import Merged
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.config import RunConfig
+from fedpriv.data.reading import TextReading
 from fedpriv.dedup import pipeline, variants
 from fedpriv.dedup.composition import History, Upload, client_ancestors, global_ancestors, uploads_of
 from fedpriv.dedup.planning import Settings
@@ -49,9 +50,9 @@ def uploads_in(ledger: Ledger, run: str, registrations: Iterable[Registration]) 
     ]
 
 
-def keep_round(bench: Workbench, writer: RunWriter, round_: int, model: GlobalModel) -> None:
+def keep_round(config: RunConfig, bench: Workbench, writer: RunWriter, round_: int, model: GlobalModel) -> None:
     """Store the global model after a round as a variant."""
-    _save(bench, writer.variant(f"round-{round_}"), model.adapter, model.merged)
+    _save(config, bench, writer.variant(f"round-{round_}"), model.adapter, model.merged)
 
 
 def keep(
@@ -75,7 +76,7 @@ def keep(
     uploads, strategy = list(uploads), outcome.strategy
     by_client = {registration.client: registration for registration in registrations}
     deltas = {r.data_set: strategy.books.accounts.deltas[r.client] for r in by_client.values()}
-    _save(bench, writer.variant(FINAL), strategy.model.adapter, strategy.model.merged)
+    _save(config, bench, writer.variant(FINAL), strategy.model.adapter, strategy.model.merged)
     accuracies = {row.round: row.test_accuracy for row in outcome.rows}
     last = outcome.rows[-1].round
     rounds = {FINAL: last, **{f"round-{n}": n for n in config.variant_rounds if n <= last}}
@@ -88,7 +89,7 @@ def keep(
     last_used = {row.client: row.round for row in outcome.client_rows if row.status == "ok"}
     for client, (adapter, merged) in sorted(strategy.uploads.items()):
         path = writer.variant(f"client-{client}")
-        _save(bench, path, adapter, merged)
+        _save(config, bench, path, adapter, merged)
         ancestors = client_ancestors(uploads, outcome.run_id, last_used[client], by_client[client].data_set)
         _describe(config, path, History(name=path.name, ancestors=ancestors), deltas, None)
 
@@ -107,7 +108,7 @@ def keep_recurring(
         # All were trained from one model, so what had been merged into that model belongs to the mean as well.
         client = int(clusters[0].clients[0].removeprefix("client-"))
         path = writer.variant(RECURRING)
-        _save(bench, path, clusters[0].mean, outcome.strategy.uploads[client][1])
+        _save(config, bench, path, clusters[0].mean, outcome.strategy.uploads[client][1])
         ancestors = global_ancestors(uploads, outcome.run_id, outcome.rows[-1].round)
         deltas = {r.data_set: outcome.strategy.books.accounts.deltas[r.client] for r in registrations}
         _describe(config, path, History(name=path.name, ancestors=ancestors), deltas, None)
@@ -173,10 +174,12 @@ def _judged(described: Sequence[Described], judge: AdapterEvaluator) -> dict[str
     return {each.name: judge for each in described}
 
 
-def _save(bench: Workbench, path: Path, adapter: Adapter, merged: Merged) -> None:
+def _save(config: RunConfig, bench: Workbench, path: Path, adapter: Adapter, merged: Merged) -> None:
     labels = bench.data.label_names
     (path / variants.FILE).unlink(missing_ok=True)  # of an interrupted attempt, whose tensors may have been others
-    lora.save(bench.model.peft_model, bench.base, path, adapter=adapter, merged=merged, labels=labels)
+    reading = TextReading.of(config).to_json()
+    peft_model = bench.model.peft_model
+    lora.save(peft_model, bench.base, path, adapter=adapter, merged=merged, labels=labels, reading=reading)
 
 
 def _describe(

@@ -90,7 +90,7 @@ class Series:
         def on_round(row: RoundRow, clients: list[ClientRow]) -> None:
             writer.add(row, clients)
             if row.round in self._config.variant_rounds:
-                registry.keep_round(bench, writer, row.round, strategy.model)
+                registry.keep_round(self._config, bench, writer, row.round, strategy.model)
             if self._ledger is not None:
                 checkpoint.write(writer.path, self._checkpoint(row.round, strategy))
                 journal.write("checkpoint", round=row.round)

@@ -13,6 +13,7 @@ from peft import get_peft_model_state_dict
 
 from fedpriv.adapters import lora
 from fedpriv.config import RunConfig, parse, to_toml
+from fedpriv.data.reading import TextReading
 from fedpriv.dedup import variants
 from fedpriv.dedup.composition import History
 from fedpriv.dedup.variants import Described
@@ -37,7 +38,8 @@ def save_run(folder: Path, values: dict[str, object], names: tuple[str, ...], *,
         shapes = {n: t.shape for n, t in get_peft_model_state_dict(model.peft_model).items()}
         tensors = {n: scale * torch.randn(shape, generator=generator) for n, shape in shapes.items()}
         path = folder / "variants" / name
-        lora.save(model.peft_model, base, path, adapter=tensors, labels=labels)
+        reading = TextReading.of(config).to_json()
+        lora.save(model.peft_model, base, path, adapter=tensors, labels=labels, reading=reading)
         variants.describe(path, described(config, name))
     return folder
 

@@ -24,7 +24,6 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fedpriv.adapters.locations import BUNDLED_LANGUAGE_MODEL, LANGUAGE_MODEL_ON_HUB
 from fedpriv.adapters.shared_pages import cache_folder
 from fedpriv.deployment.files import new_folder
 from fedpriv.errors import InputError
@@ -36,15 +35,6 @@ log = logging.getLogger(__name__)
 _DIGEST_FILE = ".sha256"
 _MAGIC = b"GGUF"
 _TOKENS = "tokenizer.ggml.tokens"
-
-
-def public_name(name: str) -> str | None:
-    """What a saved adapter calls a base from a GGUF file, whose folder is in some cache; None for another base."""
-    if Path(name).expanduser().is_dir():
-        return None
-    if name in (BUNDLED_LANGUAGE_MODEL, LANGUAGE_MODEL_ON_HUB):
-        return LANGUAGE_MODEL_ON_HUB
-    return name if name.endswith(".gguf") else None
 
 
 def folder_of(file: Path, name: str) -> Path:

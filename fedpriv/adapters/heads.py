@@ -17,6 +17,9 @@ _CALLED_WITH_STATES = {"roberta", "xlm-roberta", "camembert", "electra"}
 # Its forward pass applies pre_classifier, ReLU, dropout and classifier to the first token's state.
 _WITH_RELU = "distilbert"
 
+REPLACED = frozenset({*_CALLED_WITH_STATES, _WITH_RELU})
+"""Model types whose head of several layers becomes one layer where features are normalised."""
+
 
 def linear_head(model: Any) -> tuple[str, nn.Linear] | None:
     """The name of a classification model's head and the head, if one linear layer is all that follows the encoder."""
@@ -29,7 +32,7 @@ def linear_head(model: Any) -> tuple[str, nn.Linear] | None:
 
 def can_be_linear(model: Any) -> bool:
     """Whether the classification model's head is one linear layer, or `make_linear` makes it one."""
-    return linear_head(model) is not None or model.config.model_type in {*_CALLED_WITH_STATES, _WITH_RELU}
+    return linear_head(model) is not None or model.config.model_type in REPLACED
 
 
 def is_called_with_states(model: Any) -> bool:

@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from fedpriv.adapters import gguf_models, inner, pooling
+from fedpriv.adapters import inner, pooling
 from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters.base_identity import check_weights, public_name, weights_digests
 from fedpriv.adapters.base_models import BaseModel, load_base, quiet_transformers
 from fedpriv.adapters.merged import Merged, as_one_adapter, factors_of
 from fedpriv.errors import InputError
@@ -210,10 +211,12 @@ def save(
     adapter: Mapping[str, Tensor] | None = None,
     merged: Merged | None = None,
     labels: tuple[str, ...] = (),
+    reading: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write an adapter in peft's format, together with `fedpriv.json`: the pooling, base and label names.
+    """Write an adapter in peft's format, together with `fedpriv.json`: base, pooling, labels, and how texts are read.
 
-    The files are those of peft's `save_pretrained` except the model card, which takes longer than all the others.
+    The files are those of peft's `save_pretrained` except the model card, see `fedpriv.publishing.card`. The base is
+    named as on the Hub, or by the last part of its path.
 
     Args:
         model: a model with an adapter of the same kind.
@@ -223,12 +226,15 @@ def save(
             adapter are added.
         merged: what aggregation has added to the frozen weights; the saved adapter includes it, at a higher rank.
         labels: the classes in order.
+        reading: how texts become tokens, see `fedpriv.data.reading`; None where that is not known.
     """
     directory.mkdir(parents=True, exist_ok=True)
     config = copy.copy(model.active_peft_config)
     config.inference_mode = True
-    config.base_model_name_or_path = gguf_models.public_name(base.name) or config.base_model_name_or_path
-    stored = {name: tensor.detach().cpu() for name, tensor in get_peft_model_state_dict(model).items()}
+    config.base_model_name_or_path = public_name(base.name)
+    # Embeddings are never trained; "auto" might ask the Hub for a base that is known by its folder's name alone.
+    own = get_peft_model_state_dict(model, save_embedding_layers=False)
+    stored = {name: tensor.detach().cpu() for name, tensor in own.items()}
     tensors = as_one_adapter(inner.as_ordinary({**stored, **(adapter or {})}), merged or {})
     if isinstance(config, LoraConfig):
         rank = next(right.shape[0] for _, right in factors_of(tensors).values())
@@ -236,12 +242,19 @@ def save(
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(directory)
-    convention = {"version": 1, "base_model": base.name, "pooling": base.pooling, "labels": list(labels)}
+    convention = {
+        "version": 1,
+        "base_model": public_name(base.name),
+        "base_weights": weights_digests(base.name),
+        "pooling": base.pooling,
+        "labels": list(labels),
+        "reading": None if reading is None else dict(reading),
+    }
     (directory / CONVENTION_FILE).write_text(json.dumps(convention, indent=2) + "\n")
 
 
 def load(base: Any, directory: Path | str) -> PeftModel:
-    """The base with a saved adapter, with the same pooling as in training, in eval mode.
+    """The base with a saved adapter, with the same pooling as in training, labels in words, in eval mode.
 
     Args:
         base: a model's name as in the configuration, a `BaseModel` that pools as in training, or a transformers model
@@ -250,17 +263,12 @@ def load(base: Any, directory: Path | str) -> PeftModel:
         directory: where `save` wrote the adapter.
 
     Raises:
-        InputError: the directory holds no fedpriv adapter, or one of another version, or the base cannot be loaded or
-            pools in another way.
+        InputError: the directory holds no fedpriv adapter, or one of another version, or the base cannot be loaded,
+            has other weights than in training, or pools in another way.
     """
-    path = Path(directory) / CONVENTION_FILE
-    try:
-        convention = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise InputError(f"{path}: missing; for an adapter of other origin use PeftModel.from_pretrained") from None
-    if convention.get("version") != 1:
-        raise InputError(f"{path}: version {convention.get('version')!r}; this fedpriv reads version 1")
+    path, convention = Path(directory) / CONVENTION_FILE, read_convention(Path(directory))
     if isinstance(base, str):
+        check_weights(base, convention.get("base_weights") or {})
         task = PeftConfig.from_pretrained(directory).task_type
         normalize = pooling.normalizes(convention["pooling"])
         base = load_base(base, task=task, num_labels=len(convention["labels"]), normalize=normalize)
@@ -271,8 +279,32 @@ def load(base: Any, directory: Path | str) -> PeftModel:
     else:
         model = base.eval()
         pooling.apply(model, convention["pooling"])
+    if labels := convention["labels"]:
+        model.config.id2label = dict(enumerate(labels))
+        model.config.label2id = {label: index for index, label in enumerate(labels)}
     with quiet_transformers():
         return PeftModel.from_pretrained(model, directory).eval()
+
+
+def read_convention(directory: Path) -> dict[str, Any]:
+    """What `fedpriv.json` says of the adapter in a directory.
+
+    Raises:
+        InputError: the file is missing, damaged or of another version.
+    """
+    path = directory / CONVENTION_FILE
+    try:
+        convention = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: missing; for an adapter of other origin use PeftModel.from_pretrained") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
+    version = convention.get("version") if isinstance(convention, dict) else None
+    if version != 1:
+        raise InputError(f"{path}: version {version!r}; this fedpriv reads version 1")
+    if convention.get("pooling") not in pooling.CONVENTIONS or not isinstance(convention.get("labels"), list):
+        raise InputError(f"{path}: damaged; it needs pooling, one of {', '.join(pooling.CONVENTIONS)}, and labels")
+    return dict(convention)
 
 
 def is_causal(model: Any) -> bool:

@@ -211,3 +211,43 @@ def register(
         made = opened.register(client, num_records, delta, note=disjoint)
     values = {"data_set": made.id, "client": client, "num_records": num_records, "delta": delta}
     show(values, entries(values), as_json)
+
+
+@app.command()
+def permit(
+    path: LedgerPath,
+    client: Annotated[str, typer.Option(help="Id of the client whose uploads may be published.")],
+    reason: Annotated[str, typer.Option(help="Who gave this permission, when and how; every later reader sees it.")],
+    run: Annotated[str, typer.Option(help="Id of the run; by default the client's last one.")] = "",
+    withdraw: Annotated[bool, typer.Option("--withdraw", help="End a permission instead.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Record that a data holder lets its own variant of a run be published; `fedpriv push` asks for this entry.
+
+    It is the word of whoever keeps the ledger that the holder agreed. It is never removed; --withdraw adds another
+    entry, and calls nothing back that was published already.
+
+    Example: fedpriv ledger permit results/ledger.sqlite --client 2 --reason "letter of Dr Huber, 3 May 2027"
+    """
+    from fedpriv.ledger import entries as ledger_entries
+    from fedpriv.ledger import reader
+    from fedpriv.ledger.ledger import Ledger
+
+    if not reason.strip():
+        raise InputError("--reason: must not be empty; say who gave this permission, when and how")
+    with reader.reading(path) as db:
+        charged = [
+            (data_set, known.run)
+            for data_set in ledger_entries.data_sets(db)
+            if data_set.client == client
+            for known in ledger_entries.runs(db, data_set.id)
+            if run in ("", known.run)
+        ]
+    if not charged:
+        raise InputError(f"--client {client}: {path} has no upload of this client" + (f" in run {run}" if run else ""))
+    data_set, known_run = charged[-1]
+    with Ledger(path) as opened:
+        opened.permit(data_set, known_run, reason.strip(), withdraw=withdraw)
+        head = opened.head
+    values = {"client": client, "data_set": data_set.id, "run": known_run, "permitted": not withdraw, "head": head}
+    show(values, entries(values), as_json)

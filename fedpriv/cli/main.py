@@ -13,12 +13,26 @@ from fedpriv.cli import audit, config, data, dedup, integral, ledger, lmo, serve
 from fedpriv.cli.account import account, calibrate, repeat_and_select
 from fedpriv.cli.communication import communication
 from fedpriv.cli.plan import plan
+from fedpriv.cli.predict import predict
+from fedpriv.cli.publish import card, export, push
 from fedpriv.cli.report import report
 from fedpriv.cli.status import status
 from fedpriv.errors import LedgerError, StoreError
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
-for command in (account, calibrate, repeat_and_select, plan, report, communication, status):
+for command in (
+    account,
+    calibrate,
+    repeat_and_select,
+    plan,
+    report,
+    communication,
+    status,
+    predict,
+    export,
+    card,
+    push,
+):
     app.command()(command)
 app.add_typer(config.app, name="config")
 app.add_typer(data.app, name="data")

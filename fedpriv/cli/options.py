@@ -14,6 +14,11 @@ from click.shell_completion import CompletionItem
 from fedpriv.errors import InputError
 
 StorePath = Annotated[Path, typer.Argument(help="Folder of the store.")]
+SavedModel = Annotated[Path, typer.Argument(metavar="RUN|VARIANT", help="Folder of a run, or of one of its variants.")]
+VariantName = Annotated[str, typer.Option("--variant", help="Which of the run's variants; by default global.")]
+ModelName = Annotated[
+    str, typer.Option("--model", help="The base model, as a run names it; by default the one that was trained on.")
+]
 
 
 class OneOf(click.types.StringParamType):

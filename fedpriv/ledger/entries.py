@@ -14,6 +14,7 @@ from fedpriv.accounting.views import Release
 
 REGISTERED, CHANGED, CHARGED, RELEASED = "registered", "changed", "charged", "released"
 ADOPTED = "adopted"
+PERMITTED, WITHDRAWN = "permitted", "withdrawn"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,8 @@ class Entry:
         number: 1, 2, 3, ...
         time: UTC, ISO 8601.
         phase: `registered` or `changed` for a data set, `charged` or `released` for an upload, `adopted` for the
-            whole ledger: its head was missing, so that its operator alone vouches for the entries before this one.
+            whole ledger: its head was missing, so that its operator alone vouches for the entries before this one;
+            `permitted` or `withdrawn` for the publication of the holder's own uploads of a run.
         data_set: the random id that spending attaches to; empty in an `adopted` entry.
         client: the holder of the data; empty in an `adopted` entry.
         run, round, request: the key of the upload.
@@ -52,7 +54,8 @@ class Entry:
         reply: SHA-256 of the upload, in hex.
         num_records: N_k, for a registration.
         delta: for a registration.
-        note: the holder's statement, a keyed hash of the content, or the operator's reason to adopt.
+        note: the holder's statement, a keyed hash of the content, the operator's reason to adopt, or who permitted
+            what.
         digest: SHA-256 of the previous entry's digest and everything above, in hex.
     """
 
@@ -127,14 +130,21 @@ def entries(db: sqlite3.Connection) -> Iterator[Entry]:
     return _entries(db, "")
 
 
-def _entries(db: sqlite3.Connection, condition: str) -> Iterator[Entry]:
-    for row in db.execute(f"SELECT {', '.join(COLUMNS)} FROM entries {condition} ORDER BY number"):
+def _entries(db: sqlite3.Connection, condition: str, values: tuple[str, ...] = ()) -> Iterator[Entry]:
+    for row in db.execute(f"SELECT {', '.join(COLUMNS)} FROM entries {condition} ORDER BY number", values):
         yield Entry(**dict(zip(COLUMNS, row, strict=True)))
 
 
 def adoptions(db: sqlite3.Connection) -> list[Entry]:
     """The entries of phase `adopted`, in order; an empty list for a ledger that always had its head."""
     return list(_entries(db, f"WHERE phase = '{ADOPTED}'"))
+
+
+def permission(db: sqlite3.Connection, data_set: str, run: str) -> Entry | None:
+    """The entry that permits publishing a holder's own uploads of a run; None if there is none, or it was withdrawn."""
+    condition = "WHERE phase IN (?, ?) AND data_set = ? AND run = ?"
+    found = list(_entries(db, condition, (PERMITTED, WITHDRAWN, data_set, run)))
+    return found[-1] if found and found[-1].phase == PERMITTED else None
 
 
 def number_of(db: sqlite3.Connection, digest: str) -> int | None:

@@ -27,8 +27,10 @@ from fedpriv.ledger.entries import (
     ADOPTED,
     CHANGED,
     CHARGED,
+    PERMITTED,
     REGISTERED,
     RELEASED,
+    WITHDRAWN,
     Charge,
     DataSet,
     Entry,
@@ -175,6 +177,18 @@ class Ledger:
     def data_set(self, data_set: str | None = None) -> DataSet | None:
         """The data set with the given id, or the last one registered; None if there is none."""
         return entries.data_set(self._db, data_set)
+
+    def permit(self, data_set: DataSet, run: str, note: str, *, withdraw: bool = False) -> None:
+        """Record that the holder lets its own uploads of a run be published, or no longer does; the last entry counts.
+
+        Args:
+            data_set: of the holder.
+            run: id of the run.
+            note: who said so, when and how.
+            withdraw: whether this ends the permission.
+        """
+        phase = WITHDRAWN if withdraw else PERMITTED
+        self._append([{"phase": phase, "data_set": data_set.id, "client": data_set.client, "run": run, "note": note}])
 
     def log_content(self, data_set: DataSet, content: bytes) -> bool:
         """Log the content of a data set if it has changed since it was last logged; the spending so far still counts.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,18 @@ Tokens = tuple[int, ...]
 
 # Of a pass, with padding and answers: the states of all layers, or the logits of a vocabulary, are kept for each.
 _TOKENS_PER_PASS = 4096
+
+
+class CausalModel(Protocol):
+    """A peft model that predicts tokens, and the device that it is on."""
+
+    @property
+    def peft_model(self) -> Any:
+        """The model, in eval mode."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,7 +76,7 @@ def with_adapter(model: TrainingModel, adapter: Adapter, merged: Merged) -> Iter
         lora.write_parameters(model.parameters, before[0])
 
 
-def read(model: TrainingModel, prompts: Sequence[Tokens]) -> Reading:
+def read(model: CausalModel, prompts: Sequence[Tokens]) -> Reading:
     """The model after reading prompts, each of at least one token.
 
     Padding on the left is not attended to, and positions count a prompt's own tokens, so that it is read as alone.
@@ -76,7 +88,7 @@ def read(model: TrainingModel, prompts: Sequence[Tokens]) -> Reading:
     return _pass(model, torch.tensor(rows), mask.to(model.device), None)
 
 
-def read_on(model: TrainingModel, reading: Reading, tokens: Tensor) -> Reading:
+def read_on(model: CausalModel, reading: Reading, tokens: Tensor) -> Reading:
     """The model after reading further tokens.
 
     Args:
@@ -88,7 +100,7 @@ def read_on(model: TrainingModel, reading: Reading, tokens: Tensor) -> Reading:
     return _pass(model, tokens, mask, reading.states)
 
 
-def _pass(model: TrainingModel, tokens: Tensor, mask: Tensor, states: Any) -> Reading:
+def _pass(model: CausalModel, tokens: Tensor, mask: Tensor, states: Any) -> Reading:
     positions = (mask.cumsum(dim=1) - 1).clamp_min(0)
     if (most := _most_positions(model)) is not None:
         positions = positions.clamp_max(most - 1)  # of rows that have ended and of answers that are too long
@@ -103,12 +115,12 @@ def _pass(model: TrainingModel, tokens: Tensor, mask: Tensor, states: Any) -> Re
     return Reading(attention_mask=mask, states=output.past_key_values, logits=output.logits[:, -1].float())
 
 
-def _most_positions(model: TrainingModel) -> int | None:
+def _most_positions(model: CausalModel) -> int | None:
     most: int | None = getattr(model.peft_model.config, "max_position_embeddings", None)
     return most
 
 
-def ends_of_turn(model: TrainingModel, tokenizer: Any, responses: Sequence[Tokens]) -> frozenset[int]:
+def ends_of_turn(model: CausalModel, tokenizer: Any, responses: Sequence[Tokens]) -> frozenset[int]:
     """The tokens after which a model has said all.
 
     Its tokenizer and its generation settings name some; the special tokens with which responses end are others, since
@@ -142,7 +154,7 @@ def by_length(lengths: Sequence[int], *, further: int = 0, most: int | None = No
 
 @torch.no_grad()
 def greedy_answers(
-    model: TrainingModel,
+    model: CausalModel,
     prompts: Sequence[Tokens],
     *,
     max_new_tokens: int,
@@ -166,7 +178,7 @@ def greedy_answers(
     return [answers[position] for position in range(len(prompts))]
 
 
-def _greedy(model: TrainingModel, prompts: list[Tokens], max_new_tokens: int, ends: frozenset[int]) -> list[Tokens]:
+def _greedy(model: CausalModel, prompts: list[Tokens], max_new_tokens: int, ends: frozenset[int]) -> list[Tokens]:
     most = _most_positions(model)
     room = [max_new_tokens if most is None else min(max_new_tokens, most - len(prompt)) for prompt in prompts]
     answers: list[list[int]] = [[] for _ in prompts]

@@ -25,6 +25,7 @@ from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.cli.main import app
 from tests.cli.command_line import as_json, fedpriv
 from tests.cli.inputs import write_begun_run, write_csv, write_ledger, write_plain_table, write_study
+from tests.publishing.runs import finished
 from tests.reports.conftest import write_finished_run
 
 
@@ -62,11 +63,16 @@ EXAMPLES = {
     "config check": Example("begun/config.toml"),
     "config schema": Example(""),
     "data check": Example("plain.csv --text x --model ''"),
+    "predict": Example("published 'a rash'"),
+    "export": Example("published exported"),
+    "card": Example("published"),
+    "push": Example("published clinic/letters"),
     "data lines": Example("plain.csv plain.jsonl"),
     "ledger show": Example("ledger.sqlite --budget-epsilon 2", infinite="data_sets 0 epsilon_local"),
     "ledger verify": Example("ledger.sqlite"),
     "ledger adopt-head": Example("moved.sqlite", infinite="data_sets 0 epsilon_local"),
     "ledger statement": Example("ledger.sqlite --client 0", infinite="statements 0 epsilon_local"),
+    "ledger permit": Example("published/ledger.sqlite --client 0 --reason letter"),
     "ledger register": Example("node.sqlite --client 0 --num-records 50 --disjoint 'cases of 2027'"),
     "dedup plan": Example("variants --fairness outcome", infinite="targets round-14 epsilon"),
     "dedup run": Example(
@@ -110,7 +116,7 @@ COMMANDS = dict(leaves(typer.main.get_command(app)))
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Path) -> Path:
     """A folder with what the examples name; wherever an input may have no noise, it has none."""
     folder = tmp_path_factory.mktemp("inputs")
     write_study(folder, noiseless=True)
@@ -127,6 +133,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     write_finished_run(folder / "finished", num_clients=2, num_rounds=2, changes={})
     write_begun_run(folder / "begun")
+    finished(folder / "published", tiny_bert, ("global",))
     return folder
 
 

@@ -140,6 +140,13 @@ def test_saved_adapter_loads_in_peft_and_reproduces_the_accuracy(finished, small
     assert result.loss == pytest.approx(rounds(finished).test_loss.iloc[-1], rel=1e-5)
 
 
+def test_every_variant_has_a_card_which_says_first_that_a_seeded_run_is_not_private(finished):
+    cards = sorted(finished.glob("variants/*/README.md"))
+    assert [path.parent.name for path in cards] == ["client-0", "client-1", "client-2", "global"]
+    for path in cards:
+        assert path.read_text().split("\n---\n")[1].lstrip().startswith("> **NOT PRIVATE**")
+
+
 def test_global_adapter_is_the_weighted_average_of_the_last_uploads(finished):
     bench = workbench_of(finished)
     sizes = [len(client) for client in bench.data.clients]

@@ -1,0 +1,258 @@
+"""The model card of a variant, in the Hub's format: what it is, what it cost the data holders, what it is for.
+
+Whatever it says is known from the run's configuration, its summary and the variant's own files: public settings and
+releases that were paid for. It names no data holder, path or size of anybody's data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
+
+from fedpriv.config import ON_NODES
+from fedpriv.deployment.files import replace
+from fedpriv.errors import InputError
+from fedpriv.ledger.statement import ADJACENCY, DOES_NOT_COVER
+from fedpriv.publishing import usage
+from fedpriv.publishing.escaping import markdown
+from fedpriv.publishing.saved import SavedVariant, find, names_in
+from fedpriv.publishing.usage import Form
+from fedpriv.runs import files
+
+FILE = "README.md"
+
+_AGAINST = {
+    "local": "the coordinator, which saw every upload",
+    "rho": "as by DP-LoRA's Theorem 1",
+    "aggregate": "someone who saw sums of uploads alone",
+}
+_PIPELINES = {"SEQ_CLS": "text-classification", "CAUSAL_LM": "text-generation"}
+_CLIENT = "client-"
+
+
+def write(run: Path) -> list[Path]:
+    """Write the card of every variant of a finished run beside it; returns the files."""
+    return [write_one(find(run, variant=name)) for name in names_in(run)]
+
+
+def write_one(saved: SavedVariant, *, license: str = "") -> Path:
+    """Write a variant's card, in place of an older one; returns the file."""
+    path = saved.folder / FILE
+    replace(path, text(saved, license=license).encode())
+    return path
+
+
+def text(saved: SavedVariant, *, form: Form = "adapter", license: str = "") -> str:
+    """The card of a variant.
+
+    Args:
+        saved: the variant, in the folder of its run.
+        form: what the card's folder holds: the adapter, or a whole model that was made of it.
+        license: of the Hub's identifiers; empty states none.
+
+    Raises:
+        InputError: the variant's run is not here, or is not finished.
+    """
+    if saved.run is None or not files.is_finished(saved.run):
+        raise InputError(f"{saved.folder}: a card says what the run cost, so it needs the folder of a finished run")
+    summary = files.read_values(saved.run / files.SUMMARY)
+    return "\n".join([*_metadata(saved, summary, form, license), *_body(saved, summary, form), ""])
+
+
+def why_not_private(saved: SavedVariant, summary: Mapping[str, Any]) -> str:
+    """Why a run protects nobody; empty if it protects its data holders."""
+    epsilon = summary.get("epsilon_local_max")
+    if saved.config is None or saved.config.simulate or summary.get("noise_source") != "secure":
+        return "its noise came from a seeded generator, so anyone who knows the seed can remove it"
+    if caveat := summary.get("caveat"):
+        return str(caveat)
+    if not isinstance(epsilon, (int, float)) or not math.isfinite(epsilon) or summary.get("private") is not True:
+        return "it had no noise, or too little"
+    return ""
+
+
+def is_of_one_holder(saved: SavedVariant) -> bool:
+    """Whether the variant is what one data holder uploaded."""
+    return saved.name.startswith(_CLIENT)
+
+
+def _metadata(saved: SavedVariant, summary: Mapping[str, Any], form: Form, license: str) -> list[str]:
+    base = str(saved.convention.get("base_model") or "")
+    private = not why_not_private(saved, summary)
+    accuracy = summary.get("accuracy") if saved.name == "global" and saved.task == "SEQ_CLS" else None
+    measured = []
+    if accuracy is not None:
+        kind = _PIPELINES[saved.task]
+        measured = [
+            EvalResult(
+                task_type=kind,
+                dataset_type="coordinator",
+                dataset_name="test records of the coordinator",
+                metric_type="accuracy",
+                metric_value=accuracy,
+            )
+        ]
+    tags = ["fedpriv", "federated-learning", "lora", *(["differential-privacy"] if private else ["not-private"])]
+    data = ModelCardData(
+        # A name without an owner is that of a folder, not of a model on the Hub.
+        base_model=base if base.count("/") == 1 else None,
+        library_name="peft" if form == "adapter" else form,
+        pipeline_tag=_PIPELINES[saved.task],
+        license=license or None,
+        tags=tags,
+        model_name=saved.name,
+        eval_results=measured or None,
+    )
+    return ["---", data.to_yaml().strip(), "---", ""]
+
+
+def _body(saved: SavedVariant, summary: Mapping[str, Any], form: Form) -> list[str]:
+    reason = why_not_private(saved, summary)
+    warning = [f"> **NOT PRIVATE**: {markdown(reason)}.", "> Treat it as you treat the records.", ""] if reason else []
+    kind = "A LoRA adapter of" if form == "adapter" else "A whole model, made of a LoRA adapter and"
+    base = markdown(str(saved.convention.get("base_model") or "a base that its run names"))
+    whose = "What one data holder uploaded" if is_of_one_holder(saved) else "Trained by a federation of data holders"
+    return [
+        *warning,
+        f"# {markdown(saved.name)}",
+        "",
+        f"{kind} {base}. {whose}, with fedpriv.",
+        "",
+        *_section("Use", usage.lines(saved, form)),
+        *_section("Privacy", _privacy(saved, summary, reason)),
+        *_section("Data", [_data(saved, summary)]),
+        *_section("Model", _model(saved, form)),
+        *_section("Measured", _measured(saved, summary)),
+        *_section("Intended use and limits", _limits(saved)),
+    ]
+
+
+def _section(title: str, lines: Iterable[str]) -> list[str]:
+    found = list(lines)
+    return [f"## {title}", "", *found, *([""] if found[-1:] != [""] else [])]
+
+
+def _privacy(saved: SavedVariant, summary: Mapping[str, Any], reason: str) -> list[str]:
+    unit = str(summary.get("unit") or "record")
+    head = (
+        "What was accounted for, which guarantees nothing here:"
+        if reason
+        else (
+            "At most this holds for every data holder. It counts all that the run released, and what earlier runs "
+            "released on the same data, so it covers this variant and every other of the run, however many are read:"
+        )
+    )
+    views = ["local"] if is_of_one_holder(saved) else ["local", "rho", "aggregate"]
+    epsilons = {view: _epsilon(summary.get(f"epsilon_{view}_max")) for view in views}
+    rows = [
+        f"| {view} | {epsilon} | {_number(summary.get('delta_max'))} | {_AGAINST[view]} |"
+        for view, epsilon in epsilons.items()
+    ]
+    ledger = markdown(str(summary.get("ledger_head") or "none"))
+    facts = {
+        "protected unit": unit,
+        "adjacency": ADJACENCY.get(unit, "unknown"),
+        "accountant": str(summary.get("accountant")),
+        "mechanism": str(summary.get("mechanism") or "gaussian"),
+        "noise source": str(summary.get("noise_source")),
+        "budget counts": f"the {summary.get('privacy_view')} view",
+    }
+    return [
+        head,
+        "",
+        "| view | epsilon | delta | against |",
+        "| --- | --- | --- | --- |",
+        *rows,
+        "",
+        *(f"- {name}: {markdown(value)}" for name, value in facts.items()),
+        f"- ledger head: {ledger}. Whoever has the ledger can check it: `fedpriv ledger verify PATH --head HEAD`.",
+        "",
+        "Not covered:",
+        "",
+        *(f"- {line}" for line in DOES_NOT_COVER),
+    ]
+
+
+def _data(saved: SavedVariant, summary: Mapping[str, Any]) -> str:
+    holders, config = summary.get("num_clients"), saved.config
+    if config is None or config.data == ON_NODES:
+        return f"Records of {holders} data holders, which never left them. This card names neither holders nor records."
+    where = (
+        "Synthetic records that come with fedpriv"
+        if config.data_are_public and not config.public_data
+        else ("Records that the operator calls public" if config.public_data else "Records of one table")
+    )
+    return f"{where}, divided among {holders} simulated data holders on the operator's machine."
+
+
+def _model(saved: SavedVariant, form: Form) -> list[str]:
+    weights = saved.convention.get("base_weights") or {}
+    config = saved.config
+    numbers = "The base of this export is in float32"
+    if config is not None and config.base_dtype in ("bfloat16", "nf4"):
+        numbers += (
+            f"; it was trained with the base in {config.base_dtype}, so answers differ a little from the run's own"
+        )
+    found = [
+        f"- base: {markdown(str(saved.convention.get('base_model') or 'unknown'))}",
+        *(f"- SHA-256 of its {markdown(name)}: {markdown(digest)}" for name, digest in sorted(weights.items())),
+        f"- reads {saved.reading.max_length} tokens at most",
+    ]
+    if saved.labels:
+        found += [
+            f"- pooling: {saved.pooling}",
+            "- labels, in order:",
+            *(f"  - {markdown(name)}" for name in saved.labels),
+        ]
+    return [*found, *([f"- {numbers}."] if form != "adapter" else [])]
+
+
+def _measured(saved: SavedVariant, summary: Mapping[str, Any]) -> list[str]:
+    if saved.name != "global":
+        return ["The run measured its final model, not this variant."]
+    named = {
+        "accuracy": "accuracy",
+        "accuracy before training": "accuracy_initial",
+        "accuracy of the largest class": "majority_accuracy",
+        "macro F1": "macro_f1",
+        "perplexity": "perplexity",
+        "perplexity before training": "perplexity_initial",
+        "ROUGE-L": "rouge_l",
+    }
+    found = {name: summary.get(key) for name, key in named.items()}
+    rows = [f"- {name}: {_number(value)}" for name, value in found.items() if value is not None]
+    return (
+        [*rows, "", "On the coordinator's test records."] if rows else ["Nothing: the coordinator has no test records."]
+    )
+
+
+def _limits(saved: SavedVariant) -> list[str]:
+    task = (
+        "texts of the kind that its data holders have, in the labels above"
+        if saved.labels
+        else "prompts of the kind that its data holders have"
+    )
+    return [
+        f"For {task}, where a person looks at what it says. It is not a device for decisions about persons, and "
+        "nothing is known of groups that its data holders have few records of. Noise costs accuracy, most for rare "
+        "labels.",
+        "",
+        "Differential privacy bounds what the weights tell of any one record. It does not make answers true, and it "
+        "does not hide what is common to many records.",
+    ]
+
+
+def _epsilon(value: Any) -> str:
+    """To three decimals, rounded up: a card must not understate."""
+    if value is None:
+        return "does not hold"
+    number = float(value)
+    return f"{math.ceil(number * 1000) / 1000:g}" if math.isfinite(number) else "infinite"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, (int, float)) else "unknown"

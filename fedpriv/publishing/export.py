@@ -1,0 +1,198 @@
+"""A saved variant as a whole model that loads without fedpriv, in float32.
+
+An encoder with mean pooling becomes a folder of sentence-transformers: the encoder with the adapter merged, the mean of
+its tokens, their length brought to one where training did so, and the head. Everything else whose function transformers
+itself has becomes a folder of transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.utils import ModulesToSaveWrapper
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from fedpriv.adapters import heads
+from fedpriv.adapters.base_models import quiet_transformers
+from fedpriv.adapters.pooling import STATE_SCALE, normalizes
+from fedpriv.deployment.files import new_folder
+from fedpriv.errors import InputError
+from fedpriv.publishing import card, usage
+from fedpriv.publishing.prediction import ends_of
+from fedpriv.publishing.saved import LoadedVariant, SavedVariant
+from fedpriv.publishing.usage import Form
+from fedpriv.runs import files
+
+_NAMES = "sentence_transformers.models"
+_IDENTITY = "torch.nn.modules.linear.Identity"
+_ACTIVATION = "torch.nn.modules.activation"
+
+
+def form_of(saved: SavedVariant) -> Form:
+    """What a variant is exported as.
+
+    Raises:
+        InputError: neither library can express it.
+    """
+    if saved.task == "CAUSAL_LM" or saved.pooling == "model":
+        return "transformers"
+    if saved.pooling == "unit-model":
+        raise InputError(
+            "pooling = unit-model: neither transformers nor sentence-transformers scales what this model's own pooling "
+            "gives; use fedpriv predict or fedpriv serve, or train with normalize_features = false"
+        )
+    if saved.reading.pairs:
+        raise InputError(
+            "text_pair_column: sentence-transformers reads single texts; use fedpriv predict, or fedpriv.adapters.load"
+        )
+    return "sentence-transformers"
+
+
+def export(loaded: LoadedVariant, out: Path) -> Form:
+    """Write a variant as a whole model; the folder is complete or not there.
+
+    Args:
+        loaded: the variant; its adapter is merged into its base, so it is of no further use.
+        out: the folder; must not exist.
+
+    Returns:
+        What it is a folder of.
+
+    Raises:
+        InputError: the folder exists, or the variant cannot be expressed.
+        OSError: it cannot be written.
+    """
+    form = form_of(loaded.saved)
+    check_new(out)
+    try:
+        with new_folder(out) as folder, quiet_transformers():
+            if form == "sentence-transformers":
+                _write_sentences(loaded, folder)
+            else:
+                _write_transformers(loaded, folder)
+            loaded.tokenizer.save_pretrained(folder)
+            (folder / card.FILE).write_text(_readme(loaded.saved, form), encoding="utf-8")
+            for path in (folder, *folder.rglob("*")):
+                path.chmod(0o755 if path.is_dir() else 0o644)
+    except SafetensorError as error:
+        raise OSError(f"{out}: cannot be written ({error})") from None
+    return form
+
+
+def check_new(out: Path) -> None:
+    """Refuse a folder or file that exists."""
+    if out.exists() or out.is_symlink():
+        raise InputError(f"out = {str(out)!r}: exists; name a new folder")
+
+
+def _readme(saved: SavedVariant, form: Form) -> str:
+    if saved.run is not None and files.is_finished(saved.run):
+        return card.text(saved, form=form)
+    return "\n".join(
+        [
+            f"# An export of {saved.name}",
+            "",
+            *usage.lines(saved, form),
+            "",
+            "What it cost its data holders, the card of the adapter says that it was made of.",
+            "",
+        ]
+    )
+
+
+def _merged(loaded: LoadedVariant) -> Any:
+    """The transformers model with the adapter in its weights and the labels in its configuration."""
+    model = loaded.peft_model.merge_and_unload()
+    # Adapters of whole weights leave a head in its wrapper.
+    wrapped = [(name, module) for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
+    for name, module in wrapped:
+        model.set_submodule(name, module.modules_to_save["default"])
+    return model
+
+
+def _write_transformers(loaded: LoadedVariant, folder: Path) -> None:
+    ends = sorted(ends_of(loaded)) if loaded.saved.task == "CAUSAL_LM" else []
+    model = _merged(loaded)
+    if ends:
+        # Greedy, as `fedpriv predict` answers, whatever the base's own settings are.
+        model.generation_config = GenerationConfig(
+            do_sample=False,
+            bos_token_id=model.generation_config.bos_token_id,
+            eos_token_id=ends,
+            pad_token_id=loaded.tokenizer.pad_token_id,
+            max_new_tokens=loaded.saved.reading.max_new_tokens,
+        )
+    model.save_pretrained(folder)
+
+
+def _write_sentences(loaded: LoadedVariant, folder: Path) -> None:
+    saved, model = loaded.saved, _merged(loaded)
+    encoder, width = model.base_model, model.config.hidden_size
+    encoder.config.id2label, encoder.config.label2id = model.config.id2label, model.config.label2id
+    encoder.save_pretrained(folder)
+    _write_json(
+        folder / "sentence_bert_config.json", {"max_seq_length": saved.reading.max_length, "do_lower_case": False}
+    )
+    parts = [
+        (
+            "Pooling",
+            {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False},
+        )
+    ]
+    if normalizes(saved.pooling):
+        parts.append(("Normalize", {}))
+    modules = [{"idx": 0, "name": "0", "path": "", "type": f"{_NAMES}.Transformer"}]
+    dense = _head(model, unit=normalizes(saved.pooling))
+    for number, kind in enumerate([*(name for name, _ in parts), *("Dense" for _ in dense)], start=1):
+        path = f"{number}_{kind}"
+        modules.append({"idx": number, "name": str(number), "path": path, "type": f"{_NAMES}.{kind}"})
+        (folder / path).mkdir()
+        if number <= len(parts):
+            if parts[number - 1][1]:
+                _write_json(folder / path / "config.json", parts[number - 1][1])
+        else:
+            _write_dense(folder / path, *dense[number - 1 - len(parts)])
+    _write_json(folder / "modules.json", modules)
+
+
+def _head(model: Any, *, unit: bool) -> list[tuple[Tensor, Tensor, str]]:
+    """(weight, bias, activation) of each layer that follows the pooled vector.
+
+    Raises:
+        InputError: the head is of a kind that is not known here.
+    """
+    found = heads.linear_head(model)
+    if found is not None:
+        weight = found[1].weight.double() * (STATE_SCALE if unit else 1.0)
+        return [_layer(weight.float(), found[1], _IDENTITY)]
+    kind = model.config.model_type
+    if kind == "distilbert":
+        first, last, between = model.pre_classifier, model.classifier, "ReLU"
+    elif kind in heads.REPLACED:
+        first, last = model.classifier.dense, model.classifier.out_proj
+        between = "GELU" if kind == "electra" else "Tanh"
+    else:
+        raise InputError(f"model: the head of a {type(model).__name__} is not known to export; use fedpriv predict")
+    return [_layer(first.weight, first, f"{_ACTIVATION}.{between}"), _layer(last.weight, last, _IDENTITY)]
+
+
+def _layer(weight: Tensor, of: nn.Linear, activation: str) -> tuple[Tensor, Tensor, str]:
+    bias = torch.zeros(len(weight)) if of.bias is None else of.bias
+    return weight.detach().contiguous(), bias.detach().contiguous(), activation
+
+
+def _write_dense(folder: Path, weight: Tensor, bias: Tensor, activation: str) -> None:
+    width_out, width_in = weight.shape
+    save_file({"linear.weight": weight, "linear.bias": bias}, folder / "model.safetensors", metadata={"format": "pt"})
+    values = {"in_features": width_in, "out_features": width_out, "bias": True, "activation_function": activation}
+    _write_json(folder / "config.json", values)
+
+
+def _write_json(path: Path, values: Any) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

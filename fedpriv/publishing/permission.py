@@ -1,0 +1,109 @@
+"""Whether a variant may be published: what its run's ledger says, and what its holder allowed.
+
+A global model is a function of releases that were paid for, so it may go out where the run was private and within its
+budgets. What one holder uploaded shows that holder alone, so it needs that holder's permission, in the ledger; so does
+what a few made, or a federation of one. Records that are public need nobody's.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedpriv.dedup import variants
+from fedpriv.errors import InputError, LedgerError
+from fedpriv.ledger import entries, reader
+from fedpriv.publishing.card import why_not_private
+from fedpriv.publishing.saved import SavedVariant
+from fedpriv.runs import files
+
+# What the coordinator writes: models of everybody's uploads, one of a few holders' (which ones is not kept), their own.
+_OF_ALL = re.compile(r"global|round-[0-9]+")
+_OF_SOME = "integral-mean"
+_OF_ONE = re.compile(r"client-([0-9]+)")
+
+
+def check(saved: SavedVariant, *, ledger: Path | None = None, public_data: bool = False) -> str:
+    """Why the variant may be published, in one line.
+
+    Args:
+        saved: the variant.
+        ledger: where the run was charged; None for the one in its folder.
+        public_data: whether the operator says that the records are public, which the run's configuration must say too.
+
+    Raises:
+        InputError: it may not be; one line that names the reason.
+        LedgerError: the ledger is damaged, or is not that of the run.
+    """
+    run, config = saved.run, saved.config
+    if run is None or config is None or not files.is_finished(run):
+        raise InputError(
+            f"{saved.folder}: only a variant in the folder of its finished run can be pushed, with its ledger"
+        )
+    if variants.read(saved.folder).name != saved.name:
+        raise InputError(f"{saved.folder / variants.FILE}: describes another variant, so nobody knows what this one is")
+    data_sets = {client: fields["data_set"] for client, fields in files.read_values(run / files.REGISTRATIONS).items()}
+    asked = _whose(saved.name, list(data_sets))
+    if public_data:
+        if not config.data_are_public:
+            raise InputError("--public-data: the run's configuration does not say so (public_data = false)")
+        return "the run's records are public"
+    summary = files.read_values(run / files.SUMMARY)
+    if reason := why_not_private(saved, summary):
+        hint = "; its records are public, so --public-data allows it" if config.data_are_public else ""
+        raise InputError(f"variant = {saved.name!r}: the run is not private: {reason}{hint}")
+    _check_budgets(saved, summary)
+    path = ledger or run / files.LEDGER
+    with reader.reading(path) as db:
+        reader.verify_with_head(db, path)
+        _check_ledger(db, path, summary, data_sets)
+        permissions = [_permission(db, path, summary, client, data_sets) for client in asked]
+    return "; ".join(permissions) or "made of releases that the ledger has paid for, within every budget"
+
+
+def _whose(name: str, clients: list[str]) -> list[str]:
+    """The clients that a variant needs the permission of."""
+    if of_one := _OF_ONE.fullmatch(name):
+        return [of_one[1]]
+    if name != _OF_SOME and not _OF_ALL.fullmatch(name):
+        raise InputError(f"variant = {name!r}: is none that a run writes, so nothing says what went into it")
+    return clients if name == _OF_SOME or len(clients) == 1 else []
+
+
+def _check_budgets(saved: SavedVariant, summary: Mapping[str, Any]) -> None:
+    assert saved.config is not None
+    view = saved.config.privacy_view
+    for client in summary["clients"]:
+        budget, spent = saved.config.budget_of(client["client"]), client[f"epsilon_{view}"]
+        if budget is not None and (spent is None or spent > budget * (1 + 1e-9)):
+            raise InputError(
+                f"variant = {saved.name!r}: client {client['client']} has spent epsilon {spent} on the {view} view, "
+                f"more than its budget {budget:g}"
+            )
+
+
+def _check_ledger(db: sqlite3.Connection, path: Path, summary: Mapping[str, Any], data_sets: Mapping[str, str]) -> None:
+    """Refuse a ledger of another run, and noise of which the ledger says that it was seeded."""
+    if entries.number_of(db, str(summary.get("ledger_head"))) is None:
+        raise LedgerError(
+            f"{path}: has no entry {summary.get('ledger_head')}, with which the run ended; give its --ledger"
+        )
+    for client, data_set in data_sets.items():
+        own = [known for known in entries.runs(db, data_set) if known.run == summary.get("run_id")]
+        if own and own[0].noise_source != "secure":
+            raise InputError(f"client {client}: by {path} its noise was {own[0].noise_source}, which protects nobody")
+
+
+def _permission(
+    db: sqlite3.Connection, path: Path, summary: Mapping[str, Any], client: str, data_sets: Mapping[str, str]
+) -> str:
+    found = entries.permission(db, data_sets.get(client, ""), str(summary.get("run_id")))
+    if found is None:
+        raise InputError(
+            f"variant: shows what client {client} uploaded, and {path} has no permission of that holder; once you have "
+            f"it: fedpriv ledger permit {path} --client {client} --reason '...'"
+        )
+    return f"permitted by entry {found.number} of the ledger: {found.note}"

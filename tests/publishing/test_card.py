@@ -1,0 +1,100 @@
+"""A model card says what a run cost, in the Hub's format, and nothing that data or their holders put into it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from huggingface_hub import ModelCard
+
+from fedpriv.publishing import card
+from fedpriv.publishing.escaping import markdown
+from fedpriv.publishing.saved import find
+from tests.cli.command_line import as_json, fedpriv
+from tests.publishing.runs import finished
+
+ATTACK = "---\nlicense: mit\n---\n# Private <script>x</script> [a](http://b) | `c`"
+
+
+@pytest.fixture(scope="module")
+def run(tiny_bert, tmp_path_factory):
+    return finished(tmp_path_factory.mktemp("runs") / "run", tiny_bert)
+
+
+def with_summary(folder, tmp_path, **changes):
+    """A saved variant whose run's summary is another."""
+    for name in ("summary.json", "config.toml"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    values = json.loads((tmp_path / "summary.json").read_text())
+    (tmp_path / "summary.json").write_text(json.dumps(values | changes))
+    return replace(find(folder), run=tmp_path)
+
+
+def test_it_states_epsilon_delta_unit_adjacency_views_accountant_noise_and_ledger(run):
+    text = card.text(find(run))
+    head = json.loads((run / "summary.json").read_text())["ledger_head"]
+    for part in (
+        "| local | 1.235 | 1e-05 |",  # rounded up
+        "| rho | 2.5 | 1e-05 |",
+        "| aggregate | does not hold |",
+        "one record of the client added or removed",
+        "accountant: pld",
+        "noise source: secure",
+        head,
+        "Plain peft loads the tensors and gives other probabilities",
+    ):
+        assert part in text
+    assert "NOT PRIVATE" not in text
+
+
+def test_its_metadata_are_the_hubs(run):
+    data = ModelCard(card.text(find(run), license="apache-2.0")).data
+    assert (data.library_name, data.pipeline_tag, data.license) == ("peft", "text-classification", "apache-2.0")
+    assert "differential-privacy" in data.tags
+    assert data.eval_results[0].metric_value == 0.81234
+    assert data.base_model is None, "the name of a folder is none of the Hub"
+
+
+def test_it_names_no_holder_path_or_data(run, tiny_bert):
+    text = card.text(find(run))
+    for secret in ("Anna", str(tiny_bert.parent), str(run.parent), "hospital", "letters.csv"):
+        assert secret not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"noise_source": "seeded", "private": False}, "came from a seeded generator"),
+        ({"epsilon_local_max": None, "private": False}, "it had no noise"),
+        ({"caveat": "its proof has a gap", "private": False}, "its proof has a gap"),
+    ],
+)
+def test_a_run_that_protects_nobody_says_so_first(run, tmp_path, changes, reason):
+    saved = with_summary(run, tmp_path, **changes)
+    body = ModelCard(card.text(saved)).text.lstrip()
+    assert body.startswith("> **NOT PRIVATE**")
+    assert reason in body.replace("\\", "")
+    assert "not-private" in ModelCard(card.text(saved)).data.tags
+
+
+def test_no_text_of_the_data_becomes_metadata_or_markup(run, tmp_path):
+    saved = with_summary(run, tmp_path, ledger_head=ATTACK, caveat=ATTACK)
+    found = ModelCard(
+        card.text(replace(saved, convention={**saved.convention, "labels": [ATTACK], "base_model": ATTACK}))
+    )
+    assert found.data.license is None
+    for markup in ("<script>", "[a](", "http://", "\n---", "\n# Private"):
+        assert markup not in found.text
+    assert markdown("1. item") == "1\\. item"
+    assert markdown("all-MiniLM-L6-v2") == "all-MiniLM-L6-v2"
+
+
+def test_the_command_prints_it_or_writes_it_anew(run):
+    path = run / "variants" / "client-0" / "README.md"
+    assert as_json("card", run)["card"] == card.text(find(run))
+    fedpriv("card", run, "--variant", "client-0", "--write")
+    text = path.read_text()
+    assert "What one data holder uploaded" in text
+    assert "| rho |" not in text, "an upload is seen by itself"
+    fedpriv("card", run / "variants", code=2)

@@ -1,0 +1,214 @@
+"""`fedpriv push` shows what would leave, refuses what nobody allowed, and uploads four files or none."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedpriv.publishing import hub
+from fedpriv.publishing.saved import find
+from tests.cli.command_line import as_json, fedpriv
+from tests.publishing.runs import finished
+
+FILES = ["README.md", "adapter_config.json", "adapter_model.safetensors", "fedpriv.json"]
+
+
+@pytest.fixture
+def run(tiny_bert, tmp_path):
+    return finished(tmp_path / "run", tiny_bert)
+
+
+def refused(*arguments: object, code: int = 2) -> str:
+    _, err = fedpriv("push", *arguments, code=code)
+    assert err.count("\n") == 1
+    return err
+
+
+def test_without_yes_it_lists_files_sizes_and_every_holders_epsilon(run):
+    found = as_json("push", run, "clinic/letters")
+    assert (found["uploaded"], found["address"]) == (False, None)
+    assert [each["file"] for each in found["files"]] == FILES
+    tensors = run / "variants" / "global" / "adapter_model.safetensors"
+    assert found["files"][2]["bytes"] == tensors.stat().st_size
+    assert [(each["client"], each["epsilon_local"]) for each in found["holders"]] == [(0, 1.2345), (1, 1.2345)]
+
+
+def test_nothing_of_the_machine_the_data_or_the_ledger_is_in_the_files(run, tiny_bert):
+    settings = run / "variants" / "global" / "adapter_config.json"
+    older = json.loads(settings.read_text()) | {"base_model_name_or_path": str(tiny_bert)}
+    settings.write_text(json.dumps(older))  # as an earlier version wrote it
+    contents = hub.contents(find(run))
+    data_sets = [fields["data_set"] for fields in json.loads((run / "registrations.json").read_text()).values()]
+    for name, content in contents.items():
+        for secret in (str(tiny_bert.parent), str(run), "letters.csv", "hospital", "Anna", *data_sets):
+            assert secret.encode() not in content, name
+
+
+def test_a_holders_own_variant_needs_its_permission_which_can_be_withdrawn(run):
+    arguments = (run, "clinic/letters", "--variant", "client-1")
+    assert "has no permission of that holder" in refused(*arguments)
+    ledger = run / "ledger.sqlite"
+    fedpriv("ledger", "permit", ledger, "--client", "0", "--reason", "letter of Dr Huber")
+    assert "has no permission of that holder" in refused(*arguments), "another holder's permission"
+    as_json("ledger", "permit", ledger, "--client", "1", "--reason", "letter of Dr Maier")
+    assert "letter of Dr Maier" in as_json("push", *arguments)["allowed"]
+    assert as_json("ledger", "verify", ledger)["intact"]
+    fedpriv("ledger", "permit", ledger, "--client", "1", "--reason", "call of Dr Maier", "--withdraw")
+    assert "has no permission of that holder" in refused(*arguments)
+    fedpriv("ledger", "permit", ledger, "--client", "7", "--reason", "x", code=2)
+    fedpriv("ledger", "permit", ledger, "--client", "1", "--reason", " ", code=2)
+
+
+def test_what_a_few_holders_made_needs_the_permission_of_all(tiny_bert, tmp_path):
+    run = finished(tmp_path / "run", tiny_bert, ("global", "integral-mean"))
+    for client in ("0", "1"):
+        assert f"what client {client} uploaded" in refused(run, "a/b", "--variant", "integral-mean")
+        fedpriv("ledger", "permit", run / "ledger.sqlite", "--client", client, "--reason", "a letter")
+    assert as_json("push", run, "a/b", "--variant", "integral-mean")["allowed"].count("a letter") == 2
+    registrations = json.loads((run / "registrations.json").read_text())
+    (run / "registrations.json").write_text(json.dumps({"0": registrations["0"]}))
+    fedpriv("ledger", "permit", run / "ledger.sqlite", "--client", "0", "--reason", "no", "--withdraw")
+    assert "what client 0 uploaded" in refused(run, "a/b"), "the global model of one holder is its own"
+
+
+def test_the_ledger_decides_and_not_the_summary(tiny_bert, tmp_path):
+    seeded = finished(tmp_path / "seeded", tiny_bert, noise_source="seeded", summary={"noise_source": "secure"})
+    assert "its noise was seeded" in refused(seeded, "a/b")
+    other = finished(tmp_path / "other", tiny_bert)
+    for name in ("ledger.sqlite", "ledger.sqlite.head"):
+        shutil.copy(other / name, seeded / name)
+    assert "with which the run ended" in refused(seeded, "a/b", code=1)
+
+
+@pytest.mark.parametrize(
+    ("summary", "message"),
+    [
+        ({"private": False, "epsilon_local_max": None}, "the run is not private: it had no noise"),
+        ({"noise_source": "seeded"}, "the run is not private: its noise came from a seeded generator"),
+    ],
+)
+def test_a_run_that_is_not_private_is_refused_unless_its_data_are_public(tiny_bert, tmp_path, summary, message):
+    run = finished(tmp_path / "run", tiny_bert, summary=summary)
+    assert message in refused(run, "a/b")
+    assert "public_data = false" in refused(run, "a/b", "--public-data")
+    public = finished(tmp_path / "public", tiny_bert, summary=summary, values={"public_data": True})
+    assert "--public-data allows it" in refused(public, "a/b")
+    assert as_json("push", public, "a/b", "--public-data")["allowed"] == "the run's records are public"
+
+
+def test_a_spent_budget_a_swapped_folder_and_a_stray_one_are_refused(tiny_bert, run, tmp_path):
+    over = finished(tmp_path / "over", tiny_bert, values={"budget_epsilon": [1.0], "target_epsilon": ""})
+    assert "more than its budget 1" in refused(over, "a/b")
+    shutil.rmtree(run / "variants" / "global")
+    shutil.copytree(run / "variants" / "client-0", run / "variants" / "global")
+    assert "describes another variant" in refused(run, "a/b")
+    alone = shutil.copytree(run / "variants" / "client-0", tmp_path / "alone")
+    assert "only a variant in the folder of its finished run" in refused(alone, "a/b")
+    for name in ("letters", "a/b/c", "../x/y", "a b/c"):
+        assert "must be OWNER/NAME" in refused(over, name)
+
+
+class Hub:
+    """What a repository holds after requests to a server that speaks the few calls of an upload."""
+
+    def __init__(self) -> None:
+        self.repositories: dict[str, bool] = {}
+        self.files: dict[str, bytes] = {}
+        self.is_full = False
+
+    def answer(self, path: str, body: bytes) -> tuple[int, Any]:
+        if path == "/api/repos/create":
+            asked = json.loads(body)
+            name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else asked["name"]
+            self.repositories[name] = asked.get("private", asked.get("visibility") == "private")
+            return 200, {"url": f"http://127.0.0.1/{name}", "id": name, "name": name}
+        if "/preupload/" in path:
+            asked = json.loads(body)["files"]
+            return 200, {
+                "files": [{"path": each["path"], "uploadMode": "regular", "shouldIgnore": False} for each in asked]
+            }
+        if "/commit/" in path:
+            if self.is_full:
+                return 507, {"error": "no space"}
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            return 200, {"commitUrl": "http://127.0.0.1/clinic/letters/commit/1", "commitOid": "1", "success": True}
+        return 200, {}
+
+
+@contextmanager
+def serving(hub: Hub) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            length = self.headers.get("Content-Length")
+            body = self.rfile.read(int(length)) if length else b"".join(self._chunks())
+            status, values = hub.answer(self.path, body)
+            content = json.dumps(values).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def _chunks(self) -> Iterator[bytes]:
+            while size := int(self.rfile.readline(), 16):
+                yield self.rfile.read(size)
+                self.rfile.readline()
+
+        def log_message(self, *_arguments: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def push_to(url: str, *arguments: object, home: Path) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, since the Hub's client reads its address when it is imported."""
+    environment = {**os.environ, "HF_ENDPOINT": url, "HF_TOKEN": "hf_of_this_test", "HF_HOME": str(home)}
+    environment |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    command = [sys.executable, "-c", "from fedpriv.cli.main import main; main()", "push", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.mark.slow
+def test_yes_uploads_what_was_shown_in_one_commit(run, tmp_path):
+    hub_ = Hub()
+    with serving(hub_) as url:
+        done = push_to(url, run, "clinic/letters", "--yes", "--json", home=tmp_path / "home")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["address"].endswith("/commit/1")
+    assert hub_.repositories == {"clinic/letters": True}, "a new repository is private unless --public is given"
+    assert hub_.files == hub.contents(find(run))
+
+
+@pytest.mark.slow
+def test_a_hub_that_fails_or_is_gone_is_told_in_one_line(run, tmp_path):
+    hub_ = Hub()
+    hub_.is_full = True
+    with serving(hub_) as url:
+        full = push_to(url, run, "clinic/letters", "--yes", home=tmp_path / "home")
+    gone = push_to(url, run, "clinic/letters", "--yes", home=tmp_path / "home")
+    for done in (full, gone):
+        assert (done.returncode, done.stdout) == (1, "")
+        (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+        assert line.startswith("error: push clinic/letters: nothing was uploaded (")
+        assert "Traceback" not in done.stderr
+    assert not hub_.files
