@@ -13,6 +13,7 @@ from fedpriv.audit.run_canaries import audit_of
 from fedpriv.config import RunConfig
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.runs import files
+from fedpriv.runs.names import titled
 from fedpriv.runs.writer import RunWriter
 from fedpriv.training.lora_choice import decided
 from fedpriv.training.noise_plan import calibrated
@@ -23,7 +24,7 @@ from server.budgets import announce_budgets, check_budget_and_view
 from server.checkpoint import Checkpoint
 from server.mechanism_parameters import with_mechanism_parameters
 from server.observer import Observer
-from server.registration import Nodes, register_nodes
+from server.registration import NO_NODE, Nodes, register_nodes
 from server.series import Series
 from server.summary import Outcome, summarize
 
@@ -71,7 +72,11 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
             observer.notice(f"{series.books.caveat}; this run has NO privacy guarantee")
         announce_budgets(series.books, config, series.names, observer)
         if resumed:
-            observer.notice(f"the run resumes after round {resumed.round}")
+            gone = [
+                titled(client, series.names[client]) for client, (node_id, _) in nodes.items() if node_id == NO_NODE
+            ]
+            without = f" without {', '.join(gone)}, skipped until the node registers again" if gone else ""
+            observer.notice(f"the run resumes after round {resumed.round}{without}")
         outcome = series.run(grid, writer, observer)
         uploads = registry.uploads_in(ledger, series.run_id, series.registrations)
         if config.ledger:
@@ -113,6 +118,7 @@ def _nodes(grid: Grid, config: RunConfig, bench: Workbench, resumed: Checkpoint 
         num_expected=bench.num_clients,
         wait=config.registration_seconds,
         node_keys=Path(config.node_keys) if config.node_keys else None,
+        may_be_missing=resumed.skipped if resumed else (),
     )
     return resume.first_registrations(nodes, resumed) if resumed else nodes
 

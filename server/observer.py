@@ -12,6 +12,7 @@ from fedpriv.config import RunConfig
 from fedpriv.protocol import Registration
 from fedpriv.reports.language import changes
 from fedpriv.reports.tables import format_accuracy, format_number
+from fedpriv.runs.names import titled
 from fedpriv.runs.rows import RoundRow
 
 log = logging.getLogger("flwr")
@@ -59,8 +60,8 @@ class LogObserver:
     ) -> None:
         """Log who takes part, and with which learning rate."""
         kind = f"z = {config.noise_multiplier}" if config.noise_multiplier else "comparison, z = 0"
-        sizes = ", ".join(f"{r.client}: {r.num_records}" for r in registrations)
-        log.info("run with %s; records by client: %s", kind, sizes)
+        sizes = ", ".join(f"{titled(r.client, r.name)}: {r.num_records}" for r in registrations)
+        log.info("run with %s; records: %s", kind, sizes)
         if learning_rate is not None:
             log.info("%s", described(learning_rate))
 

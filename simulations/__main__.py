@@ -149,6 +149,9 @@ def _resolve(path: Path | None, overrides: list[str], engine: str | None, out: P
 
 def _quiet() -> None:
     """Leave the terminal to the progress display: Flower's own lines are not for users."""
+    from simulations.engines.flower_private import colours_on_a_terminal_alone
+
+    colours_on_a_terminal_alone()
     logging.getLogger("flwr").setLevel(logging.WARNING)
     logging.getLogger("flwr").propagate = False
 

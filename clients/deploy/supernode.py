@@ -17,6 +17,7 @@ from clients.deploy import separate_users, vault_process
 from clients.deploy.approvals import ROOT
 from clients.deploy.folder import Node
 from clients.deploy.separate_users import Users
+from fedpriv.deployment import polling
 from fedpriv.deployment.checks import check_key, check_port_free
 from fedpriv.deployment.files import replace
 from fedpriv.deployment.flower import EXIT_CODES, environment, logged_exit_code, run_in_foreground
@@ -28,8 +29,8 @@ _HOST = "127.0.0.1"
 # What Flower logs if a node's key is not registered, or is in use: by another node, or by this node before it was
 # killed, until two of its heartbeats are overdue.
 _NOT_ADMITTED = "Failed to activate SuperNode"
-_RETRY_DELAY_SECONDS = 10.0
-_MAX_RETRY_SECONDS = 120.0
+_SHORTEST_RETRY_SECONDS = 10.0
+_LONGEST_RETRY_SECONDS = 60.0
 
 
 def program(node: Node) -> list[str]:
@@ -56,6 +57,8 @@ def command(node: Node, key: Path) -> list[str]:
 def start(node: Node, say: Callable[[str], None]) -> int:
     """Run the vault and the SuperNode until a signal or an error ends the latter, and return its exit code.
 
+    A node that is not admitted yet waits until it is.
+
     Args:
         node: whose vault and SuperNode to run.
         say: prints a line; other threads call it too.
@@ -73,15 +76,15 @@ def start(node: Node, say: Callable[[str], None]) -> int:
     with _ended_by_signals(), vault_process.running(node, say, variables=variables, user=users.vault):
         say(f"SuperNode started for {node.superlink}, partition {node.vault.partition_id}; its log follows")
         started = time.monotonic()
-        while True:
-            ending = _run(node, users, variables, say)
-            if not ending.not_admitted or time.monotonic() - started > _MAX_RETRY_SECONDS:
-                break
+        while (ending := _run(node, users, variables, say)).not_admitted:
+            waited = time.monotonic() - started
+            pause = polling.pause(waited, shortest=_SHORTEST_RETRY_SECONDS, longest=_LONGEST_RETRY_SECONDS)
             say(
-                "not admitted: its key is not registered, or in use (by a killed node for up to a minute); "
-                f"retrying in {_RETRY_DELAY_SECONDS:g} s"
+                f"not admitted yet, after {waited:.0f} s: waiting until the coordinator registers {node.public_key}, "
+                "or until the place of a node that was killed is free (up to a minute); "
+                f"next try in {pause:.0f} s, Ctrl-C ends it"
             )
-            time.sleep(_RETRY_DELAY_SECONDS)
+            time.sleep(pause)
     say(f"SuperNode ended with exit code {ending.code}{ending.meaning}")
     return ending.code
 
