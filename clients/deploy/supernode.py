@@ -20,7 +20,7 @@ from clients.deploy.separate_users import Users
 from fedpriv.deployment import polling
 from fedpriv.deployment.checks import check_key, check_port_free
 from fedpriv.deployment.files import replace
-from fedpriv.deployment.flower import EXIT_CODES, environment, logged_exit_code, run_in_foreground
+from fedpriv.deployment.flower import EXIT_CODES, environment, logged_exit_code, run_in_foreground, settings
 from fedpriv.errors import InputError
 
 # Where Flower's processes on this machine find each other.
@@ -70,13 +70,12 @@ def start(node: Node, say: Callable[[str], None]) -> int:
     for check in (check_key(node.vault.key), check_port_free(_HOST, node.port)):
         if not check.ok:
             raise InputError(f"{check.name} = {check.detail}")
-    variables = _variables(node)
-    users = separate_users.prepared(node, variables)
-    replace(node.node_config_file, tomli_w.dumps(node.node_config).encode())
-    with _ended_by_signals(), vault_process.running(node, say, variables=variables, user=users.vault):
+    environ = _environment(node)
+    users = prepare(node)
+    with _ended_by_signals(), vault_process.running(node, say, variables=environ, user=users.vault):
         say(f"SuperNode started for {node.superlink}, partition {node.vault.partition_id}; its log follows")
         started = time.monotonic()
-        while (ending := _run(node, users, variables, say)).not_admitted:
+        while (ending := _run(node, users, environ, say)).not_admitted:
             waited = time.monotonic() - started
             pause = polling.pause(waited, shortest=_SHORTEST_RETRY_SECONDS, longest=_LONGEST_RETRY_SECONDS)
             say(
@@ -89,6 +88,17 @@ def start(node: Node, say: Callable[[str], None]) -> int:
     return ending.code
 
 
+def prepare(node: Node) -> Users:
+    """Make a node's folder ready for its SuperNode, and return whose processes it and the vault are.
+
+    Raises:
+        InputError: the SuperNode cannot run as the user that it should.
+    """
+    users = separate_users.prepared(node, _environment(node))
+    replace(node.node_config_file, tomli_w.dumps(node.node_config).encode())
+    return users
+
+
 @dataclass(frozen=True)
 class _Ending:
     """How a SuperNode ended: its exit code, its meaning, and whether the SuperLink refused to admit the node."""
@@ -98,7 +108,7 @@ class _Ending:
     not_admitted: bool
 
 
-def _run(node: Node, users: Users, variables: Mapping[str, str], say: Callable[[str], None]) -> _Ending:
+def _run(node: Node, users: Users, environ: Mapping[str, str], say: Callable[[str], None]) -> _Ending:
     reasons: list[int] = []
     refusals: list[str] = []
 
@@ -111,7 +121,7 @@ def _run(node: Node, users: Users, variables: Mapping[str, str], say: Callable[[
 
     code = run_in_foreground(
         command(node, users.key),
-        variables=users.client_variables(variables),
+        variables=users.client_variables(environ),
         folder=node.flower_home,
         on_line=on_line,
         user=users.client,
@@ -120,10 +130,15 @@ def _run(node: Node, users: Users, variables: Mapping[str, str], say: Callable[[
     return _Ending(code, meaning, bool(refusals) and code != 0)
 
 
-def _variables(node: Node) -> dict[str, str]:
-    """Flower's environment, with this checkout's modules importable from any folder."""
+def variables(node: Node) -> dict[str, str]:
+    """What the SuperNode is told by its environment, this checkout's modules among it."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return environment(node.flower_home, PYTHONPATH=os.pathsep.join(paths))
+    return {**settings(node.flower_home), "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _environment(node: Node) -> dict[str, str]:
+    """The SuperNode's whole environment."""
+    return environment(node.flower_home, **variables(node))
 
 
 @contextmanager

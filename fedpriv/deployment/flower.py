@@ -50,14 +50,17 @@ def environment(home: Path, **extra: str) -> dict[str, str]:
         home: Flower's own folder.
         extra: further variables.
     """
+    path = os.pathsep.join([str(program_folder()), os.environ.get("PATH", os.defpath)])
+    return {**os.environ, "PATH": path, **settings(home), **extra}
+
+
+def settings(home: Path) -> dict[str, str]:
+    """What Flower's programs are told by their environment alone."""
     return {
-        **os.environ,
-        "PATH": os.pathsep.join([str(program_folder()), os.environ.get("PATH", os.defpath)]),
         "FLWR_HOME": str(home),
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_TELEMETRY_ENABLED": "0",
-        **extra,
     }
 
 

@@ -46,7 +46,7 @@ def told(out: Path, event: str) -> list[int]:
 
 def test_a_node_killed_in_a_round_costs_its_own_updates_alone_until_it_is_back(holders, holders_run, tmp_path):
     # Steps that take a while, so that the node dies while it trains; a killed node is let in again after a minute.
-    last, out = 30, tmp_path / "out"
+    last, out = 40, tmp_path / "out"
     values = {**holders_run, "rounds": last, "local_steps": 100, "round_seconds": 90, "out": str(out)}
     before = num_charges(holders, 2)
     run = holders.start_run("killed-node", values)

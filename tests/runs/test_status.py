@@ -231,7 +231,7 @@ def test_who_is_skipped_is_told_with_what_ends_it(write_run: WriteRun) -> None:
     folder = write_run()
     write_checkpoint(folder, 3, {}, skipped=(1,))
     assert [client.skipped for client in status(folder).clients] == [False, True, False]
-    assert "not charged, until it registers again" in shown(status(folder))
+    assert "client 1: its node stopped answering" in shown(status(folder))
 
 
 def test_who_retired_is_known_from_the_checkpoint_and_from_the_last_reply(write_run: WriteRun) -> None:
