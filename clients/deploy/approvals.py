@@ -72,7 +72,7 @@ def bundle_digest(checkout: Path = ROOT) -> str:
 
 
 def uncommitted(checkout: Path = ROOT) -> list[str]:
-    """Bundled files that differ from the last commit; empty where the checkout is no git repository, or there is no git."""
+    """Bundled files that differ from the last commit; empty without git or a repository."""
     if shutil.which("git") is None:
         return []
     done = subprocess.run(
