@@ -51,6 +51,7 @@ def free_port() -> int:
 
 def build(compose: dict) -> None:
     """Carry out the first stage of the services' Dockerfiles, each step of both once."""
+    IMAGE.mkdir(parents=True)
     done: set[tuple[str, str]] = set()
     for service in compose["services"].values():
         context = Path(os.environ["FEDPRIV_CHECKOUT"])
