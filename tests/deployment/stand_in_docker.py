@@ -70,9 +70,10 @@ def build(compose: dict) -> None:
             elif name == "COPY" and step not in done:
                 *sources, target = here.split()
                 for source in sources:
-                    ending = f"{source}/." if (context / source).is_dir() else source
+                    content = context / source
+                    what = f"{content}/." if content.is_dir() else str(content)
                     (folder / target).mkdir(exist_ok=True)
-                    subprocess.run(["cp", "-r", context / ending, folder / target], check=True)
+                    subprocess.run(["cp", "-r", what, folder / target], check=True)
             elif name == "RUN" and step not in done:
                 print("RUN", here, flush=True)
                 subprocess.run(["sh", "-e", "-c", here], cwd=folder, env=variables, check=True)
