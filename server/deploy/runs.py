@@ -106,6 +106,7 @@ def _follow(coordinator: Coordinator, run_id: str) -> None:
         cwd=ROOT,
         env=environment(coordinator.flower_home, PYTHONUNBUFFERED="1"),
         stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
     ) as following:
