@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
+from fedpriv.names import holder_label
 from fedpriv.secure_aggregation import smallest_threshold
 from server.aggregate_view import objections_to_aggregate
 from server.bookkeeping import Books
@@ -56,7 +57,7 @@ def announce_budgets(books: Books, config: RunConfig, names: Mapping[int, str], 
             f"min_clients = {config.min_clients}; use more noise, or a larger budget"
         )
     if short:
-        each = ", ".join(f"{names[client]} {rounds}" for client, rounds in sorted(short.items()))
+        each = ", ".join(f"{holder_label(client, names[client])}: {rounds}" for client, rounds in sorted(short.items()))
         observer.notice(
             f"budget_epsilon allows fewer than the {config.rounds} rounds of this run, on the {config.privacy_view} "
             f"view and whichever clients drop out: {each}; these clients then retire"

@@ -30,7 +30,7 @@ from fedpriv.errors import InputError
 from fedpriv.protocol import Registration
 from fedpriv.runs import files
 
-VERSION = 3
+VERSION = 4
 _KEPT = 2
 _STATE, _TENSORS = "state.json", "tensors.safetensors"
 
@@ -46,6 +46,7 @@ class Checkpoint:
         ledger: (number, digest) of the last entry of the ledger; (0, "") without a ledger.
         registrations: of all nodes; they do not change during a run.
         retired: {client: reason}.
+        skipped: the clients whose nodes had stopped answering.
         model: the global model.
         uploads: {client: (its last upload, what had been merged when it was trained)}.
     """
@@ -56,6 +57,7 @@ class Checkpoint:
     ledger: tuple[int, str]
     registrations: tuple[Registration, ...]
     retired: Mapping[int, str]
+    skipped: tuple[int, ...] = ()
     model: GlobalModel = field(repr=False)
     uploads: Mapping[int, tuple[Adapter, Merged]] = field(repr=False)
 
@@ -79,6 +81,7 @@ def write(run_folder: Path, checkpoint: Checkpoint) -> None:
         "digest": checkpoint.digest,
         "ledger": list(checkpoint.ledger),
         "registrations": [asdict(registration) for registration in checkpoint.registrations],
+        "skipped": list(checkpoint.skipped),
         "retired": {str(client): reason for client, reason in checkpoint.retired.items()},
         "uploads": {str(client): bases.index(base) for client, (_, base) in checkpoint.uploads.items()},
         "moments": list(checkpoint.model.optimizer_state),
@@ -170,6 +173,7 @@ def _from(state: Mapping[str, Any], tensors: Mapping[str, Tensor], initial: Adap
         digest=state["digest"],
         ledger=(state["ledger"][0], state["ledger"][1]),
         registrations=tuple(Registration(**registration) for registration in state["registrations"]),
+        skipped=tuple(state["skipped"]),
         retired={int(client): reason for client, reason in state["retired"].items()},
         model=model,
         uploads=uploads,

@@ -12,6 +12,7 @@ from flwr.serverapp import Grid
 from fedpriv.audit.run_canaries import audit_of
 from fedpriv.config import RunConfig
 from fedpriv.ledger.ledger import Ledger
+from fedpriv.names import holder_label
 from fedpriv.publishing import card
 from fedpriv.runs import files
 from fedpriv.runs.writer import RunWriter
@@ -26,7 +27,7 @@ from server.budgets import announce_budgets, check_budget_and_view
 from server.checkpoint import Checkpoint
 from server.mechanism_parameters import with_mechanism_parameters
 from server.observer import Observer, Progress
-from server.registration import Nodes, register_nodes
+from server.registration import NO_NODE, Nodes, register_nodes
 from server.series import Series
 from server.summary import Outcome, summarize
 
@@ -95,7 +96,13 @@ def _carry_out(
             observer.notice(f"{series.books.caveat}; this run has NO privacy guarantee")
         announce_budgets(series.books, config, series.names, observer)
         if resumed:
-            observer.notice(f"the run resumes after round {resumed.round}")
+            gone = [
+                holder_label(client, series.names[client])
+                for client, (node_id, _) in nodes.items()
+                if node_id == NO_NODE
+            ]
+            without = f" without {', '.join(gone)}, skipped until the node registers again" if gone else ""
+            observer.notice(f"the run resumes after round {resumed.round}{without}")
         outcome = series.run(grid, writer, observer)
         uploads = registry.uploads_in(ledger, series.run_id, series.registrations)
         if config.ledger:
@@ -143,6 +150,7 @@ def _nodes(grid: Grid, config: RunConfig, bench: Workbench, resumed: Checkpoint 
         num_expected=bench.num_clients,
         wait=config.registration_seconds,
         node_keys=Path(config.node_keys) if config.node_keys else None,
+        may_be_missing=resumed.skipped if resumed else (),
     )
     return resume.first_registrations(nodes, resumed) if resumed else nodes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
@@ -57,6 +57,7 @@ def evaluate_privately(
     run: str,
     round_: int,
     seconds: float,
+    skipped: Collection[int] = (),
 ) -> PrivateEvaluation:
     """Ask every client whose budget allows it, once it is charged, and add up what those that answer release.
 
@@ -69,11 +70,12 @@ def evaluate_privately(
         run: the run's id.
         round_: one above the last round, under which the evaluation is charged.
         seconds: to wait for replies.
+        skipped: clients that are not asked, since their nodes do not answer.
 
     Raises:
         LedgerError: the charge cannot be written, so nobody was asked.
     """
-    clients = books.able_to_evaluate()
+    clients = [client for client in books.able_to_evaluate() if client not in skipped]
     broadcast = Broadcast(adapter=model.adapter, merged=model.merged)
     content = RecordDict(
         {

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from fedpriv.accounting.recipe import LearningRate
 from fedpriv.config import RunConfig
+from fedpriv.names import holder_label
 from fedpriv.protocol import Registration
 from fedpriv.reports.language import changes
 from fedpriv.reports.tables import format_accuracy, format_number
@@ -114,8 +115,8 @@ class LogObserver:
         """Log who takes part, and with which learning rate."""
         self._last_line = time.monotonic()
         kind = f"z = {config.noise_multiplier}" if config.noise_multiplier else "comparison, z = 0"
-        sizes = ", ".join(f"{r.client}: {r.num_records}" for r in registrations)
-        log.info("run with %s; records by client: %s", kind, sizes)
+        sizes = ", ".join(f"{holder_label(r.client, r.name)}: {r.num_records}" for r in registrations)
+        log.info("run with %s; records: %s", kind, sizes)
         if learning_rate is not None:
             log.info("%s", described(learning_rate))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from flwr.app import Message, RecordDict
@@ -23,8 +24,45 @@ _POLL_SECONDS = 0.5
 Nodes = dict[int, tuple[int, Registration]]
 """{partition id: (node id, registration)}"""
 
+NO_NODE = 0
+"""Stands for the node of a client that took part before a run was interrupted, and has not registered since."""
 
-def register_nodes(grid: Grid, *, num_expected: int, wait: float, node_keys: Path | None = None) -> Nodes:
+
+class Inquiry:
+    """Asks nodes to register, and remembers which have not answered yet."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, int] = {}
+
+    def answers(self, grid: Grid, *, leave_out: Collection[int]) -> Iterator[tuple[int, Message]]:
+        """Ask the nodes that are online; (node id, answer) of those that have answered by now, without waiting.
+
+        Args:
+            grid: Flower's connection to the nodes.
+            leave_out: nodes that are not asked.
+        """
+        asked = {*leave_out, *self._waiting.values()}
+        new = [node_id for node_id in grid.get_node_ids() if node_id not in asked]
+        messages = [Message(RecordDict(), node_id, protocol.REGISTER, group_id="0") for node_id in new]
+        grid.push_messages(messages)
+        self._waiting |= {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
+        for reply in list(grid.pull_messages(list(self._waiting))) if self._waiting else ():
+            node_id = self._waiting.pop(reply.metadata.reply_to_message_id)
+            if reply.has_error() and reply.metadata.src_node_id != node_id:
+                # The link gave up on a node that was gone; the node is asked again if it comes back.
+                log.warning("node %s: %s", node_id, reason_of(reply))
+                continue
+            yield node_id, reply
+
+
+def register_nodes(
+    grid: Grid,
+    *,
+    num_expected: int,
+    wait: float,
+    node_keys: Path | None = None,
+    may_be_missing: Collection[int] = (),
+) -> Nodes:
     """The nodes that take part, ordered by partition id.
 
     Weights, sampling probabilities and delta come from these numbers; no later reply changes them. Nodes that connect
@@ -35,36 +73,27 @@ def register_nodes(grid: Grid, *, num_expected: int, wait: float, node_keys: Pat
         num_expected: how many nodes to wait for.
         wait: seconds to wait for them; after that the run starts with those that registered.
         node_keys: folder with the public key of each node, as PARTITION-ID.pub; None requires no signature.
+        may_be_missing: partition ids, among those expected, that are not waited for.
 
     Raises:
         InputError: no node registered, or two nodes claim one partition id.
     """
     deadline = time.monotonic() + wait
     nodes: Nodes = {}
-    waiting: dict[str, int] = {}
-    answered: set[int] = set()
+    inquiry, answered = Inquiry(), set[int]()
     while True:
-        asked = {*answered, *waiting.values()}
-        new = [node_id for node_id in grid.get_node_ids() if node_id not in asked]
-        messages = [Message(RecordDict(), node_id, protocol.REGISTER, group_id="0") for node_id in new]
-        grid.push_messages(messages)
-        waiting |= {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
-        for reply in list(grid.pull_messages(list(waiting))) if waiting else ():
-            node_id = waiting.pop(reply.metadata.reply_to_message_id)
-            if reply.has_error() and reply.metadata.src_node_id != node_id:
-                # The link gave up on a node that was gone; the node is asked again if it comes back.
-                log.warning("node %s: %s", node_id, reason_of(reply))
-                continue
+        for node_id, reply in inquiry.answers(grid, leave_out=answered):
             answered.add(node_id)
             _add(reply, node_id, nodes, node_keys)
-        if len(nodes) >= num_expected or time.monotonic() > deadline:
+        are_all = len(nodes.keys() - set(may_be_missing)) >= num_expected - len(may_be_missing)
+        if are_all or time.monotonic() > deadline:
             break
         time.sleep(_POLL_SECONDS)
     if not nodes:
         raise InputError(
             f"{len(answered)} nodes answered within {wait:.0f} s, none of which can take part; the log says why"
         )
-    if len(nodes) < num_expected:
+    if not are_all:
         log.warning("%s of %s nodes registered in %.0f s; the run starts with them", len(nodes), num_expected, wait)
     return dict(sorted(nodes.items()))
 
@@ -97,6 +126,20 @@ def read_registration(reply: Message, node_keys: Path | None) -> Registration:
     if node_keys is not None:
         _check_signature(registration, node_keys / f"{registration.client}.pub")
     return registration
+
+
+def check_same(then: Registration, now: Registration) -> None:
+    """Refuse a client that registers again in a run with something else than it began with.
+
+    Raises:
+        InputError: names the field.
+    """
+    # A node without a ledger does not know its earlier data sets, and names a new one every time.
+    for name in ("num_records", "keeps_replies") + ("data_set",) * now.keeps_replies:
+        if getattr(now, name) != getattr(then, name):
+            raise InputError(
+                f"{name} = {getattr(now, name)}: client {now.client} began this run with {getattr(then, name)}"
+            )
 
 
 def _check_signature(registration: Registration, file: Path) -> None:

@@ -15,7 +15,7 @@ from fedpriv.runs import files
 from fedpriv.runs.writer import RunWriter
 from fedpriv.training.workbench import workbench
 from server.checkpoint import Checkpoint
-from server.registration import Nodes
+from server.registration import NO_NODE, Nodes, check_same
 
 # What `train = auto` decides.
 _DECIDED = (
@@ -63,28 +63,23 @@ def check_configuration(config: RunConfig) -> None:
 
 
 def first_registrations(nodes: Nodes, resumed: Checkpoint) -> Nodes:
-    """The nodes with the registrations that the run began with.
+    """The nodes with the registrations that the run began with; those that it skipped may still be missing.
 
     Raises:
         InputError: a node is missing or new, or registers something else.
     """
     before = {registration.client: registration for registration in resumed.registrations}
-    if changed := sorted(before.keys() ^ nodes.keys()):
+    missing = set(resumed.skipped) - nodes.keys()
+    if changed := sorted((before.keys() ^ nodes.keys()) - missing):
         raise InputError(f"partition-id {', '.join(map(str, changed))}: the run that is resumed began with other nodes")
     for client, (_, now) in nodes.items():
-        then = before[client]
-        # A node without a ledger does not know its earlier data sets, and names a new one every time.
-        names = ("num_records", "keeps_replies") + ("data_set",) * now.keeps_replies
-        for name in names:
-            if getattr(now, name) != getattr(then, name):
-                raise InputError(
-                    f"{name} = {getattr(now, name)}: client {client} began this run with {getattr(then, name)}"
-                )
+        check_same(before[client], now)
     # A simulated node makes its key anew when it starts.
-    return {
+    here = {
         client: (node_id, replace(before[client], identity=now.identity, signature=now.signature))
         for client, (node_id, now) in nodes.items()
     }
+    return dict(sorted({**here, **{client: (NO_NODE, before[client]) for client in missing}}.items()))
 
 
 def reopened_folder(config: RunConfig, resumed: Checkpoint) -> RunWriter:

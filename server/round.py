@@ -80,6 +80,7 @@ class Round:
         replies: the first reply of each client that replied, with or without an error.
         statuses: of every client that was asked, `no reply` until there is one, and of those that were left out.
         uploads: of the clients whose status is `ok`.
+        heard: the clients whose node has answered, if only with an error, the last thing that it was asked.
         bytes_up, bytes_down: of each client in the exchanges around this one that secure aggregation needs.
     """
 
@@ -90,6 +91,7 @@ class Round:
         self.replies: dict[int, Message] = {}
         self.statuses: dict[int, Status] = {}
         self.uploads: dict[int, Upload] = {}
+        self.heard: set[int] = set()
         self.bytes_up: Counter[int] = Counter()
         self.bytes_down: Counter[int] = Counter()
 
@@ -103,6 +105,7 @@ class Round:
         message = Message(request.content, node_id, "train", group_id=str(self.number))
         self.requests[client], self.messages[client] = request, message
         self.statuses[client] = Status("no reply")
+        self.heard.discard(client)
         return message
 
     def leave_out(self, client: int, reason: str) -> None:
@@ -128,6 +131,8 @@ class Round:
                 log.warning("round %s: ignored an unexpected reply of node %s", self.number, reply.metadata.src_node_id)
                 continue
             self.replies[client] = reply
+            if reply.metadata.src_node_id == self.messages[client].metadata.dst_node_id:
+                self.heard.add(client)
             status = self.statuses[client] = self._judge(client, reply, read)
             if status.name == "retired":
                 retired[client] = status.detail or "its node's budget is spent"

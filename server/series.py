@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
+from pathlib import Path
+from typing import Literal
 
 import torch
 from flwr.app import ArrayRecord
@@ -14,6 +16,7 @@ from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.config import RunConfig
 from fedpriv.errors import TooFewClientsError
 from fedpriv.ledger.ledger import Ledger
+from fedpriv.names import holder_label
 from fedpriv.runs.rows import ClientRow, RoundRow
 from fedpriv.runs.writer import RunWriter
 from fedpriv.training.choices import Choices, choices_of
@@ -23,6 +26,7 @@ from fedpriv.training.noise_plan import derived_learning_rate, with_learning_rat
 from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.training.workbench import Workbench
 from server import checkpoint, registry
+from server.absence import ROUNDS_WITHOUT_ANSWER, Absences
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
 from server.evaluation import PrivateEvaluation, evaluate_privately
@@ -96,6 +100,10 @@ class Series:
                 journal.write("checkpoint", round=row.round)
             observer.round_done(row)
 
+        def on_change(event: Literal["skipped", "returned"], client: int, round_: int) -> None:
+            journal.write(event, round=round_, client=client)
+            observer.notice(_told(event, self.names[client], client, round_))
+
         writer.journal = journal = writer.journal.with_fields(run=self.run_id)
         journal.write("rounds_begin", round=self._after, num_clients=len(self.registrations))
         started = time.monotonic() - sum(row.seconds for row in writer.rounds)
@@ -110,6 +118,11 @@ class Series:
             evaluate=test,
             on_round=on_round,
             follow=observer.progressed,
+            absences=Absences(
+                self._nodes,
+                node_keys=Path(self._config.node_keys) if self._config.node_keys else None,
+                on_change=on_change,
+            ),
         )
         try:
             strategy.start(
@@ -171,6 +184,8 @@ class Series:
         spec = EvaluationSpec.of(self._config)
         if spec is None:
             return None
+        round_ = writer.rounds[-1].round + 1
+        strategy.absences.look_for(grid, round_)
         evaluation = evaluate_privately(
             grid,
             self._nodes,
@@ -178,8 +193,9 @@ class Series:
             strategy.model,
             spec,
             run=self.run_id,
-            round_=writer.rounds[-1].round + 1,
+            round_=round_,
             seconds=self._config.round_seconds,
+            skipped=strategy.absences.skipped,
         )
         writer.journal.write("evaluated", num_asked=evaluation.num_asked, num_answers=evaluation.num_answers)
         if evaluation.num_answers < len(self.registrations):
@@ -197,9 +213,21 @@ class Series:
             ledger=self._ledger.last if self._ledger else (0, ""),
             registrations=tuple(self.registrations),
             retired=self.books.retired,
+            skipped=tuple(strategy.absences.skipped),
             model=strategy.model,
             uploads=strategy.uploads,
         )
+
+
+def _told(event: Literal["skipped", "returned"], name: str, client: int, round_: int) -> str:
+    """Who is not asked any more, or is asked again."""
+    who = holder_label(client, name)
+    if event == "returned":
+        return f"{who} has registered again, and is asked from round {round_} on"
+    return (
+        f"{who} gave no answer in {ROUNDS_WITHOUT_ANSWER} rounds up to round {round_}; until its node registers again "
+        "it is skipped, and not charged"
+    )
 
 
 def _is_untrained(model: GlobalModel) -> bool:

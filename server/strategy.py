@@ -26,7 +26,7 @@ from fedpriv.aggregation.server_optimizers import ServerOptimizer, server_step
 from fedpriv.config import RunConfig
 from fedpriv.errors import TooFewClientsError
 from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.protocol import Broadcast, Registration
+from fedpriv.protocol import Broadcast
 from fedpriv.runs.rows import USABLE, ClientRow, RoundRow
 from fedpriv.secure_aggregation import ProtocolError, TooFewError
 from fedpriv.training.evaluation import Evaluation
@@ -36,10 +36,12 @@ from fedpriv.training.schedule import Schedule
 from fedpriv.training.summing import mean_of_sum, mean_upload
 from fedpriv.training.trained import num_trained_values, trained_names
 from fedpriv.vault import guard
+from server.absence import ROUNDS_WITHOUT_ANSWER, Absences
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
 from server.exchange import Exchange
 from server.observer import Follow, answers
+from server.registration import Nodes
 from server.replies import ExpectedReply, Vector, read_reply, read_sum
 from server.round import Request, Round
 from server.round_rows import client_rows, round_row
@@ -65,12 +67,13 @@ class RuleStrategy(Strategy):
         evaluate: the server's own test of a global model; None if it has no test set.
         on_round: called after every finished round; round 0 is the untrained model.
         follow: told how many answers of a round have arrived.
+        absences: who is skipped for not answering; by default a record that nobody else is told of.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        nodes: Mapping[int, tuple[int, Registration]],
+        nodes: Nodes,
         *,
         books: Books,
         run: str,
@@ -79,17 +82,19 @@ class RuleStrategy(Strategy):
         evaluate: Evaluate,
         on_round: OnRound,
         follow: Follow = lambda progress: None,
+        absences: Absences | None = None,
     ) -> None:
         self.schedule = Schedule.of(config)
         self.books = books
         self.model = resumed.model if resumed else GlobalModel(initial=initial, adapter=initial)
         self.uploads: dict[int, tuple[Adapter, Merged]] = dict(resumed.uploads) if resumed else {}
         self.stopped: str | None = None
+        self.absences = Absences(nodes) if absences is None else absences
         self._last_finished = resumed.round if resumed else None
         self._config = config
         self._rule = RULES[config.aggregation]
         self._run = run
-        self._node_ids = {client: node_id for client, (node_id, _) in nodes.items()}
+        self._nodes = nodes
         self._evaluate = evaluate
         self._on_round = on_round
         self._follow = follow
@@ -102,16 +107,17 @@ class RuleStrategy(Strategy):
         self._link: Grid
 
     def select(self, round_: int, exclude: Iterable[int] = ()) -> list[int]:
-        """The partition ids of a round's clients, fixed by the seed, the round, the budgets and `exclude`.
+        """The partition ids of a round's clients, fixed by the seed, the round, the budgets, who answers and `exclude`.
 
-        They do not depend on any upload.
+        They do not depend on what is in any upload.
 
         Args:
             round_: from 1.
             exclude: clients that were already asked in this round.
         """
         excluded = set(exclude)
-        clients = [client for client in self.books.active if client not in excluded]
+        left_out = {*excluded, *self.absences.skipped}
+        clients = [client for client in self.books.active if client not in left_out]
         num = self._config.clients_per_round or len(self.books.active)
         if num >= len(clients):
             return clients
@@ -152,7 +158,7 @@ class RuleStrategy(Strategy):
             requests = self._opened(requests, self._sums)
         digests = {client: request.digest for client, request in requests.items()}
         self.books.charge(round_.number, digests, among=self._attempt.terms.by_client if self._attempt else None)
-        return [round_.message_to(client, self._node_ids[client], requests[client]) for client in requests]
+        return [round_.message_to(client, self._nodes[client][0], requests[client]) for client in requests]
 
     def _opened(self, requests: Mapping[int, Request], sums: Sums) -> dict[int, Request]:
         """The requests of the clients that are still in the attempt once keys and shares have been exchanged.
@@ -236,6 +242,7 @@ class RuleStrategy(Strategy):
         weights = self.books.weights(uploads) if uploads else {}
         self.books.settle({client: upload.digest for client, upload in uploads.items()})
         self._rows = client_rows(self._round, self.books, self.spec, weights)
+        self.absences.note(self._round)
         if not self._has_enough or adapters is None:
             return None
         if uploads:
@@ -321,7 +328,8 @@ class RuleStrategy(Strategy):
 
         Raises:
             TooFewClientsError: a round ended with fewer usable replies than `min_clients`, for another reason than
-                budgets; the round is reported first, since its clients were charged.
+                budgets; the round is reported first, since its clients were charged. Or too few nodes answer for
+                another round, which costs nobody anything.
             LedgerError: a round could not be charged, so nobody was asked.
         """
         self.summary()
@@ -331,9 +339,11 @@ class RuleStrategy(Strategy):
             self._report(0, time.monotonic())
         for round_ in range((self._last_finished or 0) + 1, num_rounds + 1):
             started = time.monotonic()
+            self.absences.look_for(grid, round_)
             config = train_config or ConfigRecord()
             messages = list(self.configure_train(round_, result.arrays, config, grid))
             if not messages:
+                self._check_present(round_)
                 self._stop(round_)
                 break
             while messages:
@@ -351,6 +361,17 @@ class RuleStrategy(Strategy):
                 reason = self._no_sum or f"{usable} usable replies, min_clients = {self._config.min_clients}"
                 raise TooFewClientsError(f"round {round_}: {reason}; resume the run once more clients answer")
         return result
+
+    def _check_present(self, round_: int) -> None:
+        """Refuse to end a run early, as if budgets were spent, because clients are skipped."""
+        active, skipped = self.books.active, self.absences.skipped
+        if len(active) < self._config.min_clients or not (missing := [c for c in active if c in skipped]):
+            return
+        raise TooFewClientsError(
+            f"round {round_}: {len(active) - len(missing)} of {len(active)} clients answer, min_clients = "
+            f"{self._config.min_clients}; skipped after {ROUNDS_WITHOUT_ANSWER} rounds without an answer: "
+            f"{', '.join(map(str, missing))}; resume the run once more clients answer"
+        )
 
     def _stop(self, round_: int) -> None:
         self.stopped = (

@@ -193,7 +193,9 @@ class Sums:
             client = clients.get(reply.metadata.src_node_id)
             if client is None or client in answers:
                 log.warning("round %s: ignored an unexpected reply of node %s", terms.round, reply.metadata.src_node_id)
-            elif reply.has_error():
+                continue
+            round_.heard.add(client)
+            if reply.has_error():
                 unanswered[client] = reason_of(reply)
                 log.warning("round %s, client %s, %s: %s", terms.round, client, kind, unanswered[client])
             else:

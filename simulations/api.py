@@ -197,5 +197,8 @@ def _console(progress: bool) -> Console:
 
 def _quiet() -> None:
     """Leave the output to the display: Flower's lines, whose level it sets when it is imported, are not for users."""
+    from simulations.engines.flower_private import colours_on_a_terminal_alone
+
+    colours_on_a_terminal_alone()
     logging.getLogger("flwr").setLevel(logging.WARNING)
     logging.getLogger("flwr").propagate = False

@@ -11,9 +11,10 @@ import typer
 
 from clients.deploy import approvals, folder, models, peers, supernode
 from clients.deploy import doctor as node_doctor
+from clients.deploy import units as node_units
 from clients.deploy.folder import Made, Node
 from fedpriv.deployment.checks import print_checks
-from fedpriv.deployment.command_line import run_command_line
+from fedpriv.deployment.command_line import UnitFolder, give_units, run_command_line
 from fedpriv.errors import InputError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -197,6 +198,26 @@ def start(dir_: Folder) -> None:
 
 
 @app.command()
+def units(dir_: Folder, out: UnitFolder = None) -> None:
+    """Print the systemd units of the node's vault and SuperNode, or write them into a folder.
+
+    The vault has no network, and the SuperNode, as `client_user` of vault.toml, neither records nor ledger.
+
+    Example: python -m clients.deploy units ~/node --out /etc/systemd/system
+    """
+    give_units(node_units.units(Node.read(dir_)), out)
+
+
+@app.command(hidden=True)
+def prepare(dir_: Folder) -> None:
+    """Make the folder ready for a SuperNode as `client_user`; the SuperNode's unit runs this as root.
+
+    Example: python -m clients.deploy prepare ~/node
+    """
+    supernode.prepare(Node.read(dir_))
+
+
+@app.command()
 def doctor(dir_: Folder) -> None:
     """Check this machine: connection, key, policy, labels, budget, peers, models, files, disk. Exit code 0 if all pass.
 
@@ -205,6 +226,15 @@ def doctor(dir_: Folder) -> None:
     Example: python -m clients.deploy doctor ~/node
     """
     raise typer.Exit(0 if print_checks(node_doctor.checks(Node.read(dir_))) else 1)
+
+
+@app.command()
+def health(dir_: Folder) -> None:
+    """Exit code 0 if the node's vault and its SuperNode are there; it is quick, for whoever asks every minute.
+
+    Example: python -m clients.deploy health ~/node
+    """
+    raise typer.Exit(0 if print_checks(node_doctor.health(Node.read(dir_))) else 1)
 
 
 @app.command()

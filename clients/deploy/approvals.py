@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -71,7 +72,9 @@ def bundle_digest(checkout: Path = ROOT) -> str:
 
 
 def uncommitted(checkout: Path = ROOT) -> list[str]:
-    """Bundled files that differ from the last commit; empty if the checkout is not a git repository."""
+    """Bundled files that differ from the last commit; empty without git or a repository."""
+    if shutil.which("git") is None:
+        return []
     done = subprocess.run(
         ["git", "status", "--porcelain", "--", "clients", "server", "pyproject.toml", "README.md", "LICENSE"],
         cwd=checkout,

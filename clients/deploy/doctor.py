@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 
 from clients.deploy import peers, records
@@ -27,6 +28,7 @@ from fedpriv.vault import models
 from fedpriv.vault.settings import VaultSettings
 
 _MIN_DISK_BYTES = 2**30
+_ANSWER_SECONDS = 5.0
 
 
 def checks(node: Node) -> Iterator[Check]:
@@ -44,6 +46,19 @@ def checks(node: Node) -> Iterator[Check]:
     yield _closed(vault)
     yield _approved(node)
     yield check_disk(node.folder, _MIN_DISK_BYTES)
+
+
+def health(node: Node) -> Iterator[Check]:
+    """Whether the vault takes requests, and the SuperNode runs, which it does once it is admitted."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_ANSWER_SECONDS)
+        try:
+            connection.connect(str(node.vault.socket))
+            yield Check("vault", True, f"listens on {node.vault.socket}")
+        except OSError as error:
+            yield Check("vault", False, f"{node.vault.socket}: {error.strerror or 'no answer'}")
+    running = not check_port_free("127.0.0.1", node.port).ok
+    yield Check("supernode", running, "runs" if running else "does not run, or is not admitted yet")
 
 
 def _corpus() -> Iterator[Check]:

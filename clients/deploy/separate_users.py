@@ -58,21 +58,35 @@ def prepared(node: Node, variables: Mapping[str, str]) -> Users:
     name = node.vault.client_user
     if not name:
         return Users(key=node.vault.key)
-    client = user_named(name)
+    client, owner = client_of(node), owner_of(node.folder)
     if os.geteuid() != 0:
         raise InputError(
             f"client_user = {name!r}: only root can start the SuperNode as another user; use root, or none"
         )
-    owner = owner_of(node.folder)
-    if client.uid in (0, owner.uid):
-        raise InputError(f"client_user = {name!r}: must be neither root nor the owner of {node.folder}")
     node.folder.chmod(_PASSABLE)
     _give(node.flower_home, client)
-    key = node.flower_home / node.vault.key.name
+    key = client_key(node)
     replace(key, node.vault.key.read_bytes(), mode=0o600, owner=client)
     users = Users(vault=owner if owner.uid else None, client=client, key=key, home=node.flower_home)
     _probe(node, client, users.client_variables(variables))
     return users
+
+
+def client_of(node: Node) -> User:
+    """The `client_user` of a node that has one.
+
+    Raises:
+        InputError: this machine does not know it, or it is root or the folder's owner.
+    """
+    client = user_named(node.vault.client_user)
+    if client.uid in (0, owner_of(node.folder).uid):
+        raise InputError(f"client_user = {client.name!r}: must be neither root nor the owner of {node.folder}")
+    return client
+
+
+def client_key(node: Node) -> Path:
+    """The copy of the node's key that its `client_user` reads."""
+    return node.flower_home / node.vault.key.name
 
 
 def _give(folder: Path, user: User) -> None:

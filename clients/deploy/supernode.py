@@ -17,9 +17,10 @@ from clients.deploy import separate_users, vault_process
 from clients.deploy.approvals import ROOT
 from clients.deploy.folder import Node
 from clients.deploy.separate_users import Users
+from fedpriv.deployment import polling
 from fedpriv.deployment.checks import check_key, check_port_free
 from fedpriv.deployment.files import replace
-from fedpriv.deployment.flower import EXIT_CODES, environment, logged_exit_code, run_in_foreground
+from fedpriv.deployment.flower import EXIT_CODES, environment, logged_exit_code, run_in_foreground, settings
 from fedpriv.errors import InputError
 
 # Where Flower's processes on this machine find each other.
@@ -28,8 +29,8 @@ _HOST = "127.0.0.1"
 # What Flower logs if a node's key is not registered, or is in use: by another node, or by this node before it was
 # killed, until two of its heartbeats are overdue.
 _NOT_ADMITTED = "Failed to activate SuperNode"
-_RETRY_DELAY_SECONDS = 10.0
-_MAX_RETRY_SECONDS = 120.0
+_SHORTEST_RETRY_SECONDS = 10.0
+_LONGEST_RETRY_SECONDS = 60.0
 
 
 def program(node: Node) -> list[str]:
@@ -56,6 +57,8 @@ def command(node: Node, key: Path) -> list[str]:
 def start(node: Node, say: Callable[[str], None]) -> int:
     """Run the vault and the SuperNode until a signal or an error ends the latter, and return its exit code.
 
+    A node that is not admitted yet waits until it is.
+
     Args:
         node: whose vault and SuperNode to run.
         say: prints a line; other threads call it too.
@@ -67,23 +70,33 @@ def start(node: Node, say: Callable[[str], None]) -> int:
     for check in (check_key(node.vault.key), check_port_free(_HOST, node.port)):
         if not check.ok:
             raise InputError(f"{check.name} = {check.detail}")
-    variables = _variables(node)
-    users = separate_users.prepared(node, variables)
-    replace(node.node_config_file, tomli_w.dumps(node.node_config).encode())
-    with _ended_by_signals(), vault_process.running(node, say, variables=variables, user=users.vault):
+    environ = _environment(node)
+    users = prepare(node)
+    with _ended_by_signals(), vault_process.running(node, say, variables=environ, user=users.vault):
         say(f"SuperNode started for {node.superlink}, partition {node.vault.partition_id}; its log follows")
         started = time.monotonic()
-        while True:
-            ending = _run(node, users, variables, say)
-            if not ending.not_admitted or time.monotonic() - started > _MAX_RETRY_SECONDS:
-                break
+        while (ending := _run(node, users, environ, say)).not_admitted:
+            waited = time.monotonic() - started
+            pause = polling.pause(waited, shortest=_SHORTEST_RETRY_SECONDS, longest=_LONGEST_RETRY_SECONDS)
             say(
-                "not admitted: its key is not registered, or in use (by a killed node for up to a minute); "
-                f"retrying in {_RETRY_DELAY_SECONDS:g} s"
+                f"not admitted yet, after {waited:.0f} s: waiting until the coordinator registers {node.public_key}, "
+                "or until the place of a node that was killed is free (up to a minute); "
+                f"next try in {pause:.0f} s, Ctrl-C ends it"
             )
-            time.sleep(_RETRY_DELAY_SECONDS)
+            time.sleep(pause)
     say(f"SuperNode ended with exit code {ending.code}{ending.meaning}")
     return ending.code
+
+
+def prepare(node: Node) -> Users:
+    """Make a node's folder ready for its SuperNode, and return whose processes it and the vault are.
+
+    Raises:
+        InputError: the SuperNode cannot run as the user that it should.
+    """
+    users = separate_users.prepared(node, _environment(node))
+    replace(node.node_config_file, tomli_w.dumps(node.node_config).encode())
+    return users
 
 
 @dataclass(frozen=True)
@@ -95,7 +108,7 @@ class _Ending:
     not_admitted: bool
 
 
-def _run(node: Node, users: Users, variables: Mapping[str, str], say: Callable[[str], None]) -> _Ending:
+def _run(node: Node, users: Users, environ: Mapping[str, str], say: Callable[[str], None]) -> _Ending:
     reasons: list[int] = []
     refusals: list[str] = []
 
@@ -108,7 +121,7 @@ def _run(node: Node, users: Users, variables: Mapping[str, str], say: Callable[[
 
     code = run_in_foreground(
         command(node, users.key),
-        variables=users.client_variables(variables),
+        variables=users.client_variables(environ),
         folder=node.flower_home,
         on_line=on_line,
         user=users.client,
@@ -117,10 +130,15 @@ def _run(node: Node, users: Users, variables: Mapping[str, str], say: Callable[[
     return _Ending(code, meaning, bool(refusals) and code != 0)
 
 
-def _variables(node: Node) -> dict[str, str]:
-    """Flower's environment, with this checkout's modules importable from any folder."""
+def variables(node: Node) -> dict[str, str]:
+    """What the SuperNode is told by its environment, this checkout's modules among it."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return environment(node.flower_home, PYTHONPATH=os.pathsep.join(paths))
+    return {**settings(node.flower_home), "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _environment(node: Node) -> dict[str, str]:
+    """The SuperNode's whole environment."""
+    return environment(node.flower_home, **variables(node))
 
 
 @contextmanager

@@ -20,6 +20,9 @@ CONNECTION = "federation"
 
 _ANSWER_SECONDS = 120.0
 
+# Flower colours its log, whoever reads it.
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
 # Flower logs these codes; its processes themselves always exit with 1. See flwr/supercore/exit/exit_code.py, 1.41.
 _EXIT_CODE = re.compile(r"Exit Code: (\d+)")
 EXIT_CODES: Mapping[int, str] = {
@@ -47,14 +50,17 @@ def environment(home: Path, **extra: str) -> dict[str, str]:
         home: Flower's own folder.
         extra: further variables.
     """
+    path = os.pathsep.join([str(program_folder()), os.environ.get("PATH", os.defpath)])
+    return {**os.environ, "PATH": path, **settings(home), **extra}
+
+
+def settings(home: Path) -> dict[str, str]:
+    """What Flower's programs are told by their environment alone."""
     return {
-        **os.environ,
-        "PATH": os.pathsep.join([str(program_folder()), os.environ.get("PATH", os.defpath)]),
         "FLWR_HOME": str(home),
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_TELEMETRY_ENABLED": "0",
-        **extra,
     }
 
 
@@ -122,7 +128,7 @@ def run_in_foreground(
         command: program and arguments.
         variables: its environment.
         folder: to run it in.
-        on_line: receives each line of its output, in a separate thread.
+        on_line: receives each line of its output without colours, in a separate thread.
         user: whose process it is; None stands for the user of this process.
     """
     forwarder = _SignalForwarder()
@@ -150,6 +156,11 @@ def run_in_foreground(
     return code if code >= 0 else 128 - code
 
 
+def plain(line: str) -> str:
+    """A line of Flower's log without colours."""
+    return _COLOUR.sub("", line)
+
+
 def logged_exit_code(line: str) -> int | None:
     """Flower's own exit code, if a line of its log states it."""
     match = _EXIT_CODE.search(line)
@@ -158,7 +169,7 @@ def logged_exit_code(line: str) -> int | None:
 
 def _relay(child: subprocess.Popen[str], on_line: Callable[[str], None]) -> None:
     for line in child.stdout or ():
-        on_line(line.rstrip("\n"))
+        on_line(plain(line.rstrip("\n")))
 
 
 class _SignalForwarder:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fedpriv.names import holder_label
 from fedpriv.names import printable as _printable
 from fedpriv.reports.tables import MISSING, format_bound, format_bytes, format_delta, format_percent, format_seconds
 from fedpriv.runs.status import ClientStatus, RunStatus
@@ -109,14 +110,21 @@ def _client_cells(client: ClientStatus) -> tuple[str, ...]:
     counts = ", ".join(f"{name} {number}".replace(" ", "\0") for name, number in client.status_counts.items())
     lines = [_printable(line.replace("\0", " ")) for line in wrap(counts, 24)]
     return (
-        _printable(f"{client.client} {client.name}".rstrip()),
+        _printable(holder_label(client.client, client.name).removeprefix("client ")),
         f"{client.num_records:,}",
         MISSING if client.last_round is None else str(client.last_round),
         _bound(client.epsilon_local),
         format_delta(client.delta),
-        "retired" if client.retired is not None else _printable(client.status or "not asked"),
+        _state_of(client),
         "\n".join(lines),
     )
+
+
+def _state_of(client: ClientStatus) -> str:
+    """Why a client is not asked, or how its last round ended."""
+    if client.retired is not None:
+        return "retired"
+    return "skipped" if client.skipped else _printable(client.status or "not asked")
 
 
 def _listed(clients: tuple[ClientStatus, ...]) -> list[ClientStatus]:
@@ -135,7 +143,8 @@ def _notes(run: RunStatus) -> Iterable[Text]:
         also = f", {num_troubled - len(troubled)} of them in trouble" if num_troubled > len(troubled) else ""
         yield Text(f"{num_unlisted:,} more clients{also}; --json lists all", style="dim")
     for client in troubled:
-        if reason := client.retired or client.detail:
+        silence = "its node stopped answering; not asked, and not charged, until it registers again"
+        if reason := client.retired or (silence if client.skipped else client.detail):
             yield Text.assemble((f"client {client.client}: ", "red"), _printable(reason))
 
 

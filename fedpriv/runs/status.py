@@ -43,6 +43,7 @@ class ClientStatus:
         epsilon_local: spent so far, earlier runs included, at `delta`; None before the first round, when only the
             ledger knows.
         retired: why it is no longer asked; None if it may be.
+        skipped: whether it is not asked, since its node stopped answering, until that registers again.
     """
 
     client: int
@@ -55,11 +56,12 @@ class ClientStatus:
     epsilon_local: float | None
     delta: float | None
     retired: str | None
+    skipped: bool
 
     @property
     def is_troubled(self) -> bool:
-        """Whether somebody should look at the client: it retired, or its last reply was not usable."""
-        return self.retired is not None or (self.status is not None and self.status not in USABLE)
+        """Whether somebody should look at the client: it retired, is skipped, or its last reply was not usable."""
+        return self.retired is not None or self.skipped or (self.status is not None and self.status not in USABLE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,8 +235,16 @@ def _clients(
     retired = {int(client): reason for client, reason in checkpoint.get("retired", {}).items()}
     retired |= {client: row["detail"] for client, row in last.items() if row["status"] == "retired"}
     retired |= {client: entry["retired"] for client, entry in known.items() if entry.get("retired")}
+    skipped = set(checkpoint.get("skipped", ()))
     return tuple(
-        _client(client, known.get(client, {}), last.get(client, {}), counts.get(client, {}), retired.get(client))
+        _client(
+            client,
+            known.get(client, {}),
+            last.get(client, {}),
+            counts.get(client, {}),
+            retired=retired.get(client),
+            skipped=client in skipped,
+        )
         for client in sorted(known.keys() | last.keys())
     )
 
@@ -244,7 +254,9 @@ def _client(
     known: Mapping[str, Any],
     last: Mapping[str, Any],
     status_counts: Mapping[str, int],
+    *,
     retired: str | None,
+    skipped: bool,
 ) -> ClientStatus:
     """A client from its entry in the summary or among the registrations, and its last row."""
     final = parse_epsilon(known["epsilon_local"]) if "epsilon_local" in known else None
@@ -259,6 +271,7 @@ def _client(
         epsilon_local=final if final is not None else last.get("epsilon_local"),
         delta=known.get("delta", last.get("delta")),
         retired=retired,
+        skipped=skipped,
     )
 
 

@@ -85,6 +85,19 @@ class UpdateSpec:
     lora_learning_rate: float = 0.0
     centred: bool = False
 
+    def __str__(self) -> str:
+        """What a client does in a round, in words, for logs."""
+        num_steps = f"{self.local_steps} step{'s' if self.local_steps > 1 else ''}"
+        drawn = f"q = {self.sampling_probability:g}" if self.sampling_probability else f"B = {self.batch_size}"
+        noised = "the upload" if self.noise_on == "upload" else "gradients"
+        rate = f"{self.learning_rate:.4g}"
+        rate += f" ({self.lora_learning_rate:.4g} for A and B)" if self.lora_learning_rate else ""
+        goal = "class sums" if self.objective == "class-sums" else f"training {self.trains}"
+        return (
+            f"{goal}, {num_steps} of {self.optimizer} at learning rate {rate}, {drawn}; {noised} clipped to "
+            f"{self.clip_norm:g} ({self.clipping}), {self.mechanism} noise with z = {self.noise_multiplier:g}"
+        )
+
     @staticmethod
     def of(config: RunConfig) -> UpdateSpec:
         """The part of a run's configuration that a client carries out, in rounds that train everything.

@@ -9,11 +9,12 @@ from typing import Annotated
 import typer
 
 from fedpriv.deployment import certificates
-from fedpriv.deployment.checks import print_checks
-from fedpriv.deployment.command_line import run_command_line
+from fedpriv.deployment.checks import check_tls, print_checks
+from fedpriv.deployment.command_line import UnitFolder, give_units, run_command_line
 from server.deploy import doctor as coordinator_doctor
 from server.deploy import folder as folders
 from server.deploy import registration, runs, superlink
+from server.deploy import units as coordinator_units
 from server.deploy.folder import Coordinator
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -60,6 +61,15 @@ def start(folder: Folder) -> None:
 
 
 @app.command()
+def units(folder: Folder, out: UnitFolder = None) -> None:
+    """Print the systemd unit of the SuperLink, or write it into a folder.
+
+    Example: python -m server.deploy units ~/federation --out /etc/systemd/system
+    """
+    give_units(coordinator_units.units(Coordinator.read(folder)), out)
+
+
+@app.command()
 def register(
     folder: Folder,
     partition_id: Annotated[int, typer.Argument(help="Which client of a run the node is: 0, 1, ...")],
@@ -96,6 +106,17 @@ def renew(folder: Folder, days: Days = 365) -> None:
     certificates.make_server_certificate(coordinator.folder, coordinator.addresses, days)
     until = certificates.valid_until(coordinator.server_certificate)
     typer.echo(f"certificate valid until {until:%Y-%m-%d}; restart the SuperLink to use it")
+
+
+@app.command()
+def health(folder: Folder) -> None:
+    """Exit code 0 if the SuperLink answers; it is quick, for whoever asks every minute.
+
+    Example: python -m server.deploy health ~/federation
+    """
+    coordinator = Coordinator.read(folder)
+    found = check_tls(coordinator.local_host, coordinator.port, coordinator.ca_certificate)
+    raise typer.Exit(0 if print_checks([found]) else 1)
 
 
 @app.command()

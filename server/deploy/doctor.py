@@ -26,7 +26,7 @@ _MIN_DISK_BYTES = 2**30
 
 
 def checks(coordinator: Coordinator) -> Iterator[Check]:
-    """The checks of this machine, whether or not the SuperLink is running."""
+    """The checks of this machine; without its SuperLink no federation can run."""
     yield check_python()
     yield check_versions()
     yield _certificate(coordinator)
@@ -35,7 +35,7 @@ def checks(coordinator: Coordinator) -> Iterator[Check]:
     yield _connection(coordinator)
     free = check_port_free(coordinator.bind_host, coordinator.port)
     if free.ok:
-        yield Check("superlink", True, f"not running; {free.detail}")
+        yield Check("superlink", False, f"not running ({free.detail}); start it with `start`, then ask again")
         yield Check("nodes", True, f"{len(coordinator.registered())} registered")
     else:
         yield check_tls(coordinator.host, coordinator.port, coordinator.ca_certificate)

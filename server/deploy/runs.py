@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 import tomli_w
 
 from fedpriv import config as configuration
-from fedpriv.deployment.flower import CONNECTION, FlowerError, environment, flwr, program_folder
+from fedpriv.deployment.flower import CONNECTION, FlowerError, environment, flwr, plain, program_folder
 from fedpriv.runs.files import CONFIG, run_folder_of
 from fedpriv.tracking.protocol import check_installed
 from server.deploy.folder import Coordinator
@@ -101,13 +102,23 @@ def _submit(coordinator: Coordinator, values: dict[str, Any]) -> str:
 
 
 def _follow(coordinator: Coordinator, run_id: str) -> None:
-    """Show the run's log until it ends."""
-    subprocess.run(
+    """Show the run's log until it ends, in colour on a terminal alone."""
+    shown = str if sys.stdout.isatty() else plain
+    with subprocess.Popen(
         [str(program_folder() / "flwr"), "log", run_id, CONNECTION, "--stream"],
         cwd=ROOT,
-        env=environment(coordinator.flower_home),
-        check=False,
-    )
+        env=environment(coordinator.flower_home, PYTHONUNBUFFERED="1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as following:
+        try:
+            for line in following.stdout or ():
+                print(shown(line), end="", flush=True)
+        except BaseException:
+            following.kill()
+            raise
 
 
 def _end(coordinator: Coordinator, run_id: str) -> tuple[str, str]:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from flwr.app import Message
+from flwr.supercore.logger import update_console_handler
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-__all__ = ["Run", "empty_run", "set_message_id", "task_identity"]
+__all__ = ["Run", "colours_on_a_terminal_alone", "empty_run", "set_message_id", "task_identity"]
 
 SERVER_NODE_ID = 1
+
+
+def colours_on_a_terminal_alone() -> None:
+    """Keep the codes for colours out of Flower's log lines where these go into a file or a pipe."""
+    update_console_handler(colored=sys.stderr.isatty())
 
 
 def empty_run(run_id: int) -> Run:

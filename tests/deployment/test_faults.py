@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pandas as pd
@@ -16,6 +17,9 @@ from simulations.engines import federation
 from simulations.sites import Federation, read_ledger, wait_until
 
 pytestmark = pytest.mark.deployment
+
+# Of a round beyond its deadline, in seconds: a last pull, and the test of the model.
+DELAYS = 30.0
 
 # Of a run whose server is killed within six seconds: a round takes more than one.
 NUM_ROUNDS = 8
@@ -33,31 +37,43 @@ def num_charges(site: Federation, client: int) -> int:
     return file.read_text().count('"event": "charged"') if file.is_file() else 0
 
 
-def test_a_node_killed_in_a_round_costs_its_own_update_alone(holders, holders_run, tmp_path):
+def told(out: Path, event: str) -> list[int]:
+    """The rounds in which the run's log tells of such an event."""
+    file = out / "events.jsonl"
+    lines = file.read_text().splitlines() if file.is_file() else []
+    return [each["round"] for each in map(json.loads, lines) if each["event"] == event]
+
+
+def test_a_node_killed_in_a_round_costs_its_own_updates_alone_until_it_is_back(holders, holders_run, tmp_path):
     # Steps that take a while, so that the node dies while it trains; a killed node is let in again after a minute.
-    values = {**holders_run, "rounds": 20, "local_steps": 100, "round_seconds": 90, "out": str(tmp_path / "out")}
+    last, out = 40, tmp_path / "out"
+    values = {**holders_run, "rounds": last, "local_steps": 100, "round_seconds": 90, "out": str(out)}
     before = num_charges(holders, 2)
     run = holders.start_run("killed-node", values)
     wait_until(lambda: num_rounds(tmp_path / "out") >= 1, "round 1", 240)
     wait_until(lambda: num_charges(holders, 2) > before + 1, "a charge in round 2", 120, every=0.01)
     holders.services["node-2"].kill()
-    killed = time.monotonic()
+    wait_until(lambda: told(out, "skipped"), "two rounds without an answer", 300)
     holders.start_node(2)
-    wait_until(lambda: num_rounds(tmp_path / "out") >= 2, "round 2", 120)
-    assert time.monotonic() - killed < 90 + 20
-    assert run.process.wait(timeout=600) == 0, run.text()
+    assert run.process.wait(timeout=900) == 0, run.text()
 
-    rows = pd.read_csv(tmp_path / "out" / "clients.csv")
-    second = rows.query("round == 2").set_index("client")
-    assert list(second.status[:2]) == ["ok", "ok"]
-    assert second.status[2] in ("no reply", "failed")
-    assert list(rows.query("round == 20").status) == ["ok"] * 3, "the node trains again"
-    # One charge for each release that the node could have made, in its own ledger and in the server's.
+    rows = pd.read_csv(out / "clients.csv")
+    for round_ in (2, 3):
+        each = rows.query(f"round == {round_}").set_index("client")
+        assert list(each.status[:2]) == ["ok", "ok"]
+        assert each.status[2] in ("no reply", "failed")
+    assert pd.read_csv(out / "rounds.csv").seconds[2] < 90 + DELAYS
+    assert list(rows.query(f"round == {last}").status) == ["ok"] * 3, "the node trains again"
+    # One charge for each release that the node could have made, in its own ledger and in the server's; for the rounds
+    # that were not waited for, none.
+    (skipped,), (returned,) = told(out, "skipped"), told(out, "returned")
+    assert skipped == 3
+    asked = [1, 2, 3, *range(returned, last + 1)]
+    ledger = read_ledger(out / "ledger.sqlite")
+    assert [e.round for e in ledger if e.phase == "charged" and e.client == "2"] == asked
     rounds = [entry.round for entry in holders.charges(2)[before:]]
     assert rounds == sorted(set(rounds))
-    assert set(rounds) >= {1, 2, 20}
-    ledger = read_ledger(tmp_path / "out" / "ledger.sqlite")
-    assert [e.round for e in ledger if e.phase == "charged" and e.client == "2"] == [*range(1, 21)]
+    assert {1, 2, last} <= set(rounds) <= set(asked)
 
 
 def test_without_nodes_a_run_stops_in_time_and_goes_on_when_they_return(holders, holders_run, tmp_path):
@@ -70,11 +86,12 @@ def test_without_nodes_a_run_stops_in_time_and_goes_on_when_they_return(holders,
     wait_until(lambda: num_rounds(tmp_path / "out") >= 1, "round 1", 240)
     charged = lambda: [num_charges(holders, client) - was for client, was in enumerate(before)]  # noqa: E731
     wait_until(lambda: max(charged()) > 1, "a charge in round 2", 120, every=0.01)
-    for client in range(3):
-        holders.services[f"node-{client}"].kill()
-    gone = time.monotonic()
-    assert run.process.wait(timeout=240) == 1
-    assert time.monotonic() - gone < 150
+    # At once: one that is killed after the others may have begun to upload.
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda client: holders.services[f"node-{client}"].kill(), range(3)))
+    assert run.process.wait(timeout=600) == 1
+    # By the run's own clock, since how long processes take to start and end is the machine's affair.
+    assert pd.read_csv(tmp_path / "out" / "rounds.csv").seconds.iloc[-1] < values["round_seconds"] + DELAYS
     assert "resume the run once more clients answer" in run.text()
     stopped = num_rounds(tmp_path / "out")
     for client in range(3):

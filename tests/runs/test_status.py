@@ -81,7 +81,7 @@ def registrations() -> tuple[Registration, ...]:
     return tuple(Registration(client=c, num_records=n, name=NAMES[c], data_set=f"d{c}") for c, n in SIZES.items())
 
 
-def write_checkpoint(folder: Path, round_: int, retired: Mapping[int, str]) -> None:
+def write_checkpoint(folder: Path, round_: int, retired: Mapping[int, str], skipped: tuple[int, ...] = ()) -> None:
     model = GlobalModel(initial=INITIAL, adapter=INITIAL)
     made = Checkpoint(
         run="5eed",
@@ -90,6 +90,7 @@ def write_checkpoint(folder: Path, round_: int, retired: Mapping[int, str]) -> N
         ledger=(1, "e"),
         registrations=registrations(),
         retired=retired,
+        skipped=skipped,
         model=model,
         uploads={},
     )
@@ -224,6 +225,13 @@ def test_clients_that_were_not_asked_yet_are_there_without_a_figure(write_run: W
         (None, None, None)
     }
     assert "not asked" in shown(found)
+
+
+def test_who_is_skipped_is_told_with_what_ends_it(write_run: WriteRun) -> None:
+    folder = write_run()
+    write_checkpoint(folder, 3, {}, skipped=(1,))
+    assert [client.skipped for client in status(folder).clients] == [False, True, False]
+    assert "client 1: its node stopped answering" in shown(status(folder))
 
 
 def test_who_retired_is_known_from_the_checkpoint_and_from_the_last_reply(write_run: WriteRun) -> None:

@@ -115,8 +115,8 @@ def test_checkpoint_of_another_version_or_package_is_refused(tmp_path, monkeypat
     monkeypatch.setattr(checkpoint, "_packages", lambda: {"flwr": "9.9"})
     with pytest.raises(InputError, match=r"was written with flwr \d\S*; 9\.9 is installed"):
         read_last(tmp_path, INITIAL)
-    monkeypatch.setattr(checkpoint, "VERSION", 4)
-    with pytest.raises(InputError, match="version 3, but this fedpriv reads version 4"):
+    monkeypatch.setattr(checkpoint, "VERSION", 5)
+    with pytest.raises(InputError, match="version 4, but this fedpriv reads version 5"):
         read_last(tmp_path, INITIAL)
 
 

@@ -103,8 +103,9 @@ def test_renewed_certificate_is_of_the_same_authority(coordinator):
     assert coordinator.ca_certificate.read_bytes() == authority
 
 
-def test_doctor_finds_a_new_folder_in_order(coordinator):
-    assert [check for check in doctor.checks(coordinator) if not check.ok] == []
+def test_doctor_misses_nothing_in_a_new_folder_but_its_superlink(coordinator):
+    (missing,) = [check for check in doctor.checks(coordinator) if not check.ok]
+    assert (missing.name, missing.detail[:11]) == ("superlink", "not running")
 
 
 def test_doctor_names_an_expired_certificate_and_an_open_key(coordinator):
@@ -115,12 +116,12 @@ def test_doctor_names_an_expired_certificate_and_an_open_key(coordinator):
     done = deploy("doctor", coordinator.folder)
     assert done.returncode == 1
     failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("FAIL")]
-    assert failed == ["certificate", "key", "connection"]
+    assert failed == ["certificate", "key", "connection", "superlink"]
 
 
 def test_doctor_names_an_address_that_the_certificate_lacks(coordinator):
     certificates.make_server_certificate(coordinator.folder, ["127.0.0.1"], 30)
-    (check,) = [check for check in doctor.checks(coordinator) if not check.ok]
+    check, *_ = [check for check in doctor.checks(coordinator) if not check.ok]
     assert "not valid for fl.example.org" in check.detail
 
 

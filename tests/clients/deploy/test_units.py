@@ -1,0 +1,91 @@
+"""The units of a node: the vault reaches no network, the SuperNode no record, and systemd understands both."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from clients.deploy.folder import Node, make
+from clients.deploy.units import units
+from fedpriv.deployment import certificates
+from fedpriv.errors import InputError
+from simulations.processes import run_in_process
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    """A node in a folder whose name systemd would expand and split, if it were not quoted."""
+    certificates.make_ca(tmp_path, 30)
+    made = make(
+        tmp_path / "a %h $HOME node",
+        ca=tmp_path / "ca.crt",
+        superlink="fl.example.org:9093",
+        partition_id=0,
+        name="n",
+        client_user="daemon",
+    )
+    data = tmp_path / "records.csv"
+    data.write_text("text,label\n")
+    return replace(made.node, vault=replace(made.node.vault, data=data, labels=("a", "b"), budget_epsilon=1.0))
+
+
+def test_the_vault_has_no_network_and_the_supernode_sees_neither_records_nor_ledger(node: Node) -> None:
+    vault, supernode = (unit.text().splitlines() for unit in units(node))
+    assert {"PrivateNetwork=yes", "RestrictAddressFamilies=AF_UNIX"} <= set(vault)
+    assert f'ReadOnlyPaths="{node.vault.data}"' in vault
+    folder = str(node.folder).replace("%", "%%")
+    for secret in (node.vault.data, *(f"{folder}/{name}" for name in ("ledger.sqlite", "node.key", "policy.toml"))):
+        assert f'InaccessiblePaths="-{secret}"' in supernode
+    assert [line for line in supernode if line.startswith("ReadWritePaths")] == [f'ReadWritePaths="{folder}/flower"']
+    assert "User=daemon" in supernode
+    assert "User=daemon" not in vault
+
+
+def test_the_supernode_runs_approved_bundles_alone_and_waits_for_its_registration(node: Node) -> None:
+    text = units(node)[1].text()
+    assert '"clients.deploy.approved_supernode"' in text
+    assert "approved-fabs" in text
+    assert {"Restart=on-failure", "StartLimitIntervalSec=0"} <= set(text.splitlines())
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="no systemd-analyze")
+def test_systemd_finds_nothing_wrong_with_the_units(node: Node, tmp_path: Path) -> None:
+    files = []
+    for unit in units(node):
+        files.append(tmp_path / f"{unit.name}.service")
+        files[-1].write_text(unit.text())
+    done = subprocess.run(["systemd-analyze", "verify", "--man=no", *files], capture_output=True, text=True)
+    ours = [line for line in done.stderr.splitlines() if "fedpriv" in line]
+    assert (done.returncode, ours) == (0, []), done.stderr
+
+
+def test_without_a_user_for_the_supernode_there_are_no_units(node: Node) -> None:
+    with pytest.raises(InputError, match="client_user = '': name a user"):
+        units(replace(node, vault=replace(node.vault, client_user="")))
+    with pytest.raises(InputError, match="must be neither root nor the owner"):
+        units(replace(node, vault=replace(node.vault, client_user="root")))
+
+
+def test_a_line_break_in_a_path_writes_no_directive(node: Node) -> None:
+    with pytest.raises(InputError, match="holds a control character"):
+        units(replace(node, vault=replace(node.vault, data=Path("/tmp/x\nUser=root"))))[1].text()
+
+
+def test_units_are_written_once_or_not_at_all(node: Node, tmp_path: Path) -> None:
+    from clients.deploy.__main__ import app
+
+    (tmp_path / "units").mkdir()
+    arguments = ["units", node.folder, "--out", tmp_path / "units"]
+    done = run_in_process(app, "clients.deploy", *arguments)
+    names = sorted(path.name for path in (tmp_path / "units").iterdir())
+    assert names == ["fedpriv-supernode-a--h--HOME-node.service", "fedpriv-vault-a--h--HOME-node.service"]
+    assert "systemctl enable --now fedpriv-vault-a--h--HOME-node" in done.stdout
+    again = run_in_process(app, "clients.deploy", *arguments)
+    assert again.returncode == 2
+    assert "exists; give another folder" in again.stderr
+    assert sys.executable in (tmp_path / "units" / names[0]).read_text()

@@ -1,0 +1,194 @@
+"""A stand-in for `docker compose` without images: a service is a process of its user, with folders for its mounts.
+
+It reads compose.yaml of the working folder and the Dockerfiles that this names, and keeps all it makes under $STAND_IN.
+Absolute paths of containers are replaced in arguments and variables by where they lie there; so is the coordinator's
+address. `tests/deployment/test_containers.py` puts it on PATH under the name of docker.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+PLACE = Path(os.environ["STAND_IN"])
+IMAGE = PLACE / "image"
+USER = 10001
+
+
+def instructions(file: Path) -> list[tuple[str, str]]:
+    """(instruction, arguments) of a Dockerfile."""
+    text = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", file.read_text(), flags=re.MULTILINE))
+    return [tuple(line.split(None, 1)) for line in text.splitlines() if line.strip()]  # type: ignore[misc]
+
+
+def substituted(text: str, mounts: dict[str, Path]) -> str:
+    """A text with the containers' paths replaced, each where a path can begin."""
+    inside = "|".join(re.escape(path) for path in sorted(mounts, key=len, reverse=True))
+    return re.sub(rf"(?<![\w.~/-])({inside})(?![\w.-])", lambda found: str(mounts[found[1]]), text)
+
+
+def pairs(text: str) -> dict[str, str]:
+    """The variables of an ENV or ARG instruction."""
+    return dict(part.split("=", 1) for part in shlex.split(text))
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def build(compose: dict) -> None:
+    """Carry out the first stage of the services' Dockerfiles, each step of both once."""
+    IMAGE.mkdir(parents=True)
+    done: set[tuple[str, str]] = set()
+    for service in compose["services"].values():
+        context = Path(os.environ["FEDPRIV_CHECKOUT"])
+        variables, folder = dict(os.environ), IMAGE
+        steps = instructions(context / service["build"]["dockerfile"])
+        stages = [number for number, (name, _) in enumerate(steps) if name == "FROM"]
+        for step in steps[stages[0] : stages[1]]:
+            name, text = step
+            mounts = {path: IMAGE / path[1:] for path in ("/opt/fedpriv", "/app", "/state", "/ledger", "/results")}
+            here = substituted(text, mounts)
+            if name in ("ENV", "ARG"):
+                variables |= pairs(text)
+            elif name == "WORKDIR":
+                folder = Path(here)
+                folder.mkdir(parents=True, exist_ok=True)
+            elif name == "COPY" and step not in done:
+                *sources, target = here.split()
+                for source in sources:
+                    content = context / source
+                    what = f"{content}/." if content.is_dir() else str(content)
+                    (folder / target).mkdir(exist_ok=True)
+                    subprocess.run(["cp", "-r", what, folder / target], check=True)
+            elif name == "RUN" and step not in done:
+                print("RUN", here, flush=True)
+                subprocess.run(["sh", "-e", "-c", here], cwd=folder, env=variables, check=True)
+            done.add(step)
+
+
+class Container:
+    """A service as a process: what its image's second stage and compose.yaml say of it."""
+
+    def __init__(self, name: str, compose: dict) -> None:
+        self.name, service = name, compose["services"][name]
+        steps = instructions(Path(os.environ["FEDPRIV_CHECKOUT"]) / service["build"]["dockerfile"])
+        self.mounts = {"/opt/fedpriv": IMAGE / "opt/fedpriv", "/app": IMAGE / "app", "/tmp": PLACE / "tmp" / name}
+        for volume in service["volumes"]:
+            source, target = volume.split(":")[:2]
+            here = Path(source).absolute() if source.startswith(".") else PLACE / "volumes" / source
+            if not here.exists():
+                shutil.copytree(IMAGE / target[1:], here)
+                os.chown(here, USER, USER)
+                here.chmod(0o700)
+            self.mounts[target] = here
+        self.mounts["/tmp"].mkdir(parents=True, exist_ok=True)
+        os.chown(self.mounts["/tmp"], USER, USER)
+        last = max(number for number, (step, _) in enumerate(steps) if step == "FROM")
+        self.said = dict(steps[last:])
+        assert self.said["USER"] == service["user"] == f"{USER}:{USER}"
+        env = [text for step, text in steps[last:] if step == "ENV"]
+        self.variables = {key: self.here(value) for text in env for key, value in pairs(text).items()}
+        # Of this machine alone: one core, and no network beyond loopback.
+        self.variables |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+    def here(self, text: str) -> str:
+        """A text of the container as it is on this machine."""
+        return substituted(text, self.mounts)
+
+    def command(self, command: list[str]) -> list[str]:
+        """A command as it is on this machine, at the coordinator's port and one of the node's own."""
+        port = PLACE / "port"
+        if not port.exists():
+            port.write_text(str(free_port()))
+        arguments = [self.here(each) for each in command]
+        arguments = [each.replace("coordinator:9093", f"127.0.0.1:{port.read_text()}") for each in arguments]
+        if "init" in arguments:
+            own = port.read_text() if self.name == "coordinator" else str(free_port())
+            arguments = ["127.0.0.1" if each == "coordinator" else each for each in arguments] + ["--port", own]
+        program = shutil.which(arguments[0], path=self.variables["PATH"])
+        assert program, arguments[0]
+        return [program, *arguments[1:]]
+
+    def start(self, command: list[str], **options: object) -> subprocess.Popen:
+        return subprocess.Popen(
+            self.command(command),
+            cwd=IMAGE / "app",
+            env=self.variables,
+            user=USER,
+            group=USER,
+            extra_groups=[],
+            start_new_session=True,
+            **options,  # type: ignore[call-overload]
+        )
+
+    def is_healthy(self) -> bool:
+        check = json.loads(self.said["HEALTHCHECK"].partition("CMD")[2])
+        return self.start(check, stdout=subprocess.DEVNULL).wait() == 0
+
+
+def up(container: Container) -> int:
+    log = (PLACE / f"{container.name}.log").open("a")
+    command = [*json.loads(container.said["ENTRYPOINT"]), *json.loads(container.said["CMD"])]
+    process = container.start(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+    (PLACE / f"{container.name}.pid").write_text(str(process.pid))
+    deadline = time.monotonic() + 300
+    while not container.is_healthy():
+        if process.poll() is not None or time.monotonic() > deadline:
+            print((PLACE / f"{container.name}.log").read_text()[-3000:])
+            return 1
+        time.sleep(2)
+    return 0
+
+
+def down() -> None:
+    for file in PLACE.glob("*.pid"):
+        pid = int(file.read_text())
+        try:
+            os.kill(pid, signal.SIGTERM)
+            for _ in range(600):
+                os.kill(pid, 0)
+                time.sleep(0.1)
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        file.unlink()
+
+
+def main(arguments: list[str]) -> int:
+    assert arguments.pop(0) == "compose"
+    compose = yaml.safe_load(Path("compose.yaml").read_text())
+    match arguments:
+        case ["build"]:
+            build(compose)
+            return 0
+        case ["up", "-d", "--wait", name]:
+            return up(Container(name, compose))
+        case ["exec", name, *command]:
+            return Container(name, compose).start(command).wait()
+        case ["run", "--rm", "--entrypoint", program, name, *rest]:
+            return Container(name, compose).start([program, *rest]).wait()
+        case ["run", "--rm", name, *rest]:
+            container = Container(name, compose)
+            return container.start([*json.loads(container.said["ENTRYPOINT"]), *rest]).wait()
+        case ["down"]:
+            down()
+            return 0
+    raise SystemExit(f"docker {' '.join(arguments)}: the stand-in does not know it")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,120 @@
+"""The images' steps and every command of docs/containers.md, carried out without Docker; and what confines them."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fedpriv.data import hospital
+from simulations.sites import ROOT, read_ledger
+
+DOCKERFILES = [ROOT / "server/deploy/Dockerfile", ROOT / "clients/deploy/Dockerfile"]
+COMPOSE = ROOT / "docs" / "compose.yaml"
+DEPARTMENTS = ("cardiology", "dermatology", "neurology")
+# Its user has to reach Python, and venv to be there.
+PYTHON = "/usr/bin/python3"
+
+
+def stages(file: Path) -> list[str]:
+    """The text of each stage of a Dockerfile, without comments and what its folders are called."""
+    text = re.sub(r"^#.*\n", "", file.read_text(), flags=re.MULTILINE)
+    return re.split(r"^FROM .*\n", text, flags=re.MULTILINE)[1:]
+
+
+def test_both_images_are_built_by_the_same_steps_but_for_their_folders() -> None:
+    first, second = (re.sub(r"/(results|ledger)\b", "/OWN", stages(file)[0]) for file in DOCKERFILES)
+    assert first == second
+    assert "pip install --editable" in first  # which takes Flower as pyproject.toml pins it
+
+
+@pytest.mark.parametrize("file", DOCKERFILES, ids=["coordinator", "holder"])
+def test_an_image_runs_as_nobody_in_particular_and_tells_whether_it_is_well(file: Path) -> None:
+    last = stages(file)[-1]
+    assert "\nUSER 10001:10001\n" in last
+    assert "HEALTHCHECK" in last
+    assert "RUN" not in last.split("USER")[0], "what root does happens in the first stage"
+
+
+def test_every_service_is_confined_and_records_are_mounted_to_be_read_alone() -> None:
+    services = yaml.safe_load(COMPOSE.read_text())["services"]
+    assert set(services) == {"coordinator", "anna", "bruno", "clara"}
+    for name, service in services.items():
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert service["user"] == "10001:10001"
+        assert all(volume.endswith(":ro") for volume in service["volumes"] if ":/data/" in volume)
+        assert ("ports" in service) == (name == "coordinator")
+        assert not {"privileged", "network_mode", "pid", "cap_add", "devices"} & service.keys()
+
+
+def test_no_two_services_share_keys_or_a_ledger() -> None:
+    services = yaml.safe_load(COMPOSE.read_text())["services"]
+    named = [v.split(":")[0] for each in services.values() for v in each["volumes"] if not v.startswith(".")]
+    assert len(named) == len(set(named)) == 8
+
+
+@pytest.mark.skipif(not shutil.which("docker-compose"), reason="no docker-compose")
+def test_compose_accepts_its_file() -> None:
+    variables = {**os.environ, "FEDPRIV_CHECKOUT": str(ROOT)}
+    command = ["docker-compose", "--file", str(COMPOSE), "config", "--quiet"]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not shutil.which("hadolint"), reason="no hadolint")
+@pytest.mark.parametrize("file", DOCKERFILES, ids=["coordinator", "holder"])
+def test_hadolint_has_nothing_to_say(file: Path) -> None:
+    done = subprocess.run(["hadolint", "--no-color", file], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder that other users reach too, with the records of three holders and a test set."""
+    folder = Path(tempfile.mkdtemp(prefix="fedpriv-containers-"))
+    folder.chmod(0o755)
+    rows = [[m.text, m.department] for m in hospital.generate()[0] if m.department in DEPARTMENTS]
+    for number, name in enumerate(("anna", "bruno", "clara", "test")):
+        with (folder / f"{name}.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([["note", "department"], *rows[number::4][:60]])
+        (folder / f"{name}.csv").chmod(0o644)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(os.geteuid() != 0 or not Path(PYTHON).exists(), reason="needs root, to be another user")
+def test_the_steps_of_the_images_and_the_commands_of_the_page_make_a_run_of_three_holders(place: Path) -> None:
+    programs = place / "programs"
+    programs.mkdir()
+    stand_in = Path(__file__).with_name("stand_in_docker.py")
+    (programs / "docker").write_text(f'#!/bin/sh\nexec {sys.executable} {stand_in} "$@"\n')
+    (programs / "docker").chmod(0o755)
+    (programs / "python3").symlink_to(PYTHON)
+    variables = {**os.environ, "STAND_IN": str(place / "stand-in"), "PATH": f"{programs}:{os.environ['PATH']}"}
+    variables.pop("PYTHONPATH", None)
+    page = (ROOT / "docs" / "containers.md").read_text().replace("CHECKOUT=~/fedpriv", f"CHECKOUT={ROOT}")
+    commands = "\n".join(re.findall(r"^```sh\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL))
+    with (place / "log").open("w") as log:
+        done = subprocess.run(["bash", "-ex", "-c", commands], cwd=place, env=variables, stdout=log, stderr=log)
+    text = (place / "log").read_text()
+    if done.returncode:
+        subprocess.run([programs / "docker", "compose", "down"], cwd=place, env=variables)
+    assert done.returncode == 0, text[-6000:]
+    volumes = place / "stand-in" / "volumes"
+    assert (volumes / "coordinator-results" / "first" / "summary.json").is_file()
+    for holder in ("anna", "bruno", "clara"):
+        charged = [e for e in read_ledger(volumes / f"{holder}-ledger" / "ledger.sqlite") if e.phase == "charged"]
+        assert [each.round for each in charged] == [1, 2]
+        assert (volumes / f"{holder}-state" / "node" / "node.key").stat().st_uid == 10001

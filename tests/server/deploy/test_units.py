@@ -1,0 +1,37 @@
+"""The unit of a coordinator's SuperLink: it writes its own folder alone, and systemd understands it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from server.deploy.folder import Coordinator, make
+from server.deploy.units import units
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Coordinator:
+    return make(tmp_path / "fed 100% $x", addresses=["fl.example.org"], port=9093, days=30)
+
+
+def test_the_superlink_writes_its_own_folder_alone_and_not_its_authority(coordinator: Coordinator) -> None:
+    lines = units(coordinator)[0].text().splitlines()
+    folder = str(coordinator.folder).replace("%", "%%")
+    assert [line for line in lines if line.startswith("ReadWritePaths")] == [f'ReadWritePaths="{folder}"']
+    assert f'ReadOnlyPaths="{folder}/ca.key"' in lines
+    assert {"ProtectSystem=strict", "NoNewPrivileges=yes", "PrivateTmp=yes", "Restart=on-failure"} <= set(lines)
+    (start,) = [line for line in lines if line.startswith("ExecStart=")]
+    assert start.endswith(f'"server.deploy" "start" "{folder.replace("$", "$$")}"')
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="no systemd-analyze")
+def test_systemd_finds_nothing_wrong_with_the_unit(coordinator: Coordinator, tmp_path: Path) -> None:
+    (unit,) = units(coordinator)
+    file = tmp_path / f"{unit.name}.service"
+    file.write_text(unit.text())
+    done = subprocess.run(["systemd-analyze", "verify", "--man=no", file], capture_output=True, text=True)
+    ours = [line for line in done.stderr.splitlines() if "fedpriv" in line]
+    assert (done.returncode, ours) == (0, []), done.stderr

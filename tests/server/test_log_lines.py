@@ -1,0 +1,45 @@
+"""What a log tells a person: words, not representations; names where there are any; colours on terminals alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from fedpriv.config import parse
+from fedpriv.deployment.flower import run_in_foreground
+from fedpriv.names import holder_label
+from fedpriv.training.local_update import UpdateSpec
+
+COLOURED = "import sys; sys.stdout.write('\\x1b[93mWARNING \\x1b[0m: the node left\\n')"
+WARNED = """
+import logging
+from simulations.engines.flower_private import colours_on_a_terminal_alone
+colours_on_a_terminal_alone()
+logging.getLogger("flwr").warning("the node left")
+"""
+
+
+def test_an_update_is_told_in_words() -> None:
+    spec = UpdateSpec.of(parse({"recipe": "dp-lora-paper", "local_steps": 1, "learning_rate": 0.5, "batch_size": 8}))
+    text = str(spec)
+    assert "1 step of sgd at learning rate 0.5, B = 8" in text
+    assert "noise with z =" in text
+    assert "UpdateSpec" not in text
+
+
+def test_a_client_is_named_once() -> None:
+    assert holder_label(0, "client 0") == holder_label(0, "") == "client 0"
+    assert holder_label(0, "St. Anna") == "St. Anna (0)"
+
+
+def test_what_a_service_relays_has_no_colour_codes(tmp_path: Path) -> None:
+    lines: list[str] = []
+    code = run_in_foreground([sys.executable, "-c", COLOURED], variables={}, folder=tmp_path, on_line=lines.append)
+    assert (code, lines) == (0, ["WARNING : the node left"])
+
+
+def test_warnings_in_a_pipe_have_no_colour_codes() -> None:
+    done = subprocess.run([sys.executable, "-c", WARNED], capture_output=True, text=True)
+    assert "the node left" in done.stderr
+    assert "\x1b" not in done.stderr
