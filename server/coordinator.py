@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 from fedpriv.audit.run_canaries import audit_of
 from fedpriv.config import RunConfig
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.runs import files
+from fedpriv.runs import files, presence
 from fedpriv.runs.writer import RunWriter
 from fedpriv.training.lora_choice import decided
 from fedpriv.training.noise_plan import calibrated
@@ -50,6 +50,8 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     resume.check_configuration(config)
     bench = workbench(config)
     check_budget_and_view(config, bench.num_clients)
+    if config.resume:
+        presence.refuse_second(files.run_folder_of(Path(config.resume)))
     resumed = checkpoint.read_last(Path(config.resume), bench.initial) if config.resume else None
     nodes = _nodes(grid, config, bench, resumed)
     sizes = [registration.num_records for _, registration in nodes.values()]
@@ -63,6 +65,21 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     writer = (
         resume.reopened_folder(config, resumed) if resumed else RunWriter.created(Path(config.out).absolute(), config)
     )
+    with presence.held(writer.path):
+        return _carried_out(grid, config, bench, nodes, resumed, plain, writer, observer)
+
+
+def _carried_out(
+    grid: Grid,
+    config: RunConfig,
+    bench: Workbench,
+    nodes: Nodes,
+    resumed: Checkpoint | None,
+    plain: Baselines | None,
+    writer: RunWriter,
+    observer: Observer,
+) -> Path:
+    """The run from its first round on, into the writer's folder, which is returned."""
     path = Path(config.ledger) if config.ledger else writer.ledger
     with resume.reopened_ledger(path, resumed) if resumed else Ledger(path) as ledger:
         series = Series(config, bench, nodes, ledger, resumed)

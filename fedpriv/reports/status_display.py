@@ -16,7 +16,7 @@ from fedpriv.runs.status import ClientStatus, RunStatus
 
 # If there are more clients, only those in trouble are listed.
 MAX_CLIENTS = 40
-_STYLES = {"finished": "bold green", "running": "bold cyan", "interrupted": "bold red"}
+_STYLES = {"finished": "bold green", "running": "bold cyan", "interrupted": "bold red", "unknown": "bold yellow"}
 _HEADERS = ("client", "records", "round", "ε local", "δ", "status", "rounds by status")
 _SHOWN_APART = ("time", "event", "run", "round", "client")
 
@@ -72,8 +72,12 @@ def _state(run: RunStatus) -> Text:
 
 def _age(run: RunStatus) -> str:
     age = f"{format_seconds(run.seconds_since_change)} ago"
+    if run.state == "unknown":
+        return f"{age}; from this machine, or since it was started anew, nobody can tell whether the run lives"
     if run.state != "running":
         return age
+    if run.is_alive:
+        return f"{age}; its process lives"
     return f"{age}; after {format_seconds(run.round_seconds)} without a sign of life it counts as interrupted"
 
 

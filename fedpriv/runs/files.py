@@ -22,6 +22,7 @@ LEDGER = "ledger.sqlite"
 SAMPLES = "samples.jsonl"
 SUMMARY = "summary.json"  # written last: it marks the run as finished
 REPORT = "report.html"
+PRESENCE = "process.json"  # locked while the run's process lives
 
 CHECKPOINTS = "checkpoint"
 COMPARISON = "comparison"  # a run folder of its own, of the rounds without noise
