@@ -15,10 +15,11 @@ from fedpriv.cli.communication import communication
 from fedpriv.cli.plan import plan
 from fedpriv.cli.report import report
 from fedpriv.cli.status import status
+from fedpriv.cli.watch import watch
 from fedpriv.errors import LedgerError, StoreError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (account, calibrate, repeat_and_select, plan, report, communication, status):
+for command in (account, calibrate, repeat_and_select, plan, report, communication, status, watch):
     app.command()(command)
 app.add_typer(data.app, name="data")
 app.add_typer(ledger.app, name="ledger")

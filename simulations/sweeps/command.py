@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from fedpriv.errors import InputError
+from fedpriv.runs.sweeps import PLAN
+from fedpriv.runs.writer import write_json
 from simulations.sweeps import table
 from simulations.sweeps.display import SweepDisplay, pivot_table
 from simulations.sweeps.metrics import metric_of
@@ -33,6 +35,7 @@ def sweep(path: Path, out: Path, *, overrides: Mapping[str, Any], max_parallel: 
     if at_once > 1 and any(run.config.engine == "ray" for run in planned.runs):
         raise InputError("engine = ray: each run takes all cores; use --max-parallel 1, or another engine")
     out.mkdir(parents=True, exist_ok=True)
+    write_json(out / PLAN, planned.as_dict())
     errors: dict[str, str] = {}
     try:
         with SweepDisplay(console, planned, out) as display:

@@ -67,6 +67,10 @@ class Sweep:
     keys: tuple[str, ...]
     runs: tuple[PlannedRun, ...]
 
+    def as_dict(self) -> dict[str, Any]:
+        """What `fedpriv watch` shows of runs that have not begun: plain values."""
+        return {"title": self.title, "runs": [{"key": run.key, "varied": run.varied} for run in self.runs]}
+
 
 def read(path: Path, overrides: Mapping[str, Any] | None = None) -> Sweep:
     """The sweep that a file describes; `overrides` change its base, or the engine.

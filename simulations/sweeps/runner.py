@@ -16,10 +16,9 @@ from fedpriv.errors import InputError, LedgerError, TooFewClientsError
 from fedpriv.protocol import Registration
 from fedpriv.runs import files
 from fedpriv.runs.rows import RoundRow
+from fedpriv.runs.sweeps import UNFINISHED
 from simulations.engines import federation, ray_session
 from simulations.sweeps.plan import PlannedRun, Sweep
-
-UNFINISHED = "unfinished"
 
 _POLL_SECONDS = 0.5
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Scope, Send
@@ -65,14 +65,14 @@ def is_loopback(address: str) -> bool:
         return True
 
 
-def with_headers(send: Send, on_status: Callable[[int], None]) -> Send:
-    """A `send` that tells the status, and adds the headers that every answer has."""
+def with_headers(send: Send, on_status: Callable[[int], None], extra: Mapping[str, str] | None = None) -> Send:
+    """A `send` that tells the status, and adds the headers that every answer has, and those of `extra`."""
 
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
             on_status(message["status"])
             headers = MutableHeaders(scope=message)
-            for name, value in _HEADERS.items():
+            for name, value in (_HEADERS | dict(extra or {})).items():
                 headers.setdefault(name, value)
         await send(message)
 
