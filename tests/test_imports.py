@@ -33,6 +33,7 @@ COMMANDS = {
     "ledger --help": LIGHT | EPSILON | NUMBERS,
     "status --help": LIGHT | EPSILON | NUMBERS,
     "serve --help": LIGHT | EPSILON | NUMBERS | {"fastapi", "uvicorn", "prometheus_client"},
+    "watch --help": LIGHT | EPSILON | NUMBERS | {"fastapi", "uvicorn"},
     " ".join(ACCOUNT): LIGHT,
     " ".join([*ACCOUNT, "--accountant", "closed-form"]): LIGHT | EPSILON,
     "ledger show ledger.sqlite": LIGHT,

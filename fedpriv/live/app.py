@@ -7,7 +7,7 @@ import base64
 import hashlib
 import ipaddress
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -91,7 +91,8 @@ class Watch:
         if self._num_streams >= self._most_streams:
             message = f"{self._most_streams} pages are open, which is the limit; close some."
             raise RefusalError(503, message, code="too_many_pages", headers={"Retry-After": "5"})
-        return StreamingResponse(self._streamed(watched.feed), media_type="text/event-stream")
+        self._num_streams += 1
+        return _Stream(_messages(watched.feed), self._one_less)
 
     async def report(self, request: Request) -> Response:
         """The report of a finished run."""
@@ -102,13 +103,8 @@ class Watch:
             raise RefusalError(404, "There is no report: the run is not finished.", code="not_found") from None
         return HTMLResponse(text, headers={"Content-Security-Policy": _REPORT_POLICY})
 
-    async def _streamed(self, feed: Feed) -> AsyncIterator[str]:
-        self._num_streams += 1
-        try:
-            async for changed in feed.follow():
-                yield f"data: {json.dumps(changed)}\n\n"
-        finally:
-            self._num_streams -= 1
+    def _one_less(self) -> None:
+        self._num_streams -= 1
 
     def _of(self, request: Request) -> _Watched:
         """What an address is about."""
@@ -122,6 +118,26 @@ class Watch:
     def _watch(self, folder: Path) -> _Watched:
         found = LivePage(folder)
         return _Watched(page=found, feed=Feed(found.read, seconds=self._seconds))
+
+
+class _Stream(StreamingResponse):
+    """A stream of events, which tells when it has ended, also if it never began."""
+
+    def __init__(self, messages: AsyncIterator[str], on_end: Callable[[], None]) -> None:
+        super().__init__(messages, media_type="text/event-stream")
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
+
+
+async def _messages(feed: Feed) -> AsyncIterator[str]:
+    async for changed in feed.follow():
+        yield f"data: {json.dumps(changed)}\n\n"
 
 
 class Gate:
