@@ -161,7 +161,7 @@ def _spent(status: RunStatus, rows: pd.DataFrame, summary: Mapping[str, Any], vi
     """What each client has spent on a view: the final figure, or else that of its last row."""
     column = f"epsilon_{view}"
     final = {entry["client"]: parse_epsilon(entry.get(column)) for entry in summary.get("clients", ())}
-    last = rows.groupby("client")[column].last() if len(rows) else {}
+    last = dict(zip(rows["client"], rows[column], strict=True))
     return [
         final.get(client.client, parse_epsilon(last[client.client]) if client.client in last else None)
         for client in status.clients
@@ -237,7 +237,7 @@ def _references(summary: Mapping[str, Any]) -> dict[str, float]:
 def _epsilon_panel(run: Run) -> Panel:
     frame = series.epsilon(run.client_rows, run.rounds, run.view)
     title = f"ε so far, {run.view} view"
-    common = {client.limit for client in run.clients} - {None}
+    common = {client.limit for client in run.clients if client.limit is not None}
     limits = {run.limit_name: min(common)} if len(common) == 1 else {}
     svg = plots.epsilon_plot(frame, title=title, name=f"epsilon-{run.view}", limits=limits)
     delta = tables.format_delta(run.status.delta_max)

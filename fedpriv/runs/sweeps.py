@@ -96,7 +96,7 @@ def _planned(folder: Path) -> tuple[str, dict[str, Mapping[str, Any]]]:
     if not values:
         return folder.resolve().name, {path.name: {} for path in _run_folders(folder)}
     try:
-        runs = {str(run["key"]): dict(run["varied"]) for run in values["runs"]}
+        runs: dict[str, Mapping[str, Any]] = {str(run["key"]): dict(run["varied"]) for run in values["runs"]}
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{folder / PLAN}: what it says about its runs is damaged ({error!r})") from None
     # A key names a folder, and must name one in this one.
