@@ -14,7 +14,7 @@ from fedpriv.config import RunConfig
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.names import holder_label
 from fedpriv.publishing import card
-from fedpriv.runs import files
+from fedpriv.runs import files, presence
 from fedpriv.runs.writer import RunWriter
 from fedpriv.tracking.following import following_run
 from fedpriv.tracking.protocol import check_installed
@@ -56,6 +56,8 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     observer.progressed(Progress(what="loading model and data"))
     bench = workbench(config)
     check_budget_and_view(config, bench.num_clients)
+    if config.resume:
+        presence.refuse_second(files.run_folder_of(Path(config.resume)))
     resumed = checkpoint.read_last(Path(config.resume), bench.initial) if config.resume else None
     nodes = _nodes(grid, config, bench, resumed)
     sizes = [registration.num_records for _, registration in nodes.values()]
@@ -72,7 +74,7 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     writer = (
         resume.reopened_folder(config, resumed) if resumed else RunWriter.created(Path(config.out).absolute(), config)
     )
-    with following_run(writer.path, config, observer.notice):
+    with presence.held(writer.path), following_run(writer.path, config, observer.notice):
         _carry_out(grid, config, bench, nodes, resumed, plain, writer, observer)
     return writer.path
 

@@ -38,6 +38,7 @@ COMMANDS = {
     "predict --help": LIGHT | EPSILON | NUMBERS,
     "push --help": LIGHT | EPSILON | NUMBERS | {"huggingface_hub"},
     "serve --help": LIGHT | EPSILON | NUMBERS | {"fastapi", "uvicorn", "prometheus_client"},
+    "watch --help": LIGHT | EPSILON | NUMBERS | {"fastapi", "uvicorn"},
     " ".join(ACCOUNT): LIGHT,
     " ".join([*ACCOUNT, "--accountant", "closed-form"]): LIGHT | EPSILON,
     "ledger show ledger.sqlite": LIGHT,

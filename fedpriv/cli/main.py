@@ -17,6 +17,7 @@ from fedpriv.cli.predict import predict
 from fedpriv.cli.publish import card, export, push
 from fedpriv.cli.report import report
 from fedpriv.cli.status import status
+from fedpriv.cli.watch import watch
 from fedpriv.errors import LedgerError, StoreError
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
@@ -28,6 +29,7 @@ for command in (
     report,
     communication,
     status,
+    watch,
     predict,
     export,
     card,

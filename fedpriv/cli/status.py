@@ -17,7 +17,8 @@ def status(
 ) -> None:
     """What a run is doing or did, from its folder alone: rounds, epsilons, every client, the last events.
 
-    A run counts as interrupted once it has written nothing for `round_seconds`. Example:
+    A run is interrupted once its process is gone. Where only another machine could tell, its state is unknown once it
+    has written nothing for `round_seconds`. Example:
 
     fedpriv status results/20261121-042553-embedded
     """

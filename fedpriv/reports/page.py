@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import pandas as pd
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fedpriv.accounting.views import View
@@ -59,41 +59,47 @@ def write_report(run_dir: Path) -> Path:
 def render(run: FinishedRun) -> str:
     """The page as HTML. All text from the run is escaped; only the plots are markup."""
     summary = run.summary
-    return _template().render(
-        run=run,
-        summary=summary,
-        why_not_private=why_not_private(run),
-        accountant=_accountant(summary),
-        interval=summary.get("accuracy_interval"),
-        accuracies=accuracies.accuracy_table(summary),
-        confusion=accuracies.confusion_table(summary),
-        next_tokens=language.counts_next_tokens(summary),
-        responses=language.language_table(summary),
-        changes=language.changes(summary),
-        samples=language.sample_table(run.samples, private=summary["private"]),
-        accuracy_without_noise=_accuracy_without_noise(run),
-        epsilon_local=tables.format_epsilon(summary["epsilon_local_max"], summary["delta_max"]),
-        epsilon_aggregate=_epsilon_aggregate(summary),
-        sums=_sums(run),
-        earlier=_earlier_runs(summary),
-        retired=_retired(summary),
-        epsilon_rho=tables.format_epsilon(summary["epsilon_rho_max"], summary["delta_max"]),
-        audit=summary.get("audit"),
-        audit_bound=spending.audit_bound(summary.get("audit")),
-        recurring=tables.recurrence_table((summary.get("integral") or {}).get("clusters")),
-        stored_variants=stored_variants.variant_table(run.stored) if run.stored else None,
-        stored_sizes=stored_variants.size_table(run.stored, summary.get("base_model_bytes")) if run.stored else None,
-        clients=tables.client_table(summary["clients"], _accountant(summary), view=summary["privacy_view"]),
-        charged=_charged(run),
-        failures=_failures(run),
-        panels=[*_quality_panels(run), *_epsilon_panels(run), *_traffic_panels(run)],
-        settings={"Configuration": _texts(run.config), "Environment": _texts(run.environment)},
+    return (
+        templates()
+        .get_template("report.html.j2")
+        .render(
+            run=run,
+            summary=summary,
+            why_not_private=why_not_private(run),
+            accountant=_accountant(summary),
+            interval=summary.get("accuracy_interval"),
+            accuracies=accuracies.accuracy_table(summary),
+            confusion=accuracies.confusion_table(summary),
+            next_tokens=language.counts_next_tokens(summary),
+            responses=language.language_table(summary),
+            changes=language.changes(summary),
+            samples=language.sample_table(run.samples, private=summary["private"]),
+            accuracy_without_noise=_accuracy_without_noise(run),
+            epsilon_local=tables.format_epsilon(summary["epsilon_local_max"], summary["delta_max"]),
+            epsilon_aggregate=_epsilon_aggregate(summary),
+            sums=_sums(run),
+            earlier=_earlier_runs(summary),
+            retired=_retired(summary),
+            epsilon_rho=tables.format_epsilon(summary["epsilon_rho_max"], summary["delta_max"]),
+            audit=summary.get("audit"),
+            audit_bound=spending.audit_bound(summary.get("audit")),
+            recurring=tables.recurrence_table((summary.get("integral") or {}).get("clusters")),
+            stored_variants=stored_variants.variant_table(run.stored) if run.stored else None,
+            stored_sizes=stored_variants.size_table(run.stored, summary.get("base_model_bytes"))
+            if run.stored
+            else None,
+            clients=tables.client_table(summary["clients"], _accountant(summary), view=summary["privacy_view"]),
+            charged=_charged(run),
+            failures=_failures(run),
+            panels=[*_quality_panels(run), *_epsilon_panels(run), *_traffic_panels(run)],
+            settings={"Configuration": _texts(run.config), "Environment": _texts(run.environment)},
+        )
     )
 
 
 @cache
-def _template() -> Template:
-    """The page's template, compiled once."""
+def templates() -> Environment:
+    """The templates of this package, with the page's filters; they escape all that they are given."""
     environment = Environment(
         loader=PackageLoader("fedpriv.reports"),
         autoescape=True,
@@ -107,7 +113,7 @@ def _template() -> Template:
         "percent": tables.format_percent,
         "seconds": tables.format_seconds,
     }
-    return environment.get_template("report.html.j2")
+    return environment
 
 
 def why_not_private(run: FinishedRun) -> list[str]:
@@ -226,8 +232,8 @@ def _quality_panels(run: FinishedRun) -> list[Panel]:
     panels = _perplexity_panels(run, name, note)
     if not language.counts_next_tokens(run.summary):
         plot = plots.accuracy_plot(accuracy, references=references)
-        panels.insert(0, _panel("Test accuracy", note, plot, accuracy, tables.format_percent))
-    return [*panels, _panel("Test loss", "On the same test set.", plots.loss_plot(loss), loss, tables.format_number)]
+        panels.insert(0, panel("Test accuracy", note, plot, accuracy, tables.format_percent))
+    return [*panels, panel("Test loss", "On the same test set.", plots.loss_plot(loss), loss, tables.format_number)]
 
 
 def _perplexity_panels(run: FinishedRun, name: str, note: str) -> list[Panel]:
@@ -240,7 +246,7 @@ def _perplexity_panels(run: FinishedRun, name: str, note: str) -> list[Panel]:
         compared = None
     perplexity = series.compared(run.rounds, compared, column, name)
     plot = plots.loss_plot(perplexity, title=title, name="perplexity")
-    return [_panel(title, note, plot, perplexity, tables.format_number)]
+    return [panel(title, note, plot, perplexity, tables.format_number)]
 
 
 def _references(summary: Mapping[str, Any]) -> dict[str, float]:
@@ -260,7 +266,7 @@ def _evaluation_panel(run: FinishedRun, name: str) -> Panel:
         "noise of their counts."
     )
     svg = plots.evaluation_plot(evaluated, references=_references(run.summary))
-    return _panel("Private evaluation", note, svg, evaluated, tables.format_percent)
+    return panel("Private evaluation", note, svg, evaluated, tables.format_percent)
 
 
 def _epsilon_panels(run: FinishedRun) -> list[Panel]:
@@ -274,7 +280,7 @@ def _epsilon_panels(run: FinishedRun) -> list[Panel]:
         title = f"ε so far, {view} view"
         note = f"Per client, {against}, {delta}; live figures by rdp. Each view has a scale of its own."
         svg = plots.epsilon_plot(spent, title=title, name=f"epsilon-{view}")
-        panels.append(_panel(title, note, svg, spent, tables.format_bound))
+        panels.append(panel(title, note, svg, spent, tables.format_bound))
     return panels
 
 
@@ -285,7 +291,7 @@ def _traffic_panels(run: FinishedRun) -> list[Panel]:
         "total": ("Bytes so far", "Summed over the rounds.", traffic.cumsum()),
     }
     return [
-        _panel(
+        panel(
             title,
             note,
             plots.traffic_plot(frame, title=title, name=f"bytes-{key}"),
@@ -296,7 +302,8 @@ def _traffic_panels(run: FinishedRun) -> list[Panel]:
     ]
 
 
-def _panel(title: str, note: str, svg: str, frame: pd.DataFrame, format_value: plots.Format) -> Panel:
+def panel(title: str, note: str, svg: str, frame: pd.DataFrame, format_value: plots.Format) -> Panel:
+    """A plot of a table's lines, with the table; the note says in words what it shows."""
     table = tables.series_table(frame, f"{title}. {note}", format_value)
     return Panel(title=title, note=note, svg=Markup(svg), table=table)
 

@@ -67,22 +67,25 @@ def loss_plot(frame: pd.DataFrame, *, title: str = "Test loss", name: str = "los
     return to_svg(figure, name=name, description=describe(frame, title, format_number))
 
 
-def epsilon_plot(frame: pd.DataFrame, *, title: str, name: str) -> str:
+def epsilon_plot(frame: pd.DataFrame, *, title: str, name: str, limits: Mapping[str, float] | None = None) -> str:
     """Cumulative epsilon over rounds: a line per client, or a band from the 10% to the 90% quantile.
 
     Args:
         frame: from `series.epsilon`; infinite values are named, not drawn.
         title: what the plot shows, for a screen reader.
         name: a word that is unique on the page.
+        limits: {name: epsilon} of what may be spent, as dotted lines; finite and > 0.
     """
     banded = "highest" in frame
     labels = list(frame.columns) if banded else _labels_of(frame, "client ")
-    figure, axes = _axes(labels, format_number)
+    limits = limits or {}
+    figure, axes = _axes([*labels, *limits], format_number)
     drawn = _draw_lines(axes, frame, prefix="" if banded else "client ")
     if banded:
         finite = frame.replace(math.inf, math.nan)
         axes.fill_between(finite.index, finite["10%"], finite["90%"], color=SERIES[0], alpha=0.15, linewidth=0)
-    _start_at_zero(axes)
+    drawn += _draw_references(axes, limits, float(frame.index.max()))
+    _start_at_zero(axes, at_least=max(limits.values(), default=0.0))
     if frame.shape[1] and frame.iloc[-1].map(math.isinf).all():
         axes.set_yticks([])
         axes.text(0.5, 0.5, f"ε = {INFINITY}: no bound", transform=axes.transAxes, ha="center", color=INK)
@@ -196,8 +199,8 @@ def _percent_tick(share: float) -> str:
     return f"{100 * share:.3g}%"
 
 
-def _start_at_zero(axes: Axes) -> None:
-    high = float(axes.dataLim.ymax)
+def _start_at_zero(axes: Axes, *, at_least: float = 0.0) -> None:
+    high = max(at_least, float(axes.dataLim.ymax))
     axes.set_ylim(0.0, 1.05 * high if math.isfinite(high) and high > 0 else 1.0)
 
 

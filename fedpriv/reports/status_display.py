@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from textwrap import wrap
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -17,7 +18,7 @@ from fedpriv.runs.status import ClientStatus, RunStatus
 
 # If there are more clients, only those in trouble are listed.
 MAX_CLIENTS = 40
-_STYLES = {"finished": "bold green", "running": "bold cyan", "interrupted": "bold red"}
+_STYLES = {"finished": "bold green", "running": "bold cyan", "interrupted": "bold red", "unknown": "bold yellow"}
 _HEADERS = ("client", "records", "round", "ε local", "δ", "status", "rounds by status")
 _SHOWN_APART = ("time", "event", "run", "round", "client")
 
@@ -73,8 +74,12 @@ def _state(run: RunStatus) -> Text:
 
 def _age(run: RunStatus) -> str:
     age = f"{format_seconds(run.seconds_since_change)} ago"
+    if run.state == "unknown":
+        return f"{age}; from this machine, or since it was started anew, nobody can tell whether the run lives"
     if run.state != "running":
         return age
+    if run.is_alive:
+        return f"{age}; its process lives"
     return f"{age}; after {format_seconds(run.round_seconds)} without a sign of life it counts as interrupted"
 
 
@@ -151,15 +156,19 @@ def _notes(run: RunStatus) -> Iterable[Text]:
 def _event_lines(run: RunStatus) -> Iterable[Text]:
     unreadable = f", {run.num_unreadable_events:,} unreadable lines" if run.num_unreadable_events else ""
     yield Text(f"last of {run.num_events:,} events (UTC){unreadable}", style="dim")
-    width = max((len(_printable(event["event"])) for event in run.events), default=0)
-    for event in run.events:
-        fields = {name: value for name, value in event.items() if value not in (None, "")}
-        keys = [f"{name} {fields[name]}" for name in ("round", "client") if name in fields]
-        others = [
-            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-            for name, value in fields.items()
-            if name not in _SHOWN_APART
-        ]
-        moment = _printable(str(event["time"])[:19].replace("T", " "))
-        name, rest = _printable(event["event"]), _printable(", ".join([*keys, *others]))
+    lines = [[_printable(part) for part in event_parts(event)] for event in run.events]
+    width = max((len(name) for _, name, _ in lines), default=0)
+    for moment, name, rest in lines:
         yield Text.assemble((moment, "dim"), f"  {name:<{width}}  {rest}")
+
+
+def event_parts(event: Mapping[str, Any]) -> tuple[str, str, str]:
+    """An event's time (UTC), its name, and whom and what it is about."""
+    fields = {name: value for name, value in event.items() if value not in (None, "")}
+    keys = [f"{name} {fields[name]}" for name in ("round", "client") if name in fields]
+    others = [
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in fields.items()
+        if name not in _SHOWN_APART
+    ]
+    return str(event["time"])[:19].replace("T", " "), event["event"], ", ".join([*keys, *others])

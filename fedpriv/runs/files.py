@@ -24,6 +24,7 @@ SAMPLES = "samples.jsonl"
 SUMMARY = "summary.json"  # written last: it marks the run as finished
 REPORT = "report.html"
 TRACKER = "tracker.json"  # how far a tracker has been told
+PRESENCE = "process.json"  # locked while the run's process lives
 
 CHECKPOINTS = "checkpoint"
 COMPARISON = "comparison"  # a run folder of its own, of the rounds without noise

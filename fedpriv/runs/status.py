@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedpriv.errors import InputError
-from fedpriv.runs import files
+from fedpriv.runs import files, presence
 from fedpriv.runs.events import read_events
 from fedpriv.runs.rows import USABLE, ClientRow, RoundRow, parse_epsilon, read_rows
 
-State = Literal["running", "interrupted", "finished"]
+State = Literal["running", "interrupted", "unknown", "finished"]
 # What a run writes until it ends; its comparison follows the private rounds.
 _SIGNS_OF_LIFE = (
     *(files.ROUNDS, files.CLIENTS, files.EVENTS),
@@ -69,9 +69,11 @@ class RunStatus:
     """A run as its folder shows it.
 
     Attributes:
+        state: `unknown` if the run was silent for `round_seconds` and only another machine could say whether it lives.
+        is_alive: whether the process that runs the run lives; None if that cannot be told from here.
         seconds_since_change: since the run last wrote a table, a checkpoint or an event.
-        round_seconds: a longer silence than this counts as an interruption.
-        resume_command: resumes an interrupted run; None if the run is not interrupted or left no checkpoint.
+        round_seconds: where `is_alive` is None, a longer silence than this ends the belief that the run goes on.
+        resume_command: resumes an interrupted run; None if the run goes on, is finished or left no checkpoint.
         num_rounds: finished rounds; round 0, the test of the untrained model, does not count.
         num_rounds_planned: None if the configuration does not say.
         test_accuracy: after the last round; None before the first test, or without one.
@@ -89,6 +91,7 @@ class RunStatus:
     run_dir: str
     run_id: str | None
     state: State
+    is_alive: bool | None
     engine: str
     seconds_since_change: float
     round_seconds: float
@@ -146,13 +149,15 @@ def read_status(run_dir: Path, *, now: float) -> RunStatus:
         raise InputError(f"{run_dir}: what it says about its clients is damaged ({error!r})") from None
     round_seconds, engine = float(config.get("round_seconds", 3600.0)), str(config.get("engine", ""))
     silence = max(0.0, now - _last_change(run_dir))
-    state: State = "finished" if summary else "running" if silence <= round_seconds else "interrupted"
-    resumable = state == "interrupted" and checkpoint_round is not None
+    alive = presence.is_alive(run_dir)
+    state: State = "finished" if summary else _state(run_dir, alive, is_silent=silence > round_seconds)
+    resumable = state in ("interrupted", "unknown") and checkpoint_round is not None
     events = read_events(run_dir / files.EVENTS)
     return RunStatus(
         run_dir=str(run_dir),
         run_id=summary.get("run_id") or checkpoint.get("run"),
         state=state,
+        is_alive=alive,
         engine=engine,
         seconds_since_change=silence,
         round_seconds=round_seconds,
@@ -174,6 +179,14 @@ def read_status(run_dir: Path, *, now: float) -> RunStatus:
         events=events.last,
         clients=clients,
     )
+
+
+def _state(run_dir: Path, alive: bool | None, *, is_silent: bool) -> State:
+    """The state of a run that is not finished."""
+    if alive is None and is_silent:
+        # Runs of earlier versions say nothing of their process.
+        return "unknown" if (run_dir / files.PRESENCE).exists() else "interrupted"
+    return "interrupted" if alive is False else "running"
 
 
 def _resume_command(run_dir: Path, engine: str) -> str:

@@ -12,6 +12,9 @@ from fedpriv.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
 
+# Ray sets it for what runs as a submitted job.
+_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+
 # Otherwise Ray hides the devices from a worker without a GPU, and warns that it will stop doing so.
 _ENVIRONMENT = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
@@ -20,13 +23,15 @@ def connect(address: str = "", *, num_cpus: int | None = None) -> Any:
     """The module `ray`, connected; the caller ends with `ray.shutdown()`.
 
     Args:
-        address: of an existing cluster, which gets this project's code; empty starts Ray on this machine.
+        address: of an existing cluster, which gets this project's code; empty takes RAY_ADDRESS, which Ray sets in a
+            submitted job, and without it (or with `local`) starts Ray on this machine.
         num_cpus: cores to offer where Ray is started; None offers all.
 
     Raises:
         InputError: Ray is not installed, or no cluster answers.
     """
     os.environ.update(_ENVIRONMENT)
+    address = address or os.environ.get("RAY_ADDRESS", "").removeprefix("local")
     try:
         import ray
     except ModuleNotFoundError:
@@ -35,7 +40,9 @@ def connect(address: str = "", *, num_cpus: int | None = None) -> Any:
     try:
         if address:
             _check_reachable(address)
-            code = {"working_dir": str(ROOT), "excludes": [".venv", ".git", "results"]}
+            # A submitted job has brought its code, and may not bring it twice.
+            is_job = _JOB in os.environ
+            code = {} if is_job else {"working_dir": str(ROOT), "excludes": [".venv", ".git", "results"]}
             ray.init(address=address, runtime_env=code, **quiet)
         else:
             environment = {"env_vars": {"PYTHONPATH": str(ROOT), **_ENVIRONMENT}}

@@ -12,6 +12,8 @@ from rich.markup import escape
 from fedpriv import preflight
 from fedpriv.errors import InputError
 from fedpriv.runs import files
+from fedpriv.runs.files import write_json
+from fedpriv.runs.sweeps import PLAN
 from fedpriv.tracking.following import following
 from fedpriv.tracking.logged import run_name
 from fedpriv.tracking.process import Job
@@ -44,6 +46,7 @@ def sweep(planned: Sweep, out: Path, *, max_parallel: int | None, console: Conso
     from simulations.sweeps.runner import run_all
 
     out.mkdir(parents=True, exist_ok=True)
+    write_json(out / PLAN, planned.as_dict())
     errors: dict[str, str] = {}
     notices: list[str] = []  # shown after the table, which is redrawn until then
     try:

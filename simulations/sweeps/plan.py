@@ -66,6 +66,10 @@ class Sweep:
     runs: tuple[PlannedRun, ...]
     track: Track = "none"
 
+    def as_dict(self) -> dict[str, Any]:
+        """What `fedpriv watch` shows of runs that have not begun: plain values."""
+        return {"title": self.title, "runs": [{"key": run.key, "varied": run.varied} for run in self.runs]}
+
 
 def read(path: Path, overrides: Mapping[str, Any] | None = None) -> Sweep:
     """The sweep that a file describes; see `expand`.

@@ -16,11 +16,10 @@ from fedpriv.errors import InputError, LedgerError, TooFewClientsError
 from fedpriv.protocol import Registration
 from fedpriv.runs import files
 from fedpriv.runs.rows import RoundRow
+from fedpriv.runs.sweeps import UNFINISHED
 from server.observer import Progress
 from simulations.engines import federation, ray_session
 from simulations.sweeps.plan import PlannedRun, Sweep
-
-UNFINISHED = "unfinished"
 
 _POLL_SECONDS = 0.5
 
@@ -125,7 +124,7 @@ def _in_this_process(
 def _on_ray(
     runs: Sequence[PlannedRun], out: Path, at_once: int, states: dict[str, str], on_change: OnChange
 ) -> dict[str, str]:
-    ray = ray_session.connect(num_cpus=at_once)
+    ray = ray_session.connect(runs[0].config.ray_address, num_cpus=at_once)
     remote = ray.remote(num_cpus=1, max_retries=0)(_on_one_core)
     waiting, errors = list(runs), dict[str, str]()
     active: dict[Any, PlannedRun] = {}
@@ -143,6 +142,10 @@ def _on_ray(
                     error = ray.get(reference)
                 except ray.exceptions.RayError as failure:
                     error = f"its worker died: {str(failure).splitlines()[0]}"
+                if error is None and not is_finished(run, out):
+                    error = (
+                        f"it finished on another node, whose {out} is not this one; give --out a folder of all nodes"
+                    )
                 if error is not None:
                     errors[run.key] = error
                 states[run.key] = "failed" if error else "done"

@@ -99,8 +99,8 @@ EXAMPLES = {
 }
 
 
-# Ends when it is told to; tests/serving starts it and reads the object that it prints.
-STAYS = {"serve run"}
+# They end when they are told to; tests/serving and tests/live start them and read the object that they print.
+STAYS = {"serve run", "watch"}
 
 
 def leaves(group: object, *names: str) -> Iterator[tuple[str, object]]:

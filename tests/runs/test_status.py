@@ -22,6 +22,7 @@ from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.protocol import Registration
 from fedpriv.reports.status_display import MAX_CLIENTS, show
+from fedpriv.runs import presence
 from fedpriv.runs.events import MAX_EVENTS
 from fedpriv.runs.rows import ClientRow, RoundRow
 from fedpriv.runs.status import RunStatus, read_status
@@ -158,6 +159,26 @@ def test_a_run_that_was_silent_for_a_whole_round_is_interrupted(write_run: Write
     found = status(write_run(seconds_ago=seconds_ago))
     assert (found.state, found.seconds_since_change) == (state, seconds_ago)
     assert (found.resume_command is None) == (state == "running")
+
+
+def test_a_run_whose_process_lives_is_running_however_long_it_is_silent(write_run: WriteRun) -> None:
+    folder = write_run(seconds_ago=10_000)
+    with presence.held(folder):
+        assert (status(folder).state, status(folder).is_alive) == ("running", True)
+        assert "2 h 46 min ago; its process lives" in shown(status(folder))
+    found = read_status(folder, now=NOW - 10_000)  # however lately it wrote something
+    assert (found.state, found.is_alive) == ("interrupted", False)
+    assert found.resume_command is not None
+
+
+@pytest.mark.parametrize(("seconds_ago", "state"), [(60, "running"), (61, "unknown")])
+def test_a_run_on_another_machine_is_never_called_dead(write_run: WriteRun, seconds_ago, state) -> None:
+    folder = write_run()
+    (folder / "process.json").write_text('{"boot": "elsewhere", "process": 7}')
+    wrote(folder, seconds_ago)
+    found = status(folder)
+    assert (found.state, found.is_alive) == (state, None)
+    assert ("nobody can tell whether the run lives" in " ".join(shown(found).split())) == (state == "unknown")
 
 
 @pytest.mark.parametrize("name", ["rounds.csv", "clients.csv", "events.jsonl", "checkpoint", "comparison/rounds.csv"])

@@ -17,6 +17,7 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from fedpriv.errors import InputError
 from fedpriv.serving.http.connections import connection_class
@@ -69,7 +70,47 @@ class Address:
             _check_certificate(self.certificate, self.key)
 
 
-class Server(uvicorn.Server):
+class ListeningServer(uvicorn.Server):
+    """A server that says where it listens.
+
+    Args:
+        app: the ASGI application.
+        limits: of connections.
+        address: where to listen.
+        on_ready: is told the URL once clients can connect.
+    """
+
+    def __init__(self, app: ASGIApp, limits: Limits, address: Address, on_ready: Callable[[str], None]) -> None:
+        super().__init__(_config(app, limits, address))
+        self._address, self._on_ready = address, on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and tell where."""
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready(self.url)
+
+    @property
+    def url(self) -> str:
+        """Of the server, once it listens."""
+        host = f"[{self._address.host}]" if ":" in self._address.host else self._address.host
+        port = self.servers[0].sockets[0].getsockname()[1]
+        return f"{'https' if self._address.certificate else 'http'}://{host}:{port}"
+
+    def serve_until_signal(self) -> None:
+        """Serve in this process's main thread until a signal ends it.
+
+        Raises:
+            InputError: the address cannot be listened on.
+        """
+        try:
+            self.run()
+        except SystemExit:
+            host, port = self.config.host, self.config.port
+            raise InputError(f"host, port = {host}, {port}: cannot listen there; is the port taken?") from None
+
+
+class Server(ListeningServer):
     """Serves until SIGTERM or SIGINT, then finishes what is under way and refuses what is new; a second one ends it.
 
     Args:
@@ -90,10 +131,9 @@ class Server(uvicorn.Server):
         address: Address,
         on_ready: Callable[[str], None],
     ) -> None:
-        super().__init__(_config(app, limits, address))
-        self._serving, self._tokens, self._limits, self._address = serving, tokens, limits, address
+        super().__init__(app, limits, address, on_ready)
+        self._serving, self._tokens, self._limits = serving, tokens, limits
         self._in_flight: InFlight = app.state.in_flight
-        self._on_ready = on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
 
@@ -101,15 +141,6 @@ class Server(uvicorn.Server):
         """Listen, and tell where."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        if self.started:
-            self._on_ready(self.url)
-
-    @property
-    def url(self) -> str:
-        """Of the server, once it listens."""
-        host = f"[{self._address.host}]" if ":" in self._address.host else self._address.host
-        port = self.servers[0].sockets[0].getsockname()[1]
-        return f"{'https' if self._address.certificate else 'http'}://{host}:{port}"
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end. Unlike uvicorn's own, the signal is not raised again, so that the exit code is 0."""
@@ -150,15 +181,12 @@ def run(server: Server) -> None:
     """
     previous = signal.signal(signal.SIGHUP, lambda number, frame: server.reload_tokens())
     try:
-        server.run()
-    except SystemExit:
-        host, port = server.config.host, server.config.port
-        raise InputError(f"host, port = {host}, {port}: cannot listen there; is the port taken?") from None
+        server.serve_until_signal()
     finally:
         signal.signal(signal.SIGHUP, previous)
 
 
-def _config(app: FastAPI, limits: Limits, address: Address) -> uvicorn.Config:
+def _config(app: ASGIApp, limits: Limits, address: Address) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         host=address.host,

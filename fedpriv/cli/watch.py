@@ -1,0 +1,53 @@
+"""`fedpriv watch`: the page of a run or a sweep while it goes on."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedpriv.cli.output import AsJson, show
+from fedpriv.errors import InputError
+
+
+def watch(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run or a sweep; it may begin later.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8001,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond this machine, to whoever asks.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Serve a page that shows a run or a sweep while it goes on: rounds, epsilons against budgets, clients, events.
+
+    It reads the folder and writes nothing. --json prints one object with the page's address once it is there.
+    SIGTERM or Ctrl-C ends it. Example:
+
+    fedpriv watch results/20261121-042553-embedded --port 8001
+    """
+    live = _live_modules()
+    address = live.Address(host=host, port=port)
+    live.check_host(address, insecure=insecure)
+    if not folder.is_dir() and not folder.absolute().parent.is_dir():
+        raise InputError(f"folder = {str(folder)!r}: must be the folder of a run or a sweep, or be in a folder")
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)
+
+    def tell(url: str) -> None:
+        waits = "" if folder.is_dir() else ", which does not exist yet"
+        show({"url": url, "folder": str(folder)}, [f"{url} shows {folder}{waits}; Ctrl-C ends it"], as_json)
+        sys.stdout.flush()
+
+    live.WatchServer(live.Watch(folder), address, tell).serve_until_signal()
+
+
+def _live_modules() -> Any:
+    """The server, or one line that says which extra it needs."""
+    try:
+        from fedpriv.live import server
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("fastapi", "starlette", "uvicorn", "h11"):
+            raise
+        raise InputError(f"watch: needs {error.name}; install it with pip install 'fedpriv[serve]'") from None
+    return server

@@ -1,0 +1,166 @@
+"""A sweep as its folder shows it: the state and the figures of each run, and what all of them spent."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from fedpriv.errors import InputError
+from fedpriv.runs import files
+from fedpriv.runs.rows import RoundRow, read_rows
+from fedpriv.runs.status import RunStatus, read_status
+
+PLAN = "sweep.json"  # what is planned: title and runs, written before the first of them
+TABLE = "sweep.csv"  # written at the end, or when the sweep is interrupted
+UNFINISHED = "unfinished"  # earlier attempts, whose releases count
+
+# The digest of a configuration, which names a run's folder.
+KEY = re.compile(r"[0-9a-f]{16}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRun:
+    """A run of a sweep.
+
+    Attributes:
+        key: names its folder.
+        varied: {configuration key: value} of what differs between runs; empty if the folder does not say.
+        state: `waiting`, `failed` or one of `fedpriv.runs.status.State`.
+        status: None as long as there is none.
+        perplexity: of a language model after the last round; None if unknown.
+    """
+
+    key: str
+    varied: Mapping[str, Any]
+    state: str
+    status: RunStatus | None
+    perplexity: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spending:
+    """What any record has spent over all runs and earlier attempts, on the `local` view; more is not possible.
+
+    Attributes:
+        epsilon, delta: together.
+        num_runs: how many runs are in it.
+        composed: whether the sweep's own table has composed the events; else the runs' figures are added.
+    """
+
+    epsilon: float
+    delta: float
+    num_runs: int
+    composed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepStatus:
+    """A sweep."""
+
+    title: str
+    runs: tuple[SweepRun, ...]
+    spending: Spending
+
+
+def is_sweep(folder: Path) -> bool:
+    """Whether the folder is that of a sweep."""
+    return any((folder / name).is_file() for name in (PLAN, TABLE)) or bool(_run_folders(folder))
+
+
+def read_sweep(folder: Path, *, now: float) -> SweepStatus:
+    """The sweep in the folder.
+
+    Args:
+        folder: of a sweep, whose runs may be writing to it.
+        now: seconds since the epoch.
+
+    Raises:
+        InputError: the plan is damaged.
+    """
+    title, planned = _planned(folder)
+    runs = tuple(_run(folder, key, varied, now) for key, varied in planned.items())
+    earlier = (_status(path, now) for path in sorted((folder / UNFINISHED).glob("*")))
+    spending = _composed(folder) or _added([*(run.status for run in runs), *earlier])
+    return SweepStatus(title=title, runs=runs, spending=spending)
+
+
+def _planned(folder: Path) -> tuple[str, dict[str, Mapping[str, Any]]]:
+    """Title and {key: what varies}; of sweeps of earlier versions, only the runs that have begun."""
+    values = files.read_values(folder / PLAN, optional=True)
+    if not values:
+        return folder.resolve().name, {path.name: {} for path in _run_folders(folder)}
+    try:
+        runs: dict[str, Mapping[str, Any]] = {str(run["key"]): dict(run["varied"]) for run in values["runs"]}
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{folder / PLAN}: what it says about its runs is damaged ({error!r})") from None
+    # A key names a folder, and must name one in this one.
+    if wrong := next((key for key in runs if not KEY.fullmatch(key)), None):
+        raise InputError(f"{folder / PLAN}: key = {wrong!r}: must be 16 digits of 0-9 and a-f")
+    return str(values.get("title", folder.name)), runs
+
+
+def _run_folders(folder: Path) -> list[Path]:
+    found = (path for path in folder.glob("*") if KEY.fullmatch(path.name) and (path / files.CONFIG).is_file())
+    return sorted(found)
+
+
+def _run(folder: Path, key: str, varied: Mapping[str, Any], now: float) -> SweepRun:
+    status = _status(folder / key, now)
+    if status is None:
+        return SweepRun(key=key, varied=varied, state="waiting", status=None, perplexity=None)
+    failed = status.state == "interrupted" and (folder / f"{key}.txt").exists()
+    state = "failed" if failed else status.state
+    return SweepRun(key=key, varied=varied, state=state, status=status, perplexity=_perplexity(folder / key))
+
+
+def _status(run_dir: Path, now: float) -> RunStatus | None:
+    """None if the run does not exist yet, has just begun or was just moved away."""
+    try:
+        return read_status(run_dir, now=now)
+    except (InputError, OSError):
+        return None
+
+
+def _perplexity(run_dir: Path) -> float | None:
+    try:
+        rows = read_rows(run_dir / files.ROUNDS, RoundRow, ("test_perplexity",))
+    except (InputError, OSError):
+        return None
+    return next((row["test_perplexity"] for row in reversed(rows) if row.get("test_perplexity") is not None), None)
+
+
+def _composed(folder: Path) -> Spending | None:
+    """The sum in the sweep's table; None if there is none, or a run has written something since."""
+    table = folder / TABLE
+    try:
+        written = table.stat().st_mtime
+        if any(path.stat().st_mtime > written for path in folder.glob(f"*/{files.ROUNDS}")):
+            return None
+        row = pd.read_csv(table, nrows=1).iloc[0]
+        epsilon = float(row["epsilon_sum"])
+        return Spending(
+            epsilon=math.inf if math.isnan(epsilon) else epsilon,
+            delta=float(row["delta_sum"]),
+            num_runs=int(row["num_runs_in_sum"]),
+            composed=True,
+        )
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+
+
+def _added(statuses: Sequence[RunStatus | None]) -> Spending:
+    """Basic composition: the largest epsilons and deltas of all runs, each added up."""
+    begun = [status for status in statuses if status is not None and status.num_rounds]
+    largest = (math.inf if status.epsilon_local_max is None else status.epsilon_local_max for status in begun)
+    return Spending(
+        epsilon=sum(largest),
+        delta=min(1.0, sum(status.delta_max or 0.0 for status in begun)),
+        num_runs=len(begun),
+        composed=False,
+    )

@@ -1,0 +1,96 @@
+"""Whether a run's process lives is asked of the kernel; whoever asks is in nobody's way."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from fedpriv.errors import InputError
+from fedpriv.runs import files, presence
+from fedpriv.runs.presence import held, is_alive
+
+ROOT = Path(__file__).resolve().parents[2]
+HOLD = "import sys, time; from pathlib import Path; from fedpriv.runs.presence import held\n"
+HOLD += "with held(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(600)"
+
+
+@contextmanager
+def other_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """One that runs the run in the folder."""
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_process_lives_until_it_is_killed_and_then_at_once_no_more(tmp_path: Path) -> None:
+    with other_process(tmp_path) as process:
+        assert is_alive(tmp_path) is True
+        with pytest.raises(InputError, match="another process runs this run"), held(tmp_path):
+            pass
+        process.send_signal(signal.SIGSTOP)  # one that waits is not dead
+        assert is_alive(tmp_path) is True
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert is_alive(tmp_path) is False
+    with held(tmp_path):
+        assert is_alive(tmp_path) is True
+    assert is_alive(tmp_path) is False
+
+
+def test_a_look_from_the_same_process_does_not_unlock_the_file(tmp_path: Path) -> None:
+    with held(tmp_path):
+        (tmp_path / files.PRESENCE).read_bytes()  # classic POSIX locks would be gone once this is closed
+        assert is_alive(tmp_path) is True
+
+
+def test_those_who_look_all_the_time_keep_no_run_from_starting(tmp_path: Path) -> None:
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            is_alive(tmp_path)
+
+    threads = [threading.Thread(target=look) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(100):
+            with held(tmp_path):
+                assert is_alive(tmp_path) is True
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"boot": 7}', b'{"boot": "another machine"}'])
+def test_of_another_machine_or_from_a_damaged_file_nothing_is_known(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / files.PRESENCE).write_bytes(content)
+    assert is_alive(tmp_path) is None
+    with held(tmp_path):  # and it keeps nobody from going on
+        assert json.loads((tmp_path / files.PRESENCE).read_text())["boot"] == presence._boot()
+
+
+def test_without_a_file_nothing_is_known(tmp_path: Path) -> None:
+    assert is_alive(tmp_path) is None
+    assert is_alive(tmp_path / "nowhere") is None
+
+
+def test_where_there_are_no_locks_a_run_runs_and_nothing_is_known(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(presence, "_SET", None)
+    with held(tmp_path):
+        assert is_alive(tmp_path) is None
