@@ -93,7 +93,7 @@ def python_files() -> list[Path]:
 
 
 def pages() -> list[Path]:
-    files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "results").glob("*.md")]
+    files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "results").glob("*.md")]
     return [file for file in files if file != BIBLIOGRAPHY]
 
 
