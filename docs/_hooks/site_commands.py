@@ -38,10 +38,10 @@ def commands(command: click.Command, *names: str) -> Iterator[tuple[str, click.C
 
 def _page(program: str, app: typer.Typer) -> str:
     root = typer.main.get_command(app)
-    parts = [f"# `{program}`", _prose(root.help or "")]
+    parts = [f"# `{program}`", _prose(root.help or "", program)]
     for name, command in commands(root):
         if not command.hidden:
-            parts += [f"## `{program} {name}`", _usage(program, name, command), _prose(command.help or "")]
+            parts += [f"## `{program} {name}`", _usage(program, name, command), _prose(command.help or "", program)]
             parts += [_table(command)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -51,16 +51,11 @@ def _usage(program: str, name: str, command: click.Command) -> str:
     return f"```\n{' '.join([program, name, *words])}\n```"
 
 
-def _prose(text: str) -> str:
+def _prose(text: str, program: str) -> str:
     """A command's help: sentences, and its examples as code."""
-    text = inspect.cleandoc(text.replace("\b", ""))
-    text = re.sub(r"^(Example|Examples): (?=\S)(.*(?:\n(?!\n).*)*)", r"\1:\n\n    \2", text, flags=re.M)
-    blocks = re.split(r"\n\s*\n", text)
-    return "\n\n".join(_fenced(block) if block.startswith("    ") else block for block in blocks)
-
-
-def _fenced(block: str) -> str:
-    return f"```sh\n{inspect.cleandoc(block)}\n```"
+    text = re.sub(rf"^(Examples?):\s+(?={program} )", r"\1:\n\n", inspect.cleandoc(text.replace("\b", "")), flags=re.M)
+    blocks = (inspect.cleandoc(block) for block in re.split(r"\n\s*\n", text))
+    return "\n\n".join(f"```sh\n{block}\n```" if block.startswith(f"{program} ") else block for block in blocks)
 
 
 def _table(command: click.Command) -> str:
@@ -81,7 +76,7 @@ def _row(parameter: click.Parameter, context: click.Context) -> str:
     given = not (is_flag or parameter.required or value is None or value == ())
     default = "required" if parameter.required else f"`{value}`" if given else ""
     help_ = " ".join((getattr(parameter, "help", None) or "").split())
-    return f"| `{_escaped(shown)}` | {_escaped(default)} | {_escaped(help_)} |"
+    return f"| `{shown}` | {_escaped(default)} | {_escaped(help_)} |"
 
 
 def _escaped(text: str) -> str:

@@ -51,6 +51,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """The page with links to pages of the site."""
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation"]
     source = _repository_path(page.file)
     if source is None or page.file.src_uri.endswith(".ipynb"):
         return markdown
@@ -114,7 +116,8 @@ def _expanded(nav: list[Any], files: Files) -> list[Any]:
 
     def matching(pattern: str) -> list[str]:
         folder = posixpath.dirname(pattern)
-        return sorted(uri for uri in pages if posixpath.dirname(uri) == folder and fnmatch.fnmatch(uri, pattern))
+        found = [uri for uri in pages if posixpath.dirname(uri) == folder and fnmatch.fnmatch(uri, pattern)]
+        return sorted(found, key=lambda uri: posixpath.splitext(uri)[0])
 
     def expanded(entry: Any) -> list[Any]:
         if isinstance(entry, str):
