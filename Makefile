@@ -71,4 +71,4 @@ bench: $(VENV)/installed-dev
 	done
 
 clean:
-	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,6 +1,6 @@
 """What the documentation shows can be typed: Python compiles, command lines parse, configurations are accepted.
 
-Nothing is run here. tests/test_examples.py runs the lines of docs/python.md, tests/test_readme.py the README,
+Nothing is run here. tests/test_examples.py runs the lines of docs/library.md, tests/test_readme.py the README,
 tests/deployment/test_walkthrough.py the commands of docs/deployment.md.
 """
 

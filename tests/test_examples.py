@@ -1,4 +1,4 @@
-"""What docs/python.md and the packages show in Python runs, and prints what they say it prints."""
+"""What docs/library.md and the packages show in Python runs, and prints what they say it prints."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def test_the_package_shows_an_example_and_it_holds(package, tmp_path, monkeypatc
     assert not list(tmp_path.iterdir()), "an example leaves files behind"
 
 
-def test_the_lines_of_the_page_on_python_print_what_stands_beside_them(tmp_path, monkeypatch):
-    page = (ROOT / "docs" / "python.md").read_text()
+def test_the_lines_of_the_page_on_the_library_print_what_stands_beside_them(tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "library.md").read_text()
     code = next(iter(re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)))
     beside = re.findall(r"^ *print\(.*\)  # (.*)$", code, re.M)
     assert len(beside) == code.count("print(") >= 4
     monkeypatch.chdir(tmp_path)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(code, "python.md", "exec"), {"__name__": "__main__"})
+        exec(compile(code, "library.md", "exec"), {"__name__": "__main__"})
     assert printed.getvalue().splitlines() == beside
