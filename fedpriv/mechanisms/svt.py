@@ -67,7 +67,9 @@ class SparseVector:
     positive answers. An answer must not reveal the noisy value, since that would reveal z.
 
     Args:
-        epsilon, cutoff, sensitivity: as for `noise_scales`.
+        epsilon: as for `noise_scales`.
+        cutoff: as for `noise_scales`.
+        sensitivity: as for `noise_scales`.
         source: source of the noise; seeded only in a run marked `simulate`.
 
     Source: Lyu, Su and Li 2017, Algorithm 1, with integer noise.

@@ -1,0 +1,94 @@
+"""Everything that the README tells a stranger to type is run.
+
+`make run` and `make test` install into the clone; here the first one's last line is run, and CI runs the second one
+(.ci/run). Both on a fresh clone are tried by hand before a release.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+import simulations
+from tests.test_docs_code import ROOT, blocks
+
+README = (ROOT / "README.md").read_text()
+
+# {a line to type: the test that runs it}. A line that the README gains is missing here, and fails.
+RUN_BY = {
+    "git clone <this repository> && cd fedpriv": "a person",
+    "make run": "test_what_make_run_starts_ends_with_a_report",
+    "make test": ".ci/run",
+    ".venv/bin/fedpriv data check messages.csv --text text --label department --client hospital": "test_own_data",
+    ".venv/bin/python -m simulations run -c data=messages.csv -c label_column=department -c client_column=hospital": (
+        "test_own_data"
+    ),
+    "make docs": "tests/test_site.py",
+}
+
+
+def lines_to_type() -> list[str]:
+    """What stands in blocks without a language, and `make` in sentences."""
+    code = "\n".join(blocks(README, "", "sh")).replace("\\\n", " ")
+    typed = [" ".join(line.split("#")[0].split()) for line in code.splitlines() if line.strip()]
+    return typed + [made for made in re.findall(r"`(make \w+)`", README) if made not in typed]
+
+
+def start(line: str, folder: Path, *more: object) -> str:
+    """What a line prints, with this interpreter in place of that of .venv; it ends with success."""
+    program, *words = shlex.split(line)
+    here = Path(sys.executable).parent / Path(program).name
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+    command = [str(here), *words, *map(str, more)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def test_every_line_that_the_readme_shows_has_something_that_runs_it():
+    assert sorted(set(lines_to_type())) == sorted(RUN_BY)
+
+
+@pytest.mark.slow
+def test_what_make_run_starts_ends_with_a_report(tmp_path):
+    made = re.search(r"^run: .*\n\t\$\(BIN\)/(python .*)$", (ROOT / "Makefile").read_text(), re.M)
+    assert made
+    shown = start(made[1], ROOT, "--out", tmp_path / "run")
+    assert "St. Anna" in shown
+    assert "2.30" in shown
+    assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_own_data(tmp_path):
+    with (tmp_path / "messages.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["text", "department", "hospital"])
+        for number in range(300):
+            department = ["cardiology", "neurology"][number % 2]
+            writer.writerow([f"message {number} about {department}", department, ["Anna", "Bruno"][number // 150]])
+    check, run = (line for line in lines_to_type() if "messages.csv" in line)
+    assert "300" in start(check, tmp_path)
+    assert "Bruno" in start(run, tmp_path, "--out", tmp_path / "run", "-c", "rounds=6", "-c", "lora_rounds=1")
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(simulations, "run"), reason="there is no `from simulations import run` yet")
+def test_the_lines_of_python(tmp_path, capsys):
+    (code,) = blocks(README, "python")
+    assert len([line for line in code.splitlines() if line]) <= 10
+    assert code.count("run(") == 1
+    found: dict[str, object] = {"__name__": "__main__"}
+    exec(compile(code.replace("run(", f"run(out={str(tmp_path / 'run')!r}, "), "README.md", "exec"), found)
+    assert "2.094" in capsys.readouterr().out
+    for table in (found["result"].rounds, found["result"].clients, found["result"].report()):
+        assert isinstance(table, pd.DataFrame)

@@ -1,0 +1,88 @@
+"""The documentation site: what its pages are made of, that it builds in strict mode, and that it fetches nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from types import ModuleType
+
+import pytest
+
+from fedpriv.config import RunConfig
+from tests.cli.test_every_command import COMMANDS
+from tests.test_docs_paths import PAGES, ROOT
+
+
+def hook(name: str) -> ModuleType:
+    """A module of docs/_hooks, which is no package: the site's generator loads them by file."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "_hooks" / f"{name}.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SITE = {"docs/a.md": "a.md", "results/b.md": "results/b.md", "README.md": "index.md", "docs/papers/c.md": "papers/c.md"}
+
+
+@pytest.mark.parametrize(
+    ("source", "page", "written", "on_the_site"),
+    [
+        ("docs/a.md", "a.md", "[b](../results/b.md#x)", "[b](results/b.md#x)"),
+        ("results/b.md", "results/b.md", "[a](../docs/a.md)", "[a](../a.md)"),
+        ("README.md", "index.md", "![c](docs/papers/c.md)", "![c](papers/c.md)"),
+        ("docs/papers/c.md", "papers/c.md", "[`b`](../../results/b.md)", "[`b`](../results/b.md)"),
+        ("docs/a.md", "a.md", "[code](../fedpriv/config.py) and [up](#up)", "code and [up](#up)"),
+        ("docs/a.md", "a.md", "[out](https://example.org/a.md)", "[out](https://example.org/a.md)"),
+        ("docs/a.md", "a.md", "```\n[b](../results/b.md)\n```", "```\n[b](../results/b.md)\n```"),
+        ("docs/a.md", "a.md", "```sh each\nls\n```", "```sh\nls\n```"),
+    ],
+)
+def test_a_link_of_the_repository_leads_to_the_page_that_shows_the_file(source, page, written, on_the_site):
+    assert hook("site_links").for_site(written, source, page, SITE) == on_the_site
+
+
+def test_the_reference_has_every_key_of_the_configuration_with_type_and_default():
+    page = hook("site_configuration").page()
+    assert re.findall(r"`(\w+)` \| ", page)[: len(fields(RunConfig))] == [field.name for field in fields(RunConfig)]
+    assert "`rank` | an integer \u2265 1 | `4` |" in page
+    assert "`delta` | a number > 0, < 1 |  |" in page
+
+
+def test_the_reference_has_every_command_with_its_options():
+    page = hook("site_commands").pages()["fedpriv.md"]
+    assert set(re.findall(r"^## `fedpriv (.*)`$", page, re.M)) == set(COMMANDS)
+    assert "| `--accountant [pld|rdp|closed-form]` | `pld` |" in page
+    assert "\n\n```sh\nfedpriv account --noise-multiplier" in page
+
+
+def test_the_reference_has_every_package_that_exports_something():
+    pages = hook("site_api").pages()
+    assert {"fedpriv.md", "fedpriv.accounting.md", "fedpriv.ledger.md"} <= set(pages)
+    assert "\n::: fedpriv.accounting.epsilon_of\n" in pages["fedpriv.accounting.md"]
+
+
+@pytest.mark.slow
+def test_the_site_builds_in_strict_mode_and_its_pages_fetch_nothing(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    pages = {file.relative_to(tmp_path / "site").as_posix(): file for file in (tmp_path / "site").rglob("*.html")}
+    for page in PAGES:
+        name = page.relative_to(ROOT).with_suffix(".html").as_posix()
+        assert name.removeprefix("docs/").replace("README", "index") in pages
+    assert (tmp_path / "site" / "search" / "search_index.json").stat().st_size > 100_000
+    fetched = re.compile(
+        r"<(?:script|img|iframe|source|embed)\b[^>]*\bsrc=\"(?:https?:)?//[^\"]*|<link\b[^>]*\bhref=\"(?:https?:)?//[^\"]*"
+        r"|@import|url\(\"?(?:https?:)?//|class=\"mermaid"
+    )
+    for name, file in pages.items():
+        assert not fetched.findall(file.read_text()), name
+    for style in (tmp_path / "site").rglob("*.css"):
+        assert not re.findall(r"@import|url\([\"']?(?:https?:)?//", style.read_text()), style
