@@ -6,8 +6,8 @@ BIN := $(CURDIR)/$(VENV)/bin
 # Flower starts its programs by name.
 export PATH := $(BIN):$(PATH)
 
-# Two workers take one file at a time, in the order of tests/conftest.py.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
+# Workers take one file at a time, in the order of tests/conftest.py. A third fills two cores while others wait for processes.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20
 
 .PHONY: run llm test test-all test-deployment lint style types everyday docs bench clean
 .DELETE_ON_ERROR:

@@ -42,7 +42,11 @@ def shown(lines: list[str]) -> list[tuple[str, list[str]]]:
     """(program, its words) of all command lines that start one of our programs."""
     parts = (part.strip() for line in lines for part in line.split(" && "))
     found = [match for match in map(PROGRAM.fullmatch, parts) if match]
-    return [(match["program"], shlex.split(match["rest"], comments=True)) for match in found]
+    return [(match["program"], _before_a_redirection(shlex.split(match["rest"], comments=True))) for match in found]
+
+
+def _before_a_redirection(words: list[str]) -> list[str]:
+    return words[: words.index(">")] if ">" in words else words
 
 
 def typed(page: str) -> list[tuple[str, list[str]]]:

@@ -57,7 +57,7 @@ MODULES = {
 }
 
 # CPU seconds, with room for a slow and busy machine.
-LIMITS = {"--help": 0.5, " ".join(ACCOUNT): 2.0}
+LIMITS = {"--help": 0.5, " ".join(ACCOUNT): 3.0}
 
 RUN = """
 import sys

@@ -304,10 +304,9 @@ def test_complete_runs_give_the_same_losses_and_epsilons_stacked_and_one_by_one(
     assert_engines_agree(small_run, tmp_path, rule, ("in-process", "stacked"))
 
 
-# The rules that send more than an adapter; every day the one that sends most, a merged base and adapters of all ranks.
-@pytest.mark.parametrize(
-    "rule", [pytest.param("dp-lora", marks=pytest.mark.slow), pytest.param("t-fedavg", marks=pytest.mark.slow), "flora"]
-)
+# An adapter, full weights, and a merged base with adapters of all ranks.
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["dp-lora", "t-fedavg", "flora"])
 def test_complete_runs_give_the_same_losses_and_epsilons_on_ray(cluster, small_run, tmp_path, rule):
     assert_engines_agree({**small_run, "ray_address": cluster}, tmp_path, rule, ("in-process", "ray"))
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 # Kills of each kind: whole runs, and one node that is asked again.
-@pytest.mark.parametrize("kills", [2, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, pytest.param(100, marks=pytest.mark.slow)])
 def test_no_kill_loses_an_entry_or_leaves_a_release_uncharged(small_run, tmp_path, kills):
     changes = {"simulate": False, "public_data": True, "comparison": False, "rounds": 200, "local_steps": 1}
     script = str(Path(__file__).with_name("killed_run.py"))

@@ -94,7 +94,7 @@ def test_clients_keep_a_budget_on_the_local_view_and_are_told_when_they_retire(o
     assert notes[0].startswith("budget_epsilon allows fewer than the 14 rounds")
     # Every round costs the same on this view, so the notice is exact.
     retired = {client["client"]: client["rounds"] for client in summary["clients"] if client["retired"]}
-    said = dict(part.rsplit(" ", 1) for part in notes[0].split(": ", 1)[1].split("; ")[0].split(", "))
+    said = dict(part.rsplit(": ", 1) for part in notes[0].split(": ", 1)[1].split("; ")[0].split(", "))
     assert said == {f"client {client}": str(num) for client, num in retired.items()}
 
 
