@@ -129,6 +129,7 @@ def test_what_bounds_the_rows_of_a_pass_is_no_less_than_it_takes(layers, tokens,
     assert counted <= 4 * needed
 
 
+@pytest.mark.slow
 def test_more_of_anything_needs_more_and_layers_that_run_again_less(folder):
     def total(**changes):
         small = {"model": folder, "bits": 32, "batch": 4, "max_length": 64}

@@ -31,6 +31,7 @@ State = dict[str, int]
 """{name: seed of the model that is stored under it}"""
 
 
+@pytest.mark.slow
 def test_sixty_kills(tmp_path):
     command = [sys.executable, __file__, str(tmp_path), str(KILLS), "0"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -185,6 +185,7 @@ def test_records_that_touch_each_other_in_the_largest_passes_alone_are_found(mon
     assert not model.records_share_passes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", ["fails", "other numbers"])
 def test_a_model_that_does_not_run_from_its_middle_trains_without_a_prefix_cache(monkeypatch, broken):
     model = training_model("bert", layers="last-1")
@@ -205,6 +206,7 @@ def test_a_model_that_does_not_run_from_its_middle_trains_without_a_prefix_cache
     assert model.records_share_passes
 
 
+@pytest.mark.slow
 def test_an_unknown_architecture_that_runs_from_its_middle_keeps_its_prefix_cache(monkeypatch):
     model = training_model("bert", layers="last-1")
     monkeypatch.setattr(model.peft_model.config, "model_type", "unheard-of")

@@ -87,7 +87,7 @@ def test_the_side_of_the_padding_does_not_matter(in_nf4):
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["whole model", "prefix cache"])
-@pytest.mark.parametrize("kind", ["llama", "bert"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
 def test_no_other_record_changes_a_bit(kind, cached):
     model = training_model(kind, layers="last-1" if cached else "all")
     assert (model.cache is not None) == cached

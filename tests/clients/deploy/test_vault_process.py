@@ -58,6 +58,7 @@ def run(node: Node, say: Lines):
     return vault_process.running(node, say, variables=os.environ, user=None)
 
 
+@pytest.mark.slow
 def test_a_vault_that_is_killed_is_started_again_and_ends_with_the_block(node):
     say = Lines()
     with run(node, say):
