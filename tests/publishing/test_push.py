@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from fedpriv.accounting.events import to_json
+from fedpriv.ledger.ledger import Ledger
 from fedpriv.publishing import hub
 from fedpriv.publishing.saved import find
 from tests.cli.command_line import as_json, fedpriv
@@ -118,6 +121,41 @@ def test_a_spent_budget_a_swapped_folder_and_a_stray_one_are_refused(tiny_bert, 
     assert "only a variant in the folder of its finished run" in refused(alone, "a/b")
     for name in ("letters", "a/b/c", "../x/y", "a b/c"):
         assert "must be OWNER/NAME" in refused(over, name)
+
+
+def test_a_model_of_a_round_with_a_single_upload_is_that_upload(tiny_bert, tmp_path):
+    run = finished(tmp_path / "run", tiny_bert, ("global", "round-1", "round-2", "round-3"))
+    rounds = "1,0,ok\n1,1,ok\n2,0,no reply\n2,1,ok\n3,0,failed\n3,1,silent\n"
+    (run / "clients.csv").write_text(f"round,client,status\n{rounds}")
+    as_json("push", run, "a/b", "--variant", "round-1")
+    for name in ("round-2", "round-3", "global"):
+        assert "shows what client 1 uploaded" in refused(run, "a/b", "--variant", name)
+    fedpriv("ledger", "permit", run / "ledger.sqlite", "--client", "1", "--reason", "a letter")
+    assert "a letter" in as_json("push", run, "a/b")["allowed"]
+
+
+def test_a_variant_of_another_run_is_refused_as_a_link_and_as_a_copy(run, tiny_bert, tmp_path):
+    other = finished(tmp_path / "other", tiny_bert)
+    own = run / "variants" / "global"
+    shutil.rmtree(own)
+    own.symlink_to(other / "variants" / "global")
+    assert "leads out of its run's folder" in refused(run, "a/b")
+    own.unlink()
+    shutil.copytree(other / "variants" / "global", own)
+    description = json.loads((own / "variant.json").read_text())
+    with Ledger(run / "ledger.sqlite") as ledger:
+        ((key, release),) = ledger.releases_of(ledger.data_set().id, "run-1")
+        upload = {"data_set": ledger.data_set().id, "run": "run-1", "round": 1, "event": to_json(release.event)}
+    for changes, message in (
+        ({"run": "run-2", "request": key.request}, "not made of this run's uploads alone"),
+        ({"request": "another"}, "made of uploads that .* has not charged"),
+        ({"request": key.request}, None),
+    ):
+        (own / "variant.json").write_text(json.dumps({**description, "uploads": [{**upload, **changes}]}))
+        if message is None:
+            as_json("push", run, "a/b")
+        else:
+            assert re.search(message, refused(run, "a/b"))
 
 
 class Hub:
