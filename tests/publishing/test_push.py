@@ -19,9 +19,12 @@ from typing import Any
 import pytest
 
 from fedpriv.accounting.events import to_json
+from fedpriv.config import parse
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.publishing import hub
 from fedpriv.publishing.saved import find
+from server.observer import LogObserver
+from simulations.engines import federation
 from tests.cli.command_line import as_json, fedpriv
 from tests.publishing.runs import finished
 
@@ -158,6 +161,18 @@ def test_a_variant_of_another_run_is_refused_as_a_link_and_as_a_copy(run, tiny_b
             as_json("push", run, "a/b")
         else:
             assert re.search(message, refused(run, "a/b"))
+
+
+@pytest.mark.slow
+def test_what_a_whole_run_wrote_may_go_out_as_its_ledger_says(small_run, tmp_path):
+    out, private = tmp_path / "run", {"simulate": False, "noise_multiplier": 2.0, "variant_rounds": [1]}
+    values = {**small_run, **private, "variant_clients": True, "evaluate_every": 100, "out": str(out)}
+    federation.run(parse(values), LogObserver())
+    for name in ("global", "round-1"):
+        assert "paid for" in as_json("push", out, "clinic/letters", "--variant", name)["allowed"]
+    assert "has no permission" in refused(out, "clinic/letters", "--variant", "client-1")
+    fedpriv("ledger", "permit", out / "ledger.sqlite", "--client", "1", "--reason", "a letter")
+    assert "a letter" in as_json("push", out, "clinic/letters", "--variant", "client-1")["allowed"]
 
 
 class Hub:
