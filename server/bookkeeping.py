@@ -32,6 +32,7 @@ from fedpriv.protocol import Registration
 from fedpriv.secure_aggregation.grid import SumGrid
 from fedpriv.training.client_weights import client_masses
 from fedpriv.training.local_update import UpdateSpec, planned_event
+from fedpriv.training.noise_plan import view_scale
 from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.training.private_evaluation import planned_event as planned_evaluation
 from fedpriv.training.schedule import Schedule
@@ -190,10 +191,21 @@ class Books:
         return cost.epsilon if budget is None else min(cost.epsilon, budget)
 
     def _keeps_plan(self, client: int) -> bool:
-        """Whether the client has released no more, ever, than the noise was calibrated for."""
+        """Whether the client has released no more, ever, than the noise was calibrated for, on the run's view too.
+
+        A round that asks further clients in place of those that failed may have more uploads than were calibrated for,
+        and an earlier run had: then less of the noise in them is the client's to count on.
+        """
         own = self._events[client]
         planned = [own[spec].with_count(num * own[spec].count) for spec, num in self._schedule.totals.items()]
-        return self.accounts.is_part_of(client, [*planned, *self._reserved])
+        return self.accounts.is_part_of(
+            client, [*planned, *self._reserved], self._config.privacy_view, self._calibrated_scale
+        )
+
+    @cached_property
+    def _calibrated_scale(self) -> float:
+        """What calibration took every client's noise to be multiplied by, at least, on the run's view."""
+        return view_scale(self._config, list(self.sizes.values()))
 
     @overload
     def largest_so_far(self, view: Literal["local", "rho"]) -> float: ...

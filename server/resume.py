@@ -62,6 +62,13 @@ def check_configuration(config: RunConfig) -> None:
         raise InputError(f"resume = {config.resume!r}: the run began with another configuration; {named} differ")
 
 
+def may_be_missing(resumed: Checkpoint, min_clients: int) -> tuple[int, ...]:
+    """The clients that the run does not wait for: those that it skipped, if the others are enough for a round."""
+    out = {*resumed.skipped, *resumed.retired}
+    num_others = sum(registration.client not in out for registration in resumed.registrations)
+    return resumed.skipped if num_others >= min_clients else ()
+
+
 def first_registrations(nodes: Nodes, resumed: Checkpoint) -> Nodes:
     """The nodes with the registrations that the run began with; those that it skipped may still be missing.
 

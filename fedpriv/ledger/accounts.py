@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -88,8 +89,18 @@ class Accounts:
         events = [*self.history(client, view), *(release.charged_on(view) for release in releases)]
         return stays_within(events, self.deltas[client], budget)
 
-    def is_part_of(self, client: int, planned: Iterable[Event]) -> bool:
-        """Whether all that the client has released, earlier runs included, is a part of these events on `local`."""
+    def is_part_of(self, client: int, planned: Iterable[Event], view: View = "local", scale: float = 1.0) -> bool:
+        """Whether all that the client has released, earlier runs included, is a part of these events.
+
+        Args:
+            client: registered.
+            planned: events on the `local` view.
+            view: on which each release must have had at least `scale` times its own noise.
+            scale: up to a billionth of it, for rounding.
+        """
+        histories = self._histories(client, this_run_only=False)
+        if min(history.smallest_scales[view] for history in histories) < scale * (1 - 1e-9):
+            return False
         released: Counter[Event] = Counter()
         for event in self.history(client, "local"):
             released[event.with_count(1)] += event.count
@@ -136,10 +147,12 @@ class _History:
     Attributes:
         num_releases: so far.
         holds: {view: whether it holds for all of them}; a release for which it does not counts in full.
+        smallest_scales: {view: the least of what any of them has its own noise multiplied by}.
     """
 
     def __init__(self, releases: Iterable[Release] = ()) -> None:
         self.num_releases = 0
+        self.smallest_scales: dict[View, float] = dict.fromkeys(VIEWS, math.inf)
         self.holds: dict[View, bool] = dict.fromkeys(VIEWS, True)
         self._counts: dict[View, Counter[Event]] = {view: Counter() for view in VIEWS}
         for release in releases:
@@ -148,6 +161,8 @@ class _History:
     def add(self, release: Release) -> None:
         self.num_releases += 1
         self.holds["aggregate"] &= release.aggregate_scale is not None
+        scales = {"local": 1.0, "rho": release.rho_bar, "aggregate": release.aggregate_scale or 1.0}
+        self.smallest_scales = {view: min(known, scales[view]) for view, known in self.smallest_scales.items()}
         for view, counts in self._counts.items():
             event = release.charged_on(view)
             counts[event.with_count(1)] += event.count

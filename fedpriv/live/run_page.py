@@ -12,9 +12,10 @@ import pandas as pd
 
 from fedpriv.accounting.views import View
 from fedpriv.live.templating import rendered
+from fedpriv.names import holder_label
 from fedpriv.reports import plots, series, tables
 from fedpriv.reports.page import Panel, panel
-from fedpriv.reports.status_display import event_parts
+from fedpriv.reports.status_display import event_parts, state_of, trouble_of
 from fedpriv.runs import files
 from fedpriv.runs.rows import ClientRow, RoundRow, parse_epsilon, read_rows
 from fedpriv.runs.status import ClientStatus, RunStatus, read_status
@@ -44,6 +45,21 @@ class Client:
     known: ClientStatus
     epsilon: float | None
     limit: float | None
+
+    @property
+    def label(self) -> str:
+        """By its name, as elsewhere, or its number."""
+        return holder_label(self.known.client, self.known.name).removeprefix("client ")
+
+    @property
+    def state(self) -> str:
+        """Why it is not asked, or how its last round ended."""
+        return state_of(self.known)
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong with it; empty if nothing is, or it is not known what."""
+        return trouble_of(self.known) if self.known.is_troubled else ""
 
     @property
     def share(self) -> float | None:

@@ -21,6 +21,7 @@ from fedpriv.publishing import usage
 from fedpriv.publishing.escaping import markdown
 from fedpriv.publishing.saved import SavedVariant, find, names_in
 from fedpriv.publishing.usage import Form
+from fedpriv.reports.tables import format_delta
 from fedpriv.runs import files
 
 FILE = "README.md"
@@ -81,7 +82,7 @@ def is_of_one_holder(saved: SavedVariant) -> bool:
 
 
 def _metadata(saved: SavedVariant, summary: Mapping[str, Any], form: Form, license: str) -> list[str]:
-    base = str(saved.convention.get("base_model") or "")
+    base = saved.base
     private = not why_not_private(saved, summary)
     accuracy = summary.get("accuracy") if saved.name == "global" and saved.task == "SEQ_CLS" else None
     measured = []
@@ -114,7 +115,7 @@ def _body(saved: SavedVariant, summary: Mapping[str, Any], form: Form) -> list[s
     reason = why_not_private(saved, summary)
     warning = [f"> **NOT PRIVATE**: {markdown(reason)}.", "> Treat it as you treat the records.", ""] if reason else []
     kind = "A LoRA adapter of" if form == "adapter" else "A whole model, made of a LoRA adapter and"
-    base = markdown(str(saved.convention.get("base_model") or "a base that its run names"))
+    base = markdown(saved.base)
     whose = "What one data holder uploaded" if is_of_one_holder(saved) else "Trained by a federation of data holders"
     return [
         *warning,
@@ -149,7 +150,7 @@ def _privacy(saved: SavedVariant, summary: Mapping[str, Any], reason: str) -> li
     views = ["local"] if is_of_one_holder(saved) else ["local", "rho", "aggregate"]
     epsilons = {view: _epsilon(summary.get(f"epsilon_{view}_max")) for view in views}
     rows = [
-        f"| {view} | {epsilon} | {_number(summary.get('delta_max'))} | {_AGAINST[view]} |"
+        f"| {view} | {epsilon} | {format_delta(summary.get('delta_max'))} | {_AGAINST[view]} |"
         for view, epsilon in epsilons.items()
     ]
     ledger = markdown(str(summary.get("ledger_head") or "none"))
@@ -198,7 +199,7 @@ def _model(saved: SavedVariant, form: Form) -> list[str]:
             f"; it was trained with the base in {config.base_dtype}, so answers differ a little from the run's own"
         )
     found = [
-        f"- base: {markdown(str(saved.convention.get('base_model') or 'unknown'))}",
+        f"- base: {markdown(saved.base)}",
         *(f"- SHA-256 of its {markdown(name)}: {markdown(digest)}" for name, digest in sorted(weights.items())),
         f"- reads {saved.reading.max_length} tokens at most",
     ]
@@ -251,7 +252,7 @@ def _epsilon(value: Any) -> str:
     if value is None:
         return "does not hold"
     number = float(value)
-    return f"{math.ceil(number * 1000) / 1000:g}" if math.isfinite(number) else "infinite"
+    return f"{math.ceil(number * 1000) / 1000:.12g}" if math.isfinite(number) else "infinite"
 
 
 def _number(value: Any) -> str:

@@ -10,7 +10,6 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 
-from fedpriv.adapters.base_identity import public_name
 from fedpriv.adapters.lora import CONVENTION_FILE
 from fedpriv.dedup import variants
 from fedpriv.errors import InputError
@@ -52,13 +51,8 @@ def contents(saved: SavedVariant, *, license: str = "") -> dict[str, bytes]:
         InputError: its tensors were changed, or a file is damaged.
     """
     variants.read_tensors(saved.folder)
-    named = (
-        saved.convention.get("base_model")
-        or files.read_values(saved.folder / ADAPTER_CONFIG)["base_model_name_or_path"]
-    )
-    base = public_name(str(named))
-    convention = {key: saved.convention[key] for key in _KEPT if key in saved.convention} | {"base_model": base}
-    settings = files.read_values(saved.folder / ADAPTER_CONFIG) | {"base_model_name_or_path": base}
+    convention = {key: saved.convention[key] for key in _KEPT if key in saved.convention} | {"base_model": saved.base}
+    settings = files.read_values(saved.folder / ADAPTER_CONFIG) | {"base_model_name_or_path": saved.base}
     return {
         card.FILE: card.text(saved, license=license).encode(),
         ADAPTER_CONFIG: _json(settings),

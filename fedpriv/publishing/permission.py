@@ -2,11 +2,13 @@
 
 A global model is a function of releases that were paid for, so it may go out where the run was private and within its
 budgets. What one holder uploaded shows that holder alone, so it needs that holder's permission, in the ledger; so does
-what a few made, or a federation of one. Records that are public need nobody's.
+what a few made, or a federation of one, and a global model after a round in which only one upload arrived, since it
+is that upload. Records that are public need nobody's.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import sqlite3
 from collections.abc import Mapping
@@ -14,15 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from fedpriv.dedup import variants
+from fedpriv.dedup.variants import Described
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.ledger import entries, reader
 from fedpriv.publishing.card import why_not_private
 from fedpriv.publishing.saved import SavedVariant
 from fedpriv.runs import files
+from fedpriv.runs.rows import ClientRow, read_rows
 
 # What the coordinator writes: models of everybody's uploads, one of a few holders' (which ones is not kept), their own.
 _OF_ALL = re.compile(r"global|round-[0-9]+")
 _OF_SOME = "integral-mean"
+_COLUMNS = ("round", "client", "status")
 _OF_ONE = re.compile(r"client-([0-9]+)")
 
 
@@ -43,7 +48,10 @@ def check(saved: SavedVariant, *, ledger: Path | None = None, public_data: bool 
         raise InputError(
             f"{saved.folder}: only a variant in the folder of its finished run can be pushed, with its ledger"
         )
-    if variants.read(saved.folder).name != saved.name:
+    if saved.folder.resolve().parent.parent != run.resolve():
+        raise InputError(f"{saved.folder}: leads out of its run's folder; name the variant where it is")
+    described = variants.read(saved.folder)
+    if described.name != saved.name:
         raise InputError(f"{saved.folder / variants.FILE}: describes another variant, so nobody knows what this one is")
     data_sets = {client: fields["data_set"] for client, fields in files.read_values(run / files.REGISTRATIONS).items()}
     asked = _whose(saved.name, list(data_sets))
@@ -56,10 +64,12 @@ def check(saved: SavedVariant, *, ledger: Path | None = None, public_data: bool 
         hint = "; its records are public, so --public-data allows it" if config.data_are_public else ""
         raise InputError(f"variant = {saved.name!r}: the run is not private: {reason}{hint}")
     _check_budgets(saved, summary)
+    asked = asked or _only_uploader(saved.name, run)
     path = ledger or run / files.LEDGER
     with reader.reading(path) as db:
         reader.verify_with_head(db, path)
         _check_ledger(db, path, summary, data_sets)
+        _check_history(db, path, described, str(summary.get("run_id")))
         permissions = [_permission(db, path, summary, client, data_sets) for client in asked]
     return "; ".join(permissions) or "made of releases that the ledger has paid for, within every budget"
 
@@ -71,6 +81,26 @@ def _whose(name: str, clients: list[str]) -> list[str]:
     if name != _OF_SOME and not _OF_ALL.fullmatch(name):
         raise InputError(f"variant = {name!r}: is none that a run writes, so nothing says what went into it")
     return clients if name == _OF_SOME or len(clients) == 1 else []
+
+
+def _only_uploader(name: str, run: Path) -> list[str]:
+    """The client that a global model is the upload of, if nobody else's was in the last round that changed it."""
+    last = int(name.removeprefix("round-")) if name.startswith("round-") else math.inf
+    rows = [row for row in read_rows(run / files.CLIENTS, ClientRow, _COLUMNS) if row["status"] == "ok"]
+    made = max((row["round"] for row in rows if row["round"] <= last), default=0)
+    uploaders = [str(row["client"]) for row in rows if row["round"] == made]
+    return uploaders if len(uploaders) == 1 else []
+
+
+def _check_history(db: sqlite3.Connection, path: Path, described: Described, run: str) -> None:
+    """Refuse a variant that is made of anything but releases of the run that the ledger has charged."""
+    uploads = described.history.ancestors
+    if uploads is None or any(upload.run != run for upload in uploads):
+        raise InputError(f"variant = {described.name!r}: is not made of this run's uploads alone")
+    for data_set in {upload.data_set for upload in uploads}:
+        charged = {(key.round, key.request) for key, _ in entries.releases_of(db, data_set, run)}
+        if not {(u.round, u.request) for u in uploads if u.data_set == data_set} <= charged:
+            raise InputError(f"variant = {described.name!r}: is made of uploads that {path} has not charged")
 
 
 def _check_budgets(saved: SavedVariant, summary: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fedpriv.adapters import lora
-from fedpriv.adapters.base_identity import check_weights
+from fedpriv.adapters.base_identity import check_weights, public_name
 from fedpriv.adapters.base_models import load_base
 from fedpriv.adapters.pooling import normalizes
 from fedpriv.config import RunConfig
@@ -48,6 +48,12 @@ class SavedVariant:
     def name(self) -> str:
         """Of the variant in its run."""
         return self.folder.resolve().name
+
+    @property
+    def base(self) -> str:
+        """What its base is called elsewhere, see `public_name`; files of older versions may name a path instead."""
+        settings = files.read_values(self.folder / ADAPTER_CONFIG)
+        return public_name(str(self.convention.get("base_model") or settings["base_model_name_or_path"]))
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -120,16 +120,22 @@ def _client_cells(client: ClientStatus) -> tuple[str, ...]:
         MISSING if client.last_round is None else str(client.last_round),
         _bound(client.epsilon_local),
         format_delta(client.delta),
-        _state_of(client),
+        state_of(client),
         "\n".join(lines),
     )
 
 
-def _state_of(client: ClientStatus) -> str:
+def state_of(client: ClientStatus) -> str:
     """Why a client is not asked, or how its last round ended."""
     if client.retired is not None:
         return "retired"
     return "skipped" if client.skipped else _printable(client.status or "not asked")
+
+
+def trouble_of(client: ClientStatus) -> str:
+    """What is wrong with a client, if anything is known of it."""
+    silence = "its node stopped answering; not asked, and not charged, until it registers again"
+    return client.retired or (silence if client.skipped else client.detail)
 
 
 def _listed(clients: tuple[ClientStatus, ...]) -> list[ClientStatus]:
@@ -148,8 +154,7 @@ def _notes(run: RunStatus) -> Iterable[Text]:
         also = f", {num_troubled - len(troubled)} of them in trouble" if num_troubled > len(troubled) else ""
         yield Text(f"{num_unlisted:,} more clients{also}; --json lists all", style="dim")
     for client in troubled:
-        silence = "its node stopped answering; not asked, and not charged, until it registers again"
-        if reason := client.retired or (silence if client.skipped else client.detail):
+        if reason := trouble_of(client):
             yield Text.assemble((f"client {client.client}: ", "red"), _printable(reason))
 
 

@@ -7,6 +7,7 @@ Locks tell of processes on the same machine only. So the file names the machine'
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -39,8 +40,9 @@ def held(run_dir: Path) -> Iterator[None]:
     refuse_second(run_dir)
     file = os.open(run_dir / files.PRESENCE, os.O_RDWR | os.O_CREAT, 0o644)
     try:
+        has_lock = _lock(file, run_dir)
         os.ftruncate(file, 0)
-        if _lock(file):
+        if has_lock:
             os.pwrite(file, json.dumps({"boot": _boot(), "process": os.getpid()}).encode() + b"\n", 0)
         yield
     finally:
@@ -54,7 +56,11 @@ def refuse_second(run_dir: Path) -> None:
         InputError: it does.
     """
     if is_alive(run_dir):
-        raise InputError(f"{run_dir}: another process runs this run; wait until it ends, or end it first")
+        raise _second(run_dir)
+
+
+def _second(run_dir: Path) -> InputError:
+    return InputError(f"{run_dir}: another process runs this run; wait until it ends, or end it first")
 
 
 def is_alive(run_dir: Path) -> bool | None:
@@ -73,13 +79,19 @@ def is_alive(run_dir: Path) -> bool | None:
     return found != fcntl.F_UNLCK
 
 
-def _lock(file: int) -> bool:
-    """Lock the file; False where that is not possible."""
+def _lock(file: int, run_dir: Path) -> bool:
+    """Lock the file; False where there are no locks.
+
+    Raises:
+        InputError: another process has it, which began at the same moment or on another machine.
+    """
     if _SET is None or _boot() is None:
         return False
     try:
         fcntl.fcntl(file, _SET, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-    except OSError:
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise _second(run_dir) from None
         return False
     return True
 

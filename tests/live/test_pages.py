@@ -52,6 +52,22 @@ def test_epsilons_stand_beside_the_budget_of_the_view_that_it_applies_to(tmp_pat
         assert re.search(rf">{epsilon}<.*?width: {share}%.*? {budget}<", clients, re.DOTALL)
 
 
+def test_a_client_is_called_and_judged_as_in_the_terminal(tmp_path: Path) -> None:
+    writer = begin(tmp_path / "run")
+    names = {0: "St. Anna", 1: "client 1", 2: ""}
+    (writer.path / files.REGISTRATIONS).write_text(
+        json.dumps({str(c): {"client": c, "name": name, "num_records": 5} for c, name in names.items()})
+    )
+    grow(writer, 1)
+    checkpoint = writer.path / files.CHECKPOINTS / files.checkpoint_name(1)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text(json.dumps({"skipped": [2]}))
+    clients = LivePage(writer.path).read()["clients"]
+    assert re.findall(r'<th scope="row"><bdi>(.*?)</bdi>', clients) == ["St. Anna (0)", "1", "2"]
+    assert "<bdi>skipped</bdi>" in clients
+    assert "client 2: <bdi>its node stopped answering" in clients
+
+
 def test_a_row_that_is_half_written_is_not_shown(tmp_path: Path) -> None:
     writer = begin(tmp_path / "run")
     grow(writer, 1)

@@ -35,8 +35,8 @@ def test_it_states_epsilon_delta_unit_adjacency_views_accountant_noise_and_ledge
     text = card.text(find(run))
     head = json.loads((run / "summary.json").read_text())["ledger_head"]
     for part in (
-        "| local | 1.235 | 1e-05 |",  # rounded up
-        "| rho | 2.5 | 1e-05 |",
+        "| local | 1.235 | 1e-5 |",  # rounded up
+        "| rho | 2.5 | 1e-5 |",
         "| aggregate | does not hold |",
         "one record of the client added or removed",
         "accountant: pld",
@@ -46,6 +46,11 @@ def test_it_states_epsilon_delta_unit_adjacency_views_accountant_noise_and_ledge
     ):
         assert part in text
     assert "NOT PRIVATE" not in text
+
+
+def test_no_figure_of_the_guarantee_is_rounded_down(run, tmp_path):
+    text = card.text(with_summary(run, tmp_path, epsilon_local_max=12345.6441, delta_max=1 / 300_000))
+    assert "| local | 12345.645 | 3.4e-6 |" in text
 
 
 def test_its_metadata_are_the_hubs(run):

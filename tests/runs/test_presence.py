@@ -51,6 +51,22 @@ def test_a_process_lives_until_it_is_killed_and_then_at_once_no_more(tmp_path: P
     assert is_alive(tmp_path) is False
 
 
+@pytest.mark.parametrize("written", [None, b'{"boot": "another machine"}'], ids=["at once", "over a network"])
+def test_of_two_that_begin_at_the_same_moment_one_is_refused_and_the_other_lives_on(
+    tmp_path: Path, monkeypatch, written: bytes | None
+) -> None:
+    """Both have looked and seen nobody, or what they saw names another machine; only the lock decides."""
+    with other_process(tmp_path):
+        before = (tmp_path / files.PRESENCE).read_bytes()
+        if written is None:
+            monkeypatch.setattr(presence, "refuse_second", lambda _: None)
+        else:
+            (tmp_path / files.PRESENCE).write_bytes(before := written)
+        with pytest.raises(InputError, match="another process runs this run"), held(tmp_path):
+            pass
+        assert (tmp_path / files.PRESENCE).read_bytes() == before
+
+
 def test_a_look_from_the_same_process_does_not_unlock_the_file(tmp_path: Path) -> None:
     with held(tmp_path):
         (tmp_path / files.PRESENCE).read_bytes()  # classic POSIX locks would be gone once this is closed

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 
 from fedpriv import protocol
+from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.config import parse
 from fedpriv.deployment import keys
 from fedpriv.errors import TooFewClientsError
@@ -17,8 +19,10 @@ from fedpriv.ledger.entries import entries
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from fedpriv.protocol import Registration, Release
+from server import coordinator
 from server.absence import Absences
 from server.bookkeeping import Books
+from server.checkpoint import Checkpoint
 from server.registration import NO_NODE
 from server.strategy import RuleStrategy
 from simulations.engines.flower_private import set_message_id, task_identity
@@ -213,6 +217,26 @@ def test_a_resumed_run_goes_on_without_whom_it_skipped_until_that_node_is_there(
     link.run(secrets, 5, nodes=nodes)
     assert rounds_charged(secrets, 2) == [4, 5]
     assert nodes[2][0] == 102
+
+
+@pytest.mark.parametrize(("retired", "found"), [({0: "its budget is spent"}, 102), ({}, NO_NODE)])
+def test_a_resumed_run_waits_for_whom_it_skipped_where_it_cannot_do_without(secrets, retired, found):
+    class Slow(Nodes):
+        """Client 2 connects after the others."""
+
+        num_looks = 0
+
+        def get_node_ids(self):
+            self.num_looks += 1
+            return [each for each in super().get_node_ids() if each != 102 or self.num_looks > 3]
+
+    model = GlobalModel(initial=ADAPTER, adapter=ADAPTER)
+    began = tuple(signed(secrets, client) for client in SIZES)
+    stated = {"run": "run", "round": 3, "digest": "", "ledger": (0, ""), "registrations": began, "skipped": (2,)}
+    resumed = Checkpoint(**stated, retired=retired, model=model, uploads={})
+    config = parse({"min_clients": 2, "registration_seconds": 10.0, "node_keys": str(secrets / "nodes")})
+    nodes = coordinator._nodes(Slow(secrets, lambda *_: False), config, SimpleNamespace(num_clients=3), resumed)
+    assert nodes[2][0] == found
 
 
 def test_too_few_who_answer_end_the_run_before_anybody_is_charged(secrets):

@@ -30,6 +30,19 @@ def books_of(config: RunConfig, ledger: Ledger | None = None, run: str = "run") 
     return Books(config, run, REGISTERED, initial=ADAPTER, ledger=ledger)
 
 
+@pytest.fixture(scope="module")
+def of_two_a_round() -> RunConfig:
+    """Rounds of two of four clients, which together cost 8 on the view of Theorem 1."""
+    keys = {"recipe": "dp-lora-paper", "local_steps": 1, "rounds": 4, "sampling_probability": 0.25}
+    keys |= {"privacy_view": "rho", "clients_per_round": 2, "min_clients": 2}
+    return calibrated(parse(keys | {"target_epsilon": 8.0, "batch_size": 8}), [SIZE] * 4, ADAPTER)
+
+
+def four_of(config: RunConfig) -> Books:
+    registered = [Registration(client=c, num_records=SIZE, name="", data_set=f"d{c}") for c in range(4)]
+    return Books(config, "run", registered, initial=ADAPTER)
+
+
 def released(books: Books, rounds: range) -> Books:
     for round_ in rounds:
         books.charge(round_, {0: f"request {round_}"})
@@ -69,3 +82,23 @@ def test_less_noise_than_was_calibrated_is_never_hidden_behind_the_target(config
     spent = released(books_of(louder), range(1, 5))
     for release in spent.accounts.history(0, "local"):
         assert not books.accounts.is_part_of(0, [release])
+
+
+def test_rounds_with_more_uploads_than_were_calibrated_for_are_never_hidden_behind_the_target(of_two_a_round):
+    """As when a round asks two others in place of two of whom one failed: each counts on less of the noise."""
+    books = four_of(of_two_a_round)
+    for round_ in range(1, 5):
+        for batch in ((0, 1), (2, 3)):
+            books.charge(round_, dict.fromkeys(batch, f"request {round_}"))
+        books.settle(dict.fromkeys(range(4), "reply"))
+    spent = epsilon_of(books.accounts.history(0, "rho"), books.accounts.deltas[0]).epsilon
+    assert spent > 8.0
+    assert books.epsilon_so_far(0, "rho") >= spent
+
+
+def test_on_another_view_too_a_run_that_keeps_to_its_plan_shows_no_more_than_its_target(of_two_a_round):
+    books = four_of(of_two_a_round)
+    for round_ in range(1, 5):
+        books.charge(round_, {0: f"request {round_}", 1: f"request {round_}"})
+        books.settle({0: "reply", 1: "reply"})
+    assert books.epsilon_so_far(0, "rho") == 8.0
