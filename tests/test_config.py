@@ -203,6 +203,8 @@ def test_a_file_that_is_missing_or_not_toml_is_refused(tmp_path):
     (tmp_path / "bad.toml").write_text("rounds = = 3")
     with pytest.raises(InputError, match=r"bad\.toml: not a TOML file"):
         read(tmp_path / "bad.toml")
+    with pytest.raises(InputError, match=r"cannot be read \(Is a directory\)"):
+        read(tmp_path)
 
 
 FLOATS = [field.name for field in fields(RunConfig) if isinstance(field.default, float)]
