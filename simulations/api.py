@@ -9,7 +9,6 @@ from datetime import datetime
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Unpack
 
-import numpy as np
 from rich.console import Console
 
 # Set before flwr and transformers are imported: no telemetry, and no warning when a process with tokenizers forks.
@@ -168,10 +167,12 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(value: Any) -> Any:
-    """A path as text, a NumPy scalar as Python's number, anything else as it is."""
+    """A path as text, numbers and arrays of NumPy or pandas as Python's own, in lists too; else as it is."""
     if isinstance(value, PurePath):
         return str(value)
-    return value.item() if isinstance(value, np.generic) else value
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return list(map(_value, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _listed(grid: Mapping[str, Iterable[Any]]) -> dict[str, Any]:

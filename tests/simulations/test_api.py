@@ -10,8 +10,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from fedpriv.config import parse
 from fedpriv.errors import InputError
-from simulations import FinishedSweep, run, sweep
+from simulations import FinishedSweep, api, run, sweep
 from simulations.sweeps.spending import Total
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +53,20 @@ def test_progress_is_shown_or_nothing_is(one_round, tmp_path, capfd):
     assert "round 1" in capfd.readouterr().out
     run(**one_round, out=tmp_path / "quiet", progress=False)
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"client_sizes": np.array([30, 20])},
+        {"labels": pd.Series(["a", "b"])},
+        {"budget_epsilon": [np.float32(2)], "rank": np.int64(8), "simulate": np.bool_(True)},
+        {"labels": [Path("a"), "b"], "variant_rounds": range(1, 3)},
+    ],
+    ids=lambda values: next(iter(values)),
+)
+def test_values_of_numpy_pandas_and_pathlib_are_as_good_as_python_s_own(values):
+    parse(api._plain(values))
 
 
 @pytest.mark.parametrize(
