@@ -102,6 +102,7 @@ def federate(
         raise InputError(f"resume = {str(resume)!r}: a run keeps the configuration it began with; give nothing else")
     else:
         resolved = _resumed(Path(resume).expanduser().absolute())
+    _check_simulated(resolved)
     preflight.check(resolved)  # before the imports below, which take longer
     with console.status("starting"):  # which takes seconds, and on a cold disk many
         from simulations.display import TerminalObserver
@@ -137,6 +138,8 @@ def sweep_all(
     planned = plan.expand(
         {**values, **varied}, source=str(path or " and ".join(varied) or "grid"), title=title, overrides=_plain(keys)
     )
+    for each in planned.runs:
+        _check_simulated(each.config)
     folder = out or RESULTS / "sweeps" / (title if path is not None else f"{datetime.now():%Y%m%d-%H%M%S}-sweep")
     return command.sweep(planned, Path(folder).expanduser().absolute(), max_parallel=max_parallel, console=console)
 
@@ -149,10 +152,15 @@ def _resolved(path: str | Path | None, keys: Mapping[str, Any], out: str | Path 
     if values.get("ledger"):
         values["ledger"] = str(Path(str(values["ledger"])).expanduser().absolute())
     folder = out or values.get("out") or RESULTS / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
-    resolved = configuration.parse(values | {"out": str(Path(folder).expanduser().absolute())})
-    if resolved.engine == "flower":
+    return configuration.parse(values | {"out": str(Path(folder).expanduser().absolute())})
+
+
+def _check_simulated(config: RunConfig) -> None:
+    """Refuse what only a deployment can run."""
+    if config.engine == "flower":
         raise InputError("engine = 'flower': is for `flwr run .`; here it must be stacked, in-process or ray")
-    return resolved
+    if config.data == configuration.ON_NODES:
+        raise InputError(f"data = {config.data!r}: is for deployments; a simulation needs the records, in a file")
 
 
 def _resumed(path: Path) -> RunConfig:

@@ -75,6 +75,7 @@ def test_values_of_numpy_pandas_and_pathlib_are_as_good_as_python_s_own(values):
         ({"ronds": 3}, "ronds: unknown configuration key; did you mean rounds?"),
         ({"rounds": 0}, "rounds = 0: "),
         ({"engine": "flower"}, "engine = 'flower'"),
+        ({"data": "on-nodes", "labels": ["a", "b"]}, "data = 'on-nodes': is for deployments"),
         ({"resume": "{folder}", "rounds": 3}, "a run keeps the configuration it began with"),
         ({"resume": "{folder}/nowhere"}, "no such configuration file"),
     ],
@@ -137,6 +138,8 @@ def test_a_sweep_that_is_finished_runs_nothing_again(swept, one_round):
         ({"grid": {"rang": [4]}}, "rang: unknown configuration key"),
         ({"grid": {"rank": [2, 4]}, "rank": 8}, "rank: grid has runs of several values of it"),
         ({"runs": [{"rank": 2}], "max_parallel": 0}, "max_parallel = 0"),
+        ({"grid": {"engine": ["stacked", "flower"]}}, "engine = 'flower'"),
+        ({"grid": {"rank": [2, 4]}, "data": "on-nodes", "labels": ["a", "b"]}, "data = 'on-nodes'"),
     ],
 )
 def test_a_sweep_that_cannot_be_run_is_refused_before_it_runs(tmp_path, arguments, message):
