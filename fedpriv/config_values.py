@@ -56,7 +56,7 @@ def read(path: Path) -> dict[str, Any]:
     """The key-value pairs of a TOML file, not yet checked.
 
     Raises:
-        InputError: the file is missing or is not TOML.
+        InputError: the file is missing, cannot be read, or is not TOML.
     """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -64,6 +64,8 @@ def read(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: no such configuration file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: not a TOML file ({error})") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:

@@ -47,8 +47,10 @@ def problem(name: str, kind: Kind) -> str:
 def _is_cached(name: str, kind: Kind) -> bool:
     if kind == "dataset":  # its library keeps another cache
         from datasets.config import HF_DATASETS_CACHE
+        from datasets.naming import camelcase_to_snakecase
 
-        return bool((HF_DATASETS_CACHE / name.replace("/", "___")).is_dir())
+        *owner, own = name.split("/")  # it writes the data set's own name in small letters
+        return bool((HF_DATASETS_CACHE / "___".join([*owner, camelcase_to_snakecase(own)])).is_dir())
     from huggingface_hub import try_to_load_from_cache
 
     return isinstance(try_to_load_from_cache(name, _FILES[kind]), str)

@@ -14,6 +14,7 @@ from rich.markup import escape
 from fedpriv import config as configuration
 from fedpriv import recipes
 from fedpriv.errors import InputError, LedgerError, TooFewClientsError
+from fedpriv.names import printable
 from simulations import api, completion
 from simulations.initial import init
 
@@ -138,10 +139,10 @@ def _failures_in_one_line(interrupted: str) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        console.print(f"[bold red]error[/] {escape(str(error))}", soft_wrap=True, highlight=False)
+        console.print(f"[bold red]error[/] {escape(printable(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(2) from None
     except (LedgerError, TooFewClientsError) as error:
-        console.print(f"[bold red]failed[/] {escape(str(error))}", soft_wrap=True, highlight=False)
+        console.print(f"[bold red]failed[/] {escape(printable(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         console.print(interrupted)

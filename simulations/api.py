@@ -9,7 +9,6 @@ from datetime import datetime
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Unpack
 
-import numpy as np
 from rich.console import Console
 
 # Set before flwr and transformers are imported: no telemetry, and no warning when a process with tokenizers forks.
@@ -103,6 +102,7 @@ def federate(
         raise InputError(f"resume = {str(resume)!r}: a run keeps the configuration it began with; give nothing else")
     else:
         resolved = _resumed(Path(resume).expanduser().absolute())
+    _check_simulated(resolved)
     preflight.check(resolved)  # before the imports below, which take longer
     with console.status("starting"):  # which takes seconds, and on a cold disk many
         from simulations.display import TerminalObserver
@@ -138,6 +138,8 @@ def sweep_all(
     planned = plan.expand(
         {**values, **varied}, source=str(path or " and ".join(varied) or "grid"), title=title, overrides=_plain(keys)
     )
+    for each in planned.runs:
+        _check_simulated(each.config)
     folder = out or RESULTS / "sweeps" / (title if path is not None else f"{datetime.now():%Y%m%d-%H%M%S}-sweep")
     return command.sweep(planned, Path(folder).expanduser().absolute(), max_parallel=max_parallel, console=console)
 
@@ -150,10 +152,15 @@ def _resolved(path: str | Path | None, keys: Mapping[str, Any], out: str | Path 
     if values.get("ledger"):
         values["ledger"] = str(Path(str(values["ledger"])).expanduser().absolute())
     folder = out or values.get("out") or RESULTS / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
-    resolved = configuration.parse(values | {"out": str(Path(folder).expanduser().absolute())})
-    if resolved.engine == "flower":
+    return configuration.parse(values | {"out": str(Path(folder).expanduser().absolute())})
+
+
+def _check_simulated(config: RunConfig) -> None:
+    """Refuse what only a deployment can run."""
+    if config.engine == "flower":
         raise InputError("engine = 'flower': is for `flwr run .`; here it must be stacked, in-process or ray")
-    return resolved
+    if config.data == configuration.ON_NODES:
+        raise InputError(f"data = {config.data!r}: is for deployments; a simulation needs the records, in a file")
 
 
 def _resumed(path: Path) -> RunConfig:
@@ -168,10 +175,12 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(value: Any) -> Any:
-    """A path as text, a NumPy scalar as Python's number, anything else as it is."""
+    """A path as text, numbers and arrays of NumPy or pandas as Python's own, in lists too; else as it is."""
     if isinstance(value, PurePath):
         return str(value)
-    return value.item() if isinstance(value, np.generic) else value
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return list(map(_value, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _listed(grid: Mapping[str, Iterable[Any]]) -> dict[str, Any]:

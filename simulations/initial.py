@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from rich.markup import escape
 
 from fedpriv import config as configuration
 from fedpriv.errors import InputError
+from fedpriv.names import printable
 
 if TYPE_CHECKING:
     import datasets
@@ -98,7 +100,7 @@ def init(
         _check(written)
         _write(place, written)
     except InputError as error:
-        Console(stderr=True).print(f"[bold red]error[/] {escape(str(error))}", soft_wrap=True, highlight=False)
+        Console(stderr=True).print(f"[bold red]error[/] {escape(printable(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(2) from None
     typer.echo(f"{place}: text {answers.text!r}, label {answers.label!r}, holder {answers.holder or 'dealt out'!r}")
     typer.echo(f"next: python -m simulations run {place}")
@@ -232,7 +234,7 @@ def _with_columns(
     found = proposed(table)
     chosen = (text or found[0], label or found[1], found[2] if holder is None else holder)
     if asks and not (text and label and holder is not None):
-        typer.echo(f"Its columns: {', '.join(table.column_names)}")
+        typer.echo(f"Its columns: {printable(', '.join(table.column_names))}")
         proposal = ", ".join(filter(None, chosen))
         names = [name.strip() for name in _ask("Which hold text, label and (if any) holder?", proposal).split(",")]
         if not 2 <= len(names) <= 3:
@@ -277,9 +279,12 @@ def _check(written: str) -> None:
 
 def _write(place: Path, text: str) -> None:
     """Write the file at once, so that none is left half-written."""
+    temporary = place.with_name(f".{place.name}.{os.getpid()}")
     try:
-        temporary = place.with_name(f".{place.name}.{os.getpid()}")
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(place)
     except OSError as error:
         raise InputError(f"out = {str(place)!r}: cannot be written ({error.strerror})") from None
+    finally:
+        with contextlib.suppress(OSError):  # what it is about was told above
+            temporary.unlink()

@@ -17,6 +17,7 @@ from fedpriv import preflight
 from fedpriv.config import ON_NODES, RunConfig, parse
 from fedpriv.data import federated
 from fedpriv.errors import InputError
+from fedpriv.hub import problem as problem_here
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -145,3 +146,10 @@ def test_a_hub_that_is_not_there_is_told_at_once(tmp_path):
     with hub(200, "") as (endpoint, _):
         pass
     assert "cannot be reached" in problem(endpoint, "model", tmp_path)
+
+
+def test_a_data_set_in_the_cache_is_found_under_the_name_that_its_library_gives_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    (tmp_path / "keivalya___med_quad-medical_qn_a_dataset").mkdir()  # as datasets.builder names it
+    assert problem_here("keivalya/MedQuad-MedicalQnADataset", "dataset") == ""
+    assert problem_here("keivalya/Other", "dataset").startswith("not in the cache")

@@ -19,6 +19,7 @@ from fedpriv.cli.report import report
 from fedpriv.cli.status import status
 from fedpriv.cli.watch import watch
 from fedpriv.errors import LedgerError, StoreError
+from fedpriv.names import printable
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 for command in (
@@ -70,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(arguments, prog_name="fedpriv")
     except ValueError as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {printable(error)}", err=True)
         sys.exit(2)
     except (LedgerError, StoreError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {printable(error)}", err=True)
         sys.exit(1)

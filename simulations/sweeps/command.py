@@ -102,4 +102,4 @@ def _show(finished: FinishedSweep, planned: Sweep, console: Console) -> None:
         soft_wrap=True,
     )
     drawn = (f"\nplot     {from_here(path)}" for path in finished.plots)
-    console.print(f"results  {from_here(finished.folder)}/sweep.csv", *drawn, soft_wrap=True, sep="")
+    console.print(f"results  {from_here(finished.folder)}/sweep.csv", *drawn, soft_wrap=True, sep="", markup=False)

@@ -13,6 +13,7 @@ import pandas as pd
 from rich import box
 from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from fedpriv.reports import tables
@@ -61,19 +62,21 @@ class SweepDisplay:
             state = states[run.key]
             if state in ("done", "failed") and before.get(run.key) != state:
                 outcome = "was finished before" if not before else state
-                self._console.print(f"run {number}/{len(self._sweep.runs)} {_name(run)}: {outcome}", soft_wrap=True)
+                line = f"run {number}/{len(self._sweep.runs)} {_name(run)}: {outcome}"
+                self._console.print(line, soft_wrap=True, markup=False)
 
     def _table(self) -> RenderableType:
         counts = [f"{sum(s == state for s in self._states.values())} {state}" for state in _STYLES]
         elapsed = time.strftime("%H:%M:%S", time.gmtime(time.monotonic() - self._started))
-        table = Table(title=f"{self._sweep.title}: {', '.join(counts)}, {elapsed}", box=box.SIMPLE_HEAD, pad_edge=False)
+        title = f"{self._sweep.title}: {', '.join(counts)}, {elapsed}"
+        table = Table(title=escape(title), box=box.SIMPLE_HEAD, pad_edge=False)
         for header in ("run", "state", "round", "accuracy", "ε local"):
             table.add_column(header, justify="left" if header in ("run", "state") else "right", no_wrap=True)
         for run in self._visible():
             state = self._states.get(run.key, "waiting")
             round_, accuracy, epsilon = _progress(self._out / run.key)
             table.add_row(
-                _name(run), f"[{_STYLES[state]}]{state}[/]", f"{round_}/{run.config.rounds}", accuracy, epsilon
+                escape(_name(run)), f"[{_STYLES[state]}]{state}[/]", f"{round_}/{run.config.rounds}", accuracy, epsilon
             )
         return table
 
@@ -91,13 +94,14 @@ def pivot_table(pivoted: pd.DataFrame, metric: Metric) -> Table:
     table = Table(title=f"{metric.label}, mean ± standard deviation over seeds", box=box.SIMPLE_HEAD, pad_edge=False)
     two_keys = isinstance(pivoted.columns, pd.MultiIndex)
     columns = list(dict.fromkeys(pivoted.columns.get_level_values(1))) if two_keys else [None]
-    table.add_column(str(pivoted.index.name))
+    table.add_column(escape(str(pivoted.index.name)))
     for column in columns:
-        table.add_column(f"{pivoted.columns.names[1]} = {column}" if two_keys else metric.name, justify="right")
+        header = f"{pivoted.columns.names[1]} = {column}" if two_keys else metric.name
+        table.add_column(escape(header), justify="right")
     # The pivot's columns are all means, then all standard deviations, then all counts.
     values = pivoted.to_numpy(dtype=float).reshape(len(pivoted), 3, len(columns))
     for index, row in zip(pivoted.index, values, strict=True):
-        table.add_row(str(index), *(_cell(mean, std, count) for mean, std, count in row.T))
+        table.add_row(escape(str(index)), *(_cell(mean, std, count) for mean, std, count in row.T))
     return table
 
 

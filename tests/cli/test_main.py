@@ -45,8 +45,9 @@ def test_data_check_shows_what_a_run_would_see(table):
     [
         ("r.jsonl", "", "r.jsonl"),
         ("r.txt", "x", "unknown format"),
+        ("r.csv", '"te\nxt",\x1b[2Jlabel\nwords,a\n', "it has te\ufffdxt, \ufffd[2Jlabel"),
     ],
-    ids=["empty", "unknown format"],
+    ids=["empty", "unknown format", "steers the terminal"],
 )
 def test_data_check_of_an_unusable_file_exits_with_2_and_one_line(tmp_path, name, content, part):
     (tmp_path / name).write_text(content)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +13,7 @@ from torch import nn
 
 from fedpriv.accounting.accountants import epsilon_of as epsilon
 from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
-from fedpriv.dedup import planning, saliency, variants
+from fedpriv.dedup import planning, saliency
 from fedpriv.dedup.charges import read_charges
 from fedpriv.dedup.composition import History, Upload
 from fedpriv.dedup.pipeline import deduplicate
@@ -339,53 +337,6 @@ def test_what_a_base_holds_already_is_shared_without_a_validation(described, tra
     assert {(outcome.num_blocks, outcome.num_validations) for outcome in targets} == {(56, 8)}
     assert all(outcome.num_replaced >= 48 for outcome in targets)
     assert len(counted) == len(outcomes) + 8 * len(targets)
-
-
-def test_a_description_reads_back_and_a_damaged_one_is_refused_by_name(described, trained, tmp_path):
-    folder = tmp_path / "round-20"
-    variants.write(folder, described[0], trained["round-20"])
-    assert variants.read(folder) == described[0]
-    tensors = variants.read_tensors(folder)
-    assert all(np.array_equal(tensors[name], trained["round-20"][name]) for name in tensors)
-    text = (folder / "variant.json").read_text()
-    for harmed in ("", "{}", text.replace('"version": 1', '"version": 9'), text.replace("subsampled", "unknown")):
-        if harmed == text:
-            continue
-        (folder / "variant.json").write_text(harmed)
-        with pytest.raises(InputError, match=r"variant\.json: not a variant's description"):
-            variants.read(folder)
-    with pytest.raises(InputError, match="a variant is described there"):
-        variants.read(tmp_path)
-    (folder / "model.safetensors").write_bytes(b"x")
-    with pytest.raises(InputError, match=r"model\.safetensors: cannot be read"):
-        variants.read_tensors(folder)
-
-
-def test_a_flipped_bit_is_refused_and_older_folders_and_meant_changes_are_read(described, trained, tmp_path):
-    variants.write(tmp_path, described[0], trained["round-20"])
-    file, description = tmp_path / "model.safetensors", tmp_path / "variant.json"
-    original = file.read_bytes()
-    assert json.loads(description.read_text())["tensors_sha256"] == hashlib.sha256(original).hexdigest()
-    file.write_bytes(original[:-4] + bytes([original[-4] ^ 1]) + original[-3:])  # a mantissa's last bit
-    with pytest.raises(InputError, match=r"model\.safetensors: is damaged or was changed, its SHA-256"):
-        variants.read_tensors(tmp_path)
-    changed = json.loads(description.read_text())
-    del changed["tensors_sha256"]
-    description.write_text(json.dumps(changed))
-    assert variants.read(tmp_path) == described[0]
-    assert variants.read_tensors(tmp_path).keys() == trained["round-20"].keys()
-    variants.describe(tmp_path, described[0])
-    assert variants.read_tensors(tmp_path).keys() == trained["round-20"].keys()
-    variants.write(tmp_path, described[0], trained["round-25"])
-    assert variants.read_tensors(tmp_path).keys() == trained["round-25"].keys()
-
-
-@pytest.mark.parametrize("damaged", ["[]", "{", '{"tensors_sha256": 3}', '{"tensors_sha256": ""}'])
-def test_a_description_whose_digest_says_nothing_does_not_pass_for_one_without(described, trained, tmp_path, damaged):
-    variants.write(tmp_path, described[0], trained["round-20"])
-    (tmp_path / "variant.json").write_text(damaged)
-    with pytest.raises(InputError):
-        variants.read_tensors(tmp_path)
 
 
 def test_a_plan_looks_at_no_weights(described):

@@ -18,7 +18,7 @@ from fedpriv.runs import files
 from fedpriv.runs.writer import RunWriter, write_json
 from fedpriv.serving.http.limits import Limits
 from fedpriv.serving.http.server import Address
-from tests.runs.test_status import client_row, registrations, round_row
+from tests.runs.written import client_row, registrations, round_row
 
 ReadPage = Callable[[], Mapping[str, str]]
 

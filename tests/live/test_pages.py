@@ -15,7 +15,7 @@ from fedpriv.live.templating import script
 from fedpriv.runs import files, presence
 from fedpriv.runs.rows import RoundRow
 from tests.live.conftest import begin, end, grow, plan
-from tests.runs.test_status import round_row
+from tests.runs.written import round_row
 
 KEYS = ("0123456789abcdef", "fedcba9876543210")
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&\u202e"

@@ -7,151 +7,16 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
-from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.cli import main as cli
-from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.protocol import Registration
-from fedpriv.reports.status_display import MAX_CLIENTS, show
 from fedpriv.runs import presence
-from fedpriv.runs.events import MAX_EVENTS
-from fedpriv.runs.rows import ClientRow, RoundRow
-from fedpriv.runs.status import RunStatus, read_status
-from fedpriv.runs.writer import RunWriter
-from server import checkpoint
-from server.checkpoint import Checkpoint
-
-NOW = 1_800_000_000.0
-SIZES = {0: 1200, 1: 900, 2: 300}
-NAMES = {0: "St. Anna", 1: "General", 2: "Hillside"}
-INITIAL = {"A": torch.zeros(2, 3)}
-WriteRun = Callable[..., Path]
-
-
-def client_row(round_: int, client: int, status: str = "ok", detail: str = "", **changes: Any) -> ClientRow:
-    values = {
-        "num_records": SIZES.get(client, 100),
-        "sampling_probability": 0.1,
-        "noise_multiplier": 1.88,
-        "effective_noise_multiplier": 1.88,
-        "steps": 3,
-        "weight": 0.3,
-        "rho_bar": 0.6,
-        "epsilon_local": 0.1 * round_ * (client + 1),
-        "epsilon_rho": 0.2 * round_ * (client + 1),
-        "epsilon_aggregate": None,
-        "delta": 1e-5 / (client + 1),
-        "bytes_up": 1000,
-        "bytes_down": 2000,
-        "seconds": math.nan,
-    }
-    return ClientRow(round=round_, client=client, status=status, detail=detail, **{**values, **changes})
-
-
-def round_row(round_: int, clients: list[ClientRow], **changes: Any) -> RoundRow:
-    num_failures = sum(row.status not in ("ok", "silent") for row in clients)
-    values = {
-        "num_selected": len(clients),
-        "num_replies": len(clients) - num_failures,
-        "num_silent": 0,
-        "num_failures": num_failures,
-        "num_late": 0,
-        "num_retired": 0,
-        "test_accuracy": 0.125 + 0.1 * round_,
-        "test_loss": 2.0,
-        "epsilon_local_max": max((row.epsilon_local for row in clients), default=0.0),
-        "epsilon_rho_max": max((row.epsilon_rho for row in clients), default=0.0),
-        "epsilon_aggregate_max": None,
-        "bytes_up": sum(row.bytes_up for row in clients),
-        "bytes_down": sum(row.bytes_down for row in clients),
-        "seconds": 4.0,
-    }
-    return RoundRow(round=round_, **{**values, **changes})
-
-
-def registrations() -> tuple[Registration, ...]:
-    return tuple(Registration(client=c, num_records=n, name=NAMES[c], data_set=f"d{c}") for c, n in SIZES.items())
-
-
-def write_checkpoint(folder: Path, round_: int, retired: Mapping[int, str], skipped: tuple[int, ...] = ()) -> None:
-    model = GlobalModel(initial=INITIAL, adapter=INITIAL)
-    made = Checkpoint(
-        run="5eed",
-        round=round_,
-        digest="d",
-        ledger=(1, "e"),
-        registrations=registrations(),
-        retired=retired,
-        skipped=skipped,
-        model=model,
-        uploads={},
-    )
-    checkpoint.write(folder, made)
-
-
-def wrote(folder: Path, seconds_ago: float) -> None:
-    """Let everything in the folder look as if it was written so long before NOW."""
-    for path in [folder, *folder.rglob("*")]:
-        os.utime(path, (NOW - seconds_ago, NOW - seconds_ago))
-
-
-@pytest.fixture
-def write_run(tmp_path: Path) -> WriteRun:
-    """Writes a run of three clients up to a round, aged by so many seconds; the second client fails in round 2."""
-
-    def write(
-        name: str = "run", *, rounds: int = 3, seconds_ago: float = 12.0, checkpoints: bool = True, **config: Any
-    ) -> Path:
-        folder = RunWriter.created(tmp_path / name, parse({"rounds": 10, "round_seconds": 60.0, **config}))
-        for round_ in range(rounds + 1):
-            failed = ("failed", "training failed") if round_ == 2 else ("ok", "")
-            clients = [client_row(round_, c, *(failed if c == 1 else ("ok", ""))) for c in SIZES] if round_ else []
-            folder.add(round_row(round_, clients), clients)
-            if checkpoints:
-                write_checkpoint(folder.path, round_, {})
-        wrote(folder.path, seconds_ago)
-        return folder.path
-
-    return write
-
-
-def summary(**changes: Any) -> dict[str, Any]:
-    clients = [
-        {"client": c, "name": NAMES[c], "num_records": n, "epsilon_local": 0.05 * c, "delta": 1e-5, "retired": None}
-        for c, n in SIZES.items()
-    ]
-    values = {
-        "run_id": "5eed",
-        "epsilon_local_max": 0.1,
-        "epsilon_rho_max": 0.4,
-        "epsilon_aggregate_max": None,
-        "aggregate_objections": ["local_steps = 3: needs 1"],
-        "delta_max": 1e-5,
-        "accountant": "pld",
-        "seconds": 99.5,
-        "stopped_early": None,
-        "clients": clients,
-    }
-    return {**values, **changes}
-
-
-def status(folder: Path) -> RunStatus:
-    return read_status(folder, now=NOW)
-
-
-def shown(found: RunStatus, width: int = 80) -> str:
-    console = Console(width=width, record=True, file=open(os.devnull, "w"), highlight=False)  # noqa: SIM115, PTH123
-    show(found, console)
-    return console.export_text()
+from fedpriv.runs.status import read_status
+from tests.runs.written import NAMES, NOW, WriteRun, event, shown, status, write_checkpoint, wrote
 
 
 @pytest.mark.parametrize(("seconds_ago", "state"), [(0, "running"), (60, "running"), (61, "interrupted")])
@@ -270,112 +135,12 @@ def test_who_retired_is_known_from_the_checkpoint_and_from_the_last_reply(write_
     assert "client 2: budget_epsilon = 2 allows no further round" in shown(found)
 
 
-def test_a_finished_run_shows_its_final_figures(write_run: WriteRun) -> None:
-    folder = write_run(seconds_ago=10**6)
-    (folder / "summary.json").write_text(json.dumps(summary()))
-    found = status(folder)
-    assert (found.state, found.resume_command, found.accountant, found.seconds) == ("finished", None, "pld", 99.5)
-    assert (found.epsilon_local_max, found.epsilon_rho_max, found.delta_max) == (0.1, 0.4, 1e-5)
-    assert (found.epsilon_aggregate_max, found.aggregate_view_holds) == (None, False)
-    assert [client.epsilon_local for client in found.clients] == [0.0, 0.05, 0.1]
-
-
-def test_a_finished_run_shows_its_warnings_and_what_its_accuracy_is_compared_with(write_run: WriteRun) -> None:
-    folder = write_run()
-    quality = {"accuracy": 0.6, "accuracy_standard_error": 0.011, "majority_accuracy": 0.59, "warnings": ["too low"]}
-    (folder / "summary.json").write_text(json.dumps(summary(**quality)))
-    found = status(folder)
-    assert "60.0% ± 1.1%, largest class 59.0%" in shown(found)
-    assert "warning: too low" in shown(found)
-    assert found.as_dict()["warnings"] == ("too low",)
-
-
-def test_the_summary_of_an_older_run_has_no_warnings(write_run: WriteRun) -> None:
-    folder = write_run()
-    assert not summary().keys() & {"warnings", "majority_accuracy"}
-    (folder / "summary.json").write_text(json.dumps(summary()))
-    found = status(folder)
-    assert (found.warnings, found.majority_accuracy, found.accuracy_standard_error) == ((), None, None)
-    assert "warning" not in shown(found)
-
-
-def test_null_in_a_summary_is_infinity_and_null_in_json_again(write_run: WriteRun) -> None:
-    folder = write_run()
-    (folder / "summary.json").write_text(json.dumps(summary(epsilon_local_max=None, aggregate_objections=[])))
-    found = status(folder)
-    assert found.epsilon_local_max == found.epsilon_aggregate_max == math.inf
-    assert "local ∞" in shown(found)
-    result = CliRunner().invoke(cli.app, ["status", str(folder), "--json"])
-    assert json.loads(result.stdout)["epsilon_local_max"] is None
-
-
-def test_an_early_end_is_told(write_run: WriteRun) -> None:
-    folder = write_run()
-    (folder / "summary.json").write_text(json.dumps(summary(stopped_early="round 4: 0 of 3 clients are left")))
-    assert "ended early  round 4: 0 of 3 clients are left" in shown(status(folder))
-
-
 def test_half_written_lines_are_left_out(write_run: WriteRun) -> None:
     folder = write_run()
     for name in ("rounds.csv", "clients.csv"):
         with (folder / name).open("a") as file:
             file.write("4,3,3")
     assert status(folder).num_rounds == 3
-
-
-def event(name: str, **fields: Any) -> str:
-    return json.dumps({"time": "2026-11-21T10:15:48.123456+00:00", "event": name, "run": "5eed", **fields}) + "\n"
-
-
-def test_the_last_events_are_shown_and_lines_that_hold_none_are_counted(write_run: WriteRun) -> None:
-    folder = write_run()
-    lines = [event("charged", round=n, client=1, recorded=True) for n in range(20)]
-    broken = ["{\n", "[1]\n", '"text"\n', '{"time": "2026-11-21T10:15:48"}\n', '{"time": "noon", "event": "x"}\n']
-    nested = event("nested", values=[1, 2])
-    (folder / "events.jsonl").write_bytes("".join([*broken, nested, *lines]).encode() + b'\xff\n{"time": "20')
-    found = status(folder)
-    assert (found.num_events, found.num_unreadable_events) == (20, 7)
-    assert [each["round"] for each in found.events] == list(range(20 - MAX_EVENTS, 20))
-    text = shown(found)
-    assert "last of 20 events (UTC), 7 unreadable lines" in text
-    assert "2026-11-21 10:15:48  charged  round 19, client 1, recorded True" in text
-
-
-def test_texts_of_others_do_not_steer_the_terminal(write_run: WriteRun) -> None:
-    folder = write_run()
-    evil = "\x1b[2J[bold]\x07‮"
-    (folder / "events.jsonl").write_text(event("evil", reason=evil))
-    path = folder / "clients.csv"
-    path.write_text(path.read_text().replace("3,1,900,ok,,", f"3,1,900,failed,{evil},"))
-    text = shown(status(folder))
-    assert text.count("�[2J[bold]��") == 2
-    assert not set(text) & set("\x1b\x07‮")
-
-
-def test_every_line_fits_a_terminal_of_80_columns(write_run: WriteRun) -> None:
-    folder = write_run(seconds_ago=5)
-    registered = {
-        str(c): {"client": c, "name": "University hospital of a very long name, department 7", "num_records": 10**6}
-        for c in range(30)
-    }
-    (folder / "registrations.json").write_text(json.dumps(registered))
-    (folder / "events.jsonl").write_text(event("failed", round=1, client=2, reason="x" * 300))
-    text = shown(status(folder))
-    assert max(map(len, text.splitlines())) <= 80
-    assert "1,000,000" in text
-    assert "after 1 min 0 s without a sign of life it counts as interrupted" in " ".join(text.split())
-
-
-def test_of_many_clients_those_in_trouble_are_listed(tmp_path: Path) -> None:
-    folder = RunWriter.created(tmp_path / "many", parse({}))
-    rows = [client_row(1, c, "malformed" if c % 50 == 7 else "ok", "A: holds NaN" * (c % 50 == 7)) for c in range(200)]
-    folder.add(round_row(0, []), [])
-    folder.add(round_row(1, rows), rows)
-    found = status(folder.path)
-    assert len(found.clients) == 200 > MAX_CLIENTS
-    text = shown(found)
-    assert "196 more clients; --json lists all" in text
-    assert [f"client {c}: A: holds NaN" in text for c in (7, 57, 107, 157)] == [True] * 4
 
 
 @pytest.mark.parametrize("missing", ["config.toml", "rounds.csv", "clients.csv"])

@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 import psutil
 import pytest
-from flwr.app import Array, ArrayRecord, Context, Error, Message
+from flwr.app import Array, ArrayRecord, Context, Message
 
 from clients.app import app as client_app
 from clients.node import BUDGET_KEY, LEDGER_KEY
@@ -43,10 +43,9 @@ from server.bookkeeping import Books
 from server.registration import register_nodes
 from server.strategy import RuleStrategy
 from simulations.engines import federation
-from simulations.engines.flower_private import SERVER_NODE_ID, set_message_id, task_identity
+from simulations.engines.flower_private import set_message_id, task_identity
 from simulations.engines.grid import TRAIN, LocalGrid
 from simulations.tiny_bert import make_tiny_bert
-from tests.server.test_strategy import ADAPTER, SlowGrid, answer, make_strategy
 from tests.tiny import LABELS, WORDS, write_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -372,38 +371,3 @@ def test_every_node_has_charged_what_it_computed_and_stored_what_the_server_has(
 def test_memory_does_not_grow_with_the_rounds(done: Done) -> None:
     """Keeping the replies of one more round, 200 kB of each client, would show."""
     assert done.resident[str(done.num_rounds)] - done.resident["2"] < 0.75 * 200e3 * done.num_clients, done.resident
-
-
-def test_in_a_whole_round_an_error_in_the_links_own_name_counts_for_the_client_it_is_about() -> None:
-    seen = []
-    strategy = make_strategy(on_round=lambda row, clients: seen.append(clients))
-
-    def answers(message: Message) -> tuple[Message, int]:
-        if message.metadata.dst_node_id != 101:
-            return answer(strategy, message, 1.0), 0
-        error = Message(Error(3, "the node went away"), reply_to=message)
-        error.metadata.__dict__["_src_node_id"] = SERVER_NODE_ID
-        return error, 0
-
-    with task_identity(1):
-        strategy.start(SlowGrid(answers), ArrayRecord(ADAPTER), num_rounds=1, timeout=0)
-    assert [client.status for client in seen[1]] == ["ok", "failed", "ok"]
-
-
-def test_a_late_reply_that_comes_twice_costs_its_client_nothing() -> None:
-    seen = []
-    strategy = make_strategy(on_round=lambda row, clients: seen.append(clients))
-
-    class Repeating(SlowGrid):
-        def pull_messages(self, message_ids: set[str]) -> list[Message]:
-            return sorted(super().pull_messages(message_ids) * 2, key=lambda reply: reply.metadata.reply_to_message_id)
-
-    def answers(message: Message) -> tuple[Message, int]:
-        round_ = message.content.config_records[protocol.INSTRUCTION]["round"]
-        late = message.metadata.dst_node_id == 101 and round_ == 1
-        return answer(strategy, message, 1.0, round=round_), 2 if late else 0
-
-    with task_identity(1):
-        strategy.start(Repeating(answers), ArrayRecord(ADAPTER), num_rounds=2, timeout=0)
-    assert [client.status for client in seen[1]] == ["ok", "no reply", "ok"]
-    assert [client.status for client in seen[2]] == ["ok", "ok", "ok"]

@@ -20,7 +20,7 @@ from fedpriv.training.evaluation import Evaluation
 from server.bookkeeping import Books
 from server.replies import MalformedError, read_reply
 from server.strategy import RuleStrategy
-from simulations.engines.flower_private import set_message_id, task_identity
+from simulations.engines.flower_private import SERVER_NODE_ID, set_message_id, task_identity
 
 SIZES = {0: 600, 1: 300, 2: 100}
 ADAPTER = {"A": torch.zeros(2, 3), "B": torch.zeros(4)}
@@ -332,3 +332,36 @@ def test_a_round_in_which_all_are_silent_leaves_the_model_as_it_is():
     messages = list(strategy.configure_train(2, ArrayRecord(strategy.model.adapter), ConfigRecord(), None))
     arrays, _ = strategy.aggregate_train(2, [answer(strategy, m, 0.0, round=2, silent=True) for m in messages])
     assert arrays.to_torch_state_dict()["A"].flatten().tolist() == [1.0] * 6
+
+
+def test_in_a_whole_round_an_error_in_the_links_own_name_counts_for_the_client_it_is_about() -> None:
+    seen = []
+    strategy = make_strategy(on_round=lambda row, clients: seen.append(clients))
+
+    def answers(message: Message) -> tuple[Message, int]:
+        if message.metadata.dst_node_id != 101:
+            return answer(strategy, message, 1.0), 0
+        error = Message(Error(3, "the node went away"), reply_to=message)
+        error.metadata.__dict__["_src_node_id"] = SERVER_NODE_ID
+        return error, 0
+
+    strategy.start(SlowGrid(answers), ArrayRecord(ADAPTER), num_rounds=1, timeout=0)
+    assert [client.status for client in seen[1]] == ["ok", "failed", "ok"]
+
+
+def test_a_late_reply_that_comes_twice_costs_its_client_nothing() -> None:
+    seen = []
+    strategy = make_strategy(on_round=lambda row, clients: seen.append(clients))
+
+    class Repeating(SlowGrid):
+        def pull_messages(self, message_ids: set[str]) -> list[Message]:
+            return sorted(super().pull_messages(message_ids) * 2, key=lambda reply: reply.metadata.reply_to_message_id)
+
+    def answers(message: Message) -> tuple[Message, int]:
+        round_ = message.content.config_records[protocol.INSTRUCTION]["round"]
+        late = message.metadata.dst_node_id == 101 and round_ == 1
+        return answer(strategy, message, 1.0, round=round_), 2 if late else 0
+
+    strategy.start(Repeating(answers), ArrayRecord(ADAPTER), num_rounds=2, timeout=0)
+    assert [client.status for client in seen[1]] == ["ok", "no reply", "ok"]
+    assert [client.status for client in seen[2]] == ["ok", "ok", "ok"]

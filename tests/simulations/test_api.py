@@ -10,8 +10,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from fedpriv.config import parse
 from fedpriv.errors import InputError
-from simulations import FinishedSweep, run, sweep
+from simulations import FinishedSweep, api, run, sweep
 from simulations.sweeps.spending import Total
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,11 +56,26 @@ def test_progress_is_shown_or_nothing_is(one_round, tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
+    "values",
+    [
+        {"client_sizes": np.array([30, 20])},
+        {"labels": pd.Series(["a", "b"])},
+        {"budget_epsilon": [np.float32(2)], "rank": np.int64(8), "simulate": np.bool_(True)},
+        {"labels": [Path("a"), "b"], "variant_rounds": range(1, 3)},
+    ],
+    ids=lambda values: next(iter(values)),
+)
+def test_values_of_numpy_pandas_and_pathlib_are_as_good_as_python_s_own(values):
+    parse(api._plain(values))
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"ronds": 3}, "ronds: unknown configuration key; did you mean rounds?"),
         ({"rounds": 0}, "rounds = 0: "),
         ({"engine": "flower"}, "engine = 'flower'"),
+        ({"data": "on-nodes", "labels": ["a", "b"]}, "data = 'on-nodes': is for deployments"),
         ({"resume": "{folder}", "rounds": 3}, "a run keeps the configuration it began with"),
         ({"resume": "{folder}/nowhere"}, "no such configuration file"),
     ],
@@ -122,6 +138,8 @@ def test_a_sweep_that_is_finished_runs_nothing_again(swept, one_round):
         ({"grid": {"rang": [4]}}, "rang: unknown configuration key"),
         ({"grid": {"rank": [2, 4]}, "rank": 8}, "rank: grid has runs of several values of it"),
         ({"runs": [{"rank": 2}], "max_parallel": 0}, "max_parallel = 0"),
+        ({"grid": {"engine": ["stacked", "flower"]}}, "engine = 'flower'"),
+        ({"grid": {"rank": [2, 4]}, "data": "on-nodes", "labels": ["a", "b"]}, "data = 'on-nodes'"),
     ],
 )
 def test_a_sweep_that_cannot_be_run_is_refused_before_it_runs(tmp_path, arguments, message):

@@ -127,6 +127,22 @@ def test_names_cannot_break_out_of_their_line(tmp_path):
     assert (config.label_column, config.public_data) == (evil, False)
 
 
+def test_names_of_columns_do_not_steer_the_terminal(tmp_path):
+    (tmp_path / "t.csv").write_text('"te\nxt",\x1b[2Jlabel\nwords,a\n')
+    code, said = init(tmp_path, "t.csv", "--label", "ward")
+    assert code == 2
+    assert "there are te\ufffdxt, \ufffd[2Jlabel" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_beside_it(letters, tmp_path):
+    (tmp_path / "place").mkdir()
+    code, said = init(tmp_path, letters, "--label", "ward", "--out", "place", "--force")
+    assert code == 2
+    assert "cannot be written (Is a directory)" in said
+    assert {path.name for path in tmp_path.iterdir()} == {"letters.csv", "place"}
+
+
 @pytest.mark.slow
 def test_a_person_is_asked_three_questions_and_the_result_runs(letters, tmp_path, tiny_bert):
     ours, theirs = pty.openpty()

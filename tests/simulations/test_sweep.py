@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -25,7 +26,9 @@ from fedpriv.ledger.entries import data_sets, releases
 from fedpriv.ledger.reader import reading
 from simulations.sweeps import metrics, plots, table
 from simulations.sweeps.command import sweep
-from simulations.sweeps.plan import read
+from simulations.sweeps.display import SweepDisplay, pivot_table
+from simulations.sweeps.metrics import ACCURACY
+from simulations.sweeps.plan import expand, read
 from simulations.sweeps.runner import attempts
 from simulations.sweeps.spending import Total, total
 
@@ -281,3 +284,15 @@ def test_language_models_that_answer_freely_are_compared_by_perplexity(write, tm
     assert metrics.metric_of(plan) == metric
     assert table.pivot(frame, plan).loc[4, "mean"] == frame[metric.name][1]
     assert [path.name for path in plots.write(frame, plan, tmp_path)] == [f"{metric.name}-against-rank.png"]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_names_in_brackets_are_shown_and_not_taken_for_markup(tmp_path, is_terminal):
+    planned = expand({"grid": {"data": ["[red].csv", "[/b].csv"]}}, source="grid", title="[/t]")
+    text = io.StringIO()
+    with SweepDisplay(Console(file=text, force_terminal=is_terminal, width=80), planned, tmp_path) as display:
+        display.update(dict.fromkeys((run.key for run in planned.runs), "done"))
+    assert {"data=[red].csv", "data=[/b].csv"} == set(re.findall(r"data=\S+csv", text.getvalue()))
+    pivoted = pd.DataFrame({"mean": [0.5], "std": [0.1], "count": [2]}, index=pd.Index(["[/b].csv"], name="data"))
+    Console(file=text).print(pivot_table(pivoted, ACCURACY))
+    assert "[/b].csv" in text.getvalue().splitlines()[-1] + text.getvalue().splitlines()[-2]

@@ -1,0 +1,63 @@
+"""What `fedpriv status` shows in the terminal of events, many clients, and texts that others wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from fedpriv.config import parse
+from fedpriv.reports.status_display import MAX_CLIENTS
+from fedpriv.runs.events import MAX_EVENTS
+from fedpriv.runs.writer import RunWriter
+from tests.runs.written import WriteRun, client_row, event, round_row, shown, status
+
+
+def test_the_last_events_are_shown_and_lines_that_hold_none_are_counted(write_run: WriteRun) -> None:
+    folder = write_run()
+    lines = [event("charged", round=n, client=1, recorded=True) for n in range(20)]
+    broken = ["{\n", "[1]\n", '"text"\n', '{"time": "2026-11-21T10:15:48"}\n', '{"time": "noon", "event": "x"}\n']
+    nested = event("nested", values=[1, 2])
+    (folder / "events.jsonl").write_bytes("".join([*broken, nested, *lines]).encode() + b'\xff\n{"time": "20')
+    found = status(folder)
+    assert (found.num_events, found.num_unreadable_events) == (20, 7)
+    assert [each["round"] for each in found.events] == list(range(20 - MAX_EVENTS, 20))
+    text = shown(found)
+    assert "last of 20 events (UTC), 7 unreadable lines" in text
+    assert "2026-11-21 10:15:48  charged  round 19, client 1, recorded True" in text
+
+
+def test_texts_of_others_do_not_steer_the_terminal(write_run: WriteRun) -> None:
+    folder = write_run()
+    evil = "\x1b[2J[bold]\x07‮"
+    (folder / "events.jsonl").write_text(event("evil", reason=evil))
+    path = folder / "clients.csv"
+    path.write_text(path.read_text().replace("3,1,900,ok,,", f"3,1,900,failed,{evil},"))
+    text = shown(status(folder))
+    assert text.count("�[2J[bold]��") == 2
+    assert not set(text) & set("\x1b\x07‮")
+
+
+def test_every_line_fits_a_terminal_of_80_columns(write_run: WriteRun) -> None:
+    folder = write_run(seconds_ago=5)
+    registered = {
+        str(c): {"client": c, "name": "University hospital of a very long name, department 7", "num_records": 10**6}
+        for c in range(30)
+    }
+    (folder / "registrations.json").write_text(json.dumps(registered))
+    (folder / "events.jsonl").write_text(event("failed", round=1, client=2, reason="x" * 300))
+    text = shown(status(folder))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "1,000,000" in text
+    assert "after 1 min 0 s without a sign of life it counts as interrupted" in " ".join(text.split())
+
+
+def test_of_many_clients_those_in_trouble_are_listed(tmp_path: Path) -> None:
+    folder = RunWriter.created(tmp_path / "many", parse({}))
+    rows = [client_row(1, c, "malformed" if c % 50 == 7 else "ok", "A: holds NaN" * (c % 50 == 7)) for c in range(200)]
+    folder.add(round_row(0, []), [])
+    folder.add(round_row(1, rows), rows)
+    found = status(folder.path)
+    assert len(found.clients) == 200 > MAX_CLIENTS
+    text = shown(found)
+    assert "196 more clients; --json lists all" in text
+    assert [f"client {c}: A: holds NaN" in text for c in (7, 57, 107, 157)] == [True] * 4
