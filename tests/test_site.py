@@ -7,12 +7,10 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import fields
 from types import ModuleType
 
 import pytest
 
-from fedpriv.config import RunConfig
 from tests.cli.test_every_command import COMMANDS
 from tests.test_docs_paths import PAGES, ROOT
 
@@ -47,11 +45,19 @@ def test_a_link_of_the_repository_leads_to_the_page_that_shows_the_file(source, 
     assert hook("site_links").for_site(written, source, page, SITE) == on_the_site
 
 
-def test_the_reference_has_every_key_of_the_configuration_with_type_and_default():
-    page = hook("site_configuration").page()
-    assert re.findall(r"`(\w+)` \| ", page)[: len(fields(RunConfig))] == [field.name for field in fields(RunConfig)]
-    assert "`rank` | an integer \u2265 1 | `4` |" in page
-    assert "`delta` | a number > 0, < 1 |  |" in page
+@pytest.mark.parametrize(
+    ("written", "on_the_site"),
+    [
+        ("[b.md](../results/b.md#x)", "[B, measured](results/b.md#x)"),
+        ("[`results/b.md`](../results/b.md)", "[B, measured](results/b.md)"),
+        ("[what b is](../results/b.md)", "[what b is](results/b.md)"),
+        ("[README.md](../README.md)", "[README.md](index.md)"),
+    ],
+)
+def test_a_link_that_reads_as_a_file_reads_as_its_title(written, on_the_site):
+    links = hook("site_links")
+    titles = {"results/b.md": links.title("# B, measured\n\nText.\n")}
+    assert links.for_site(written, "docs/a.md", "a.md", SITE, titles) == on_the_site
 
 
 def test_the_reference_has_every_command_with_its_options():
