@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -73,6 +74,11 @@ def test_the_reference_has_every_package_that_exports_something():
     assert "\n::: fedpriv.accounting.epsilon_of\n" in pages["fedpriv.accounting.md"]
 
 
+def test_make_docs_lets_strict_mode_see_warnings():
+    (command,) = re.findall(r"-m mkdocs build (.*)", (ROOT / "Makefile").read_text())
+    assert command.split() == ["--strict"], "--quiet hides warnings from it"
+
+
 @pytest.mark.slow
 def test_the_site_builds_in_strict_mode_and_its_pages_fetch_nothing(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
@@ -83,7 +89,10 @@ def test_the_site_builds_in_strict_mode_and_its_pages_fetch_nothing(tmp_path):
     for page in PAGES:
         name = page.relative_to(ROOT).with_suffix(".html").as_posix()
         assert name.removeprefix("docs/").replace("README", "index") in pages
-    assert (tmp_path / "site" / "search" / "search_index.json").stat().st_size > 100_000
+    index = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text())["docs"]
+    assert len(index) > 500
+    boosts = {entry["location"].partition("#")[0]: entry.get("boost", 1) for entry in index}
+    assert boosts["configuration.html"] > boosts["simulation.html"] > boosts["tutorials/1-first-federation.html"]
     fetched = re.compile(
         r"<(?:script|img|iframe|source|embed)\b[^>]*\bsrc=\"(?:https?:)?//[^\"]*|<link\b[^>]*\bhref=\"(?:https?:)?//[^\"]*"
         r"|@import|url\(\"?(?:https?:)?//|class=\"mermaid"

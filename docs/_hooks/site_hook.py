@@ -51,6 +51,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """The page with links to pages of the site."""
     if page.is_homepage:
         page.meta["hide"] = ["navigation"]
+    page.meta["search"] = {"boost": _boost(page.file.src_uri)}
     source = _repository_path(page.file)
     if source is None or page.file.src_uri.endswith(".ipynb"):
         return markdown
@@ -109,6 +110,13 @@ def _titles(files: Files) -> dict[str, str]:
     return {
         path: title for path in found if path.endswith(".md") and (title := site_links.title((ROOT / path).read_text()))
     }
+
+
+def _boost(uri: str) -> float:
+    """How much a page counts in a search: a key's own page before the notebooks and the code that use it."""
+    if uri == "configuration.md":
+        return 4
+    return 0.5 if uri.endswith(".ipynb") or uri.startswith("source/") else 1
 
 
 def _is_source(file: File) -> bool:
