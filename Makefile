@@ -68,9 +68,9 @@ types: $(VENV)/installed-dev
 	$(BIN)/mypy
 
 # The site in site/, from docs/, results/ and the code, without a network; a broken link or anchor fails.
-# mkdocs-material announces its successor unless it is told not to.
+# --quiet would hide warnings from --strict. mkdocs-material announces its successor unless it is told not to.
 docs: $(VENV)/installed-docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -W ignore::DeprecationWarning -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -W ignore::DeprecationWarning -m mkdocs build --strict
 	@echo "open site/index.html, or for its search: $(BIN)/python -m http.server --directory site --bind 127.0.0.1"
 
 bench: $(VENV)/installed-dev

@@ -209,7 +209,10 @@ def count(
 
     Args:
         shape: of the base model.
-        rank, num_clients, num_rounds, bytes_per_value: >= 1; float32 has 4 bytes.
+        rank: of the adapter, >= 1.
+        num_clients: >= 1.
+        num_rounds: >= 1.
+        bytes_per_value: >= 1; float32 has 4.
         targets: names of linear layers, or the ends of their dotted names; empty for peft's default.
 
     Raises:

@@ -50,11 +50,14 @@ def schema(*, sweep: bool = False) -> dict[str, Any]:
 
 
 def markdown() -> Iterator[tuple[str, str]]:
-    """(group, its table of keys, defaults and meanings), for documentation."""
+    """(group, its table of keys, what they take, defaults and meanings), for documentation."""
     properties = _properties()
     for group, keys in groups().items():
-        rows = [f"| `{key}` | {_shown(properties[key]['default'])} | {text} |" for key, text in keys.items()]
-        yield group, "\n".join(["| key | default | meaning |", "| --- | --- | --- |", *rows])
+        rows = [
+            f"| `{key}` | {_kind(properties[key])} | {_shown(properties[key]['default'])} | {text} |"
+            for key, text in keys.items()
+        ]
+        yield group, "\n".join(["| key | takes | default | meaning |", "| --- | --- | --- | --- |", *rows])
 
 
 @cache
@@ -108,6 +111,29 @@ def _of_sweep(properties: Mapping[str, Any]) -> dict[str, Any]:
 def _plain(text: str) -> str:
     """Markdown without what an editor's tooltip cannot follow or show: links and backticks."""
     return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("`", "")
+
+
+def _kind(about: Mapping[str, Any], plural: str = "") -> str:
+    """What a key's schema accepts, in words: `number > 0`.
+
+    Left out are the empty string for a key that is not set, `a,b` for a list, and patterns, which the key's meaning
+    tells better.
+
+    Raises:
+        KeyError: the schema has a type that there is no word for.
+    """
+    if "anyOf" in about:
+        choices = [choice for choice in about["anyOf"] if choice != {"const": ""}]
+        has_list = any(choice.get("type") == "array" for choice in choices)
+        return " or ".join(_kind(choice) for choice in choices if not (has_list and choice.get("type") == "string"))
+    if "const" in about or "enum" in about:
+        return ", ".join(f"`{value}`" for value in about.get("enum", [about.get("const")]) if value != "")
+    if about["type"] == "array":
+        return f"list of {_kind(about['items'], plural='s')}"
+    words = {"string": "text", "integer": "integer", "number": "number", "boolean": "true, false"}
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {about[bound]:g}" for bound, sign in signs.items() if bound in about]
+    return f"{words[about['type']]}{plural} {', '.join(bounds)}".strip()
 
 
 def _shown(default: Any) -> str:

@@ -91,7 +91,8 @@ class Setting:
         """A run with these clients and the recipe's own numbers, but for the keys that are given and not None.
 
         Args:
-            sizes, num_lora_values: see above.
+            sizes: N_k of every client.
+            num_lora_values: of A and B, or of the factor that is trained.
             epsilon: that each client may spend, > 0.
             view: who may learn no more than that: the server, or those who see only sums; unless `min_clients` is
                 given, these are of all clients.

@@ -82,3 +82,15 @@ def test_the_page_has_the_tables_that_the_descriptions_make():
     page = (ROOT / "docs" / "configuration.md").read_text()
     missing = [group for group, table in markdown() if f"## {group}\n\n{table}\n" not in page]
     assert not missing, f"paste what `fedpriv config schema --markdown` prints of {missing}"
+
+
+def test_the_tables_say_what_each_key_takes():
+    rows = dict(markdown())
+    for group, row in {
+        "Model and adapter": "| `rank` | integer >= 1 | 4 | ",
+        "Local update and privacy": "| `delta` | number > 0, < 1 |  | ",
+        "Federation": "| `client_ranks` | list of integers >= 1 |  | ",
+        "Variants and deduplication": "| `audit` | `tokens`, `mislabelled` |  | ",
+    }.items():
+        assert row in rows[group]
+    assert "| `budget_epsilon` | list of numbers > 0 or number > 0 |  | " in rows["Local update and privacy"]

@@ -1,6 +1,6 @@
 """What the documentation shows can be typed: Python compiles, command lines parse, configurations are accepted.
 
-Nothing is run here. tests/test_examples.py runs the lines of docs/library.md, tests/test_readme.py the README,
+Nothing is run here. tests/test_examples.py runs the lines of docs/python.md, tests/test_readme.py the README,
 tests/deployment/test_walkthrough.py the commands of docs/deployment.md.
 """
 
@@ -11,6 +11,7 @@ import shlex
 import tomllib
 from functools import cache
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 
 import click
@@ -42,11 +43,8 @@ def shown(lines: list[str]) -> list[tuple[str, list[str]]]:
     """(program, its words) of all command lines that start one of our programs."""
     parts = (part.strip() for line in lines for part in line.split(" && "))
     found = [match for match in map(PROGRAM.fullmatch, parts) if match]
-    return [(match["program"], _before_a_redirection(shlex.split(match["rest"], comments=True))) for match in found]
-
-
-def _before_a_redirection(words: list[str]) -> list[str]:
-    return words[: words.index(">")] if ">" in words else words
+    words = [(match["program"], shlex.split(match["rest"], comments=True)) for match in found]
+    return [(program, list(takewhile(lambda word: word not in (">", "|"), rest))) for program, rest in words]
 
 
 def typed(page: str) -> list[tuple[str, list[str]]]:

@@ -1,4 +1,4 @@
-"""What docs/library.md and the packages show in Python runs, and prints what they say it prints."""
+"""What docs/python.md and the packages show in Python runs, and prints what they say it prints."""
 
 from __future__ import annotations
 
@@ -34,27 +34,32 @@ def test_the_package_shows_an_example_and_it_holds(package, tmp_path, monkeypatc
     assert not list(tmp_path.iterdir()), "an example leaves files behind"
 
 
-def test_the_lines_of_the_page_on_the_library_print_what_stands_beside_them(tmp_path, monkeypatch):
-    page = (ROOT / "docs" / "library.md").read_text()
-    code = next(iter(re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)))
+@pytest.fixture
+def blocks():
+    """The Python of docs/python.md: runs, then the library."""
+    found = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "python.md").read_text(), re.M | re.S)
+    assert len(found) == 3
+    return found
+
+
+def test_the_lines_on_the_library_print_what_stands_beside_them(blocks, tmp_path, monkeypatch):
+    code = blocks[-1]
     beside = re.findall(r"^ *print\(.*\)  # (.*)$", code, re.M)
     assert len(beside) == code.count("print(") >= 4
     monkeypatch.chdir(tmp_path)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(code, "library.md", "exec"), {"__name__": "__main__"})
+        exec(compile(code, "python.md", "exec"), {"__name__": "__main__"})
     assert printed.getvalue().splitlines() == beside
 
 
 @pytest.mark.slow
-def test_the_blocks_of_the_page_on_python_run(tmp_path, monkeypatch):
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "python.md").read_text(), re.M | re.S)
-    assert len(blocks) >= 2
+def test_the_lines_on_runs_and_sweeps_run(blocks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        for block in blocks:
+        for block in blocks[:-1]:
             exec(compile(block, "python.md", "exec"), names)
     assert "Run('first': accuracy" in printed.getvalue()
     assert "num_runs=2" in printed.getvalue()

@@ -17,7 +17,6 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-import simulations
 from tests.test_docs_code import ROOT, blocks
 
 README = (ROOT / "README.md").read_text()
@@ -28,9 +27,13 @@ RUN_BY = {
     "make run": "test_what_make_run_starts_ends_with_a_report",
     "make test": ".ci/run",
     ".venv/bin/fedpriv data check messages.csv --text text --label department --client hospital": "test_own_data",
-    ".venv/bin/python -m simulations run -c data=messages.csv -c label_column=department -c client_column=hospital": (
-        "test_own_data"
-    ),
+    ".venv/bin/python -m simulations init messages.csv --epsilon 4": "test_own_data",
+    ".venv/bin/fedpriv config check messages.toml": "test_own_data",
+    ".venv/bin/python -m simulations run messages.toml --out results/messages": "test_own_data",
+    ".venv/bin/fedpriv predict results/messages 'a rash on the left knee'": "test_own_data",
+    ".venv/bin/fedpriv export results/messages classifier": "test_own_data",
+    ".venv/bin/fedpriv card results/messages": "test_own_data",
+    ".venv/bin/fedpriv push results/messages clinic/letters": "test_own_data",
     "make docs": "tests/test_site.py",
 }
 
@@ -75,14 +78,22 @@ def test_own_data(tmp_path):
         for number in range(300):
             department = ["cardiology", "neurology"][number % 2]
             writer.writerow([f"message {number} about {department}", department, ["Anna", "Bruno"][number // 150]])
-    check, run = (line for line in lines_to_type() if "messages.csv" in line)
-    assert "300" in start(check, tmp_path)
-    assert "Bruno" in start(run, tmp_path, "--out", tmp_path / "run", "-c", "rounds=6", "-c", "lora_rounds=1")
-    assert (tmp_path / "run" / "report.html").exists()
+    said = {}
+    for line in (line for line in lines_to_type() if RUN_BY[line] == "test_own_data"):
+        name = re.sub(r"\S+/(fedpriv|python -m simulations) ", "", line).split()[0]
+        quick = ["-c", "rounds=6", "-c", "lora_rounds=1"] if name == "run" else []
+        said[name] = start(line, tmp_path, *quick)
+    assert "300" in said["data"]
+    assert "messages.toml" in said["init"]
+    assert "Bruno" in said["run"]
+    assert (tmp_path / "results" / "messages" / "report.html").exists()
+    assert re.search("cardiology|neurology", said["predict"])
+    assert (tmp_path / "classifier" / "modules.json").exists()
+    assert "epsilon" in said["card"]
+    assert "adapter_model.safetensors" in said["push"]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(simulations, "run"), reason="there is no `from simulations import run` yet")
 def test_the_lines_of_python(tmp_path, capsys):
     (code,) = blocks(README, "python")
     assert len([line for line in code.splitlines() if line]) <= 10

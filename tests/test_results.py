@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -119,3 +120,19 @@ def test_a_ledger_becomes_a_frame_only_if_its_chain_is_intact(folder):
     for read in (entries_frame, spending_frame, lambda each: statement_text(each, "0")):
         with pytest.raises(LedgerError):
             read(path)
+
+
+def test_a_ledger_names_its_holders_as_the_run_knows_them(folder, tmp_path):
+    path = folder / "ledger.sqlite"
+    first = spending_frame(path)["data_set"][0]
+    known = json.dumps({"0": {"client": 0, "data_set": first, "name": "St. Anna"}})
+    run = tmp_path / "elsewhere"
+    run.mkdir()
+    with pytest.raises(InputError, match=r"holds no registrations\.json"):
+        spending_frame(path, run=run)
+    (run / "registrations.json").write_text(known)
+    assert spending_frame(path, run=run)["name"].fillna("").tolist() == ["St. Anna", ""]
+    assert "St. Anna" in statement_text(path, "0", run=str(run))
+    assert "St. Anna" not in statement_text(path, "0")
+    (folder / "registrations.json").write_text(known)
+    assert "St. Anna" in statement_text(path, "0")

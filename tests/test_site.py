@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
-from dataclasses import fields
 from types import ModuleType
 
 import pytest
 
-from fedpriv.config import RunConfig
 from tests.cli.test_every_command import COMMANDS
 from tests.test_docs_paths import PAGES, ROOT
 
@@ -47,11 +46,19 @@ def test_a_link_of_the_repository_leads_to_the_page_that_shows_the_file(source, 
     assert hook("site_links").for_site(written, source, page, SITE) == on_the_site
 
 
-def test_the_reference_has_every_key_of_the_configuration_with_type_and_default():
-    page = hook("site_configuration").page()
-    assert re.findall(r"`(\w+)` \| ", page)[: len(fields(RunConfig))] == [field.name for field in fields(RunConfig)]
-    assert "`rank` | an integer \u2265 1 | `4` |" in page
-    assert "`delta` | a number > 0, < 1 |  |" in page
+@pytest.mark.parametrize(
+    ("written", "on_the_site"),
+    [
+        ("[b.md](../results/b.md#x)", "[B, measured](results/b.md#x)"),
+        ("[`results/b.md`](../results/b.md)", "[B, measured](results/b.md)"),
+        ("[what b is](../results/b.md)", "[what b is](results/b.md)"),
+        ("[README.md](../README.md)", "[README.md](index.md)"),
+    ],
+)
+def test_a_link_that_reads_as_a_file_reads_as_its_title(written, on_the_site):
+    links = hook("site_links")
+    titles = {"results/b.md": links.title("# B, measured\n\nText.\n")}
+    assert links.for_site(written, "docs/a.md", "a.md", SITE, titles) == on_the_site
 
 
 def test_the_reference_has_every_command_with_its_options():
@@ -67,6 +74,11 @@ def test_the_reference_has_every_package_that_exports_something():
     assert "\n::: fedpriv.accounting.epsilon_of\n" in pages["fedpriv.accounting.md"]
 
 
+def test_make_docs_lets_strict_mode_see_warnings():
+    (command,) = re.findall(r"-m mkdocs build (.*)", (ROOT / "Makefile").read_text())
+    assert command.split() == ["--strict"], "--quiet hides warnings from it"
+
+
 @pytest.mark.slow
 def test_the_site_builds_in_strict_mode_and_its_pages_fetch_nothing(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
@@ -77,7 +89,10 @@ def test_the_site_builds_in_strict_mode_and_its_pages_fetch_nothing(tmp_path):
     for page in PAGES:
         name = page.relative_to(ROOT).with_suffix(".html").as_posix()
         assert name.removeprefix("docs/").replace("README", "index") in pages
-    assert (tmp_path / "site" / "search" / "search_index.json").stat().st_size > 100_000
+    index = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text())["docs"]
+    assert len(index) > 500
+    boosts = {entry["location"].partition("#")[0]: entry.get("boost", 1) for entry in index}
+    assert boosts["configuration.html"] > boosts["simulation.html"] > boosts["tutorials/1-first-federation.html"]
     fetched = re.compile(
         r"<(?:script|img|iframe|source|embed)\b[^>]*\bsrc=\"(?:https?:)?//[^\"]*|<link\b[^>]*\bhref=\"(?:https?:)?//[^\"]*"
         r"|@import|url\(\"?(?:https?:)?//|class=\"mermaid"

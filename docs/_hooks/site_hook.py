@@ -16,7 +16,6 @@ from typing import Any
 
 import site_api
 import site_commands
-import site_configuration
 import site_links
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
@@ -37,8 +36,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in sorted((ROOT / "results").iterdir()):
         if path.suffix in {".md", ".png", ".svg", ".jsonl"}:
             files.append(File.generated(config, f"results/{path.name}", abs_src_path=str(path)))
-    made = {"reference/configuration.md": site_configuration.page()}
-    made |= {f"reference/commands/{name}": text for name, text in site_commands.pages().items()}
+    made = {f"reference/commands/{name}": text for name, text in site_commands.pages().items()}
     made |= {f"reference/api/{name}": text for name, text in site_api.pages().items()}
     for uri, text in made.items():
         files.append(File.generated(config, uri, content=text))
@@ -53,10 +51,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """The page with links to pages of the site."""
     if page.is_homepage:
         page.meta["hide"] = ["navigation"]
+    page.meta["search"] = {"boost": _boost(page.file.src_uri)}
     source = _repository_path(page.file)
     if source is None or page.file.src_uri.endswith(".ipynb"):
         return markdown
-    return site_links.for_site(markdown, source, page.file.src_uri, _site_pages(files))
+    return site_links.for_site(markdown, source, page.file.src_uri, _site_pages(files), _titles(files))
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -103,6 +102,21 @@ def _site_pages(files: Files) -> dict[str, str]:
     pages = {path: file.src_uri for file in files if (path := _repository_path(file)) is not None}
     sources = {file.src_uri.removeprefix("source/")[:-3]: file.src_uri for file in files if _is_source(file)}
     return pages | sources
+
+
+def _titles(files: Files) -> dict[str, str]:
+    """{path in the repository: title} of the pages that lie there."""
+    found = [path for file in files.documentation_pages() if (path := _repository_path(file)) is not None]
+    return {
+        path: title for path in found if path.endswith(".md") and (title := site_links.title((ROOT / path).read_text()))
+    }
+
+
+def _boost(uri: str) -> float:
+    """How much a page counts in a search: a key's own page before the notebooks and the code that use it."""
+    if uri == "configuration.md":
+        return 4
+    return 0.5 if uri.endswith(".ipynb") or uri.startswith("source/") else 1
 
 
 def _is_source(file: File) -> bool:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 
 LINK = re.compile(r"(?P<text>\[(?:[^\[\]]|\[[^\]]*\])*\])\((?P<target>[^()\s]+)\)")
+FILE_NAME = re.compile(r"\[`?[\w./-]+\.md`?\]")
 ELSEWHERE = re.compile(r"[a-z][a-z+.-]*:|#|/")
 FENCE = re.compile(r" {0,3}(?:```|~~~)")
 
@@ -32,7 +33,9 @@ def linked_files(markdown: str, source: str) -> set[str]:
     return {resolved(target, source) for target in targets if not ELSEWHERE.match(target)}
 
 
-def for_site(markdown: str, source: str, page: str, pages: Mapping[str, str]) -> str:
+def for_site(
+    markdown: str, source: str, page: str, pages: Mapping[str, str], titles: Mapping[str, str] | None = None
+) -> str:
     """A page of the repository as the site's generator reads it.
 
     Args:
@@ -41,7 +44,10 @@ def for_site(markdown: str, source: str, page: str, pages: Mapping[str, str]) ->
         page: its path in the site.
         pages: {path in the repository: path in the site} of all files that the site has. A link to any other file
             becomes plain text.
+        titles: {path in the repository: title} of pages. A link that reads as a page's file name, as it is best told
+            to readers of the repository, reads as the title.
     """
+    titles = titles or {}
 
     def relinked(match: re.Match[str]) -> str:
         target = match["target"]
@@ -50,11 +56,18 @@ def for_site(markdown: str, source: str, page: str, pages: Mapping[str, str]) ->
         file, anchor = resolved(target, source), target.partition("#")[1:]
         if file not in pages:
             return match["text"][1:-1]
-        return f"{match['text']}({posixpath.relpath(pages[file], posixpath.dirname(page) or '.')}{''.join(anchor)})"
+        text = f"[{titles[file]}]" if FILE_NAME.fullmatch(match["text"]) and file in titles else match["text"]
+        return f"{text}({posixpath.relpath(pages[file], posixpath.dirname(page) or '.')}{''.join(anchor)})"
 
     return "\n".join(
         _language_alone(line) if is_code else LINK.sub(relinked, line) for line, is_code in _lines(markdown)
     )
+
+
+def title(markdown: str) -> str:
+    """The heading that a page begins with; empty without one."""
+    found = re.match(r"\s*# (.*)", markdown)
+    return found[1].strip() if found else ""
 
 
 def _lines(markdown: str) -> list[tuple[str, bool]]:

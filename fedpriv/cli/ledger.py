@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sqlite3
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -52,12 +51,12 @@ def show_ledger(
 
     Example: fedpriv ledger show results/ledger.sqlite --budget-epsilon 4
     """
-    from fedpriv.ledger import reader, statement
+    from fedpriv.ledger import names, reader, statement
 
     with reader.reading(path) as db:
         reader.verify_with_head(db, path)
-        names = _names(db, path, run)
-        rows = statement.spending(db, names=names, budget_epsilon=budget_epsilon, view=cast("PlannedView", view))
+        known = names.known(db, path, run)
+        rows = statement.spending(db, names=known, budget_epsilon=budget_epsilon, view=cast("PlannedView", view))
         adopted = statement.adoptions(db)
     optional = {"epsilon_aggregate": view == "aggregate", "remaining_rounds": budget_epsilon is not None}
     columns = [*COLUMNS, "noise_source", *(name for name, is_shown in optional.items() if is_shown)]
@@ -69,16 +68,6 @@ def _short(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     from fedpriv.ledger.statement import label
 
     return [{**row, "client": label(row["client"], row["name"]), "data_set": row["data_set"][:12]} for row in rows]
-
-
-def _names(db: sqlite3.Connection, path: Path, run: Path | None) -> dict[str, str]:
-    """The holders' names, from the folder of a run or of the ledger."""
-    from fedpriv.ledger import entries as ledger_entries
-    from fedpriv.ledger import names
-
-    if run is not None and not (run / names.REGISTRATIONS).is_file():
-        raise InputError(f"--run {run}: holds no {names.REGISTRATIONS}; give the folder that a run wrote")
-    return names.names_in(path.parent if run is None else run, ledger_entries.data_sets(db))
 
 
 @app.command()
@@ -137,14 +126,14 @@ def adopt_head(
 
     Example: fedpriv ledger adopt-head node.sqlite --reason "moved to a new disk; statement of 3 May has the same head"
     """
-    from fedpriv.ledger import reader, statement
+    from fedpriv.ledger import names, reader, statement
     from fedpriv.ledger.ledger import Ledger
 
     if reason is not None and not reason.strip():
         raise InputError("--reason: must not be empty; it is what a later reader of this ledger's statements sees")
     with reader.reading(path) as db:
         last = reader.verify_without_head(db, path)
-        rows = statement.spending(db, names=_names(db, path, None))
+        rows = statement.spending(db, names=names.known(db, path, None))
     values: dict[str, Any] = {"entries": last.number if last else 0, "head": last.digest if last else None}
     if reason is not None:
         with Ledger(path, adopting=reason.strip()) as ledger:
@@ -169,12 +158,12 @@ def statement(
 
     Example: fedpriv ledger statement results/ledger.sqlite --client 2
     """
-    from fedpriv.ledger import reader
+    from fedpriv.ledger import names, reader
     from fedpriv.ledger import statement as statements
 
     with reader.reading(path) as db:
-        names = _names(db, path, run)
-        pages = statements.statement(db, path, client, names=names, view=cast("PlannedView", view))
+        known = names.known(db, path, run)
+        pages = statements.statement(db, path, client, names=known, view=cast("PlannedView", view))
     text = "\n\n".join(map(statements.render, pages))
     show({"client": client, "statements": pages}, [text], as_json)
 

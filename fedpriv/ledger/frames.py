@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from fedpriv.accounting.views import PlannedView
-from fedpriv.ledger import entries, reader
+from fedpriv.ledger import entries, names, reader
 from fedpriv.ledger import statement as statements
 
 
@@ -28,7 +28,11 @@ def entries_frame(path: str | Path) -> pd.DataFrame:
 
 
 def spending_frame(
-    path: str | Path, *, budget_epsilon: float | None = None, view: PlannedView = "local"
+    path: str | Path,
+    *,
+    budget_epsilon: float | None = None,
+    view: PlannedView = "local",
+    run: str | Path | None = None,
 ) -> pd.DataFrame:
     """What each data set of a ledger has spent, a row each, as `fedpriv ledger show` has it.
 
@@ -36,29 +40,35 @@ def spending_frame(
         path: of the ledger.
         budget_epsilon: > 0; adds `remaining_rounds`, the rounds like the last one that it still allows on the view.
         view: of the budget.
+        run: a run's folder that knows the holders' names; by default the ledger's own folder.
 
     Raises:
+        InputError: the run's folder knows no names.
         LedgerError: as for `entries_frame`.
     """
     path = Path(path)
     with reader.reading(path) as db:
         reader.verify_with_head(db, path)
-        rows = statements.spending(db, budget_epsilon=budget_epsilon, view=view)
+        known = names.known(db, path, Path(run) if run is not None else None)
+        rows = statements.spending(db, names=known, budget_epsilon=budget_epsilon, view=view)
     return pd.DataFrame(rows)
 
 
-def statement_text(path: str | Path, client: str, *, view: PlannedView = "local") -> str:
+def statement_text(path: str | Path, client: str, *, view: PlannedView = "local", run: str | Path | None = None) -> str:
     """The privacy statement of a client, one page of plain text for each of its data sets.
 
     Args:
         path: of the ledger.
         client: as the ledger knows it.
         view: `aggregate` also states what the releases cost where the server saw sums alone.
+        run: a run's folder that knows the holders' names; by default the ledger's own folder.
 
     Raises:
-        InputError: the ledger does not know the client.
+        InputError: the ledger does not know the client, or the run's folder no names.
         LedgerError: as for `entries_frame`.
     """
     path = Path(path)
     with reader.reading(path) as db:
-        return "\n\n".join(map(statements.render, statements.statement(db, path, client, view=view)))
+        known = names.known(db, path, Path(run) if run is not None else None)
+        pages = statements.statement(db, path, client, names=known, view=view)
+    return "\n\n".join(map(statements.render, pages))

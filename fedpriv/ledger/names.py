@@ -7,16 +7,35 @@ never change: whoever reads it here is told that the chain does not cover it.
 from __future__ import annotations
 
 import json
+import sqlite3
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fedpriv.errors import InputError
+from fedpriv.ledger import entries
 from fedpriv.ledger.entries import DataSet
 
 # Written by a run into its folder, and by the operator of a node into its own.
 REGISTRATIONS, NODE = "registrations.json", "vault.toml"
 _LONGEST_NAME = 100
+
+
+def known(db: sqlite3.Connection, path: Path, run: Path | None) -> dict[str, str]:
+    """{id of a data set: its holder's name} for a ledger.
+
+    Args:
+        db: the ledger, open for reading.
+        path: of the ledger, in whose folder names are looked for without a run.
+        run: the folder of a run on this ledger, which knows them.
+
+    Raises:
+        InputError: the run's folder knows no names.
+    """
+    if run is not None and not (run / REGISTRATIONS).is_file():
+        raise InputError(f"run = {str(run)!r}: holds no {REGISTRATIONS}; give the folder that a run wrote")
+    return names_in(path.parent if run is None else run, entries.data_sets(db))
 
 
 def names_in(folder: Path, data_sets: list[DataSet]) -> dict[str, str]:
