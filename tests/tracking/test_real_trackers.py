@@ -31,8 +31,13 @@ from server.observer import LogObserver
 from simulations.engines import federation
 from simulations.processes import free_port
 from simulations.sweeps.command import sweep
+from simulations.sweeps.plan import read
 from tests.tracking.folders import NUM_ROUNDS, begun
 from tests.tracking.wandb_file import records
+
+ADAPTER = [
+    f"adapter/{name}" for name in ("README.md", "adapter_config.json", "adapter_model.safetensors", "fedpriv.json")
+]
 
 pytestmark = pytest.mark.slow
 
@@ -95,9 +100,8 @@ def asked(run: Path) -> dict[str, object]:
 def check_files(run: Path, folder: Path) -> None:
     """What arrived as files is the run's, without its paths."""
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    adapter = ["adapter/adapter_config.json", "adapter/adapter_model.safetensors", "adapter/fedpriv.json"]
-    assert names == [*adapter, "config.toml", "report.html"]
-    assert (folder / adapter[1]).read_bytes() == (run / "variants/global/adapter_model.safetensors").read_bytes()
+    assert names == [*ADAPTER, "config.toml", "report.html"]
+    assert (folder / "adapter/adapter_model.safetensors").read_bytes() == (run / "variants/global/adapter_model.safetensors").read_bytes()
     for path in (folder / name for name in names if not name.endswith("safetensors")):
         assert_no_machine(path.read_text(), run)
     told = {key: value for key, value in tomllib.loads((folder / "config.toml").read_text()).items() if value}
@@ -185,7 +189,7 @@ def test_mlflow_nests_a_sweep_s_runs_and_goes_on_with_them(small_run, tmp_path, 
     file = tmp_path / "study.toml"
     file.write_text(tomli_w.dumps({**small_run, "track": "mlflow", "rounds": 1, "grid": {"rank": [2, 4]}}))
     for _ in range(2):  # the second time, all of it is finished
-        assert sweep(file, tmp_path / "out", overrides={}, max_parallel=1, console=Console(quiet=True))
+        assert sweep(read(file), tmp_path / "out", max_parallel=1, console=Console(quiet=True)).is_finished
     experiment = mlflow_client.get_experiment_by_name("study")
     runs = {run.info.run_name: run for run in mlflow_client.search_runs([experiment.experiment_id])}
     assert runs.keys() == {"study", "rank=2", "rank=4"}
@@ -268,7 +272,7 @@ def test_a_sweep_has_a_folder_of_events_by_the_name_of_each_run(small_run, tmp_p
     file = tmp_path / "study.toml"
     values = {**small_run, "track": "tensorboard", "rounds": 1, "grid": {"rank": [2, 4]}}
     file.write_text(tomli_w.dumps(values))
-    assert sweep(file, tmp_path / "out", overrides={}, max_parallel=1, console=Console(quiet=True))
+    assert sweep(read(file), tmp_path / "out", max_parallel=1, console=Console(quiet=True)).is_finished
     board = tmp_path / "out" / "tensorboard"
     assert sorted(path.name for path in board.iterdir() if path.is_dir()) == ["rank=2", "rank=4"]
     assert events(board / "rank=4")[2]["rank"] == 4
@@ -312,7 +316,7 @@ def test_wandb_holds_the_tables_and_nothing_else(small_run, tmp_path, monkeypatc
     assert not kinds & {"stats", "output", "output_raw", "environment", "files"}
     (artifact,) = artifacts
     assert sorted(entry.path for entry in artifact.manifest.contents) == [
-        *("adapter/adapter_config.json", "adapter/adapter_model.safetensors", "adapter/fedpriv.json"),
+        *ADAPTER,
         *("config.toml", "report.html"),
     ]
     assert getpass.getuser() not in (run.host, run.entity)
