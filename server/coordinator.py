@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,9 +57,15 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     observer.progressed(Progress(what="loading model and data"))
     bench = workbench(config)
     check_budget_and_view(config, bench.num_clients)
-    if config.resume:
-        presence.refuse_second(files.run_folder_of(Path(config.resume)))
-    resumed = checkpoint.read_last(Path(config.resume), bench.initial) if config.resume else None
+    if not config.resume:
+        return _begun(grid, config, bench, None, observer)
+    # Held before anything of the folder is read: no checkpoint is stale, and no row is dropped of a run that lives.
+    with presence.held(files.run_folder_of(Path(config.resume))):
+        return _begun(grid, config, bench, checkpoint.read_last(Path(config.resume), bench.initial), observer)
+
+
+def _begun(grid: Grid, config: RunConfig, bench: Workbench, resumed: Checkpoint | None, observer: Observer) -> Path:
+    """Carry out a run from its registration on, in a new folder, or in that of the resumed run, which is held."""
     nodes = _nodes(grid, config, bench, resumed)
     sizes = [registration.num_records for _, registration in nodes.values()]
     config, reason = decided(config, sizes, bench.initial)
@@ -71,10 +78,13 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     if config.computes_baselines:
         observer.progressed(Progress(what="training the baselines"))
     plain = _baselines(config, bench) if config.computes_baselines else None
-    writer = (
-        resume.reopened_folder(config, resumed) if resumed else RunWriter.created(Path(config.out).absolute(), config)
-    )
-    with presence.held(writer.path), following_run(writer.path, config, observer.notice):
+    with ExitStack() as stack:
+        if resumed:
+            writer = resume.reopened_folder(config, resumed)
+        else:
+            writer = RunWriter.created(Path(config.out).absolute(), config)
+            stack.enter_context(presence.held(writer.path))
+        stack.enter_context(following_run(writer.path, config, observer.notice))
         _carry_out(grid, config, bench, nodes, resumed, plain, writer, observer)
     return writer.path
 

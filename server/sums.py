@@ -189,6 +189,7 @@ class Sums:
             clients[node_id] = addressee
             round_.bytes_down[addressee] += wire_bytes(content)
             messages.append(Message(content, node_id, kind, group_id=str(round_.number)))
+        round_.heard.difference_update(fields)  # what it answered before is not the last thing that it was asked
         for reply in self._exchange.replies(link, messages, self._config.round_seconds):
             client = clients.get(reply.metadata.src_node_id)
             if client is None or client in answers:

@@ -207,7 +207,9 @@ def permit(
     path: LedgerPath,
     client: Annotated[str, typer.Option(help="Id of the client whose uploads may be published.")],
     reason: Annotated[str, typer.Option(help="Who gave this permission, when and how; every later reader sees it.")],
-    run: Annotated[str, typer.Option(help="Id of the run; by default the client's last one.")] = "",
+    run: Annotated[
+        str, typer.Option(help="Id of the run; by default the one charged last, and for --withdraw the one permitted.")
+    ] = "",
     withdraw: Annotated[bool, typer.Option("--withdraw", help="End a permission instead.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -225,16 +227,14 @@ def permit(
     if not reason.strip():
         raise InputError("--reason: must not be empty; say who gave this permission, when and how")
     with reader.reading(path) as db:
-        charged = [
-            (data_set, known.run)
-            for data_set in ledger_entries.data_sets(db)
-            if data_set.client == client
-            for known in ledger_entries.runs(db, data_set.id)
-            if run in ("", known.run)
-        ]
+        charged = [each for each in ledger_entries.charged_last(db, client) if run in ("", each[1])]
+        standing = [each for each in charged if ledger_entries.permission(db, each[0].id, each[1]) is not None]
     if not charged:
         raise InputError(f"--client {client}: {path} has no upload of this client" + (f" in run {run}" if run else ""))
-    data_set, known_run = charged[-1]
+    if withdraw and len(standing) > 1:
+        permitted = ", ".join(known_run for _, known_run in standing)
+        raise InputError(f"--withdraw: client {client} has permitted several runs ({permitted}); say which with --run")
+    data_set, known_run = standing[0] if withdraw and standing else charged[-1]
     with Ledger(path) as opened:
         opened.permit(data_set, known_run, reason.strip(), withdraw=withdraw)
         head = opened.head

@@ -70,7 +70,10 @@ def push(
     variant: VariantName = "",
     yes: Annotated[bool, typer.Option("--yes", help="Upload; without it, only show what would be.")] = False,
     public: Annotated[bool, typer.Option("--public", help="A new repository can be read by everybody.")] = False,
-    ledger: Annotated[Path | None, typer.Option(help="Where the run was charged; by default its own ledger.")] = None,
+    ledger: Annotated[
+        Path | None,
+        typer.Option(help="Where the run was charged; by default the ledger of its configuration, or else its own."),
+    ] = None,
     public_data: Annotated[
         bool, typer.Option("--public-data", help="The records are public, as the run's configuration says too.")
     ] = False,

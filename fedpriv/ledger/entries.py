@@ -147,6 +147,15 @@ def permission(db: sqlite3.Connection, data_set: str, run: str) -> Entry | None:
     return found[-1] if found and found[-1].phase == PERMITTED else None
 
 
+def charged_last(db: sqlite3.Connection, client: str) -> list[tuple[DataSet, str]]:
+    """A client's data sets with each run that was charged on them, in the order of the runs' last charges."""
+    known = {data_set.id: data_set for data_set in data_sets(db) if data_set.client == client}
+    rows = db.execute(
+        f"SELECT data_set, run FROM entries WHERE phase = '{CHARGED}' GROUP BY data_set, run ORDER BY max(number)"
+    )
+    return [(known[data_set], run) for data_set, run in rows if data_set in known]
+
+
 def number_of(db: sqlite3.Connection, digest: str) -> int | None:
     """The number of the entry with this digest; None if there is none."""
     row = db.execute("SELECT number FROM entries WHERE digest = ?", (digest,)).fetchone()

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fedpriv.config import RunConfig
 from fedpriv.dedup import variants
 from fedpriv.dedup.variants import Described
 from fedpriv.errors import InputError, LedgerError
@@ -36,11 +37,11 @@ def check(saved: SavedVariant, *, ledger: Path | None = None, public_data: bool 
 
     Args:
         saved: the variant.
-        ledger: where the run was charged; None for the one in its folder.
+        ledger: where the run was charged; None for the ledger that its configuration names, or else its folder's.
         public_data: whether the operator says that the records are public, which the run's configuration must say too.
 
     Raises:
-        InputError: it may not be; one line that names the reason.
+        InputError: it may not be, or the ledger that the configuration names cannot be read; one line that says why.
         LedgerError: the ledger is damaged, or is not that of the run.
     """
     run, config = saved.run, saved.config
@@ -65,13 +66,28 @@ def check(saved: SavedVariant, *, ledger: Path | None = None, public_data: bool 
         raise InputError(f"variant = {saved.name!r}: the run is not private: {reason}{hint}")
     _check_budgets(saved, summary)
     asked = asked or _only_uploader(saved.name, run)
-    path = ledger or run / files.LEDGER
+    path = ledger or _charged_in(run, config)
     with reader.reading(path) as db:
         reader.verify_with_head(db, path)
         _check_ledger(db, path, summary, data_sets)
         _check_history(db, path, described, str(summary.get("run_id")))
         permissions = [_permission(db, path, summary, client, data_sets) for client in asked]
     return "; ".join(permissions) or "made of releases that the ledger has paid for, within every budget"
+
+
+def _charged_in(run: Path, config: RunConfig) -> Path:
+    """The ledger that the run was charged in; its folder holds a copy from its end, which lacks what came later."""
+    if not config.ledger:
+        return run / files.LEDGER
+    path = Path(config.ledger)
+    try:
+        with reader.reading(path):
+            return path
+    except (LedgerError, OSError) as error:
+        raise InputError(
+            f"ledger = {config.ledger!r}: the run was charged there, and a permission may be withdrawn there, but it "
+            f"cannot be read ({error}); say with --ledger PATH where it is now"
+        ) from None
 
 
 def _whose(name: str, clients: list[str]) -> list[str]:

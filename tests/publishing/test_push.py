@@ -18,8 +18,10 @@ from typing import Any
 
 import pytest
 
-from fedpriv.accounting.events import to_json
+from fedpriv.accounting.events import SubsampledGaussian, to_json
+from fedpriv.accounting.views import Release
 from fedpriv.config import parse
+from fedpriv.ledger.entries import Charge, Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.publishing import hub
 from fedpriv.publishing.saved import find
@@ -77,6 +79,55 @@ def test_a_holders_own_variant_needs_its_permission_which_can_be_withdrawn(run):
     assert "has no permission of that holder" in refused(*arguments)
     fedpriv("ledger", "permit", ledger, "--client", "7", "--reason", "x", code=2)
     fedpriv("ledger", "permit", ledger, "--client", "1", "--reason", " ", code=2)
+
+
+def test_a_ledger_that_runs_share_decides_and_not_the_copy_in_the_folder(tiny_bert, tmp_path):
+    shared = tmp_path / "shared.sqlite"
+    run = finished(tmp_path / "run", tiny_bert, values={"ledger": str(shared)})
+    arguments, permit = (run, "clinic/letters", "--variant", "client-1"), ("--client", "1", "--reason", "a letter")
+    fedpriv("ledger", "permit", run / "ledger.sqlite", *permit)  # as before the end of the run, so both have it
+    for name in ("", ".head"):
+        shutil.copy(f"{run / 'ledger.sqlite'}{name}", f"{shared}{name}")
+    assert "a letter" in as_json("push", *arguments)["allowed"]
+    fedpriv("ledger", "permit", shared, *permit, "--withdraw")
+    assert f"{shared} has no permission of that holder" in refused(*arguments)
+    moved = tmp_path / "moved.sqlite"
+    for name in ("", ".head"):
+        Path(f"{shared}{name}").rename(f"{moved}{name}")
+    message = refused(*arguments)
+    assert "no such ledger" in message
+    assert "say with --ledger PATH where it is now" in message
+    assert "has no permission of that holder" in refused(*arguments, "--ledger", moved)
+    shared.write_bytes(b"no ledger at all")
+    assert "say with --ledger PATH" in refused(*arguments)
+    shared.unlink()
+    shared.mkdir()
+    assert "say with --ledger PATH" in refused(run, "clinic/letters")
+
+
+def test_a_permission_is_for_the_run_charged_last_and_its_end_for_the_one_that_has_it(tmp_path):
+    path = tmp_path / "ledger.sqlite"
+    release = Release(event=SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1), rho_bar=0.7)
+    with Ledger(path) as ledger:
+        first, second = (ledger.register("1", 100, 1e-5).id for _ in range(2))
+        charges = [(first, "both", 1), (second, "second", 1), (first, "first", 1), (first, "both", 2)]
+        for data_set, run, round_ in charges:
+            key = Key(run=run, client="1", round=round_, request="x")
+            ledger.charge([Charge(key=key, data_set=data_set, release=release, noise_source="secure")])
+    arguments = ("ledger", "permit", path, "--client", "1", "--reason", "a letter")
+    found = as_json(*arguments)
+    assert (found["data_set"], found["run"]) == (first, "both")
+    with Ledger(path) as ledger:
+        key = Key(run="last", client="1", round=1, request="x")
+        ledger.charge([Charge(key=key, data_set=second, release=release, noise_source="secure")])
+    assert as_json(*arguments, "--withdraw")["run"] == "both"
+    for run in ("first", "last"):
+        as_json(*arguments, "--run", run)
+    _, err = fedpriv(*arguments, "--withdraw", code=2)
+    assert err.count("\n") == 1
+    assert "several runs (first, last); say which with --run" in err
+    assert as_json(*arguments, "--withdraw", "--run", "first")["run"] == "first"
+    assert as_json(*arguments, "--withdraw")["run"] == "last"
 
 
 def test_what_a_few_holders_made_needs_the_permission_of_all(tiny_bert, tmp_path):

@@ -19,6 +19,7 @@ from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
 from fedpriv.recipes import BY_RECIPE
+from fedpriv.runs import files, presence
 from server import checkpoint
 from server.checkpoint import Checkpoint, read_last, write
 from server.observer import LogObserver
@@ -191,6 +192,20 @@ def test_another_configuration_is_refused_by_its_keys(interrupted, change, named
     with pytest.raises(InputError, match=rf"began with another configuration; {named}.* differ"):
         resume(values, folder, **change)
     assert (folder / "rounds.csv").read_text() == before
+
+
+def test_a_run_that_lives_on_another_machine_keeps_every_row(interrupted):
+    values, folder = interrupted
+    table, process = folder / files.ROUNDS, folder / files.PRESENCE
+    last = table.read_text().splitlines()[-1]
+    with presence.held(folder), table.open("a") as file:
+        process.write_text('{"boot": "another machine"}')
+        print(last.replace("2", "3", 1), file=file, flush=True)  # of a round that has no checkpoint yet
+        before = table.read_bytes(), process.read_bytes()
+        with pytest.raises(InputError, match="another process runs this run"):
+            resume(values, folder)
+        assert (table.read_bytes(), process.read_bytes()) == before
+    resume(values, folder)
 
 
 def test_a_run_does_not_go_on_without_its_ledger(interrupted):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
 
+from fedpriv import protocol
 from fedpriv.config import parse
 from fedpriv.errors import InputError, TooFewClientsError
 from fedpriv.ledger.entries import entries
@@ -18,11 +19,15 @@ from fedpriv.protocol import Registration
 from fedpriv.secure_aggregation import TooFewError, make_identity
 from server.bookkeeping import Books
 from server.budgets import check_budget_and_view
+from server.observer import LogObserver
 from server.round_rows import client_rows
 from server.strategy import RuleStrategy
-from simulations.engines.flower_private import task_identity
+from simulations.engines import federation
+from simulations.engines.flower_private import set_message_id, task_identity
+from simulations.engines.grid import LocalGrid
 
 SIZES = {0: 600, 1: 300, 2: 100}
+LAST_NODE_ID = 4
 ADAPTER = {"A": torch.zeros(2, 3), "B": torch.zeros(4)}
 VALUES = {
     **{"rounds": 1, "num_clients": 3, "batch_size": 10, "local_steps": 1, "optimizer": "sgd", "learning_rate": 0.1},
@@ -89,6 +94,35 @@ def test_a_sum_that_never_begins_is_charged_to_nobody(strategy, monkeypatch, tmp
     with pytest.raises(TooFewClientsError, match=r"round 1: advertisements: .* client 0: refused: closed; resume"):
         ask(strategy)
     assert charged(tmp_path) == {}
+
+
+@pytest.mark.parametrize(("lost", "charged_in"), [(protocol.SHARE, []), (protocol.CONFIRM, [1, 2])])
+def test_a_node_that_leaves_a_later_question_of_each_sum_unanswered_is_skipped(
+    small_run, tmp_path, monkeypatch, lost, charged_in
+):
+    class Lossy(LocalGrid):
+        asked = 0
+
+        def push_messages(self, messages):
+            arriving = []
+            for message in messages:
+                kind, to = message.metadata.message_type, message.metadata.dst_node_id
+                Lossy.asked += kind == lost and to == LAST_NODE_ID
+                # Once the rounds have begun it does not register again either.
+                if to == LAST_NODE_ID and (kind == lost or (kind == protocol.REGISTER and Lossy.asked)):
+                    set_message_id(message, f"lost {id(message)}")
+                else:
+                    arriving.append(message)
+            return super().push_messages(arriving)
+
+    monkeypatch.setattr(federation, "LocalGrid", Lossy)
+    out, secure = tmp_path / "run", {**VALUES, "secure_masks": True, "rounds": 4, "round_seconds": 0.1}
+    federation.run(parse({**small_run, **secure, "evaluate_every": 100, "out": str(out)}), LogObserver())
+    assert Lossy.asked == 2
+    with reading(out / "ledger.sqlite") as db:
+        found = [(int(e.client), e.round) for e in entries(db) if e.phase == "charged"]
+    assert [round_ for client, round_ in found if client == 2] == charged_in
+    assert [round_ for client, round_ in found if client == 0] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
