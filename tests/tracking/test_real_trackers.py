@@ -101,7 +101,9 @@ def check_files(run: Path, folder: Path) -> None:
     """What arrived as files is the run's, without its paths."""
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     assert names == [*ADAPTER, "config.toml", "report.html"]
-    assert (folder / "adapter/adapter_model.safetensors").read_bytes() == (run / "variants/global/adapter_model.safetensors").read_bytes()
+    assert (folder / "adapter/adapter_model.safetensors").read_bytes() == (
+        run / "variants/global/adapter_model.safetensors"
+    ).read_bytes()
     for path in (folder / name for name in names if not name.endswith("safetensors")):
         assert_no_machine(path.read_text(), run)
     told = {key: value for key, value in tomllib.loads((folder / "config.toml").read_text()).items() if value}
