@@ -112,6 +112,7 @@ class Books:
                 repeats = {r.client for r in registrations if r.keeps_replies or config.noise_source == "seeded"}
                 self._resume(ledger, resumed_after, repeats)
         self._num_before = {client: self.accounts.num_releases(client) for client in self.sizes}
+        self._history_before = {client: self.accounts.history(client, "local") for client in self.sizes}
 
     def _resume(self, ledger: Ledger, after: int, repeats: set[int]) -> None:
         """Account for what the ledger holds of this run, except for charges that later rounds can use again.
@@ -265,13 +266,26 @@ class Books:
         if budget is None:
             return True
         taken = self.accounts.num_releases(client) - self._num_before[client]
-        # Where every round costs the same, or the client has missed none, counting is enough.
-        if view == "local" and (len(self._events[client]) == 1 or taken == round_ - 1 - self._after):
-            if self._after + taken < self.rounds_allowed[client]:
+        num_before = round_ - 1 - self._after
+        # Where every round costs the same, or the client has released no more than every round so far asked for,
+        # counting is enough.
+        same = len(self._events[client]) == 1
+        if view == "local" and (same or self._keeps_schedule(client, num_before)):
+            if self._after + (taken if same else num_before) < self.rounds_allowed[client]:
                 return True
-            if self._counts_by_pld:
+            if self._counts_by_pld and (same or taken == num_before):
                 return False
         return self.accounts.fits(client, [release, *self._evaluation_releases], view, budget)
+
+    def _keeps_schedule(self, client: int, num_rounds: int) -> bool:
+        """Whether these books have charged the client for no more than their first rounds, each at most once.
+
+        A number of releases does not tell: after a resume a costly round may be charged twice, and a cheap one missed.
+        """
+        own = self._events[client]
+        counts = self._schedule.counts(self._after, num_rounds)
+        planned = [own[spec].with_count(count * own[spec].count) for spec, count in counts.items()]
+        return self.accounts.is_part_of(client, [*self._history_before[client], *planned])
 
     @property
     def _reserved(self) -> list[Event]:
