@@ -266,6 +266,27 @@ class Books:
                 self.retire(client, f"budget_epsilon = {self._budgets[client]:g} allows no further round")
         return [client for client in selected if client not in self.retired]
 
+    def retired_by_request(self, round_: int, requests: Mapping[int, str]) -> list[int]:
+        """The clients, now retired, whose budget allows the round, but not beside what it was charged for already.
+
+        A request that differs from the one that the client was sent in this round before an interruption is another
+        release; both count.
+
+        Args:
+            round_: from 1.
+            requests: {client: digest of its request}.
+        """
+        beside = self._earlier_charges.beside(requests, round_)
+        worst = self._worst(self._schedule.spec(round_), beside)
+        view, retired = self._config.privacy_view, []
+        for client, others in beside.items():
+            budget = self._budgets[client]
+            releases = [worst[client], *others, *self._evaluation_releases]
+            if budget is not None and not self.accounts.fits(client, releases, view, budget):
+                self.retire(client, f"budget_epsilon = {budget:g} allows no second request of an interrupted round")
+                retired.append(client)
+        return retired
+
     def _fits(self, client: int, release: Release, round_: int) -> bool:
         budget, view = self._budgets[client], self._config.privacy_view
         if budget is None:
