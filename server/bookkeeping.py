@@ -109,9 +109,15 @@ class Books:
             for client in self.sizes:
                 self._register(ledger, client)
             if resumed_after is not None:
-                repeats = {r.client for r in registrations if r.keeps_replies or config.noise_source == "seeded"}
+                # Each attempt at a sum has terms of its own, so no request for a part in one is ever made again.
+                repeats = {
+                    r.client
+                    for r in registrations
+                    if (r.keeps_replies or config.noise_source == "seeded") and not config.secure_aggregation
+                }
                 self._resume(ledger, resumed_after, repeats)
         self._num_before = {client: self.accounts.num_releases(client) for client in self.sizes}
+        self._history_before = {client: self.accounts.history(client, "local") for client in self.sizes}
 
     def _resume(self, ledger: Ledger, after: int, repeats: set[int]) -> None:
         """Account for what the ledger holds of this run, except for charges that later rounds can use again.
@@ -243,7 +249,7 @@ class Books:
         view = self._config.privacy_view
         events = [*self.accounts.history(client, view), *self._reserved]
         for spec, count in self._schedule.counts(self._after, num_rounds).items():
-            event = self._worst(self.sizes, spec)[client].seen_by(view)
+            event = self._worst(spec, [client], beside=self.sizes)[client].seen_by(view)
             events.append(event.with_count(count * event.count))
         return events
 
@@ -254,24 +260,58 @@ class Books:
     def within_budget(self, round_: int, selected: Iterable[int]) -> list[int]:
         """The clients whose budget allows this round, whichever clients survive it; the others are retired."""
         selected = [client for client in selected if client not in self.retired]
-        worst = self._worst(selected, self._schedule.spec(round_))
+        worst = self._worst(self._schedule.spec(round_), selected)
         for client, release in worst.items():
             if not self._fits(client, release, round_):
                 self.retire(client, f"budget_epsilon = {self._budgets[client]:g} allows no further round")
         return [client for client in selected if client not in self.retired]
+
+    def retired_by_request(self, round_: int, requests: Mapping[int, str]) -> list[int]:
+        """The clients, now retired, whose budget allows the round, but not beside what it was charged for already.
+
+        A request that differs from the one that the client was sent in this round before an interruption is another
+        release; both count.
+
+        Args:
+            round_: from 1.
+            requests: {client: digest of its request}.
+        """
+        beside = self._earlier_charges.beside(requests, round_)
+        worst = self._worst(self._schedule.spec(round_), beside)
+        view, retired = self._config.privacy_view, []
+        for client, others in beside.items():
+            budget = self._budgets[client]
+            releases = [worst[client], *others, *self._evaluation_releases]
+            if budget is not None and not self.accounts.fits(client, releases, view, budget):
+                self.retire(client, f"budget_epsilon = {budget:g} allows no second request of an interrupted round")
+                retired.append(client)
+        return retired
 
     def _fits(self, client: int, release: Release, round_: int) -> bool:
         budget, view = self._budgets[client], self._config.privacy_view
         if budget is None:
             return True
         taken = self.accounts.num_releases(client) - self._num_before[client]
-        # Where every round costs the same, or the client has missed none, counting is enough.
-        if view == "local" and (len(self._events[client]) == 1 or taken == round_ - 1 - self._after):
-            if self._after + taken < self.rounds_allowed[client]:
+        num_before = round_ - 1 - self._after
+        # Where every round costs the same, or the client has released no more than every round so far asked for,
+        # counting is enough.
+        same = len(self._events[client]) == 1
+        if view == "local" and (same or self._keeps_schedule(client, num_before)):
+            if self._after + (taken if same else num_before) < self.rounds_allowed[client]:
                 return True
-            if self._counts_by_pld:
+            if self._counts_by_pld and (same or taken == num_before):
                 return False
         return self.accounts.fits(client, [release, *self._evaluation_releases], view, budget)
+
+    def _keeps_schedule(self, client: int, num_rounds: int) -> bool:
+        """Whether these books have charged the client for no more than their first rounds, each at most once.
+
+        A number of releases does not tell: after a resume a costly round may be charged twice, and a cheap one missed.
+        """
+        own = self._events[client]
+        counts = self._schedule.counts(self._after, num_rounds)
+        planned = [own[spec].with_count(count * own[spec].count) for spec, count in counts.items()]
+        return self.accounts.is_part_of(client, [*self._history_before[client], *planned])
 
     @property
     def _reserved(self) -> list[Event]:
@@ -306,6 +346,9 @@ class Books:
     def charge(self, round_: int, requests: Mapping[int, str], *, among: Iterable[int] | None = None) -> None:
         """Charge clients durably before any of them is asked; a round may charge more clients until it is settled.
 
+        Each charge is the worst case over all that the round may still ask, so none of them falls short of what a
+        round costs that does ask others.
+
         Args:
             round_: from 1.
             requests: {client: digest of its request}.
@@ -314,8 +357,7 @@ class Books:
         Raises:
             LedgerError: the charge cannot be written, so nobody may be asked.
         """
-        worst = self._worst(requests if among is None else among, self._schedule.spec(round_))
-        self._charge(round_, requests, {client: worst[client] for client in requests})
+        self._charge(round_, requests, self._worst(self._schedule.spec(round_), requests, beside=among))
 
     def charge_evaluation(self, round_: int, requests: Mapping[int, str]) -> None:
         """Charge clients for the evaluation, as `charge` does for a round."""
@@ -378,16 +420,43 @@ class Books:
         for client, release in self._earlier_charges.pop_unused(up_to):
             self.accounts.record(client, release)
 
-    def _worst(self, clients: Iterable[int], spec: UpdateSpec) -> dict[int, Release]:
-        """The clients' releases in a round in the worst case over which of them survive it."""
-        bars = smallest_rho_bars({client: self._masses[client] for client in clients})
-        scales = self._worst_scales(bars, self._grids[spec])
+    def _worst(
+        self, spec: UpdateSpec, clients: Iterable[int], *, beside: Iterable[int] | None = None
+    ) -> dict[int, Release]:
+        """The clients' releases in a round in the worst case over which others are in its sum.
+
+        Args:
+            spec: of the round.
+            clients: in it.
+            beside: who may be in its sum; None stands for all that may still be asked: a round with too few replies
+                asks others, and its uploads then count less each. Nobody joins a sum that is made in secret.
+        """
+        clients = list(clients)
+        if beside is None:
+            beside = clients if self._aggregate_holds else [*self.active, *self._charged]
+        together = {*beside, *clients}
+        bars = smallest_rho_bars(
+            {client: self._masses[client] for client in together}, of=clients, most=self._most_in_a_sum
+        )
+        scales = self._worst_scales(together, self._grids[spec])
         return {
             client: Release(
-                event=self._events[client][spec], rho_bar=smallest, aggregate_scale=scales[client] if scales else None
+                event=self._events[client][spec],
+                rho_bar=bars[client],
+                aggregate_scale=scales[client] if scales else None,
             )
-            for client, smallest in bars.items()
+            for client in clients
         }
+
+    @property
+    def _most_in_a_sum(self) -> int | None:
+        """How many uploads a client's release can be weighed with, its own among them; None if there is no limit.
+
+        A round asks `clients_per_round` more only while fewer than `min_clients` have replied, and replies to what it
+        asked before no longer count then. A client that failed pays as if its upload were in the sum too.
+        """
+        each = self._config.clients_per_round
+        return self._config.min_clients + each if each else None
 
     def _worst_scales(self, clients: Iterable[int], grid: SumGrid | None) -> dict[int, float] | None:
         """Each client's smallest noise of any sum that is seen, relative to its own; None if uploads are seen.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 
 from fedpriv.accounting.views import Release
@@ -42,6 +43,15 @@ class EarlierCharges:
         while key in self._keys:
             key = replace(key, request=hashlib.sha256(f"{key.request} again".encode()).hexdigest())
         return key, False
+
+    def beside(self, requests: Mapping[int, str], round_: int) -> dict[int, list[Release]]:
+        """{client: its reusable charges of the round that its request, of this digest, does not use}, if it has any."""
+        unused: dict[int, list[Release]] = {}
+        for key, release in self._reusable.items():
+            client = int(key.client)
+            if key.round == round_ and client in requests and key.request != requests[client]:
+                unused.setdefault(client, []).append(release)
+        return unused
 
     def pop_unused(self, up_to: int) -> list[tuple[int, Release]]:
         """(client, release) of each reusable charge of rounds up to this one that no request has used."""

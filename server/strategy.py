@@ -157,6 +157,9 @@ class RuleStrategy(Strategy):
         if self._sums is not None:
             requests = self._opened(requests, self._sums)
         digests = {client: request.digest for client, request in requests.items()}
+        # Others may take their places, but not in the terms of a sum, whose requests are never repeated.
+        if self._sums is None and self.books.retired_by_request(round_.number, digests):
+            return self._charged_messages(config)
         self.books.charge(round_.number, digests, among=self._attempt.terms.by_client if self._attempt else None)
         return [round_.message_to(client, self._nodes[client][0], requests[client]) for client in requests]
 

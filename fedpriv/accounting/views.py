@@ -83,7 +83,9 @@ def rho_bar(weights: Iterable[float]) -> float:
     return min(1.0, math.sqrt(math.fsum(weight * weight for weight in weights)))
 
 
-def smallest_rho_bars(sizes: Mapping[int, float]) -> dict[int, float]:
+def smallest_rho_bars(
+    sizes: Mapping[int, float], *, of: Iterable[int] | None = None, most: int | None = None
+) -> dict[int, float]:
     """For each client, the smallest rho_bar of any round whose sum includes it, whichever other clients drop out.
 
     In the worst case, the other survivors are always the smallest few. For if x < y, x drops out and y survives, then
@@ -94,17 +96,23 @@ def smallest_rho_bars(sizes: Mapping[int, float]) -> dict[int, float]:
 
     Args:
         sizes: {client: m_k > 0} of the clients in the round, to which its weight rho_k is in proportion.
+        of: the clients whose smallest rho_bar is wanted; None stands for all.
+        most: a sum never has more uploads than this, so no rho_bar is below 1 / sqrt(most); None if there is no limit.
     """
+    wanted = sizes.keys() if of is None else set(of)
+    floor = 0.0 if most is None else 1 / math.sqrt(most)
     ordered = sorted(sizes, key=lambda client: sizes[client])
     values = np.array([float(sizes[client]) for client in ordered])
     sums, squares = np.cumsum(values), np.cumsum(values**2)
     smallest = {}
     for i, client in enumerate(ordered):
+        if client not in wanted:
+            continue
         own = values[i]
         # Prefixes that contain the client, and shorter ones, to which it is added.
         ratios = np.append(squares[i:] / sums[i:] ** 2, (squares[:i] + own**2) / (sums[:i] + own) ** 2)
         # Slightly less, so that the rho_bar of the actual round never rounds to below it.
-        smallest[client] = min(1.0, math.sqrt(ratios.min())) * (1 - 1e-12)
+        smallest[client] = min(1.0, max(floor, math.sqrt(ratios.min()))) * (1 - 1e-12)
     return smallest
 
 

@@ -104,6 +104,18 @@ def test_smallest_rho_bar_is_the_minimum_over_all_sets_of_survivors(sizes):
         assert smallest[client] <= min(every), "never above a value that can occur"
 
 
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6), st.integers(1, 6))
+def test_smallest_rho_bar_of_sums_of_few_uploads_is_never_above_one_that_can_occur(sizes, most):
+    clients = dict(enumerate(sizes))
+    smallest = smallest_rho_bars(clients, of=[0], most=most)
+    assert smallest.keys() == {0}
+    for num in range(min(most, len(sizes))):
+        for rest in itertools.combinations(sizes[1:], num):
+            together = (sizes[0], *rest)
+            assert smallest[0] <= rho_bar(size / sum(together) for size in together)
+    assert smallest[0] >= max(smallest_rho_bars(clients)[0], (1 - 1e-11) / math.sqrt(most))
+
+
 def test_aggregate_noise_is_that_of_the_sum_relative_to_the_clients_own_weight():
     # Equal z, C, B and lr: z_eff rho_bar / rho_k, worked by hand for sizes 3, 4, 5 of 12.
     weights, sizes = [3 / 12, 4 / 12, 5 / 12], {0: 3, 1: 4, 2: 5}

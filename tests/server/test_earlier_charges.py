@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
+import pytest
+import torch
+
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.views import Release
+from fedpriv.config import parse
 from fedpriv.ledger.entries import Key
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.protocol import Registration
+from server.bookkeeping import Books
 from server.earlier_charges import EarlierCharges
 
 RELEASE = Release(event=SubsampledGaussian(noise_multiplier=1.0, sampling_probability=0.1), rho_bar=1.0)
@@ -49,3 +57,23 @@ def test_unused_charges_are_counted_once_and_not_before_their_round(charges: Ear
     assert charges.pop_unused(3) == [(0, RELEASE)]
     assert charges.pop_unused(3) == []
     assert key(3) in charges
+
+
+def test_a_part_in_a_sum_that_was_interrupted_is_spent_before_the_next_attempt_is_judged(tmp_path):
+    """Another attempt has other terms, so it is another release: a budget for one round does not allow both."""
+    keys = {"recipe": "dp-lora-paper", "local_steps": 1, "rounds": 3, "sampling_probability": 0.25}
+    keys |= {"secure_aggregation": True, "mechanism": "discrete-gaussian", "optimizer": "sgd", "min_clients": 3}
+    config = parse(keys | {"noise_multiplier": 2.0, "delta": 1e-5, "privacy_view": "local"})
+    adapter = {"A": torch.zeros(2, 3), "B": torch.zeros(4)}
+    registered = [
+        Registration(client=c, num_records=400, name="", data_set=f"d{c}", keeps_replies=True) for c in range(3)
+    ]
+    one = Books(config, "run", registered, initial=adapter).event(0, 1)
+    config = replace(config, budget_epsilon=(1.01 * epsilon_of([one], 1e-5).epsilon,))
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        books = Books(config, "run", registered, initial=adapter, ledger=ledger)
+        assert books.within_budget(1, range(3)) == [0, 1, 2]
+        books.charge(1, dict.fromkeys(range(3), "terms of the first attempt"))
+        resumed = Books(config, "run", registered, initial=adapter, ledger=ledger, resumed_after=0)
+        assert resumed.within_budget(1, range(3)) == []
+        assert [resumed.accounts.num_releases(client) for client in range(3)] == [1, 1, 1]

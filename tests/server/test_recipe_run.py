@@ -19,6 +19,7 @@ from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.config import parse, to_flower
 from fedpriv.ledger.entries import data_sets, entries, releases
+from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from fedpriv.protocol import Registration
 from fedpriv.training.noise_plan import calibrated, derived_learning_rate, with_learning_rates
@@ -164,6 +165,26 @@ def test_a_budget_counts_rounds_that_cost_differently(recipe):
     assert costs == sorted(costs)
     for budget in (0.5 * costs[0], 1.01 * costs[0], 1.01 * costs[3], 1.01 * costs[7]):
         assert allowed(budget) == sum(cost <= budget for cost in costs)
+
+
+def test_a_costly_round_charged_twice_and_a_cheap_one_missed_are_judged_by_what_they_cost(recipe, tmp_path):
+    """As after a resume: as many releases as rounds, but not one of each."""
+    initial = workbench(parse(recipe)).initial
+    costly_first = {"start_noise_multiplier": 1.0, "noise_multiplier": 40.0, "target_epsilon": ""}
+    config = with_learning_rates(calibrated(parse(recipe | costly_first), SIZES, initial), SIZES, initial)
+    one = SubsampledGaussian(noise_multiplier=1.0, sampling_probability=1.0)
+    budget = 1.2 * epsilon_of([one], 1e-5).epsilon
+    config = replace(config, budget_epsilon=(budget,))
+    registered = [Registration(client=0, num_records=84, name="", data_set="d0", keeps_replies=True)]
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        Books(config, "run", registered, initial=initial, ledger=ledger).charge(1, {0: "request"})
+        books = Books(config, "run", registered, initial=initial, ledger=ledger, resumed_after=0)
+        assert books.rounds_allowed[0] == 8
+        books.charge(1, {0: "another request"})
+        books.settle({0: "reply"})
+        spent = books.accounts.final("local")[0].epsilon
+        assert spent >= epsilon_of([one.with_count(2)], 1e-5).epsilon > budget
+        assert books.within_budget(3, [0]) == []
 
 
 def test_a_client_that_missed_the_cheap_rounds_is_judged_by_what_it_spent(recipe):

@@ -12,9 +12,11 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
 
 from fedpriv import protocol
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.config import parse
 from fedpriv.errors import TooFewClientsError
+from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration, Release
 from fedpriv.training.evaluation import Evaluation
 from server.bookkeeping import Books
@@ -32,7 +34,7 @@ def _identity():
         yield
 
 
-def make_strategy(on_round=lambda *_: None, **changes) -> RuleStrategy:
+def make_strategy(on_round=lambda *_: None, ledger=None, resumed_after=None, **changes) -> RuleStrategy:
     config = parse({"rounds": 2, "batch_size": 10, "noise_multiplier": 1.0, **changes})
     nodes = {
         client: (100 + client, Registration(client=client, num_records=n, name="", data_set=f"d{client}"))
@@ -41,7 +43,14 @@ def make_strategy(on_round=lambda *_: None, **changes) -> RuleStrategy:
     return RuleStrategy(
         config,
         nodes,
-        books=Books(config, "run", [each for _, each in nodes.values()], initial=ADAPTER),
+        books=Books(
+            config,
+            "run",
+            [each for _, each in nodes.values()],
+            initial=ADAPTER,
+            ledger=ledger,
+            resumed_after=resumed_after,
+        ),
         run="run",
         initial=ADAPTER,
         evaluate=lambda _: Evaluation(accuracy=0.5, loss=1.0),
@@ -202,6 +211,24 @@ def test_a_round_with_too_few_asks_others_and_charges_all(monkeypatch):
     assert [client.status for client in seen[1][1]] == ["no reply", "ok"]
     assert [strategy.books.accounts.num_releases(client) for client in grid.asked] == [1, 1]
     assert strategy.model.adapter["B"].tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_an_interrupted_round_is_asked_again_only_as_its_charge_or_the_budget_allows(tmp_path, same):
+    """The budget allows one round: the same request is paid for, another one is a release beside the first."""
+    # A run that draws seeded noise repeats its replies to the byte.
+    keys = {"simulate": True, "sampling_probability": 0.1, "delta": 1e-5}
+    event = make_strategy(**keys).books.event(0, 1)
+    keys["budget_epsilon"] = 1.01 * epsilon_of([event], 1e-5).epsilon
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        interrupted = make_strategy(ledger=ledger, **keys)
+        assert len(ask(interrupted)) == 3
+        resumed = make_strategy(ledger=ledger, resumed_after=0, **keys)
+        model = {name: tensor + (not same) for name, tensor in ADAPTER.items()}
+        asked = list(resumed.configure_train(1, ArrayRecord(model), ConfigRecord(), None))
+        assert len(asked) == (3 if same else 0)
+        assert len(resumed.books.active) == len(asked)
+        assert all(len(ledger.releases_of(f"d{client}", "run")) == 1 for client in SIZES)
 
 
 def test_fewer_than_the_minimum_are_not_averaged():
