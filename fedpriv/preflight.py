@@ -12,13 +12,8 @@ from fedpriv.data import federated
 from fedpriv.errors import InputError
 from fedpriv.runs import files
 
-# What `federated.load` depends on.
-DATA_KEYS = (
-    *("data", "test_data", "test_fraction", "evaluation_noise_multiplier", "task", "text_column", "text_pair_column"),
-    *("prompt_column", "response_column", "messages_column", "system_prompt", "prompt_template", "answers"),
-    *("label_column", "client_column", "labels", "partition", "num_clients", "client_sizes", "dirichlet_alpha"),
-    *("max_records", "public_data", "simulate", "seed", "batch_size", "sampling_probability"),
-)
+# What decides whether `federated.load` refuses.
+_LOADED = (*federated.DATA_KEYS, "batch_size", "sampling_probability")
 
 
 def check(config: RunConfig) -> None:
@@ -56,6 +51,6 @@ def _looks(configs: Iterable[RunConfig]) -> list[Callable[[], object]]:
         looks[("model", config.model)] = partial(locations.check, config.model)
     for config in configs:
         if config.data != ON_NODES or config.test_data:
-            values = tuple(getattr(config, key) for key in DATA_KEYS)
+            values = tuple(getattr(config, key) for key in _LOADED)
             looks[("data", values)] = partial(federated.load, config)
     return list(looks.values())

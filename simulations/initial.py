@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -103,7 +104,7 @@ def init(
         Console(stderr=True).print(f"[bold red]error[/] {escape(printable(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(2) from None
     typer.echo(f"{place}: text {answers.text!r}, label {answers.label!r}, holder {answers.holder or 'dealt out'!r}")
-    typer.echo(f"next: python -m simulations run {place}")
+    typer.echo(f"next: python -m simulations run {shlex.quote(str(place))}")
 
 
 def proposed(table: datasets.Dataset) -> tuple[str, str, str]:

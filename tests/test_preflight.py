@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv import preflight
-from fedpriv.config import ON_NODES, RunConfig, parse
+from fedpriv.config import ON_NODES, parse
 from fedpriv.data import federated
 from fedpriv.errors import InputError
 from fedpriv.hub import problem as problem_here
@@ -61,10 +61,6 @@ def test_a_sweep_s_data_are_looked_at_once_and_all_problems_told(values, monkeyp
     assert len(loaded) == 2
     bad = [parse(values | {"model": f"./{name}"}) for name in "ab"]
     assert [line[:13] for line in preflight.problems(bad)] == ["model = './a'", "model = './b'"]
-
-
-def test_the_keys_that_data_depend_on_exist():
-    assert set(preflight.DATA_KEYS) <= set(RunConfig.__dataclass_fields__)
 
 
 def told(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -24,6 +24,23 @@ log = logging.getLogger(__name__)
 
 _NO_RECORDS = TextData((), ())
 
+DATA_KEYS = (
+    *("data", "test_data", "test_fraction", "has_test_set", "task", "text_column", "text_pair_column"),
+    *("prompt_column", "response_column", "messages_column", "answers", "label_column", "client_column", "labels"),
+    *("partition", "num_clients", "client_sizes", "dirichlet_alpha", "max_records", "seed"),
+)
+"""What of a configuration decides which records `load` gives to which client; several keys decide `has_test_set`."""
+
+
+def holdings(config: RunConfig) -> tuple[object, ...]:
+    """Equal for two configurations only if no record has another client, by its number, in one than in the other.
+
+    One of the two may still set aside records that the other trains on.
+    """
+    is_natural = config.partition_rule == "natural" or (config.data == EMBEDDED and config.partition == "auto")
+    # The seed shuffles records among clients; under a natural partition it only sets records aside.
+    return tuple(getattr(config, key) for key in DATA_KEYS if key != "seed" or not is_natural)
+
 
 def load(config: RunConfig) -> FederatedData:
     """The configured data: the records, partitioned among the clients, and the server's test set.

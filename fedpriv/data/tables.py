@@ -60,6 +60,10 @@ def load_table(source: str, *, key: str = "data") -> datasets.Dataset:
                 frame = pd.read_csv(
                     path, sep="\t" if suffix == ".tsv" else ",", dtype=str, keep_default_na=False, na_values=[""]
                 )
+                if len(frame) and not isinstance(frame.index, pd.RangeIndex):
+                    # Its surplus would be taken for an index, so that columns shift; of later records pandas tells.
+                    num_fields = frame.index.nlevels + len(frame.columns)
+                    raise ValueError(f"record 1 has {num_fields} fields, but the header names {len(frame.columns)}")
                 table = datasets.Dataset.from_pandas(frame, preserve_index=False)
             else:
                 table = datasets.load_dataset(

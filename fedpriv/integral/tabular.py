@@ -127,6 +127,8 @@ def _check_columns(frame: pd.DataFrame, target: str, drop: Sequence[str], keep: 
             raise InputError(f"{key} = {name!r}: no such column; there are {known}")
     if target in drop:
         raise InputError(f"drop = {target!r}: is the target")
+    if target in keep:
+        raise InputError(f"keep = {target!r}: is the target, which is never a feature")
     if both := sorted(set(drop) & set(keep)):
         raise InputError(f"keep = {both[0]!r}: is to be dropped too; give one of the two")
 

@@ -6,7 +6,14 @@ model's `tell`, a vault never does, and nothing writes it to a file or a message
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from typing import ParamSpec
+
+from fedpriv.journal import trace_without_message
+
+Told = ParamSpec("Told")
+log = logging.getLogger(__name__)
 
 Tell = Callable[[str, float, float], None]
 """Takes what is being done, how much of it is done, and how much there is, in units of its own."""
@@ -17,6 +24,23 @@ READING = "reading records"
 """In records whose states or features are computed once and kept."""
 TESTING = "testing"
 """In records of the server's test set."""
+
+
+def unfailing(tell: Callable[Told, None]) -> Callable[Told, None]:
+    """The same, which is told no more once it raised: a failing display must not look like a failing record."""
+    failed = False
+
+    def told(*args: Told.args, **kwargs: Told.kwargs) -> None:
+        nonlocal failed
+        if failed:
+            return
+        try:
+            tell(*args, **kwargs)
+        except Exception as error:  # whatever it is: what is only shown decides nothing
+            failed = True
+            log.warning("progress is shown no more: %s", trace_without_message(error))
+
+    return told
 
 
 def silent(what: str, done: float, total: float) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from fedpriv.training.local_update import ClientUpdate, Execute, UpdateTask
 from fedpriv.training.model import TrainingModel
-from fedpriv.training.progress import TRAINING
+from fedpriv.training.progress import TRAINING, unfailing
 from server.observer import Follow, Progress
 
 
@@ -16,11 +16,11 @@ class Followed:
 
     Args:
         execute: trains the tasks.
-        follow: is told.
+        follow: is told, until it raises; models tell while they compute records, where an error would be a record's.
     """
 
     def __init__(self, execute: Execute, follow: Follow) -> None:
-        self._execute, self._follow = execute, follow
+        self._execute, self._follow = execute, unfailing(follow)
         self._round = self._total = 0
         self._done = 0.0
 

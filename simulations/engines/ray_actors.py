@@ -22,7 +22,7 @@ from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
 from fedpriv.secure_aggregation.grid import ClientGrid
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
-from fedpriv.training.progress import TRAINING, Tell, silent
+from fedpriv.training.progress import TRAINING, Tell, silent, unfailing
 from fedpriv.training.stacked import execute_stacked
 from fedpriv.training.workbench import load_model, workbench
 from simulations.engines import ray_session
@@ -182,7 +182,7 @@ class _Worker:
         _, self._model = load_model(config, num_labels=num_labels)
         self._tally, self._told, self._name = tally, 0.0, secrets.token_hex(8)
         if tally is not None:
-            self._model.tell = self._tell
+            self._model.tell = unfailing(self._tell)
         self._records: dict[Any, Records] = {}
 
     def _tell(self, what: str, done: float, total: float) -> None:

@@ -9,15 +9,9 @@ from pathlib import Path
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import Event, group
-from fedpriv.config import EMBEDDED, RunConfig
+from fedpriv.data.federated import holdings
 from fedpriv.ledger import entries, reader
 from fedpriv.runs.files import LEDGER, read_config
-
-_DATA_KEYS = (
-    *("data", "test_data", "test_fraction", "text_column", "text_pair_column", "label_column", "client_column"),
-    *("prompt_column", "response_column", "messages_column", "answers", "max_records"),
-    *("labels", "partition", "num_clients", "client_sizes", "dirichlet_alpha", "task"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +32,10 @@ class Total:
 def total(folders: Sequence[Path]) -> Total:
     """The sum of the ledgers in the runs' folders.
 
-    Runs that give every client the same records are composed client by client and converted once, at each client's
+    Runs in which no record changes its client are composed client by client and converted once, at each client's
     largest delta. Where runs distribute records differently, a record may belong to any client of another run: there
-    the groups' largest epsilons and deltas add up (basic composition).
+    the groups' largest epsilons and deltas add up (basic composition). Either way the sum bounds what each record has
+    spent, in whichever runs it was set aside.
 
     Raises:
         LedgerError: a ledger is damaged, or lost entries or its head.
@@ -52,7 +47,7 @@ def total(folders: Sequence[Path]) -> Total:
         if not path.is_file():
             continue  # the run ended before its first charge
         num_runs += 1
-        clients = groups[_holders(read_config(folder))]
+        clients = groups[holdings(read_config(folder))]
         with reader.reading(path) as db:
             reader.verify_with_head(db, path)
             for data_set in entries.data_sets(db):
@@ -72,11 +67,3 @@ def _largest(clients: Sequence[tuple[list[Event], float]]) -> tuple[float, float
         max((epsilon_of(events, delta).epsilon for events, delta in histories), default=0.0),
         max((delta for _, delta in histories), default=0.0),
     )
-
-
-def _holders(config: RunConfig) -> tuple[object, ...]:
-    """The settings that decide which client holds which record."""
-    is_natural = config.partition_rule == "natural" or (config.data == EMBEDDED and config.partition == "auto")
-    # The seed shuffles records among clients; under a natural partition it only splits off the test set.
-    seed = None if is_natural else config.seed
-    return (*(getattr(config, key) for key in _DATA_KEYS), seed)

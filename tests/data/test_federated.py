@@ -6,14 +6,15 @@ import csv
 import gzip
 import json
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
-from fedpriv.config import parse
+from fedpriv.config import EMBEDDED, KEYS, RunConfig, parse
 from fedpriv.data.checks import describe
-from fedpriv.data.federated import load
+from fedpriv.data.federated import holdings, load
 from fedpriv.data.records import collate, num_tokens, tokenize
 from fedpriv.data.tables import load_table
 from fedpriv.errors import InputError
@@ -128,6 +129,86 @@ def test_sizes_are_exact(file):
     assert [len(client) for client in data.clients] == [30, 10, 4]
     with pytest.raises(InputError, match="sum to 60, but there are 48"):
         federation(file, partition="sizes", client_sizes=[30, 30])
+
+
+def client_of_each(config: RunConfig) -> dict[str, int]:
+    return {text: client for client, records in enumerate(load(config).clients) for text in records.texts}
+
+
+def others(key: str, value: object, changed: dict[str, list[object]]) -> list[object]:
+    """Other values of a key, allowed or not."""
+    if key in changed:
+        return changed[key]
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, (int, float)):
+        return [value + 1, value * 0.5, 0, 2]
+    return [True, 1.0, 2, "x", ["x", "y"]]
+
+
+BASES = {
+    "dealt out": (
+        {"simulate": True},
+        {"test_data", "test_fraction", "evaluation_noise_multiplier", "simulate", "seed"},
+    ),
+    "private": ({}, {"public_data", "simulate", "num_clients", "client_column", "partition", "labels", "data"}),
+    "by label": ({"partition": "dirichlet", "dirichlet_alpha": 5.0}, {"label_column", "dirichlet_alpha"}),
+    "by size": ({"partition": "sizes", "client_sizes": [20, 30]}, {"client_sizes"}),
+    "answers": ({"prompt_column": "text", "response_column": "label", "answers": ["a", "b", "c"]}, {"answers"}),
+    "natural": ({"client_column": "site", "simulate": True}, {"client_column"}),
+    "embedded": ({"data": EMBEDDED, "partition": "iid"}, {"partition", "num_clients", "seed"}),
+}
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_whichever_key_changes_who_holds_a_record_tells_holdings_apart(tmp_path, base):
+    """What all runs of a sweep cost together is composed client by client only where holdings are equal."""
+    rows = [{**row, "label": "abc"[i % 3], "half": "pq"[i % 2]} for i, row in enumerate(ROWS)]
+    rows[-6:] = [{**row, "label": "d"} for row in rows[-6:]]
+    given, expected = BASES[base]
+    file, reverse = write(tmp_path / "r.csv", rows), write(tmp_path / "reverse.csv", rows[::-1])
+    test = write(tmp_path / "t.csv", [{**row, "text": f"test {row['text']}"} for row in rows])
+    labels = [] if "answers" in given else ["a", "b", "c", "d"]
+    first = parse({"data": str(file), "batch_size": 1, "labels": labels, "num_clients": 3} | given)
+    changed: dict[str, list[object]] = {
+        "data": [str(reverse), EMBEDDED],
+        "test_data": [str(test)],
+        "test_fraction": [0.4],
+        "text_column": ["second"],
+        "label_column": ["half"],
+        "client_column": ["site", "half", ""],
+        "labels": [["a", "b"]],
+        "answers": [["a", "b"]],
+        "partition": ["auto", "iid", "natural", "dirichlet", "sizes"],
+        "client_sizes": [[15, 25]],
+        "max_records": [5],
+        "noise_multiplier": [2.0],
+    }
+    clients, moving = client_of_each(first), set()
+    for key in KEYS:
+        for value in others(key, getattr(first, key), changed):
+            values = asdict(first) | {key: value}
+            if key in ("label_column", "data"):
+                values["labels"] = []
+            try:
+                config = parse(values)
+                found = client_of_each(config)
+            except InputError:
+                continue
+            if any(found.get(text, client) != client for text, client in clients.items()):
+                moving.add(key)
+                assert holdings(config) != holdings(first), (key, value)
+    assert expected <= moving, "the loader would not be looked at"
+
+
+@pytest.mark.parametrize(
+    ("given", "value"), [({"simulate": True, "client_column": "site"}, {"seed": 3}), ({}, {"noise_multiplier": 2.0})]
+)
+def test_what_moves_no_record_leaves_holdings_equal(file, given, value):
+    first = {"data": str(file), "batch_size": 1, **given}
+    assert holdings(parse(first)) == holdings(parse(first | value))
+    evaluated = [parse(first | {"evaluation_noise_multiplier": z}) for z in (2.0, 4.0)]
+    assert holdings(evaluated[0]) == holdings(evaluated[1])
 
 
 def test_own_test_file_and_text_pairs(file, tmp_path):

@@ -52,6 +52,29 @@ def test_unreadable_file_is_one_line_with_its_name(tmp_path, name, content):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("rows", "row"),
+    [
+        (["PRIVATE,1,2"], "record 1 has 3 fields, but the header names 2"),
+        (["", "PRIVATE,1,"], "record 1 has 3 fields, but the header names 2"),
+        (["PRIVATE,1,2,3", "b,1"], "record 1 has 4 fields, but the header names 2"),
+        (["PRIVATE,1,2", "b,1"], "record 1 has 3 fields, but the header names 2"),
+        (["a,1", "PRIVATE,1,2"], "Expected 2 fields in line 3, saw 3"),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+def test_a_record_with_more_fields_than_the_header_shifts_no_column(tmp_path, rows, row, suffix):
+    text = "\n".join(["text,label", *rows, ""])
+    path = tmp_path / f"r{suffix}"
+    path.write_text(text if suffix == ".csv" else text.replace(",", "\t"))
+    with pytest.raises(InputError) as caught:
+        load_table(str(path))
+    assert str(path) in str(caught.value)
+    assert row in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "PRIVATE" not in str(caught.value)
+
+
 def test_a_file_that_is_not_there_is_never_looked_up_on_the_hub(tmp_path):
     for source in (str(tmp_path / "none.csv"), "none.jsonl", str(tmp_path)):
         with pytest.raises(InputError, match="no such file"):

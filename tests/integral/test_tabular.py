@@ -124,6 +124,7 @@ def test_ten_classes():
         ({}, {"target": "income"}, "target = 'income': no such column; there are age, job, label"),
         ({}, {"drop": ["x"]}, "drop = 'x': no such column"),
         ({}, {"drop": ["label"]}, "is the target"),
+        ({}, {"keep": ["label"]}, "keep = 'label': is the target"),
         ({}, {"keep": ["x"]}, "keep = 'x': no such column"),
         ({}, {"keep": ["job"], "drop": ["job"]}, "keep = 'job': is to be dropped too"),
         ({}, {"test_fraction": 1.0}, "test_fraction = 1.0"),

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import os
 import pty
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -52,6 +53,13 @@ def test_columns_are_proposed_and_the_file_is_what_a_run_takes(letters, tmp_path
     assert (config.target_epsilon, config.data) == (2.3, str(letters))
     preflight.check(config)
     assert "python -m simulations run letters.toml" in said
+
+
+def test_what_to_run_next_can_be_pasted_into_a_shell(letters, tmp_path):
+    code, said = init(tmp_path, letters, "--label", "ward", "--out", "a study; of $HOME.toml")
+    assert code == 0, said
+    (line,) = [line for line in said.splitlines() if line.startswith("next: ")]
+    assert shlex.split(line)[1:] == ["python", "-m", "simulations", "run", "a study; of $HOME.toml"]
 
 
 def test_a_private_table_gets_advice_on_accuracy_and_no_statement(letters, tmp_path):

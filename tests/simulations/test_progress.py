@@ -12,7 +12,7 @@ import pytest
 from fedpriv.config import parse
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.progress import READING, TESTING, TRAINING, silent
-from fedpriv.training.workbench import workbench
+from fedpriv.training.workbench import forget, workbench
 from server.exchange import Exchange
 from server.observer import LogObserver, Progress, answers
 from simulations.engines import federation
@@ -48,6 +48,30 @@ def test_an_engine_tells_of_each_step_of_each_client_until_all_are_done(small_ru
     assert stages[0] == "loading model and data"
     assert stages[-1] == "writing the report"
     assert {READING, TESTING} <= {each.what for each in observer.seen}
+
+
+class Failing(Kept):
+    """A display that fails whenever a model tells it something."""
+
+    def progressed(self, progress: Progress) -> None:
+        super().progressed(progress)
+        if progress.what in (READING, TRAINING, TESTING):
+            raise OSError(f"PRIVATE {progress.done}")
+
+
+@pytest.mark.parametrize("engine", ["in-process", "stacked"])
+def test_a_display_that_fails_makes_no_record_count_as_zero(small_run, tmp_path, engine, caplog):
+    adapters = []
+    for observer in (Kept(), Failing()):
+        forget()
+        out = tmp_path / type(observer).__name__
+        federation.run(parse({**small_run, "engine": engine, "out": str(out)}), observer)
+        adapters.append({path.name: path.read_bytes() for path in sorted(out.rglob("*.safetensors"))})
+    assert adapters[0]
+    assert adapters[0] == adapters[1]
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.splitlines()[0] for line in said if "progress" in line] == ["progress is shown no more: OSError at"]
+    assert not [line for line in said if "counts as zero" in line or "PRIVATE 1" in line]
 
 
 def test_a_log_says_how_far_a_round_is_once_it_was_silent_for_long(caplog):

@@ -185,9 +185,12 @@ def test_the_sum_composes_a_clients_releases_over_all_runs_and_attempts(write, b
         total(attempts(plan, out))
 
 
-def test_groups_that_share_records_out_differently_add_up(write, base, tmp_path):
+@pytest.mark.parametrize(
+    "runs", [[{"num_clients": 2}, {"num_clients": 4}], [{"evaluation_noise_multiplier": 4.0}, {"simulate": True}]]
+)
+def test_groups_that_share_records_out_differently_add_up(write, base, tmp_path, runs):
     base = {**base, "client_column": "", "partition": "iid"}
-    path, out = write(**base, grid={"num_clients": [2, 4]}), tmp_path / "out"
+    path, out = write(**base, runs=runs), tmp_path / "out"
     assert run(path, out)
     apart = [total([out / planned.key]) for planned in read(path).runs]
     both = total([out / planned.key for planned in read(path).runs])
