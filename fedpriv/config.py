@@ -344,10 +344,13 @@ def _lines(error: ValidationError, values: Mapping[str, Any]) -> list[str]:
     """One line for each key, or set of keys, that is wrong."""
     lines: dict[str, str] = {}
     for each in error.errors():
-        if not each["loc"]:  # our own check of all keys, which names them and their values
-            return list(each["ctx"]["error"].lines)
-        key, message = str(each["loc"][0]), each["msg"].removeprefix("Value error, ")
-        lines.setdefault(key, f"{key} = {values[key]!r}: {message[0].lower()}{message[1:]}")
+        message = each["msg"].removeprefix("Value error, ")
+        if not each["loc"]:  # of all keys together: our own checks name them and their values
+            cause = each.get("ctx", {}).get("error")
+            return list(getattr(cause, "lines", None) or [" ".join(message.split())])
+        key = str(each["loc"][0])
+        value = values.get(key, each["input"])  # a recipe may derive it from a key that is wrong too
+        lines.setdefault(key, f"{key} = {value!r}: {message[:1].lower()}{message[1:]}")
     return list(lines.values())
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from fedpriv.config_types import ON_NODES
+from fedpriv.errors import InputError
 from fedpriv.mechanisms.registry import FOR_SUMS, MECHANISMS
 
 if TYPE_CHECKING:
@@ -50,6 +51,36 @@ def check(config: RunConfig) -> None:
             lines.append(str(error))
     if lines:
         raise MisfitError(list(dict.fromkeys(lines)))
+
+
+def check_clients(config: RunConfig, num_clients: int) -> None:
+    """Refuse keys that do not fit so many clients.
+
+    Raises:
+        InputError: names the key, the value and what would be right.
+    """
+    if len(config.budget_epsilon) not in (0, 1, num_clients):
+        raise InputError(
+            f"budget_epsilon = {list(config.budget_epsilon)}: has {len(config.budget_epsilon)} entries for "
+            f"{num_clients} clients; give one number for all, or one for each"
+        )
+    if len(config.client_ranks) not in (0, num_clients):
+        raise InputError(
+            f"client_ranks = {list(config.client_ranks)}: has {len(config.client_ranks)} entries for {num_clients} "
+            "clients; give one for each"
+        )
+    if config.secure_aggregation:
+        from fedpriv.secure_aggregation import smallest_threshold  # deferred: few runs need it
+
+        num_each = config.clients_per_round or num_clients
+        least = smallest_threshold(num_each, config.colluding_clients)
+        if not least <= config.min_clients <= num_each:
+            raise InputError(
+                f"min_clients = {config.min_clients}: secure_aggregation = true needs {least} to {num_each}, with "
+                f"{num_each} clients a round of whom {config.colluding_clients} may collude"
+            )
+    if config.min_clients > num_clients:
+        raise InputError(f"min_clients = {config.min_clients}: there are {num_clients} clients; use at most as many")
 
 
 def _check_data(config: RunConfig) -> None:

@@ -20,7 +20,7 @@ def split(value: object) -> object:
         if value.startswith("["):
             try:
                 return tuple(json.loads(value))
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise ValueError(f"{value}: starts like a JSON list but is not one") from None
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return value

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
 from fedpriv.adapters import locations
 from fedpriv.config import ON_NODES, RunConfig
+from fedpriv.config_checks import check_clients
 from fedpriv.data import federated
 from fedpriv.errors import InputError
+from fedpriv.mechanism_parameters import with_mechanism_parameters
 from fedpriv.runs import files
+from fedpriv.tracking.protocol import check_installed
 
 # What decides whether `federated.load` refuses.
 _LOADED = (*federated.DATA_KEYS, "batch_size", "sampling_probability")
 
+# What is checked against the number of clients.
+_BY_CLIENTS = (
+    *("budget_epsilon", "client_ranks", "min_clients"),
+    *("secure_aggregation", "clients_per_round", "colluding_clients"),
+)
+
 
 def check(config: RunConfig) -> None:
-    """Refuse a run whose folder, model or data cannot be used.
+    """Refuse a run whose folder, tracker, mechanism, model or data cannot be used, or do not fit its keys.
 
     Raises:
         InputError: the first problem that is found.
@@ -27,7 +36,7 @@ def check(config: RunConfig) -> None:
 
 
 def problems(configs: Iterable[RunConfig]) -> list[str]:
-    """One line for each folder, model and set of data that cannot be used; each is looked at once, the cheapest first.
+    """One line for each thing that cannot be used, such as a model; each is looked at once, the cheapest first.
 
     A model's files are not read, and neither are records that are on nodes.
     """
@@ -47,10 +56,34 @@ def _looks(configs: Iterable[RunConfig]) -> list[Callable[[], object]]:
     for config in configs:
         if config.out and not config.resume:
             looks[("out", config.out)] = partial(files.check_unused, Path(config.out))
+        looks[("track", config.track)] = partial(check_installed, config.track)
+    for config in configs:
+        values = (config.mechanism, config.mechanism_parameters, config.noise_multiplier)
+        looks[("mechanism", values)] = partial(with_mechanism_parameters, config)
     for config in configs:
         looks[("model", config.model)] = partial(locations.check, config.model)
+    num_clients: dict[object, int] = {}
     for config in configs:
         if config.data != ON_NODES or config.test_data:
-            values = tuple(getattr(config, key) for key in _LOADED)
-            looks[("data", values)] = partial(federated.load, config)
+            looks[("data", _data(config))] = partial(_load, config, num_clients)
+    for config in configs:
+        looks[("clients", _data(config), *(getattr(config, key) for key in _BY_CLIENTS))] = partial(
+            _check_clients, config, num_clients
+        )
     return list(looks.values())
+
+
+def _data(config: RunConfig) -> tuple[object, ...]:
+    return tuple(getattr(config, key) for key in _LOADED)
+
+
+def _load(config: RunConfig, num_clients: dict[object, int]) -> None:
+    """Load the data, and keep how many clients hold them."""
+    num_clients[_data(config)] = len(federated.load(config).clients)
+
+
+def _check_clients(config: RunConfig, num_clients: Mapping[object, int]) -> None:
+    """Refuse what does not fit the number of clients; data that cannot be loaded are another look's problem."""
+    num = config.num_clients if config.data == ON_NODES else num_clients.get(_data(config))
+    if num is not None:
+        check_clients(config, num)

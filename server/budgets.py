@@ -5,39 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fedpriv.config import RunConfig
+from fedpriv.config_checks import check_clients
 from fedpriv.errors import InputError
 from fedpriv.names import holder_label
-from fedpriv.secure_aggregation import smallest_threshold
 from server.aggregate_view import objections_to_aggregate
 from server.bookkeeping import Books
 from server.observer import Observer
 
 
 def check_budget_and_view(config: RunConfig, num_clients: int) -> None:
-    """Refuse lists that do not have one entry for each client, a threshold that a secure sum may not have, and the
-    `aggregate` view where it does not hold.
+    """Refuse keys that do not fit so many clients, and the `aggregate` view where it does not hold.
 
     Raises:
         InputError: names the key, or every condition that fails.
     """
-    if len(config.budget_epsilon) not in (0, 1, num_clients):
-        raise InputError(
-            f"budget_epsilon = {list(config.budget_epsilon)}: has {len(config.budget_epsilon)} entries for "
-            f"{num_clients} clients; give one number for all, or one for each"
-        )
-    if len(config.client_ranks) not in (0, num_clients):
-        raise InputError(
-            f"client_ranks = {list(config.client_ranks)}: has {len(config.client_ranks)} entries for {num_clients} "
-            "clients; give one for each"
-        )
-    if config.secure_aggregation:
-        num_each = config.clients_per_round or num_clients
-        least = smallest_threshold(num_each, config.colluding_clients)
-        if not least <= config.min_clients <= num_each:
-            raise InputError(
-                f"min_clients = {config.min_clients}: secure_aggregation = true needs {least} to {num_each}, with "
-                f"{num_each} clients a round of whom {config.colluding_clients} may collude"
-            )
+    check_clients(config, num_clients)
     if config.privacy_view == "aggregate" and (objections := objections_to_aggregate(config)):
         raise InputError(f"privacy_view = aggregate: does not hold: {'; '.join(objections)}")
 
@@ -50,6 +32,8 @@ def announce_budgets(books: Books, config: RunConfig, names: Mapping[int, str], 
     """
     allowed = books.rounds_allowed
     short = {client: rounds for client, rounds in allowed.items() if rounds < config.rounds}
+    if len(books.sizes) < config.min_clients:
+        raise InputError(f"min_clients = {config.min_clients}: only {len(books.sizes)} clients are registered")
     num_able = len(books.sizes) - sum(rounds == 0 for rounds in allowed.values())
     if num_able < config.min_clients:
         raise InputError(

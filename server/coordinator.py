@@ -13,6 +13,7 @@ from flwr.serverapp import Grid
 from fedpriv.audit.run_canaries import audit_of
 from fedpriv.config import RunConfig
 from fedpriv.ledger.ledger import Ledger
+from fedpriv.mechanism_parameters import with_mechanism_parameters
 from fedpriv.names import holder_label
 from fedpriv.publishing import card
 from fedpriv.runs import files, presence
@@ -26,7 +27,6 @@ from fedpriv.vault import guard
 from server import answers, checkpoint, registry, resume
 from server.budgets import announce_budgets, check_budget_and_view
 from server.checkpoint import Checkpoint
-from server.mechanism_parameters import with_mechanism_parameters
 from server.observer import Observer, Progress
 from server.registration import NO_NODE, Nodes, register_nodes
 from server.series import Series

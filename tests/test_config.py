@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fedpriv import config as configuration
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import (
     KEYS,
@@ -265,3 +266,25 @@ def test_a_later_override_wins_and_spaces_around_it_are_ignored():
 
 def test_an_override_may_give_a_single_layer_as_a_number():
     assert parse(parse_overrides(["layers=3"])).layers == "3"
+
+
+@pytest.mark.parametrize("secure", [{}, {"secure_aggregation": True}])
+@pytest.mark.parametrize("value", [None, [], {}, "[", "[" * 100_000, "abc", -1, 10**400, True, b"x", "{"])
+def test_no_value_of_a_key_ends_in_a_traceback(value, secure):
+    for key in KEYS:
+        config, problems = checked({**secure, key: value})
+        assert config is None or not problems
+        assert not any("\n" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("recipe = x: is no recipe"), AssertionError(""), ValueError("two\nlines")]
+)
+def test_an_error_before_keys_are_checked_is_one_line_whatever_its_type(monkeypatch, error):
+    def fail(values):
+        raise error
+
+    monkeypatch.setattr(configuration, "with_recipe", fail)
+    _, (line,) = checked({})
+    assert "\n" not in line
+    assert str(error).split()[-1:] == line.split()[-1:] or not str(error)

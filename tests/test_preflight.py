@@ -39,6 +39,18 @@ def test_a_run_that_can_start_passes(values, tmp_path):
         ({"label_column": "lable"}, "label_column = 'lable': .* it has text, label, site"),
         ({"data": "none.csv"}, "data = 'none.csv': no such file"),
         ({"test_data": "none.csv"}, "test_data = 'none.csv': no such file"),
+        ({"budget_epsilon": [1.0, 2.0]}, "budget_epsilon = .*: has 2 entries for 3 clients"),
+        ({"aggregation": "flora", "client_ranks": [4]}, "client_ranks = .*: has 1 entries for 3 clients"),
+        ({"min_clients": 9}, "min_clients = 9: there are 3 clients"),
+        (
+            {"data": ON_NODES, "labels": "a,b", "num_clients": 4, "min_clients": 5},
+            "min_clients = 5: there are 4 clients",
+        ),
+        (
+            {"mechanism": "lmo", "mechanism_parameters": "none.json"},
+            "mechanism_parameters = 'none.json': cannot be read",
+        ),
+        ({"track": "mlflow"}, "track = mlflow: needs mlflow"),
         ({"model": "./none"}, "model = './none': no such folder"),
         ({"model": "all-MiniLM-L6-v3"}, "model = .*HF_HUB_OFFLINE.*; did you mean all-MiniLM-L6-v2[?]"),
         ({"model": "a model"}, "model = 'a model': no folder here, and no possible name"),
@@ -47,18 +59,22 @@ def test_a_run_that_can_start_passes(values, tmp_path):
         ({"out": str(ROOT / "LICENSE")}, "out = .*: already holds a run"),
     ],
 )
-def test_what_is_wrong_with_folder_model_or_data_is_one_line(values, changes, message):
+def test_what_is_wrong_with_folder_model_or_data_is_one_line(values, changes, message, monkeypatch):
+    monkeypatch.setattr("fedpriv.tracking.protocol.find_spec", lambda name: None)
     with pytest.raises(InputError, match=message) as caught:
         preflight.check(parse(values | changes))
     assert "\n" not in str(caught.value)
 
 
 def test_a_sweep_s_data_are_looked_at_once_and_all_problems_told(values, monkeypatch):
-    loaded = []
-    monkeypatch.setattr(federated, "load", loaded.append)
+    loaded, load = [], federated.load
+    monkeypatch.setattr(federated, "load", lambda config: loaded.append(config) or load(config))
     configs = [parse(values | {"rank": rank, "num_clients": k}) for rank in (2, 4) for k in (2, 3)]
     assert preflight.problems(configs) == []
     assert len(loaded) == 2
+    few = [parse(values | {"min_clients": num}) for num in (1, 4, 5, 5)]
+    assert [line.split(":")[0] for line in preflight.problems(few)] == ["min_clients = 4", "min_clients = 5"]
+    assert len(loaded) == 3
     bad = [parse(values | {"model": f"./{name}"}) for name in "ab"]
     assert [line[:13] for line in preflight.problems(bad)] == ["model = './a'", "model = './b'"]
 
