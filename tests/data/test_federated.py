@@ -160,7 +160,12 @@ BASES = {
 }
 
 
-@pytest.mark.parametrize("base", BASES)
+EVERY_DAY = ("dealt out", "private")
+
+
+@pytest.mark.parametrize(
+    "base", [pytest.param(base, marks=[] if base in EVERY_DAY else pytest.mark.slow) for base in BASES]
+)
 def test_whichever_key_changes_who_holds_a_record_tells_holdings_apart(tmp_path, base):
     """What all runs of a sweep cost together is composed client by client only where holdings are equal."""
     rows = [{**row, "label": "abc"[i % 3], "half": "pq"[i % 2]} for i, row in enumerate(ROWS)]
