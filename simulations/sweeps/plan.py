@@ -81,13 +81,7 @@ def read(path: Path, overrides: Mapping[str, Any] | None = None) -> Sweep:
 
 
 def expand(values: Mapping[str, Any], *, source: str, title: str, overrides: Mapping[str, Any] | None = None) -> Sweep:
-    """The sweep that values describe.
-
-    Args:
-        values: run keys, and perhaps a `title`, a `grid` and `runs`.
-        source: where they come from, for errors.
-        title: where the values have none.
-        overrides: change the keys of every run; of those that vary, the engine alone.
+    """The sweep that values describe; arguments as in `sweep_values.points`, and one `track` for all runs.
 
     Raises:
         InputError: one line that names the key, the value and what would be right.
