@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Literal, overload
@@ -13,30 +13,19 @@ from typing import Literal, overload
 from torch import Tensor
 
 from fedpriv.accounting.calibration import first_rounds_within
-from fedpriv.accounting.events import Event, Unit
+from fedpriv.accounting.events import Event
 from fedpriv.accounting.law import Accountant
 from fedpriv.accounting.views import (
     Release,
     View,
-    rho_bar,
-    smallest_aggregate_scales,
-    smallest_rho_bars,
 )
-from fedpriv.aggregation.fedavg import weights_by_size
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
 from fedpriv.ledger.accounts import Accounts
 from fedpriv.ledger.entries import RELEASED, Charge, Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
-from fedpriv.secure_aggregation.grid import SumGrid
-from fedpriv.training.client_weights import client_masses
-from fedpriv.training.local_update import UpdateSpec, planned_event
-from fedpriv.training.noise_plan import view_scale
-from fedpriv.training.private_evaluation import EvaluationSpec
-from fedpriv.training.private_evaluation import planned_event as planned_evaluation
-from fedpriv.training.schedule import Schedule
-from fedpriv.training.summing import grid_of
+from server.costs import Costs
 from server.earlier_charges import EarlierCharges
 from server.registration import check_registered
 
@@ -87,19 +76,7 @@ class Books:
         }
         self.accounts = Accounts(self.sizes, config.delta, self._earlier)
         self._aggregate_holds = config.secure_aggregation
-        self._schedule = Schedule.of(config)
-        self._masses = client_masses(config, self.sizes)
-        specs = self._schedule.totals.keys()
-        self._grids = grids = {spec: grid_of(config, spec, self.sizes) for spec in specs}
-        self._events = {
-            client: {
-                spec: planned_event(spec, spec.probability(n), initial, grid.of(client) if grid else None)
-                for spec, grid in grids.items()
-            }
-            for client, n in self.sizes.items()
-        }
-        evaluation = EvaluationSpec.of(config)
-        self._evaluation = planned_evaluation(evaluation) if evaluation else None
+        self.costs = Costs(config, self.sizes, initial)
         self.num_evaluations: Counter[int] = Counter()
         self._budgets = {client: config.budget_of(client) for client in self.sizes}
         self._round = 0
@@ -141,38 +118,12 @@ class Books:
             ledger.register(str(client), size, delta, data_set=self._data_sets[client])
             return
         check_registered(known, client, size, delta)
-        (unit,) = self.units
+        (unit,) = self.costs.units
         if any(release.event.unit != unit for release in self._earlier[client]):
             raise InputError(
                 f"noise_on = {self._config.noise_on}: {ledger.path} holds releases of another unit than {unit} on the "
                 f"data of client {client}; the two have no common epsilon"
             )
-
-    def event(self, client: int, round_: int) -> Event:
-        """What a round, from 1, costs the client on the `local` view."""
-        return self._events[client][self._schedule.spec(round_)]
-
-    def grid(self, round_: int) -> SumGrid | None:
-        """The grid of a round's sum, from 1; None without secure aggregation."""
-        return self._grids[self._schedule.spec(round_)]
-
-    def weights(self, clients: Iterable[int]) -> dict[int, float]:
-        """{client: rho_k} of uploads of these clients in a round's sum."""
-        return weights_by_size({client: self._masses[client] for client in clients})
-
-    @property
-    def caveat(self) -> str:
-        """Why what the run's releases cost is no privacy guarantee; empty if it is one."""
-        return "; ".join(sorted({event.caveat for event in self._all_events if event.caveat}))
-
-    @property
-    def units(self) -> set[Unit]:
-        """What the run's releases protect: a single unit, since all clients follow the same instruction."""
-        return {event.unit for event in self._all_events}
-
-    @property
-    def _all_events(self) -> Iterator[Event]:
-        return (event for by_spec in self._events.values() for event in by_spec.values())
 
     @overload
     def epsilon_so_far(self, client: int, view: Literal["local", "rho"]) -> float: ...
@@ -202,16 +153,8 @@ class Books:
         A round that asks further clients in place of those that failed may have more uploads than were calibrated for,
         and an earlier run had: then less of the noise in them is the client's to count on.
         """
-        own = self._events[client]
-        planned = [own[spec].with_count(num * own[spec].count) for spec, num in self._schedule.totals.items()]
-        return self.accounts.is_part_of(
-            client, [*planned, *self._reserved], self._config.privacy_view, self._calibrated_scale
-        )
-
-    @cached_property
-    def _calibrated_scale(self) -> float:
-        """What calibration took every client's noise to be multiplied by, at least, on the run's view."""
-        return view_scale(self._config, list(self.sizes.values()))
+        planned = [*self.costs.events(client, 0, self._config.rounds), *self.costs.reserved]
+        return self.accounts.is_part_of(client, planned, self._config.privacy_view, self.costs.calibrated_scale)
 
     @overload
     def largest_so_far(self, view: Literal["local", "rho"]) -> float: ...
@@ -246,12 +189,8 @@ class Books:
 
     def _spent_after(self, client: int, num_rounds: int) -> list[Event]:
         """What a client that takes part in the next rounds will have released, on the view of the budget."""
-        view = self._config.privacy_view
-        events = [*self.accounts.history(client, view), *self._reserved]
-        for spec, count in self._schedule.counts(self._after, num_rounds).items():
-            event = self._worst(spec, [client], beside=self.sizes)[client].seen_by(view)
-            events.append(event.with_count(count * event.count))
-        return events
+        before = [*self.accounts.history(client, self._config.privacy_view), *self.costs.reserved]
+        return [*before, *self.costs.worst_events(client, self._after, num_rounds)]
 
     @property
     def _counts_by_pld(self) -> bool:
@@ -260,7 +199,7 @@ class Books:
     def within_budget(self, round_: int, selected: Iterable[int]) -> list[int]:
         """The clients whose budget allows this round, whichever clients survive it; the others are retired."""
         selected = [client for client in selected if client not in self.retired]
-        worst = self._worst(self._schedule.spec(round_), selected)
+        worst = self._worst(round_, selected)
         for client, release in worst.items():
             if not self._fits(client, release, round_):
                 self.retire(client, f"budget_epsilon = {self._budgets[client]:g} allows no further round")
@@ -277,11 +216,11 @@ class Books:
             requests: {client: digest of its request}.
         """
         beside = self._earlier_charges.beside(requests, round_)
-        worst = self._worst(self._schedule.spec(round_), beside)
+        worst = self._worst(round_, beside)
         view, retired = self._config.privacy_view, []
         for client, others in beside.items():
             budget = self._budgets[client]
-            releases = [worst[client], *others, *self._evaluation_releases]
+            releases = [worst[client], *others, *self.costs.evaluation_releases]
             if budget is not None and not self.accounts.fits(client, releases, view, budget):
                 self.retire(client, f"budget_epsilon = {budget:g} allows no second request of an interrupted round")
                 retired.append(client)
@@ -295,38 +234,25 @@ class Books:
         num_before = round_ - 1 - self._after
         # Where every round costs the same, or the client has released no more than every round so far asked for,
         # counting is enough.
-        same = len(self._events[client]) == 1
+        same = self.costs.is_same_each_round(client)
         if view == "local" and (same or self._keeps_schedule(client, num_before)):
             if self._after + (taken if same else num_before) < self.rounds_allowed[client]:
                 return True
             if self._counts_by_pld and (same or taken == num_before):
                 return False
-        return self.accounts.fits(client, [release, *self._evaluation_releases], view, budget)
+        return self.accounts.fits(client, [release, *self.costs.evaluation_releases], view, budget)
 
     def _keeps_schedule(self, client: int, num_rounds: int) -> bool:
         """Whether these books have charged the client for no more than their first rounds, each at most once.
 
         A number of releases does not tell: after a resume a costly round may be charged twice, and a cheap one missed.
         """
-        own = self._events[client]
-        counts = self._schedule.counts(self._after, num_rounds)
-        planned = [own[spec].with_count(count * own[spec].count) for spec, count in counts.items()]
+        planned = self.costs.events(client, self._after, num_rounds)
         return self.accounts.is_part_of(client, [*self._history_before[client], *planned])
-
-    @property
-    def _reserved(self) -> list[Event]:
-        """What budgets keep for the evaluation after the last round; the same on every view."""
-        return [self._evaluation] if self._evaluation else []
-
-    @property
-    def _evaluation_releases(self) -> list[Release]:
-        """The evaluation as a release: nobody else's noise is counted, and no view scales its own."""
-        scale = 1.0 if self._aggregate_holds else None
-        return [Release(event=event, rho_bar=1.0, aggregate_scale=scale) for event in self._reserved]
 
     def able_to_evaluate(self) -> list[int]:
         """The clients whose budgets allow the evaluation; also those that have retired, since it was kept for them."""
-        view, releases = self._config.privacy_view, self._evaluation_releases
+        view, releases = self._config.privacy_view, self.costs.evaluation_releases
         return [
             client
             for client, budget in sorted(self._budgets.items())
@@ -357,11 +283,12 @@ class Books:
         Raises:
             LedgerError: the charge cannot be written, so nobody may be asked.
         """
-        self._charge(round_, requests, self._worst(self._schedule.spec(round_), requests, beside=among))
+        releases = self._worst(round_, requests) if among is None else self.costs.worst(round_, requests, beside=among)
+        self._charge(round_, requests, releases)
 
     def charge_evaluation(self, round_: int, requests: Mapping[int, str]) -> None:
         """Charge clients for the evaluation, as `charge` does for a round."""
-        (release,) = self._evaluation_releases
+        (release,) = self.costs.evaluation_releases
         self._charge(round_, requests, dict.fromkeys(requests, release))
 
     def _charge(self, round_: int, requests: Mapping[int, str], releases: Mapping[int, Release]) -> None:
@@ -394,7 +321,8 @@ class Books:
         Raises:
             LedgerError: it cannot be written.
         """
-        self._settle({client: self._release(client, replies) for client in self._charged}, replies)
+        releases = {client: self.costs.as_settled(client, c.release, replies) for client, c in self._charged.items()}
+        self._settle(releases, replies)
 
     def settle_evaluation(self, replies: Mapping[int, str]) -> None:
         """Record the evaluation that was charged, as `settle` does for a round."""
@@ -420,61 +348,12 @@ class Books:
         for client, release in self._earlier_charges.pop_unused(up_to):
             self.accounts.record(client, release)
 
-    def _worst(
-        self, spec: UpdateSpec, clients: Iterable[int], *, beside: Iterable[int] | None = None
-    ) -> dict[int, Release]:
-        """The clients' releases in a round in the worst case over which others are in its sum.
+    def _worst(self, round_: int, clients: Iterable[int]) -> dict[int, Release]:
+        """What a round costs in the worst case over all that may still be asked.
 
-        Args:
-            spec: of the round.
-            clients: in it.
-            beside: who may be in its sum; None stands for all that may still be asked: a round with too few replies
-                asks others, and its uploads then count less each. Nobody joins a sum that is made in secret.
+        A round with too few replies asks others, and its uploads then count less each. Nobody joins a sum that is made
+        in secret.
         """
         clients = list(clients)
-        if beside is None:
-            beside = clients if self._aggregate_holds else [*self.active, *self._charged]
-        together = {*beside, *clients}
-        bars = smallest_rho_bars(
-            {client: self._masses[client] for client in together}, of=clients, most=self._most_in_a_sum
-        )
-        scales = self._worst_scales(together, self._grids[spec])
-        return {
-            client: Release(
-                event=self._events[client][spec],
-                rho_bar=bars[client],
-                aggregate_scale=scales[client] if scales else None,
-            )
-            for client in clients
-        }
-
-    @property
-    def _most_in_a_sum(self) -> int | None:
-        """How many uploads a client's release can be weighed with, its own among them; None if there is no limit.
-
-        A round asks `clients_per_round` more only while fewer than `min_clients` have replied, and replies to what it
-        asked before no longer count then. A client that failed pays as if its upload were in the sum too.
-        """
-        each = self._config.clients_per_round
-        return self._config.min_clients + each if each else None
-
-    def _worst_scales(self, clients: Iterable[int], grid: SumGrid | None) -> dict[int, float] | None:
-        """Each client's smallest noise of any sum that is seen, relative to its own; None if uploads are seen.
-
-        As each of these clients' nodes computes it from the terms that all of them sign.
-        """
-        if grid is None:
-            return None
-        return smallest_aggregate_scales(
-            {client: grid.scales[client] for client in clients},
-            threshold=self._config.min_clients,
-            colluding=self._config.colluding_clients,
-        )
-
-    def _release(self, client: int, uploads: Iterable[int]) -> Release:
-        """The client's release in the round that was charged, with these uploads and its own in the sum.
-
-        On the `aggregate` view it stays what was charged: for exactly as many survivors as a sum needs.
-        """
-        bar = rho_bar(self.weights({*uploads, client}).values())
-        return replace(self._charged[client].release, rho_bar=bar)
+        beside = clients if self._aggregate_holds else [*self.active, *self._charged]
+        return self.costs.worst(round_, clients, beside=beside)

@@ -104,8 +104,8 @@ def _carry_out(
     with resume.reopened_ledger(path, resumed) if resumed else Ledger(path) as ledger:
         series = Series(config, bench, nodes, ledger, resumed)
         writer.write_registrations(series.registrations)
-        if series.books.caveat:
-            observer.notice(f"{series.books.caveat}; this run has NO privacy guarantee")
+        if series.books.costs.caveat:
+            observer.notice(f"{series.books.costs.caveat}; this run has NO privacy guarantee")
         announce_budgets(series.books, config, series.names, observer)
         if resumed:
             gone = [

@@ -28,7 +28,7 @@ def client_rows(round_: Round, books: Books, spec: UpdateSpec, weights: Mapping[
 
 
 def _client_row(client: int, round_: Round, books: Books, spec: UpdateSpec, weights: Mapping[int, float]) -> ClientRow:
-    event, status = books.event(client, round_.number), round_.statuses[client]
+    event, status = books.costs.event(client, round_.number), round_.statuses[client]
     message, reply, request = round_.messages.get(client), round_.replies.get(client), round_.requests.get(client)
     return ClientRow(
         round=round_.number,

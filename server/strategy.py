@@ -126,7 +126,7 @@ class RuleStrategy(Strategy):
 
     def event(self, client: int) -> Event:
         """What the current round costs the client on the local view."""
-        return self.books.event(client, self._round.number)
+        return self.books.costs.event(client, self._round.number)
 
     @property
     def spec(self) -> UpdateSpec:
@@ -170,7 +170,7 @@ class RuleStrategy(Strategy):
             TooFewClientsError: they are fewer than a sum needs; nobody was charged.
         """
         round_, spec, (request, *_) = self._round, self.spec, requests.values()
-        sum_grid = self.books.grid(round_.number)
+        sum_grid = self.books.costs.grid(round_.number)
         assert sum_grid is not None  # as for every round under secure aggregation
         try:
             self._attempt = sums.open(
@@ -242,7 +242,7 @@ class RuleStrategy(Strategy):
         # Ordered by partition id: sums do not depend on the order of arrival.
         uploads = dict(sorted(self._round.uploads.items()))
         adapters = self._adapters({client: upload.content for client, upload in uploads.items()})
-        weights = self.books.weights(uploads) if uploads else {}
+        weights = self.books.costs.weights(uploads) if uploads else {}
         self.books.settle({client: upload.digest for client, upload in uploads.items()})
         self._rows = client_rows(self._round, self.books, self.spec, weights)
         self.absences.note(self._round)

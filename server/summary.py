@@ -59,7 +59,7 @@ def summarize(
     labels = bench.data.label_names or (config.answers if outcome.test else ())
     unmoved = unmoved_tensors(outcome.strategy.model)
     largest = {view: _largest(costs[f"epsilon_{view}"].values()) for view in VIEWS}
-    caveat = outcome.strategy.books.caveat
+    caveat = outcome.strategy.books.costs.caveat
     evaluation = outcome.evaluation
     estimate = evaluation.estimate if evaluation else None
     return {
@@ -75,7 +75,7 @@ def summarize(
         **{f"epsilon_{view}_max": epsilon for view, epsilon in largest.items()},
         "delta_max": max(accounts.deltas.values()),
         "aggregate_objections": list(objections_to_aggregate(config)),
-        "unit": next(iter(outcome.strategy.books.units)),
+        "unit": next(iter(outcome.strategy.books.costs.units)),
         "accountant": "pld or rdp" if any(cost.upper_bound_only for cost in known) else "pld",
         "private": largest["local"] != math.inf and not config.simulate and not caveat,
         "mechanism": config.mechanism,

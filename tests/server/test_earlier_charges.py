@@ -68,7 +68,7 @@ def test_a_part_in_a_sum_that_was_interrupted_is_spent_before_the_next_attempt_i
     registered = [
         Registration(client=c, num_records=400, name="", data_set=f"d{c}", keeps_replies=True) for c in range(3)
     ]
-    one = Books(config, "run", registered, initial=adapter).event(0, 1)
+    one = Books(config, "run", registered, initial=adapter).costs.event(0, 1)
     config = replace(config, budget_epsilon=(1.01 * epsilon_of([one], 1e-5).epsilon,))
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
         books = Books(config, "run", registered, initial=adapter, ledger=ledger)

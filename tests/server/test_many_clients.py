@@ -226,7 +226,7 @@ def run_rounds(folder: Path, num_clients: int, num_rounds: int) -> dict[str, Any
         registrations = [registration for _, registration in nodes.values()]
         books = Books(config, "run", registrations, initial=bench.initial, ledger=ledger)
         for client in range(NUM_BUDGETS):
-            event, delta = books.event(client, 1), books.accounts.deltas[client]
+            event, delta = books.costs.event(client, 1), books.accounts.deltas[client]
             contexts[client].node_config[BUDGET_KEY] = 1.0001 * epsilon_of([event] * ROUNDS_OF_BUDGET, delta).epsilon
         tables, resident = RunWriter.created(folder / "run", config), {}
 

@@ -218,7 +218,7 @@ def test_an_interrupted_round_is_asked_again_only_as_its_charge_or_the_budget_al
     """The budget allows one round: the same request is paid for, another one is a release beside the first."""
     # A run that draws seeded noise repeats its replies to the byte.
     keys = {"simulate": True, "sampling_probability": 0.1, "delta": 1e-5}
-    event = make_strategy(**keys).books.event(0, 1)
+    event = make_strategy(**keys).books.costs.event(0, 1)
     keys["budget_epsilon"] = 1.01 * epsilon_of([event], 1e-5).epsilon
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
         interrupted = make_strategy(ledger=ledger, **keys)

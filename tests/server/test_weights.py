@@ -55,7 +55,7 @@ def settled(books: Books, uploads: list[int], asked: list[int] | None = None) ->
 def test_weights_follow_the_records_or_their_root_and_only_the_sum_lets_auto_weigh_all_records_alike(changes, power):
     config, books = make(**changes)
     total = sum(n**power for n in SIZES.values())
-    assert books.weights(SIZES) == pytest.approx({c: n**power / total for c, n in SIZES.items()})
+    assert books.costs.weights(SIZES) == pytest.approx({c: n**power / total for c, n in SIZES.items()})
     assert weights_by_size(client_masses(config, {0: 7, 2: 7})) == {0: 0.5, 2: 0.5}
 
 

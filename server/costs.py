@@ -1,0 +1,165 @@
+"""What a round costs each client: events, weights and the worst case over who else is in its sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+
+from torch import Tensor
+
+from fedpriv.accounting.events import Event, Unit
+from fedpriv.accounting.views import Release, rho_bar, smallest_aggregate_scales, smallest_rho_bars
+from fedpriv.aggregation.fedavg import weights_by_size
+from fedpriv.config import RunConfig
+from fedpriv.secure_aggregation.grid import SumGrid
+from fedpriv.training.client_weights import client_masses
+from fedpriv.training.local_update import UpdateSpec, planned_event
+from fedpriv.training.noise_plan import view_scale
+from fedpriv.training.private_evaluation import EvaluationSpec
+from fedpriv.training.private_evaluation import planned_event as planned_evaluation
+from fedpriv.training.schedule import Schedule
+from fedpriv.training.summing import grid_of
+
+
+class Costs:
+    """Costs of a run's rounds, from its configuration and the registered sizes alone.
+
+    Args:
+        config: of the run.
+        sizes: {client: registered N_k}.
+        initial: the adapter; what noise costs depends on its tensors.
+    """
+
+    def __init__(self, config: RunConfig, sizes: Mapping[int, int], initial: Mapping[str, Tensor]) -> None:
+        self._config = config
+        self._sizes = sizes
+        self._schedule = Schedule.of(config)
+        self._masses = client_masses(config, sizes)
+        self._grids = grids = {spec: grid_of(config, spec, sizes) for spec in self._schedule.totals}
+        self._events = {
+            client: {
+                spec: planned_event(spec, spec.probability(n), initial, grid.of(client) if grid else None)
+                for spec, grid in grids.items()
+            }
+            for client, n in sizes.items()
+        }
+        evaluation = EvaluationSpec.of(config)
+        self._evaluation = planned_evaluation(evaluation) if evaluation else None
+
+    def event(self, client: int, round_: int) -> Event:
+        """What a round, from 1, costs the client on the `local` view."""
+        return self._events[client][self._schedule.spec(round_)]
+
+    def is_same_each_round(self, client: int) -> bool:
+        """Whether every round of the run costs the client the same."""
+        return len(self._events[client]) == 1
+
+    def events(self, client: int, after: int, num_rounds: int) -> list[Event]:
+        """What the next rounds after a finished one cost the client on the `local` view if it takes part in each."""
+        own = self._events[client]
+        counts = self._schedule.counts(after, num_rounds)
+        return [own[spec].with_count(count * own[spec].count) for spec, count in counts.items()]
+
+    def worst_events(self, client: int, after: int, num_rounds: int) -> list[Event]:
+        """As `events`, on the run's `privacy_view` and in the worst case over which clients are in the sums."""
+        view = self._config.privacy_view
+        events = []
+        for spec, count in self._schedule.counts(after, num_rounds).items():
+            event = self._worst(spec, [client], self._sizes)[client].seen_by(view)
+            events.append(event.with_count(count * event.count))
+        return events
+
+    def grid(self, round_: int) -> SumGrid | None:
+        """The grid of a round's sum, from 1; None without secure aggregation."""
+        return self._grids[self._schedule.spec(round_)]
+
+    def weights(self, clients: Iterable[int]) -> dict[int, float]:
+        """{client: rho_k} of uploads of these clients in a round's sum."""
+        return weights_by_size({client: self._masses[client] for client in clients})
+
+    @property
+    def caveat(self) -> str:
+        """Why what the run's releases cost is no privacy guarantee; empty if it is one."""
+        return "; ".join(sorted({event.caveat for event in self._all_events if event.caveat}))
+
+    @property
+    def units(self) -> set[Unit]:
+        """What the run's releases protect: a single unit, since all clients follow the same instruction."""
+        return {event.unit for event in self._all_events}
+
+    @property
+    def _all_events(self) -> Iterator[Event]:
+        return (event for by_spec in self._events.values() for event in by_spec.values())
+
+    @property
+    def reserved(self) -> list[Event]:
+        """What budgets keep for the evaluation after the last round; the same on every view."""
+        return [self._evaluation] if self._evaluation else []
+
+    @property
+    def evaluation_releases(self) -> list[Release]:
+        """The evaluation as a release: nobody else's noise is counted, and no view scales its own."""
+        scale = 1.0 if self._config.secure_aggregation else None
+        return [Release(event=event, rho_bar=1.0, aggregate_scale=scale) for event in self.reserved]
+
+    @cached_property
+    def calibrated_scale(self) -> float:
+        """What calibration took every client's noise to be multiplied by, at least, on the run's view."""
+        return view_scale(self._config, list(self._sizes.values()))
+
+    def worst(self, round_: int, clients: Iterable[int], *, beside: Iterable[int]) -> dict[int, Release]:
+        """The clients' releases in a round in the worst case over which others are in its sum.
+
+        Args:
+            round_: from 1.
+            clients: in it.
+            beside: who may be in its sum too.
+        """
+        return self._worst(self._schedule.spec(round_), clients, beside)
+
+    def _worst(self, spec: UpdateSpec, clients: Iterable[int], beside: Iterable[int]) -> dict[int, Release]:
+        clients = list(clients)
+        together = {*beside, *clients}
+        bars = smallest_rho_bars(
+            {client: self._masses[client] for client in together}, of=clients, most=self._most_in_a_sum
+        )
+        scales = self._worst_scales(together, self._grids[spec])
+        return {
+            client: Release(
+                event=self._events[client][spec],
+                rho_bar=bars[client],
+                aggregate_scale=scales[client] if scales else None,
+            )
+            for client in clients
+        }
+
+    @property
+    def _most_in_a_sum(self) -> int | None:
+        """How many uploads a client's release can be weighed with, its own among them; None if there is no limit.
+
+        A round asks `clients_per_round` more only while fewer than `min_clients` have replied, and replies to what it
+        asked before no longer count then. A client that failed pays as if its upload were in the sum too.
+        """
+        each = self._config.clients_per_round
+        return self._config.min_clients + each if each else None
+
+    def _worst_scales(self, clients: Iterable[int], grid: SumGrid | None) -> dict[int, float] | None:
+        """Each client's smallest noise of any sum that is seen, relative to its own; None if uploads are seen.
+
+        As each of these clients' nodes computes it from the terms that all of them sign.
+        """
+        if grid is None:
+            return None
+        return smallest_aggregate_scales(
+            {client: grid.scales[client] for client in clients},
+            threshold=self._config.min_clients,
+            colluding=self._config.colluding_clients,
+        )
+
+    def as_settled(self, client: int, charged: Release, uploads: Iterable[int]) -> Release:
+        """A charged release once it is known which uploads are in the sum, the client's own counted among them.
+
+        On the `aggregate` view it stays what was charged: for exactly as many survivors as a sum needs.
+        """
+        return replace(charged, rho_bar=rho_bar(self.weights({*uploads, client}).values()))
