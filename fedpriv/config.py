@@ -237,6 +237,11 @@ class RunConfig:
         return self.has_test_set and (self.data_are_public or self.simulate)
 
     @property
+    def generates_answers(self) -> bool:
+        """Whether the run answers prompts: it needs prompts, a test set and leave to."""
+        return self.instructs and self.has_test_set and self.generated_answers > 0
+
+    @property
     def weighs_records(self) -> bool:
         """Whether the clients' weights are rho_k = N_k / N, rather than in proportion to N_k^1.5."""
         return self.client_weights == "records" or (self.client_weights == "auto" and self.secure_aggregation)

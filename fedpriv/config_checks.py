@@ -53,6 +53,43 @@ def check(config: RunConfig) -> None:
         raise MisfitError(list(dict.fromkeys(lines)))
 
 
+def check_run(config: RunConfig) -> None:
+    """Refuse what a configuration may say, for instance to be planned with, and no run may do.
+
+    Raises:
+        InputError: the run would release something without noise from data that are not public, its `privacy_view`
+            does not hold, or a package is missing that scores its answers.
+    """
+    if not config.data_are_public and not config.simulate:
+        remedy = "allowed only on public data (public_data = true) or in a run marked simulate = true"
+        if config.noise_multiplier == 0:
+            raise InputError(f"noise_multiplier = 0: {remedy}")
+        if config.compares:
+            raise InputError(f"comparison = true: a run without noise is {remedy}")
+    if config.privacy_view == "aggregate" and (objections := objections_to_aggregate(config)):
+        raise InputError(f"privacy_view = aggregate: does not hold: {'; '.join(objections)}")
+    if config.generates_answers:
+        from fedpriv.training import rouge  # deferred: few runs need it
+
+        rouge.require(config.generated_answers)
+
+
+def objections_to_aggregate(config: RunConfig) -> tuple[str, ...]:
+    """Why the `aggregate` view does not hold for the run."""
+    from fedpriv.accounting.views import aggregate_objections  # deferred: it imports the accountants
+
+    return aggregate_objections(
+        local_steps=config.local_steps,
+        optimizer=config.optimizer,
+        noise_on=config.noise_on,
+        linear=config.aggregation in LINEAR_RULES and config.upload_codec == "float32",
+        secure_aggregation=config.secure_aggregation,
+        norms_limited=config.max_update_norm is not None,
+        mechanism=config.mechanism,
+        noise_adds_up=MECHANISMS.named(config.mechanism).noise_adds_up,
+    )
+
+
 def check_clients(config: RunConfig, num_clients: int) -> None:
     """Refuse keys that do not fit so many clients.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedpriv.adapters import locations
 from fedpriv.config import ON_NODES, RunConfig
-from fedpriv.config_checks import check_clients
+from fedpriv.config_checks import check_clients, check_run
 from fedpriv.data import federated
 from fedpriv.errors import InputError
 from fedpriv.mechanism_parameters import with_mechanism_parameters
@@ -26,7 +26,7 @@ _BY_CLIENTS = (
 
 
 def check(config: RunConfig) -> None:
-    """Refuse a run whose folder, tracker, mechanism, model or data cannot be used, or do not fit its keys.
+    """Refuse a run that may not be, or whose folder, tracker, mechanism, model or data cannot be used or do not fit.
 
     Raises:
         InputError: the first problem that is found.
@@ -57,6 +57,7 @@ def _looks(configs: Iterable[RunConfig]) -> list[Callable[[], object]]:
         if config.out and not config.resume:
             looks[("out", config.out)] = partial(files.check_unused, Path(config.out))
         looks[("track", config.track)] = partial(check_installed, config.track)
+        looks[("run", config)] = partial(check_run, config)
     for config in configs:
         values = (config.mechanism, config.mechanism_parameters, config.noise_multiplier)
         looks[("mechanism", values)] = partial(with_mechanism_parameters, config)

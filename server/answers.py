@@ -46,21 +46,6 @@ class _Questions:
     references: list[Tokens]
 
 
-def generates(config: RunConfig) -> bool:
-    """Whether a run answers prompts: it needs prompts, a test set and leave to."""
-    return config.instructs and config.has_test_set and config.generated_answers > 0
-
-
-def check(config: RunConfig) -> None:
-    """Refuse a run whose answers could not be scored, before it costs anything.
-
-    Raises:
-        InputError: the package for it is missing.
-    """
-    if generates(config):
-        rouge.require(config.generated_answers)
-
-
 def answered(
     config: RunConfig,
     bench: Workbench,
@@ -73,7 +58,7 @@ def answered(
 
     The questions are the first distinct prompts of the test set, so they are the same in every run on the same data.
     """
-    if not generates(config):
+    if not config.generates_answers:
         if config.instructs:
             why = "generated_answers = 0" if config.has_test_set else "the server has no test set"
             log.info("no answers are generated: %s", why)

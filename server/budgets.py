@@ -1,27 +1,14 @@
-"""Checks of budgets, ranks and the privacy view before the first round."""
+"""What budgets allow, told before the first round."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from fedpriv.config import RunConfig
-from fedpriv.config_checks import check_clients
 from fedpriv.errors import InputError
 from fedpriv.names import holder_label
-from server.aggregate_view import objections_to_aggregate
 from server.bookkeeping import Books
 from server.observer import Observer
-
-
-def check_budget_and_view(config: RunConfig, num_clients: int) -> None:
-    """Refuse keys that do not fit so many clients, and the `aggregate` view where it does not hold.
-
-    Raises:
-        InputError: names the key, or every condition that fails.
-    """
-    check_clients(config, num_clients)
-    if config.privacy_view == "aggregate" and (objections := objections_to_aggregate(config)):
-        raise InputError(f"privacy_view = aggregate: does not hold: {'; '.join(objections)}")
 
 
 def announce_budgets(books: Books, config: RunConfig, names: Mapping[int, str], observer: Observer) -> None:

@@ -12,6 +12,7 @@ from flwr.serverapp import Grid
 
 from fedpriv.audit.run_canaries import audit_of
 from fedpriv.config import RunConfig
+from fedpriv.config_checks import check_clients, check_run
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.mechanism_parameters import with_mechanism_parameters
 from fedpriv.names import holder_label
@@ -23,9 +24,8 @@ from fedpriv.tracking.protocol import check_installed
 from fedpriv.training.lora_choice import decided
 from fedpriv.training.noise_plan import calibrated
 from fedpriv.training.workbench import Workbench, workbench
-from fedpriv.vault import guard
 from server import answers, checkpoint, registry, resume
-from server.budgets import announce_budgets, check_budget_and_view
+from server.budgets import announce_budgets
 from server.checkpoint import Checkpoint
 from server.observer import Observer, Progress
 from server.registration import NO_NODE, Nodes, register_nodes
@@ -43,20 +43,14 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
         InputError: something in the configuration, the data or the federation cannot be used.
         TooFewClientsError: a round had fewer usable replies than `min_clients`.
     """
-    guard.check_run(
-        public=config.data_are_public,
-        simulate=config.simulate,
-        comparison=config.compares,
-        noise_multiplier=config.noise_multiplier,
-    )
-    answers.check(config)
+    check_run(config)
     check_installed(config.track)
     config = with_mechanism_parameters(config)
     config = resume.with_base_dtype(config)
     resume.check_configuration(config)
     observer.progressed(Progress(what="loading model and data"))
     bench = workbench(config)
-    check_budget_and_view(config, bench.num_clients)
+    check_clients(config, bench.num_clients)
     if not config.resume:
         return _begun(grid, config, bench, None, observer)
     # Held before anything of the folder is read: no checkpoint is stale, and no row is dropped of a run that lives.

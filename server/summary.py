@@ -14,10 +14,10 @@ from fedpriv.accounting.views import VIEWS
 from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.config import RunConfig
+from fedpriv.config_checks import objections_to_aggregate
 from fedpriv.runs.rows import ClientRow, RoundRow
 from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.workbench import Workbench
-from server.aggregate_view import objections_to_aggregate
 from server.evaluation import PrivateEvaluation
 from server.quality import perplexities, quality
 from server.strategy import RuleStrategy

@@ -51,6 +51,13 @@ def test_a_run_that_can_start_passes(values, tmp_path):
             "mechanism_parameters = 'none.json': cannot be read",
         ),
         ({"track": "mlflow"}, "track = mlflow: needs mlflow"),
+        ({"noise_multiplier": 0}, "noise_multiplier = 0: allowed only on public data"),
+        ({"comparison": True, "test_data": "none.csv"}, "comparison = true: .* allowed only on public data"),
+        ({"privacy_view": "aggregate"}, "privacy_view = aggregate: does not hold: .*secure_aggregation = false"),
+        (
+            {"task": "CAUSAL_LM", "prompt_column": "text", "response_column": "label", "test_data": "none.csv"},
+            "generated_answers = .*: .* needs rouge-score",
+        ),
         ({"model": "./none"}, "model = './none': no such folder"),
         ({"model": "all-MiniLM-L6-v3"}, "model = .*HF_HUB_OFFLINE.*; did you mean all-MiniLM-L6-v2[?]"),
         ({"model": "a model"}, "model = 'a model': no folder here, and no possible name"),
@@ -61,6 +68,7 @@ def test_a_run_that_can_start_passes(values, tmp_path):
 )
 def test_what_is_wrong_with_folder_model_or_data_is_one_line(values, changes, message, monkeypatch):
     monkeypatch.setattr("fedpriv.tracking.protocol.find_spec", lambda name: None)
+    monkeypatch.setattr("fedpriv.training.rouge.find_spec", lambda name: None)
     with pytest.raises(InputError, match=message) as caught:
         preflight.check(parse(values | changes))
     assert "\n" not in str(caught.value)

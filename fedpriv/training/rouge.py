@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ def require(num_answers: int) -> None:
     Raises:
         InputError: it is; says how to install it.
     """
-    if importlib.util.find_spec("rouge_score") is None:
+    if find_spec("rouge_score") is None:
         raise InputError(
             f"generated_answers = {num_answers}: scoring answers needs rouge-score, which is not installed; "
             "pip install fedpriv[llm], or use 0"

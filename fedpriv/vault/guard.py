@@ -242,21 +242,6 @@ def check_broadcast(broadcast: Broadcast, limits: Limits | None) -> None:
                 raise RefusedError(f"{part}: holds a value above this node's maximum {limits.max_broadcast_value:g}")
 
 
-def check_run(*, public: bool, simulate: bool, comparison: bool, noise_multiplier: float) -> None:
-    """Refuse a run that would release something without noise from data that are not public.
-
-    Raises:
-        InputError: one line with the key, the value and what would be right.
-    """
-    if public or simulate:
-        return
-    remedy = "allowed only on public data (public_data = true) or in a run marked simulate = true"
-    if noise_multiplier == 0:
-        raise InputError(f"noise_multiplier = 0: {remedy}")
-    if comparison:
-        raise InputError(f"comparison = true: a run without noise is {remedy}")
-
-
 def request_digest(broadcast: Broadcast, spec: UpdateSpec | EvaluationSpec) -> str:
     """SHA-256, in hex, of all that a release depends on, except the data, the noise and the key's other parts."""
     digest = hashlib.sha256(repr(sorted(asdict(spec).items())).encode())

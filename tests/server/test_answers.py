@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 import random
 from pathlib import Path
@@ -193,7 +192,7 @@ def test_a_run_that_stops_early_is_judged_by_its_last_model(finished, values, tm
 
 
 def test_without_the_package_for_scores_the_error_says_what_to_install(values, tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("fedpriv.training.rouge.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"rouge-score, which is not installed; pip install fedpriv\[llm\], or use 0"):
         run(values, tmp_path / "out")
     assert not (tmp_path / "out").exists()

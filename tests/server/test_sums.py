@@ -11,6 +11,7 @@ from flwr.app import ArrayRecord, ConfigRecord
 
 from fedpriv import protocol
 from fedpriv.config import parse
+from fedpriv.config_checks import check_clients
 from fedpriv.errors import InputError, TooFewClientsError
 from fedpriv.ledger.entries import entries
 from fedpriv.ledger.ledger import Ledger
@@ -18,7 +19,6 @@ from fedpriv.ledger.reader import reading
 from fedpriv.protocol import Registration
 from fedpriv.secure_aggregation import TooFewError, make_identity
 from server.bookkeeping import Books
-from server.budgets import check_budget_and_view
 from server.observer import LogObserver
 from server.round_rows import client_rows
 from server.strategy import RuleStrategy
@@ -137,4 +137,4 @@ def test_a_node_that_leaves_a_later_question_of_each_sum_unanswered_is_skipped(
 def test_a_threshold_that_two_disjoint_lists_could_reach_is_refused_before_the_first_round(changes, range_):
     config = parse({**VALUES, **changes})
     with pytest.raises(InputError, match=rf"min_clients = {config.min_clients}: secure_aggregation = true {range_}"):
-        check_budget_and_view(config, config.num_clients)
+        check_clients(config, config.num_clients)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from fedpriv.accounting.sensitivity import CLIPPING_RULES
 from fedpriv.config import RunConfig
-from fedpriv.errors import InputError
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.vault import guard
 
@@ -106,27 +105,3 @@ def test_only_a_node_that_allows_it_releases_without_noise_or_with_seeded_noise(
         check(noise_source="seeded")
     check(OPEN, noise_multiplier=0.0)
     check(OPEN, noise_source="seeded")
-
-
-@pytest.mark.parametrize(
-    ("public", "simulate", "comparison", "noise_multiplier", "allowed"),
-    [
-        (False, False, False, 1.0, True),
-        (False, False, True, 1.0, False),
-        (False, False, False, 0.0, False),
-        (True, False, True, 0.0, True),
-        (False, True, True, 0.0, True),
-    ],
-)
-def test_a_run_without_noise_needs_public_data_or_simulate(public, simulate, comparison, noise_multiplier, allowed):
-    arguments = {
-        "public": public,
-        "simulate": simulate,
-        "comparison": comparison,
-        "noise_multiplier": noise_multiplier,
-    }
-    if allowed:
-        guard.check_run(**arguments)
-    else:
-        with pytest.raises(InputError, match="public_data"):
-            guard.check_run(**arguments)
