@@ -1,6 +1,6 @@
 """A stand-in for `docker compose` without images: a service is a process of its user, with folders for its mounts.
 
-It reads compose.yaml of the working folder and the Dockerfiles that this names, and keeps all it makes under $STAND_IN.
+It reads compose.yaml of the working folder and the Dockerfile that this names, and keeps all it makes under $STAND_IN.
 Absolute paths of containers are replaced in arguments and variables by where they lie there; so is the coordinator's
 address. `tests/deployment/test_containers.py` puts it on PATH under the name of docker.
 """
@@ -26,10 +26,19 @@ IMAGE = PLACE / "image"
 USER = 10001
 
 
-def instructions(file: Path) -> list[tuple[str, str]]:
-    """(instruction, arguments) of a Dockerfile."""
+def stages(service: dict) -> dict[str, list[tuple[str, str]]]:
+    """{stage: (instruction, arguments) of it and of the stage it begins from} of a service's Dockerfile."""
+    file = Path(os.environ["FEDPRIV_CHECKOUT"]) / service["build"]["dockerfile"]
     text = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", file.read_text(), flags=re.MULTILINE))
-    return [tuple(line.split(None, 1)) for line in text.splitlines() if line.strip()]  # type: ignore[misc]
+    found: dict[str, list[tuple[str, str]]] = {}
+    for line in filter(str.strip, text.splitlines()):
+        name, arguments = line.split(None, 1)
+        if name == "FROM":
+            source, _, stage = arguments.split()
+            found[stage] = [*found.get(source, [])]
+        else:
+            found[stage].append((name, arguments))
+    return found
 
 
 def substituted(text: str, mounts: dict[str, Path]) -> str:
@@ -50,42 +59,35 @@ def free_port() -> int:
 
 
 def build(compose: dict) -> None:
-    """Carry out the first stage of the services' Dockerfiles, each step of both once."""
+    """Carry out the stage from which every service's image takes its files."""
     IMAGE.mkdir(parents=True)
-    done: set[tuple[str, str]] = set()
-    for service in compose["services"].values():
-        context = Path(os.environ["FEDPRIV_CHECKOUT"])
-        variables, folder = dict(os.environ), IMAGE
-        steps = instructions(context / service["build"]["dockerfile"])
-        stages = [number for number, (name, _) in enumerate(steps) if name == "FROM"]
-        for step in steps[stages[0] : stages[1]]:
-            name, text = step
-            mounts = {path: IMAGE / path[1:] for path in ("/opt/fedpriv", "/app", "/state", "/ledger", "/results")}
-            here = substituted(text, mounts)
-            if name in ("ENV", "ARG"):
-                variables |= pairs(text)
-            elif name == "WORKDIR":
-                folder = Path(here)
-                folder.mkdir(parents=True, exist_ok=True)
-            elif name == "COPY" and step not in done:
-                *sources, target = here.split()
-                for source in sources:
-                    content = context / source
-                    what = f"{content}/." if content.is_dir() else str(content)
-                    (folder / target).mkdir(exist_ok=True)
-                    subprocess.run(["cp", "-r", what, folder / target], check=True)
-            elif name == "RUN" and step not in done:
-                print("RUN", here, flush=True)
-                subprocess.run(["sh", "-e", "-c", here], cwd=folder, env=variables, check=True)
-            done.add(step)
+    context, folder, variables = Path(os.environ["FEDPRIV_CHECKOUT"]), IMAGE, dict(os.environ)
+    mounts = {path: IMAGE / path[1:] for path in ("/opt/fedpriv", "/app", "/state", "/ledger", "/results")}
+    for name, text in stages(compose["services"]["coordinator"])["build"]:
+        here = substituted(text, mounts)
+        if name in ("ENV", "ARG"):
+            variables |= pairs(text)
+        elif name == "WORKDIR":
+            folder = Path(here)
+            folder.mkdir(parents=True, exist_ok=True)
+        elif name == "COPY":
+            *sources, target = here.split()
+            for source in sources:
+                content = context / source
+                what = f"{content}/." if content.is_dir() else str(content)
+                (folder / target).mkdir(exist_ok=True)
+                subprocess.run(["cp", "-r", what, folder / target], check=True)
+        elif name == "RUN":
+            print("RUN", here, flush=True)
+            subprocess.run(["sh", "-e", "-c", here], cwd=folder, env=variables, check=True)
 
 
 class Container:
-    """A service as a process: what its image's second stage and compose.yaml say of it."""
+    """A service as a process: what the stage of its image and compose.yaml say of it."""
 
     def __init__(self, name: str, compose: dict) -> None:
         self.name, service = name, compose["services"][name]
-        steps = instructions(Path(os.environ["FEDPRIV_CHECKOUT"]) / service["build"]["dockerfile"])
+        steps = stages(service)[service["build"]["target"]]
         self.mounts = {"/opt/fedpriv": IMAGE / "opt/fedpriv", "/app": IMAGE / "app", "/tmp": PLACE / "tmp" / name}
         for volume in service["volumes"]:
             source, target = volume.split(":")[:2]
@@ -97,10 +99,9 @@ class Container:
             self.mounts[target] = here
         self.mounts["/tmp"].mkdir(parents=True, exist_ok=True)
         os.chown(self.mounts["/tmp"], USER, USER)
-        last = max(number for number, (step, _) in enumerate(steps) if step == "FROM")
-        self.said = dict(steps[last:])
+        self.said = dict(steps)
         assert self.said["USER"] == service["user"] == f"{USER}:{USER}"
-        env = [text for step, text in steps[last:] if step == "ENV"]
+        env = [text for step, text in steps if step == "ENV"]
         self.variables = {key: self.here(value) for text in env for key, value in pairs(text).items()}
         # Of this machine alone: one core, and no network beyond loopback.
         self.variables |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
