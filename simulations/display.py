@@ -208,6 +208,8 @@ def _rounds(config: RunConfig) -> str:
     parts = [
         "1 round for the head's start" if config.head_start else "",
         f"{num_head} for the head, q = {q}" if num_head else "",
-        f"{num_all} for {trained}, {config.local_steps} local steps, {batch}" if num_all else "",
+        f"{num_all} for {trained}, {config.local_steps} local step{'s' * (config.local_steps > 1)}, {batch}"
+        if num_all
+        else "",
     ]
     return f"{config.rounds} rounds: {'; '.join(filter(None, parts))}"

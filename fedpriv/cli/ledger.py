@@ -32,7 +32,20 @@ RunFolder = Annotated[
     typer.Option("--run", help="A run's folder that knows the holders' names; by default the ledger's own folder."),
 ]
 
-COLUMNS = ("client", "data_set", "num_records", "runs", "rounds", "epsilon_local", "epsilon_rho", "delta")
+# What is told of a data set, and its heading: a line of all has 80 columns where names are short.
+HEADINGS = {
+    "client": "client",
+    "data_set": "data set",
+    "num_records": "records",
+    "runs": "runs",
+    "rounds": "rounds",
+    "epsilon_local": "ε local",
+    "epsilon_rho": "ε rho",
+    "epsilon_aggregate": "ε aggregate",
+    "delta": "δ",
+    "noise_source": "noise",
+    "remaining_rounds": "left",
+}
 
 
 @app.command("show")
@@ -58,16 +71,24 @@ def show_ledger(
         known = names.known(db, path, run)
         rows = statement.spending(db, names=known, budget_epsilon=budget_epsilon, view=cast("PlannedView", view))
         adopted = statement.adoptions(db)
-    optional = {"epsilon_aggregate": view == "aggregate", "remaining_rounds": budget_epsilon is not None}
-    columns = [*COLUMNS, "noise_source", *(name for name, is_shown in optional.items() if is_shown)]
-    lines = [*table(_short(rows), columns), *statement.adoption_lines(adopted)]
+    lines = [*_spent(rows, view), *statement.adoption_lines(adopted)]
+    if budget_epsilon is not None:
+        lines.append(f"left: rounds like the last one until ε {budget_epsilon:g} on the {view} view")
     show({"ledger": str(path), "data_sets": rows, "adopted": adopted}, lines, as_json)
 
 
-def _short(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _spent(rows: list[dict[str, Any]], view: str = "local") -> list[str]:
+    """A line for each data set, with what is known of it."""
     from fedpriv.ledger.statement import label
 
-    return [{**row, "client": label(row["client"], row["name"]), "data_set": row["data_set"][:12]} for row in rows]
+    headings = {
+        name: heading
+        for name, heading in HEADINGS.items()
+        if any(name in row for row in rows) and (name != "epsilon_aggregate" or view == "aggregate")
+    }
+    named = [{**row, "client": label(row["client"], row["name"]), "data_set": row["data_set"][:12]} for row in rows]
+    cells = [{heading: row.get(name) for name, heading in headings.items()} for row in named]
+    return table(cells, list(headings.values()))
 
 
 @app.command()
@@ -138,7 +159,7 @@ def adopt_head(
     if reason is not None:
         with Ledger(path, adopting=reason.strip()) as ledger:
             values |= {"adopted_by_entry": ledger.last[0], "new_head": ledger.head}
-    lines = [*table(_short(rows), COLUMNS), *entries(values)]
+    lines = [*_spent(rows), *entries(values)]
     if reason is None:
         lines.append("nothing is adopted yet: compare this with your last statement, then give --reason")
     show({**values, "data_sets": rows}, lines, as_json)
