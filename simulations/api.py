@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -106,9 +105,9 @@ def federate(
     preflight.check(resolved)  # before the imports below, which take longer
     with console.status("starting"):  # which takes seconds, and on a cold disk many
         from simulations.display import TerminalObserver
-        from simulations.engines import federation
+        from simulations.engines import federation, logs
 
-    _quiet()
+    logs.leave_output_to_display()
     with TerminalObserver(console) as observer:
         federation.run(resolved, observer)
     return Path(resolved.out)
@@ -127,7 +126,6 @@ def sweep_all(
     """Run what `sweep` describes, and show it on the console."""
     from simulations.sweeps import command, plan
 
-    _quiet()
     path = None if config is None else Path(config)
     given = {"grid": None if grid is None else _listed(grid), "runs": None if runs is None else list(map(_plain, runs))}
     varied = {name: value for name, value in given.items() if value is not None}
@@ -202,12 +200,3 @@ def _console(progress: bool) -> Console:
     if console.is_jupyter:
         return Console(force_jupyter=False, force_terminal=False, color_system="standard", width=100)
     return console
-
-
-def _quiet() -> None:
-    """Leave the output to the display: Flower's lines, whose level it sets when it is imported, are not for users."""
-    from simulations.engines.flower_private import colours_on_a_terminal_alone
-
-    colours_on_a_terminal_alone()
-    logging.getLogger("flwr").setLevel(logging.WARNING)
-    logging.getLogger("flwr").propagate = False

@@ -40,10 +40,12 @@ def held(run_dir: Path) -> Iterator[None]:
     refuse_second(run_dir)
     file = os.open(run_dir / files.PRESENCE, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        has_lock = _lock(file, run_dir)
-        os.ftruncate(file, 0)
-        if has_lock:
-            os.pwrite(file, json.dumps({"boot": _boot(), "process": os.getpid()}).encode() + b"\n", 0)
+        content = b""
+        if _lock(file, run_dir):
+            content = json.dumps({"boot": _boot(), "process": os.getpid()}).encode() + b"\n"
+        # In this order a run that is killed between the two leaves a first line that names the machine.
+        os.pwrite(file, content, 0)
+        os.ftruncate(file, len(content))
         yield
     finally:
         os.close(file)
@@ -107,6 +109,6 @@ def _boot() -> str | None:
 def _boot_of(content: bytes) -> str | None:
     """The boot that a file names; a text of its own if it names none, which no machine has."""
     try:
-        return str(json.loads(content)["boot"])
+        return str(json.loads(content.partition(b"\n")[0])["boot"])
     except (ValueError, KeyError, TypeError):
         return ""

@@ -42,9 +42,11 @@ def sweep(planned: Sweep, out: Path, *, max_parallel: int | None, console: Conso
     for problem in preflight.problems(run.config for run in planned.runs if not files.is_finished(out / run.key)):
         raise InputError(problem)
     # Deferred until everything that can be told without them is told: they take seconds.
+    from simulations.engines import logs
     from simulations.sweeps.display import SweepDisplay
     from simulations.sweeps.runner import run_all
 
+    logs.leave_output_to_display()
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / PLAN, planned.as_dict())
     errors: dict[str, str] = {}

@@ -51,6 +51,25 @@ def test_a_process_lives_until_it_is_killed_and_then_at_once_no_more(tmp_path: P
     assert is_alive(tmp_path) is False
 
 
+@pytest.mark.parametrize("call", ["ftruncate", "pwrite"])
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_resumed_run_that_is_killed_while_it_writes_the_file_is_known_to_be_dead(
+    tmp_path: Path, monkeypatch, call: str, moment: str
+) -> None:
+    (tmp_path / files.PRESENCE).write_text(json.dumps({"boot": presence._boot(), "process": 10**9}) + "\n")
+    real = getattr(presence.os, call)
+
+    def dies(*arguments) -> None:
+        if moment == "after":
+            real(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(presence.os, call, dies)
+    with pytest.raises(KeyboardInterrupt), held(tmp_path):
+        pass
+    assert is_alive(tmp_path) is False
+
+
 @pytest.mark.parametrize("written", [None, b'{"boot": "another machine"}'], ids=["at once", "over a network"])
 def test_of_two_that_begin_at_the_same_moment_one_is_refused_and_the_other_lives_on(
     tmp_path: Path, monkeypatch, written: bytes | None
