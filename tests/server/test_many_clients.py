@@ -50,9 +50,9 @@ from tests.tiny import LABELS, WORDS, write_table
 
 ROOT = Path(__file__).resolve().parents[2]
 # (clients, rounds) of a run: two rounds more than the budgets last show that who retired is asked no more.
-SIZES = [(30, 5), pytest.param((200, 8), marks=pytest.mark.slow)]
+SIZES = [(20, 5), pytest.param((200, 8), marks=pytest.mark.slow)]
 # The first ones keep ledgers of their own, and of these the first have a budget for so many rounds.
-NUM_LEDGERS, NUM_BUDGETS, ROUNDS_OF_BUDGET = 20, 5, 3
+NUM_LEDGERS, NUM_BUDGETS, ROUNDS_OF_BUDGET = 12, 4, 3
 # What becomes of a message, and how often; the status that its client then has.
 FATES = {"ok": 70, "twice": 9, "late": 9, "lost": 3, "failing": 5, "malformed": 4}
 STATUS = {"late": "no reply", "lost": "no reply", "failing": "failed", "malformed": "malformed"}
