@@ -1,10 +1,11 @@
-"""The reference of the library: a page for each package that lists what it exports."""
+"""The reference of the library: a page for each package, and each module that users import, with what it exports."""
 
 from __future__ import annotations
 
 import inspect
 import pkgutil
 from importlib import import_module
+from types import ModuleType
 
 import fedpriv
 
@@ -13,9 +14,18 @@ ROOTS = ("fedpriv", "simulations")
 
 
 def packages() -> list[str]:
-    """Dotted names of all packages that export something, by name."""
-    inner = [f"fedpriv.{found.name}" for found in pkgutil.iter_modules(fedpriv.__path__) if found.ispkg]
-    return [name for name in (*ROOTS, *sorted(inner)) if getattr(import_module(name), "__all__", ())]
+    """Dotted names of all packages that export something, and of the modules that `fedpriv` exports, by name."""
+    found = [each.name for each in pkgutil.iter_modules(fedpriv.__path__) if each.ispkg or each.name in fedpriv.__all__]
+    names = [*ROOTS, *(f"fedpriv.{name}" for name in sorted(found))]
+    return [name for name in names if exported(import_module(name))]
+
+
+def exported(module: ModuleType) -> list[str]:
+    """What a package exports; of a module, its public classes and functions in their order."""
+    if hasattr(module, "__path__"):
+        return list(getattr(module, "__all__", ()))
+    own = {name: each for name, each in vars(module).items() if getattr(each, "__module__", "") == module.__name__}
+    return [name for name, each in own.items() if name[0] != "_" and callable(each)]
 
 
 def pages() -> dict[str, str]:
@@ -25,8 +35,8 @@ def pages() -> dict[str, str]:
 
 def _page(package: str) -> str:
     module = import_module(package)
-    own = [name for name in module.__all__ if f"{package}.{name}" not in packages()]
-    rooms = [name for name in module.__all__ if f"{package}.{name}" in packages()]
+    own = [name for name in exported(module) if f"{package}.{name}" not in packages()]
+    rooms = [name for name in exported(module) if f"{package}.{name}" in packages()]
     parts = [f"# `{package}`", inspect.cleandoc(_prose(module.__doc__ or ""))]
     parts += [f"- [`{package}.{name}`]({package}.{name}.md)" for name in rooms]
     return "\n\n".join([*parts, *(f"::: {package}.{name}" for name in own)]) + "\n"
