@@ -13,7 +13,16 @@ from rich.text import Text
 
 from fedpriv.names import holder_label
 from fedpriv.names import printable as _printable
-from fedpriv.reports.tables import MISSING, format_bound, format_bytes, format_delta, format_percent, format_seconds
+from fedpriv.reports.spending import limit_of
+from fedpriv.reports.tables import (
+    MISSING,
+    asked_first,
+    format_bound,
+    format_bytes,
+    format_delta,
+    format_percent,
+    format_seconds,
+)
 from fedpriv.runs.status import ClientStatus, RunStatus
 
 # If there are more clients, only those in trouble are listed.
@@ -54,18 +63,29 @@ def _figures(run: RunStatus) -> Table:
     if run.stopped_early:
         lines.append(("ended early", _printable(run.stopped_early)))
     checkpoint = "none" if run.checkpoint_round is None else f"after round {run.checkpoint_round}"
-    aggregate = "does not hold" if run.aggregate_view_holds is False else _bound(run.epsilon_aggregate_max)
     lines += [
         ("rounds", f"{run.num_rounds}{planned}, {format_seconds(run.seconds)}"),
         ("checkpoint", checkpoint),
         ("accuracy", _accuracy(run)),
-        ("largest ε", f"local {_bound(run.epsilon_local_max)}, rho {_bound(run.epsilon_rho_max)}"),
-        ("", f"aggregate {aggregate}; at δ = {format_delta(run.delta_max)}, by {run.accountant}"),
+        ("largest ε", _epsilons(run)),
+        ("", f"at δ = {format_delta(run.delta_max)}, by {run.accountant}"),
         ("sent", f"{format_bytes(run.bytes_up)} up, {format_bytes(run.bytes_down)} down"),
     ]
     for name, content in lines:
         grid.add_row(name, content if isinstance(content, Text) else Text(content))
     return grid
+
+
+def _epsilons(run: RunStatus) -> str:
+    """By view, the one that was asked for first, with its target or budget."""
+    limit = limit_of(run.target_epsilon, run.budget_epsilon)
+    of_limit = f" of {limit[0]} {limit[1]:g}" if limit else ""
+    epsilons = {"local": run.epsilon_local_max, "rho": run.epsilon_rho_max, "aggregate": run.epsilon_aggregate_max}
+    texts = {name: f"{name} {_bound(epsilon)}" for name, epsilon in epsilons.items()}
+    texts[run.privacy_view] += of_limit
+    if run.aggregate_view_holds is False:
+        texts["aggregate"] = "aggregate does not hold"
+    return ", ".join(texts[name] for name in asked_first(run.privacy_view))
 
 
 def _state(run: RunStatus) -> Text:

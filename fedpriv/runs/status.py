@@ -80,6 +80,9 @@ class RunStatus:
         accuracy_standard_error, majority_accuracy: of a finished run, if they are known.
         warnings: of a finished run: why it may be of no use.
         accountant: the one that computed the epsilons: rdp until the run is finished.
+        privacy_view: the one that target and budgets apply to.
+        target_epsilon: of the run; None without one.
+        budget_epsilon: of all clients, or of each.
         epsilon_local_max, epsilon_rho_max, epsilon_aggregate_max: the largest over all clients at `delta_max`; None as
             long as nothing is known, and for `aggregate` if `aggregate_view_holds` is False.
         seconds: what the rounds took, or the whole run once it is finished.
@@ -104,6 +107,9 @@ class RunStatus:
     majority_accuracy: float | None
     warnings: tuple[str, ...]
     accountant: str
+    privacy_view: str
+    target_epsilon: float | None
+    budget_epsilon: tuple[float, ...]
     epsilon_local_max: float | None
     epsilon_rho_max: float | None
     epsilon_aggregate_max: float | None
@@ -169,6 +175,9 @@ def read_status(run_dir: Path, *, now: float) -> RunStatus:
         accuracy_standard_error=summary.get("accuracy_standard_error"),
         majority_accuracy=summary.get("majority_accuracy"),
         warnings=tuple(summary.get("warnings", ())),
+        privacy_view=str(config.get("privacy_view", "local")),
+        target_epsilon=config.get("target_epsilon") or None,
+        budget_epsilon=tuple(config.get("budget_epsilon", ())),
         **(_final_costs(summary) if summary else _costs_so_far(rounds, clients)),
         bytes_up=sum(row["bytes_up"] for row in rounds),
         bytes_down=sum(row["bytes_down"] for row in rounds),

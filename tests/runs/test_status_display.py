@@ -9,7 +9,7 @@ from fedpriv.config import parse
 from fedpriv.reports.status_display import MAX_CLIENTS
 from fedpriv.runs.events import MAX_EVENTS
 from fedpriv.runs.writer import RunWriter
-from tests.runs.written import WriteRun, client_row, event, round_row, shown, status
+from tests.runs.written import SIZES, WriteRun, client_row, event, round_row, shown, status
 
 
 def test_the_last_events_are_shown_and_lines_that_hold_none_are_counted(write_run: WriteRun) -> None:
@@ -35,6 +35,20 @@ def test_texts_of_others_do_not_steer_the_terminal(write_run: WriteRun) -> None:
     text = shown(status(folder))
     assert text.count("�[2J[bold]��") == 2
     assert not set(text) & set("\x1b\x07‮")
+
+
+def test_the_view_that_was_asked_for_comes_first_with_its_limit(tmp_path: Path) -> None:
+    rho = {"noise_multiplier": 1.0, "privacy_view": "rho", "budget_epsilon": [3.0, 2.0, 4.0]}
+    for values, line in (
+        ({"noise_multiplier": 1.0}, "local 0.301, aggregate does not hold, rho 0.601"),
+        (rho, "rho 0.601 of smallest budget 2, aggregate does not hold, local 0.301"),
+        ({"target_epsilon": 8.0, "budget_epsilon": [9.0]}, "local 0.301 of target 8, aggregate does not hold, rho"),
+    ):
+        folder = RunWriter.created(tmp_path / str(len(line)), parse(values))
+        rows = [client_row(1, client) for client in SIZES]
+        folder.add(round_row(0, []), [])
+        folder.add(round_row(1, rows), rows)
+        assert f"largest ε   {line}" in shown(status(folder.path)).replace("\n            ", " ")
 
 
 def test_every_line_fits_a_terminal_of_80_columns(write_run: WriteRun) -> None:
