@@ -7,7 +7,7 @@ BIN := $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
 
 # Set to nothing, which Python takes for unset: without kept bytecode each process of the tests would compile torch anew.
-export PYTHONDONTWRITEBYTECODE :=
+everyday test-all test-deployment: export PYTHONDONTWRITEBYTECODE :=
 
 # Workers take one file at a time, in the order of tests/conftest.py. A third fills two cores while others wait for processes.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20

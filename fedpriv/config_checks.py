@@ -54,24 +54,31 @@ def check(config: RunConfig) -> None:
 
 
 def check_run(config: RunConfig) -> None:
-    """Refuse what a configuration may say, for instance to be planned with, and no run may do.
+    """Refuse what a configuration may say, for instance to be planned with, and no run from here can do.
 
     Raises:
-        InputError: the run would release something without noise from data that are not public, its `privacy_view`
-            does not hold, or a package is missing that scores its answers.
+        InputError: the first of `objections_to_run`, or a package is missing that scores the run's answers.
     """
-    if not config.data_are_public and not config.simulate:
-        remedy = "allowed only on public data (public_data = true) or in a run marked simulate = true"
-        if config.noise_multiplier == 0:
-            raise InputError(f"noise_multiplier = 0: {remedy}")
-        if config.compares:
-            raise InputError(f"comparison = true: a run without noise is {remedy}")
-    if config.privacy_view == "aggregate" and (objections := objections_to_aggregate(config)):
-        raise InputError(f"privacy_view = aggregate: does not hold: {'; '.join(objections)}")
+    for objection in objections_to_run(config):
+        raise InputError(objection)
     if config.generates_answers:
         from fedpriv.training import rouge  # deferred: few runs need it
 
         rouge.require(config.generated_answers)
+
+
+def objections_to_run(config: RunConfig) -> list[str]:
+    """Each release without noise from data that are not public, and a `privacy_view` that does not hold."""
+    found = []
+    if not config.data_are_public and not config.simulate:
+        remedy = "allowed only on public data (public_data = true) or in a run marked simulate = true"
+        if config.noise_multiplier == 0:
+            found.append(f"noise_multiplier = 0: {remedy}")
+        if config.compares:
+            found.append(f"comparison = true: a run without noise is {remedy}")
+    if config.privacy_view == "aggregate" and (objections := objections_to_aggregate(config)):
+        found.append(f"privacy_view = aggregate: does not hold: {'; '.join(objections)}")
+    return found
 
 
 def objections_to_aggregate(config: RunConfig) -> tuple[str, ...]:

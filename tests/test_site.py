@@ -73,7 +73,7 @@ def test_the_reference_has_every_package_that_exports_something():
     assert {"fedpriv.md", "fedpriv.accounting.md", "fedpriv.ledger.md"} <= set(pages)
     assert "\n::: fedpriv.accounting.epsilon_of\n" in pages["fedpriv.accounting.md"]
     assert "\n::: fedpriv.planning.plan\n" in pages["fedpriv.planning.md"], "a module that fedpriv exports"
-    assert "fedpriv.planning.partial" not in pages["fedpriv.planning.md"]
+    assert "fedpriv.planning.decided" not in pages["fedpriv.planning.md"]
 
 
 def test_make_docs_lets_strict_mode_see_warnings():

@@ -31,11 +31,15 @@ def check(
 
     Example: fedpriv config check simulations/configs/embedded.toml
     """
+    from fedpriv.config_checks import objections_to_run
+
     kind, configs, problems = _checked(file)
+    problems += (objection for config in configs for objection in objections_to_run(config))
     if files and configs:
         from fedpriv import preflight  # deferred: it may load tables
 
         problems += preflight.problems(configs)
+    problems = list(dict.fromkeys(problems))
     values = {"file": str(file), "kind": kind, "num_runs": len(configs), "problems": problems}
     runs = f"a sweep of {len(configs)} runs" if kind == "sweep" else "a run"
     show(values, problems or [f"{file}: {runs}, nothing wrong"], as_json)

@@ -32,7 +32,7 @@ RunFolder = Annotated[
     typer.Option("--run", help="A run's folder that knows the holders' names; by default the ledger's own folder."),
 ]
 
-# What is told of a data set, and its heading: a line of all has 80 columns where names are short.
+# What is told of a data set, and its heading.
 HEADINGS = {
     "client": "client",
     "data_set": "data set",
@@ -72,7 +72,7 @@ def show_ledger(
         rows = statement.spending(db, names=known, budget_epsilon=budget_epsilon, view=cast("PlannedView", view))
         adopted = statement.adoptions(db)
     lines = [*_spent(rows, view), *statement.adoption_lines(adopted)]
-    if budget_epsilon is not None:
+    if any("remaining_rounds" in row for row in rows):
         lines.append(f"left: rounds like the last one until ε {budget_epsilon:g} on the {view} view")
     show({"ledger": str(path), "data_sets": rows, "adopted": adopted}, lines, as_json)
 
@@ -81,11 +81,10 @@ def _spent(rows: list[dict[str, Any]], view: str = "local") -> list[str]:
     """A line for each data set, with what is known of it."""
     from fedpriv.ledger.statement import label
 
-    headings = {
-        name: heading
-        for name, heading in HEADINGS.items()
-        if any(name in row for row in rows) and (name != "epsilon_aggregate" or view == "aggregate")
-    }
+    shown = {name for row in rows for name in row} | (HEADINGS.keys() - {"epsilon_aggregate", "remaining_rounds"})
+    if view != "aggregate":
+        shown.discard("epsilon_aggregate")
+    headings = {name: heading for name, heading in HEADINGS.items() if name in shown}
     named = [{**row, "client": label(row["client"], row["name"]), "data_set": row["data_set"][:12]} for row in rows]
     cells = [{heading: row.get(name) for name, heading in headings.items()} for row in named]
     return table(cells, list(headings.values()))

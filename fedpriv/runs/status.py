@@ -175,9 +175,7 @@ def read_status(run_dir: Path, *, now: float) -> RunStatus:
         accuracy_standard_error=summary.get("accuracy_standard_error"),
         majority_accuracy=summary.get("majority_accuracy"),
         warnings=tuple(summary.get("warnings", ())),
-        privacy_view=str(config.get("privacy_view", "local")),
-        target_epsilon=config.get("target_epsilon") or None,
-        budget_epsilon=tuple(config.get("budget_epsilon", ())),
+        **_limits(config, run_dir),
         **(_final_costs(summary) if summary else _costs_so_far(rounds, clients)),
         bytes_up=sum(row["bytes_up"] for row in rounds),
         bytes_down=sum(row["bytes_down"] for row in rounds),
@@ -188,6 +186,23 @@ def read_status(run_dir: Path, *, now: float) -> RunStatus:
         events=events.last,
         clients=clients,
     )
+
+
+def _limits(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
+    """What the run may spend, and on which view.
+
+    Raises:
+        InputError: its configuration is damaged.
+    """
+    view, target = config.get("privacy_view", "local"), config.get("target_epsilon")
+    try:
+        return {
+            "privacy_view": view if view in ("local", "rho", "aggregate") else "local",
+            "target_epsilon": float(target) if target else None,
+            "budget_epsilon": tuple(float(each) for each in config.get("budget_epsilon", ())),
+        }
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{run_dir / files.CONFIG}: damaged ({error})") from None
 
 
 def _state(run_dir: Path, alive: bool | None, *, is_silent: bool) -> State:

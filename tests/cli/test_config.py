@@ -98,3 +98,10 @@ def test_completion_knows_the_names_of_options():
         },
     )
     assert found.stdout.split() == ["closed-form"]
+
+
+def test_what_no_run_may_do_is_told_at_once_without_a_look_at_files(file):
+    text = 'data = "none.csv"\nclient_column = "site"\nnoise_multiplier = 0\nprivacy_view = "aggregate"\n'
+    code, lines = check(file, text, "--no-files")
+    assert code == 2
+    assert [line.split(":")[0] for line in lines] == ["noise_multiplier = 0", "privacy_view = aggregate"]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from fedpriv.config import parse
+from fedpriv.errors import InputError
 from fedpriv.reports.status_display import MAX_CLIENTS
 from fedpriv.runs.events import MAX_EVENTS
 from fedpriv.runs.writer import RunWriter
@@ -39,16 +42,25 @@ def test_texts_of_others_do_not_steer_the_terminal(write_run: WriteRun) -> None:
 
 def test_the_view_that_was_asked_for_comes_first_with_its_limit(tmp_path: Path) -> None:
     rho = {"noise_multiplier": 1.0, "privacy_view": "rho", "budget_epsilon": [3.0, 2.0, 4.0]}
-    for values, line in (
+    cases = (
         ({"noise_multiplier": 1.0}, "local 0.301, aggregate does not hold, rho 0.601"),
         (rho, "rho 0.601 of smallest budget 2, aggregate does not hold, local 0.301"),
         ({"target_epsilon": 8.0, "budget_epsilon": [9.0]}, "local 0.301 of target 8, aggregate does not hold, rho"),
-    ):
-        folder = RunWriter.created(tmp_path / str(len(line)), parse(values))
+    )
+    for number, (values, line) in enumerate(cases):
+        folder = RunWriter.created(tmp_path / str(number), parse(values))
         rows = [client_row(1, client) for client in SIZES]
         folder.add(round_row(0, []), [])
         folder.add(round_row(1, rows), rows)
         assert f"largest ε   {line}" in shown(status(folder.path)).replace("\n            ", " ")
+
+
+@pytest.mark.parametrize("line", ["budget_epsilon = 3.0", 'budget_epsilon = ["much"]', 'target_epsilon = "much"'])
+def test_a_damaged_limit_is_one_line(write_run: WriteRun, line: str) -> None:
+    folder = write_run()
+    (folder / "config.toml").write_text(line)
+    with pytest.raises(InputError, match="damaged"):
+        status(folder)
 
 
 def test_every_line_fits_a_terminal_of_80_columns(write_run: WriteRun) -> None:
