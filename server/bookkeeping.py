@@ -15,10 +15,7 @@ from torch import Tensor
 from fedpriv.accounting.calibration import first_rounds_within
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.law import Accountant
-from fedpriv.accounting.views import (
-    Release,
-    View,
-)
+from fedpriv.accounting.views import Release, View
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
 from fedpriv.ledger.accounts import Accounts
@@ -75,7 +72,6 @@ class Books:
             c: sum(known.run != run for known in ledger.runs(d)) if ledger else 0 for c, d in self._data_sets.items()
         }
         self.accounts = Accounts(self.sizes, config.delta, self._earlier)
-        self._aggregate_holds = config.secure_aggregation
         self.costs = Costs(config, self.sizes, initial)
         self.num_evaluations: Counter[int] = Counter()
         self._budgets = {client: config.budget_of(client) for client in self.sizes}
@@ -199,7 +195,7 @@ class Books:
     def within_budget(self, round_: int, selected: Iterable[int]) -> list[int]:
         """The clients whose budget allows this round, whichever clients survive it; the others are retired."""
         selected = [client for client in selected if client not in self.retired]
-        worst = self._worst(round_, selected)
+        worst = self._at_worst(round_, selected)
         for client, release in worst.items():
             if not self._fits(client, release, round_):
                 self.retire(client, f"budget_epsilon = {self._budgets[client]:g} allows no further round")
@@ -216,7 +212,7 @@ class Books:
             requests: {client: digest of its request}.
         """
         beside = self._earlier_charges.beside(requests, round_)
-        worst = self._worst(round_, beside)
+        worst = self._at_worst(round_, beside)
         view, retired = self._config.privacy_view, []
         for client, others in beside.items():
             budget = self._budgets[client]
@@ -283,7 +279,9 @@ class Books:
         Raises:
             LedgerError: the charge cannot be written, so nobody may be asked.
         """
-        releases = self._worst(round_, requests) if among is None else self.costs.worst(round_, requests, beside=among)
+        releases = (
+            self._at_worst(round_, requests) if among is None else self.costs.worst(round_, requests, beside=among)
+        )
         self._charge(round_, requests, releases)
 
     def charge_evaluation(self, round_: int, requests: Mapping[int, str]) -> None:
@@ -348,12 +346,12 @@ class Books:
         for client, release in self._earlier_charges.pop_unused(up_to):
             self.accounts.record(client, release)
 
-    def _worst(self, round_: int, clients: Iterable[int]) -> dict[int, Release]:
+    def _at_worst(self, round_: int, clients: Iterable[int]) -> dict[int, Release]:
         """What a round costs in the worst case over all that may still be asked.
 
         A round with too few replies asks others, and its uploads then count less each. Nobody joins a sum that is made
         in secret.
         """
         clients = list(clients)
-        beside = clients if self._aggregate_holds else [*self.active, *self._charged]
+        beside = clients if self._config.secure_aggregation else [*self.active, *self._charged]
         return self.costs.worst(round_, clients, beside=beside)

@@ -52,7 +52,7 @@ class Costs:
         return self._events[client][self._schedule.spec(round_)]
 
     def is_same_each_round(self, client: int) -> bool:
-        """Whether every round of the run costs the client the same."""
+        """Whether all rounds of the run have one specification, so that each costs the client the same."""
         return len(self._events[client]) == 1
 
     def events(self, client: int, after: int, num_rounds: int) -> list[Event]:
@@ -66,7 +66,7 @@ class Costs:
         view = self._config.privacy_view
         events = []
         for spec, count in self._schedule.counts(after, num_rounds).items():
-            event = self._worst(spec, [client], self._sizes)[client].seen_by(view)
+            event = self._worst_of(spec, [client], self._sizes)[client].seen_by(view)
             events.append(event.with_count(count * event.count))
         return events
 
@@ -116,9 +116,9 @@ class Costs:
             clients: in it.
             beside: who may be in its sum too.
         """
-        return self._worst(self._schedule.spec(round_), clients, beside)
+        return self._worst_of(self._schedule.spec(round_), clients, beside)
 
-    def _worst(self, spec: UpdateSpec, clients: Iterable[int], beside: Iterable[int]) -> dict[int, Release]:
+    def _worst_of(self, spec: UpdateSpec, clients: Iterable[int], beside: Iterable[int]) -> dict[int, Release]:
         clients = list(clients)
         together = {*beside, *clients}
         bars = smallest_rho_bars(

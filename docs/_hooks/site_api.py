@@ -13,7 +13,7 @@ import fedpriv
 ROOTS = ("fedpriv", "simulations")
 
 
-def packages() -> list[str]:
+def documented() -> list[str]:
     """Dotted names of all packages that export something, and of the modules that `fedpriv` exports, by name."""
     found = [each.name for each in pkgutil.iter_modules(fedpriv.__path__) if each.ispkg or each.name in fedpriv.__all__]
     names = [*ROOTS, *(f"fedpriv.{name}" for name in sorted(found))]
@@ -30,16 +30,16 @@ def exported(module: ModuleType) -> list[str]:
 
 def pages() -> dict[str, str]:
     """{file name: page in Markdown}; mkdocstrings fills in what each name is."""
-    return {f"{name}.md": _page(name) for name in packages()}
+    return {f"{name}.md": _page(name) for name in documented()}
 
 
-def _page(package: str) -> str:
-    module = import_module(package)
-    own = [name for name in exported(module) if f"{package}.{name}" not in packages()]
-    rooms = [name for name in exported(module) if f"{package}.{name}" in packages()]
-    parts = [f"# `{package}`", inspect.cleandoc(_prose(module.__doc__ or ""))]
-    parts += [f"- [`{package}.{name}`]({package}.{name}.md)" for name in rooms]
-    return "\n\n".join([*parts, *(f"::: {package}.{name}" for name in own)]) + "\n"
+def _page(dotted: str) -> str:
+    module = import_module(dotted)
+    own = [name for name in exported(module) if f"{dotted}.{name}" not in documented()]
+    rooms = [name for name in exported(module) if f"{dotted}.{name}" in documented()]
+    parts = [f"# `{dotted}`", inspect.cleandoc(_prose(module.__doc__ or ""))]
+    parts += [f"- [`{dotted}.{name}`]({dotted}.{name}.md)" for name in rooms]
+    return "\n\n".join([*parts, *(f"::: {dotted}.{name}" for name in own)]) + "\n"
 
 
 def _prose(docstring: str) -> str:

@@ -31,7 +31,7 @@ def check(
 
     Example: fedpriv config check simulations/configs/embedded.toml
     """
-    from fedpriv.config_checks import objections_to_run
+    from fedpriv.run_checks import objections_to_run
 
     kind, configs, problems = _checked(file)
     problems += (objection for config in configs for objection in objections_to_run(config))

@@ -27,7 +27,7 @@ USER = 10001
 
 
 def stages(service: dict) -> dict[str, list[tuple[str, str]]]:
-    """{stage: (instruction, arguments) of it and of the stage it begins from} of a service's Dockerfile."""
+    """{stage: [(instruction, arguments)] of it and of the stage it begins from} of a service's Dockerfile."""
     file = Path(os.environ["FEDPRIV_CHECKOUT"]) / service["build"]["dockerfile"]
     text = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", file.read_text(), flags=re.MULTILINE))
     found: dict[str, list[tuple[str, str]]] = {}

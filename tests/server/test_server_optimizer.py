@@ -6,10 +6,10 @@ import pandas as pd
 import pytest
 
 from fedpriv.config import parse
-from fedpriv.config_checks import objections_to_aggregate
 from fedpriv.errors import InputError
 from fedpriv.ledger.entries import entries
 from fedpriv.ledger.reader import reading
+from fedpriv.run_checks import objections_to_aggregate
 from server.observer import LogObserver
 from simulations.engines import federation
 

@@ -11,12 +11,12 @@ from flwr.app import ArrayRecord, ConfigRecord
 
 from fedpriv import protocol
 from fedpriv.config import parse
-from fedpriv.config_checks import check_clients
 from fedpriv.errors import InputError, TooFewClientsError
 from fedpriv.ledger.entries import entries
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from fedpriv.protocol import Registration
+from fedpriv.run_checks import check_clients
 from fedpriv.secure_aggregation import TooFewError, make_identity
 from server.bookkeeping import Books
 from server.observer import LogObserver
