@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
+SUPPLY := .cache/supply
 
 # Flower starts its programs by name.
 export PATH := $(BIN):$(PATH)
@@ -12,7 +13,7 @@ everyday test-all test-deployment: export PYTHONDONTWRITEBYTECODE :=
 # Workers take one file at a time, in the order of tests/conftest.py. A third fills two cores while others wait for processes.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20
 
-.PHONY: run llm test test-all test-deployment lint style types everyday docs bench clean
+.PHONY: run llm test test-all test-deployment lint style types everyday docs bench lock sbom clean
 .DELETE_ON_ERROR:
 
 $(VENV)/bin/python:
@@ -39,6 +40,12 @@ $(VENV)/installed-llm: $(VENV)/installed-run
 
 $(VENV)/installed-docs: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable ".[docs,federation]"
+	@touch $@
+
+# Apart from .venv, since a node's holds nothing without a hash.
+$(SUPPLY)/installed:
+	$(PYTHON) -m venv $(SUPPLY)
+	$(SUPPLY)/bin/python -m pip install --quiet "cyclonedx-bom>=7" "uv>=0.9"
 	@touch $@
 
 llm: $(VENV)/installed-llm
@@ -81,5 +88,14 @@ bench: $(VENV)/installed-dev
 		$(BIN)/python -m simulations.benchmarks.$$(basename $$file .py) || exit 1; \
 	done
 
+# The versions and hashes of what a node or coordinator installs; `make lock OPTIONS=--upgrade` takes the newest that pyproject.toml admits.
+lock: $(SUPPLY)/installed
+	$(SUPPLY)/bin/uv pip compile pyproject.toml --extra node --universal --python-version 3.11 --generate-hashes --only-binary :all: \
+		--prerelease disallow --custom-compile-command "make lock" --output-file requirements.txt --quiet $(OPTIONS)
+
+# The packages of requirements.txt in CycloneDX's format, checked against its schema by the tool that writes it.
+sbom: $(SUPPLY)/installed
+	$(SUPPLY)/bin/python -W ignore::UserWarning:cyclonedx.model.bom -m cyclonedx_py requirements --pyproject pyproject.toml --output-reproducible --output-file sbom.json requirements.txt
+
 clean:
-	rm -rf $(VENV) site .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site sbom.json .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis

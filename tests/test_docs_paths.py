@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("results/*.md"))]
+AT_THE_TOP = [ROOT / name for name in ("CONTRIBUTING.md", "README.md", "SECURITY.md")]
+PAGES = [*AT_THE_TOP, *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("results/*.md"))]
 PACKAGES = "fedpriv|clients|server|simulations|tests"
 
 # Files that a run writes, such as clients.csv or server.key, look like modules.

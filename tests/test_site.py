@@ -90,7 +90,7 @@ def test_the_site_builds_in_strict_mode_and_its_pages_fetch_nothing(tmp_path):
     pages = {file.relative_to(tmp_path / "site").as_posix(): file for file in (tmp_path / "site").rglob("*.html")}
     for page in PAGES:
         name = page.relative_to(ROOT).with_suffix(".html").as_posix()
-        assert name.removeprefix("docs/").replace("README", "index") in pages
+        assert name.removeprefix("docs/").replace("README", "index").lower() in pages
     index = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text())["docs"]
     assert len(index) > 500
     boosts = {entry["location"].partition("#")[0]: entry.get("boost", 1) for entry in index}

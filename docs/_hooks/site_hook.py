@@ -25,7 +25,12 @@ ROOT = Path(__file__).resolve().parents[2]
 LOG = logging.getLogger("mkdocs.hooks.site")
 
 # Pages outside docs/ and results/, which the site has under these names.
-AT_THE_TOP = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+AT_THE_TOP = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
 LARGEST_SOURCE = 200_000
 
 

@@ -1,6 +1,7 @@
 """A stand-in for `docker compose` without images: a service is a process of its user, with folders for its mounts.
 
 It reads compose.yaml of the working folder and the Dockerfile that this names, and keeps all it makes under $STAND_IN.
+A file that lies there already under the name of one of the checkout is copied in its place.
 Absolute paths of containers are replaced in arguments and variables by where they lie there; so is the coordinator's
 address. `tests/deployment/test_containers.py` puts it on PATH under the name of docker.
 """
@@ -73,7 +74,7 @@ def build(compose: dict) -> None:
         elif name == "COPY":
             *sources, target = here.split()
             for source in sources:
-                content = context / source
+                content = PLACE / source if (PLACE / source).exists() else context / source
                 what = f"{content}/." if content.is_dir() else str(content)
                 (folder / target).mkdir(exist_ok=True)
                 subprocess.run(["cp", "-r", what, folder / target], check=True)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from simulations.sites import ROOT, read_ledger
 
 DOCKERFILE = ROOT / "docs" / "Dockerfile"
 COMPOSE = ROOT / "docs" / "compose.yaml"
+MAKEFILE = (ROOT / "Makefile").read_text()
 DEPARTMENTS = ("cardiology", "dermatology", "neurology")
 # Its user has to reach Python, and venv to be there.
 PYTHON = "/usr/bin/python3"
@@ -39,8 +42,7 @@ def test_both_images_run_as_nobody_in_particular_and_tell_whether_they_are_well(
         "coordinator FROM confined",
         "holder FROM confined",
     ]
-    build, confined, *images = stages().values()
-    assert "pip install --editable" in build  # which takes Flower as pyproject.toml pins it
+    _, confined, *images = stages().values()
     assert "\nUSER 10001:10001\n" in confined
     assert "RUN" not in confined, "what root does happens in the first stage"
     for image in images:
@@ -95,6 +97,17 @@ def place() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+def lock_for_this_machine(target: Path) -> None:
+    """Write requirements.txt with the torch that is installed here, which may be no file of the registry."""
+    shutil.copy(ROOT / "requirements.txt", target)
+    torch = target.with_name("torch.txt")
+    torch.write_text(f"torch=={version('torch')}\n")
+    recipe = re.search(r"uv (pip compile .*?) --output-file", MAKEFILE.replace("\\\n", " "), flags=re.DOTALL)
+    found = {**os.environ, "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", "")}
+    words = [*shlex.split(recipe[1]), "--constraint", torch, "--output-file", target]
+    subprocess.run([sys.executable, "-m", "uv", *words, "--quiet"], cwd=ROOT, env=found, check=True)
+
+
 @pytest.mark.nightly
 @pytest.mark.skipif(os.geteuid() != 0 or not Path(PYTHON).exists(), reason="needs root, to be another user")
 def test_the_steps_of_the_images_and_the_commands_of_the_page_make_a_run_of_three_holders(place: Path) -> None:
@@ -104,6 +117,8 @@ def test_the_steps_of_the_images_and_the_commands_of_the_page_make_a_run_of_thre
     (programs / "docker").write_text(f'#!/bin/sh\nexec {sys.executable} {stand_in} "$@"\n')
     (programs / "docker").chmod(0o755)
     (programs / "python3").symlink_to(PYTHON)
+    (place / "stand-in").mkdir()
+    lock_for_this_machine(place / "stand-in" / "requirements.txt")
     variables = {**os.environ, "STAND_IN": str(place / "stand-in"), "PATH": f"{programs}:{os.environ['PATH']}"}
     variables.pop("PYTHONPATH", None)
     page = (ROOT / "docs" / "containers.md").read_text().replace("CHECKOUT=~/fedpriv", f"CHECKOUT={ROOT}")
