@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from importlib import import_module
@@ -17,10 +18,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from fastapi.routing import iter_route_contexts
+from flwr.common.constant import TIMESTAMP_HEADER
 from flwr.proto.fab_pb2 import Fab
 from flwr.proto.runtime_pb2 import PullTaskInputResponse
+from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
+from flwr.supercore.date import now
 from flwr.supercore.error import FlowerError
+from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from flwr.superlink.main import create_app
 from flwr.superlink.routers.fleet.node_auth import NodeAuthMiddleware, authenticate_node
 from flwr.superlink.runtime.run_serverapp import run_serverapp
@@ -80,14 +88,16 @@ def listeners(app, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[i
     thread.join()
 
 
-def asked(port: int, method: str, target: str, headers: dict[str, str] = _PROTOBUF) -> tuple[int, bytes]:
+def asked(
+    port: int, method: str, target: str, headers: dict[str, str] = _PROTOBUF, content: bytes = b""
+) -> tuple[int, bytes]:
     """Status and body of the answer to a request whose target is written as it is."""
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
         lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
-        more = {"Host": "127.0.0.1", "Content-Length": "0", "Connection": "close"}
+        more = {"Host": "127.0.0.1", "Content-Length": str(len(content)), "Connection": "close"}
         lines += [f"{name}: {value}" for name, value in more.items() if name not in headers]
         text = "\r\n".join([*lines, "", ""])
-        connection.sendall(text.encode("latin-1"))
+        connection.sendall(text.encode("latin-1") + content)
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     head, _, body = answer.partition(b"\r\n\r\n")
     return int(head.split()[1]), body
@@ -154,6 +164,27 @@ def test_nodes_get_through_and_must_sign(listeners, headers):
     for _, path in NODE_REQUESTS:
         status, body = asked(listeners[0], "POST", path, {**_PROTOBUF, **headers})
         assert status == 401, (path, body)
+
+
+def test_a_key_that_nobody_registered_opens_nothing(app, listeners):
+    key = ec.generate_private_key(ec.SECP384R1())
+    line = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    timestamp = now().isoformat()
+    signature = key.sign(timestamp.encode(), ec.ECDSA(hashes.SHA256()))
+    signed = {
+        FLEET_HTTP_PUBLIC_KEY_HEADER: b64encode(line).decode(),
+        FLEET_HTTP_SIGNATURE_HEADER: b64encode(signature).decode(),
+        TIMESTAMP_HEADER: timestamp,
+    }
+    for request in NODE_REQUESTS:
+        message = PROTOBUF_REQUEST_TYPES[request]()
+        if hasattr(message, "public_key"):
+            message.public_key = line  # or the signature would not even be compared
+        status, body = asked(listeners[0], *request, {**_PROTOBUF, **signed}, message.SerializeToString())
+        # Flower believes the signature of those two, and then knows no such node.
+        assert 400 <= status < 500, (request, body)
+        assert (status != 401) == hasattr(message, "public_key"), (request, body)
+    assert not app.state.linkstate_factory.state().get_node_info()
 
 
 def test_a_fleet_request_that_is_no_protobuf_gets_nowhere(listeners):
