@@ -193,7 +193,11 @@ def test_nothing_imports_the_command_line():
 
 
 def test_private_flower_names_live_in_one_file_a_side():
-    files = {"clients/deploy/approved_supernode.py", "simulations/engines/flower_private.py"}
+    files = {
+        "clients/deploy/approved_supernode.py",
+        "server/deploy/guarded_superlink.py",
+        "simulations/engines/flower_private.py",
+    }
     private = (
         *("flwr.supercore", "flwr.supernode", "flwr.superlink"),
         *("flwr.server.", "flwr.simulation.", "flwr.common", "flwr.proto", "flwr.compat"),

@@ -9,10 +9,11 @@ from typing import Annotated
 
 import typer
 
-from clients.deploy import approvals, folder, models, peers, supernode
 from clients.deploy import doctor as node_doctor
+from clients.deploy import folder, models, peers, supernode
 from clients.deploy import units as node_units
-from clients.deploy.folder import Made, Node
+from clients.deploy.folder import ROOT, Made, Node
+from fedpriv.deployment import approvals
 from fedpriv.deployment.checks import print_checks
 from fedpriv.deployment.command_line import UnitFolder, give_units, run_command_line
 from fedpriv.errors import InputError
@@ -162,10 +163,10 @@ def approve(
     if this_checkout == (fab_hash is not None):
         raise InputError("approve: give either FAB_HASH or --this-checkout")
     node = Node.read(dir_)
-    digest = fab_hash if fab_hash is not None else approvals.bundle_digest()
-    is_new = approvals.approve(node, digest)
+    digest = fab_hash if fab_hash is not None else approvals.bundle_digest(ROOT)
+    is_new = approvals.approve(node.approved, digest)
     typer.echo(f"{digest} {'is approved' if is_new else 'was approved before'}")
-    if this_checkout and (files := approvals.uncommitted()):
+    if this_checkout and (files := approvals.uncommitted(ROOT)):
         typer.echo(f"note: {len(files)} bundled files differ from the last commit, starting with {files[0]}")
 
 

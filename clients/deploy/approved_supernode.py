@@ -16,7 +16,6 @@ This file holds every private name of Flower 1.41 that a node needs.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import logging
 import multiprocessing
 import os
@@ -41,8 +40,7 @@ from flwr.supernode import start_client_internal
 from flwr.supernode.cli import flower_supernode
 from flwr.supernode.runtime.run_clientapp import run_clientapp
 
-from clients.deploy import approvals
-from fedpriv.deployment import polling
+from fedpriv.deployment import approvals, polling
 
 log = logging.getLogger("flwr")
 
@@ -60,19 +58,6 @@ _SHORTEST_PAUSE_SECONDS = 0.05
 _SUPEREXEC = "from clients.deploy.approved_supernode import superexec; superexec()"
 
 
-def is_approved(content: bytes, path: Path) -> bool:
-    """Whether a bundle's bytes are approved; a file that cannot be read approves nothing."""
-    digest = hashlib.sha256(content).hexdigest()
-    try:
-        is_known = digest in approvals.approved(path)
-    except (OSError, ValueError) as error:
-        log.error("approved-fabs: %s", error)
-        return False
-    if not is_known:
-        log.error("refused: the bundle %s is not approved; review it, then add it to %s", digest, path)
-    return is_known
-
-
 def require_approval(path: Path) -> None:
     """Make every SuperNode of this process refuse bundles that the file does not approve.
 
@@ -88,7 +73,7 @@ def require_approval(path: Path) -> None:
         return pull(get_fab=marked, **{**rest, "trusted_entities": {"approved-fabs": str(path)}})
 
     def verify(fab: Any, trusted_entities: dict[str, str]) -> bool:
-        return is_approved(fab.content, Path(trusted_entities["approved-fabs"]))
+        return approvals.is_approved(fab.content, Path(trusted_entities["approved-fabs"]))
 
     # It hands on whatever Flower passes, so its signature is wider than that of Flower's function.
     start_client_internal._pull_and_store_message = pull_approved  # type: ignore[assignment]

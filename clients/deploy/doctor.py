@@ -6,8 +6,8 @@ import socket
 from collections.abc import Callable, Iterator
 
 from clients.deploy import peers, records
-from clients.deploy.approvals import approved
 from clients.deploy.folder import Node
+from fedpriv.deployment.approvals import approved
 from fedpriv.deployment.checks import (
     Check,
     check_clock,

@@ -24,6 +24,9 @@ from fedpriv.vault import settings as vault_settings
 from fedpriv.vault.policy import Limits
 from fedpriv.vault.settings import VaultSettings
 
+# This checkout, whose bundle a run sends.
+ROOT = Path(__file__).resolve().parents[2]
+
 DEFAULT_PORT = 9094
 FILE = "node.toml"
 

@@ -14,8 +14,7 @@ from pathlib import Path
 import tomli_w
 
 from clients.deploy import separate_users, vault_process
-from clients.deploy.approvals import ROOT
-from clients.deploy.folder import Node
+from clients.deploy.folder import ROOT, Node
 from clients.deploy.separate_users import Users
 from fedpriv.deployment import polling
 from fedpriv.deployment.checks import check_key, check_port_free

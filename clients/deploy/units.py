@@ -6,8 +6,7 @@ import os
 import sys
 
 from clients.deploy import separate_users, supernode
-from clients.deploy.approvals import ROOT
-from clients.deploy.folder import Node
+from clients.deploy.folder import ROOT, Node
 from fedpriv.deployment.flower import program_folder
 from fedpriv.deployment.systemd import Unit, unit_name
 from fedpriv.deployment.users import owner_of

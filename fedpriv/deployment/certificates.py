@@ -12,6 +12,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
     Encoding,
     NoEncryption,
     PrivateFormat,
@@ -34,12 +35,13 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _DNS_NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*", re.I)
 
 
-def make_ca(folder: Path, days: int, *, not_before: datetime | None = None) -> None:
+def make_ca(folder: Path, days: int, *, passphrase: str = "", not_before: datetime | None = None) -> None:
     """Write a certificate authority, `ca.crt` and `ca.key`, into a folder; only its owner can read the key.
 
     Args:
         folder: must exist.
         days: of validity, 1 to 36,500.
+        passphrase: that encrypts the key; empty for none.
         not_before: start of validity; by default an hour ago.
 
     Raises:
@@ -54,12 +56,18 @@ def make_ca(folder: Path, days: int, *, not_before: datetime | None = None) -> N
         .add_extension(_key_usage(signs_certificates=True), critical=True)
         .sign(key, hashes.SHA384())
     )
-    write_new(folder / CA_KEY, _pem(key), mode=0o600)
+    write_new(folder / CA_KEY, _pem(key, passphrase), mode=0o600)
     write_new(folder / CA_CERTIFICATE, certificate.public_bytes(Encoding.PEM))
 
 
 def make_server_certificate(
-    folder: Path, address_hosts: Sequence[str], days: int, *, not_before: datetime | None = None
+    folder: Path,
+    address_hosts: Sequence[str],
+    days: int,
+    *,
+    authority_key: Path | None = None,
+    passphrase: str = "",
+    not_before: datetime | None = None,
 ) -> None:
     """Write `server.crt` and `server.key`, signed by the folder's authority, replacing any that exist.
 
@@ -70,16 +78,19 @@ def make_server_certificate(
         folder: with the authority.
         address_hosts: DNS names and IP addresses at which nodes reach the server, at least one.
         days: of validity, 1 to 36,500.
+        authority_key: by default the folder's `ca.key`.
+        passphrase: of that key; empty if it is not encrypted.
         not_before: start of validity; by default an hour ago.
 
     Raises:
-        InputError: a host is neither a DNS name nor an IP address, days is out of range, or there is no authority.
+        InputError: a host is neither a DNS name nor an IP address, days is out of range, or there is no authority, or
+            its key has another passphrase.
     """
     if not address_hosts:
         raise InputError("address: must name at least one host by which the nodes reach it")
     names = [_alternative_name(host) for host in dict.fromkeys((*address_hosts, *_LOOPBACK))]
     start, end = _validity(days, not_before)
-    authority, authority_key = _authority(folder)
+    authority, signing_key = _authority(folder, authority_key or folder / CA_KEY, passphrase)
     key = ec.generate_private_key(ec.SECP384R1())
     end = min(end, authority.not_valid_after_utc)
     certificate = (
@@ -89,13 +100,37 @@ def make_server_certificate(
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()),
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(signing_key.public_key()),
             critical=False,
         )
-        .sign(authority_key, hashes.SHA384())
+        .sign(signing_key, hashes.SHA384())
     )
     replace(folder / SERVER_KEY, _pem(key), mode=0o600)
     replace(folder / SERVER_CERTIFICATE, certificate.public_bytes(Encoding.PEM))
+
+
+def is_encrypted(key: Path) -> bool:
+    """Whether a private key in PEM format is encrypted; False if the file holds anything else.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    try:
+        return key.read_bytes().startswith(b"-----BEGIN ENCRYPTED PRIVATE KEY-----")
+    except OSError as error:
+        raise InputError(f"key = {key}: {error.strerror}") from None
+
+
+def encrypt_key(folder: Path, passphrase: str) -> None:
+    """Encrypt the key of a folder's authority, which was not.
+
+    Raises:
+        InputError: there is no such key, or it is encrypted.
+    """
+    if is_encrypted(folder / CA_KEY):
+        raise InputError(f"key = {folder / CA_KEY}: is encrypted already")
+    _, key = _authority(folder, folder / CA_KEY, "")
+    replace(folder / CA_KEY, _pem(key, passphrase), mode=0o600)
 
 
 def check_host(host: str) -> None:
@@ -138,16 +173,16 @@ def _read(path: Path) -> x509.Certificate:
         raise InputError(f"certificate = {path}: must be a certificate in PEM format") from None
 
 
-def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+def _authority(folder: Path, path: Path, passphrase: str) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     certificate = _read(folder / CA_CERTIFICATE)
     try:
-        key = load_pem_private_key((folder / CA_KEY).read_bytes(), password=None)
+        key = load_pem_private_key(path.read_bytes(), password=passphrase.encode() or None)
     except OSError as error:
-        raise InputError(f"key = {folder / CA_KEY}: {error.strerror}; it signs the server's certificate") from None
+        raise InputError(f"key = {path}: {error.strerror}; it signs the server's certificate") from None
     except (ValueError, TypeError):
-        raise InputError(f"key = {folder / CA_KEY}: must be a private key in PEM format without a passphrase") from None
+        raise InputError(f"key = {path}: must be a private key in PEM format, with this passphrase or none") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
-        raise InputError(f"key = {folder / CA_KEY}: must be the private key of {CA_CERTIFICATE}")
+        raise InputError(f"key = {path}: must be the private key of {CA_CERTIFICATE}")
     return certificate, key
 
 
@@ -202,5 +237,6 @@ def _name(common_name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
 
 
-def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+def _pem(key: ec.EllipticCurvePrivateKey, passphrase: str = "") -> bytes:
+    encryption = BestAvailableEncryption(passphrase.encode()) if passphrase else NoEncryption()
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption)

@@ -32,6 +32,19 @@ _NOT_YET_VALID, _EXPIRED = 9, 10
 _OTHER_HOST = (62, 64)
 _OTHER_CA = (2, 7, 18, 19, 20, 21, 30)
 
+# What a stranger at the coordinator's address might try, and what Flower 1.41 would need to be asked.
+_OPERATORS_REQUESTS = {
+    "register": ("POST", "/v1/control/register-node"),
+    "run": ("POST", "/v1/control/start-run"),
+    "list": ("POST", "/v1/control/list-runs"),
+    "stop": ("POST", "/v1/control/stop-run"),
+    "log": ("POST", "/v1/control/stream-logs"),
+    "acquire-task": ("POST", "/v1/runtime/acquire-task"),
+    "responses": ("POST", "/v1/runtime/responses"),
+    "/docs": ("GET", "/docs"),
+    "/openapi.json": ("GET", "/openapi.json"),
+}
+
 
 @dataclass(frozen=True)
 class Check:
@@ -125,6 +138,32 @@ def check_clock(host: str, port: int, ca: Path, tolerance_seconds: float = 5) ->
     if abs(offset) > tolerance_seconds:
         return Check("clock", False, f"{detail}: must be within {tolerance_seconds:g} s; set the clock by NTP")
     return Check("clock", True, detail)
+
+
+def check_door(host: str, port: int, ca: Path) -> Check:
+    """Whether a server refuses strangers what only the coordinator's operator may do.
+
+    Each request is one of Flower's without content, so that it changes nothing where it is let in. A coordinator's door
+    answers it with status 404 and no body; Flower itself says more whenever it refuses.
+    """
+    if (context := _context(ca)) is None:
+        return Check("door", False, f"ca = {ca}: is missing or not a certificate; use the coordinator's ca.crt")
+    let_in = []
+    for name, (method, path) in _OPERATORS_REQUESTS.items():
+        connection = HTTPSConnection(host, port, timeout=_TIMEOUT_SECONDS, context=context)
+        try:
+            connection.request(method, path, b"", {"Content-Type": "application/protobuf"})
+            response = connection.getresponse()
+            if (response.status, response.read()) != (404, b""):
+                let_in.append(name)
+        except (OSError, HTTPException):
+            return Check("door", False, f"{host}:{port}: gave no answer to {name}; see the TLS check")
+        finally:
+            connection.close()
+    if let_in:
+        detail = f"OPEN TO STRANGERS: {', '.join(let_in)}; end it, and start it with `start`"
+        return Check("door", False, f"{host}:{port}: {detail}")
+    return Check("door", True, f"{host}:{port}: closed to {', '.join(_OPERATORS_REQUESTS)}")
 
 
 def check_port_free(host: str, port: int) -> Check:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -11,15 +13,19 @@ import typer
 from fedpriv.deployment import certificates
 from fedpriv.deployment.checks import check_tls, print_checks
 from fedpriv.deployment.command_line import UnitFolder, give_units, run_command_line
+from fedpriv.errors import InputError
 from server.deploy import doctor as coordinator_doctor
 from server.deploy import folder as folders
 from server.deploy import registration, runs, superlink
 from server.deploy import units as coordinator_units
 from server.deploy.folder import Coordinator
 
+_MIN_PASSPHRASE = 12
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The coordinator's folder.")]
+PassphraseFile = Annotated[Path | None, typer.Option(help="File whose first line is the passphrase of ca.key.")]
 Days = Annotated[int, typer.Option(help="Number of days for which the server certificate is valid.")]
 
 
@@ -37,18 +43,43 @@ def init(
     address: Annotated[list[str], typer.Option(help="DNS name or IP address; repeatable, the nodes use the first.")],
     port: Annotated[int, typer.Option(help="The only port that the nodes must reach.")] = folders.DEFAULT_PORT,
     days: Days = 365,
+    ca_passphrase_file: PassphraseFile = None,
 ) -> None:
-    """Create a coordinator's folder: a certificate authority, a server certificate and Flower's connection file.
+    """Create a coordinator's folder: a certificate authority and a server certificate.
+
+    The authority's key is encrypted. Without --ca-passphrase-file its passphrase is random, and printed once.
 
     Example: python -m server.deploy init ~/federation --address fl.example.org --address 10.0.0.5
     """
-    coordinator = folders.make(folder, addresses=address, port=port, days=days)
-    typer.echo(f"created {coordinator.folder}; keep {coordinator.ca_key} secret")
+    passphrase = _new_passphrase(ca_passphrase_file)
+    coordinator = folders.make(folder, addresses=address, port=port, days=days, passphrase=passphrase)
+    typer.echo(f"created {coordinator.folder}; {coordinator.ca_key} is encrypted, and needed for `renew` alone")
+    _tell_passphrase(ca_passphrase_file, passphrase)
     typer.echo(f"send to every node: {coordinator.ca_certificate} and the address {coordinator.address}")
     quoted = shlex.quote(str(folder))
     typer.echo(f"next: python -m server.deploy start {quoted}")
     typer.echo(f"then, for each node: python -m server.deploy register {quoted} PARTITION_ID PUBKEY_FILE")
     typer.echo(f"then: python -m server.deploy run {quoted} -c rounds=10")
+
+
+def _new_passphrase(file: Path | None) -> str:
+    """A passphrase for ca.key: the one in the file, else a random one of 192 bits."""
+    return secrets.token_urlsafe(24) if file is None else _first_line(file)
+
+
+def _tell_passphrase(file: Path | None, passphrase: str) -> None:
+    if file is None:
+        typer.echo(f"its passphrase, shown this once: {passphrase}")
+
+
+def _first_line(file: Path) -> str:
+    try:
+        passphrase = file.read_text().partition("\n")[0].strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--ca-passphrase-file = {file}: {getattr(error, 'strerror', 'is not text')}") from None
+    if len(passphrase) < _MIN_PASSPHRASE:
+        raise InputError(f"--ca-passphrase-file = {file}: its first line needs {_MIN_PASSPHRASE} characters")
+    return passphrase
 
 
 @app.command()
@@ -97,15 +128,51 @@ def run(
 
 
 @app.command()
-def renew(folder: Folder, days: Days = 365) -> None:
+def renew(
+    folder: Folder,
+    days: Days = 365,
+    ca_key: Annotated[Path | None, typer.Option(help="The authority's key; by default ca.key in DIR.")] = None,
+    ca_passphrase_file: PassphraseFile = None,
+) -> None:
     """Issue a new server certificate by the same authority, so that the nodes need nothing new.
 
-    Example: python -m server.deploy renew ~/federation
+    On a terminal it asks for the passphrase of ca.key.
+
+    Example: python -m server.deploy renew ~/federation --ca-key /media/stick/ca.key
     """
     coordinator = Coordinator.read(folder)
-    certificates.make_server_certificate(coordinator.folder, coordinator.addresses, days)
+    key = ca_key or coordinator.ca_key
+    certificates.make_server_certificate(
+        coordinator.folder,
+        coordinator.addresses,
+        days,
+        authority_key=key,
+        passphrase=_passphrase(ca_passphrase_file) if certificates.is_encrypted(key) else "",
+    )
     until = certificates.valid_until(coordinator.server_certificate)
     typer.echo(f"certificate valid until {until:%Y-%m-%d}; restart the SuperLink to use it")
+
+
+def _passphrase(file: Path | None) -> str:
+    """The passphrase of an encrypted ca.key: of the file, else of whoever sits at the terminal."""
+    if file is not None:
+        return _first_line(file)
+    if not sys.stdin.isatty():
+        raise InputError("--ca-passphrase-file: is required without a terminal, since the key is encrypted")
+    return str(typer.prompt("Passphrase of ca.key", hide_input=True))
+
+
+@app.command("encrypt-key")
+def encrypt_key(folder: Folder, ca_passphrase_file: PassphraseFile = None) -> None:
+    """Encrypt the ca.key of a folder that an earlier version made; the passphrase is found as for `init`.
+
+    Example: python -m server.deploy encrypt-key ~/federation
+    """
+    coordinator = Coordinator.read(folder)
+    passphrase = _new_passphrase(ca_passphrase_file)
+    certificates.encrypt_key(coordinator.folder, passphrase)
+    typer.echo(f"{coordinator.ca_key} is encrypted; delete its old copies, in backups too")
+    _tell_passphrase(ca_passphrase_file, passphrase)
 
 
 @app.command()

@@ -11,6 +11,7 @@ from fedpriv.deployment.checks import (
     Check,
     check_clock,
     check_disk,
+    check_door,
     check_port_free,
     check_private,
     check_python,
@@ -20,7 +21,7 @@ from fedpriv.deployment.checks import (
 from fedpriv.deployment.flower import CONNECTION, FlowerError, num_online
 from fedpriv.errors import InputError
 from server.deploy.folder import Coordinator
-from server.deploy.superlink import expiry_warning
+from server.deploy.superlink import check_authority, expiry_warning
 
 _MIN_DISK_BYTES = 2**30
 
@@ -30,9 +31,8 @@ def checks(coordinator: Coordinator) -> Iterator[Check]:
     yield check_python()
     yield check_versions()
     yield _certificate(coordinator)
-    yield check_private(coordinator.ca_key)
+    yield check_authority(coordinator)
     yield check_private(coordinator.server_key)
-    yield _connection(coordinator)
     free = check_port_free(coordinator.bind_host, coordinator.port)
     if free.ok:
         yield Check("superlink", False, f"not running ({free.detail}); start it with `start`, then ask again")
@@ -40,6 +40,8 @@ def checks(coordinator: Coordinator) -> Iterator[Check]:
     else:
         yield check_tls(coordinator.host, coordinator.port, coordinator.ca_certificate)
         yield check_clock(coordinator.host, coordinator.port, coordinator.ca_certificate)
+        yield check_door(coordinator.host, coordinator.port, coordinator.ca_certificate)
+        yield _connection(coordinator)
         yield _nodes(coordinator)
     yield check_disk(coordinator.folder, _MIN_DISK_BYTES)
 
@@ -64,10 +66,10 @@ def _connection(coordinator: Coordinator) -> Check:
     try:
         address = tomllib.loads(file.read_text())["superlink"][CONNECTION]["address"]
     except (OSError, ValueError, KeyError, TypeError):
-        return Check("connection", False, f"{file}: must define connection {CONNECTION}; make the folder with `init`")
-    if address != coordinator.address:
-        return Check("connection", False, f"{file}: address = {address!r}: must be {coordinator.address!r}")
-    return Check("connection", True, f"FLWR_HOME={coordinator.flower_home} flwr ... {CONNECTION}")
+        return Check("connection", False, f"{file}: must define connection {CONNECTION}; `start` writes it")
+    if address == coordinator.address:
+        return Check("connection", False, f"{file}: address = {address!r}: is the nodes' own; `start` writes another")
+    return Check("connection", True, f"FLWR_HOME={coordinator.flower_home} flwr ... {CONNECTION}, at {address}")
 
 
 def _nodes(coordinator: Coordinator) -> Check:

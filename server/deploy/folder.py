@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -12,9 +13,13 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from fedpriv.deployment import certificates
-from fedpriv.deployment.files import new_folder
+from fedpriv.deployment.files import new_folder, replace
 from fedpriv.deployment.flower import CONNECTION
 from fedpriv.deployment.settings import join_address, read_settings, validated
+from fedpriv.errors import InputError
+
+# This checkout, which a run bundles for the nodes.
+ROOT = Path(__file__).resolve().parents[2]
 
 DEFAULT_PORT = 9093
 
@@ -98,8 +103,27 @@ class Coordinator:
 
     @property
     def connection_file(self) -> Path:
-        """The file that tells `flwr` how to reach the SuperLink."""
+        """The file that tells `flwr` how this machine's own user reaches the running SuperLink."""
         return self.flower_home / "config.toml"
+
+    def connect(self, address: str) -> None:
+        """Let `flwr` find the SuperLink at this address, from now on; other connections in the file stay.
+
+        Raises:
+            InputError: the file is no TOML.
+        """
+        try:
+            known = tomllib.loads(self.connection_file.read_text()) if self.connection_file.exists() else {}
+        except ValueError:
+            raise InputError(f"{self.connection_file}: is not valid TOML; delete it") from None
+        own = {"address": address, "root-certificates": str(self.ca_certificate)}
+        superlinks = {**known.get("superlink", {}), "default": CONNECTION, CONNECTION: own}
+        replace(self.connection_file, tomli_w.dumps({**known, "superlink": superlinks}).encode())
+
+    @property
+    def approved(self) -> Path:
+        """The file with the digests of the bundles that may run here; `run` adds that of its own checkout."""
+        return self.folder / "approved-fabs"
 
     @property
     def database(self) -> Path:
@@ -126,14 +150,15 @@ class Coordinator:
         return {int(file.stem): file for file in self.nodes.glob("*.pub") if file.stem.isdigit()}
 
 
-def make(folder: Path, *, addresses: Sequence[str], port: int, days: int) -> Coordinator:
-    """Create a coordinator's folder, with an authority, a server certificate and Flower's connection file.
+def make(folder: Path, *, addresses: Sequence[str], port: int, days: int, passphrase: str) -> Coordinator:
+    """Create a coordinator's folder, with an authority and a server certificate.
 
     Args:
         folder: does not exist or is empty.
         addresses: DNS names and IP addresses of this machine, starting with the one that nodes use.
         port: for the SuperLink.
         days: of validity of the server certificate.
+        passphrase: that encrypts the authority's key.
 
     Raises:
         InputError: a value cannot be used; nothing was written.
@@ -143,15 +168,11 @@ def make(folder: Path, *, addresses: Sequence[str], port: int, days: int) -> Coo
     settings = {"addresses": list(addresses), "port": port}
     coordinator = validated(Coordinator, settings, folder=folder.absolute())
     with new_folder(coordinator.folder) as new:
-        certificates.make_ca(new, max(days, _CA_DAYS))
-        certificates.make_server_certificate(new, coordinator.addresses, days)
+        certificates.make_ca(new, max(days, _CA_DAYS), passphrase=passphrase)
+        certificates.make_server_certificate(new, coordinator.addresses, days, passphrase=passphrase)
         for part in (coordinator.flower_home, coordinator.nodes, coordinator.runs):
             (new / part.name).mkdir()
+        (new / coordinator.approved.name).touch()
         (new / "coordinator.toml").write_text(tomli_w.dumps(settings))
-        (new / "flower" / "config.toml").write_text(tomli_w.dumps(_connection(coordinator)))
+    coordinator.connect(coordinator.address)  # where nothing answers `flwr`, until `start` says otherwise
     return coordinator
-
-
-def _connection(coordinator: Coordinator) -> dict[str, object]:
-    superlink = {"address": coordinator.address, "root-certificates": str(coordinator.ca_certificate)}
-    return {"superlink": {"default": CONNECTION, CONNECTION: superlink}}

@@ -16,15 +16,13 @@ from typing import Any
 import tomli_w
 
 from fedpriv import config as configuration
+from fedpriv.deployment import approvals
 from fedpriv.deployment.flower import CONNECTION, FlowerError, environment, flwr, plain, program_folder
 from fedpriv.runs.files import CONFIG, run_folder_of
 from fedpriv.tracking.protocol import check_installed
-from server.deploy.folder import Coordinator
+from server.deploy.folder import ROOT, Coordinator
 
 COMPLETED = "finished:completed"
-
-# This checkout, which the run bundles for the nodes.
-ROOT = Path(__file__).resolve().parents[2]
 
 _POLL_SECONDS = 3.0
 _MAX_FAILED_POLLS = 20
@@ -94,7 +92,12 @@ def _original_configuration(path: Path) -> dict[str, Any]:
 
 
 def _submit(coordinator: Coordinator, values: dict[str, Any]) -> str:
-    """Submit the run and return its id. A file passes the values: Flower's own `key=value` pairs cannot nest quotes."""
+    """Approve this checkout's bundle, submit the run, and return its id.
+
+    A file passes the values: Flower's own `key=value` pairs cannot nest quotes.
+    """
+    coordinator.approved.touch()  # a folder of an earlier version has none
+    approvals.approve(coordinator.approved, approvals.bundle_digest(ROOT))
     with tempfile.TemporaryDirectory(prefix="fedpriv-run-") as folder:
         file = Path(folder) / "run.toml"
         file.write_text(tomli_w.dumps(values))

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import shlex
+import sys
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from logging.handlers import RotatingFileHandler
+from pathlib import Path
 
 from fedpriv.deployment import certificates
-from fedpriv.deployment.checks import check_port_free, check_tls
+from fedpriv.deployment.checks import Check, check_port_free, check_tls
 from fedpriv.deployment.flower import (
     EXIT_CODES,
     FlowerError,
     environment,
     logged_exit_code,
     num_online,
-    program_folder,
     run_in_foreground,
 )
 from fedpriv.errors import InputError
-from server.deploy.folder import Coordinator
+from server.deploy.folder import ROOT, Coordinator
 
 WARN_BEFORE = timedelta(days=14)
 
@@ -30,19 +33,22 @@ _UNTOLD_SECONDS = 30.0
 _COME_OR_GONE = re.compile(r"\.(Activate|Deactivate|Register|Unregister)Node\]")
 _LOG_BYTES, _NUM_OLD_LOGS = 10 * 2**20, 3
 
+# Where Linux says which user holds which connection.
+_SOCKETS = Path("/proc/net/tcp")
+
 # One line per poll of each node would drown out the others.
 _POLL_LINE = re.compile(r'"(GET|POST|HEAD) \S+ HTTP/[\d.]+" 2\d\d')
 
 
 def command(coordinator: Coordinator) -> list[str]:
-    """The command that starts the SuperLink."""
-    return [
-        *(str(program_folder() / "flower-superlink"), "--host", coordinator.bind_host, "--port", str(coordinator.port)),
-        *("--ssl-ca-certfile", str(coordinator.ca_certificate)),
-        *("--ssl-certfile", str(coordinator.server_certificate), "--ssl-keyfile", str(coordinator.server_key)),
-        *("--enable-supernode-auth", "--disable-runtime-dependency-installation"),
-        *("--database", str(coordinator.database)),
-    ]
+    """The command that starts the SuperLink, behind its door."""
+    return [sys.executable, "-m", "server.deploy.guarded_superlink", str(coordinator.folder)]
+
+
+def variables(coordinator: Coordinator) -> dict[str, str]:
+    """The SuperLink's environment, with this checkout's modules."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return environment(coordinator.flower_home, PYTHONPATH=os.pathsep.join(paths))
 
 
 def start(coordinator: Coordinator, say: Callable[[str], None]) -> int:
@@ -54,8 +60,13 @@ def start(coordinator: Coordinator, say: Callable[[str], None]) -> int:
 
     Raises:
         FlowerError: its port is taken.
-        InputError: its certificate is missing or has expired.
+        InputError: its certificate is missing or has expired, the authority's key is not encrypted, or
+            this is no Linux.
     """
+    if not _SOCKETS.exists():
+        raise InputError(f"{_SOCKETS}: no such file; the SuperLink needs Linux, to know which user of a machine asks")
+    if not (key := check_authority(coordinator)).ok:
+        raise InputError(f"key = {key.detail}")
     if certificates.valid_until(coordinator.server_certificate) < datetime.now(UTC):
         raise InputError(f"certificate = {coordinator.server_certificate}: has expired; run `renew`")
     if not (port := check_port_free(coordinator.bind_host, coordinator.port)).ok:
@@ -78,7 +89,7 @@ def start(coordinator: Coordinator, say: Callable[[str], None]) -> int:
 
     code = run_in_foreground(
         command(coordinator),
-        variables=environment(coordinator.flower_home),
+        variables=variables(coordinator),
         folder=coordinator.folder,
         on_line=on_line,
     )
@@ -86,6 +97,17 @@ def start(coordinator: Coordinator, say: Callable[[str], None]) -> int:
     meaning = "".join(f": {EXIT_CODES[reason]}" for reason in reasons[-1:] if reason in EXIT_CODES)
     say(f"SuperLink ended with exit code {code}{meaning}; its log: {coordinator.log}")
     return code
+
+
+def check_authority(coordinator: Coordinator) -> Check:
+    """Whether no code that runs here can sign with the authority's key."""
+    key = coordinator.ca_key
+    if not os.access(key, os.R_OK):
+        return Check("ca.key", True, "kept elsewhere; `renew --ca-key FILE` takes it from there")
+    if not certificates.is_encrypted(key):
+        folder = shlex.quote(str(coordinator.folder))
+        return Check("ca.key", False, f"{key}: the code of a run could read it; run `encrypt-key {folder}`")
+    return Check("ca.key", True, f"{key}: encrypted; it may also be kept elsewhere")
 
 
 def expiry_warning(coordinator: Coordinator) -> str:

@@ -6,8 +6,7 @@ import sys
 
 from fedpriv.deployment.systemd import Unit, unit_name
 from fedpriv.deployment.users import owner_of
-from server.deploy.folder import Coordinator
-from server.deploy.runs import ROOT
+from server.deploy.folder import ROOT, Coordinator
 
 
 def units(coordinator: Coordinator) -> list[Unit]:
@@ -26,6 +25,7 @@ def units(coordinator: Coordinator) -> list[Unit]:
             user=owner_of(folder).name,
             variables={"PYTHONUNBUFFERED": "1", "FEDPRIV_CACHE": str(folder / "cache")},
             writable=[folder],
-            read_only=[coordinator.ca_key, coordinator.ca_certificate, coordinator.nodes],
+            read_only=[coordinator.ca_certificate, coordinator.nodes],
+            hidden=[coordinator.ca_key],
         )
     ]

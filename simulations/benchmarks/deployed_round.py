@@ -37,7 +37,7 @@ _KINDS = {
     "import superexec": "SuperExec",
     "approved_supernode": "SuperNode",
     "flwr-serverapp": "ServerApp",
-    "flower-superlink": "SuperLink",
+    "guarded_superlink": "SuperLink",
     "fedpriv.vault": "vault",
     "clients.deploy": "kit",
     "server.deploy": "kit",

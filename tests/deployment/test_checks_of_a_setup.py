@@ -33,6 +33,17 @@ def test_sound_server_is_ok_until_its_certificate_ends(folder):
     assert "valid until" in found.detail
 
 
+def test_a_door_where_anything_but_a_bare_404_answers_is_open(folder):
+    with serving(folder) as port:
+        found = checks.check_door(HOST, port, folder / "ca.crt")
+    assert (found.ok, "OPEN TO STRANGERS: register, run, list, stop, log, acquire-task" in found.detail) == (
+        False,
+        True,
+    )
+    found = checks.check_door(HOST, free_port(), folder / "ca.crt")
+    assert (found.ok, "gave no answer to register" in found.detail) == (False, True), found
+
+
 def test_nothing_listens(folder):
     found = checks.check_tls(HOST, free_port(), folder / "ca.crt")
     assert (found.ok, "nothing is listening" in found.detail) == (False, True), found

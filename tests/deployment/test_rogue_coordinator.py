@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.deploy.approvals import bundle_digest
+from fedpriv.deployment.approvals import bundle_digest
 from simulations.sites import ROOT
 
 pytestmark = pytest.mark.deployment

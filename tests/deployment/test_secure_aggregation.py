@@ -13,7 +13,7 @@ import pandas as pd
 import psutil
 import pytest
 
-from clients.deploy.approvals import bundle_digest
+from fedpriv.deployment.approvals import bundle_digest
 from fedpriv.ledger.entries import Entry
 from simulations.sites import CLIENT, ROOT, Federation, Service, kit, read_ledger, wait_until
 from tests.deployment.conftest import holdings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import re
 import shutil
 import subprocess
 from datetime import UTC, datetime, timedelta
@@ -11,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from fedpriv.deployment.certificates import make_ca, make_server_certificate
-from fedpriv.deployment.flower import environment
 from server.deploy import superlink
 from server.deploy.folder import Coordinator
 from simulations.processes import free_port
@@ -86,15 +86,17 @@ def test_plain_http_gets_no_answer(hospitals, tmp_path):
 def test_an_expired_certificate_is_refused(stranger, tmp_path):
     folder = tmp_path / "coordinator"
     port = free_port()
-    kit(SERVER, "init", folder, "--address", "127.0.0.1", "--port", port)
-    make_server_certificate(folder, ("127.0.0.1",), 1, not_before=datetime.now(UTC) - timedelta(days=3))
+    told = kit(SERVER, "init", folder, "--address", "127.0.0.1", "--port", port)
+    passphrase = re.search("shown this once: (.*)", told)[1]
+    past = datetime.now(UTC) - timedelta(days=3)
+    make_server_certificate(folder, ("127.0.0.1",), 1, passphrase=passphrase, not_before=past)
     assert "expired" in kit(SERVER, "doctor", folder, code=1)
     assert "expired" in kit(SERVER, "start", folder, code=2)
     # A coordinator that starts it all the same gets no node.
     link = stranger("expired", superlink=f"127.0.0.1:{port}", ca=folder / "ca.crt")
     coordinator = Coordinator.read(folder)
     process = subprocess.Popen(
-        superlink.command(coordinator), cwd=folder, env=environment(coordinator.flower_home), stderr=subprocess.DEVNULL
+        superlink.command(coordinator), cwd=folder, env=superlink.variables(coordinator), stderr=subprocess.DEVNULL
     )
     try:
         link.wait_for("certificate verify failed: certificate has expired", 90)

@@ -18,8 +18,7 @@ from flwr.supernode import start_client_internal
 from flwr.supernode.runtime.run_clientapp import run_clientapp
 
 from clients.deploy import approved_supernode
-from clients.deploy.approvals import approved
-from clients.deploy.approved_supernode import is_approved
+from fedpriv.deployment.approvals import approved, is_approved
 from simulations.sites import ROOT, wait_until
 
 CONTENT = b"a bundle"

@@ -7,10 +7,10 @@ import tomllib
 import pytest
 import tomli_w
 
-from clients.deploy import approvals, doctor, models
+from clients.deploy import doctor, models
 from clients.deploy.__main__ import app
 from clients.deploy.folder import Node
-from fedpriv.deployment import keys
+from fedpriv.deployment import approvals, keys
 from fedpriv.errors import InputError
 from simulations.processes import free_port, run_in_process
 from tests.vaults import write_records
@@ -26,7 +26,7 @@ def node(make_node, own, tmp_path, tiny_bert) -> Node:
     columns = {"text_column": "note", "label_column": "department"}
     node = make_node(**(own | columns | {"data": data}), superlink=f"127.0.0.1:{free_port()}")
     models.approve(node.vault, str(tiny_bert))
-    approvals.approve(node, "a" * 64)
+    approvals.approve(node.approved, "a" * 64)
     return node
 
 

@@ -15,10 +15,10 @@ import tomli_w
 from flwr.cli.build import build_fab_from_disk
 from flwr.common.config import parse_config_args
 
-from clients.deploy import approvals, supernode
+from clients.deploy import supernode
 from clients.deploy.__main__ import app
 from clients.deploy.folder import Node
-from fedpriv.deployment import keys
+from fedpriv.deployment import approvals, keys
 from fedpriv.deployment.flower import FlowerError
 from fedpriv.errors import InputError
 from fedpriv.vault import models
@@ -116,10 +116,10 @@ def test_checkout_that_cannot_be_bundled_is_one_line(tmp_path):
 
 def test_digest_is_approved_once(make_node):
     node, digest = make_node(), "a" * 64
-    assert approvals.approve(node, digest)
-    assert not approvals.approve(node, digest)
+    assert approvals.approve(node.approved, digest)
+    assert not approvals.approve(node.approved, digest)
     node.approved.write_text(node.approved.read_text().rstrip("\n"))
-    assert approvals.approve(node, "b" * 64)
+    assert approvals.approve(node.approved, "b" * 64)
     assert approvals.approved(node.approved) == {digest, "b" * 64}
 
 
@@ -127,7 +127,7 @@ def test_digest_is_approved_once(make_node):
 def test_what_is_no_digest_is_never_approved(make_node, digest):
     node = make_node()
     with pytest.raises(InputError, match="64 lowercase hex digits"):
-        approvals.approve(node, digest)
+        approvals.approve(node.approved, digest)
     assert approvals.approved(node.approved) == frozenset()
 
 

@@ -6,10 +6,14 @@ import socket
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tomli_w
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 
 from fedpriv.config import parse, to_toml
 from fedpriv.deployment import certificates, keys
@@ -21,6 +25,11 @@ from server.deploy.folder import Coordinator
 from simulations.processes import free_port, run_in_process
 
 ROOT = Path(__file__).resolve().parents[3]
+PASSPHRASE = "correct horse battery"
+
+
+def certificate(coordinator: Coordinator, hosts: Sequence[str], days: int, **options: Any) -> None:
+    certificates.make_server_certificate(coordinator.folder, hosts, days, passphrase=PASSPHRASE, **options)
 
 
 def deploy(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -29,7 +38,9 @@ def deploy(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def coordinator(tmp_path):
-    return folder.make(tmp_path / "co", addresses=["127.0.0.1", "fl.example.org"], port=free_port(), days=30)
+    return folder.make(
+        tmp_path / "co", addresses=["127.0.0.1", "fl.example.org"], port=free_port(), days=30, passphrase=PASSPHRASE
+    )
 
 
 @pytest.fixture
@@ -46,14 +57,27 @@ def test_init_makes_what_nodes_and_flower_need(tmp_path):
     made = Coordinator.read(tmp_path / "co")
     assert made.address == "fl.example.org:9443"
     assert {"fl.example.org", "10.0.0.5"} <= set(certificates.hosts_of(made.server_certificate))
-    connection = tomllib.loads(made.connection_file.read_text())["superlink"]
-    assert connection["default"] == "federation"
-    assert connection["federation"] == {
-        "address": "fl.example.org:9443",
-        "root-certificates": str(tmp_path / "co" / "ca.crt"),
-    }
     assert [made.ca_key.stat().st_mode & 0o777, made.folder.stat().st_mode & 0o777] == [0o600, 0o700]
     assert str(made.ca_certificate) in done.stdout
+    (told,) = [line for line in done.stdout.splitlines() if "shown this once" in line]
+    key = made.ca_key.read_bytes()
+    assert load_pem_private_key(key, told.split(": ")[1].encode()).key_size == 384
+    with pytest.raises(TypeError, match="Password was not given"):
+        load_pem_private_key(key, None)
+
+
+def test_flwr_is_told_where_the_superlink_of_the_moment_is_and_other_connections_stay(coordinator):
+    mine = {"superlink": {"default": "mine", "mine": {"address": "10.0.0.1:9"}}, "other": {"key": 1}}
+    coordinator.connection_file.write_text(tomli_w.dumps(mine))
+    for port in (1111, 2222):
+        coordinator.connect(f"127.0.0.1:{port}")
+        own = {"address": f"127.0.0.1:{port}", "root-certificates": str(coordinator.ca_certificate)}
+        known = tomllib.loads(coordinator.connection_file.read_text())
+        assert known["superlink"] == {**mine["superlink"], "default": "federation", "federation": own}
+        assert known["other"] == {"key": 1}
+    coordinator.connection_file.write_text("[superlink")
+    with pytest.raises(InputError, match="is not valid TOML"):
+        coordinator.connect("127.0.0.1:1")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +100,7 @@ def test_folder_that_holds_something_is_left_alone(tmp_path):
     (tmp_path / "co").mkdir()
     (tmp_path / "co" / "mine").write_text("mine")
     with pytest.raises(InputError, match="exists and is not an empty folder"):
-        folder.make(tmp_path / "co", addresses=["h.org"], port=9093, days=30)
+        folder.make(tmp_path / "co", addresses=["h.org"], port=9093, days=30, passphrase=PASSPHRASE)
     assert [file.name for file in (tmp_path / "co").iterdir()] == ["mine"]
 
 
@@ -96,11 +120,52 @@ def test_superlink_of_one_machine_listens_on_loopback_alone(tmp_path, address, b
     assert (made.bind_host, made.local_host) == (bind_host, local_host)
 
 
-def test_renewed_certificate_is_of_the_same_authority(coordinator):
+@pytest.fixture
+def passphrase_file(tmp_path):
+    file = tmp_path / "passphrase"
+    file.write_text(f"{PASSPHRASE}\n")
+    return file
+
+
+def test_renewed_certificate_is_of_the_same_authority(coordinator, passphrase_file, tmp_path):
     authority = coordinator.ca_certificate.read_bytes()
-    assert deploy("renew", coordinator.folder, "--days", 300).returncode == 0
+    offline = coordinator.ca_key.rename(tmp_path / "stick")
+    assert "kept elsewhere" in deploy("doctor", coordinator.folder).stdout
+    options = ["--days", 300, "--ca-key", offline, "--ca-passphrase-file", passphrase_file]
+    assert deploy("renew", coordinator.folder, *options).returncode == 0
     assert certificates.valid_until(coordinator.server_certificate) > datetime.now(UTC) + timedelta(days=290)
     assert coordinator.ca_certificate.read_bytes() == authority
+
+
+def test_authority_signs_nothing_without_its_passphrase(coordinator, passphrase_file):
+    before = coordinator.server_certificate.read_bytes()
+    done = deploy("renew", coordinator.folder)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "--ca-passphrase-file: is required without a terminal" in done.stderr
+    passphrase_file.write_text("another passphrase")
+    done = deploy("renew", coordinator.folder, "--ca-passphrase-file", passphrase_file)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "with this passphrase" in done.stderr
+    passphrase_file.write_text("short\n")
+    assert "needs 12 characters" in deploy("renew", coordinator.folder, "--ca-passphrase-file", passphrase_file).stderr
+    assert coordinator.server_certificate.read_bytes() == before
+
+
+def test_key_of_an_earlier_version_is_encrypted_by_one_command(coordinator, passphrase_file):
+    certificate = coordinator.ca_certificate.read_bytes()
+    plain = load_pem_private_key(coordinator.ca_key.read_bytes(), PASSPHRASE.encode())
+    coordinator.ca_key.write_bytes(plain.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    coordinator.approved.unlink()
+    (failed, _) = [check for check in doctor.checks(coordinator) if not check.ok]
+    assert (failed.name, "run `encrypt-key" in failed.detail) == ("ca.key", True)
+    with pytest.raises(InputError, match="the code of a run could read it"):
+        superlink.start(coordinator, print)
+    assert deploy("encrypt-key", coordinator.folder, "--ca-passphrase-file", passphrase_file).returncode == 0
+    assert b"ENCRYPTED" in coordinator.ca_key.read_bytes()
+    assert coordinator.ca_key.stat().st_mode & 0o777 == 0o600
+    assert certificate == coordinator.ca_certificate.read_bytes()
+    assert deploy("renew", coordinator.folder, "--ca-passphrase-file", passphrase_file).returncode == 0
+    assert "is encrypted already" in deploy("encrypt-key", coordinator.folder).stderr
 
 
 def test_doctor_misses_nothing_in_a_new_folder_but_its_superlink(coordinator):
@@ -110,24 +175,23 @@ def test_doctor_misses_nothing_in_a_new_folder_but_its_superlink(coordinator):
 
 def test_doctor_names_an_expired_certificate_and_an_open_key(coordinator):
     past = datetime.now(UTC) - timedelta(days=2)
-    certificates.make_server_certificate(coordinator.folder, coordinator.addresses, 1, not_before=past)
-    coordinator.ca_key.chmod(0o644)
-    coordinator.connection_file.write_text("")
+    certificate(coordinator, coordinator.addresses, 1, not_before=past)
+    coordinator.server_key.chmod(0o644)
     done = deploy("doctor", coordinator.folder)
     assert done.returncode == 1
     failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("FAIL")]
-    assert failed == ["certificate", "key", "connection", "superlink"]
+    assert failed == ["certificate", "key", "superlink"]
 
 
 def test_doctor_names_an_address_that_the_certificate_lacks(coordinator):
-    certificates.make_server_certificate(coordinator.folder, ["127.0.0.1"], 30)
+    certificate(coordinator, ["127.0.0.1"], 30)
     check, *_ = [check for check in doctor.checks(coordinator) if not check.ok]
     assert "not valid for fl.example.org" in check.detail
 
 
 def test_certificate_near_its_end_is_warned_of(coordinator):
     assert not superlink.expiry_warning(coordinator)
-    certificates.make_server_certificate(coordinator.folder, coordinator.addresses, 13)
+    certificate(coordinator, coordinator.addresses, 13)
     assert "run `renew`" in superlink.expiry_warning(coordinator)
 
 
@@ -140,7 +204,7 @@ def test_taken_port_is_said_before_anything_starts(coordinator):
 
 def test_superlink_is_not_started_with_an_expired_certificate(coordinator):
     past = datetime.now(UTC) - timedelta(days=2)
-    certificates.make_server_certificate(coordinator.folder, coordinator.addresses, 1, not_before=past)
+    certificate(coordinator, coordinator.addresses, 1, not_before=past)
     with pytest.raises(InputError, match="has expired; run `renew`"):
         superlink.start(coordinator, print)
 

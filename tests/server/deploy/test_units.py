@@ -14,14 +14,14 @@ from server.deploy.units import units
 
 @pytest.fixture
 def coordinator(tmp_path: Path) -> Coordinator:
-    return make(tmp_path / "fed 100% $x", addresses=["fl.example.org"], port=9093, days=30)
+    return make(tmp_path / "fed 100% $x", addresses=["fl.example.org"], port=9093, days=30, passphrase="correct horse")
 
 
 def test_the_superlink_writes_its_own_folder_alone_and_not_its_authority(coordinator: Coordinator) -> None:
     lines = units(coordinator)[0].text().splitlines()
     folder = str(coordinator.folder).replace("%", "%%")
     assert [line for line in lines if line.startswith("ReadWritePaths")] == [f'ReadWritePaths="{folder}"']
-    assert f'ReadOnlyPaths="{folder}/ca.key"' in lines
+    assert f'InaccessiblePaths="-{folder}/ca.key"' in lines
     assert {"ProtectSystem=strict", "NoNewPrivileges=yes", "PrivateTmp=yes", "Restart=on-failure"} <= set(lines)
     (start,) = [line for line in lines if line.startswith("ExecStart=")]
     assert start.endswith(f'"server.deploy" "start" "{folder.replace("$", "$$")}"')

@@ -1,20 +1,20 @@
-"""Which code may run on the node: the SHA-256 of each bundle that its operator has reviewed."""
+"""Which code may run on a machine: the SHA-256 of each app bundle (FAB) that its operator has approved."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
-from clients.deploy.folder import Node
 from fedpriv.deployment.flower import FlowerError, environment, program_folder
 from fedpriv.errors import InputError
 
-# This checkout, whose bundle `flwr run` sends.
-ROOT = Path(__file__).resolve().parents[2]
+# Flower's own, whose lines an operator reads.
+log = logging.getLogger("flwr")
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -34,23 +34,36 @@ def approved(file: Path) -> frozenset[str]:
     return frozenset(filter(None, lines))
 
 
-def approve(node: Node, digest: str) -> bool:
-    """Allow the bundle with this digest to run on this node, and return whether the digest is new.
+def is_approved(content: bytes, file: Path) -> bool:
+    """Whether a bundle's bytes are approved; a file that cannot be read approves nothing."""
+    digest = hashlib.sha256(content).hexdigest()
+    try:
+        is_known = digest in approved(file)
+    except (OSError, ValueError) as error:
+        log.error("approved-fabs: %s", error)
+        return False
+    if not is_known:
+        log.error("refused: the bundle %s is not approved; review it, then add it to %s", digest, file)
+    return is_known
+
+
+def approve(file: Path, digest: str) -> bool:
+    """Allow the bundle with this digest to run, and return whether the digest is new.
 
     Raises:
-        InputError: it is not a SHA-256 in hex.
+        InputError: it is not a SHA-256 in hex, or the file is missing or damaged.
     """
     if not _DIGEST.fullmatch(digest):
         raise InputError(f"FAB_HASH = {digest!r}: must be a SHA-256 of 64 lowercase hex digits")
-    if digest in approved(node.approved):
+    if digest in approved(file):
         return False
-    text = node.approved.read_text()
-    with node.approved.open("a") as file:
-        file.write(f"{'' if text.endswith(chr(10)) or not text else chr(10)}{digest}\n")
+    text = file.read_text()
+    with file.open("a") as opened:
+        opened.write(f"{'' if text.endswith(chr(10)) or not text else chr(10)}{digest}\n")
     return True
 
 
-def bundle_digest(checkout: Path = ROOT) -> str:
+def bundle_digest(checkout: Path) -> str:
     """SHA-256 of the bundle that `flwr run` would send from this checkout in its current state.
 
     Raises:
@@ -71,7 +84,7 @@ def bundle_digest(checkout: Path = ROOT) -> str:
         return hashlib.sha256(bundles[0].read_bytes()).hexdigest()
 
 
-def uncommitted(checkout: Path = ROOT) -> list[str]:
+def uncommitted(checkout: Path) -> list[str]:
     """Bundled files that differ from the last commit; empty without git or a repository."""
     if shutil.which("git") is None:
         return []

@@ -1,0 +1,277 @@
+"""The coordinator's door: from outside only what nodes sign reaches Flower's app, whatever path is written."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import os
+import socket
+import threading
+import time
+from base64 import b64encode
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from fastapi.routing import iter_route_contexts
+from flwr.common.constant import TIMESTAMP_HEADER
+from flwr.proto.fab_pb2 import Fab
+from flwr.proto.runtime_pb2 import PullTaskInputResponse
+from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
+from flwr.supercore.date import now
+from flwr.supercore.error import FlowerError
+from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
+from flwr.superlink.main import create_app
+from flwr.superlink.routers.fleet.node_auth import NodeAuthMiddleware, authenticate_node
+from flwr.superlink.runtime.run_serverapp import run_serverapp
+from flwr.superlink.servicer.runtime.runtime_handlers import pull_task_input
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedpriv.deployment.approvals import approve
+from fedpriv.deployment.users import user_named
+from server.deploy.folder import Coordinator
+from server.deploy.guarded_superlink import NODE_REQUESTS, Door, approved_alone, owner, server_of
+
+_PROTOBUF = {"Content-Type": "application/protobuf"}
+
+
+# What is replaced, and what relies on it: whoever updates Flower reads these again, and then their digests here.
+FLOWER = "1.41.0"
+_COMMAND = import_module("flwr.superlink.cli.flower_superlink")
+SOURCES = {
+    _COMMAND.flower_superlink: "398ce9c85755e9eec63ac0a11ec71230f99a68cbb504ea54c1e60b92fca03dde",
+    _COMMAND._run_superlink_http_api: "eb0d78b85f99957695c35e93ab10cc2766116f2fdb0c96bb982ff75f4e5cfc45",
+    _COMMAND.SuperLinkLifespan: "a2c1f2f11725c17f4eeacaa1b6080cfc6019cc261a0dd1702d9c0a42dc471d90",
+    create_app: "ee966b630c8ba8b56315e8db3296df6c2ae6d9bd3a9826e28be63c85e321dbe1",
+    NodeAuthMiddleware: "36b9ef8b482a1722710dfe45def3d5d9620294c340f25b6dfed5130aaa66e90e",
+    authenticate_node: "f8e66372d61b3653fc6ee3f9772cc89f805a01bed65e6ce55e4b5fb3a6ad3a17",
+    pull_task_input: "0cdb599a99a729684a49cf22a5a3ca6c53145ce2fd04f143cf0e9a56f5a43e17",
+    run_serverapp: "2cf00cc3bc7ef87c52d78be204a566aec13007e7a17625ea48c31f2dff6fe8ea",
+}
+
+
+def test_flower_is_what_was_read_when_its_private_names_were_used():
+    assert version("flwr") == FLOWER
+    found = {part.__qualname__: hashlib.sha256(inspect.getsource(part).encode()).hexdigest() for part in SOURCES}
+    assert found == {part.__qualname__: digest for part, digest in SOURCES.items()}
+
+
+@pytest.fixture(scope="module")
+def app():
+    """Flower's own app, as the command line makes it."""
+    made = create_app()
+    made.state.enable_supernode_auth = True
+    return made
+
+
+@pytest.fixture(scope="module")
+def listeners(app, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int]]:
+    """Ports of the public and of the private listener of that app, without TLS."""
+    folder = tmp_path_factory.mktemp("coordinator")
+    public, private = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
+    server = server_of(Coordinator(folder=folder, addresses=("127.0.0.1",)), app, private, log_level="error")
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [private, public]}, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield public.getsockname()[1], private.getsockname()[1]
+    server.should_exit = True
+    thread.join()
+
+
+def asked(
+    port: int, method: str, target: str, headers: dict[str, str] = _PROTOBUF, content: bytes = b""
+) -> tuple[int, bytes]:
+    """Status and body of the answer to a request whose target is written as it is."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+        more = {"Host": "127.0.0.1", "Content-Length": str(len(content)), "Connection": "close"}
+        lines += [f"{name}: {value}" for name, value in more.items() if name not in headers]
+        text = "\r\n".join([*lines, "", ""])
+        connection.sendall(text.encode("latin-1") + content)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), body
+
+
+def routes(app) -> set[tuple[str, str]]:
+    """(method, path) of all that Flower's app answers."""
+    contexts = [context.route for context in iter_route_contexts(app.routes)]
+    return {(method, route.path) for route in contexts for method in getattr(route, "methods", None) or ()}
+
+
+def test_exactly_flowers_fleet_api_is_for_nodes(app):
+    assert {route for route in routes(app) if route[1].startswith("/v1/fleet")} == NODE_REQUESTS
+    assert len(NODE_REQUESTS) == 12
+    assert len(routes(app)) > 80
+
+
+def test_whatever_else_flower_answers_is_not_there_from_outside(app, listeners):
+    public, _ = listeners
+    for method, path in routes(app) - NODE_REQUESTS:
+        status, body = asked(public, method, path.replace("{path:path}", "x"))
+        assert (status, body) == (404, b""), (method, path)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        *("//v1/control/list-runs", "/v1//control/list-runs", "/v1/control/list-runs/", "/V1/CONTROL/LIST-RUNS"),
+        *("/v1/fleet/../control/list-runs", "/v1/fleet/%2e%2e/control/list-runs", "/v1/fleet/..%2fcontrol/list-runs"),
+        *("/v1%2fcontrol%2flist-runs", "/v1/%63ontrol/list-runs", "/v1/fleet/pull-messages/../../control/list-runs"),
+        *("/v1/control/list-runs?/v1/fleet/pull-messages", "/v1/control/list-runs;/v1/fleet/pull-messages"),
+        *("/v1/control/list-runs%3f/v1/fleet/pull-messages", "/v1/control/list-runs%23/v1/fleet/pull-messages"),
+        *("/v1/fleet/pull-messages%00", "/v1/fleet/pull-messages%3fx", "/v1/fleet/pull-messages%20", "/v1/fleet/"),
+        *("http://127.0.0.1/v1/control/list-runs", "http://127.0.0.1:1/v1/fleet/../control/list-runs", "/", "/docs/"),
+        *("/v1/runtime/acquire-task%0a", "/%76%31/runtime/acquire-task", "/v1/runtime/./acquire-task", "/docs%2f"),
+    ],
+)
+@pytest.mark.parametrize("method", ["POST", "GET", "HEAD", "OPTIONS", "PUT"])
+def test_no_spelling_of_a_path_leads_around_the_door(listeners, method, target):
+    status, body = asked(listeners[0], method, target)
+    assert (status, body) in [(404, b""), (400, b"Invalid HTTP request received.")]
+
+
+_PARTS = st.sampled_from(
+    [
+        *("v1", "fleet", "control", "runtime", "pull-messages", "list-runs", "acquire-task", "docs", "openapi.json"),
+        *("..", ".", "%2e%2e", "%2f", "%3f", "%23", "%00", "%25", ";", "?", "\\", "", "FLEET", "health"),
+    ]
+)
+
+
+@given(
+    method=st.sampled_from(["POST", "GET", "HEAD", "OPTIONS"]),
+    target=st.lists(_PARTS, min_size=1, max_size=7).map(lambda parts: "/" + "/".join(parts)),
+)
+@settings(max_examples=150, deadline=None)
+def test_whatever_passes_the_door_without_a_signature_is_refused_by_flower(listeners, method, target):
+    status, _ = asked(listeners[0], method, target)
+    assert status in (400, 401, 404)
+
+
+@pytest.mark.parametrize("headers", [{}, {"Host": "a?b"}, {"Host": "a/b#"}, {"Host": "x@127.0.0.1/v1/control"}])
+def test_nodes_get_through_and_must_sign(listeners, headers):
+    for _, path in NODE_REQUESTS:
+        status, body = asked(listeners[0], "POST", path, {**_PROTOBUF, **headers})
+        assert status == 401, (path, body)
+
+
+def test_a_key_that_nobody_registered_opens_nothing(app, listeners):
+    key = ec.generate_private_key(ec.SECP384R1())
+    line = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    timestamp = now().isoformat()
+    signature = key.sign(timestamp.encode(), ec.ECDSA(hashes.SHA256()))
+    signed = {
+        FLEET_HTTP_PUBLIC_KEY_HEADER: b64encode(line).decode(),
+        FLEET_HTTP_SIGNATURE_HEADER: b64encode(signature).decode(),
+        TIMESTAMP_HEADER: timestamp,
+    }
+    for request in NODE_REQUESTS:
+        message = PROTOBUF_REQUEST_TYPES[request]()
+        if hasattr(message, "public_key"):
+            message.public_key = line  # or the signature would not even be compared
+        status, body = asked(listeners[0], *request, {**_PROTOBUF, **signed}, message.SerializeToString())
+        # Flower believes the signature of those two, and then knows no such node.
+        assert 400 <= status < 500, (request, body)
+        assert (status != 401) == hasattr(message, "public_key"), (request, body)
+    assert not app.state.linkstate_factory.state().get_node_info()
+
+
+def test_a_fleet_request_that_is_no_protobuf_gets_nowhere(listeners):
+    for _, path in NODE_REQUESTS:
+        assert asked(listeners[0], "POST", path, {"Content-Type": "application/json"})[0] == 415
+
+
+def test_a_websocket_is_not_opened(listeners):
+    upgrade = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13"}
+    for path in ("/v1/control/list-runs", "/v1/fleet/pull-messages", "/docs"):
+        assert asked(listeners[0], "GET", path, {**upgrade, "Sec-WebSocket-Key": "x" * 22 + "=="})[0] == 403
+
+
+def test_the_operators_own_listener_answers_everything(listeners):
+    for method, path in (("GET", "/docs"), ("GET", "/openapi.json"), ("POST", "/v1/control/list-runs")):
+        assert asked(listeners[1], method, path)[0] == 200
+
+
+def as_nobody(port: int, headers: dict[str, str]) -> int:
+    """The status that another user of this machine gets."""
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        try:
+            os.setgid(user_named("nobody").gid)
+            os.setuid(user_named("nobody").uid)
+            os.write(write, str(asked(port, "POST", "/v1/control/list-runs", {**_PROTOBUF, **headers})[0]).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        return int(answer.read())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+def test_other_users_of_the_machine_are_refused_even_on_loopback(listeners):
+    public, private = listeners
+    connection = HTTPConnection("127.0.0.1", private)  # of ours, and open: its port must serve nobody else
+    connection.connect()
+    ours = f"127.0.0.1:{connection.sock.getsockname()[1]}"
+    for headers in ({}, {"X-Forwarded-For": ours}, {"X-Forwarded-For": "127.0.0.1", "Forwarded": f"for={ours}"}):
+        assert as_nobody(private, headers) == 403
+        assert as_nobody(public, headers) == 404
+    connection.close()
+
+
+def test_the_owner_of_a_connection_is_known_while_it_is_open_and_never_later():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::ffff:127.0.0.1")):
+            client = socket.socket(family)
+            try:
+                client.connect((host, listener.getsockname()[1]))
+            except OSError:
+                continue  # no IPv6 here
+            served, peer = listener.accept()
+            assert owner(peer, served.getsockname()) == os.geteuid()
+            assert owner(served.getsockname(), peer) == os.geteuid()
+            client.close()  # the kernel now says root of it, with or without a place in its table
+            assert owner(peer, served.getsockname()) is None
+            served.close()
+
+
+def test_a_server_that_does_not_say_where_it_was_asked_or_by_whom_admits_nobody():
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async def reached(*_):
+        raise AssertionError("the app was reached")
+
+    for server in (None, ("127.0.0.1", 2), ("0.0.0.0", 1), ["127.0.0.1", 1], ("127.0.0.1", 1)):
+        scope = {"type": "http", "method": "POST", "path": "/v1/control/list-runs", "server": server, "client": None}
+        asyncio.run(Door(reached, ("127.0.0.1", 1))(scope, None, send))
+    assert [message["status"] for message in sent[::2]] == [404, 404, 404, 404, 403]
+
+
+def test_no_process_gets_a_bundle_that_is_not_approved(tmp_path: Path):
+    file = tmp_path / "approved-fabs"
+    file.touch()
+    answer = PullTaskInputResponse(fab=Fab(hash_str="claimed", content=b"code"))
+    handlers = approved_alone(SimpleNamespace(pull_task_input=lambda *_: answer, get_nodes=len), file)
+    assert handlers.get_nodes("abc") == 3
+    with pytest.raises(FlowerError, match="not approved"):
+        handlers.pull_task_input(None, None, None)
+    approve(file, "5694d08a2e53ffcae0c3103e5ad6f6076abd960eb1f8a56577040bc1028f702b")  # printf code | sha256sum
+    assert handlers.pull_task_input(None, None, None) is answer
+    file.unlink()
+    with pytest.raises(FlowerError, match="not approved"):
+        handlers.pull_task_input(None, None, None)
