@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from clients.deploy import approvals, folder, models, peers, supernode
+from clients.deploy import approvals, folder, models, peers, records, supernode
 from clients.deploy import doctor as node_doctor
 from clients.deploy import units as node_units
 from clients.deploy.folder import Made, Node
@@ -130,6 +130,30 @@ def _number(option: str, text: str) -> float:
 
 def _names(text: str | None) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",")) if text else ()
+
+
+@app.command()
+def register(
+    dir_: Folder,
+    disjoint: Annotated[str, typer.Option(help="Your statement why no record is in an earlier data set.")],
+) -> None:
+    """Register the records that vault.toml names as a new data set, with nothing spent; `init` does the first.
+
+    The file is read as by `init`. Records that an earlier data set held, all of them, are refused: what was spent on
+    them counts. Whether single records are in both, only you know.
+
+    Example: python -m clients.deploy register ~/node --disjoint "admissions of 2027 only"
+    """
+    vault = Node.read(dir_).vault
+    if vault.data is None:
+        raise InputError(f"data: {dir_}/vault.toml names no file of records")
+    if not disjoint.strip():
+        raise InputError("--disjoint: must not be empty; say why no record is in an earlier data set")
+    found = records.find(vault)
+    made = records.register(vault, vault.ledger, found, disjoint=disjoint.strip())
+    for line in found.lines():
+        typer.echo(line)
+    typer.echo(f"registered N_k = {made.num_records}, data set {made.id}")
 
 
 @app.command("approve-model")

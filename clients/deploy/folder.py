@@ -168,7 +168,7 @@ def make(folder: Path, *, ca: Path, superlink: str, port: int = DEFAULT_PORT, **
         (new / node.approved.name).write_text(_APPROVED_HEADER)
         (new / node.flower_home.name).mkdir()
         ledger = vault.ledger_file or new / vault.ledger.name
-        data_set = records.register(vault, ledger, found.num_records) if found else None
+        data_set = records.register(vault, ledger, found) if found else None
     return Made(node, found, data_set)
 
 

@@ -207,13 +207,13 @@ class Ledger:
         self._append([{"phase": CHANGED, "data_set": data_set.id, "client": data_set.client, "note": digest}])
         return known is not None
 
-    def holds_content_elsewhere(self, data_set: DataSet, content: bytes) -> bool:
-        """Whether another data set of this ledger was logged with the same content."""
+    def data_set_with(self, content: bytes) -> str | None:
+        """Id of the last data set of this ledger that was logged with this content; None if none was."""
         row = self._db.execute(
-            "SELECT 1 FROM entries WHERE phase = ? AND data_set != ? AND note = ?",
-            (CHANGED, data_set.id, self._content_digest(content)),
+            "SELECT data_set FROM entries WHERE phase = ? AND note = ? ORDER BY number DESC",
+            (CHANGED, self._content_digest(content)),
         ).fetchone()
-        return row is not None
+        return None if row is None else row[0]
 
     def _content_digest(self, content: bytes) -> str:
         (key,) = self._db.execute("SELECT content_key FROM secret").fetchone()

@@ -15,7 +15,7 @@ from fedpriv.accounting.events import Event
 from fedpriv.accounting.sensitivity import CLIPPING_RULES, NOISE_TARGETS
 from fedpriv.accounting.views import PlannedView, Release, default_delta
 from fedpriv.adapters.codecs import CODECS
-from fedpriv.errors import InputError
+from fedpriv.errors import InputError, LedgerError
 from fedpriv.ledger.entries import CHARGED, RELEASED, Charge, DataSet, Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.mechanisms.registry import MECHANISMS
@@ -274,17 +274,17 @@ def registered_data_set(policy: NodePolicy, client: str, num_records: int | None
 def log_content(policy: NodePolicy, data_set: DataSet, content: bytes, num_records: int) -> None:
     """Note in the node's own ledger and in its log that the records changed; this resets no spending.
 
-    Raises:
-        RefusedError: an earlier data set of this ledger has held the same records, so this one is not disjoint from it.
-        LedgerError: the ledger cannot be used.
+    Content is what all records are together, so nothing that happens here may decide about a release: a note that
+    cannot be written is lost, and the node's log says so.
     """
     if policy.ledger is None:
         return
-    with Ledger(policy.ledger) as ledger:
-        if ledger.holds_content_elsewhere(data_set, content):
-            raise RefusedError("data: the same records are registered as another data set; what was spent on it counts")
-        if ledger.log_content(data_set, content):
-            log.warning("the records of %s changed; what was spent on them remains spent", data_set.id)
+    try:
+        with Ledger(policy.ledger) as ledger:
+            if ledger.log_content(data_set, content):
+                log.warning("the records of %s changed; what was spent on them remains spent", data_set.id)
+    except LedgerError as error:
+        log.error("whether the records of %s changed is not noted: %s", data_set.id, error)
     if num_records != data_set.num_records:
         log.warning("found %s records; the registered number, %s, stays in force", num_records, data_set.num_records)
 
