@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import secrets
 import sqlite3
@@ -28,6 +29,7 @@ from fedpriv.ledger.entries import (
     CHANGED,
     CHARGED,
     PERMITTED,
+    RECOVERED,
     REGISTERED,
     RELEASED,
     WITHDRAWN,
@@ -37,7 +39,8 @@ from fedpriv.ledger.entries import (
     Key,
     RunRecord,
 )
-from fedpriv.ledger.reader import ADOPTED_VERSION, as_ledger_errors, check_version, verify
+from fedpriv.ledger.reader import ADOPTED_VERSION, LATEST_VERSION, as_ledger_errors, check_version, verify
+from fedpriv.ledger.receipts import Chain, Receipt, chain_of
 
 _FLOAT_COLUMNS = ("rho_bar", "aggregate_scale", "delta")
 
@@ -116,8 +119,12 @@ class Ledger:
         head.check_missing(head.read(self._head), self._db, self.path, self._number)
         with self._transaction():
             self._insert([{"phase": ADOPTED, "data_set": "", "client": "", "note": reason}])
-            self._db.execute(f"PRAGMA user_version = {ADOPTED_VERSION}")
+            self._needs_version(ADOPTED_VERSION)
         self._write_head()
+
+    def _needs_version(self, version: int) -> None:
+        """Let no reader open the file that does not know what was appended, within the caller's transaction."""
+        self._db.execute(f"PRAGMA user_version = {max(version, check_version(self._db, self.path))}")
 
     def __enter__(self) -> Self:
         return self
@@ -239,6 +246,30 @@ class Ledger:
                 for charge in charges
             ]
         )
+
+    def recover(self, lost: Sequence[Receipt], data_set: DataSet, reason: str) -> None:
+        """Charge releases that this ledger lacks, all or none of them; without an event, as more than anyone knows.
+
+        Args:
+            lost: links of another state of the data set's chain of charges, in their order.
+            data_set: that they were charged to.
+            reason: why the ledger lacks them, in the operator's words.
+
+        Raises:
+            LedgerError: they cannot be written.
+        """
+        with self._transaction():
+            self._insert([_recovered_entry(link, data_set, reason) for link in lost])
+            self._needs_version(LATEST_VERSION)
+        self._write_head()
+
+    def chain(self, data_set: str) -> Chain:
+        """The chain of a data set's charges; see `fedpriv.ledger.receipts`."""
+        return chain_of(self._db, data_set)
+
+    def is_known_in_full(self, data_set: str) -> bool:
+        """Whether every release on a data set is known; see `Ledger.recover`."""
+        return entries.is_known_in_full(self._db, data_set)
 
     def release(self, released: Sequence[tuple[Charge, str | None]]) -> None:
         """Record how charges ended: the rho_bar of their round, and the digest of each reply that arrived."""
@@ -374,6 +405,23 @@ def _release_entry(charge: Charge, reply: str | None) -> dict[str, Any]:
         "rho_bar": charge.release.rho_bar,
         "aggregate_scale": charge.release.aggregate_scale,
         "reply": reply,
+    }
+
+
+def _recovered_entry(link: Receipt, data_set: DataSet, reason: str) -> dict[str, Any]:
+    # The request stands in the note: a coordinator that makes it again gets another release, and pays for it.
+    note = {"request": link.request, "replaces": link.digest, "reason": reason}
+    return {
+        "phase": RECOVERED,
+        "data_set": data_set.id,
+        "client": link.client or data_set.client,
+        "run": link.run or None,
+        "round": link.round if link.run else None,
+        "event": link.event or None,
+        "rho_bar": 1.0 if link.event else None,
+        "aggregate_scale": link.aggregate_scale,
+        "noise_source": link.noise_source or None,
+        "note": json.dumps(note, sort_keys=True),
     }
 
 

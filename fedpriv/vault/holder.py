@@ -16,6 +16,7 @@ from fedpriv.vault.frames import Scalar
 from fedpriv.vault.guard import NodePolicy, RefusedError
 from fedpriv.vault.models import ApprovedModel
 from fedpriv.vault.policy import Limits
+from fedpriv.vault.rollback import Watch
 from fedpriv.vault.settings import VaultSettings
 
 
@@ -79,6 +80,7 @@ class Holder:
         """
         limits = Limits.read(settings.policy) if settings.policy.is_file() else Limits()
         is_own = settings.data is not None
+        key = settings.key if settings.key.is_file() else None
         terms = Terms(
             source=settings.source,
             labels=settings.labels,
@@ -102,10 +104,11 @@ class Holder:
                 budget_view=settings.budget_view,
                 min_survivors=settings.min_survivors,
                 colluding_clients=settings.colluding_clients,
+                watch=Watch(key, settings.receipts, settings.counter_file) if key else None,
             ),
             terms=terms if is_own else None,
             name=settings.name,
-            identity_key=settings.key if settings.key.is_file() else None,
+            identity_key=key,
             journal=Journal(settings.events, client=settings.partition_id),
         )
 
