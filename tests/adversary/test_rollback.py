@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tomli_w
+from flwr.app import ArrayRecord, Message
 
+from clients.pipe import message_of, request_of
 from fedpriv import protocol
+from fedpriv.config import RunConfig, to_flower
 from fedpriv.deployment import keys
+from fedpriv.errors import TooFewClientsError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading, verify_with_head
 from fedpriv.ledger.receipts import Receipt, ReceiptLog, from_text
 from fedpriv.vault import frames
+from fedpriv.vault.answer import answer
 from fedpriv.vault.holder import Holder
 from fedpriv.vault.settings import FILE
+from server.bookkeeping import Books
+from server.receipts import Receipts
+from server.registration import register_nodes
+from server.strategy import RuleStrategy
+from simulations.engines.flower_private import task_identity
 from tests.adversary.exchanges import N_K, ROWS
 from tests.adversary.nodes import (
     Node,
@@ -242,3 +254,63 @@ def test_a_node_sends_receipts_only_to_those_who_ask(node, starts):
     fields = ask(node, replace(registering(config), fields={protocol.RECEIPT: ""})).response.fields
     assert from_text(fields[protocol.RECEIPT]).counter == 1
     assert protocol.unpack_registration(fields).receipt
+
+
+class Link:
+    """Flower's connection to one node, whose messages reach its vault."""
+
+    def __init__(self, node: Node, config: RunConfig) -> None:
+        self.node, self.context = node, SimpleNamespace(run_config=to_flower(config))
+        self.messages: list[Message] = []
+
+    def get_node_ids(self) -> list[int]:
+        return [7]
+
+    def push_messages(self, messages) -> list[str]:
+        for number, message in enumerate(messages, start=len(self.messages)):
+            message.metadata.__dict__["_message_id"] = str(number)
+        self.messages += messages
+        return [message.metadata.message_id for message in messages]
+
+    def pull_messages(self, message_ids) -> list[Message]:
+        asked = [message for message in self.messages if message.metadata.message_id in message_ids]
+        return [message_of(self._answer(message), message) for message in asked]
+
+    def _answer(self, message: Message) -> frames.Response:
+        kind = {protocol.REGISTER: frames.REGISTER}.get(message.metadata.message_type, frames.TRAIN)
+        return answer(request_of(kind, message, self.context), Holder.of(self.node.settings))
+
+
+def statuses_of_a_run(node: Node, start, folder: Path, run: str, rounds: int) -> list[str]:
+    """How each round ended for the node, under the coordinator's real registration and strategy."""
+    config = run_config(rounds=rounds, node_keys=str(folder / "nodes"), ledger=str(folder / "ledger.sqlite"))
+    link, statuses = Link(node, config), []
+    nodes = register_nodes(link, num_expected=1, wait=30, node_keys=folder / "nodes")
+    with Ledger(folder / "ledger.sqlite") as ledger:
+        strategy = RuleStrategy(
+            config,
+            nodes,
+            books=Books(config, run, [each for _, each in nodes.values()], initial=start, ledger=ledger),
+            run=run,
+            initial=start,
+            evaluate=lambda _: None,
+            on_round=lambda row, clients: statuses.extend(each.status for each in clients),
+            receipts=Receipts.of(config, folder / "runs" / run, nodes),
+        )
+        with suppress(TooFewClientsError):
+            strategy.start(link, ArrayRecord(start), num_rounds=rounds, timeout=0)
+    return statuses
+
+
+def test_a_coordinator_remembers_over_runs_what_a_snapshot_of_the_node_forgot(node, starts, tmp_path):
+    folder = tmp_path / "federation"
+    (folder / "nodes").mkdir(parents=True)
+    shutil.copy(keys.public_path(node.settings.key), folder / "nodes" / "0.pub")
+    with task_identity(1):
+        assert statuses_of_a_run(node, starts["tiny"], folder, "first", 1) == ["ok"]
+        backup = copied(node, tmp_path / "backup", names=(*LEDGER, "receipts.jsonl", "events.jsonl"))
+        assert statuses_of_a_run(node, starts["tiny"], folder, "second", 2) == ["ok", "ok"]
+        restored(node, backup)
+        assert num_charges(node) == 1
+        assert statuses_of_a_run(node, starts["tiny"], folder, "third", 2) == ["refused"]
+    assert num_charges(node) == 1
