@@ -40,7 +40,8 @@ from fedpriv.ledger.entries import (
     RunRecord,
 )
 from fedpriv.ledger.reader import ADOPTED_VERSION, LATEST_VERSION, as_ledger_errors, check_version, verify
-from fedpriv.ledger.receipts import Chain, Receipt, chain_of
+from fedpriv.ledger.receipts import Chain, chain_of
+from fedpriv.ledger.recovery import Missing
 
 _FLOAT_COLUMNS = ("rho_bar", "aggregate_scale", "delta")
 
@@ -247,19 +248,19 @@ class Ledger:
             ]
         )
 
-    def recover(self, lost: Sequence[Receipt], data_set: DataSet, reason: str) -> None:
-        """Charge releases that this ledger lacks, all or none of them; without an event, as more than anyone knows.
+    def recover(self, missing: Sequence[Missing], reason: str) -> None:
+        """Charge releases that this ledger lacks, all or none of them; those that nobody knows retire their data set.
 
         Args:
-            lost: links of another state of the data set's chain of charges, in their order.
-            data_set: that they were charged to.
+            missing: of each data set.
             reason: why the ledger lacks them, in the operator's words.
 
         Raises:
             LedgerError: they cannot be written.
         """
+        lines = [line for each in missing for line in _recovered_entries(each, reason)]
         with self._transaction():
-            self._insert([_recovered_entry(link, data_set, reason) for link in lost])
+            self._insert(lines)
             self._needs_version(LATEST_VERSION)
         self._write_head()
 
@@ -408,21 +409,30 @@ def _release_entry(charge: Charge, reply: str | None) -> dict[str, Any]:
     }
 
 
-def _recovered_entry(link: Receipt, data_set: DataSet, reason: str) -> dict[str, Any]:
-    # The request stands in the note: a coordinator that makes it again gets another release, and pays for it.
-    note = {"request": link.request, "replaces": link.digest, "reason": reason}
-    return {
-        "phase": RECOVERED,
-        "data_set": data_set.id,
-        "client": link.client or data_set.client,
-        "run": link.run or None,
-        "round": link.round if link.run else None,
-        "event": link.event or None,
-        "rho_bar": 1.0 if link.event else None,
-        "aggregate_scale": link.aggregate_scale,
-        "noise_source": link.noise_source or None,
-        "note": json.dumps(note, sort_keys=True),
-    }
+def _recovered_entries(missing: Missing, reason: str) -> Iterator[dict[str, Any]]:
+    """Proven charges first: they may continue the chain as it was."""
+    data_set = missing.data_set
+    common = {"phase": RECOVERED, "data_set": data_set.id}
+    proven = [(link, {"replaces": link.digest}) for link in missing.proven]
+    for link, replaces in (*proven, *((link, {}) for link in missing.claimed)):
+        yield {
+            **common,
+            "client": link.client,
+            "run": link.run or None,
+            "round": link.round,
+            "event": link.event or None,
+            "rho_bar": 1.0,
+            "aggregate_scale": link.aggregate_scale,
+            "noise_source": link.noise_source,
+            # Not in its column: a coordinator that makes the request again gets another release, and pays for it.
+            "note": _note(request=link.request, reason=reason, **replaces),
+        }
+    for digest in missing.unknown:
+        yield {**common, "client": data_set.client, "note": _note(replaces=digest, reason=reason)}
+
+
+def _note(**values: str) -> str:
+    return json.dumps(values, sort_keys=True)
 
 
 def _key_values(key: Key) -> tuple[str, str, int, str]:
