@@ -16,6 +16,7 @@ from clients.deploy.folder import Made, Node
 from fedpriv.deployment.checks import print_checks
 from fedpriv.deployment.command_line import UnitFolder, give_units, run_command_line
 from fedpriv.errors import InputError
+from fedpriv.vault.rollback import Watch
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -55,6 +56,9 @@ def init(
     colluding_clients: Annotated[
         int | None, typer.Option(help="Nodes that may collude with the coordinator; by default 0.")
     ] = None,
+    counter_file: Annotated[
+        Path | None, typer.Option(help="New file on another disk, by which a restored ledger is noticed.")
+    ] = None,
     port: Annotated[int, typer.Option(help="Free port on this machine, for local use only.")] = folder.DEFAULT_PORT,
 ) -> None:
     """Create a node's folder: a key pair, settings and a policy; read the records once, and register their number.
@@ -87,6 +91,7 @@ def init(
         budget_view=budget_view,
         min_survivors=min_survivors,
         colluding_clients=colluding_clients,
+        counter_file=counter_file.expanduser().absolute() if counter_file else None,
     )
     _tell(made, shlex.quote(str(dir_)))
 
@@ -154,6 +159,23 @@ def register(
     for line in found.lines():
         typer.echo(line)
     typer.echo(f"registered N_k = {made.num_records}, data set {made.id}")
+
+
+@app.command("begin-counter")
+def begin_counter(dir_: Folder) -> None:
+    """Make the file that `counter_file` in vault.toml names, with what the node's ledger has charged so far.
+
+    Every charge is noted there before anything is released, and a ledger that is behind it is refused. It belongs on
+    another disk or machine than the ledger, on one that no backup or snapshot of the ledger puts back.
+
+    Example: python -m clients.deploy begin-counter ~/node
+    """
+    vault = Node.read(dir_).vault
+    watch = Watch.of(vault)
+    if watch is None:
+        raise InputError(f"key = {vault.key}: no such file; only what is signed can be counted")
+    watch.begin_counter_file(vault.ledger)
+    typer.echo(f"{vault.counter_file} counts the charges of {vault.ledger} from now on")
 
 
 @app.command("approve-model")

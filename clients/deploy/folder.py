@@ -22,6 +22,7 @@ from fedpriv.ledger.entries import DataSet
 from fedpriv.vault import models
 from fedpriv.vault import settings as vault_settings
 from fedpriv.vault.policy import Limits
+from fedpriv.vault.rollback import Watch
 from fedpriv.vault.settings import VaultSettings
 
 DEFAULT_PORT = 9094
@@ -169,6 +170,8 @@ def make(folder: Path, *, ca: Path, superlink: str, port: int = DEFAULT_PORT, **
         (new / node.flower_home.name).mkdir()
         ledger = vault.ledger_file or new / vault.ledger.name
         data_set = records.register(vault, ledger, found) if found else None
+        if vault.counter_file is not None:
+            Watch(new / vault.key.name, new / vault.receipts.name, vault.counter_file).begin_counter_file(ledger)
     return Made(node, found, data_set)
 
 

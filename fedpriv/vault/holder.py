@@ -80,7 +80,6 @@ class Holder:
         """
         limits = Limits.read(settings.policy) if settings.policy.is_file() else Limits()
         is_own = settings.data is not None
-        key = settings.key if settings.key.is_file() else None
         terms = Terms(
             source=settings.source,
             labels=settings.labels,
@@ -104,11 +103,11 @@ class Holder:
                 budget_view=settings.budget_view,
                 min_survivors=settings.min_survivors,
                 colluding_clients=settings.colluding_clients,
-                watch=Watch(key, settings.receipts, settings.counter_file) if key else None,
+                watch=Watch.of(settings),
             ),
             terms=terms if is_own else None,
             name=settings.name,
-            identity_key=key,
+            identity_key=settings.key if settings.key.is_file() else None,
             journal=Journal(settings.events, client=settings.partition_id),
         )
 

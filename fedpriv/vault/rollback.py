@@ -15,7 +15,10 @@ from pathlib import Path
 
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError, LedgerError
-from fedpriv.ledger.receipts import Chain, Receipt, ReceiptLog, from_text
+from fedpriv.ledger import entries
+from fedpriv.ledger.reader import reading
+from fedpriv.ledger.receipts import Chain, Receipt, ReceiptLog, chain_of, from_text
+from fedpriv.vault.settings import VaultSettings
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +36,13 @@ class Watch:
     key: Path
     kept: Path
     counter_file: Path | None = None
+
+    @staticmethod
+    def of(settings: VaultSettings) -> Watch | None:
+        """That of a node's folder; None if it has no key."""
+        if not settings.key.is_file():
+            return None
+        return Watch(settings.key, settings.receipts, settings.counter_file)
 
     @cached_property
     def signer(self) -> str:
@@ -89,15 +99,21 @@ class Watch:
             raise LedgerError(f"{error.filename}: {error.strerror}; nothing is released without its receipt") from None
         return receipt
 
-    def begin_counter_file(self, chain: Chain) -> None:
-        """Make the counter file, with the receipt of the last charge.
+    def begin_counter_file(self, ledger: Path) -> None:
+        """Make the counter file, with the receipt of the last charge in the ledger.
 
         Raises:
-            InputError: none is named, it exists, or it cannot be written.
+            InputError: none is named, it exists, it cannot be written, or no data are registered.
+            LedgerError: the ledger cannot be read.
         """
         path = self.counter_file
         if path is None:
             raise InputError("counter_file: vault.toml names none")
+        with reading(ledger) as db:
+            data_set = entries.data_set(db, None)
+            if data_set is None:
+                raise InputError(f"counter_file = {path}: {ledger} holds no data set whose charges it could count")
+            chain = chain_of(db, data_set.id)
         try:
             path.touch(mode=0o600, exist_ok=False)
             ReceiptLog(path).add(chain.newest.signed(self.key))

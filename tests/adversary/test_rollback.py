@@ -23,6 +23,7 @@ from fedpriv.ledger.receipts import Receipt, ReceiptLog, from_text
 from fedpriv.vault import frames
 from fedpriv.vault.answer import answer
 from fedpriv.vault.holder import Holder
+from fedpriv.vault.rollback import Watch
 from fedpriv.vault.settings import FILE
 from server.bookkeeping import Books
 from server.receipts import Receipts
@@ -63,9 +64,7 @@ def signing(node: Node, **settings: object) -> Node:
 
 def begun(node: Node) -> None:
     """The counter file, as the operator's command begins it."""
-    watch = Holder.of(node.settings).policy.watch
-    with Ledger(node.settings.ledger) as ledger:
-        watch.begin_counter_file(ledger.chain(ledger.data_set().id))
+    Watch.of(node.settings).begin_counter_file(node.settings.ledger)
 
 
 def asked(node: Node, start, round_: int, shown: str | None = "", **fields):
