@@ -171,7 +171,8 @@ def make(folder: Path, *, ca: Path, superlink: str, port: int = DEFAULT_PORT, **
         ledger = vault.ledger_file or new / vault.ledger.name
         data_set = records.register(vault, ledger, found) if found else None
         if vault.counter_file is not None:
-            Watch(new / vault.key.name, new / vault.receipts.name, vault.counter_file).begin_counter_file(ledger)
+            watch = Watch(new / vault.key.name, vault.receipts, vault.receipts_of_peers, vault.counter_file)
+            watch.begin_counter_file(ledger)
     return Made(node, found, data_set)
 
 

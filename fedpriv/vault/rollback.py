@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from fedpriv.deployment import keys
+from fedpriv.deployment.files import replace as replace_file
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.ledger import entries
 from fedpriv.ledger.reader import reading
@@ -22,6 +24,9 @@ from fedpriv.vault.settings import VaultSettings
 
 log = logging.getLogger(__name__)
 
+# Enough for a holder that registers further data; what a peer signs must not fill this node's disk.
+_DATA_SETS_OF_A_PEER = 4
+
 
 @dataclass(frozen=True)
 class Watch:
@@ -29,12 +34,14 @@ class Watch:
 
     Attributes:
         key: the node's private key, which signs them.
-        kept: the log in the node's folder, which also holds those of its peers.
+        kept: the log in the node's folder.
+        of_peers: the file with the newest ones of its peers.
         counter_file: another log, on a disk that is not restored with the ledger; None if there is none.
     """
 
     key: Path
     kept: Path
+    of_peers: Path
     counter_file: Path | None = None
 
     @staticmethod
@@ -42,7 +49,7 @@ class Watch:
         """That of a node's folder; None if it has no key."""
         if not settings.key.is_file():
             return None
-        return Watch(settings.key, settings.receipts, settings.counter_file)
+        return Watch(settings.key, settings.receipts, settings.receipts_of_peers, settings.counter_file)
 
     @cached_property
     def signer(self) -> str:
@@ -98,6 +105,48 @@ class Watch:
         except OSError as error:
             raise LedgerError(f"{error.filename}: {error.strerror}; nothing is released without its receipt") from None
         return receipt
+
+    def told(self, texts: Iterable[str], peers: Collection[str]) -> None:
+        """Keep what peers pass on: this node's own receipts, and the newest of each peer that has signed it.
+
+        Args:
+            texts: whatever peers sent as receipts.
+            peers: public lines of those whose receipts are kept.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        for text in texts:
+            try:
+                receipt = from_text(text)
+            except ValueError:
+                continue
+            if receipt.is_of(self.signer):
+                self.keep(receipt)
+            elif receipt.signer in peers and receipt.is_of(receipt.signer):
+                self._keep_of_peer(receipt)
+
+    def passed_on(self, own: Receipt, peers: Sequence[str], most: int) -> list[str]:
+        """What the node tells its peers: its own newest receipt, and the newest of some of them, at most so many.
+
+        Args:
+            own: of the last charge.
+            peers: public lines, of which the first ones count.
+            most: receipts.
+        """
+        kept = sorted(ReceiptLog(self.of_peers).read(), key=lambda each: each.counter, reverse=True)
+        return [each.text() for each in (own, *(each for peer in peers for each in kept if each.signer == peer))][:most]
+
+    def _keep_of_peer(self, receipt: Receipt) -> None:
+        """Replace the older receipt of the same data set; a peer has room for a few data sets, the last ones."""
+        kept = list(ReceiptLog(self.of_peers).read())
+        same = [each for each in kept if (each.signer, each.data_set) == (receipt.signer, receipt.data_set)]
+        if any(each.counter >= receipt.counter for each in same):
+            return
+        mine = [each for each in kept if each.signer == receipt.signer and each not in same]
+        dropped = [*same, *mine[: max(0, len(mine) + 1 - _DATA_SETS_OF_A_PEER)]]
+        lines = [each.text() for each in (*(each for each in kept if each not in dropped), receipt)]
+        replace_file(self.of_peers, "".join(f"{line}\n" for line in lines).encode(), mode=0o600)
 
     def begin_counter_file(self, ledger: Path) -> None:
         """Make the counter file, with the receipt of the last charge in the ledger.

@@ -115,8 +115,13 @@ class VaultSettings:
 
     @property
     def receipts(self) -> Path:
-        """The receipts of the node's charges, and the newest ones of its peers, one a line."""
+        """The receipts of the node's charges, one a line."""
         return self.folder / "receipts.jsonl"
+
+    @property
+    def receipts_of_peers(self) -> Path:
+        """The newest receipts of the holders with which the node adds up, one a line."""
+        return self.folder / "receipts-of-peers.jsonl"
 
     @property
     def events(self) -> Path:

@@ -51,7 +51,7 @@ class Node:
 
     @property
     def watch(self) -> Watch:
-        return Watch(self.folder / "node.key", self.receipts)
+        return Watch(self.folder / "node.key", self.receipts, self.folder / "receipts-of-peers.jsonl")
 
     @property
     def policy(self) -> NodePolicy:
