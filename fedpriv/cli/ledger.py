@@ -217,7 +217,7 @@ def recover(
         for link in links
     ]
     retired = [each.data_set.id for each in found if each.unknown]
-    cells = [{**each, "data_set": each["data_set"][:12], "run": each["run"][:16]} for each in releases]
+    cells = [{name: str(value)[:16] for name, value in each.items()} for each in releases]
     lines = table(cells, ["data_set", "run", "round", "known_by"]) if cells else []
     lines += [f"data set {id_}: more was released than the sources know; it counts as spent in full" for id_ in retired]
     if not found:

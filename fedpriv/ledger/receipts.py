@@ -14,6 +14,7 @@ import os
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -64,10 +65,10 @@ class Receipt:
     @property
     def statement(self) -> bytes:
         """The bytes that are signed: everything but who signs."""
-        content = {name: value for name, value in asdict(self).items() if name not in ("signer", "signature")}
+        content = {name: getattr(self, name) for name in Receipt.__annotations__.keys() - {"signer", "signature"}}
         return json.dumps({"purpose": _PURPOSE, **content}, sort_keys=True).encode()
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of the statement, in hex: the head of the chain that ends here."""
         return hashlib.sha256(self.statement).hexdigest()

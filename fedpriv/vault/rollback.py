@@ -65,12 +65,16 @@ class Watch:
 
         Raises:
             ValueError: `shown` is malformed.
-            LedgerError: the counter file is missing, cannot be written or holds no receipt of this node.
+            LedgerError: the counter file is missing, cannot be written or holds no receipt of this node; or the one in
+                the folder cannot be read.
         """
         self._check_counter_file()
         found = [from_text(shown)] if shown else []
-        for path in self._paths:
-            found += ReceiptLog(path).read()
+        try:
+            for path in self._paths:
+                found += ReceiptLog(path).read()
+        except OSError as error:
+            raise LedgerError(f"{error.filename}: {error.strerror}; nothing is released") from None
         data_set, digests = chain.newest.data_set, chain.digests
         lost = [
             each
