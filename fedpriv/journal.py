@@ -14,6 +14,9 @@ Value = str | int | float | bool | None
 
 _MAX_TEXT_LENGTH = 300
 
+# What no reader may find cut short: a receipt, whose own length is bounded.
+_WHOLE = {"receipt"}
+
 
 class Journal:
     """Appends events to a file, each with the time and the common fields.
@@ -35,7 +38,7 @@ class Journal:
         return Journal(self._path, **{**self._common, **common})
 
     def write(self, event: str, **fields: Value) -> None:
-        """Append an event; texts are truncated to 300 characters.
+        """Append an event; texts are truncated to 300 characters, but for a receipt.
 
         Raises:
             TypeError: a field is not a plain value.
@@ -47,7 +50,8 @@ class Journal:
             if value is not None and not isinstance(value, (str, int, float, bool)):
                 raise TypeError(f"{name}: an event holds plain values, not {type(value).__name__}")
         truncated = {
-            name: value[:_MAX_TEXT_LENGTH] if isinstance(value, str) else value for name, value in values.items()
+            name: value[:_MAX_TEXT_LENGTH] if isinstance(value, str) and name not in _WHOLE else value
+            for name, value in values.items()
         }
         try:
             with self._path.open("a", encoding="utf-8") as file:

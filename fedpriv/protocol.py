@@ -19,6 +19,7 @@ from fedpriv.adapters import codecs, merged
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import Merged
 from fedpriv.aggregation import cmfl as relevance
+from fedpriv.ledger.receipts import FIELD, from_text
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.private_evaluation import EvaluationSpec, NoisedCounts
@@ -36,6 +37,10 @@ REGISTRATION = "registration"
 
 REGISTER = "query.register"
 EVALUATE = "query.evaluate"
+
+# In a request to register, that the node shall send receipts of its charges; in others the newest one that is known of
+# it. A node sends its own in answers to requests that have the field, and one that is older does not know it.
+RECEIPT = FIELD
 
 # What a train message and its reply hold beside these under secure aggregation: terms and sealed shares, as texts, and
 # the masked vector in place of the adapter.
@@ -91,12 +96,14 @@ class Release:
         event: the privacy event that was charged for it.
         num_records: N_k as registered; the server compares it with its own N_k, which sets the weight.
         silent: the client was charged, but withholds its update as irrelevant.
+        receipt: of the node's last charge, as text; empty if the request did not ask for it.
     """
 
     round: int
     event: Event
     num_records: int
     silent: bool = False
+    receipt: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,11 +114,13 @@ class EvaluationRelease:
         round: the round that the request named.
         event: the privacy event that was charged for the counts.
         counts: on the client's records, with noise.
+        receipt: as in `Release`.
     """
 
     round: int
     event: Event
     counts: NoisedCounts
+    receipt: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +136,7 @@ class Registration:
         software: name and version of what the node runs.
         identity: public line of the node's key; empty if it has none.
         signature: the node's signature of `statement_of`, in base64; empty if it has no key.
+        receipt: as in `Release`.
     """
 
     client: int
@@ -137,6 +147,7 @@ class Registration:
     software: str = SOFTWARE
     identity: str = ""
     signature: str = ""
+    receipt: str = ""
 
 
 def pack_instruction(run: str, round_: int, spec: UpdateSpec | EvaluationSpec) -> dict[str, Any]:
@@ -150,7 +161,7 @@ def unpack_instruction(fields: Mapping[str, Any]) -> tuple[str, int, UpdateSpec]
     Raises:
         ValueError: another version, or a missing, unknown or mistyped field.
     """
-    rest = _without_version({name: value for name, value in fields.items() if name not in (TERMS, SEALED)})
+    rest = _without_version({name: value for name, value in fields.items() if name not in (TERMS, SEALED, RECEIPT)})
     run, round_ = _typed(rest, "run", str), _typed(rest, "round", int)
     types = {"str": str, "int": int, "float": float, "bool": bool}
     values = {name: _typed(rest, name, types[kind]) for name, kind in UpdateSpec.__annotations__.items()}
@@ -164,7 +175,7 @@ def unpack_evaluation(fields: Mapping[str, Any]) -> tuple[str, int, EvaluationSp
     Raises:
         ValueError: another version, or a missing, unknown or mistyped field.
     """
-    rest = _without_version(fields)
+    rest = _without_version({name: value for name, value in fields.items() if name != RECEIPT})
     run, round_ = _typed(rest, "run", str), _typed(rest, "round", int)
     spec = EvaluationSpec(noise_multiplier=_typed(rest, "noise_multiplier", float))
     _refuse_unknown("instruction", rest)
@@ -271,7 +282,7 @@ def _reference(broadcast: Broadcast, spec: UpdateSpec, initial: Adapter) -> Adap
 
 def pack_release(release: Release) -> dict[str, Any]:
     """What a client states about its upload, as scalars."""
-    return {"version": VERSION, **asdict(release), "event": events.to_json(release.event)}
+    return _with_receipt({"version": VERSION, **asdict(release), "event": events.to_json(release.event)})
 
 
 def unpack_release(fields: Mapping[str, Any]) -> Release:
@@ -286,6 +297,7 @@ def unpack_release(fields: Mapping[str, Any]) -> Release:
         event=events.from_json(_typed(rest, "event", str)),
         num_records=_typed(rest, "num_records", int),
         silent=_typed(rest, "silent", bool),
+        receipt=_receipt(rest),
     )
     _refuse_unknown("release", rest)
     return release
@@ -305,7 +317,7 @@ def unpack_reply(content: bytes) -> tuple[Release, dict[str, Tensor]]:
 def pack_evaluation_release(release: EvaluationRelease) -> dict[str, Any]:
     """A client's answer to an evaluation, as scalars."""
     scalars = {"round": release.round, "event": events.to_json(release.event)}
-    return {"version": VERSION, **scalars, **asdict(release.counts)}
+    return _with_receipt({"version": VERSION, **scalars, **asdict(release.counts), RECEIPT: release.receipt})
 
 
 def unpack_evaluation_release(fields: Mapping[str, Any]) -> EvaluationRelease:
@@ -319,6 +331,7 @@ def unpack_evaluation_release(fields: Mapping[str, Any]) -> EvaluationRelease:
         round=_typed(rest, "round", int),
         event=events.from_json(_typed(rest, "event", str)),
         counts=NoisedCounts(hits=_typed(rest, "hits", float), misses=_typed(rest, "misses", float)),
+        receipt=_receipt(rest),
     )
     _refuse_unknown("evaluation", rest)
     if not (math.isfinite(release.counts.hits) and math.isfinite(release.counts.misses)):
@@ -338,7 +351,7 @@ def unpack_evaluation_reply(content: bytes) -> EvaluationRelease:
 
 def pack_registration(registration: Registration) -> dict[str, Any]:
     """A registration as scalars."""
-    return {"version": VERSION, **asdict(registration)}
+    return _with_receipt({"version": VERSION, **asdict(registration)})
 
 
 def statement_of(registration: Registration) -> bytes:
@@ -363,6 +376,7 @@ def unpack_registration(fields: Mapping[str, Any]) -> Registration:
         software=_typed(rest, "software", str),
         identity=_typed(rest, "identity", str),
         signature=_typed(rest, "signature", str),
+        receipt=_receipt(rest),
     )
     _refuse_unknown("registration", rest)
     for name in ("name", "data_set", "software", "identity", "signature"):
@@ -371,6 +385,23 @@ def unpack_registration(fields: Mapping[str, Any]) -> Registration:
     if registration.client < 0 or registration.num_records < 1 or not registration.data_set:
         raise ValueError(f"registration: {registration}: needs client >= 0, num_records >= 1 and a data set id")
     return registration
+
+
+def _with_receipt(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields without an empty receipt, which a reader that knows none would refuse."""
+    return fields if fields[RECEIPT] else {name: value for name, value in fields.items() if name != RECEIPT}
+
+
+def _receipt(fields: dict[str, Any]) -> str:
+    """Take out the receipt, as text; empty if there is none.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    text = fields.pop(RECEIPT, "")
+    if text != "":
+        from_text(text)
+    return str(text)
 
 
 def _without_version(fields: Mapping[str, Any]) -> dict[str, Any]:

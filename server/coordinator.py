@@ -28,6 +28,7 @@ from server import answers, checkpoint, registry, resume
 from server.budgets import announce_budgets
 from server.checkpoint import Checkpoint
 from server.observer import Observer, Progress
+from server.receipts import Receipts
 from server.registration import NO_NODE, Nodes, register_nodes
 from server.series import Series
 from server.summary import Outcome, summarize
@@ -96,7 +97,7 @@ def _carry_out(
     """The rounds, and all that follows them, into the run's folder."""
     path = Path(config.ledger) if config.ledger else writer.ledger
     with resume.reopened_ledger(path, resumed) if resumed else Ledger(path) as ledger:
-        series = Series(config, bench, nodes, ledger, resumed)
+        series = Series(config, bench, nodes, ledger, resumed, receipts=Receipts.of(config, writer.path, nodes))
         writer.write_registrations(series.registrations)
         if series.books.costs.caveat:
             observer.notice(f"{series.books.costs.caveat}; this run has NO privacy guarantee")

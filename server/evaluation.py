@@ -20,6 +20,7 @@ from fedpriv.training.private_evaluation import EvaluationSpec, planned_event
 from fedpriv.vault import guard
 from server.bookkeeping import Books
 from server.exchange import Exchange
+from server.receipts import Receipts
 from server.registration import Nodes
 from server.replies import MalformedError, reason_of
 from server.wire import wire_bytes
@@ -58,6 +59,7 @@ def evaluate_privately(
     round_: int,
     seconds: float,
     skipped: Collection[int] = (),
+    receipts: Receipts | None = None,
 ) -> PrivateEvaluation:
     """Ask every client whose budget allows it, once it is charged, and add up what those that answer release.
 
@@ -71,21 +73,30 @@ def evaluate_privately(
         round_: one above the last round, under which the evaluation is charged.
         seconds: to wait for replies.
         skipped: clients that are not asked, since their nodes do not answer.
+        receipts: of the nodes' charges; None shows and keeps none.
 
     Raises:
         LedgerError: the charge cannot be written, so nobody was asked.
     """
     clients = [client for client in books.able_to_evaluate() if client not in skipped]
     broadcast = Broadcast(adapter=model.adapter, merged=model.merged)
-    content = RecordDict(
-        {
-            **{name: ArrayRecord(dict(tensors)) for name, tensors in protocol.pack_model(broadcast).items()},
-            protocol.INSTRUCTION: ConfigRecord(protocol.pack_instruction(run, round_, spec)),
-        }
-    )
+    arrays = {name: ArrayRecord(dict(tensors)) for name, tensors in protocol.pack_model(broadcast).items()}
+    instruction = protocol.pack_instruction(run, round_, spec)
+    contents = {
+        client: RecordDict(
+            {
+                **arrays,
+                protocol.INSTRUCTION: ConfigRecord(instruction | (receipts.shown_to(client) if receipts else {})),
+            }
+        )
+        for client in clients
+    }
     books.charge_evaluation(round_, dict.fromkeys(clients, guard.request_digest(broadcast, spec)))
     by_node = {nodes[client][0]: client for client in clients}
-    messages = [Message(content, node_id, protocol.EVALUATE, group_id=str(round_)) for node_id in by_node]
+    messages = [
+        Message(contents[client], node_id, protocol.EVALUATE, group_id=str(round_))
+        for node_id, client in by_node.items()
+    ]
     releases: dict[int, EvaluationRelease] = {}
     bytes_up: dict[int, int] = {}
     for reply in Exchange().replies(grid, messages, seconds):
@@ -94,6 +105,8 @@ def evaluate_privately(
             if client is None or client in releases:
                 raise MalformedError("not expected")
             releases[client] = _read(reply, round_, planned_event(spec))
+            if receipts is not None:
+                receipts.take(client, reply)
             bytes_up[client] = wire_bytes(reply.content)
         except MalformedError as error:
             log.warning("evaluation, client %s: %s", client, error)
@@ -109,7 +122,7 @@ def evaluate_privately(
         num_asked=len(clients),
         num_answers=len(counts),
         bytes_up=bytes_up,
-        bytes_down=dict.fromkeys(clients, wire_bytes(content)),
+        bytes_down={client: wire_bytes(content) for client, content in contents.items()},
     )
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from flwr.app import Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedpriv import protocol
@@ -43,7 +43,7 @@ class Inquiry:
         """
         asked = {*leave_out, *self._waiting.values()}
         new = [node_id for node_id in grid.get_node_ids() if node_id not in asked]
-        messages = [Message(RecordDict(), node_id, protocol.REGISTER, group_id="0") for node_id in new]
+        messages = [Message(_question(), node_id, protocol.REGISTER, group_id="0") for node_id in new]
         grid.push_messages(messages)
         self._waiting |= {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
         for reply in list(grid.pull_messages(list(self._waiting))) if self._waiting else ():
@@ -53,6 +53,11 @@ class Inquiry:
                 log.warning("node %s: %s", node_id, reason_of(reply))
                 continue
             yield node_id, reply
+
+
+def _question() -> RecordDict:
+    """What a node is asked: its registration, and the receipt of its last charge."""
+    return RecordDict({protocol.INSTRUCTION: ConfigRecord({protocol.RECEIPT: ""})})
 
 
 def register_nodes(

@@ -41,16 +41,16 @@ class Request:
     num_bytes: int
     digest: str
 
-    def with_fields(self, fields: Mapping[str, str], terms: bytes) -> Request:
-        """The request with the terms of a sum, and for one client with what its peers sealed for it.
+    def with_fields(self, fields: Mapping[str, str], terms: bytes = b"") -> Request:
+        """The request with the terms of a sum, and for one client with what its peers sealed for it, or its receipt.
 
         Args:
             fields: further ones of the instruction.
-            terms: their digest: other terms make another request.
+            terms: their digest: other terms make another request; empty without terms.
         """
         instruction = ConfigRecord({**self.content.config_records[protocol.INSTRUCTION], **fields})
         content = RecordDict({**self.content, protocol.INSTRUCTION: instruction})
-        digest = hashlib.sha256(self.digest.encode() + terms).hexdigest()
+        digest = hashlib.sha256(self.digest.encode() + terms).hexdigest() if terms else self.digest
         return replace(self, content=content, num_bytes=wire_bytes(content), digest=digest)
 
 

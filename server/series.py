@@ -31,6 +31,7 @@ from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
 from server.evaluation import PrivateEvaluation, evaluate_privately
 from server.observer import Observer
+from server.receipts import Receipts
 from server.registration import Nodes
 from server.strategy import RuleStrategy
 from server.summary import Outcome
@@ -46,6 +47,7 @@ class Series:
         ledger: records the private run; None for its comparison.
         resumed: the checkpoint from which the run resumes; None for a new run.
         untrained: the test of the model that the rounds start from, where another series has made it.
+        receipts: of the nodes' charges; None for rounds that no node charges.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Series:
         ledger: Ledger | None,
         resumed: Checkpoint | None = None,
         untrained: Evaluation | None = None,
+        receipts: Receipts | None = None,
     ) -> None:
         self.run_id = resumed.run if resumed else secrets.token_hex(16)
         self.registrations = [registration for _, registration in nodes.values()]
@@ -75,7 +78,7 @@ class Series:
             self.books.retire(client, reason)
         self._config, self._bench, self._nodes, self._ledger, self._resumed = config, bench, nodes, ledger, resumed
         self._after = resumed.round if resumed else 0
-        self._untrained = untrained
+        self._untrained, self._receipts = untrained, receipts
 
     def run(self, grid: Grid, writer: RunWriter, observer: Observer) -> Outcome:
         """Run all rounds and write them to the run's folder, with a checkpoint after each if there is a ledger."""
@@ -123,6 +126,7 @@ class Series:
                 node_keys=Path(self._config.node_keys) if self._config.node_keys else None,
                 on_change=on_change,
             ),
+            receipts=self._receipts,
         )
         try:
             strategy.start(
@@ -196,6 +200,7 @@ class Series:
             round_=round_,
             seconds=self._config.round_seconds,
             skipped=strategy.absences.skipped,
+            receipts=self._receipts,
         )
         writer.journal.write("evaluated", num_asked=evaluation.num_asked, num_answers=evaluation.num_answers)
         if evaluation.num_answers < len(self.registrations):

@@ -41,6 +41,7 @@ from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
 from server.exchange import Exchange
 from server.observer import Follow, answers
+from server.receipts import Receipts
 from server.registration import Nodes
 from server.replies import ExpectedReply, Vector, read_reply, read_sum
 from server.round import Request, Round
@@ -68,6 +69,7 @@ class RuleStrategy(Strategy):
         on_round: called after every finished round; round 0 is the untrained model.
         follow: told how many answers of a round have arrived.
         absences: who is skipped for not answering; by default a record that nobody else is told of.
+        receipts: of the nodes' charges, which are shown to them; None shows and keeps none.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class RuleStrategy(Strategy):
         on_round: OnRound,
         follow: Follow = lambda progress: None,
         absences: Absences | None = None,
+        receipts: Receipts | None = None,
     ) -> None:
         self.schedule = Schedule.of(config)
         self.books = books
@@ -98,6 +101,7 @@ class RuleStrategy(Strategy):
         self._evaluate = evaluate
         self._on_round = on_round
         self._follow = follow
+        self._receipts = receipts
         self._exchange = Exchange()
         self._sums = Sums(config, nodes, run=run, exchange=self._exchange) if config.secure_aggregation else None
         self._attempt: Opened | None = None
@@ -161,6 +165,9 @@ class RuleStrategy(Strategy):
         if self._sums is None and self.books.retired_by_request(round_.number, digests):
             return self._charged_messages(config)
         self.books.charge(round_.number, digests, among=self._attempt.terms.by_client if self._attempt else None)
+        if self._receipts is not None:
+            shown = {client: self._receipts.shown_to(client) for client in requests}
+            requests |= {client: requests[client].with_fields(fields) for client, fields in shown.items() if fields}
         return [round_.message_to(client, self._nodes[client][0], requests[client]) for client in requests]
 
     def _opened(self, requests: Mapping[int, Request], sums: Sums) -> dict[int, Request]:
@@ -233,9 +240,13 @@ class RuleStrategy(Strategy):
         """What a client's reply holds, and the digest that the client's ledger records."""
         expected = self._expected_reply(client)
         if self._attempt is None:
-            return read_reply(reply, expected)
-        terms = self._attempt.terms
-        return read_sum(reply, expected, dimension=terms.dimension, modulus_bits=terms.modulus_bits)
+            read: tuple[Adapter | Vector | None, str] = read_reply(reply, expected)
+        else:
+            terms = self._attempt.terms
+            read = read_sum(reply, expected, dimension=terms.dimension, modulus_bits=terms.modulus_bits)
+        if self._receipts is not None:
+            self._receipts.take(client, reply)
+        return read
 
     def _close_round(self) -> ArrayRecord | None:
         """Settle the round and make the next model, if enough clients replied."""

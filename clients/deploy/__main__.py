@@ -10,13 +10,14 @@ from typing import Annotated
 import typer
 
 from clients.deploy import doctor as node_doctor
-from clients.deploy import folder, models, peers, supernode
+from clients.deploy import folder, models, peers, records, supernode
 from clients.deploy import units as node_units
 from clients.deploy.folder import ROOT, Made, Node
 from fedpriv.deployment import approvals
 from fedpriv.deployment.checks import print_checks
 from fedpriv.deployment.command_line import UnitFolder, give_units, run_command_line
 from fedpriv.errors import InputError
+from fedpriv.vault.rollback import Watch
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -56,6 +57,9 @@ def init(
     colluding_clients: Annotated[
         int | None, typer.Option(help="Nodes that may collude with the coordinator; by default 0.")
     ] = None,
+    counter_file: Annotated[
+        Path | None, typer.Option(help="New file on another disk, by which a restored ledger is noticed.")
+    ] = None,
     port: Annotated[int, typer.Option(help="Free port on this machine, for local use only.")] = folder.DEFAULT_PORT,
 ) -> None:
     """Create a node's folder: a key pair, settings and a policy; read the records once, and register their number.
@@ -88,6 +92,7 @@ def init(
         budget_view=budget_view,
         min_survivors=min_survivors,
         colluding_clients=colluding_clients,
+        counter_file=counter_file.expanduser().absolute() if counter_file else None,
     )
     _tell(made, shlex.quote(str(dir_)))
 
@@ -131,6 +136,47 @@ def _number(option: str, text: str) -> float:
 
 def _names(text: str | None) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",")) if text else ()
+
+
+@app.command()
+def register(
+    dir_: Folder,
+    disjoint: Annotated[str, typer.Option(help="Your statement why no record is in an earlier data set.")],
+) -> None:
+    """Register the records that vault.toml names as a new data set, with nothing spent; `init` does the first.
+
+    The file is read as by `init`. Records that an earlier data set held, all of them, are refused: what was spent on
+    them counts. Whether single records are in both, only you know.
+
+    Example: python -m clients.deploy register ~/node --disjoint "admissions of 2027 only"
+    """
+    vault = Node.read(dir_).vault
+    if vault.data is None:
+        raise InputError(f"data: {dir_}/vault.toml names no file of records")
+    if not disjoint.strip():
+        raise InputError("--disjoint: must not be empty; say why no record is in an earlier data set")
+    found = records.find(vault)
+    made = records.register(vault, vault.ledger, found, disjoint=disjoint.strip())
+    for line in found.lines():
+        typer.echo(line)
+    typer.echo(f"registered N_k = {made.num_records}, data set {made.id}")
+
+
+@app.command("begin-counter")
+def begin_counter(dir_: Folder) -> None:
+    """Make the file that `counter_file` in vault.toml names, with what the node's ledger has charged so far.
+
+    Every charge is noted there before anything is released, and a ledger that is behind it is refused. It belongs on
+    another disk or machine than the ledger, on one that no backup or snapshot of the ledger puts back.
+
+    Example: python -m clients.deploy begin-counter ~/node
+    """
+    vault = Node.read(dir_).vault
+    watch = Watch.of(vault)
+    if watch is None:
+        raise InputError(f"key = {vault.key}: no such file; only what is signed can be counted")
+    watch.begin_counter_file(vault.ledger)
+    typer.echo(f"{vault.counter_file} counts the charges of {vault.ledger} from now on")
 
 
 @app.command("approve-model")

@@ -23,8 +23,13 @@ from fedpriv.deployment.checks import (
     check_tls,
     check_versions,
 )
-from fedpriv.errors import InputError
+from fedpriv.errors import InputError, LedgerError
+from fedpriv.ledger import entries
+from fedpriv.ledger.reader import reading
+from fedpriv.ledger.receipts import chain_of
+from fedpriv.ledger.statement import recoveries, recovery_lines
 from fedpriv.vault import models
+from fedpriv.vault.rollback import Watch
 from fedpriv.vault.settings import VaultSettings
 
 _MIN_DISK_BYTES = 2**30
@@ -68,14 +73,40 @@ def _corpus() -> Iterator[Check]:
 def _own_records(vault: VaultSettings) -> Iterator[Check]:
     assert vault.data is not None, "asked of nodes with records of their own"
     yield check_data(vault.data)
-    yield check_files((vault.data, vault.ledger, vault.events, vault.tokens), vault.client_user)
+    counted = [vault.counter_file] if vault.counter_file else []
+    yield check_files((vault.data, vault.ledger, vault.events, vault.tokens, *counted), vault.client_user)
     yield _of("columns", lambda: records.check_columns(vault), _columns(vault))
     yield _of("labels", lambda: records.check_labels(vault), ", ".join(vault.labels) or "none, for causal models")
     budget = f"epsilon {vault.budget_epsilon} for all runs together, on the {vault.budget_view} view"
     yield _of("budget", lambda: records.check_budget(vault), budget)
     yield _peers(vault)
     yield check_registered(vault.ledger)
+    yield _newest(vault)
     yield _models(vault)
+
+
+def _newest(vault: VaultSettings) -> Check:
+    """Whether the ledger has all that the node has signed, as far as its folder and its counter file know."""
+    sources = [path for path in (vault.receipts, vault.counter_file) if path is not None and path.exists()]
+    try:
+        with reading(vault.ledger) as db:
+            data_set = entries.data_set(db, None)
+            chain = chain_of(db, data_set.id) if data_set else None
+            recovered = recovery_lines(recoveries(db))
+        watch = Watch.of(vault)
+        lost = watch.lost(chain) if watch and chain else None
+    except (InputError, LedgerError) as error:
+        return Check("newest", False, str(error))
+    if lost is not None:
+        known = " ".join(f"--from {path}" for path in sources)
+        return Check(
+            "newest",
+            False,
+            f"a restored copy: this node has signed charge {lost.counter}, which {vault.ledger} lacks; stop the node, "
+            f"run `fedpriv ledger recover {vault.ledger} {known}`, and add what coordinator and peers keep",
+        )
+    number = chain.newest.counter if chain else 0
+    return Check("newest", True, "; ".join([f"{number} charges, none is known that the ledger lacks", *recovered]))
 
 
 def _columns(vault: VaultSettings) -> str:

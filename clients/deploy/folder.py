@@ -22,6 +22,7 @@ from fedpriv.ledger.entries import DataSet
 from fedpriv.vault import models
 from fedpriv.vault import settings as vault_settings
 from fedpriv.vault.policy import Limits
+from fedpriv.vault.rollback import Watch
 from fedpriv.vault.settings import VaultSettings
 
 # This checkout, whose bundle a run sends.
@@ -171,7 +172,10 @@ def make(folder: Path, *, ca: Path, superlink: str, port: int = DEFAULT_PORT, **
         (new / node.approved.name).write_text(_APPROVED_HEADER)
         (new / node.flower_home.name).mkdir()
         ledger = vault.ledger_file or new / vault.ledger.name
-        data_set = records.register(vault, ledger, found.num_records) if found else None
+        data_set = records.register(vault, ledger, found) if found else None
+        if vault.counter_file is not None:
+            watch = Watch(new / vault.key.name, vault.receipts, vault.receipts_of_peers, vault.counter_file)
+            watch.begin_counter_file(ledger)
     return Made(node, found, data_set)
 
 

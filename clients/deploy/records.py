@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedpriv.errors import InputError
 from fedpriv.ledger.entries import DataSet
 from fedpriv.vault.settings import VaultSettings
+
+if TYPE_CHECKING:
+    from fedpriv.data.own import OwnRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +26,7 @@ class Found:
         num_other_labels: records with a label that was not agreed on; nothing trains on them.
         num_without_label: records that have none.
         num_empty: records whose text is empty, or whose response is.
+        content: of all records that a run would read, as its reading notes it.
     """
 
     num_records: int
@@ -29,6 +34,7 @@ class Found:
     num_other_labels: int
     num_without_label: int
     num_empty: int
+    content: bytes = field(repr=False)
 
     def lines(self) -> list[str]:
         """What to tell the operator."""
@@ -125,21 +131,54 @@ def find(vault: VaultSettings) -> Found:
         num_other_labels=labels.total() - sum(counts.values()),
         num_without_label=num_without_label,
         num_empty=sum(not (record.pair if instructs else record.text).strip() for record in records),
+        content=_content(records, vault),
     )
 
 
-def register(vault: VaultSettings, ledger: Path, num_records: int) -> DataSet:
-    """The node's data set in its ledger, registered now if it was not before; N_k is that of its first registration.
+def _content(records: Sequence[OwnRecord], vault: VaultSettings) -> bytes:
+    """What `fedpriv.data.federated.load_own` makes of the records, so that a run's note and this one agree."""
+    from fedpriv.data.text import TextData
+
+    source = vault.source
+    usable = [record for record in records if not vault.labels or record.label in vault.labels]
+    has_pairs = source.instructs or bool(source.text_pair_column)
+    read = TextData(
+        texts=tuple(record.text for record in usable),
+        labels=() if source.instructs or not vault.labels else tuple(str(record.label) for record in usable),
+        pairs=tuple(record.pair for record in usable) if has_pairs else None,
+    )
+    return repr(read).encode()
+
+
+def register(vault: VaultSettings, ledger: Path, found: Found, *, disjoint: str | None = None) -> DataSet:
+    """The node's data set in its ledger, registered now if there is none; N_k is that of its registration.
+
+    Args:
+        vault: of the node.
+        ledger: its ledger.
+        found: what the records are.
+        disjoint: registers another data set even if there is one: why it shares no record with those before.
 
     Raises:
+        InputError: an earlier data set held the same records, so it is not disjoint from this one; nothing was written.
         LedgerError: the ledger cannot be used.
     """
-    from fedpriv.vault import guard  # slow to import
+    from fedpriv.accounting.views import default_delta  # slow to import
+    from fedpriv.ledger.ledger import Ledger
 
     is_new = not ledger.exists()
-    policy = guard.NodePolicy(ledger=ledger, budget_epsilon=vault.budget_epsilon, delta=vault.delta)
-    data_set = guard.registered_data_set(policy, str(vault.partition_id), num_records)
-    assert data_set is not None, "a node with a ledger registers its data"
+    with Ledger(ledger) as opened:
+        known = opened.data_set()
+        if known is not None and disjoint is None:
+            return known
+        if (same := opened.data_set_with(found.content)) is not None:
+            raise InputError(
+                f"data = {str(vault.data)!r}: holds the same records as data set {same} of {ledger}; what was spent on "
+                "them counts, so name a file of other records in vault.toml"
+            )
+        delta = vault.delta or default_delta(found.num_records)
+        made = opened.register(str(vault.partition_id), found.num_records, delta, note=disjoint)
+        opened.log_content(made, found.content)
     if is_new:
         ledger.chmod(0o600)
-    return data_set
+    return made

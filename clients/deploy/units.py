@@ -36,7 +36,7 @@ def units(node: Node) -> list[Unit]:
             folder=folder,
             user=owner_of(folder).name,
             variables={"PYTHONUNBUFFERED": "1", "FEDPRIV_CACHE": str(folder / "cache")},
-            writable=[folder],
+            writable=[folder, *({vault.counter_file.parent} if vault.counter_file else ())],
             read_only=data,
             networked=False,
         ),
@@ -49,7 +49,7 @@ def units(node: Node) -> list[Unit]:
             user=client.name,
             variables={"HOME": str(node.flower_home), "PATH": path, **supernode.variables(node)},
             writable=[node.flower_home],
-            hidden=[*data, vault.ledger, vault.tokens, vault.key, vault.policy, vault.events],
+            hidden=[*data, vault.ledger, vault.tokens, vault.key, vault.policy, vault.events, vault.receipts],
             after=[f"{name}.service"],
         ),
     ]

@@ -70,11 +70,11 @@ def show_ledger(
         reader.verify_with_head(db, path)
         known = names.known(db, path, run)
         rows = statement.spending(db, names=known, budget_epsilon=budget_epsilon, view=cast("PlannedView", view))
-        adopted = statement.adoptions(db)
-    lines = [*_spent(rows, view), *statement.adoption_lines(adopted)]
+        adopted, recovered = statement.adoptions(db), statement.recoveries(db)
+    lines = [*_spent(rows, view), *statement.adoption_lines(adopted), *statement.recovery_lines(recovered)]
     if any("remaining_rounds" in row for row in rows):
         lines.append(f"left: rounds like the last one until ε {budget_epsilon:g} on the {view} view")
-    show({"ledger": str(path), "data_sets": rows, "adopted": adopted}, lines, as_json)
+    show({"ledger": str(path), "data_sets": rows, "adopted": adopted, "recovered": recovered}, lines, as_json)
 
 
 def _spent(rows: list[dict[str, Any]], view: str = "local") -> list[str]:
@@ -117,14 +117,15 @@ def verify(
     with reader.reading(path) as db:
         last = reader.verify_with_head(db, path)
         number = None if kept is None else ledger_entries.number_of(db, kept)
-        adopted = statement.adoptions(db)
+        adopted, recovered = statement.adoptions(db), statement.recoveries(db)
     if kept is not None and number is None:
         raise LedgerError(
             f"{path}: its chain is intact but has no entry {kept}: entries were lost or replaced since that was printed"
         )
     values: dict[str, Any] = {"entries": last.number if last else 0, "head": last.digest if last else None}
     values |= {"intact": True} | ({} if number is None else {"kept_head_is_entry": number})
-    show(values | {"adopted": adopted}, [*entries(values), *statement.adoption_lines(adopted)], as_json)
+    lines = [*entries(values), *statement.adoption_lines(adopted), *statement.recovery_lines(recovered)]
+    show(values | {"adopted": adopted, "recovered": recovered}, lines, as_json)
 
 
 @app.command("adopt-head")
@@ -165,6 +166,73 @@ def adopt_head(
 
 
 @app.command()
+def recover(
+    path: LedgerPath,
+    sources: Annotated[
+        list[Path],
+        typer.Option(
+            "--from",
+            help="What knows more: receipts.jsonl of this node or a peer, its counter file or events.jsonl, the "
+            "coordinator's *.receipts or receipts.jsonl, or another ledger. Give it once for each.",
+        ),
+    ],
+    key: Annotated[
+        Path | None, typer.Option(help="The node's node.key.pub; by default the one in the ledger's folder.")
+    ] = None,
+    reason: Annotated[
+        str | None, typer.Option(help="Why the ledger lacks charges; it is logged. Without it, only look.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Charge what a node's ledger lacks since it was restored from an old copy. Without --reason, only show that.
+
+    What a receipt under the node's key proves is charged with its event. If one proves a charge of which no source has
+    the detail, its data set counts as spent in full, and releases nothing more. What only another ledger claims, such
+    as the coordinator's, is charged too: a false claim costs budget. Stop the node first, and restore the newest copy
+    of the ledger together with its head.
+
+    Example: fedpriv ledger recover node.sqlite --from receipts.jsonl
+
+    Example: fedpriv ledger recover node.sqlite --from receipts.jsonl --from coordinator.receipts --reason "new disk"
+    """
+    from fedpriv.deployment import keys
+    from fedpriv.ledger import names, reader, recovery, statement
+    from fedpriv.ledger.ledger import Ledger
+
+    if reason is not None and not reason.strip():
+        raise InputError("--reason: must not be empty; it is what a later reader of this ledger's statements sees")
+    signer = keys.read_public_line(key or path.with_name("node.key.pub"))
+    with reader.reading(path) as db:
+        reader.verify_with_head(db, path)
+        found = [each for each in recovery.missing(db, sources, signer) if each]
+    if reason is not None and found:
+        with Ledger(path) as ledger:
+            ledger.recover(found, reason.strip())
+    with reader.reading(path) as db:
+        rows = statement.spending(db, names=names.known(db, path, None))
+    releases = [
+        {"data_set": each.data_set.id, "run": link.run, "round": link.round, "event": link.event, "known_by": how}
+        for each in found
+        for how, links in (("receipt", each.proven), ("claim", each.claimed))
+        for link in links
+    ]
+    retired = [each.data_set.id for each in found if each.unknown]
+    cells = [{name: str(value)[:16] for name, value in each.items()} for each in releases]
+    lines = table(cells, ["data_set", "run", "round", "known_by"]) if cells else []
+    lines += [f"data set {id_}: more was released than the sources know; it counts as spent in full" for id_ in retired]
+    if not found:
+        lines.append("nothing is missing, as far as these sources know")
+    elif reason is None:
+        lines.append("nothing is charged yet: compare this with what you know, then give --reason")
+    charged = reason is not None
+    show(
+        {"ledger": str(path), "missing": releases, "retired": retired, "charged": charged, "data_sets": rows},
+        [*lines, *_spent(rows)],
+        as_json,
+    )
+
+
+@app.command()
 def statement(
     path: LedgerPath,
     client: Annotated[str, typer.Option(help="Number of the client, as `ledger show` lists it.")],
@@ -202,7 +270,8 @@ def register(
     """Register a data set in a node's ledger: it gets a random id and starts with nothing spent.
 
     A node registers its first data set by itself. Any further one needs your statement that it shares no record with
-    the earlier ones: otherwise records that have already paid would start again at zero.
+    the earlier ones: otherwise records that have already paid would start again at zero. This command sees no records;
+    `python -m clients.deploy register` on the node compares them with those of earlier data sets first.
 
     Example: fedpriv ledger register node.sqlite --client 2 --num-records 5000 --disjoint "admissions of 2027 only"
     """

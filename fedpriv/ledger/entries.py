@@ -13,7 +13,7 @@ from fedpriv.accounting.events import Event
 from fedpriv.accounting.views import Release
 
 REGISTERED, CHANGED, CHARGED, RELEASED = "registered", "changed", "charged", "released"
-ADOPTED = "adopted"
+ADOPTED, RECOVERED = "adopted", "recovered"
 PERMITTED, WITHDRAWN = "permitted", "withdrawn"
 
 
@@ -43,6 +43,7 @@ class Entry:
         time: UTC, ISO 8601.
         phase: `registered` or `changed` for a data set, `charged` or `released` for an upload, `adopted` for the
             whole ledger: its head was missing, so that its operator alone vouches for the entries before this one;
+            `recovered` for an upload that an earlier state of this ledger had charged, and that was restored away;
             `permitted` or `withdrawn` for the publication of the holder's own uploads of a run.
         data_set: the random id that spending attaches to; empty in an `adopted` entry.
         client: the holder of the data; empty in an `adopted` entry.
@@ -55,7 +56,8 @@ class Entry:
         num_records: N_k, for a registration.
         delta: for a registration.
         note: the holder's statement, a keyed hash of the content, the operator's reason to adopt, or who permitted
-            what.
+            what; of a `recovered` entry, as JSON, the `request`, the digest that it `replaces` in the chain of
+            charges, and the `reason`.
         digest: SHA-256 of the previous entry's digest and everything above, in hex.
     """
 
@@ -140,6 +142,21 @@ def adoptions(db: sqlite3.Connection) -> list[Entry]:
     return list(_entries(db, f"WHERE phase = '{ADOPTED}'"))
 
 
+def charges(db: sqlite3.Connection, data_set: str) -> list[Entry]:
+    """The entries that count as spent on a data set, in order: phases `charged` and `recovered`."""
+    return list(_entries(db, f"WHERE phase IN ('{CHARGED}', '{RECOVERED}') AND data_set = ?", (data_set,)))
+
+
+def recoveries(db: sqlite3.Connection) -> list[Entry]:
+    """The entries of phase `recovered`, in order."""
+    return list(_entries(db, f"WHERE phase = '{RECOVERED}'"))
+
+
+def is_known_in_full(db: sqlite3.Connection, data_set: str) -> bool:
+    """Whether every release on a data set is known in detail; a recovery may find that there were more."""
+    return all(entry.event is not None for entry in charges(db, data_set))
+
+
 def permission(db: sqlite3.Connection, data_set: str, run: str) -> Entry | None:
     """The entry that permits publishing a holder's own uploads of a run; None if there is none, or it was withdrawn."""
     condition = "WHERE phase IN (?, ?) AND data_set = ? AND run = ?"
@@ -185,7 +202,7 @@ _RELEASES = """
     FROM entries AS charged LEFT JOIN entries AS released ON released.phase = 'released'
         AND released.run = charged.run AND released.client = charged.client
         AND released.round = charged.round AND released.request = charged.request
-    WHERE charged.phase = 'charged' AND charged.data_set = ?
+    WHERE charged.phase IN ('charged', 'recovered') AND charged.event IS NOT NULL AND charged.data_set = ?
 """
 
 
@@ -221,7 +238,8 @@ def runs(db: sqlite3.Connection, data_set: str) -> list[RunRecord]:
     """See `Ledger.runs`."""
     rows = db.execute(
         "SELECT run, count(*), min(time), max(time), group_concat(DISTINCT noise_source) FROM entries "
-        "WHERE phase = 'charged' AND data_set = ? GROUP BY run ORDER BY min(number)",
+        "WHERE phase IN ('charged', 'recovered') AND run IS NOT NULL AND data_set = ? GROUP BY run "
+        "ORDER BY min(number)",
         (data_set,),
     )
     return [RunRecord(run=r[0], rounds=r[1], first=r[2], last=r[3], noise_source=r[4]) for r in rows]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import secrets
 import sqlite3
@@ -28,6 +29,7 @@ from fedpriv.ledger.entries import (
     CHANGED,
     CHARGED,
     PERMITTED,
+    RECOVERED,
     REGISTERED,
     RELEASED,
     WITHDRAWN,
@@ -37,7 +39,9 @@ from fedpriv.ledger.entries import (
     Key,
     RunRecord,
 )
-from fedpriv.ledger.reader import ADOPTED_VERSION, as_ledger_errors, check_version, verify
+from fedpriv.ledger.reader import ADOPTED_VERSION, LATEST_VERSION, as_ledger_errors, check_version, verify
+from fedpriv.ledger.receipts import Chain, chain_of
+from fedpriv.ledger.recovery import Missing
 
 _FLOAT_COLUMNS = ("rho_bar", "aggregate_scale", "delta")
 
@@ -116,8 +120,12 @@ class Ledger:
         head.check_missing(head.read(self._head), self._db, self.path, self._number)
         with self._transaction():
             self._insert([{"phase": ADOPTED, "data_set": "", "client": "", "note": reason}])
-            self._db.execute(f"PRAGMA user_version = {ADOPTED_VERSION}")
+            self._needs_version(ADOPTED_VERSION)
         self._write_head()
+
+    def _needs_version(self, version: int) -> None:
+        """Let no reader open the file that does not know what was appended, within the caller's transaction."""
+        self._db.execute(f"PRAGMA user_version = {max(version, check_version(self._db, self.path))}")
 
     def __enter__(self) -> Self:
         return self
@@ -207,13 +215,13 @@ class Ledger:
         self._append([{"phase": CHANGED, "data_set": data_set.id, "client": data_set.client, "note": digest}])
         return known is not None
 
-    def holds_content_elsewhere(self, data_set: DataSet, content: bytes) -> bool:
-        """Whether another data set of this ledger was logged with the same content."""
+    def data_set_with(self, content: bytes) -> str | None:
+        """Id of the last data set of this ledger that was logged with this content; None if none was."""
         row = self._db.execute(
-            "SELECT 1 FROM entries WHERE phase = ? AND data_set != ? AND note = ?",
-            (CHANGED, data_set.id, self._content_digest(content)),
+            "SELECT data_set FROM entries WHERE phase = ? AND note = ? ORDER BY number DESC",
+            (CHANGED, self._content_digest(content)),
         ).fetchone()
-        return row is not None
+        return None if row is None else row[0]
 
     def _content_digest(self, content: bytes) -> str:
         (key,) = self._db.execute("SELECT content_key FROM secret").fetchone()
@@ -239,6 +247,30 @@ class Ledger:
                 for charge in charges
             ]
         )
+
+    def recover(self, missing: Sequence[Missing], reason: str) -> None:
+        """Charge releases that this ledger lacks, all or none of them; those that nobody knows retire their data set.
+
+        Args:
+            missing: of each data set.
+            reason: why the ledger lacks them, in the operator's words.
+
+        Raises:
+            LedgerError: they cannot be written.
+        """
+        lines = [line for each in missing for line in _recovered_entries(each, reason)]
+        with self._transaction():
+            self._insert(lines)
+            self._needs_version(LATEST_VERSION)
+        self._write_head()
+
+    def chain(self, data_set: str) -> Chain:
+        """The chain of a data set's charges; see `fedpriv.ledger.receipts`."""
+        return chain_of(self._db, data_set)
+
+    def is_known_in_full(self, data_set: str) -> bool:
+        """Whether every release on a data set is known; see `Ledger.recover`."""
+        return entries.is_known_in_full(self._db, data_set)
 
     def release(self, released: Sequence[tuple[Charge, str | None]]) -> None:
         """Record how charges ended: the rho_bar of their round, and the digest of each reply that arrived."""
@@ -375,6 +407,32 @@ def _release_entry(charge: Charge, reply: str | None) -> dict[str, Any]:
         "aggregate_scale": charge.release.aggregate_scale,
         "reply": reply,
     }
+
+
+def _recovered_entries(missing: Missing, reason: str) -> Iterator[dict[str, Any]]:
+    """Proven charges first: they may continue the chain as it was."""
+    data_set = missing.data_set
+    common = {"phase": RECOVERED, "data_set": data_set.id}
+    proven = [(link, {"replaces": link.digest}) for link in missing.proven]
+    for link, replaces in (*proven, *((link, {}) for link in missing.claimed)):
+        yield {
+            **common,
+            "client": link.client,
+            "run": link.run or None,
+            "round": link.round,
+            "event": link.event or None,
+            "rho_bar": 1.0,
+            "aggregate_scale": link.aggregate_scale,
+            "noise_source": link.noise_source,
+            # Not in its column: a coordinator that makes the request again gets another release, and pays for it.
+            "note": _note(request=link.request, reason=reason, **replaces),
+        }
+    for digest in missing.unknown:
+        yield {**common, "client": data_set.client, "note": _note(replaces=digest, reason=reason)}
+
+
+def _note(**values: str) -> str:
+    return json.dumps(values, sort_keys=True)
 
 
 def _key_values(key: Key) -> tuple[str, str, int, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import sqlite3
 import textwrap
 from collections.abc import Mapping
@@ -16,7 +18,7 @@ from fedpriv.accounting.events import Event
 from fedpriv.accounting.views import PlannedView, Release
 from fedpriv.errors import InputError
 from fedpriv.ledger import entries, reader
-from fedpriv.ledger.entries import DataSet
+from fedpriv.ledger.entries import DataSet, Entry
 from fedpriv.names import holder_label
 
 ADJACENCY = {
@@ -62,6 +64,43 @@ def adoption_lines(adopted: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def recoveries(db: sqlite3.Connection) -> list[dict[str, Any]]:
+    """Where charges were taken over from elsewhere, since the ledger had been restored: when, how many and why."""
+    groups: dict[tuple[str, str, str], list[Entry]] = {}
+    for entry in entries.recoveries(db):
+        groups.setdefault((entry.time, entry.data_set, json.loads(entry.note or "{}").get("reason", "")), []).append(
+            entry
+        )
+    return [
+        {
+            "time": time,
+            "data_set": data_set,
+            "reason": reason,
+            "releases": sum(entry.event is not None for entry in found),
+            "known_in_full": all(entry.event is not None for entry in found),
+        }
+        for (time, data_set, reason), found in groups.items()
+    ]
+
+
+def recovery_lines(recovered: list[dict[str, Any]]) -> list[str]:
+    """The recoveries for a reader, one or two lines each."""
+    lines = []
+    for each in recovered:
+        when = f"{each['time'][:19]} UTC: data set {each['data_set'][:12]}"
+        if each["releases"]:
+            lines.append(
+                f"RECOVERED on {when}: {each['releases']} releases that a restored copy of this ledger lacked were "
+                f"charged again: {each['reason']}"
+            )
+        if not each["known_in_full"]:
+            lines.append(
+                f"NOT KNOWN IN FULL since {when}: there were more releases, of which nobody knows the cost; it is at "
+                f"most the budget that the node kept, and nothing more is released: {each['reason']}"
+            )
+    return lines
+
+
 def spending(
     db: sqlite3.Connection,
     *,
@@ -104,6 +143,9 @@ def _spending(
         "aggregate": [release.charged_on("aggregate") for release in releases],
     }
     costs["aggregate"] = epsilon_of(charged["aggregate"], data_set.delta) if is_summed else costs["local"]
+    # More was released than anyone can list, so no sum of what is listed may be stated.
+    is_known = entries.is_known_in_full(db, data_set.id)
+    epsilons = {name: cost.epsilon if is_known else math.inf for name, cost in costs.items()}
     result: dict[str, Any] = {
         "client": data_set.client,
         "name": name,
@@ -112,9 +154,9 @@ def _spending(
         "delta": data_set.delta,
         "runs": len(runs),
         "rounds": sum(run.rounds for run in runs),
-        "epsilon_local": costs["local"].epsilon,
-        "epsilon_rho": costs["rho"].epsilon if has_rho_view else None,
-        "epsilon_aggregate": costs["aggregate"].epsilon,
+        "epsilon_local": epsilons["local"],
+        "epsilon_rho": epsilons.get("rho"),
+        "epsilon_aggregate": epsilons["aggregate"],
         "upper_bound_only": any(cost.upper_bound_only for cost in costs.values()),
         "unit": next(iter(units), "record"),
         "is_guarantee": all(cost.is_guarantee for cost in costs.values()),
@@ -127,7 +169,7 @@ def _spending(
             data_set.delta,
             each_round=last.charged_on(view),
             spent_before=charged[view],
-            at_most=100_000,
+            at_most=100_000 if is_known else 0,
         )
     return result
 
@@ -179,6 +221,7 @@ def statement(
                 "head": last.digest,
                 "as_of": last.time,
                 "adopted": adoptions(db),
+                "recovered": [each for each in recoveries(db) if each["data_set"] == data_set.id],
             }
         )
     return pages
@@ -210,7 +253,7 @@ def render(page: Mapping[str, Any]) -> str:
         lines += ["", f"NOT A PRIVACY GUARANTEE: {caveat}."]
     if "seeded" in page["noise_source"]:
         lines += ["", "NOT PRIVATE: some noise came from a seeded generator. Anyone who knows the seed can remove it."]
-    for line in adoption_lines(page["adopted"]):
+    for line in (*adoption_lines(page["adopted"]), *recovery_lines(page["recovered"])):
         lines += ["", *textwrap.wrap(line, 104)]
     lines += ["", f"Noise source      {page['noise_source'] or 'nothing was released'}", "", "Covered"]
     lines += [*_wrapped([page["covers"]]), "", "Not covered", *_wrapped(page["does_not_cover"])]

@@ -103,6 +103,7 @@ def advertise(
     approved: Mapping[int, str] | None,
     verify: Verify = keys.verify,
     draw: Callable[[int], bytes] = os.urandom,
+    receipts: Sequence[str] = (),
 ) -> tuple[Advertised, Advertisement]:
     """First exchange: fresh keys of this node, signed together with the terms.
 
@@ -114,6 +115,7 @@ def advertise(
             with exactly this identity. None accepts everyone, for a simulation.
         verify: checks signatures.
         draw: draws secret bytes, uniform.
+        receipts: texts for the peers, of as many characters and as many as `wire` allows.
 
     Raises:
         ProtocolError: a participant is not approved, or this node's entry holds another identity.
@@ -128,6 +130,7 @@ def advertise(
         mask_key=public_half(mask_private_key(mask_seed, client, terms)),
         self_commitment=self_commitment(self_seed, client, terms),
         signature="",
+        receipts=tuple(receipts),
     )
     message = advertised(terms, unsigned)
     advertisement = replace(unsigned, signature=sign(message))

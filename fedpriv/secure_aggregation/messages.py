@@ -19,6 +19,7 @@ class Advertisement:
         mask_key: X25519 public key for masks, 32 bytes.
         self_commitment: hash of the self-mask's seed, 32 bytes; a sum that would be made with another seed is refused.
         signature: of `advertised(terms, self)`, in base64.
+        receipts: texts for the participant's peers, which the protocol does not read; nobody on the way can drop one.
     """
 
     client: int
@@ -26,6 +27,7 @@ class Advertisement:
     mask_key: bytes
     self_commitment: bytes
     signature: str
+    receipts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,7 @@ def advertised(terms: Terms, advertisement: Advertisement) -> bytes:
         advertisement.encryption_key,
         advertisement.mask_key,
         advertisement.self_commitment,
+        *(receipt.encode(errors="surrogatepass") for receipt in advertisement.receipts),
     )
 
 

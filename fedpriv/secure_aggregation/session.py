@@ -7,7 +7,7 @@ them: they are gone for this program, and for whoever reads its memory as soon a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -41,6 +41,7 @@ class Session:
         approved: {client: public line} of the peers that the node's operator approved; None accepts everyone, for a
             simulation.
         verify: checks signatures.
+        receipts: texts for the peers.
 
     Attributes:
         terms: of the attempt.
@@ -59,11 +60,21 @@ class Session:
         sign: Sign,
         approved: Mapping[int, str] | None,
         verify: Verify = keys.verify,
+        receipts: Sequence[str] = (),
     ) -> None:
         self._state: State | None
-        self._state, advertisement = node.advertise(terms, client, sign=sign, verify=verify, approved=approved)
+        self._state, advertisement = node.advertise(
+            terms, client, sign=sign, verify=verify, approved=approved, receipts=receipts
+        )
         self.terms, self.client = terms, client
         self.advertisement = wire.advertisement_text(advertisement)
+
+    @property
+    def receipts(self) -> tuple[str, ...]:
+        """What the peers' advertisements hold beside keys, once `share` has checked that they have signed it."""
+        state = self._state
+        shown = state.advertisements if isinstance(state, node.Shared) else {}
+        return tuple(text for peer, each in shown.items() if peer != self.client for text in each.receipts)
 
     @property
     def expects(self) -> str | None:
@@ -176,6 +187,7 @@ class Sessions:
         sign: Sign,
         approved: Mapping[int, str] | None,
         verify: Verify = keys.verify,
+        receipts: Sequence[str] = (),
     ) -> Session:
         """A session for a new attempt; the run's earlier one ends, even if the new terms are refused.
 
@@ -183,7 +195,7 @@ class Sessions:
             ProtocolError: see `Session`.
         """
         self.end(terms.run)
-        session = Session(terms, client, sign=sign, approved=approved, verify=verify)
+        session = Session(terms, client, sign=sign, approved=approved, verify=verify, receipts=receipts)
         while len(self._live) >= self._max_runs:
             self.end(next(iter(self._live)))
         self._live[terms.run] = session

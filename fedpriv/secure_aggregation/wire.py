@@ -21,6 +21,8 @@ from fedpriv.secure_aggregation.strict import parsed_object, shown
 from fedpriv.secure_aggregation.terms import MAX_CLIENT, MAX_PARTICIPANTS
 
 MAX_SIGNATURE = 200
+MAX_RECEIPTS = 8
+MAX_RECEIPT = 1500
 
 _CLIENT = re.compile(r"0|[1-9][0-9]{0,9}")
 T = TypeVar("T")
@@ -37,7 +39,9 @@ def advertisement_from_text(text: str) -> Advertisement:
     Raises:
         ProtocolError: the text is malformed.
     """
-    values = _exactly("advertisement", parsed_object("advertisement", text), {"client", *_ADVERTISED})
+    values = parsed_object("advertisement", text)
+    receipts = {"receipts": values.pop("receipts")} if "receipts" in values else {}
+    values = _exactly("advertisement", values, {"client", *_ADVERTISED}) | receipts
     return _advertisement(_integer("advertisement: client", values.pop("client")), values)
 
 
@@ -162,7 +166,8 @@ _ADVERTISED = {
 
 
 def _advertisement_values(advertisement: Advertisement) -> dict[str, Any]:
-    return {
+    receipts = {"receipts": list(advertisement.receipts)} if advertisement.receipts else {}
+    return receipts | {
         "encryption_key": _encoded(advertisement.encryption_key),
         "mask_key": _encoded(advertisement.mask_key),
         "self_commitment": _encoded(advertisement.self_commitment),
@@ -172,13 +177,19 @@ def _advertisement_values(advertisement: Advertisement) -> dict[str, Any]:
 
 def _advertisement(client: int, value: Any) -> Advertisement:
     name = f"client {client}'s advertisement"
+    receipts = value.pop("receipts", []) if type(value) is dict else []
     values = _exactly(name, value, set(_ADVERTISED))
+    if type(receipts) is not list or len(receipts) > MAX_RECEIPTS:
+        raise ProtocolError(f"{name}: receipts = {shown(receipts)}: must be a list of at most {MAX_RECEIPTS}")
+    if not all(type(each) is str and len(each) <= MAX_RECEIPT for each in receipts):
+        raise ProtocolError(f"{name}: receipts: must be texts of at most {MAX_RECEIPT} characters")
     return Advertisement(
         client=client,
         encryption_key=_bytes(f"{name}: encryption_key", values["encryption_key"], KEY_BYTES),
         mask_key=_bytes(f"{name}: mask_key", values["mask_key"], KEY_BYTES),
         self_commitment=_bytes(f"{name}: self_commitment", values["self_commitment"], DIGEST_BYTES),
         signature=_short(f"{name}: signature", values["signature"]),
+        receipts=tuple(receipts),
     )
 
 

@@ -132,7 +132,7 @@ def prepare(request: Request, holder: Holder) -> UpdateTask:
             num_labels=len(bench.label_names),
             features=bench.features,
         )
-    may_read = _charged(config, holder, key, release, data_set)
+    may_read = _charged(request, config, holder, key, release, data_set)
     return UpdateTask(
         adapter=broadcast.adapter,
         merged=broadcast.merged,
@@ -214,6 +214,7 @@ def register(request: Request, holder: Holder) -> Response:
         keeps_replies=data_set is not None,
         software=protocol.SOFTWARE,
         identity=summed.identity_of(holder, client).public_line if config.secure_aggregation else "",
+        receipt=_receipt(request, holder, data_set),
     )
     if holder.identity_key is not None:
         signature = keys.sign(holder.identity_key, protocol.statement_of(registration))
@@ -253,13 +254,13 @@ def evaluate(request: Request, holder: Holder) -> Response:
     # Counts go to the server one by one, so they cost the same on every view.
     cost = accounting.Release(event=event, rho_bar=1.0, aggregate_scale=1.0 if config.secure_aggregation else None)
     try:
-        may_read = _charged(config, holder, key, cost, data_set)
+        may_read = _charged(request, config, holder, key, cost, data_set)
     except AlreadyReleasedError as released:
         _journal(request, holder, "sent_again")
         return _counts(released.content)
     exact = records.counts(bench, holder, broadcast, data_set) if may_read else private_evaluation.NO_COUNTS
     counts, event = private_evaluation.noised(exact, spec, _source(config, client, round_, "evaluation"))
-    release = EvaluationRelease(round=round_, event=event, counts=counts)
+    release = EvaluationRelease(round=round_, event=event, counts=counts, receipt=_receipt(request, holder, data_set))
     content = guard.store_reply(policy, key, event, protocol.pack_evaluation_reply(release))
     _journal(request, holder, "released")
     return _counts(content)
@@ -277,18 +278,25 @@ _ANSWERS: Mapping[str, Callable[[Request, Holder], Response]] = {
 
 
 def _charged(
-    config: RunConfig, holder: Holder, key: Key, release: accounting.Release, data_set: DataSet | None
+    request: Request, config: RunConfig, holder: Holder, key: Key, release: accounting.Release, data_set: DataSet | None
 ) -> bool:
     """Charge a release, the last step before any record is touched; whether the records may be touched for it.
 
     Raises:
         Exception: see `guard.charge`.
     """
-    is_new = guard.charge(holder.policy, key, release, data_set, noise_source=config.noise_source)
+    shown = str(request.fields.get(protocol.RECEIPT, ""))
+    is_new = guard.charge(holder.policy, key, release, data_set, noise_source=config.noise_source, shown=shown)
     holder.before_records()
-    holder.journal.write("charged", run=key.run, round=key.round, recorded=data_set is not None)
+    paid = {protocol.RECEIPT: guard.receipt(holder.policy, data_set)} if is_new else {}
+    holder.journal.write("charged", run=key.run, round=key.round, recorded=data_set is not None, **paid)
     # In a simulation, which protects nobody, a resumed run computes again, so that it stays equal to the bit.
     return is_new or config.simulate
+
+
+def _receipt(request: Request, holder: Holder, data_set: DataSet | None) -> str:
+    """The node's newest receipt, for a coordinator that asks for it; older ones do not know the field."""
+    return guard.receipt(holder.policy, data_set) if protocol.RECEIPT in request.fields else ""
 
 
 def _refused(error: Exception, request: Request, holder: Holder) -> Response:
@@ -344,7 +352,14 @@ def _settled(request: Request, holder: Holder, update: ClientUpdate) -> Response
     else:
         rounding = _source(config, client, key.round, "rounding")
         arrays = protocol.pack_upload(update.adapter, broadcast, spec, bench.initial, rounding)
-    release = Release(round=key.round, event=update.event, num_records=update.num_records, silent=silent)
+    data_set, _ = records.registered(config, bench, holder)
+    release = Release(
+        round=key.round,
+        event=update.event,
+        num_records=update.num_records,
+        silent=silent,
+        receipt=_receipt(request, holder, data_set),
+    )
     content = protocol.pack_reply(release, arrays)
     if holder.policy.ledger is not None:
         content = guard.store_reply(holder.policy, key, update.event, content)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -15,14 +16,17 @@ from fedpriv.accounting.events import Event
 from fedpriv.accounting.sensitivity import CLIPPING_RULES, NOISE_TARGETS
 from fedpriv.accounting.views import PlannedView, Release, default_delta
 from fedpriv.adapters.codecs import CODECS
-from fedpriv.errors import InputError
+from fedpriv.errors import InputError, LedgerError
 from fedpriv.ledger.entries import CHARGED, RELEASED, Charge, DataSet, Key
 from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.reader import reading
+from fedpriv.ledger.receipts import chain_of
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.protocol import Broadcast
 from fedpriv.training.local_update import OBJECTIVES, OPTIMIZERS, QUANTIZATIONS, TRAINED_PARTS, UpdateSpec
 from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.vault.policy import Limits
+from fedpriv.vault.rollback import Watch
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +72,7 @@ class NodePolicy:
         budget_view: `local`, or `aggregate`, where an upload under secure aggregation costs what the sum shows.
         min_survivors: t; terms under which fewer uploads make a sum are refused.
         colluding_clients: c, how many others may reveal their noise to the server; none of theirs counts.
+        watch: notices that the ledger is an old copy; None without a ledger, or a key that signs.
 
     Raises:
         InputError, ValueError: the budget or delta is out of range.
@@ -82,6 +87,7 @@ class NodePolicy:
     budget_view: PlannedView = "local"
     min_survivors: int = 2
     colluding_clients: int = 0
+    watch: Watch | None = None
 
     def __post_init__(self) -> None:
         if self.budget_epsilon is not None and not 0 < self.budget_epsilon < math.inf:
@@ -274,22 +280,24 @@ def registered_data_set(policy: NodePolicy, client: str, num_records: int | None
 def log_content(policy: NodePolicy, data_set: DataSet, content: bytes, num_records: int) -> None:
     """Note in the node's own ledger and in its log that the records changed; this resets no spending.
 
-    Raises:
-        RefusedError: an earlier data set of this ledger has held the same records, so this one is not disjoint from it.
-        LedgerError: the ledger cannot be used.
+    Content is what all records are together, so nothing that happens here may decide about a release: a note that
+    cannot be written is lost, and the node's log says so.
     """
     if policy.ledger is None:
         return
-    with Ledger(policy.ledger) as ledger:
-        if ledger.holds_content_elsewhere(data_set, content):
-            raise RefusedError("data: the same records are registered as another data set; what was spent on it counts")
-        if ledger.log_content(data_set, content):
-            log.warning("the records of %s changed; what was spent on them remains spent", data_set.id)
+    try:
+        with Ledger(policy.ledger) as ledger:
+            if ledger.log_content(data_set, content):
+                log.warning("the records of %s changed; what was spent on them remains spent", data_set.id)
+    except LedgerError as error:
+        log.error("whether the records of %s changed is not noted: %s", data_set.id, error)
     if num_records != data_set.num_records:
         log.warning("found %s records; the registered number, %s, stays in force", num_records, data_set.num_records)
 
 
-def charge(policy: NodePolicy, key: Key, release: Release, data_set: DataSet | None, *, noise_source: str) -> bool:
+def charge(
+    policy: NodePolicy, key: Key, release: Release, data_set: DataSet | None, *, noise_source: str, shown: str = ""
+) -> bool:
     """Charge a release to the node's own ledger, if it keeps one, durably and before anything is computed.
 
     Returns whether the charge is new. If it is not, an earlier attempt ended before it stored a reply, perhaps because
@@ -301,7 +309,8 @@ def charge(policy: NodePolicy, key: Key, release: Release, data_set: DataSet | N
     Raises:
         AlreadyReleasedError: the same request was answered before.
         RetiredError: the budget does not allow the release.
-        RefusedError: the event protects nobody, on a node that releases nothing of that kind; the same request was
+        RefusedError: the node has signed a receipt, `shown` by the coordinator or kept elsewhere, that its ledger
+            lacks; the event protects nobody, on a node that releases nothing of that kind; the same request was
             answered before, but the reply is no longer kept; it was charged to another data set; or earlier releases of
             these data have another unit.
         LedgerError: the ledger cannot be used.
@@ -316,6 +325,7 @@ def charge(policy: NodePolicy, key: Key, release: Release, data_set: DataSet | N
         current = ledger.data_set()
         if current is None or current.id != data_set.id:
             raise RefusedError("data: another data set was registered meanwhile; ask again")
+        _check_newest(policy, ledger, data_set, shown)
         phase = ledger.phase(key)
         if phase == RELEASED:
             if (content := ledger.stored(key)) is None:
@@ -324,7 +334,10 @@ def charge(policy: NodePolicy, key: Key, release: Release, data_set: DataSet | N
         if phase == CHARGED:
             if ledger.charged_data_set(key) != data_set.id:
                 raise RefusedError(f"round {key.round}: was charged to another data set of this node")
+            _sign_newest(policy, ledger, data_set)
             return False
+        if not ledger.is_known_in_full(data_set.id):
+            raise RetiredError("ledger: was restored, and what was spent before is not known in full")
         history = [earlier.charged_on(policy.budget_view) for earlier in ledger.releases(data_set.id)]
         if any(earlier.unit != event.unit for earlier in history):
             raise RefusedError(
@@ -339,7 +352,48 @@ def charge(policy: NodePolicy, key: Key, release: Release, data_set: DataSet | N
             log.warning("round %s would exceed the budget: %.4f of %s is spent", key.round, cost, budget)
             raise RetiredError("budget_epsilon: another round would exceed this node's budget")
         ledger.charge([new_charge])
+        _sign_newest(policy, ledger, data_set)
         return True
+
+
+def _check_newest(policy: NodePolicy, ledger: Ledger, data_set: DataSet, shown: str) -> None:
+    """Refuse to go on from an old copy of the ledger: what it lacks would be spent a second time."""
+    if policy.watch is None:
+        return
+    try:
+        lost = policy.watch.lost(ledger.chain(data_set.id), shown)
+    except ValueError as error:
+        raise RefusedError(str(error)) from None
+    if lost is None:
+        return
+    log.error(
+        "%s was restored from an old copy: this node has signed charge %s of data set %s, which it lacks; "
+        "see `fedpriv ledger recover`",
+        ledger.path,
+        lost.counter,
+        data_set.id,
+    )
+    with suppress(OSError):  # so that it is also noticed when nobody shows it
+        policy.watch.keep(lost)
+    raise RefusedError("ledger: is older than a release that this node has signed; its operator must recover it")
+
+
+def _sign_newest(policy: NodePolicy, ledger: Ledger, data_set: DataSet) -> None:
+    """Sign and keep the receipt of the last charge, before anything is computed for it."""
+    if policy.watch is not None:
+        policy.watch.sign(ledger.chain(data_set.id))
+
+
+def receipt(policy: NodePolicy, data_set: DataSet | None) -> str:
+    """The node's signed receipt of the last charge on its data, as text; empty if it keeps no receipts.
+
+    Raises:
+        LedgerError: the ledger cannot be used.
+    """
+    if policy.ledger is None or policy.watch is None or data_set is None:
+        return ""
+    with reading(policy.ledger) as db:
+        return policy.watch.sign(chain_of(db, data_set.id)).text()
 
 
 def _check_event(event: Event) -> None:

@@ -16,6 +16,7 @@ from fedpriv.vault.frames import Scalar
 from fedpriv.vault.guard import NodePolicy, RefusedError
 from fedpriv.vault.models import ApprovedModel
 from fedpriv.vault.policy import Limits
+from fedpriv.vault.rollback import Watch
 from fedpriv.vault.settings import VaultSettings
 
 
@@ -102,6 +103,7 @@ class Holder:
                 budget_view=settings.budget_view,
                 min_survivors=settings.min_survivors,
                 colluding_clients=settings.colluding_clients,
+                watch=Watch.of(settings),
             ),
             terms=terms if is_own else None,
             name=settings.name,

@@ -66,11 +66,7 @@ def of_client(config: RunConfig, bench: Workbench, holder: Holder, data_set: Dat
 
 
 def _read_own(bench: Workbench, holder: Holder, data_set: DataSet | None) -> None:
-    """Read a node's own records, once for each data set: what an earlier one holds is not this one's to pay for.
-
-    Raises:
-        RefusedError: the same records are registered twice.
-    """
+    """Read a node's own records, once for each data set: what an earlier one holds is not this one's to pay for."""
     if data_set is None or bench.read_for == data_set.id:
         return
     bench.forget_records()

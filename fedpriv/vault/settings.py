@@ -38,6 +38,8 @@ class VaultSettings:
         memory_limit_mb: for one forward and backward pass, and as much again for the prefix cache.
         device: that trains: `auto`, `cpu` or `cuda:0`.
         keep_tokens: whether the records' tokens are kept in the folder from one start to the next.
+        counter_file: a file on another disk that keeps the receipts of charges, so that a ledger that was restored is
+            noticed; None keeps none but in the folder.
         client_user: name of the user whose processes may ask the vault; empty stands for the vault's own user.
     """
 
@@ -61,6 +63,7 @@ class VaultSettings:
     memory_limit_mb: Annotated[int, Field(ge=1)] = 1024
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     keep_tokens: bool = True
+    counter_file: Path | None = None
     client_user: str = ""
 
     @staticmethod
@@ -109,6 +112,16 @@ class VaultSettings:
     def key(self) -> Path:
         """The node's private key, which signs its registrations, and its part in sums."""
         return self.folder / "node.key"
+
+    @property
+    def receipts(self) -> Path:
+        """The receipts of the node's charges, one a line."""
+        return self.folder / "receipts.jsonl"
+
+    @property
+    def receipts_of_peers(self) -> Path:
+        """The newest receipts of the holders with which the node adds up, one a line."""
+        return self.folder / "receipts-of-peers.jsonl"
 
     @property
     def events(self) -> Path:

@@ -7,6 +7,7 @@ a node that was restarted has dropped out. Nothing but the masked vector depends
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from fedpriv.accounting.views import Release, aggregate_objections, smallest_agg
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.config import RunConfig
 from fedpriv.deployment import keys
+from fedpriv.ledger.receipts import from_text
 from fedpriv.mechanisms.discrete_gaussian import integers
 from fedpriv.mechanisms.discrete_sampler import MAX_SIGMA
 from fedpriv.secure_aggregation import (
@@ -37,13 +39,19 @@ from fedpriv.secure_aggregation import (
 from fedpriv.secure_aggregation.grid import DEVIATIONS, RANGE_BITS, ClientGrid
 from fedpriv.secure_aggregation.identities import Identity, verify_once
 from fedpriv.secure_aggregation.masks import to_words
+from fedpriv.secure_aggregation.wire import MAX_RECEIPT, MAX_RECEIPTS
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec
 from fedpriv.training.summing import num_included
 from fedpriv.training.trained import num_trained_values
-from fedpriv.vault import peers
+from fedpriv.vault import guard, peers
 from fedpriv.vault.frames import Request, Response
 from fedpriv.vault.guard import NodePolicy, RefusedError
 from fedpriv.vault.holder import Holder, bench_of, run_of
+
+log = logging.getLogger(__name__)
+
+# In the advertisements of an attempt, together at most 600 kB.
+_RECEIPTS_OF_ALL = 400
 
 # By client: a simulation's nodes share this process.
 _sessions: defaultdict[int, Sessions] = defaultdict(Sessions)
@@ -252,6 +260,7 @@ def advertise(request: Request, holder: Holder) -> Response:
             approved=peers.approved(holder.terms.peers) if holder.terms else None,
             # A simulation's nodes all check the same signatures.
             verify=keys.verify if holder.terms is not None else verify_once,
+            receipts=_passed_on(holder, terms, client),
         )
     except ProtocolError as error:
         raise RefusedError(str(error)) from None
@@ -261,7 +270,7 @@ def advertise(request: Request, holder: Holder) -> Response:
 
 def share(request: Request, holder: Holder) -> Response:
     """Shares of the node's seeds, sealed for its peers; raises like `advertise`."""
-    return _step(Session.share, request, holder)
+    return _step(partial(_share, holder), request, holder)
 
 
 def confirm(request: Request, holder: Holder) -> Response:
@@ -281,8 +290,34 @@ def _step(step: Callable[[Session, str], str], request: Request, holder: Holder)
         answer = step(_sessions[client].of(run, attempt), message)
     except ProtocolError as error:
         raise RefusedError(str(error)) from None
-    holder.journal.write(step.__name__, run=run, attempt=attempt)
+    holder.journal.write(request.kind, run=run, attempt=attempt)
     return _message(answer)
+
+
+def _share(holder: Holder, session: Session, message: str) -> str:
+    """`Session.share`, and what the peers have told of each other's receipts is kept; the charge comes later."""
+    answer = session.share(message)
+    if (watch := holder.policy.watch) is not None:
+        try:
+            watch.told(session.receipts, {participant.identity for participant in session.terms.participants})
+        except OSError as error:
+            log.error("%s: the receipts of peers are not kept: %s", error.filename, error.strerror)
+    return answer
+
+
+def _passed_on(holder: Holder, terms: Terms, client: int) -> list[str]:
+    """What the node tells its peers of receipts: its own, and those of the next participants after it, round about.
+
+    All texts of an attempt travel in one message, so each node tells of fewer where there are many.
+    """
+    watch = holder.policy.watch
+    if watch is None:
+        return []
+    own = guard.receipt(holder.policy, guard.registered_data_set(holder.policy, str(client), None))
+    order = sorted(terms.participants, key=lambda each: (each.client <= client, each.client))
+    peers = [each.identity for each in order if each.client != client]
+    texts = watch.passed_on(from_text(own), peers, min(MAX_RECEIPTS, _RECEIPTS_OF_ALL // len(terms.participants)))
+    return [text for text in texts if len(text) <= MAX_RECEIPT]
 
 
 def _client(config: RunConfig, holder: Holder) -> int:

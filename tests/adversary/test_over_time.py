@@ -77,16 +77,6 @@ def test_data_registered_between_the_checks_and_the_charge_are_not_used(node, st
     assert num_charges(node) == 0
 
 
-@pytest.mark.parametrize("kind", [frames.TRAIN, frames.EVALUATE])
-def test_records_that_are_registered_twice_are_not_used_for_the_second_account(node, starts, kind):
-    config = run_config(test_data="", evaluation_noise_multiplier=1.0, test_fraction=0.5)
-    assert asked(node, training(config, starts["tiny"]))[0] == 0
-    register_data(node, N_K, note="other patients, says the operator")
-    restart()
-    question = training(config, starts["tiny"], round_=2)
-    assert asked(node, question if kind == frames.TRAIN else evaluating(config, starts["tiny"])) == (0, False)
-
-
 def test_the_same_round_under_another_configuration_is_another_release(node, starts):
     first = ask(node, training(run_config(), starts["tiny"]))
     other = ask(node, training(run_config(alpha=1.0, seed=3, max_length=8), starts["tiny"]))

@@ -23,6 +23,8 @@ import typer
 from fedpriv import __version__
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.cli.main import app
+from fedpriv.deployment import keys
+from fedpriv.ledger.receipts import Receipt, ReceiptLog
 from tests.cli.command_line import as_json, fedpriv
 from tests.cli.inputs import write_begun_run, write_csv, write_ledger, write_plain_table, write_study
 from tests.publishing.runs import finished
@@ -71,6 +73,9 @@ EXAMPLES = {
     "ledger show": Example("ledger.sqlite --budget-epsilon 2", infinite="data_sets 0 epsilon_local"),
     "ledger verify": Example("ledger.sqlite"),
     "ledger adopt-head": Example("moved.sqlite", infinite="data_sets 0 epsilon_local"),
+    "ledger recover": Example(
+        "ledger.sqlite --from receipts.jsonl --key node.key.pub", infinite="data_sets 0 epsilon_local"
+    ),
     "ledger statement": Example("ledger.sqlite --client 0", infinite="statements 0 epsilon_local"),
     "ledger permit": Example("published/ledger.sqlite --client 0 --reason letter"),
     "ledger register": Example("node.sqlite --client 0 --num-records 50 --disjoint 'cases of 2027'"),
@@ -122,6 +127,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Path) -> Path:
     write_study(folder, noiseless=True)
     write_ledger(folder / "ledger.sqlite", SubsampledGaussian(noise_multiplier=0.0, sampling_probability=0.1))
     shutil.copy(folder / "ledger.sqlite", folder / "moved.sqlite")
+    keys.make_key_pair(folder / "node.key")
+    ReceiptLog(folder / "receipts.jsonl").add(Receipt(data_set="0").signed(folder / "node.key"))
     write_plain_table(folder / "plain.csv")
     write_csv(folder / "scores.csv", score=range(8), included=[0, 1] * 4)
     write_csv(folder / "losses.csv", loss=range(8), member=[0, 1] * 4)

@@ -16,10 +16,12 @@ from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.config import ON_NODES, parse
 from fedpriv.deployment import keys
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.secure_aggregation import Terms
+from fedpriv.ledger.receipts import Receipt, ReceiptLog
+from fedpriv.secure_aggregation import Terms, wire
 from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.vault import records, summed
 from fedpriv.vault.frames import CONFIRM, EVALUATE, FAILED, REFUSED, RETIRED, REVEAL, SHARE, TRAIN
+from fedpriv.vault.rollback import Watch
 from tests.tiny import LABELS, WORDS
 from tests.vault.sums import Coordinator, vector
 from tests.vaults import make_vault, write_records
@@ -305,3 +307,69 @@ def test_a_private_evaluation_is_charged_as_the_server_charges_it(site):
     answer = site.ask(1, EVALUATE, fields, arrays, evaluation_noise_multiplier=4.0, test_data="")
     assert not answer.code, answer.reason
     assert [charge.aggregate_scale for charge in site.charges(1, "evaluation")] == [1.0]
+
+
+def of_sum(site: Coordinator, run: str) -> dict[int, object]:
+    """The answers of the vaults that still take part in a sum of this run."""
+    terms = site.terms(run)
+    dealt = site.open(terms)
+    return {client: site.train(client, terms, dealt.message(client)) for client in site.vaults}
+
+
+def test_peers_tell_a_vault_that_was_restored_as_a_whole(make):
+    """Nobody but its peers knows, and the coordinator shows nothing: it could not drop what they say."""
+    site = make()
+    vault = site.vaults[1]
+    of_sum(site, "first")
+    backup = {path: path.read_bytes() for path in vault.folder.iterdir() if path.is_file()}
+    assert {"ledger.sqlite", "ledger.sqlite.head", "receipts.jsonl"} <= {path.name for path in backup}
+    of_sum(site, "second")
+    of_sum(site, "third")  # at its beginning the peers learn of the second charge
+    for path in vault.folder.iterdir():
+        if path.is_file() and path not in backup:
+            path.unlink()
+    for path, content in backup.items():
+        path.write_bytes(content)
+    answers = of_sum(site, "fourth")
+    refused(site, answers[1], "its operator must recover it", run="fourth")
+    assert not answers[0].code
+    assert len(site.charges(1, "first")) == 1
+    assert site.charges(1, "second") == site.charges(1, "third") == []
+    (known,) = (each for each in ReceiptLog(site.vaults[0].receipts_of_peers).read() if each.is_of(line_of(site, 1)))
+    assert known.counter == 2
+
+
+def line_of(site: Coordinator, client: int) -> str:
+    return keys.public_line(site.vaults[client].key)
+
+
+@pytest.mark.parametrize("lie", [(), ("x",), None])
+def test_what_a_peer_says_of_receipts_cannot_be_changed_on_its_way(site, lie):
+    terms = site.terms("stripped")
+    shown = {client: site.advertise(client, terms).fields[protocol.MESSAGE] for client in terms.by_client}
+    texts = {client: wire.advertisement_from_text(text) for client, text in shown.items()}
+    assert all(each.receipts for each in texts.values())
+    others = texts[0].receipts if lie is None else lie
+    texts[2] = replace(texts[2], receipts=tuple(others))
+    answer = site.step(1, SHARE, terms, wire.advertisements_text(texts))
+    assert answer.code == REFUSED
+    assert "did not sign these keys" in answer.reason
+
+
+def test_peers_keep_only_what_its_signer_signed_and_little_of_each(site, tmp_path):
+    own, peer = site.vaults[1], site.vaults[0]
+    watch = Watch(own.key, tmp_path / "own", tmp_path / "of peers")
+    link = Receipt(data_set="d" * 32, counter=5)
+    signed, stranger = link.signed(peer.key), link.signed(site.vaults[2].key)
+    forged = replace(signed, counter=7)
+    newer, older = replace(link, counter=6).signed(peer.key), replace(link, counter=4).signed(peer.key)
+    lines = {line_of(site, 0)}
+    watch.told(["x", "[" * 10**5, signed.text(), stranger.text(), forged.text(), newer.text(), older.text()], lines)
+    assert list(ReceiptLog(watch.of_peers).read()) == [newer]
+    assert not watch.kept.exists()
+    many = [replace(link, data_set=f"{number:032x}").signed(peer.key) for number in range(20)]
+    watch.told([each.text() for each in many], lines)
+    assert list(ReceiptLog(watch.of_peers).read()) == many[-4:]
+    mine = link.signed(own.key)
+    watch.told([mine.text(), mine.text()], lines)
+    assert list(ReceiptLog(watch.kept).read()) == [mine]

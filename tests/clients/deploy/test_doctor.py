@@ -10,9 +10,18 @@ import tomli_w
 from clients.deploy import doctor, models
 from clients.deploy.__main__ import app
 from clients.deploy.folder import Node
+from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.views import Release
 from fedpriv.deployment import approvals, keys
 from fedpriv.errors import InputError
+from fedpriv.ledger.entries import Key
+from fedpriv.ledger.head import head_path
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.receipts import ReceiptLog
+from fedpriv.vault.guard import NodePolicy, charge
+from fedpriv.vault.rollback import Watch
 from simulations.processes import free_port, run_in_process
+from tests.cli.command_line import fedpriv
 from tests.vaults import write_records
 
 OFFLINE = {"tls", "clock"}
@@ -55,6 +64,65 @@ def test_a_node_of_the_corpus_needs_code_alone(make_node):
 def test_no_budget(node):
     without(node, "budget_epsilon")
     assert "budget_epsilon: required" in failed(node)["budget"]
+
+
+def charged(node: Node, round_: int) -> None:
+    """What the vault does for a release."""
+    vault, key = node.vault, Key(run="run", client="1", round=round_, request="x")
+    paid = Release(event=SubsampledGaussian(noise_multiplier=1.0, sampling_probability=0.1), rho_bar=1.0)
+    with Ledger(vault.ledger) as ledger:
+        data_set = ledger.data_set()
+    policy = NodePolicy(ledger=vault.ledger, budget_epsilon=9.0, watch=Watch.of(vault))
+    charge(policy, key, paid, data_set, noise_source="secure")
+
+
+def begun(node: Node):
+    return run_in_process(app, "python -m clients.deploy", "begin-counter", node.folder)
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_restored_ledger_is_noticed_and_recovered(node, tmp_path, counted):
+    """By what the folder keeps or, where all of it was restored, by the counter file."""
+    counter = tmp_path / "counter"
+    if counted:
+        with (node.folder / "vault.toml").open("a") as file:
+            file.write(tomli_w.dumps({"counter_file": str(counter)}))
+        node = Node.read(node.folder)
+        assert "is missing; put it back, or see `python -m clients.deploy begin-counter`" in failed(node)["newest"]
+        assert begun(node).returncode == 0
+        assert f"counter_file = {counter}: exists; a new one would forget" in begun(node).stderr
+    charged(node, 1)
+    backup = {path: path.read_bytes() for path in (node.vault.ledger, head_path(node.vault.ledger))}
+    charged(node, 2)
+    assert failed(node) == {}
+    for path, content in backup.items():
+        path.write_bytes(content)
+    if counted:
+        node.vault.receipts.unlink()
+    said = failed(node)["newest"]
+    assert "this node has signed charge 2" in said
+    assert f"`fedpriv ledger recover {node.vault.ledger} --from" in said
+    fedpriv(
+        *("ledger", "recover", node.vault.ledger, "--from", counter if counted else node.vault.receipts),
+        *("--reason", "a backup of 3 May"),
+    )
+    assert failed(node) == {}
+    (found,) = (check for check in doctor.checks(node) if check.name == "newest")
+    assert found.detail.startswith("2 charges, none is known that the ledger lacks; RECOVERED on")
+    charged(node, 3)
+
+
+def test_a_counter_file_needs_a_name(node):
+    done = begun(node)
+    assert done.returncode == 2
+    assert "counter_file: vault.toml names none" in done.stderr
+
+
+def test_init_begins_the_counter_file_that_it_is_given(make, own, tmp_path):
+    made = make("counted", **own, counter_file=tmp_path / "counter")
+    assert [each.counter for each in ReceiptLog(tmp_path / "counter").read()] == [0]
+    assert made.node.vault.counter_file == tmp_path / "counter"
+    assert "newest" not in failed(made.node)
 
 
 def test_prompts_without_a_column_of_responses(node):

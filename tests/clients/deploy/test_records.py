@@ -11,6 +11,8 @@ import typer
 from clients.deploy import __main__ as kit
 from clients.deploy import records
 from clients.deploy.folder import Node
+from fedpriv.config import ON_NODES, parse
+from fedpriv.data.federated import load_own
 from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.vault.settings import VaultSettings
@@ -152,6 +154,62 @@ def test_a_ledger_that_was_there_before_keeps_what_it_registered(tmp_path, ca, d
     assert "had registered this number before, and it stays" in done.stdout
     with Ledger(path) as ledger:
         assert ledger.data_set() == before
+
+
+def registered(node: Path, *more: object) -> subprocess.CompletedProcess[str]:
+    return run_in_process(kit.app, "python -m clients.deploy", "register", node, *more)
+
+
+def test_records_that_an_earlier_data_set_held_are_not_registered_again(tmp_path, ca, data):
+    """In another file, and after others were registered in between."""
+    done = init(tmp_path / "node", ca, data, "--labels", ",".join(LABELS), "--budget-epsilon", 4)
+    assert done.returncode == 0, done.stderr
+    vault = Node.read(tmp_path / "node").vault
+    copy = tmp_path / "copy.csv"
+    other = write_records(tmp_path / "other.csv", [*ROWS, ("f", LABELS[0])])
+    text = (tmp_path / "node" / "vault.toml").read_text()
+
+    def holds(file: Path) -> None:
+        (tmp_path / "node" / "vault.toml").write_text(text.replace(str(data), str(file)))
+
+    holds(other)
+    done = registered(tmp_path / "node", "--disjoint", "one more, the others were sent to another node")
+    assert done.returncode == 0, done.stderr
+    assert "registered N_k = 7, data set" in done.stdout
+    copy.write_bytes(data.read_bytes())
+    holds(copy)
+    with Ledger(vault.ledger) as ledger:
+        before = ledger.last
+    done = registered(tmp_path / "node", "--disjoint", "others")
+    assert done.returncode == 2
+    assert "holds the same records as data set" in done.stderr
+    assert done.stderr.count("\n") == 1
+    with Ledger(vault.ledger) as ledger:
+        assert ledger.last == before
+
+
+@pytest.mark.parametrize(
+    "wanted", [{"labels": LABELS}, {"label_column": ""}, {"labels": LABELS, "text_pair_column": "note"}]
+)
+def test_what_is_noted_of_the_records_is_what_a_run_notes(tmp_path, data, wanted):
+    vault = VaultSettings(
+        folder=tmp_path,
+        partition_id=0,
+        name="n",
+        data=data,
+        **({"text_column": "note", "label_column": "department"} | wanted),
+    )
+    task = {"task": "SEQ_CLS", "labels": ",".join(LABELS)} if "labels" in wanted else {"task": "CAUSAL_LM"}
+    config = parse({"model": "tiny", "data": ON_NODES, "test_data": "test.csv", "num_clients": 1, **task})
+    assert records.find(vault).content == repr(load_own(config, vault.source).clients[0]).encode()
+
+
+def test_a_further_data_set_needs_a_statement(tmp_path, ca, data):
+    done = init(tmp_path / "node", ca, data, "--labels", ",".join(LABELS), "--budget-epsilon", 4)
+    assert done.returncode == 0, done.stderr
+    done = registered(tmp_path / "node", "--disjoint", " ")
+    assert done.returncode == 2
+    assert "--disjoint: must not be empty" in done.stderr
 
 
 def test_a_ledger_that_cannot_be_used_leaves_no_folder(tmp_path, ca, data):

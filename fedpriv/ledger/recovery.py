@@ -1,0 +1,139 @@
+"""What a ledger that was restored from an old copy lacks, as far as others know: `fedpriv ledger recover`.
+
+A receipt under the node's own signature proves a charge, and all charges before it, since each link of the chain names
+the one before. Where the detail of a proven charge is nowhere to be found, the data set counts as spent in full: it was
+never charged beyond its budget. A ledger of somebody else, such as the coordinator's, proves nothing. What it claims is
+charged in addition, so a false claim costs the node budget and nothing else.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fedpriv.accounting import events
+from fedpriv.errors import InputError
+from fedpriv.ledger import entries
+from fedpriv.ledger.entries import DataSet
+from fedpriv.ledger.reader import reading, verify
+from fedpriv.ledger.receipts import Chain, Receipt, ReceiptLog, chain_of
+
+_SQLITE = b"SQLite format 3\0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Missing:
+    """What a ledger lacks of a data set's charges.
+
+    Attributes:
+        data_set: that they were charged to.
+        proven: links of another state of its chain, each under the node's signature or before one that is, in order.
+        claimed: charges that a ledger among the sources has and nothing proves.
+        unknown: digests of proven links of which nobody knows more.
+    """
+
+    data_set: DataSet
+    proven: tuple[Receipt, ...]
+    claimed: tuple[Receipt, ...]
+    unknown: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.proven or self.claimed or self.unknown)
+
+
+def missing(db: sqlite3.Connection, sources: Iterable[Path], signer: str) -> list[Missing]:
+    """What each data set of a ledger lacks, by what these sources know.
+
+    Args:
+        db: the ledger, open for reading.
+        sources: logs of receipts, journals of the node and ledgers, in any order.
+        signer: public line of the node's key.
+
+    Raises:
+        InputError: a source is neither, or cannot be read, or holds an event that is unknown here or of another unit.
+        LedgerError: a ledger among the sources is broken.
+    """
+    receipts: list[Receipt] = []
+    ledgers: list[Path] = []
+    for path in sources:
+        if _is_ledger(path):
+            ledgers.append(path)
+        else:
+            receipts += _receipts_in(path)
+    return [_of_data_set(db, each, receipts, ledgers, signer) for each in entries.data_sets(db)]
+
+
+def _is_ledger(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_SQLITE)) == _SQLITE
+    except OSError as error:
+        raise InputError(f"--from {path}: {error.strerror}; give a log of receipts, a journal or a ledger") from None
+
+
+def _receipts_in(path: Path) -> list[Receipt]:
+    if not (found := list(ReceiptLog(path).read())):
+        raise InputError(f"--from {path}: holds no receipt, and is no ledger")
+    return found
+
+
+def _of_data_set(
+    db: sqlite3.Connection, data_set: DataSet, receipts: Sequence[Receipt], ledgers: Sequence[Path], signer: str
+) -> Missing:
+    own = chain_of(db, data_set.id)
+    others = {path: _links_in(path, data_set.id) for path in ledgers}
+    signed = [each for each in receipts if each.data_set == data_set.id and each.is_of(signer)]
+    proven, unknown = _proven(own, signed, [link for links in others.values() for link in links])
+    known = Counter(_content(link) for link in (*own.links, *proven))
+    claims: Counter[Receipt] = Counter()
+    for links in others.values():
+        # The largest number that any ledger has of equal charges, not their sum: each knows a part of the same.
+        claims |= Counter(_content(link) for link in links if link.event) - known
+    found = Missing(data_set=data_set, proven=tuple(proven), claimed=tuple(claims.elements()), unknown=tuple(unknown))
+    _check_events(own, found)
+    return found
+
+
+def _links_in(path: Path, data_set: str) -> list[Receipt]:
+    """A ledger's charges of a data set, which nobody has signed."""
+    with reading(path) as db:
+        verify(db, path)
+        return list(chain_of(db, data_set).links[1:])
+
+
+def _proven(own: Chain, signed: Sequence[Receipt], unsigned: Sequence[Receipt]) -> tuple[list[Receipt], list[str]]:
+    """The links that signatures prove and this chain lacks, in order; and the digests of those without any detail."""
+    details = {link.digest: link for link in (*unsigned, *signed)}
+    has, found, unknown = own.digests, dict[str, Receipt](), []
+    for receipt in signed:
+        digest = receipt.digest
+        while digest not in has and digest not in found and digest not in unknown:
+            if (link := details.get(digest)) is None:
+                unknown.append(digest)
+            else:
+                found[digest] = link
+                digest = link.previous
+    return sorted(found.values(), key=lambda link: link.counter), unknown
+
+
+def _content(link: Receipt) -> Receipt:
+    """What a link says of a release, and no more than a coordinator's ledger says of it."""
+    return replace(link, counter=0, previous="", request="", signer="", signature="")
+
+
+def _check_events(own: Chain, found: Missing) -> None:
+    """Refuse events with which the ledger could not be read again."""
+    try:
+        units = {
+            events.from_json(link.event).unit for link in (*own.links, *found.proven, *found.claimed) if link.event
+        }
+    except ValueError as error:
+        raise InputError(f"--from: a charge of data set {found.data_set.id}: {error}") from None
+    if len(units) > 1:
+        raise InputError(
+            f"--from: charges of data set {found.data_set.id} have the units {', '.join(sorted(units))}, which do not "
+            "compose; leave out the ledger that claims another unit than the node's"
+        )

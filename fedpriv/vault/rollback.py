@@ -1,0 +1,194 @@
+"""Noticing that the node's ledger is an old copy: what the node has signed is kept in more places than the ledger.
+
+Its folder, the coordinator, its peers and, if its operator names one, a counter file elsewhere keep the receipts of its
+charges. Before each charge, what they show is compared with the ledger. Only receipts under the node's own signature
+count: nothing else can close the node, or charge it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from fedpriv.deployment import keys
+from fedpriv.deployment.files import replace as replace_file
+from fedpriv.errors import InputError, LedgerError
+from fedpriv.ledger import entries
+from fedpriv.ledger.reader import reading
+from fedpriv.ledger.receipts import Chain, Receipt, ReceiptLog, chain_of, from_text
+from fedpriv.vault.settings import VaultSettings
+
+log = logging.getLogger(__name__)
+
+# Enough for a holder that registers further data; what a peer signs must not fill this node's disk.
+_DATA_SETS_OF_A_PEER = 4
+
+
+@dataclass(frozen=True)
+class Watch:
+    """A node's own receipts, and where they are kept.
+
+    Attributes:
+        key: the node's private key, which signs them.
+        kept: the log in the node's folder.
+        of_peers: the file with the newest ones of its peers.
+        counter_file: another log, on a disk that is not restored with the ledger; None if there is none.
+    """
+
+    key: Path
+    kept: Path
+    of_peers: Path
+    counter_file: Path | None = None
+
+    @staticmethod
+    def of(settings: VaultSettings) -> Watch | None:
+        """That of a node's folder; None if it has no key."""
+        if not settings.key.is_file():
+            return None
+        return Watch(settings.key, settings.receipts, settings.receipts_of_peers, settings.counter_file)
+
+    @cached_property
+    def signer(self) -> str:
+        """The public line of the node's key."""
+        return keys.public_line(self.key)
+
+    def lost(self, chain: Chain, shown: str = "") -> Receipt | None:
+        """The newest receipt that the node has signed and its ledger lacks; None if the ledger lacks none.
+
+        Args:
+            chain: of the data set in question, as the ledger has it.
+            shown: a receipt that somebody claims to be the node's newest, as text; empty for none.
+
+        Raises:
+            ValueError: `shown` is malformed.
+            LedgerError: the counter file is missing, cannot be written or holds no receipt of this node; or the one in
+                the folder cannot be read.
+        """
+        self._check_counter_file()
+        found = [from_text(shown)] if shown else []
+        try:
+            for path in self._paths:
+                found += ReceiptLog(path).read()
+        except OSError as error:
+            raise LedgerError(f"{error.filename}: {error.strerror}; nothing is released") from None
+        data_set, digests = chain.newest.data_set, chain.digests
+        lost = [
+            each
+            for each in found
+            if each.data_set == data_set and each.digest not in digests and each.is_of(self.signer)
+        ]
+        return max(lost, key=lambda each: each.counter, default=None)
+
+    def keep(self, receipt: Receipt) -> None:
+        """Keep a receipt in the node's folder, if it is not there yet.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        kept = ReceiptLog(self.kept)
+        if kept.find(receipt) is None:
+            kept.add(receipt)
+
+    def sign(self, chain: Chain) -> Receipt:
+        """The receipt of the last charge; it is wherever the node keeps its receipts when this returns.
+
+        Raises:
+            LedgerError: it cannot be written, so nothing may be released.
+        """
+        newest = replace(chain.newest, signer=self.signer)
+        try:
+            found = [ReceiptLog(path).find(newest) for path in self._paths]
+            receipt = next(filter(None, found), None) or newest.signed(self.key)
+            for path, known in zip(self._paths, found, strict=True):
+                if known is None:
+                    ReceiptLog(path).add(receipt)
+        except OSError as error:
+            raise LedgerError(f"{error.filename}: {error.strerror}; nothing is released without its receipt") from None
+        return receipt
+
+    def told(self, texts: Iterable[str], peers: Collection[str]) -> None:
+        """Keep what peers pass on: this node's own receipts, and the newest of each peer that has signed it.
+
+        Args:
+            texts: whatever peers sent as receipts.
+            peers: public lines of those whose receipts are kept.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        for text in texts:
+            try:
+                receipt = from_text(text)
+            except ValueError:
+                continue
+            if receipt.is_of(self.signer):
+                self.keep(receipt)
+            elif receipt.signer in peers and receipt.is_of(receipt.signer):
+                self._keep_of_peer(receipt)
+
+    def passed_on(self, own: Receipt, peers: Sequence[str], most: int) -> list[str]:
+        """What the node tells its peers: its own newest receipt, and the newest of some of them, at most so many.
+
+        Args:
+            own: of the last charge.
+            peers: public lines, of which the first ones count.
+            most: receipts.
+        """
+        kept = sorted(ReceiptLog(self.of_peers).read(), key=lambda each: each.counter, reverse=True)
+        return [each.text() for each in (own, *(each for peer in peers for each in kept if each.signer == peer))][:most]
+
+    def _keep_of_peer(self, receipt: Receipt) -> None:
+        """Replace the older receipt of the same data set; a peer has room for a few data sets, the last ones."""
+        kept = list(ReceiptLog(self.of_peers).read())
+        same = [each for each in kept if (each.signer, each.data_set) == (receipt.signer, receipt.data_set)]
+        if any(each.counter >= receipt.counter for each in same):
+            return
+        mine = [each for each in kept if each.signer == receipt.signer and each not in same]
+        dropped = [*same, *mine[: max(0, len(mine) + 1 - _DATA_SETS_OF_A_PEER)]]
+        lines = [each.text() for each in (*(each for each in kept if each not in dropped), receipt)]
+        replace_file(self.of_peers, "".join(f"{line}\n" for line in lines).encode(), mode=0o600)
+
+    def begin_counter_file(self, ledger: Path) -> None:
+        """Make the counter file, with the receipt of the last charge in the ledger.
+
+        Raises:
+            InputError: none is named, it exists, it cannot be written, or no data are registered.
+            LedgerError: the ledger cannot be read.
+        """
+        path = self.counter_file
+        if path is None:
+            raise InputError("counter_file: vault.toml names none")
+        with reading(ledger) as db:
+            data_set = entries.data_set(db, None)
+            if data_set is None:
+                raise InputError(f"counter_file = {path}: {ledger} holds no data set whose charges it could count")
+            chain = chain_of(db, data_set.id)
+        try:
+            path.touch(mode=0o600, exist_ok=False)
+            ReceiptLog(path).add(chain.newest.signed(self.key))
+        except FileExistsError:
+            raise InputError(f"counter_file = {path}: exists; a new one would forget what it has counted") from None
+        except OSError as error:
+            raise InputError(f"counter_file = {path}: {error.strerror}") from None
+
+    @property
+    def _paths(self) -> list[Path]:
+        return [self.kept, *([self.counter_file] if self.counter_file else [])]
+
+    def _check_counter_file(self) -> None:
+        path = self.counter_file
+        if path is None:
+            return
+        if not path.is_file():
+            reason = "is missing; put it back, or see `python -m clients.deploy begin-counter`"
+        elif not os.access(path, os.R_OK | os.W_OK):
+            reason = "cannot be written"
+        elif not any(each.is_of(self.signer) for each in ReceiptLog(path).read()):
+            reason = "holds no receipt of this node"
+        else:
+            return
+        raise LedgerError(f"counter_file = {path}: {reason}; nothing is released")

@@ -1,0 +1,127 @@
+"""What the coordinator keeps of nodes' receipts: the newest under their registered keys, over runs, never less."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from flwr.app import ConfigRecord, Message, RecordDict
+
+from fedpriv import protocol
+from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.config import parse
+from fedpriv.deployment import keys
+from fedpriv.errors import LedgerError
+from fedpriv.ledger.receipts import Receipt, ReceiptLog, from_text
+from fedpriv.protocol import Registration, Release
+from server.receipts import Receipts
+from simulations.engines.flower_private import task_identity
+
+EVENT = SubsampledGaussian(noise_multiplier=1.0, sampling_probability=0.1)
+
+
+@pytest.fixture(autouse=True)
+def _identity():
+    with task_identity(1):
+        yield
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "nodes").mkdir()
+    for client in (0, 1):
+        keys.make_key_pair(tmp_path / f"key-{client}")
+        (tmp_path / "nodes" / f"{client}.pub").write_text(keys.public_line(tmp_path / f"key-{client}") + "\n")
+    return tmp_path
+
+
+def chain(folder, num: int, *, client: int = 0, run: str = "run") -> list[Receipt]:
+    links = [Receipt(data_set=f"data of {client}")]
+    for round_ in range(1, num + 1):
+        link = Receipt(
+            data_set=links[0].data_set, counter=round_, previous=links[-1].digest, run=run, client="0", round=round_
+        )
+        links.append(link)
+    return [link.signed(folder / f"key-{client}") for link in links]
+
+
+def receipts(folder, *, registered: str = "", node_keys: bool = True) -> Receipts:
+    config = parse({"node_keys": str(folder / "nodes") if node_keys else "", "ledger": str(folder / "ledger.sqlite")})
+    nodes = {
+        client: (
+            7 + client,
+            Registration(
+                client=client,
+                num_records=40,
+                name="n",
+                data_set=f"data of {client}",
+                receipt=registered if client == 0 else "",
+            ),
+        )
+        for client in (0, 1)
+    }
+    return Receipts.of(config, folder / "runs" / "first", nodes)
+
+
+def reply(receipt: str) -> Message:
+    message = Message(RecordDict(), 7, "train", group_id="1")
+    release = protocol.pack_release(Release(round=1, event=EVENT, num_records=40, receipt=receipt))
+    return Message(RecordDict({protocol.RELEASE: ConfigRecord(release)}), reply_to=message)
+
+
+def test_the_newest_is_shown_to_its_node_in_this_run_and_the_next(folder):
+    first = receipts(folder)
+    assert first.shown_to(0) == {}, "a node of an earlier version is not asked for what it does not know"
+    links = chain(folder, 3)
+    for link in (links[1], links[3], links[2]):
+        first.take(0, reply(link.text()))
+    assert from_text(first.shown_to(0)[protocol.RECEIPT]) == links[3]
+    assert first.shown_to(1) == {}
+    again = receipts(folder, registered=links[2].text())
+    assert from_text(again.shown_to(0)[protocol.RECEIPT]) == links[3], "a node that was restored registers with less"
+    assert list(ReceiptLog(folder / "ledger.sqlite.receipts").read()) == [links[1], links[3]]
+
+
+def test_a_registration_brings_the_first(folder):
+    (begin,) = chain(folder, 0)
+    assert from_text(receipts(folder, registered=begin.text()).shown_to(0)[protocol.RECEIPT]) == begin
+
+
+def test_only_what_the_nodes_registered_key_signed_of_its_data_set_is_kept(folder, caplog):
+    kept, own, other = receipts(folder), chain(folder, 2), chain(folder, 9, client=1)
+    kept.take(0, reply(own[1].text()))
+    foreign = replace(own[2], counter=9, data_set="data of 1").signed(folder / "key-0")
+    for link in (
+        replace(own[2], counter=9),
+        replace(own[2], counter=9, signature=""),
+        replace(own[2], counter=9).signed(folder / "key-1"),
+        replace(replace(own[2], counter=9).signed(folder / "key-1"), signer=own[2].signer),
+        other[9],
+        foreign,
+    ):
+        kept.take(0, reply(link.text()))
+        assert from_text(kept.shown_to(0)[protocol.RECEIPT]) == own[1]
+    assert caplog.text.count("is not kept") == 6
+    kept.take(0, reply(""))
+
+
+def test_of_two_charges_with_one_number_the_first_is_kept(folder, caplog):
+    kept, one, other = receipts(folder), chain(folder, 2), chain(folder, 2, run="after the restore")
+    kept.take(0, reply(one[2].text()))
+    kept.take(0, reply(other[2].text()))
+    assert from_text(kept.shown_to(0)[protocol.RECEIPT]) == one[2]
+    assert "signed two different charges as number 2" in caplog.text
+
+
+def test_without_registered_keys_nothing_is_kept(folder):
+    kept = receipts(folder, node_keys=False)
+    kept.take(0, reply(chain(folder, 1)[1].text()))
+    assert kept.shown_to(0) == {}
+    assert not (folder / "ledger.sqlite.receipts").exists()
+
+
+def test_a_log_that_cannot_be_written_is_named(folder):
+    kept = receipts(folder)
+    (folder / "ledger.sqlite.receipts").mkdir()
+    with pytest.raises(LedgerError, match=r"ledger\.sqlite\.receipts: .*; the receipts of nodes cannot be kept"):
+        kept.take(0, reply(chain(folder, 1)[1].text()))
