@@ -15,6 +15,8 @@ from fedpriv.ledger.head import EMPTY_CHAIN
 VERSION = 1
 # Of a ledger with an `adopted` entry: a reader that does not know these would state its spending without reserve.
 ADOPTED_VERSION = 2
+# Of a ledger that says how a budget is enforced: a reader that does not know these entries would enforce another rule.
+LATEST_VERSION = 3
 
 
 @contextmanager
@@ -102,8 +104,8 @@ def check_version(db: sqlite3.Connection, path: Path) -> int:
         LedgerError: this fedpriv does not read that version.
     """
     version: int = db.execute("PRAGMA user_version").fetchone()[0]
-    if version not in (VERSION, ADOPTED_VERSION):
-        raise LedgerError(f"{path}: ledger version {version}: this fedpriv reads {VERSION} and {ADOPTED_VERSION}")
+    if not VERSION <= version <= LATEST_VERSION:
+        raise LedgerError(f"{path}: ledger version {version}: this fedpriv reads {VERSION} to {LATEST_VERSION}")
     return version
 
 

@@ -1,0 +1,81 @@
+"""How the budget of a node's data set is enforced: by a filter, unless its operator committed plans; its ledger says."""
+
+from __future__ import annotations
+
+import logging
+
+from fedpriv.accounting import filters
+from fedpriv.accounting.filters import CommittedPlan, CommittedPlans, GaussianFilter, RenyiFilter, Rule
+from fedpriv.errors import InputError
+from fedpriv.ledger.entries import DataSet
+from fedpriv.ledger.ledger import Ledger
+
+log = logging.getLogger(__name__)
+
+
+def enforced_delta(data_set: DataSet) -> float:
+    """The part of the registered delta that releases may use up."""
+    return data_set.delta
+
+
+def default_note(epsilon: float, delta: float) -> str:
+    """What a registration notes if its operator chose nothing: the Renyi filter whose order epsilon and delta decide.
+
+    Raises:
+        InputError: epsilon is so small that no order allows any release.
+    """
+    rule = RenyiFilter.derived(epsilon, delta)
+    _check_filter(rule, epsilon, delta)
+    return filters.to_json(rule)
+
+
+def rule_of(ledger: Ledger, data_set: DataSet, epsilon: float) -> Rule:
+    """How the budget is enforced. A ledger that does not say, since it is older, says so from now on.
+
+    Its order depends on epsilon and delta, which no upload decided, so the history counts under the filter as well.
+
+    Raises:
+        ValueError: the ledger names a rule that is unknown.
+        LedgerError: the ledger cannot be written.
+    """
+    rule = filters.rule_of(ledger.bounds(data_set.id))
+    if rule is None:
+        rule = RenyiFilter.derived(epsilon, enforced_delta(data_set))
+        ledger.bound(data_set, filters.to_json(rule))
+        log.warning("the budget of %s is enforced by %s from now on", data_set.id, rule)
+    return rule
+
+
+def choose(
+    ledger: Ledger, data_set: DataSet, rule: RenyiFilter | GaussianFilter | CommittedPlan, epsilon: float
+) -> Rule:
+    """Note how the operator wants the budget to be enforced, and return all that holds then.
+
+    Args:
+        ledger: of the node.
+        data_set: its last one. Nothing was charged to it yet, unless a further plan follows plans.
+        rule: a filter, or a plan, whose cost is added to that of the plans before.
+        epsilon: of the budget.
+
+    Raises:
+        InputError: the budget does not allow it, or another rule holds already.
+    """
+    notes = ledger.bounds(data_set.id)
+    adds = isinstance(rule, CommittedPlan) and isinstance(filters.rule_of(notes), CommittedPlans)
+    if ledger.runs(data_set.id) and not adds:
+        raise InputError(f"data set {data_set.id}: something is charged to it, so what enforces its budget stays")
+    new = filters.rule_of([*notes, filters.to_json(rule)])
+    assert new is not None, "it holds the rule"
+    delta = enforced_delta(data_set)
+    if isinstance(new, CommittedPlans) and (new.epsilon > epsilon or new.delta > delta):
+        raise InputError(f"plan: {new}, above this data set's epsilon {epsilon:g} at delta {delta:g}")
+    if not isinstance(new, CommittedPlans):
+        _check_filter(new, epsilon, delta)
+    ledger.bound(data_set, filters.to_json(rule))
+    return new
+
+
+def _check_filter(rule: RenyiFilter | GaussianFilter, epsilon: float, delta: float) -> None:
+    """Refuse a filter under which nothing could be released."""
+    if rule.limit(epsilon, delta) <= 0:
+        raise InputError(f"budget_epsilon = {epsilon:g}: {rule} allows nothing at delta {delta:g}; use a larger one")
