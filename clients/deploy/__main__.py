@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from clients.deploy import approvals, folder, models, peers, supernode
+from clients.deploy import approvals, folder, models, peers, records, supernode
 from clients.deploy import doctor as node_doctor
 from clients.deploy import units as node_units
 from clients.deploy.folder import Made, Node
@@ -186,6 +186,28 @@ def approve_peer(
     is_new = peers.approve(vault, partition_id, key)
     typer.echo(f"partition {partition_id} {'is approved' if is_new else 'was approved before'} as a peer")
     typer.echo(f"its key is in {vault.peers}; it counts from the next sum on, without a restart")
+
+
+@app.command()
+def register(
+    dir_: Folder,
+    plan: Annotated[
+        Path | None, typer.Option(help="File of `fedpriv plan --out`: these releases may be made, and no other.")
+    ] = None,
+    filter_: Annotated[
+        str | None, typer.Option("--filter", help="renyi:ORDER, or gaussian for Gaussian noise without sampling.")
+    ] = None,
+    delta: Annotated[float | None, typer.Option(help="Of the plan; by default the file's.")] = None,
+) -> None:
+    """Say how the budget of the node's records is enforced, before anything is released; it then stays.
+
+    Without this command a Renyi filter does, whose order the budget and delta decide. A further plan may follow plans
+    at any time: its epsilon and delta are added to theirs.
+
+    Example: python -m clients.deploy register ~/node --plan plan.json
+    """
+    rule = records.bound(Node.read(dir_).vault, plan=plan, filter_=filter_, delta=delta)
+    typer.echo(f"the budget is enforced by {rule}")
 
 
 @app.command()

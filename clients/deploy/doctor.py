@@ -23,7 +23,8 @@ from fedpriv.deployment.checks import (
     check_tls,
     check_versions,
 )
-from fedpriv.errors import InputError
+from fedpriv.errors import InputError, LedgerError
+from fedpriv.ledger import entries, reader, statement
 from fedpriv.vault import models
 from fedpriv.vault.settings import VaultSettings
 
@@ -75,6 +76,7 @@ def _own_records(vault: VaultSettings) -> Iterator[Check]:
     yield _of("budget", lambda: records.check_budget(vault), budget)
     yield _peers(vault)
     yield check_registered(vault.ledger)
+    yield _enforced(vault)
     yield _models(vault)
 
 
@@ -93,6 +95,16 @@ def _of(name: str, check: Callable[[], None], detail: str) -> Check:
     except InputError as error:
         return Check(name, False, str(error))
     return Check(name, True, detail)
+
+
+def _enforced(vault: VaultSettings) -> Check:
+    """What enforces the budget, and how much of it is used."""
+    try:
+        with reader.reading(vault.ledger) as db:
+            enforced = statement.enforcement(db, entries.data_set(db, None), vault.budget_epsilon, vault.budget_view)
+    except (LedgerError, ValueError) as error:
+        return Check("enforced", False, str(error))
+    return Check("enforced", True, enforced)
 
 
 def _peers(vault: VaultSettings) -> Check:

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedpriv.accounting.filters import Rule
 from fedpriv.errors import InputError
 from fedpriv.ledger.entries import DataSet
+from fedpriv.ledger.ledger import Ledger
 from fedpriv.vault.settings import VaultSettings
 
 
@@ -143,3 +145,32 @@ def register(vault: VaultSettings, ledger: Path, num_records: int) -> DataSet:
     if is_new:
         ledger.chmod(0o600)
     return data_set
+
+
+def bound(vault: VaultSettings, *, plan: Path | None, filter_: str | None, delta: float | None) -> Rule:
+    """Note in the node's ledger how the budget is enforced, and return all that holds then.
+
+    Args:
+        vault: of a node with records of its own, which are registered.
+        plan: a file of `fedpriv plan --out`; None if a filter is given.
+        filter_: `renyi:ORDER` or `gaussian`; None if a plan is given.
+        delta: of the plan; None takes the file's.
+
+    Raises:
+        InputError: nothing is registered; the plan or filter cannot be used, or comes too late.
+        LedgerError: the ledger cannot be used.
+    """
+    from fedpriv.vault import budget
+
+    if (plan is None) == (filter_ is None):
+        raise InputError("register: give either --plan FILE or --filter renyi:ORDER or gaussian")
+    check_budget(vault)
+    if vault.budget_epsilon is None or not vault.ledger.is_file():
+        raise InputError(f"{vault.ledger}: no data set is registered; make the node with `init --data`")
+    with Ledger(vault.ledger) as ledger:
+        if (data_set := ledger.data_set()) is None:
+            raise InputError(f"{vault.ledger}: no data set is registered; make the node with `init --data`")
+        if plan is None:
+            return budget.choose(ledger, data_set, budget.read_rule(str(filter_)), vault.budget_epsilon)
+        found = budget.read_plan(plan, vault.partition_id, data_set.num_records, vault.budget_view, delta)
+        return budget.choose(ledger, data_set, found, vault.budget_epsilon)

@@ -52,6 +52,11 @@ class _Filter:
         """Whether the event may ever be released; one with a delta of its own, or without a guarantee, may not."""
         return event.total_delta == 0 and event.is_guarantee and self.cost(event) < math.inf
 
+    def used(self, history: Sequence[Event], *, epsilon: float, delta: float) -> float:
+        """The share of the bound that the history takes up, >= 0; arguments as for `remaining`."""
+        spent, limit = math.fsum(map(self.cost, history)), self.limit(epsilon, delta)
+        return spent / limit if limit > 0 else math.inf
+
     def remaining(self, history: Sequence[Event], event: Event, *, epsilon: float, delta: float) -> float:
         """How many more such events (epsilon, delta) allows; infinite if they cost nothing.
 
@@ -195,6 +200,15 @@ class CommittedPlans:
     def covers(self, event: Event) -> bool:
         """Whether a slot, used or not, is for such a release."""
         return any(_dominates(slot, event) for slot, _ in _slots(self.plans))
+
+    def used(self, history: Sequence[Event], *, epsilon: float, delta: float) -> float:
+        """The share of the slots that the history has taken; arguments as for `remaining`."""
+        taken, slots = (sum(event.count for event in each) for each in (history, self._events))
+        return taken / slots
+
+    @property
+    def _events(self) -> list[Event]:
+        return [event for plan in self.plans for event in plan.events]
 
     def remaining(self, history: Sequence[Event], event: Event, *, epsilon: float, delta: float) -> int:
         """How many more such events fit into slots that are left; none if the plans cost more than (epsilon, delta).

@@ -106,6 +106,11 @@ class DataSet:
     num_records: int
     delta: float
 
+    @property
+    def delta_for_releases(self) -> float:
+        """The part of delta that releases may use up; a budget is enforced at this one."""
+        return self.delta
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:

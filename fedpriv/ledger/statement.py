@@ -9,10 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fedpriv.accounting import events
+from fedpriv.accounting import events, filters
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import rounds_within
 from fedpriv.accounting.events import Event
+from fedpriv.accounting.filters import CommittedPlans, RenyiFilter
 from fedpriv.accounting.views import PlannedView, Release
 from fedpriv.errors import InputError
 from fedpriv.ledger import entries, reader
@@ -38,7 +39,15 @@ DOES_NOT_COVER = (
     "timing, and whatever an observer of the client's machine sees",
 )
 
+ODOMETER = (
+    "epsilon so far is an odometer: it would hold if all these releases had been fixed in advance. Where a coordinator "
+    "chose them by what it saw, what is proven is what enforces the budget"
+)
+
 NAME_NOTE = ", a name that it chose; the chain covers its number"
+
+# More of them are not counted.
+_MOST_ROUNDS = 100_000
 
 RESTS_ON_OTHERS = (
     "on the aggregate view: more nodes that collude with the server than this client's operator assumed; against those "
@@ -60,6 +69,26 @@ def adoption_lines(adopted: list[dict[str, Any]]) -> list[str]:
         f"and only the operator's word says that no entry is lost: {each['reason']}"
         for each in adopted
     ]
+
+
+def enforcement(db: sqlite3.Connection, data_set: DataSet | None, epsilon: float | None, view: PlannedView) -> str:
+    """What enforces the budget of a data set, and how much of it is used.
+
+    Args:
+        db: the ledger, open for reading.
+        data_set: of it.
+        epsilon: of the budget.
+        view: of the budget.
+
+    Raises:
+        ValueError: the ledger names a rule that this fedpriv does not know.
+    """
+    if data_set is None or epsilon is None:
+        return "nothing: there is no budget or no data set"
+    delta, history = data_set.delta_for_releases, entries.releases(db, data_set.id)
+    rule = filters.rule_of(entries.bounds(db, data_set.id)) or RenyiFilter.derived(epsilon, delta)
+    used = rule.used([release.charged_on(view) for release in history], epsilon=epsilon, delta=delta)
+    return f"by {rule}, {used:.0%} of it used"
 
 
 def spending(
@@ -121,14 +150,20 @@ def _spending(
         "caveats": sorted({event.caveat for event in local if event.caveat and event.sampling_probability > 0}),
         "noise_source": ",".join(sorted({source for run in runs for source in run.noise_source.split(",")})),
     }
+    rule = filters.rule_of(entries.bounds(db, data_set.id))
+    result["enforced_by"] = None if rule is None else str(rule)
     if budget_epsilon is not None and (last := _last_charge(db, data_set)) is not None:
-        result["remaining_rounds"] = rounds_within(
-            budget_epsilon,
-            data_set.delta,
-            each_round=last.charged_on(view),
-            spent_before=charged[view],
-            at_most=100_000,
-        )
+        event, delta = last.charged_on(view), data_set.delta_for_releases
+        if rule is None:
+            result["remaining_rounds"] = rounds_within(
+                budget_epsilon, delta, each_round=event, spent_before=charged[view], at_most=_MOST_ROUNDS
+            )
+        else:
+            before = charged[view]
+            if isinstance(rule, CommittedPlans):
+                before = [release.charged_on(view) for release in entries.releases_in_order(db, data_set.id)]
+            rounds = rule.remaining(before, event, epsilon=budget_epsilon, delta=delta)
+            result["remaining_rounds"] = int(min(rounds, _MOST_ROUNDS))
     return result
 
 
@@ -206,6 +241,8 @@ def render(page: Mapping[str, Any]) -> str:
         lines.append(
             f"Where it sees sums alone (aggregate)  epsilon {_rounded_up(page['epsilon_aggregate'])} at delta {delta}"
         )
+    if page["enforced_by"]:
+        lines += ["", *textwrap.wrap(f"Enforced by {page['enforced_by']}. Each {ODOMETER}.", 104)]
     for caveat in page["caveats"]:
         lines += ["", f"NOT A PRIVACY GUARANTEE: {caveat}."]
     if "seeded" in page["noise_source"]:

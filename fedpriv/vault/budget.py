@@ -1,21 +1,18 @@
-"""How the budget of a node's data set is enforced: by a filter, unless its operator committed plans; its ledger says."""
+"""How the budget of a node's data set is enforced: by a filter, or by plans that its operator committed."""
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
 
-from fedpriv.accounting import filters
+from fedpriv.accounting import events, filters
 from fedpriv.accounting.filters import CommittedPlan, CommittedPlans, GaussianFilter, RenyiFilter, Rule
 from fedpriv.errors import InputError
 from fedpriv.ledger.entries import DataSet
 from fedpriv.ledger.ledger import Ledger
 
 log = logging.getLogger(__name__)
-
-
-def enforced_delta(data_set: DataSet) -> float:
-    """The part of the registered delta that releases may use up."""
-    return data_set.delta
 
 
 def default_note(epsilon: float, delta: float) -> str:
@@ -40,7 +37,7 @@ def rule_of(ledger: Ledger, data_set: DataSet, epsilon: float) -> Rule:
     """
     rule = filters.rule_of(ledger.bounds(data_set.id))
     if rule is None:
-        rule = RenyiFilter.derived(epsilon, enforced_delta(data_set))
+        rule = RenyiFilter.derived(epsilon, data_set.delta_for_releases)
         ledger.bound(data_set, filters.to_json(rule))
         log.warning("the budget of %s is enforced by %s from now on", data_set.id, rule)
     return rule
@@ -66,7 +63,7 @@ def choose(
         raise InputError(f"data set {data_set.id}: something is charged to it, so what enforces its budget stays")
     new = filters.rule_of([*notes, filters.to_json(rule)])
     assert new is not None, "it holds the rule"
-    delta = enforced_delta(data_set)
+    delta = data_set.delta_for_releases
     if isinstance(new, CommittedPlans) and (new.epsilon > epsilon or new.delta > delta):
         raise InputError(f"plan: {new}, above this data set's epsilon {epsilon:g} at delta {delta:g}")
     if not isinstance(new, CommittedPlans):
@@ -79,3 +76,51 @@ def _check_filter(rule: RenyiFilter | GaussianFilter, epsilon: float, delta: flo
     """Refuse a filter under which nothing could be released."""
     if rule.limit(epsilon, delta) <= 0:
         raise InputError(f"budget_epsilon = {epsilon:g}: {rule} allows nothing at delta {delta:g}; use a larger one")
+
+
+def read_rule(text: str) -> RenyiFilter | GaussianFilter:
+    """The filter that `renyi:ORDER` or `gaussian` names.
+
+    Raises:
+        InputError: the text is another one.
+    """
+    name, _, order = text.partition(":")
+    try:
+        if text == "gaussian":
+            return GaussianFilter()
+        if name == "renyi":
+            return RenyiFilter(order=int(order))
+    except ValueError:
+        pass
+    raise InputError(f"filter = {text!r}: must be gaussian, or renyi:ORDER with ORDER in 2..63, 128, 256, 512 or 1024")
+
+
+def read_plan(path: Path, client: int, num_records: int, view: str, delta: float | None) -> CommittedPlan:
+    """A client's plan from a file that `fedpriv plan --out` wrote; its cost is computed again.
+
+    Args:
+        path: of the file.
+        client: number of the node's partition.
+        num_records: N_k, registered.
+        view: of the node's budget.
+        delta: of the plan; None takes that of the file.
+
+    Raises:
+        InputError: the file cannot be used, or was made for other records or another view.
+    """
+    try:
+        values = json.loads(path.read_text())
+        planned = next(each for each in values["clients"] if each["client"] == client)
+        found = [events.from_json(json.dumps(each)) for each in planned["events"]]
+        plan = CommittedPlan.of(found, planned["delta"] if delta is None else delta)
+        facts = {"num_records": (planned["num_records"], num_records), "view": (values["view"], view)}
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    except StopIteration:
+        raise InputError(f"{path}: plans nothing for client {client}") from None
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: must be a plan that `fedpriv plan --out` wrote ({error})") from None
+    for name, (theirs, own) in facts.items():
+        if theirs != own:
+            raise InputError(f"{path}: {name} = {theirs}: this node has {own}")
+    return plan

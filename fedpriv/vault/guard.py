@@ -343,7 +343,7 @@ def _check_budget(policy: NodePolicy, ledger: Ledger, release: Release, data_set
     Raises:
         RefusedError, RetiredError: see `charge`.
     """
-    view, epsilon, delta = policy.budget_view, policy.budget_epsilon, budget.enforced_delta(data_set)
+    view, epsilon, delta = policy.budget_view, policy.budget_epsilon, data_set.delta_for_releases
     history = [earlier.charged_on(view) for earlier in ledger.releases(data_set.id)]
     event = release.charged_on(view)
     if any(earlier.unit != event.unit for earlier in history):
