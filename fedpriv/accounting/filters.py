@@ -295,11 +295,17 @@ def rule_of(notes: Sequence[str]) -> Rule | None:
 def _rule(note: str) -> RenyiFilter | GaussianFilter | CommittedPlan:
     try:
         fields = json.loads(note)
-        kind = fields.pop("rule")
-        if kind == "plan":
-            listed = fields.pop("events")
-            fields["events"] = tuple(known_events.from_json(json.dumps(each)) for each in listed)
-        return {"renyi": RenyiFilter, "gaussian": GaussianFilter, "plan": CommittedPlan}[kind](**fields)
+        match fields.pop("rule"):
+            case "renyi":
+                return RenyiFilter(**fields)
+            case "gaussian":
+                return GaussianFilter(**fields)
+            case "plan":
+                listed = fields.pop("events")
+                return CommittedPlan(
+                    events=tuple(known_events.from_json(json.dumps(each)) for each in listed), **fields
+                )
+        raise ValueError("rule: must be renyi, gaussian or plan")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"rule {note[:100]!r}: unknown to this fedpriv ({error})") from None
 

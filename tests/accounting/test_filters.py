@@ -106,7 +106,7 @@ class TestWhatAFilterCovers:
 
 @pytest.mark.parametrize("order", [1, 64, 2.5, True, 2048])
 def test_an_order_at_which_not_every_curve_is_known_is_refused(order):
-    with pytest.raises(ValueError, match="order = .*: must be a whole number"):
+    with pytest.raises(ValueError, match=r"order = .*: must be a whole number"):
         RenyiFilter(order=order)
 
 

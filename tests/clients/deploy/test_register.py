@@ -125,7 +125,7 @@ def test_another_order_and_gaussian_dp_can_be_named_until_something_is_charged(n
 def test_a_committed_plan_is_all_that_a_node_releases(node, plan_of):
     assert "a plan committed for epsilon" in register(node, "--plan", plan_of(2))
     charge(node, 1)
-    with pytest.raises(guard.RefusedError, match="allows no such release, of q = 0.5 and effective noise 7"):
+    with pytest.raises(guard.RefusedError, match=r"allows no such release, of q = 0\.5 and effective noise 7"):
         charge(node, 2, replace(STEP, noise_multiplier=7.0))
     charge(node, 3)
     with pytest.raises(guard.RetiredError):
