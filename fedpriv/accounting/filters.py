@@ -1,11 +1,11 @@
 """How a budget is kept although the coordinator chooses each release after it has seen the earlier ones.
 
-A privacy loss distribution composed of adaptively chosen releases bounds nothing: whether the sum of their costs stays
-below a bound may be decided by their outputs. Two ways are proven.
+To allow each release with which the privacy loss distribution of all stays within the budget bounds nothing: which of
+two releases then does most harm may depend on what was seen (Regehr et al. 2026). Two ways are proven.
 
 A *filter* fixes one measure of cost when a data set is registered, adds it up, and stops at a bound. Renyi divergence
-of one fixed order (Feldman and Zrnic 2021, Theorem 4.5) and Gaussian DP (Smith and Thakurta 2022; Koskela, Tobaben and
-Honkela 2023, Theorem 3) are such measures.
+of one fixed order (Feldman and Zrnic 2021) and Gaussian DP (Smith and Thakurta 2022; Koskela, Tobaben and Honkela 2023)
+are such measures.
 
 A *committed plan* fixes the releases themselves, in any order and each at most once. Let V(S, g) be the hockey-stick
 divergence, at g, of the product of the dominating pairs (P_s, Q_s) of the slots s in S. Then no strategy that has the
@@ -14,7 +14,8 @@ q there, and slot s, the rest is worth at most V(S - s, g q(y) / p(y)), whatever
 worth at most the mean of that over p, the divergence at g of the release beside the pairs of S - s, and this is at most
 V(S, g), since (P_s, Q_s) dominates (p, q). An end before all slots are used is worth no more. The proof holds for each
 of the two directions, a record added or removed, with the pairs of that direction (Zhu, Dong and Wang 2022 for a fixed
-order). Any number of plans cost at most the sums of their epsilons and of their deltas.
+order). Plans that follow each other cost at most the sums of their epsilons and of their deltas, also if their releases
+alternate: all uploads of a plan are post-processing of one draw from each of its pairs (Rogers et al. 2016).
 """
 
 from __future__ import annotations
@@ -108,7 +109,10 @@ class RenyiFilter(_Filter):
         return event.count * _divergence(event.with_count(1), self.order)
 
     def limit(self, epsilon: float, delta: float) -> float:
-        """The divergence that implies (epsilon, delta)-DP: Canonne, Kamath and Steinke 2020, Proposition 12."""
+        """The largest divergence that implies (epsilon, delta)-DP.
+
+        Source: Canonne, Kamath and Steinke 2020, Proposition 12.
+        """
         order = self.order
         return epsilon - math.log1p(-1 / order) + (math.log(delta) + math.log(order)) / (order - 1)
 
