@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 from clients.deploy import doctor
 from clients.deploy.__main__ import app
 from clients.deploy.folder import Node
+from fedpriv import planning
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.accounting.filters import RenyiFilter, to_json
+from fedpriv.accounting.filters import CommittedPlan, CommittedPlans, RenyiFilter, to_json
 from fedpriv.accounting.views import Release
 from fedpriv.cli.main import app as fedpriv
 from fedpriv.errors import InputError
@@ -24,6 +25,7 @@ from fedpriv.ledger.entries import Charge, Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.vault import guard
 from fedpriv.vault.holder import Holder
+from server.costs import Costs
 
 STEP = SubsampledGaussian(noise_multiplier=8.0, sampling_probability=0.5)
 
@@ -207,3 +209,19 @@ def test_a_file_of_fedpriv_plan_is_what_a_node_commits(node, tmp_path):
     assert done.exit_code == 0, done.output
     assert 3.9 < json.loads(done.output)["filtered_epsilon"] < 1.2 * 3.9
     assert "a plan committed for epsilon 3.9000" in register(node, "--plan", out)
+
+
+@pytest.mark.parametrize("view", ["local", "aggregate"])
+def test_a_run_by_the_plan_finds_a_slot_for_each_round_on_each_node(view):
+    sizes = (500, 300, 300)
+    found = planning.plan(planning.Setting.of(sizes, epsilon=2.0, view=view, rounds=6, delta=1e-5))
+    costs = Costs(found.setting.config, dict(enumerate(sizes)), found.setting.adapter)
+    for client in range(len(sizes)):
+        plans = CommittedPlans(plans=(CommittedPlan.of(found.releases(client), 1e-5),))
+        assert plans.epsilon <= 2.0
+        history = []
+        for round_ in range(1, 7):
+            event = costs.worst(round_, range(3), beside=range(3))[client].charged_on(view)
+            assert plans.remaining(history, event, epsilon=2.0, delta=1e-5) >= 1, (client, round_)
+            history.append(event)
+        assert plans.used(history, epsilon=2.0, delta=1e-5) == 1.0
