@@ -225,7 +225,7 @@ class CommittedPlans:
             epsilon: finite, > 0.
             delta: in (0, 1).
         """
-        if self.epsilon > epsilon * (1 + _ROUNDING) or self.delta > delta * (1 + _ROUNDING):
+        if self.epsilon > epsilon or self.delta > delta:
             return 0
         left = list(_slots(self.plans))
         for earlier in history:

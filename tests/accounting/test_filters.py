@@ -153,9 +153,9 @@ class TestACommittedPlan:
         assert rule.remaining([gaussian(9.0, 0.1), gaussian(9.0, 0.1)], gaussian(4.0, 0.1), **budget) == 0
 
     def test_adds_epsilon_and_delta_to_those_of_earlier_plans(self):
-        first, second = CommittedPlan.of([gaussian(5.0)], 6e-6), CommittedPlan.of([gaussian(6.0)], 4e-6)
+        first, second = CommittedPlan.of([gaussian(5.0)], 5e-6), CommittedPlan.of([gaussian(6.0)], 5e-6)
         both = CommittedPlans(plans=(first, second))
-        assert (both.epsilon, both.delta) == (first.epsilon + second.epsilon, pytest.approx(1e-5))
+        assert (both.epsilon, both.delta) == (first.epsilon + second.epsilon, 1e-5)
         assert both.epsilon > epsilon_of([gaussian(5.0), gaussian(6.0)], 1e-5).epsilon
         assert both.remaining([], gaussian(6.0), epsilon=both.epsilon, delta=1e-5) == 2
         assert both.remaining([], gaussian(6.0), epsilon=both.epsilon * 0.99, delta=1e-5) == 0, "a lowered budget"
