@@ -86,4 +86,5 @@ def _policy(config: RunConfig, context: Context) -> NodePolicy:
         policy,
         budget_epsilon=policy.budget_epsilon if policy.budget_epsilon is not None else budget,
         delta=policy.delta if policy.delta is not None else config.delta,
+        fixed_schedule=True,
     )

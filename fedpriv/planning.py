@@ -18,6 +18,7 @@ import torch
 
 from fedpriv.accounting import recipe
 from fedpriv.accounting.accountants import epsilon_of
+from fedpriv.accounting.events import Event
 from fedpriv.accounting.law import Array
 from fedpriv.accounting.views import PlannedView, aggregate_scale, default_delta, rho_bar
 from fedpriv.adapters.arithmetic import Adapter
@@ -31,8 +32,11 @@ from fedpriv.training.noise_plan import (
     federation_of,
     momentum_of,
     planned_releases,
+    view_scale,
     with_learning_rates,
 )
+from fedpriv.training.private_evaluation import EvaluationSpec
+from fedpriv.training.private_evaluation import planned_event as planned_evaluation
 from fedpriv.training.schedule import Phase, Schedule, num_lora_rounds
 
 # The total step after which records at their classes' means differ from the middle by as much as noise would have moved
@@ -268,6 +272,17 @@ class Plan:
             )
             for (client, size), delta in zip(sizes.items(), self.setting.deltas, strict=True)
         )
+
+    def releases(self, client: int) -> list[Event]:
+        """What a client releases if it takes part in all rounds, on the run's view, whoever else drops out.
+
+        A trillionth of the noise is left off, so that a run's own arithmetic never ends below it.
+        """
+        config, sizes = self.setting.config, dict(enumerate(self.setting.sizes))
+        factor = view_scale(config, self.setting.sizes) * (1 - 1e-12)
+        events = [event.with_noise(factor) for event in planned_releases(config, sizes, client, self.setting.adapter)]
+        evaluation = EvaluationSpec.of(config)
+        return [*events, planned_evaluation(evaluation)] if evaluation else events
 
     def _epsilon(self, sizes: Mapping[int, int], client: int, factor: float, delta: float) -> float:
         events = planned_releases(self.setting.config, sizes, client, self.setting.adapter)

@@ -141,22 +141,43 @@ def _names(text: str | None) -> tuple[str, ...]:
 @app.command()
 def register(
     dir_: Folder,
-    disjoint: Annotated[str, typer.Option(help="Your statement why no record is in an earlier data set.")],
+    disjoint: Annotated[
+        str | None, typer.Option(help="Why no record is in an earlier data set: your statement, for a new one.")
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="File of `fedpriv plan --out`: these releases may be made, and no other.")
+    ] = None,
+    filter_: Annotated[
+        str | None, typer.Option("--filter", help="renyi:ORDER, or gaussian for Gaussian noise without sampling.")
+    ] = None,
+    delta: Annotated[float | None, typer.Option(help="Of the plan; by default the file's.")] = None,
 ) -> None:
-    """Register the records that vault.toml names as a new data set, with nothing spent; `init` does the first.
+    """Register the records that vault.toml names as a new data set, or say how the budget of the last is enforced.
 
-    The file is read as by `init`. Records that an earlier data set held, all of them, are refused: what was spent on
-    them counts. Whether single records are in both, only you know.
+    `init` registers the first. A new one starts with nothing spent; its file is read as by `init`. Records that an
+    earlier data set held, all of them, are refused: what was spent on them counts. Whether single records are in both,
+    only you know.
+
+    A Renyi filter enforces the budget, whose order the budget and delta decide, unless you name another or a plan
+    before anything is released; it then stays. A further plan may follow plans at any time: its epsilon and delta are
+    added to theirs.
+
+    Example: python -m clients.deploy register ~/node --plan plan.json
 
     Example: python -m clients.deploy register ~/node --disjoint "admissions of 2027 only"
     """
     vault = Node.read(dir_).vault
+    if disjoint is None:
+        typer.echo(f"the budget is enforced by {records.bound(vault, plan=plan, filter_=filter_, plan_delta=delta)}")
+        return
     if vault.data is None:
         raise InputError(f"data: {dir_}/vault.toml names no file of records")
     if not disjoint.strip():
         raise InputError("--disjoint: must not be empty; say why no record is in an earlier data set")
     found = records.find(vault)
-    made = records.register(vault, vault.ledger, found, disjoint=disjoint.strip())
+    made = records.register(
+        vault, vault.ledger, found, disjoint=disjoint.strip(), plan=plan, filter_=filter_, plan_delta=delta
+    )
     for line in found.lines():
         typer.echo(line)
     typer.echo(f"registered N_k = {made.num_records}, data set {made.id}")

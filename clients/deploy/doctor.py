@@ -24,10 +24,9 @@ from fedpriv.deployment.checks import (
     check_versions,
 )
 from fedpriv.errors import InputError, LedgerError
-from fedpriv.ledger import entries
+from fedpriv.ledger import entries, statement
 from fedpriv.ledger.reader import reading
 from fedpriv.ledger.receipts import chain_of
-from fedpriv.ledger.statement import recoveries, recovery_lines
 from fedpriv.vault import models
 from fedpriv.vault.rollback import Watch
 from fedpriv.vault.settings import VaultSettings
@@ -82,6 +81,7 @@ def _own_records(vault: VaultSettings) -> Iterator[Check]:
     yield _peers(vault)
     yield check_registered(vault.ledger)
     yield _newest(vault)
+    yield _enforced(vault)
     yield _models(vault)
 
 
@@ -92,7 +92,7 @@ def _newest(vault: VaultSettings) -> Check:
         with reading(vault.ledger) as db:
             data_set = entries.data_set(db, None)
             chain = chain_of(db, data_set.id) if data_set else None
-            recovered = recovery_lines(recoveries(db))
+            recovered = statement.recovery_lines(statement.recoveries(db))
         watch = Watch.of(vault)
         lost = watch.lost(chain) if watch and chain else None
     except (InputError, LedgerError) as error:
@@ -124,6 +124,16 @@ def _of(name: str, check: Callable[[], None], detail: str) -> Check:
     except InputError as error:
         return Check(name, False, str(error))
     return Check(name, True, detail)
+
+
+def _enforced(vault: VaultSettings) -> Check:
+    """What enforces the budget, and how much of it is used."""
+    try:
+        with reading(vault.ledger) as db:
+            enforced = statement.enforcement(db, entries.data_set(db, None), vault.budget_epsilon, vault.budget_view)
+    except (LedgerError, ValueError) as error:
+        return Check("enforced", False, str(error))
+    return Check("enforced", True, enforced)
 
 
 def _peers(vault: VaultSettings) -> Check:

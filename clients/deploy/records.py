@@ -13,7 +13,9 @@ from fedpriv.ledger.entries import DataSet
 from fedpriv.vault.settings import VaultSettings
 
 if TYPE_CHECKING:
+    from fedpriv.accounting.filters import Rule
     from fedpriv.data.own import OwnRecord
+    from fedpriv.vault.budget import Choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +152,16 @@ def _content(records: Sequence[OwnRecord], vault: VaultSettings) -> bytes:
     return repr(read).encode()
 
 
-def register(vault: VaultSettings, ledger: Path, found: Found, *, disjoint: str | None = None) -> DataSet:
+def register(
+    vault: VaultSettings,
+    ledger: Path,
+    found: Found,
+    *,
+    disjoint: str | None = None,
+    plan: Path | None = None,
+    filter_: str | None = None,
+    plan_delta: float | None = None,
+) -> DataSet:
     """The node's data set in its ledger, registered now if there is none; N_k is that of its registration.
 
     Args:
@@ -158,13 +169,16 @@ def register(vault: VaultSettings, ledger: Path, found: Found, *, disjoint: str 
         ledger: its ledger.
         found: what the records are.
         disjoint: registers another data set even if there is one: why it shares no record with those before.
+        plan, filter_, plan_delta: of the new data set, as for `bound`; without them a Renyi filter enforces its budget.
 
     Raises:
-        InputError: an earlier data set held the same records, so it is not disjoint from this one; nothing was written.
+        InputError: an earlier data set held the same records, so it is not disjoint from this one, or the plan or
+            filter cannot be used; nothing was written.
         LedgerError: the ledger cannot be used.
     """
     from fedpriv.accounting.views import default_delta  # slow to import
     from fedpriv.ledger.ledger import Ledger
+    from fedpriv.vault import budget
 
     is_new = not ledger.exists()
     with Ledger(ledger) as opened:
@@ -177,8 +191,53 @@ def register(vault: VaultSettings, ledger: Path, found: Found, *, disjoint: str 
                 "them counts, so name a file of other records in vault.toml"
             )
         delta = vault.delta or default_delta(found.num_records)
-        made = opened.register(str(vault.partition_id), found.num_records, delta, note=disjoint)
+        note = None
+        if vault.budget_epsilon is not None:
+            chosen = _choice(vault, found.num_records, plan, filter_, plan_delta)
+            note = budget.note_of(chosen, vault.budget_epsilon, delta)
+        made = opened.register(str(vault.partition_id), found.num_records, delta, note=disjoint, bound=note)
         opened.log_content(made, found.content)
     if is_new:
         ledger.chmod(0o600)
     return made
+
+
+def bound(vault: VaultSettings, *, plan: Path | None, filter_: str | None, plan_delta: float | None) -> Rule:
+    """Note in the node's ledger how the budget of its last data set is enforced, and return all that holds then.
+
+    Args:
+        vault: of a node with records of its own, which are registered.
+        plan: a file of `fedpriv plan --out`; None if a filter is given.
+        filter_: `renyi:ORDER` or `gaussian`; None if a plan is given.
+        plan_delta: of the plan; None takes the file's.
+
+    Raises:
+        InputError: nothing is registered; the plan or filter cannot be used, or comes too late.
+        LedgerError: the ledger cannot be used.
+    """
+    from fedpriv.ledger.ledger import Ledger  # slow to import
+    from fedpriv.vault import budget
+
+    check_budget(vault)
+    if vault.budget_epsilon is None or not vault.ledger.is_file():
+        raise InputError(f"{vault.ledger}: no data set is registered; make the node with `init --data`")
+    with Ledger(vault.ledger) as ledger:
+        if (data_set := ledger.data_set()) is None:
+            raise InputError(f"{vault.ledger}: no data set is registered; make the node with `init --data`")
+        chosen = _choice(vault, data_set.num_records, plan, filter_, plan_delta)
+        if chosen is None:
+            raise InputError("register: give --plan FILE, --filter renyi:ORDER or gaussian, or --disjoint TEXT")
+        return budget.choose(ledger, data_set, chosen, vault.budget_epsilon)
+
+
+def _choice(
+    vault: VaultSettings, num_records: int, plan: Path | None, filter_: str | None, plan_delta: float | None
+) -> Choice | None:
+    """What the operator chose to enforce the budget of so many records; None if nothing."""
+    from fedpriv.vault import budget
+
+    if plan is not None and filter_ is not None:
+        raise InputError("register: give either --plan FILE or --filter renyi:ORDER or gaussian")
+    if plan is not None:
+        return budget.read_plan(plan, vault.partition_id, num_records, vault.budget_view, plan_delta)
+    return None if filter_ is None else budget.read_rule(filter_)

@@ -72,6 +72,9 @@ def show_ledger(
         rows = statement.spending(db, names=known, budget_epsilon=budget_epsilon, view=cast("PlannedView", view))
         adopted, recovered = statement.adoptions(db), statement.recoveries(db)
     lines = [*_spent(rows, view), *statement.adoption_lines(adopted), *statement.recovery_lines(recovered)]
+    lines += [f"client {row['client']}: enforced by {row['enforced_by']}" for row in rows if row["enforced_by"]]
+    if any(row["enforced_by"] for row in rows):
+        lines.append(statement.ODOMETER)
     if any("remaining_rounds" in row for row in rows):
         lines.append(f"left: rounds like the last one until ε {budget_epsilon:g} on the {view} view")
     show({"ledger": str(path), "data_sets": rows, "adopted": adopted, "recovered": recovered}, lines, as_json)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -99,6 +101,13 @@ def plan(
             rich_help_panel=_OF_A_BUDGET,
         ),
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also write each client's releases, for `python -m clients.deploy register DIR --plan FILE`.",
+            rich_help_panel=_OF_A_BUDGET,
+        ),
+    ] = None,
     bits: Annotated[
         int, typer.Option(help="Of the frozen base: 32, 16 (bfloat16) or 4 (NF4).", rich_help_panel=_OF_MEMORY)
     ] = 16,
@@ -136,6 +145,8 @@ def plan(
     fedpriv plan --records 1200 --records 1000 --records 800 --epsilon 2 --classes 8 --records-per-second 60
 
     fedpriv plan --records 300 --records 300 --epsilon 1 --delta 1e-6 --view aggregate --rounds 20 --seconds 600
+
+    With --out, the releases of every client are written for its node, whose operator may commit them.
 
     With a MODEL, the memory of a step instead, from the model's configuration alone; nothing is loaded:
 
@@ -197,7 +208,26 @@ def plan(
             "alternatives": [{"plan": name} | _row(other, speed) for name, other in others.items()],
         }
     )
+    if out is not None:
+        committed = _committed(found)
+        out.write_text(json.dumps(committed, indent=1) + "\n")
+        values["filtered_epsilon"] = max(client["filtered_epsilon"] for client in committed["clients"])
     show(values, _page(values), as_json)
+
+
+def _committed(found: Plan) -> dict[str, Any]:
+    """Each client's releases as `fedpriv.vault.budget.read_plan` reads them, and what a filter would need for them."""
+    from fedpriv.accounting import events
+    from fedpriv.accounting.filters import filtered_epsilon
+
+    setting = found.setting
+    clients = []
+    for client, (size, delta) in enumerate(zip(setting.sizes, setting.deltas, strict=True)):
+        releases = found.releases(client)
+        listed = {"events": [json.loads(events.to_json(event)) for event in releases]}
+        cost = {"delta": delta, "filtered_epsilon": filtered_epsilon(releases, delta)}
+        clients.append({"client": client, "num_records": size} | cost | listed)
+    return {"view": setting.config.privacy_view, "clients": clients}
 
 
 def _check_use(context: typer.Context, *, has_model: bool) -> None:

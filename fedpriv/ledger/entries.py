@@ -7,6 +7,7 @@ import json
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 
 from fedpriv.accounting import events
 from fedpriv.accounting.events import Event
@@ -14,6 +15,7 @@ from fedpriv.accounting.views import Release
 
 REGISTERED, CHANGED, CHARGED, RELEASED = "registered", "changed", "charged", "released"
 ADOPTED, RECOVERED = "adopted", "recovered"
+BOUNDED = "bounded"
 PERMITTED, WITHDRAWN = "permitted", "withdrawn"
 
 
@@ -44,7 +46,8 @@ class Entry:
         phase: `registered` or `changed` for a data set, `charged` or `released` for an upload, `adopted` for the
             whole ledger: its head was missing, so that its operator alone vouches for the entries before this one;
             `recovered` for an upload that an earlier state of this ledger had charged, and that was restored away;
-            `permitted` or `withdrawn` for the publication of the holder's own uploads of a run.
+            `permitted` or `withdrawn` for the publication of the holder's own uploads of a run; `bounded` for how a
+            data set's budget is enforced.
         data_set: the random id that spending attaches to; empty in an `adopted` entry.
         client: the holder of the data; empty in an `adopted` entry.
         run, round, request: the key of the upload.
@@ -55,9 +58,9 @@ class Entry:
         reply: SHA-256 of the upload, in hex.
         num_records: N_k, for a registration.
         delta: for a registration.
-        note: the holder's statement, a keyed hash of the content, the operator's reason to adopt, or who permitted
-            what; of a `recovered` entry, as JSON, the `request`, the digest that it `replaces` in the chain of
-            charges, and the `reason`.
+        note: the holder's statement, a keyed hash of the content, the operator's reason to adopt, who permitted what,
+            or a filter or plan as JSON; of a `recovered` entry, as JSON, the `request`, the digest that it `replaces`
+            in the chain of charges, and the `reason`.
         digest: SHA-256 of the previous entry's digest and everything above, in hex.
     """
 
@@ -104,6 +107,11 @@ class DataSet:
     client: str
     num_records: int
     delta: float
+
+    @property
+    def delta_for_releases(self) -> float:
+        """The part of delta that releases may use up; a budget is enforced at this one."""
+        return self.delta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +181,11 @@ def charged_last(db: sqlite3.Connection, client: str) -> list[tuple[DataSet, str
     return [(known[data_set], run) for data_set, run in rows if data_set in known]
 
 
+def bounds(db: sqlite3.Connection, data_set: str) -> list[str]:
+    """The notes of the `bounded` entries of a data set, in order; see `fedpriv.accounting.filters.rule_of`."""
+    return [str(entry.note) for entry in _entries(db, "WHERE phase = ? AND data_set = ?", (BOUNDED, data_set))]
+
+
 def number_of(db: sqlite3.Connection, digest: str) -> int | None:
     """The number of the entry with this digest; None if there is none."""
     row = db.execute("SELECT number FROM entries WHERE digest = ?", (digest,)).fetchone()
@@ -216,6 +229,13 @@ def releases(db: sqlite3.Connection, data_set: str, *, excluding_run: str = "") 
         event = event.with_count(num * event.count)
         merged.append(Release(event=event, rho_bar=rho_bar, aggregate_scale=scale))
     return merged
+
+
+def releases_in_order(db: sqlite3.Connection, data_set: str) -> list[Release]:
+    """See `Ledger.releases_in_order`."""
+    rows = db.execute(f"SELECT {_RELEASES} ORDER BY charged.number", (data_set,))
+    known = lru_cache(events.from_json)
+    return [Release(event=known(text), rho_bar=rho_bar, aggregate_scale=scale) for text, rho_bar, scale in rows]
 
 
 def releases_of(db: sqlite3.Connection, data_set: str, run: str) -> list[tuple[Key, Release]]:

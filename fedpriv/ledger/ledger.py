@@ -26,6 +26,7 @@ from fedpriv.errors import LedgerError
 from fedpriv.ledger import entries, head, schema
 from fedpriv.ledger.entries import (
     ADOPTED,
+    BOUNDED,
     CHANGED,
     CHARGED,
     PERMITTED,
@@ -156,7 +157,14 @@ class Ledger:
         return row is not None and row[0] == digest
 
     def register(
-        self, client: str, num_records: int, delta: float, *, data_set: str | None = None, note: str | None = None
+        self,
+        client: str,
+        num_records: int,
+        delta: float,
+        *,
+        data_set: str | None = None,
+        note: str | None = None,
+        bound: str | None = None,
     ) -> DataSet:
         """Register a data set, which starts with nothing spent.
 
@@ -166,21 +174,36 @@ class Ledger:
             delta: in (0, 1).
             data_set: its id, if another ledger has assigned one; None draws a random id.
             note: if the client has registered data before, why this data set shares no record with them.
+            bound: how its budget is enforced, see `bound`; None leaves that open until the first charge.
         """
         registered = DataSet(id=data_set or secrets.token_hex(16), client=client, num_records=num_records, delta=delta)
-        self._append(
-            [
-                {
-                    "phase": REGISTERED,
-                    "data_set": registered.id,
-                    "client": client,
-                    "num_records": num_records,
-                    "delta": delta,
-                    "note": note,
-                }
-            ]
-        )
+        entry = {"phase": REGISTERED, "data_set": registered.id, "client": client, "note": note}
+        lines: list[dict[str, Any]] = [entry | {"num_records": num_records, "delta": delta}]
+        self._append_bounded(lines, registered, bound)
         return registered
+
+    def bound(self, data_set: DataSet, note: str) -> None:
+        """Record how the budget of a data set is enforced; `fedpriv.vault.budget` decides whether that may be.
+
+        Args:
+            data_set: registered here.
+            note: of `fedpriv.accounting.filters.to_json`.
+        """
+        self._append_bounded([], data_set, note)
+
+    def bounds(self, data_set: str) -> list[str]:
+        """How the budget of a data set is enforced: notes for `fedpriv.accounting.filters.rule_of`, in order."""
+        return entries.bounds(self._db, data_set)
+
+    def _append_bounded(self, lines: list[dict[str, Any]], data_set: DataSet, bound: str | None) -> None:
+        """Append lines and a `bounded` entry together."""
+        if bound is not None:
+            lines = [*lines, {"phase": BOUNDED, "data_set": data_set.id, "client": data_set.client, "note": bound}]
+        with self._transaction():
+            self._insert(lines)
+            if bound is not None:
+                self._needs_version(LATEST_VERSION)
+        self._write_head()
 
     def data_set(self, data_set: str | None = None) -> DataSet | None:
         """The data set with the given id, or the last one registered; None if there is none."""
@@ -334,6 +357,10 @@ class Ledger:
     def releases(self, data_set: str, *, excluding_run: str = "") -> list[Release]:
         """Everything charged on a data set in all runs but one; equal releases are merged and their counts summed."""
         return entries.releases(self._db, data_set, excluding_run=excluding_run)
+
+    def releases_in_order(self, data_set: str) -> list[Release]:
+        """Everything charged on a data set, one by one, in the order of the charges."""
+        return entries.releases_in_order(self._db, data_set)
 
     def releases_of(self, data_set: str, run: str) -> list[tuple[Key, Release]]:
         """The releases that one run was charged on a data set, each with its key, in order."""

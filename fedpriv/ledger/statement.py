@@ -11,10 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fedpriv.accounting import events
+from fedpriv.accounting import events, filters
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import rounds_within
 from fedpriv.accounting.events import Event
+from fedpriv.accounting.filters import CommittedPlans, RenyiFilter
 from fedpriv.accounting.views import PlannedView, Release
 from fedpriv.errors import InputError
 from fedpriv.ledger import entries, reader
@@ -40,7 +41,15 @@ DOES_NOT_COVER = (
     "timing, and whatever an observer of the client's machine sees",
 )
 
+ODOMETER = (
+    "epsilon so far is an odometer: it would hold if all these releases had been fixed in advance. Where a coordinator "
+    "chose them by what it saw, what is proven is what enforces the budget"
+)
+
 NAME_NOTE = ", a name that it chose; the chain covers its number"
+
+# More of them are not counted.
+_MOST_ROUNDS = 100_000
 
 RESTS_ON_OTHERS = (
     "on the aggregate view: more nodes that collude with the server than this client's operator assumed; against those "
@@ -99,6 +108,26 @@ def recovery_lines(recovered: list[dict[str, Any]]) -> list[str]:
                 f"most the budget that the node kept, and nothing more is released: {each['reason']}"
             )
     return lines
+
+
+def enforcement(db: sqlite3.Connection, data_set: DataSet | None, epsilon: float | None, view: PlannedView) -> str:
+    """What enforces the budget of a data set, and how much of it is used.
+
+    Args:
+        db: the ledger, open for reading.
+        data_set: of it.
+        epsilon: of the budget.
+        view: of the budget.
+
+    Raises:
+        ValueError: the ledger names a rule that this fedpriv does not know.
+    """
+    if data_set is None or epsilon is None:
+        return "nothing: there is no budget or no data set"
+    delta, history = data_set.delta_for_releases, entries.releases(db, data_set.id)
+    rule = filters.rule_of(entries.bounds(db, data_set.id)) or RenyiFilter.derived(epsilon, delta)
+    used = rule.used([release.charged_on(view) for release in history], epsilon=epsilon, delta=delta)
+    return f"by {rule}, {used:.0%} of it used"
 
 
 def spending(
@@ -163,14 +192,19 @@ def _spending(
         "caveats": sorted({event.caveat for event in local if event.caveat and event.sampling_probability > 0}),
         "noise_source": ",".join(sorted({source for run in runs for source in run.noise_source.split(",")})),
     }
+    rule = filters.rule_of(entries.bounds(db, data_set.id))
+    result["enforced_by"] = None if rule is None else str(rule)
     if budget_epsilon is not None and (last := _last_charge(db, data_set)) is not None:
-        result["remaining_rounds"] = rounds_within(
-            budget_epsilon,
-            data_set.delta,
-            each_round=last.charged_on(view),
-            spent_before=charged[view],
-            at_most=100_000 if is_known else 0,
-        )
+        event, delta, before = last.charged_on(view), data_set.delta_for_releases, charged[view]
+        if rule is None:
+            rounds: float = rounds_within(
+                budget_epsilon, delta, each_round=event, spent_before=before, at_most=_MOST_ROUNDS
+            )
+        else:
+            if isinstance(rule, CommittedPlans):
+                before = [release.charged_on(view) for release in entries.releases_in_order(db, data_set.id)]
+            rounds = rule.remaining(before, event, epsilon=budget_epsilon, delta=delta)
+        result["remaining_rounds"] = int(min(rounds, _MOST_ROUNDS)) if is_known else 0
     return result
 
 
@@ -249,6 +283,8 @@ def render(page: Mapping[str, Any]) -> str:
         lines.append(
             f"Where it sees sums alone (aggregate)  epsilon {_rounded_up(page['epsilon_aggregate'])} at delta {delta}"
         )
+    if page["enforced_by"]:
+        lines += ["", *textwrap.wrap(f"Enforced by {page['enforced_by']}. Each {ODOMETER}.", 104)]
     for caveat in page["caveats"]:
         lines += ["", f"NOT A PRIVACY GUARANTEE: {caveat}."]
     if "seeded" in page["noise_source"]:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
-from fedpriv.accounting.accountants import check_delta, epsilon_of, stays_within
+from fedpriv.accounting.accountants import check_delta, stays_within
 from fedpriv.accounting.events import Event
+from fedpriv.accounting.filters import CommittedPlans
 from fedpriv.accounting.sensitivity import CLIPPING_RULES, NOISE_TARGETS
 from fedpriv.accounting.views import PlannedView, Release, default_delta
 from fedpriv.adapters.codecs import CODECS
@@ -25,6 +26,7 @@ from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.protocol import Broadcast
 from fedpriv.training.local_update import OBJECTIVES, OPTIMIZERS, QUANTIZATIONS, TRAINED_PARTS, UpdateSpec
 from fedpriv.training.private_evaluation import EvaluationSpec
+from fedpriv.vault import budget
 from fedpriv.vault.policy import Limits
 from fedpriv.vault.rollback import Watch
 
@@ -73,6 +75,8 @@ class NodePolicy:
         min_survivors: t; terms under which fewer uploads make a sum are refused.
         colluding_clients: c, how many others may reveal their noise to the server; none of theirs counts.
         watch: notices that the ledger is an old copy; None without a ledger, or a key that signs.
+        fixed_schedule: the holder starts the runs itself, so no release is chosen by what earlier ones showed, and
+            losses may be composed by pld.
 
     Raises:
         InputError, ValueError: the budget or delta is out of range.
@@ -88,6 +92,7 @@ class NodePolicy:
     min_survivors: int = 2
     colluding_clients: int = 0
     watch: Watch | None = None
+    fixed_schedule: bool = False
 
     def __post_init__(self) -> None:
         if self.budget_epsilon is not None and not 0 < self.budget_epsilon < math.inf:
@@ -274,7 +279,9 @@ def registered_data_set(policy: NodePolicy, client: str, num_records: int | None
             return data_set
         if num_records is None:
             raise RefusedError("data: this node's operator has registered none")
-        return ledger.register(client, num_records, policy.delta or default_delta(num_records))
+        delta, epsilon = policy.delta or default_delta(num_records), policy.budget_epsilon
+        bound = None if epsilon is None or policy.fixed_schedule else budget.note_of(None, epsilon, delta)
+        return ledger.register(client, num_records, delta, bound=bound)
 
 
 def log_content(policy: NodePolicy, data_set: DataSet, content: bytes, num_records: int) -> None:
@@ -310,9 +317,9 @@ def charge(
         AlreadyReleasedError: the same request was answered before.
         RetiredError: the budget does not allow the release.
         RefusedError: the node has signed a receipt, `shown` by the coordinator or kept elsewhere, that its ledger
-            lacks; the event protects nobody, on a node that releases nothing of that kind; the same request was
-            answered before, but the reply is no longer kept; it was charged to another data set; or earlier releases of
-            these data have another unit.
+            lacks; the event protects nobody, on a node that releases nothing of that kind; its operator's plan or
+            filter has no place for it; the same request was answered before, but the reply is no longer kept; it was
+            charged to another data set; or earlier releases of these data have another unit.
         LedgerError: the ledger cannot be used.
     """
     event = release.event
@@ -338,19 +345,7 @@ def charge(
             return False
         if not ledger.is_known_in_full(data_set.id):
             raise RetiredError("ledger: was restored, and what was spent before is not known in full")
-        history = [earlier.charged_on(policy.budget_view) for earlier in ledger.releases(data_set.id)]
-        if any(earlier.unit != event.unit for earlier in history):
-            raise RefusedError(
-                f"noise_on: its unit is the {event.unit}; earlier releases of these data have another, "
-                "and the two do not compose"
-            )
-        budget = policy.budget_epsilon
-        if budget is not None and not stays_within(
-            [*history, release.charged_on(policy.budget_view)], data_set.delta, budget
-        ):
-            cost = epsilon_of(history, data_set.delta).epsilon
-            log.warning("round %s would exceed the budget: %.4f of %s is spent", key.round, cost, budget)
-            raise RetiredError("budget_epsilon: another round would exceed this node's budget")
+        _check_budget(policy, ledger, release, data_set)
         ledger.charge([new_charge])
         _sign_newest(policy, ledger, data_set)
         return True
@@ -394,6 +389,41 @@ def receipt(policy: NodePolicy, data_set: DataSet | None) -> str:
         return ""
     with reading(policy.ledger) as db:
         return policy.watch.sign(chain_of(db, data_set.id)).text()
+
+
+def _check_budget(policy: NodePolicy, ledger: Ledger, release: Release, data_set: DataSet) -> None:
+    """Refuse a release that the budget does not allow beside all earlier ones, however a coordinator chose them.
+
+    Raises:
+        RefusedError, RetiredError: see `charge`.
+    """
+    view, epsilon, delta = policy.budget_view, policy.budget_epsilon, data_set.delta_for_releases
+    history = [earlier.charged_on(view) for earlier in ledger.releases(data_set.id)]
+    event = release.charged_on(view)
+    if any(earlier.unit != event.unit for earlier in history):
+        raise RefusedError(
+            f"noise_on: its unit is the {event.unit}; earlier releases of these data have another, "
+            "and the two do not compose"
+        )
+    if epsilon is None:
+        return
+    if policy.fixed_schedule:
+        fits = stays_within([*history, event], delta, epsilon)
+    else:
+        rule = budget.rule_of(ledger, data_set, epsilon)
+        if not rule.covers(event):
+            raise RefusedError(f"mechanism: {rule} allows no such release, of {_described(event)}")
+        if isinstance(rule, CommittedPlans):  # which slots are left depends on the order of what took them
+            history = [earlier.charged_on(view) for earlier in ledger.releases_in_order(data_set.id)]
+        fits = rule.remaining(history, event, epsilon=epsilon, delta=delta) >= 1
+    if not fits:
+        log.warning("data set %s: another such release would exceed the budget of epsilon %g", data_set.id, epsilon)
+        raise RetiredError("budget_epsilon: another round would exceed this node's budget")
+
+
+def _described(event: Event) -> str:
+    """The numbers of an event that a coordinator can change."""
+    return f"q = {event.sampling_probability:g} and effective noise {event.effective_noise_multiplier:g}"
 
 
 def _check_event(event: Event) -> None:

@@ -171,7 +171,7 @@ def test_a_charge_without_a_stored_answer_is_answered_by_noise_alone(make, same_
 
 
 def test_the_budget_of_the_node_counts_evaluations(make):
-    node = make(budget_epsilon=2.0)  # four evaluations cost 1.993, five 2.258
+    node = make(budget_epsilon=2.3)  # the filter needs 2.215 for four evaluations, and 2.465 for five
     codes = [node.ask(round_=round_).code for round_ in range(1, 8)]
     assert codes[:4] == [0] * 4
     assert set(codes[4:]) == {RETIRED}

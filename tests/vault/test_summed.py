@@ -12,7 +12,7 @@ import pytest
 
 from fedpriv import protocol
 from fedpriv.accounting import events
-from fedpriv.accounting.accountants import epsilon_of
+from fedpriv.accounting.filters import filtered_epsilon
 from fedpriv.config import ON_NODES, parse
 from fedpriv.deployment import keys
 from fedpriv.ledger.ledger import Ledger
@@ -272,9 +272,9 @@ def test_a_budget_on_the_aggregate_view_ends_where_its_epsilon_does(site, tmp_pa
     assert not site.train(1, terms, site.open(terms).message(1)).code
     (charge,) = site.charges(1, "probe")
     event = events.from_json(charge.event)
-    costs = [epsilon_of([event.with_noise(charge.aggregate_scale).with_count(n)], DELTA).epsilon for n in (2, 3)]
+    costs = [filtered_epsilon([event.with_noise(charge.aggregate_scale).with_count(n)], DELTA) for n in (2, 3)]
     budget = sum(costs) / 2
-    assert epsilon_of([event.with_count(2)], DELTA).epsilon > budget, "so two rounds are too much on the local view"
+    assert filtered_epsilon([event.with_count(2)], DELTA) > budget, "so two rounds are too much on the local view"
 
     aggregate = with_budget(site, tmp_path, budget_epsilon=budget)
     assert uploads(aggregate, 3) == [0, 0, RETIRED]
@@ -293,7 +293,7 @@ def test_an_upload_outside_the_protocol_counts_in_full_on_the_aggregate_view(sit
     assert [charge.aggregate_scale for charge in site.charges(1, "bare")] == [None]
     (charge,) = site.charges(1, "plain")
     assert charge.aggregate_scale is None
-    local = epsilon_of([events.from_json(charge.event)], DELTA).epsilon
+    local = filtered_epsilon([events.from_json(charge.event)], DELTA)
     assert [plain(with_budget(site, tmp_path, budget_epsilon=local * share)) for share in (1.001, 0.999)] == [
         0,
         RETIRED,

@@ -1,0 +1,228 @@
+"""How an operator says what enforces the budget: a filter or plans, noted in the ledger and shown by doctor."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from clients.deploy import doctor
+from clients.deploy.__main__ import app
+from clients.deploy.folder import Node
+from fedpriv import planning
+from fedpriv.accounting.accountants import epsilon_of
+from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.filters import CommittedPlan, CommittedPlans, RenyiFilter, to_json
+from fedpriv.accounting.views import Release
+from fedpriv.cli.main import app as fedpriv
+from fedpriv.errors import InputError
+from fedpriv.ledger import reader, statement
+from fedpriv.ledger.entries import Charge, Key
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.vault import guard
+from fedpriv.vault.holder import Holder
+from server.costs import Costs
+
+STEP = SubsampledGaussian(noise_multiplier=8.0, sampling_probability=0.5)
+
+
+@pytest.fixture
+def node(make_node, own) -> Node:
+    return make_node(**own)
+
+
+@pytest.fixture
+def plan_of(tmp_path, node):
+    """Writes a plan for the node, partition 1, of so many steps."""
+
+    def write(count: int, **changes: object) -> Path:
+        with Ledger(node.vault.ledger) as ledger:
+            num_records = ledger.data_set().num_records
+        event = {"version": 1, "kind": "subsampled_gaussian", **STEP.with_count(count).to_fields()}
+        client = {"client": 1, "num_records": num_records, "delta": 5e-6, "events": [event]} | changes
+        path = tmp_path / f"plan-{count}.json"
+        path.write_text(json.dumps({"view": "local", "clients": [client]}))
+        return path
+
+    return write
+
+
+def register(node: Node, *options: object) -> str:
+    done = CliRunner().invoke(app, ["register", str(node.folder), *map(str, options)])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.output
+
+
+def charge(node: Node, number: int, event: SubsampledGaussian = STEP) -> None:
+    policy = replace(Holder.of(node.vault).policy, budget_epsilon=node.vault.budget_epsilon)
+    data_set = guard.registered_data_set(policy, "1", None)
+    key = Key(run="run", client="1", round=number, request=f"{number}")
+    guard.charge(policy, key, Release(event=event, rho_bar=1.0), data_set, noise_source="secure")
+
+
+def enforced(node: Node) -> str:
+    (check,) = [each for each in doctor.checks(node) if each.name == "enforced"]
+    assert check.ok, check
+    return check.detail
+
+
+def test_a_new_node_has_the_derived_filter_from_its_registration_on(node):
+    with Ledger(node.vault.ledger) as ledger:
+        data_set = ledger.data_set()
+        derived = RenyiFilter.derived(4.0, data_set.delta)
+        assert ledger.bounds(data_set.id) == [to_json(derived)]
+    assert enforced(node) == f"by {derived}, 0% of it used"
+    charge(node, 1)
+    assert enforced(node) != f"by {derived}, 0% of it used"
+
+
+def test_an_old_ledger_takes_the_derived_order_with_its_history_at_the_next_charge(node):
+    with Ledger(node.vault.ledger) as ledger:  # as before there were filters
+        old = ledger.register("1", 60, 1e-5, note="another")
+    policy = Holder.of(node.vault).policy
+    with sqlite3.connect(node.vault.ledger) as db:
+        db.execute("PRAGMA user_version = 1")
+    assert enforced(node).startswith("by a Renyi filter of order")
+    charge(node, 1)
+    derived = RenyiFilter.derived(4.0, 1e-5)
+    with Ledger(node.vault.ledger) as ledger:
+        assert ledger.bounds(old.id) == [to_json(derived)]
+        assert ledger._db.execute("PRAGMA user_version").fetchone() == (3,)
+    # The order stays though the operator changes the budget.
+    data_set = guard.registered_data_set(policy, "1", None)
+    key = Key(run="run", client="1", round=2, request="2")
+    raised = replace(policy, budget_epsilon=9.0)
+    guard.charge(raised, key, Release(event=STEP, rho_bar=1.0), data_set, noise_source="secure")
+    with Ledger(node.vault.ledger) as ledger:
+        assert ledger.bounds(old.id) == [to_json(derived)]
+
+
+def test_history_counts_under_the_filter(node):
+    with Ledger(node.vault.ledger) as ledger:
+        data_set = ledger.register("1", 60, 1e-5, note="another")
+        spent = SubsampledGaussian(noise_multiplier=1.12, sampling_probability=1.0)
+        assert epsilon_of([spent, replace(STEP, sampling_probability=1.0)], 1e-5).epsilon < 4.0, (
+            "allowed before there were filters"
+        )
+        key = Key(run="old", client="1", round=1, request="0")
+        release = Release(event=spent, rho_bar=1.0)
+        ledger.charge([Charge(key=key, data_set=data_set.id, release=release, noise_source="secure")])
+    with pytest.raises(guard.RetiredError):
+        charge(node, 1, replace(STEP, sampling_probability=1.0))
+
+
+def test_another_order_and_gaussian_dp_can_be_named_until_something_is_charged(node):
+    assert register(node, "--filter", "renyi:5") == "the budget is enforced by a Renyi filter of order 5\n"
+    assert register(node, "--filter", "gaussian") == "the budget is enforced by a filter of Gaussian DP\n"
+    charge(node, 1)
+    with pytest.raises(InputError, match="something is charged to it"):
+        register(node, "--filter", "renyi:5")
+
+
+def test_a_committed_plan_is_all_that_a_node_releases(node, plan_of):
+    assert "a plan committed for epsilon" in register(node, "--plan", plan_of(2))
+    charge(node, 1)
+    with pytest.raises(guard.RefusedError, match=r"allows no such release, of q = 0\.5 and effective noise 7"):
+        charge(node, 2, replace(STEP, noise_multiplier=7.0))
+    charge(node, 3)
+    with pytest.raises(guard.RetiredError):
+        charge(node, 4)
+    assert enforced(node).endswith("100% of it used")
+
+
+def test_a_later_plan_adds_its_epsilon_and_delta(node, plan_of):
+    one = epsilon_of([STEP.with_count(2)], 5e-6).epsilon
+    register(node, "--plan", plan_of(2))
+    charge(node, 1)
+    shown = register(node, "--plan", plan_of(2))
+    assert f"2 plans committed for epsilon {2 * one:.4f} at delta 1e-05" in shown
+    with pytest.raises(InputError, match="above this data set's epsilon 4 at delta 1e-05"):
+        register(node, "--plan", plan_of(2))
+    for number in (2, 3, 4):
+        charge(node, number)
+    with pytest.raises(guard.RetiredError):
+        charge(node, 5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_records": 1}, "num_records = 1: this node has"),
+        ({"client": 0}, "plans nothing for client 1"),
+        ({"events": []}, "holds no release"),
+        ({"delta": 2.0}, "must be a plan"),
+        ({"events": [{"kind": "trust"}]}, "must be a plan"),
+    ],
+)
+def test_a_plan_that_is_not_the_nodes_is_refused_by_name(node, plan_of, changes, message):
+    before = enforced(node)
+    with pytest.raises(InputError, match=message) as caught:
+        register(node, "--plan", plan_of(2, **changes))
+    assert "\n" not in str(caught.value)
+    assert enforced(node) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "give --plan FILE, --filter"),
+        (("--filter", "gaussian", "--plan", "nowhere.json"), "either --plan FILE or --filter"),
+        (("--filter", "renyi:64"), "filter = 'renyi:64': must be gaussian, or renyi:ORDER"),
+        (("--filter", "pld"), "filter = 'pld'"),
+        (("--filter", "renyi:2"), None),
+        (("--plan", "nowhere.json"), "nowhere.json: No such file"),
+    ],
+)
+def test_what_cannot_be_registered_is_one_line(node, options, message):
+    if message is None:
+        message = "allows nothing at delta 1e-05; use a larger one"
+    with pytest.raises(InputError, match=message):
+        register(node, *options)
+
+
+def test_statements_say_what_enforces_a_budget_and_that_spending_is_an_odometer(node, plan_of):
+    register(node, "--plan", plan_of(3))
+    charge(node, 1)
+    with reader.reading(node.vault.ledger) as db:
+        (page,) = statement.statement(db, node.vault.ledger, "1")
+        (row,) = statement.spending(db, budget_epsilon=4.0)
+    text = " ".join(statement.render(page).split())
+    assert "Enforced by a plan committed for epsilon" in text
+    assert "Each epsilon so far is an odometer" in text
+    assert row["remaining_rounds"] == 2
+    shown = CliRunner().invoke(fedpriv, ["ledger", "show", str(node.vault.ledger)]).output
+    assert "client 1: enforced by a plan committed" in shown
+    assert "is an odometer" in shown
+
+
+def test_a_file_of_fedpriv_plan_is_what_a_node_commits(node, tmp_path):
+    with Ledger(node.vault.ledger) as ledger:
+        num_records = ledger.data_set().num_records
+    out = tmp_path / "plan.json"
+    asked = ["plan", "--records", "500", "--records", str(num_records), "--epsilon", "3.9", "--rounds", "8"]
+    asked += ["--records-per-second", "60", "--out", str(out), "--json"]
+    done = CliRunner().invoke(fedpriv, asked, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert 3.9 < json.loads(done.output)["filtered_epsilon"] < 1.2 * 3.9
+    assert "a plan committed for epsilon 3.9000" in register(node, "--plan", out)
+
+
+@pytest.mark.parametrize("view", ["local", "aggregate"])
+def test_a_run_by_the_plan_finds_a_slot_for_each_round_on_each_node(view):
+    sizes = (500, 300, 300)
+    found = planning.plan(planning.Setting.of(sizes, epsilon=2.0, view=view, rounds=6, delta=1e-5))
+    costs = Costs(found.setting.config, dict(enumerate(sizes)), found.setting.adapter)
+    for client in range(len(sizes)):
+        plans = CommittedPlans(plans=(CommittedPlan.of(found.releases(client), 1e-5),))
+        assert plans.epsilon <= 2.0
+        history = []
+        for round_ in range(1, 7):
+            event = costs.worst(round_, range(3), beside=range(3))[client].charged_on(view)
+            assert plans.remaining(history, event, epsilon=2.0, delta=1e-5) >= 1, (client, round_)
+            history.append(event)
+        assert plans.used(history, epsilon=2.0, delta=1e-5) == 1.0
