@@ -180,7 +180,17 @@ def register(
     from fedpriv.ledger.ledger import Ledger
     from fedpriv.vault import budget
 
+    delta = vault.delta or default_delta(found.num_records)
+
+    def bound() -> str | None:
+        if vault.budget_epsilon is None:
+            return None
+        chosen = _choice(vault, found.num_records, plan, filter_, plan_delta)
+        return budget.note_of(chosen, vault.budget_epsilon, delta)
+
     is_new = not ledger.exists()
+    if is_new:
+        bound()  # refused before there is a ledger
     with Ledger(ledger) as opened:
         known = opened.data_set()
         if known is not None and disjoint is None:
@@ -190,12 +200,7 @@ def register(
                 f"data = {str(vault.data)!r}: holds the same records as data set {same} of {ledger}; what was spent on "
                 "them counts, so name a file of other records in vault.toml"
             )
-        delta = vault.delta or default_delta(found.num_records)
-        note = None
-        if vault.budget_epsilon is not None:
-            chosen = _choice(vault, found.num_records, plan, filter_, plan_delta)
-            note = budget.note_of(chosen, vault.budget_epsilon, delta)
-        made = opened.register(str(vault.partition_id), found.num_records, delta, note=disjoint, bound=note)
+        made = opened.register(str(vault.partition_id), found.num_records, delta, note=disjoint, bound=bound())
         opened.log_content(made, found.content)
     if is_new:
         ledger.chmod(0o600)

@@ -270,17 +270,20 @@ def registered_data_set(policy: NodePolicy, client: str, num_records: int | None
 
     Raises:
         RefusedError: no data set is registered, and none may be registered here.
+        InputError: the budget is so small that nothing could be released; no ledger was made.
         LedgerError: the ledger cannot be used.
     """
     if policy.ledger is None:
         return None
+    delta, bound, epsilon = policy.delta, None, policy.budget_epsilon
+    if num_records is not None:
+        delta = delta or default_delta(num_records)
+        bound = None if epsilon is None or policy.fixed_schedule else budget.note_of(None, epsilon, delta)
     with Ledger(policy.ledger) as ledger:
         if (data_set := ledger.data_set()) is not None:
             return data_set
-        if num_records is None:
+        if num_records is None or delta is None:
             raise RefusedError("data: this node's operator has registered none")
-        delta, epsilon = policy.delta or default_delta(num_records), policy.budget_epsilon
-        bound = None if epsilon is None or policy.fixed_schedule else budget.note_of(None, epsilon, delta)
         return ledger.register(client, num_records, delta, bound=bound)
 
 

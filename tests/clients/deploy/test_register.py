@@ -212,6 +212,13 @@ def test_a_file_of_fedpriv_plan_is_what_a_node_commits(node, tmp_path):
     assert "a plan committed for epsilon 3.9000" in register(node, "--plan", out)
 
 
+def test_a_budget_under_which_nothing_could_be_released_makes_no_node(make_node, own, tmp_path):
+    ledger = tmp_path / "ledger.sqlite"
+    with pytest.raises(InputError, match=r"budget_epsilon = 0\.0001: a Renyi filter of order 1024 allows nothing"):
+        make_node(**own | {"budget_epsilon": 1e-4, "ledger_file": ledger})
+    assert not ledger.exists()
+
+
 @pytest.mark.parametrize("view", ["local", "aggregate"])
 def test_a_run_by_the_plan_finds_a_slot_for_each_round_on_each_node(view):
     sizes = (500, 300, 300)
