@@ -36,7 +36,7 @@ def units(node: Node) -> list[Unit]:
             folder=folder,
             user=owner_of(folder).name,
             variables={"PYTHONUNBUFFERED": "1", "FEDPRIV_CACHE": str(folder / "cache")},
-            writable=[folder, *({vault.counter_file.parent} if vault.counter_file else ())],
+            writable=[folder, *([vault.counter_file] if vault.counter_file else [])],
             read_only=data,
             networked=False,
         ),

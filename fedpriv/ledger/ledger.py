@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import secrets
 import sqlite3
@@ -30,7 +29,6 @@ from fedpriv.ledger.entries import (
     CHANGED,
     CHARGED,
     PERMITTED,
-    RECOVERED,
     REGISTERED,
     RELEASED,
     WITHDRAWN,
@@ -281,9 +279,8 @@ class Ledger:
         Raises:
             LedgerError: they cannot be written.
         """
-        lines = [line for each in missing for line in _recovered_entries(each, reason)]
         with self._transaction():
-            self._insert(lines)
+            self._insert([line for each in missing for line in each.lines(reason)])
             self._needs_version(LATEST_VERSION)
         self._write_head()
 
@@ -434,32 +431,6 @@ def _release_entry(charge: Charge, reply: str | None) -> dict[str, Any]:
         "aggregate_scale": charge.release.aggregate_scale,
         "reply": reply,
     }
-
-
-def _recovered_entries(missing: Missing, reason: str) -> Iterator[dict[str, Any]]:
-    """Proven charges first: they may continue the chain as it was."""
-    data_set = missing.data_set
-    common = {"phase": RECOVERED, "data_set": data_set.id}
-    proven = [(link, {"replaces": link.digest}) for link in missing.proven]
-    for link, replaces in (*proven, *((link, {}) for link in missing.claimed)):
-        yield {
-            **common,
-            "client": link.client,
-            "run": link.run or None,
-            "round": link.round,
-            "event": link.event or None,
-            "rho_bar": 1.0,
-            "aggregate_scale": link.aggregate_scale,
-            "noise_source": link.noise_source,
-            # Not in its column: a coordinator that makes the request again gets another release, and pays for it.
-            "note": _note(request=link.request, reason=reason, **replaces),
-        }
-    for digest in missing.unknown:
-        yield {**common, "client": data_set.client, "note": _note(replaces=digest, reason=reason)}
-
-
-def _note(**values: str) -> str:
-    return json.dumps(values, sort_keys=True)
 
 
 def _key_values(key: Key) -> tuple[str, str, int, str]:

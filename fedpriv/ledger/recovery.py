@@ -8,16 +8,18 @@ charged in addition, so a false claim costs the node budget and nothing else.
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from fedpriv.accounting import events
 from fedpriv.errors import InputError
 from fedpriv.ledger import entries
-from fedpriv.ledger.entries import DataSet
+from fedpriv.ledger.entries import RECOVERED, DataSet
 from fedpriv.ledger.reader import reading, verify
 from fedpriv.ledger.receipts import Chain, Receipt, ReceiptLog, chain_of
 
@@ -42,6 +44,32 @@ class Missing:
 
     def __bool__(self) -> bool:
         return bool(self.proven or self.claimed or self.unknown)
+
+    def lines(self, reason: str) -> Iterator[dict[str, Any]]:
+        """The entries with which a ledger charges it; what is proven comes first, since it may continue the chain.
+
+        A link's request is in the note: a coordinator that makes it again gets another release, and pays for it.
+        """
+        for link in (*self.proven, *self.claimed):
+            replaces = {"replaces": link.digest} if link in self.proven else {}
+            yield {
+                **self._common,
+                "client": link.client,
+                "run": link.run or None,
+                "round": link.round,
+                "event": link.event or None,
+                "rho_bar": 1.0,
+                "aggregate_scale": link.aggregate_scale,
+                "noise_source": link.noise_source,
+                "note": json.dumps({"request": link.request, "reason": reason, **replaces}, sort_keys=True),
+            }
+        for digest in self.unknown:
+            note = json.dumps({"reason": reason, "replaces": digest}, sort_keys=True)
+            yield {**self._common, "client": self.data_set.client, "note": note}
+
+    @property
+    def _common(self) -> dict[str, Any]:
+        return {"phase": RECOVERED, "data_set": self.data_set.id}
 
 
 def missing(db: sqlite3.Connection, sources: Iterable[Path], signer: str) -> list[Missing]:

@@ -166,10 +166,10 @@ class Watch:
             data_set = entries.data_set(db, None)
             if data_set is None:
                 raise InputError(f"counter_file = {path}: {ledger} holds no data set whose charges it could count")
-            chain = chain_of(db, data_set.id)
+            receipt = chain_of(db, data_set.id).newest.signed(self.key)
         try:
             path.touch(mode=0o600, exist_ok=False)
-            ReceiptLog(path).add(chain.newest.signed(self.key))
+            ReceiptLog(path).add(receipt)
         except FileExistsError:
             raise InputError(f"counter_file = {path}: exists; a new one would forget what it has counted") from None
         except OSError as error:

@@ -46,6 +46,13 @@ def test_the_vault_has_no_network_and_the_supernode_sees_neither_records_nor_led
     assert "User=daemon" not in vault
 
 
+def test_of_another_disk_the_vault_may_write_its_counter_file_alone(node: Node) -> None:
+    counted = replace(node, vault=replace(node.vault, counter_file=Path("/mnt/other/counter")))
+    writable = [line for line in units(counted)[0].text().splitlines() if line.startswith("ReadWritePaths")]
+    assert writable[1:] == ['ReadWritePaths="/mnt/other/counter"']
+    assert len(writable) == 2
+
+
 def test_the_supernode_runs_approved_bundles_alone_and_waits_for_its_registration(node: Node) -> None:
     text = units(node)[1].text()
     assert '"clients.deploy.approved_supernode"' in text
