@@ -182,7 +182,7 @@ def register(
 
     delta = vault.delta or default_delta(found.num_records)
 
-    def bound() -> str | None:
+    def note() -> str | None:
         if vault.budget_epsilon is None:
             return None
         chosen = _choice(vault, found.num_records, plan, filter_, plan_delta)
@@ -190,7 +190,7 @@ def register(
 
     is_new = not ledger.exists()
     if is_new:
-        bound()  # refused before there is a ledger
+        note()  # refused before there is a ledger
     with Ledger(ledger) as opened:
         known = opened.data_set()
         if known is not None and disjoint is None:
@@ -200,7 +200,7 @@ def register(
                 f"data = {str(vault.data)!r}: holds the same records as data set {same} of {ledger}; what was spent on "
                 "them counts, so name a file of other records in vault.toml"
             )
-        made = opened.register(str(vault.partition_id), found.num_records, delta, note=disjoint, bound=bound())
+        made = opened.register(str(vault.partition_id), found.num_records, delta, note=disjoint, bound=note())
         opened.log_content(made, found.content)
     if is_new:
         ledger.chmod(0o600)
