@@ -216,8 +216,18 @@ class Ledger:
         return row is not None
 
     def _content_digest(self, content: bytes) -> str:
+        return hashlib.blake2b(content, key=self._secret(), digest_size=32).hexdigest()
+
+    def coin_key(self, data_set: DataSet) -> bytes:
+        """A key that is the same whenever it is asked for, and that nobody knows without this ledger; 32 bytes.
+
+        It decides what becomes of a data set's records; another data set has another.
+        """
+        return hashlib.blake2b(data_set.id.encode(), key=self._secret(), digest_size=32, person=b"coins").digest()
+
+    def _secret(self) -> bytes:
         (key,) = self._db.execute("SELECT content_key FROM secret").fetchone()
-        return hashlib.blake2b(content, key=key, digest_size=32).hexdigest()
+        return bytes(key)
 
     def charge(self, charges: Sequence[Charge]) -> None:
         """Charge uploads, all or none of them; the charges are durable when this returns.
@@ -306,6 +316,13 @@ class Ledger:
     def releases_of(self, data_set: str, run: str) -> list[tuple[Key, Release]]:
         """The releases that one run was charged on a data set, each with its key, in order."""
         return entries.releases_of(self._db, data_set, run)
+
+    def num_charges(self, data_set: str) -> int:
+        """How many releases were charged on a data set, whatever each of them cost."""
+        row = self._db.execute(
+            "SELECT count(*) FROM entries WHERE phase = ? AND data_set = ?", (CHARGED, data_set)
+        ).fetchone()
+        return int(row[0])
 
     def runs(self, data_set: str) -> list[RunRecord]:
         """The runs charged on a data set, in the order of their first charge."""

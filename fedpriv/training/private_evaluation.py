@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -116,8 +117,10 @@ def count(
 
 
 @torch.no_grad()
-def rehearse(model: TrainingModel, adapter: Adapter, merged: Merged, records: Records) -> None:
+def rehearse(model: TrainingModel, adapter: Adapter, merged: Merged, records: Records) -> float:
     """Evaluate synthetic records, so that what no record causes fails before anything is charged.
+
+    Returns the seconds that the slowest of them takes.
 
     Args:
         model, adapter, merged: as for `count`.
@@ -128,8 +131,12 @@ def rehearse(model: TrainingModel, adapter: Adapter, merged: Merged, records: Re
     """
     model.merge(merged)
     lora.write_parameters(model.parameters, adapter)
+    slowest = 0.0
     for item in {num_tokens(item): item for item in records.items()}.values():
+        begin = time.perf_counter()
         _share(model, [item])
+        slowest = max(slowest, time.perf_counter() - begin)
+    return slowest
 
 
 def noised(counts: Tensor, spec: EvaluationSpec, source: RandomSource) -> tuple[NoisedCounts, Event]:

@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 # Accountants take a larger one for this, and near the largest float an upload would overflow after its charge.
 _LARGEST_NOISE_MULTIPLIER = 1e6
 
+# Of a data set's delta: what draws may cost that are so large that their reply leaves later than others.
+CLOCK_SHARE = 1e-6
+
 # Of a gradient's part before it is clipped. A larger one would only let this part crowd out the others.
 _LARGEST_BIAS_SCALE = 100.0
 
@@ -173,6 +176,9 @@ def check_limits(spec: UpdateSpec, event: Event, round_: int, limits: Limits | N
     if noise < limits.min_effective_noise_multiplier:
         minimum = limits.min_effective_noise_multiplier
         raise RefusedError(f"noise_multiplier: its effective value {noise:g} is below this node's minimum {minimum:g}")
+    if noise > limits.max_effective_noise_multiplier:
+        maximum = limits.max_effective_noise_multiplier
+        raise RefusedError(f"noise_multiplier: its effective value {noise:g} is above this node's maximum {maximum:g}")
     if event.unit == "record" and probability > limits.max_sampling_probability:
         maximum = limits.max_sampling_probability
         raise RefusedError(f"sampling_probability: its value {probability:g} is above this node's maximum {maximum:g}")
@@ -216,6 +222,9 @@ def check_evaluation(spec: EvaluationSpec, round_: int, policy: NodePolicy, *, n
     if limits is not None and noise < limits.min_effective_noise_multiplier:
         minimum = limits.min_effective_noise_multiplier
         raise RefusedError(f"evaluation_noise_multiplier = {noise:g}: below this node's minimum {minimum:g}")
+    if limits is not None and noise > limits.max_effective_noise_multiplier:
+        maximum = limits.max_effective_noise_multiplier
+        raise RefusedError(f"evaluation_noise_multiplier = {noise:g}: above this node's maximum {maximum:g}")
     if not policy.allow_not_private and noise_source != "secure":
         raise RefusedError(f"noise source = {noise_source}: this node releases nothing with seeded noise")
 
@@ -289,6 +298,17 @@ def log_content(policy: NodePolicy, data_set: DataSet, content: bytes, num_recor
         log.warning("found %s records; the registered number, %s, stays in force", num_records, data_set.num_records)
 
 
+def coin_key(policy: NodePolicy, data_set: DataSet) -> bytes:
+    """The secret that decides which of a data set's records are set aside: no run, and no round, changes it.
+
+    Raises:
+        LedgerError: the ledger cannot be used.
+    """
+    assert policy.ledger is not None, "a node with records of its own keeps a ledger"
+    with Ledger(policy.ledger) as ledger:
+        return ledger.coin_key(data_set)
+
+
 def charge(policy: NodePolicy, key: Key, release: Release, data_set: DataSet | None, *, noise_source: str) -> bool:
     """Charge a release to the node's own ledger, if it keeps one, durably and before anything is computed.
 
@@ -300,7 +320,7 @@ def charge(policy: NodePolicy, key: Key, release: Release, data_set: DataSet | N
 
     Raises:
         AlreadyReleasedError: the same request was answered before.
-        RetiredError: the budget does not allow the release.
+        RetiredError: the budget, or the number of releases, does not allow another one.
         RefusedError: the event protects nobody, on a node that releases nothing of that kind; the same request was
             answered before, but the reply is no longer kept; it was charged to another data set; or earlier releases of
             these data have another unit.
@@ -325,6 +345,8 @@ def charge(policy: NodePolicy, key: Key, release: Release, data_set: DataSet | N
             if ledger.charged_data_set(key) != data_set.id:
                 raise RefusedError(f"round {key.round}: was charged to another data set of this node")
             return False
+        if policy.limits is not None and ledger.num_charges(data_set.id) >= policy.limits.max_releases:
+            raise RetiredError(f"max_releases = {policy.limits.max_releases}: these data have had so many releases")
         history = [earlier.charged_on(policy.budget_view) for earlier in ledger.releases(data_set.id)]
         if any(earlier.unit != event.unit for earlier in history):
             raise RefusedError(
@@ -333,13 +355,18 @@ def charge(policy: NodePolicy, key: Key, release: Release, data_set: DataSet | N
             )
         budget = policy.budget_epsilon
         if budget is not None and not stays_within(
-            [*history, release.charged_on(policy.budget_view)], data_set.delta, budget
+            [*history, release.charged_on(policy.budget_view)], enforced_delta(data_set.delta), budget
         ):
             cost = epsilon_of(history, data_set.delta).epsilon
             log.warning("round %s would exceed the budget: %.4f of %s is spent", key.round, cost, budget)
             raise RetiredError("budget_epsilon: another round would exceed this node's budget")
         ledger.charge([new_charge])
         return True
+
+
+def enforced_delta(delta: float) -> float:
+    """What of a data set's delta is left for the values that are released; see `fedpriv.vault.reply_times`."""
+    return delta * (1 - CLOCK_SHARE)
 
 
 def _check_event(event: Event) -> None:

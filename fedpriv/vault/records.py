@@ -75,7 +75,7 @@ def _read_own(bench: Workbench, holder: Holder, data_set: DataSet | None) -> Non
         return
     bench.forget_records()
     guard.log_content(holder.policy, data_set, repr(bench.data.clients[0]).encode(), size(bench, 0))
-    bench.read_for = data_set.id
+    bench.read_for, bench.coin_key = data_set.id, guard.coin_key(holder.policy, data_set)
 
 
 def _encode(config: RunConfig, bench: Workbench, terms: Terms, data_set: DataSet | None) -> Encode:

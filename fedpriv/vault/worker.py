@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import struct
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,6 +15,8 @@ from fedpriv.vault.settings import VaultSettings
 # The first byte of what the worker sends: the request is charged and records will be touched next; or the response.
 CHARGED = b"c"
 ANSWERED = b"a"
+# After CHARGED: the seconds after which, or after a multiple of which, the response may leave; 0 for at once.
+SECONDS = struct.Struct("!d")
 
 
 def run_worker(connection: Connection, folder: Path) -> None:
@@ -28,7 +31,10 @@ def run_worker(connection: Connection, folder: Path) -> None:
     from fedpriv.vault.answer import answer  # loads torch, which the service itself does without
     from fedpriv.vault.holder import Holder
 
-    holder = replace(Holder.of(VaultSettings.read(folder)), before_records=lambda: connection.send_bytes(CHARGED))
+    def charged(reply_seconds: float) -> None:
+        connection.send_bytes(CHARGED + SECONDS.pack(reply_seconds))
+
+    holder = replace(Holder.of(VaultSettings.read(folder)), before_records=charged)
 
     def answered(request: Request | FrameError) -> Response:
         if isinstance(request, FrameError):

@@ -1,0 +1,184 @@
+"""When a reply leaves: at a time that public numbers alone decide, so that a clock tells nothing of the records.
+
+A reply that a charge has paid for leaves when T seconds have passed since the charge or, if its work is not done by
+then, when the next multiple of T has. T bounds the work on any records: it is measured on synthetic ones, for the most
+that an update may draw. A draw beyond that is computed as a whole and may leave later; its probability is off delta.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import logging
+import math
+import random
+import time
+from collections.abc import Hashable
+from weakref import WeakKeyDictionary
+
+from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.config import RunConfig
+from fedpriv.data import holdout
+from fedpriv.data.text import TextData
+from fedpriv.ledger.entries import DataSet
+from fedpriv.protocol import Broadcast
+from fedpriv.training.local_update import UpdateSpec
+from fedpriv.training.rehearsal import Rehearsed
+from fedpriv.training.sampling import PoissonSampler
+from fedpriv.training.stacked import caching_pays_off
+from fedpriv.training.workbench import Workbench
+from fedpriv.vault.guard import CLOCK_SHARE
+from fedpriv.vault.holder import Holder
+
+log = logging.getLogger(__name__)
+
+# Over what was measured: the machine may be busier by then.
+_MARGIN = 1.5
+# T is rounded up to a power of this, so that it hardly depends on what else the machine did while it was measured.
+_GRID = 2**0.25
+
+# For the ledger's disk and what precedes and follows the update, and for each byte of what it stores and sends.
+_SETTLING_SECONDS = 0.1
+_SETTLING_SECONDS_A_BYTE = 1e-7
+
+# Of a record's text, on average: reading and tokenising is measured on texts of this length.
+_CHARACTERS = 4096
+_NUM_TEXTS = 8
+
+# Measured once for each bench: the seconds of one such text, and of one record's evaluation.
+_text_seconds: WeakKeyDictionary[Workbench, float] = WeakKeyDictionary()
+_evaluation_seconds: WeakKeyDictionary[Workbench, float] = WeakKeyDictionary()
+# What the last update of a bench has left in memory: its records, and their states.
+_kept: WeakKeyDictionary[Workbench, Hashable] = WeakKeyDictionary()
+
+
+def of_update(
+    rehearsed: Rehearsed,
+    *,
+    spec: UpdateSpec,
+    broadcast: Broadcast,
+    sampler: PoissonSampler,
+    config: RunConfig,
+    bench: Workbench,
+    holder: Holder,
+    data_set: DataSet,
+) -> float:
+    """T of an update, in seconds; of an update that has records to read, tokens to make or caches to fill, more.
+
+    Whether it has depends on what was asked before. All arguments are public, or the operator's.
+    """
+    cached = caching_pays_off(spec, sampler)
+    left = data_set.id, cached, _body(bench, spec, broadcast)
+    is_first = rehearsed.caches_are_empty or _kept.get(bench) != left
+    _kept[bench] = left
+    fills = cached and (bench.model.cache is not None or bench.model.features is not None)
+    number = _most_records(holder, data_set)
+    work = rehearsed.pace.seconds(
+        num_steps=spec.local_steps,
+        num_drawn=_most_drawn(number - 1, spec.local_steps, sampler.sampling_probability, holder, data_set),
+        num_new=number if is_first and fills else 0,
+    )
+    if is_first:
+        work += number * _seconds_of_text(bench, config)
+    return _public(work, broadcast.adapter, holder, config)
+
+
+def of_evaluation(
+    one_record: float, *, adapter: Adapter, config: RunConfig, bench: Workbench, holder: Holder, data_set: DataSet
+) -> float:
+    """T of an evaluation, in seconds, which may read the records first, and set all of them aside.
+
+    Args:
+        one_record: what the longest takes, in seconds; the first measurement on a bench counts.
+        adapter, config, bench, holder, data_set: as for `of_update`.
+    """
+    one_record = _evaluation_seconds.setdefault(bench, one_record)
+    work = _most_records(holder, data_set) * (one_record + 2 * _seconds_of_text(bench, config))
+    return _public(work, adapter, holder, config)
+
+
+def most_drawn(num_coins: int, probability: float, log_odds: float) -> int:
+    """A number of records that Poisson samples exceed with probability at most exp(-log_odds).
+
+    Args:
+        num_coins: one for each record and step, n >= 1.
+        probability: of each, q in (0, 1].
+        log_odds: >= 0.
+
+    Source: Chernoff's bound, P(X >= a n) <= exp(-n KL(a || q)) for a >= q.
+    """
+
+    def is_likely(number: int) -> bool:
+        """Whether the bound lets more than this be drawn."""
+        share = (number + 1) / num_coins
+        if share <= probability:
+            return True
+        rest = (1 - share) * math.log((1 - share) / (1 - probability)) if share < 1 else 0.0
+        return num_coins * (share * math.log(share / probability) + rest) < log_odds
+
+    return bisect.bisect_left(range(num_coins), True, key=lambda number: not is_likely(number))
+
+
+def _most_drawn(num_others: int, num_steps: int, probability: float, holder: Holder, data_set: DataSet) -> int:
+    """The most records that T allows for in all steps together, with one record in question in each of them.
+
+    Given the coins of all other records, a step is a Gaussian mechanism on this record's coin, whatever they are. So
+    what is charged holds given that few enough of them are drawn; and if a reply after any other draws told everything,
+    it would add the probability of such draws to delta. `guard.CLOCK_SHARE` of delta pays for all releases that the
+    node's policy allows.
+    """
+    assert holder.terms is not None, "others keep no clock"
+    log_odds = math.log(holder.terms.limits.max_releases) - math.log(CLOCK_SHARE * data_set.delta)
+    return num_steps + most_drawn(num_others * num_steps, probability, log_odds)
+
+
+def _most_records(holder: Holder, data_set: DataSet) -> int:
+    """The most records that T allows for: one more than N_k, or than the operator says."""
+    assert holder.terms is not None, "others keep no clock"
+    return max(data_set.num_records, holder.terms.max_records or 0) + 1
+
+
+def _body(bench: Workbench, spec: UpdateSpec, broadcast: Broadcast) -> str:
+    """Digest of what the features that a head reads depend on; empty where they are not kept."""
+    fixed = {name: tensor for name, tensor in broadcast.adapter.items() if name not in bench.model.head_tensors}
+    if bench.model.features is None or (fixed and spec.trains != "head"):
+        return ""
+    digest = hashlib.sha256()
+    for part, tensors in Broadcast(adapter=fixed, merged=broadcast.merged).tensors().items():
+        for name, tensor in sorted(tensors.items()):
+            digest.update(f"{part} {name} ".encode() + tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _seconds_of_text(bench: Workbench, config: RunConfig) -> float:
+    """What it takes to read, split and tokenise a text of `_CHARACTERS` random letters, measured once."""
+    if bench not in _text_seconds:
+        letters = random.Random(0)
+
+        def text() -> str:
+            return "".join(letters.choices("abcdefghijklmnopqrstuvwxyz    ", k=_CHARACTERS))
+
+        texts = tuple(text() for _ in range(_NUM_TEXTS))
+        has_pairs = bool(config.text_pair_column) or config.instructs
+        data = TextData(texts, ("",) * len(texts) if bench.label_names else (), texts if has_pairs else None)
+        bench.tokenize(data)  # a tokenizer's first texts take longer
+        begin = time.perf_counter()
+        bench.tokenize(data)
+        holdout.split(data, fraction=0.5, key=b"rehearsal")
+        _text_seconds[bench] = 2 * (time.perf_counter() - begin) / _NUM_TEXTS
+    return _text_seconds[bench]
+
+
+def _public(work: float, adapter: Adapter, holder: Holder, config: RunConfig) -> float:
+    """T for so many seconds of work, unless the operator has set it."""
+    assert holder.terms is not None
+    settling = _SETTLING_SECONDS + _SETTLING_SECONDS_A_BYTE * sum(tensor.nbytes for tensor in adapter.values())
+    seconds = holder.terms.reply_seconds or _GRID ** math.ceil(math.log(_MARGIN * (work + settling), _GRID))
+    if seconds > config.round_seconds:
+        log.warning(
+            "replies to this run leave %.0f s after their charge, later than its round_seconds = %g: ask for fewer "
+            "local_steps or a smaller batch_size, or set reply_seconds in vault.toml",
+            seconds,
+            config.round_seconds,
+        )
+    return seconds
