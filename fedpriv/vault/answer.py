@@ -121,7 +121,7 @@ def prepare(request: Request, holder: Holder) -> UpdateTask:
     guard.check_broadcast(broadcast, policy.limits)
     bench.model.check({name: tensor.shape for name, tensor in broadcast.adapter.items()})
     bench.model.check_merged(broadcast.merged)
-    reply_seconds = 0.0
+    reply = None
     if holder.terms is not None and data_set is not None:
         rehearsed = rehearse(
             bench.model,
@@ -133,7 +133,7 @@ def prepare(request: Request, holder: Holder) -> UpdateTask:
             num_labels=len(bench.label_names),
             features=bench.features,
         )
-        reply_seconds = reply_times.of_update(
+        reply = reply_times.of_update(
             rehearsed,
             spec=spec,
             broadcast=broadcast,
@@ -143,7 +143,9 @@ def prepare(request: Request, holder: Holder) -> UpdateTask:
             holder=holder,
             data_set=data_set,
         )
-    may_read = _charged(config, holder, key, release, data_set, reply_seconds)
+    may_read = _charged(config, holder, key, release, data_set, reply.seconds if reply else 0.0)
+    if reply:
+        reply_times.charged(reply, bench, may_read=may_read)
     return UpdateTask(
         adapter=broadcast.adapter,
         merged=broadcast.merged,

@@ -14,6 +14,7 @@ import math
 import random
 import time
 from collections.abc import Hashable
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from fedpriv.adapters.arithmetic import Adapter
@@ -52,6 +53,19 @@ _evaluation_seconds: WeakKeyDictionary[Workbench, float] = WeakKeyDictionary()
 _kept: WeakKeyDictionary[Workbench, Hashable] = WeakKeyDictionary()
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReplyTime:
+    """When the reply to an update leaves.
+
+    Attributes:
+        seconds: T.
+        keeps: what the update leaves in memory, so that the next one like it has less to do.
+    """
+
+    seconds: float
+    keeps: Hashable
+
+
 def of_update(
     rehearsed: Rehearsed,
     *,
@@ -62,15 +76,16 @@ def of_update(
     bench: Workbench,
     holder: Holder,
     data_set: DataSet,
-) -> float:
-    """T of an update, in seconds; of an update that has records to read, tokens to make or caches to fill, more.
+) -> ReplyTime:
+    """T of an update, which is more where it has records to read, tokens to make or caches to fill.
 
-    Whether it has depends on what was asked before. All arguments are public, or the operator's.
+    Whether it has depends on what was charged before. All arguments are public, or the operator's.
     """
+    if rehearsed.caches_are_empty:
+        _kept.pop(bench, None)
     cached = caching_pays_off(spec, sampler)
-    left = data_set.id, cached, _body(bench, spec, broadcast)
-    is_first = rehearsed.caches_are_empty or _kept.get(bench) != left
-    _kept[bench] = left
+    keeps = data_set.id, cached, _body(bench, spec, broadcast)
+    is_first = _kept.get(bench) != keeps
     fills = cached and (bench.model.cache is not None or bench.model.features is not None)
     number = _most_records(holder, data_set)
     work = rehearsed.pace.seconds(
@@ -80,7 +95,15 @@ def of_update(
     )
     if is_first:
         work += number * _seconds_of_text(bench, config)
-    return _public(work, broadcast.adapter, holder, config)
+    return ReplyTime(seconds=_public(work, broadcast.adapter, holder, config), keeps=keeps)
+
+
+def charged(reply: ReplyTime, bench: Workbench, *, may_read: bool) -> None:
+    """Take note of an update that was charged: what it keeps if it reads records, or else that nothing may be kept."""
+    if may_read:
+        _kept[bench] = reply.keeps
+    else:
+        _kept.pop(bench, None)
 
 
 def of_evaluation(

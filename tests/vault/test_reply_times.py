@@ -102,6 +102,18 @@ def test_a_reply_has_time_for_the_largest_draw_of_any_records(node, start, table
     assert first[0] > again[0] == later[0], "the first one reads the records and fills caches; it is measured once"
 
 
+def test_a_request_that_reads_no_records_leaves_the_next_one_its_time(node, start):
+    """Or it would take several T, and which multiple would tell how long the records are."""
+    own = node()
+    first, again = (work(own, everyone(start, round_))[0] for round_ in (1, 2))
+    workbench.forget()
+    holder = Holder.of(own.settings)
+    assert not answer(everyone(start, 2), holder).code, "the stored reply"
+    assert answer(everyone(start, 3, noise_multiplier=1e-3), holder).code, "refused"
+    assert work(own, everyone(start, 3))[0] > again
+    assert first > again
+
+
 def test_the_operator_may_set_the_time(node, start):
     assert work(node(reply_seconds=0.7), everyone(start))[0] == 0.7
 
