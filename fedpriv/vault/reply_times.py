@@ -46,6 +46,9 @@ _SETTLING_SECONDS_A_BYTE = 1e-7
 _CHARACTERS = 4096
 _NUM_TEXTS = 8
 
+# Fractions that are set aside are rounded up to powers of this.
+_FRACTIONS = 1.05
+
 # Measured once for each bench: the seconds of one such text, and of one record's evaluation.
 _text_seconds: WeakKeyDictionary[Workbench, float] = WeakKeyDictionary()
 _evaluation_seconds: WeakKeyDictionary[Workbench, float] = WeakKeyDictionary()
@@ -109,14 +112,15 @@ def charged(reply: ReplyTime, bench: Workbench, *, may_read: bool) -> None:
 def of_evaluation(
     one_record: float, *, adapter: Adapter, config: RunConfig, bench: Workbench, holder: Holder, data_set: DataSet
 ) -> float:
-    """T of an evaluation, in seconds, which may read the records first, and set all of them aside.
+    """T of an evaluation, in seconds, which may have to read the records first.
 
     Args:
         one_record: what the longest takes, in seconds; the first measurement on a bench counts.
         adapter, config, bench, holder, data_set: as for `of_update`.
     """
-    one_record = _evaluation_seconds.setdefault(bench, one_record)
-    work = _most_records(holder, data_set) * (one_record + 2 * _seconds_of_text(bench, config))
+    one_record, text = _evaluation_seconds.setdefault(bench, one_record), _seconds_of_text(bench, config)
+    number = _most_records(holder, data_set)
+    work = number * text + _most_aside(number - 1, config.test_fraction, holder, data_set) * (one_record + text)
     return _public(work, adapter, holder, config)
 
 
@@ -147,12 +151,29 @@ def _most_drawn(num_others: int, num_steps: int, probability: float, holder: Hol
 
     Given the coins of all other records, a step is a Gaussian mechanism on this record's coin, whatever they are. So
     what is charged holds given that few enough of them are drawn; and if a reply after any other draws told everything,
-    it would add the probability of such draws to delta. `guard.CLOCK_SHARE` of delta pays for all releases that the
-    node's policy allows.
+    it would add the probability of such draws to delta.
+    """
+    return num_steps + most_drawn(num_others * num_steps, probability, _log_odds(holder, data_set))
+
+
+def _most_aside(num_others: int, fraction: float, holder: Holder, data_set: DataSet) -> int:
+    """The most records that an evaluation's T allows for, with one record in question.
+
+    The coins are tossed once, and counts of earlier evaluations may have chosen the fraction. So the bound is that of
+    the next larger power of `_FRACTIONS`, and holds for all of these at once.
+    """
+    steps = math.floor(-math.log(fraction) / math.log(_FRACTIONS))
+    return 1 + most_drawn(num_others, min(1.0, _FRACTIONS**-steps), _log_odds(holder, data_set))
+
+
+def _log_odds(holder: Holder, data_set: DataSet) -> float:
+    """Minus the logarithm of the probability of a single bound, so that `CLOCK_SHARE` of delta pays for all of them.
+
+    There is one for each release that the node's policy allows, and one for each fraction down to the smallest float.
     """
     assert holder.terms is not None, "others keep no clock"
-    log_odds = math.log(holder.terms.limits.max_releases) - math.log(CLOCK_SHARE * data_set.delta)
-    return num_steps + most_drawn(num_others * num_steps, probability, log_odds)
+    num_bounds = holder.terms.limits.max_releases + math.ceil(750 / math.log(_FRACTIONS))
+    return math.log(num_bounds) - math.log(CLOCK_SHARE * data_set.delta)
 
 
 def _most_records(holder: Holder, data_set: DataSet) -> int:
