@@ -28,8 +28,15 @@ def run_worker(connection: Connection, folder: Path) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the service decides when its child ends
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    from fedpriv.vault.answer import answer  # loads torch, which the service itself does without
+    # These load torch, which the service itself does without.
+    import torch
+
+    from fedpriv.vault.answer import answer
     from fedpriv.vault.holder import Holder
+
+    # Subnormal numbers, which a broadcast may hold or lead to, take a hundred times longer: a reply's public time would
+    # not suffice. Other threads inherit this from the one that starts them.
+    torch.set_flush_denormal(True)
 
     def charged(reply_seconds: float) -> None:
         connection.send_bytes(CHARGED + SECONDS.pack(reply_seconds))

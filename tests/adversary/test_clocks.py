@@ -26,11 +26,12 @@ from tests.tiny import LABELS, WORDS
 ROWS = [(" ".join(WORDS[i * j % 13] for j in range(60)), LABELS[i % 3]) for i in range(4)]
 JANE = ("jane doe has a rash " * 5_000, LABELS[1])
 
-# Of the two nodes. Each works for less than a fifth of this on what they are asked here.
+# Of both nodes, which work for less than half of this on what they are asked here.
 REPLY_SECONDS = 0.4
 
 # Of the normal deviate of the rank-sum statistic: two equal laws exceed it once in 15,000 comparisons. Two that do not
-# overlap reach 5.4 with 20 replies of each, 17 with 200; with 200, one reply in nine that is told apart is found.
+# overlap reach 4.8 with 16 replies of each. With 200 they reach 17, and if three replies in ten can be told apart, that
+# is found nine times in ten.
 MOST_DEVIATION = 4.0
 
 Worlds = tuple[Worker, Worker]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,6 +23,7 @@ from fedpriv.vault.holder import Holder
 from fedpriv.vault.reply_times import most_drawn
 from tests.adversary.nodes import Question, make_node, run_config, training
 from tests.tiny import LABELS, WORDS
+from tests.vault.running import ROOT
 
 N_K = 60
 # The longest, one for each length, and the shortest.
@@ -160,6 +164,28 @@ def test_what_was_not_charged_leaves_at_once(clock):
     hold.begin(0.0)
     hold.wait()
     assert clock[0] == 101.5
+
+
+def test_no_broadcast_makes_the_processor_slow(node):
+    """Products of subnormal numbers take 150 times longer, and the coordinator chooses what it broadcasts."""
+    code = """
+import sys
+from pathlib import Path
+from fedpriv.vault.worker import run_worker
+
+class Closed:
+    def recv_bytes(self):
+        raise EOFError
+
+run_worker(Closed(), Path(sys.argv[1]))
+import torch
+
+print(int((torch.full((2**20,), 1e-39) * 0.5).count_nonzero()))
+"""
+    variables = {**os.environ, "OMP_NUM_THREADS": "3"}
+    command = [sys.executable, "-c", code, str(node().folder)]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0"]
 
 
 def test_meanwhile_no_other_question_is_answered(node, start):
