@@ -179,10 +179,9 @@ class Closed:
 
 run_worker(Closed(), Path(sys.argv[1]))
 import torch
-
 print(int((torch.full((2**20,), 1e-39) * 0.5).count_nonzero()))
 """
-    variables = {**os.environ, "OMP_NUM_THREADS": "3"}
+    variables = {**os.environ, "OMP_NUM_THREADS": "2"}
     command = [sys.executable, "-c", code, str(node().folder)]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0"]
