@@ -17,6 +17,7 @@ import typer
 
 from fedpriv.ledger.entries import Entry, entries
 from fedpriv.ledger.reader import reading, verify_with_head
+from fedpriv.vault.settings import FILE
 from simulations.processes import free_port, run_in_process
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -122,6 +123,7 @@ class Federation:
         num_nodes: int = 3,
         holdings: Mapping[int, list[str]] | None = None,
         model: Path | None = None,
+        settings: str = "",
     ) -> None:
         self.folder = folder
         self.port = free_port()
@@ -133,6 +135,8 @@ class Federation:
         self.digest = ""
         for client in range(num_nodes):
             self.make_node(client, *(holdings or {}).get(client, []))
+            with (self.node(client) / FILE).open("a") as file:
+                file.write(settings)
             if model is not None:
                 self.approve_model(client, model)
             self.admit(client)

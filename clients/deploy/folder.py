@@ -34,11 +34,13 @@ FILE = "node.toml"
 _NODE_HEADER = "# Where the coordinator is. What the node does with its records stands in vault.toml.\n"
 _VAULT_HEADER = """\
 # What this node's operator decides; no coordinator sees or changes it. docs/deployment.md lists all keys, among them
-# memory_limit_mb, device and client_user, which have defaults.
+# memory_limit_mb, device, reply_seconds and client_user, which have defaults.
 """
 _POLICY_HEADER = "# What a coordinator may request from this node; it refuses anything beyond.\n"
 _POLICY_COMMENTS: Mapping[str, str] = {
     "min_effective_noise_multiplier": "Minimum noise multiplier, divided by the clipping rule's sensitivity factor.",
+    "max_effective_noise_multiplier": "Maximum of the same; a release with more noise would cost next to nothing.",
+    "max_releases": "Maximum number of releases from one data set, whatever each of them costs.",
     "max_sampling_probability": "Maximum expected batch size, divided by the registered number of records.",
     "max_local_steps": "Maximum number of noisy steps in a round.",
     "max_rounds": "Maximum number of rounds in a run.",

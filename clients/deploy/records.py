@@ -180,13 +180,14 @@ def register(
     from fedpriv.ledger.ledger import Ledger
     from fedpriv.vault import budget
 
-    delta = vault.delta or default_delta(found.num_records)
+    client, delta = str(vault.partition_id), vault.delta or default_delta(found.num_records)
+    planned = DataSet(id="", client=client, num_records=found.num_records, delta=delta)
 
     def note() -> str | None:
         if vault.budget_epsilon is None:
             return None
-        chosen = _choice(vault, found.num_records, plan, filter_, plan_delta)
-        return budget.note_of(chosen, vault.budget_epsilon, delta)
+        chosen = _choice(vault, planned, plan, filter_, plan_delta)
+        return budget.note_of(chosen, vault.budget_epsilon, planned.delta_for_releases)
 
     is_new = not ledger.exists()
     if is_new:
@@ -200,7 +201,7 @@ def register(
                 f"data = {str(vault.data)!r}: holds the same records as data set {same} of {ledger}; what was spent on "
                 "them counts, so name a file of other records in vault.toml"
             )
-        made = opened.register(str(vault.partition_id), found.num_records, delta, note=disjoint, bound=note())
+        made = opened.register(client, found.num_records, delta, note=disjoint, bound=note())
         opened.log_content(made, found.content)
     if is_new:
         ledger.chmod(0o600)
@@ -229,20 +230,20 @@ def bound(vault: VaultSettings, *, plan: Path | None, filter_: str | None, plan_
     with Ledger(vault.ledger) as ledger:
         if (data_set := ledger.data_set()) is None:
             raise InputError(f"{vault.ledger}: no data set is registered; make the node with `init --data`")
-        chosen = _choice(vault, data_set.num_records, plan, filter_, plan_delta)
+        chosen = _choice(vault, data_set, plan, filter_, plan_delta)
         if chosen is None:
             raise InputError("register: give --plan FILE, --filter renyi:ORDER or gaussian, or --disjoint TEXT")
         return budget.choose(ledger, data_set, chosen, vault.budget_epsilon)
 
 
 def _choice(
-    vault: VaultSettings, num_records: int, plan: Path | None, filter_: str | None, plan_delta: float | None
+    vault: VaultSettings, data_set: DataSet, plan: Path | None, filter_: str | None, plan_delta: float | None
 ) -> Choice | None:
-    """What the operator chose to enforce the budget of so many records; None if nothing."""
+    """What the operator chose to enforce a data set's budget; None if nothing."""
     from fedpriv.vault import budget
 
     if plan is not None and filter_ is not None:
         raise InputError("register: give either --plan FILE or --filter renyi:ORDER or gaussian")
     if plan is not None:
-        return budget.read_plan(plan, vault.partition_id, num_records, vault.budget_view, plan_delta)
+        return budget.read_plan(plan, vault.partition_id, data_set, vault.budget_view, plan_delta)
     return None if filter_ is None else budget.read_rule(filter_)

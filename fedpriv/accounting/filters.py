@@ -201,6 +201,10 @@ class CommittedPlans:
         """The sum of the plans' deltas."""
         return math.fsum(plan.delta for plan in self.plans)
 
+    def fits(self, epsilon: float, delta: float) -> bool:
+        """Whether all plans together cost at most so much."""
+        return self.epsilon <= epsilon * (1 + _ROUNDING) and self.delta <= delta * (1 + _ROUNDING)
+
     def covers(self, event: Event) -> bool:
         """Whether a slot, used or not, is for such a release."""
         return any(_dominates(slot, event) for slot, _ in _slots(self.plans))

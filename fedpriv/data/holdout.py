@@ -8,18 +8,19 @@ import json
 from fedpriv.data.text import TextData
 
 
-def split(data: TextData, *, fraction: float, seed: int) -> tuple[TextData, TextData]:
+def split(data: TextData, *, fraction: float, key: bytes) -> tuple[TextData, TextData]:
     """The records to train on and those to evaluate on, both in their order.
 
-    Guarantee: where a record goes depends on its own content and the seed alone, so adding or removing another record
-    moves none. Equal records go to the same side.
+    Guarantee: where a record goes depends on its own content, the key and the fraction alone, so adding or removing
+    another record moves none. Equal records go to the same side. A record that is set aside stays so at any larger
+    fraction.
 
     Args:
         data: of one holder.
-        fraction: probability of being set aside, in (0, 1), over the seeds.
-        seed: the run's; it may be public.
+        fraction: probability of being set aside, in (0, 1), over the keys.
+        key: 1 to 64 bytes. To anyone who knows it, the number of records on either side tells who is there.
     """
-    coins = [_is_set_aside(data, index, fraction, seed) for index in range(len(data))]
+    coins = [_is_set_aside(data, index, fraction, key) for index in range(len(data))]
     return (
         part(data, [index for index, aside in enumerate(coins) if not aside]),
         part(data, [index for index, aside in enumerate(coins) if aside]),
@@ -39,8 +40,8 @@ def part(data: TextData, indices: list[int]) -> TextData:
     )
 
 
-def _is_set_aside(data: TextData, index: int, fraction: float, seed: int) -> bool:
+def _is_set_aside(data: TextData, index: int, fraction: float, key: bytes) -> bool:
     record = part(data, [index])
     content = json.dumps([record.texts, record.labels, record.pairs]).encode()
-    coin = hmac.digest(str(seed).encode(), content, "sha256")
+    coin = hmac.digest(key, content, "sha256")
     return int.from_bytes(coin[:8]) < fraction * 2.0**64

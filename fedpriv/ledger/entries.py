@@ -91,6 +91,9 @@ class Entry:
 _REGISTRATIONS = f"SELECT data_set, client, num_records, delta FROM entries WHERE phase = '{REGISTERED}'"
 COLUMNS = tuple(field.name for field in fields(Entry))
 
+# So small that a plan calibrated to the whole delta costs no more at what is left of it, to nine digits.
+_CLOCK_SHARE = 1e-9
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataSet:
@@ -109,9 +112,14 @@ class DataSet:
     delta: float
 
     @property
+    def delta_of_clocks(self) -> float:
+        """The part of delta that pays for draws so large that their reply leaves later than others."""
+        return self.delta * _CLOCK_SHARE
+
+    @property
     def delta_for_releases(self) -> float:
-        """The part of delta that releases may use up; a budget is enforced at this one."""
-        return self.delta
+        """The rest of delta, which releases may use up; a node's budget is enforced at this one."""
+        return self.delta * (1 - _CLOCK_SHARE)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -195,15 +195,15 @@ def _spending(
     rule = filters.rule_of(entries.bounds(db, data_set.id))
     result["enforced_by"] = None if rule is None else str(rule)
     if budget_epsilon is not None and (last := _last_charge(db, data_set)) is not None:
-        event, delta, before = last.charged_on(view), data_set.delta_for_releases, charged[view]
+        event, before = last.charged_on(view), charged[view]
         if rule is None:
             rounds: float = rounds_within(
-                budget_epsilon, delta, each_round=event, spent_before=before, at_most=_MOST_ROUNDS
+                budget_epsilon, data_set.delta, each_round=event, spent_before=before, at_most=_MOST_ROUNDS
             )
         else:
             if isinstance(rule, CommittedPlans):
                 before = [release.charged_on(view) for release in entries.releases_in_order(db, data_set.id)]
-            rounds = rule.remaining(before, event, epsilon=budget_epsilon, delta=delta)
+            rounds = rule.remaining(before, event, epsilon=budget_epsilon, delta=data_set.delta_for_releases)
         result["remaining_rounds"] = int(min(rounds, _MOST_ROUNDS)) if is_known else 0
     return result
 

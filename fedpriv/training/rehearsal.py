@@ -1,27 +1,29 @@
 """A local step on synthetic records, before anything is charged: what no record causes must fail here.
 
 Once records are touched, every failure counts as a zero gradient, so a model, request or memory limit that cannot work
-at all would otherwise show as an upload of noise alone.
+at all would otherwise show as an upload of noise alone. How long such steps take bounds how long any records may take.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import torch
 
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import Merged
-from fedpriv.data.records import RESPONSE_MASK, Records
+from fedpriv.data.records import RESPONSE_MASK, Records, num_tokens
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training.footprint import RECORDS_OF_A_STEP
 from fedpriv.training.isolation import raising_failures
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.sampling import PoissonSampler
+from fedpriv.training.shapes import most_dummies
 from fedpriv.training.stacked import caching_pays_off, local_update
 
 # Two steps: ternary quantisation treats the first one differently from the others.
@@ -30,8 +32,62 @@ _MOST_STEPS = 2
 # So many requests a model remembers, the latest, whatever a coordinator sends.
 _MOST_REMEMBERED = 256
 
-# Oldest first; the values mean nothing.
-_rehearsed: WeakKeyDictionary[TrainingModel, dict[Hashable, None]] = WeakKeyDictionary()
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """What the parts of an update take on this machine, in seconds, measured on synthetic records.
+
+    Attributes:
+        step: without records: noise, the optimizer's step and what precedes the first one.
+        record: one of `max_length` tokens, as a part of the largest pass.
+        new_record: the same where its states are not in the caches yet.
+        small_pass: the fewest and shortest records that share one.
+        num_small_passes: that a step may have, one for each length and size.
+        dummies: that a step may compute, in records of `max_length` tokens.
+    """
+
+    step: float
+    record: float
+    new_record: float
+    small_pass: float
+    num_small_passes: int
+    dummies: float
+
+    def seconds(self, *, num_steps: int, num_drawn: int, num_new: int) -> float:
+        """What an update takes at most, whatever the lengths of its records.
+
+        A record is at most as long as `max_length`, and the fewer tokens it has, the more records share a pass. All but
+        the last passes of each length are the largest; the last ones hold the dummies.
+
+        Args:
+            num_steps: of the update.
+            num_drawn: records of all steps together.
+            num_new: records whose states the caches have to take first.
+        """
+        steps = num_steps * self.step + self._of(num_drawn, self.record, num_steps)
+        return steps + self._of(num_new, self.new_record, min(num_new, 1))
+
+    def _of(self, number: int, record: float, times: int) -> float:
+        """Of so many records, which are taken in turns."""
+        passes = min(number, times * self.num_small_passes)
+        return (number + times * self.dummies) * record + passes * self.small_pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsed:
+    """What a rehearsal leaves behind.
+
+    Attributes:
+        pace: of such updates.
+        caches_are_empty: whether its records took the place of others in the model's caches.
+    """
+
+    pace: Pace
+    caches_are_empty: bool
+
+
+# Oldest first: the pace of what was rehearsed.
+_rehearsed: WeakKeyDictionary[TrainingModel, dict[Hashable, Pace]] = WeakKeyDictionary()
 
 
 class _Everyone(PoissonSampler):
@@ -52,13 +108,13 @@ def rehearse(
     max_length: int,
     num_labels: int,
     features: Sequence[str] = ("input_ids",),
-) -> None:
+) -> Rehearsed:
     """Run a local update of this specification on synthetic records of every length, through the cache and without.
 
     It uses public inputs alone, releases nothing and draws nothing from a secure source. The model is as before, but
     that its caches have room for the registered records, if the update uses them. A model remembers what it has
     rehearsed: another adapter of the same shapes costs nothing, and other learning rates, clip norms and the like cost
-    an update on one record.
+    an update on one record. The pace is measured once, with the update's use of the caches.
 
     Args:
         model: as for the update.
@@ -72,7 +128,8 @@ def rehearse(
         Exception: whatever the update raises; no record has caused it.
     """
     sampler = spec.sampler(num_registered, SeededSource("rehearsal"))
-    if caching_pays_off(spec, sampler):
+    cached = caching_pays_off(spec, sampler)
+    if cached:
         model.reserve_cache(num_registered)
         if model.features is not None and spec.trains == "head":
             model.features.reserve(num_registered)
@@ -80,11 +137,11 @@ def rehearse(
     products = tuple((name, product.shape) for name, product in merged.items())
     short = replace(spec, local_steps=min(spec.local_steps, _MOST_STEPS), num_rounds=1)
     size = sampler.expected_batch_size
-    computed = (shapes, products, _without_values(short), size, max_length, num_labels, tuple(features))
+    computed = (shapes, products, _without_values(short), size, cached, max_length, num_labels, tuple(features))
     exact = (computed, short)
     known = _rehearsed.setdefault(model, {})
     if exact in known:
-        return
+        return Rehearsed(pace=known[exact], caches_are_empty=False)
     records = synthetic_records(
         model,
         max_length=max_length,
@@ -95,20 +152,53 @@ def rehearse(
         num_values=sum(tensor.numel() for tensor in adapter.values()),
     )
     tasks = _tasks(adapter, merged, short, records, size)
-    if computed in known:  # through the whole model: the prefix cache keeps its states
+    pace = known.get(computed)
+    if pace is not None:  # through the whole model: the prefix cache keeps its states
         tasks = [replace(tasks[-1], data=records.part([0]))]
     before = model.merged
     try:
         with raising_failures():
             for task in tasks:
                 local_update(model, task)
+            found = pace or _pace(model, tasks[0 if cached else 1])
     finally:
         model.merge(before)
     for key in (computed, exact):
         known.pop(key, None)
-        known[key] = None
+        known[key] = found
     for oldest in list(known)[:-_MOST_REMEMBERED]:
         del known[oldest]
+    return Rehearsed(pace=found, caches_are_empty=pace is None)
+
+
+def _pace(model: TrainingModel, task: UpdateTask) -> Pace:
+    """The pace of updates like this one, whose records are `synthetic_records`."""
+    records, size = task.data, task.sampler.expected_batch_size
+    task = replace(task, spec=replace(task.spec, local_steps=1))
+    num_values = sum(tensor.numel() for tensor in task.adapter.values())
+    tokens = [num_tokens(item) for item in records.items()]
+    longest = [index for index, number in enumerate(tokens) if number == tokens[-1]]
+    lengths = [model.lengths.padded(number)[0] for number in sorted(set(tokens))]
+    sizes = [model.sizes(length, size, num_values) for length in lengths]
+
+    def seconds(data: Records) -> float:
+        begin = time.perf_counter()
+        local_update(model, replace(task, data=data))
+        return time.perf_counter() - begin
+
+    whole, least, none = records.part(longest), records.part([0]), records.part([])
+    new, again = seconds(whole), max(seconds(whole), seconds(whole))
+    seconds(least)  # into the caches
+    step = max(seconds(none), seconds(none))
+    dummies = [most_dummies(s) * length / lengths[-1] for s, length in zip(sizes, lengths, strict=True)]
+    return Pace(
+        step=step,
+        record=again / len(longest),
+        new_record=new / len(longest),
+        small_pass=max(0.0, max(seconds(least), seconds(least)) - step),
+        num_small_passes=sum(map(len, sizes)),
+        dummies=sum(dummies) if model.device.type == "cpu" else 0.0,
+    )
 
 
 def synthetic_records(

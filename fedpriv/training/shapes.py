@@ -80,6 +80,11 @@ def split(num_records: int, sizes: Sequence[int]) -> list[int]:
     return chosen
 
 
+def most_dummies(sizes: Sequence[int]) -> int:
+    """The most dummies among the records of one length, however many these are; `sizes` as for `split`."""
+    return max(sum(split(number, sizes)) - number for number in range(1, sizes[-1] + 1))
+
+
 def passes(
     items: Sequence[Item], lengths: Lengths, sizes: Callable[[int], Sequence[int]], *, filled: bool
 ) -> Iterator[Pass]:

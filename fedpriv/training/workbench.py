@@ -103,6 +103,7 @@ class Workbench:
         initial: the trained tensors that a run starts from, drawn from the configuration's seed.
         num_clients: of the run, wherever their data are.
         read_for: id of the data set for which a node's own records were read; empty if they were not.
+        coin_key: decides which records are set aside: the run's seed, or a secret of the node's for records of its own.
     """
 
     def __init__(self, config: RunConfig, source: DataSource | None = None) -> None:
@@ -114,6 +115,7 @@ class Workbench:
         self.num_clients = len(self.data.clients) if config.data != ON_NODES else config.num_clients
         self._clients: dict[int, Records] = {}
         self.read_for = ""
+        self.coin_key = str(config.seed).encode()
 
     @cached_property
     def data(self) -> FederatedData:
@@ -198,7 +200,7 @@ class Workbench:
         data = self.data.clients[client]
         if self._config.evaluation_noise_multiplier is None:
             return data, TextData((), ())
-        return holdout.split(data, fraction=self._config.test_fraction, seed=self._config.seed)
+        return holdout.split(data, fraction=self._config.test_fraction, key=self.coin_key)
 
     def tokenize(self, data: TextData, encode: Encode | None = None) -> Records:
         """The records in tokens, as the run reads them."""

@@ -33,7 +33,7 @@ from fedpriv.training import private_evaluation
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
 from fedpriv.training.rehearsal import rehearse, synthetic_records
 from fedpriv.training.stacked import execute_one_by_one
-from fedpriv.vault import guard, records, summed
+from fedpriv.vault import guard, records, reply_times, summed
 from fedpriv.vault.frames import (
     ADVERTISE,
     CONFIRM,
@@ -121,8 +121,9 @@ def prepare(request: Request, holder: Holder) -> UpdateTask:
     guard.check_broadcast(broadcast, policy.limits)
     bench.model.check({name: tensor.shape for name, tensor in broadcast.adapter.items()})
     bench.model.check_merged(broadcast.merged)
-    if holder.terms is not None:
-        rehearse(
+    reply = None
+    if holder.terms is not None and data_set is not None:
+        rehearsed = rehearse(
             bench.model,
             adapter=broadcast.adapter,
             merged=broadcast.merged,
@@ -132,7 +133,19 @@ def prepare(request: Request, holder: Holder) -> UpdateTask:
             num_labels=len(bench.label_names),
             features=bench.features,
         )
-    may_read = _charged(request, config, holder, key, release, data_set)
+        reply = reply_times.of_update(
+            rehearsed,
+            spec=spec,
+            broadcast=broadcast,
+            sampler=sampler,
+            config=config,
+            bench=bench,
+            holder=holder,
+            data_set=data_set,
+        )
+    may_read = _charged(request, config, holder, key, release, data_set, reply.seconds if reply else 0.0)
+    if reply:
+        reply_times.charged(reply, bench, may_read=may_read)
     return UpdateTask(
         adapter=broadcast.adapter,
         merged=broadcast.merged,
@@ -244,17 +257,25 @@ def evaluate(request: Request, holder: Holder) -> Response:
     guard.check_evaluation(spec, round_, policy, noise_source=config.noise_source)
     guard.check_broadcast(broadcast, policy.limits)
     private_evaluation.check_fits(bench.model, broadcast.adapter, broadcast.merged)
-    if holder.terms is not None:
+    reply_seconds = 0.0
+    if holder.terms is not None and data_set is not None:
         classes = len(bench.label_names)
         synthetic = synthetic_records(
             bench.model, max_length=config.max_length, num_labels=classes, features=bench.features
         )
-        private_evaluation.rehearse(bench.model, broadcast.adapter, broadcast.merged, synthetic)
+        reply_seconds = reply_times.of_evaluation(
+            private_evaluation.rehearse(bench.model, broadcast.adapter, broadcast.merged, synthetic),
+            adapter=broadcast.adapter,
+            config=config,
+            bench=bench,
+            holder=holder,
+            data_set=data_set,
+        )
     event = private_evaluation.planned_event(spec)
     # Counts go to the server one by one, so they cost the same on every view.
     cost = accounting.Release(event=event, rho_bar=1.0, aggregate_scale=1.0 if config.secure_aggregation else None)
     try:
-        may_read = _charged(request, config, holder, key, cost, data_set)
+        may_read = _charged(request, config, holder, key, cost, data_set, reply_seconds)
     except AlreadyReleasedError as released:
         _journal(request, holder, "sent_again")
         return _counts(released.content)
@@ -278,16 +299,24 @@ _ANSWERS: Mapping[str, Callable[[Request, Holder], Response]] = {
 
 
 def _charged(
-    request: Request, config: RunConfig, holder: Holder, key: Key, release: accounting.Release, data_set: DataSet | None
+    request: Request,
+    config: RunConfig,
+    holder: Holder,
+    key: Key,
+    release: accounting.Release,
+    data_set: DataSet | None,
+    reply_seconds: float,
 ) -> bool:
     """Charge a release, the last step before any record is touched; whether the records may be touched for it.
+
+    From here on until `reply_seconds` have passed, nothing may leave.
 
     Raises:
         Exception: see `guard.charge`.
     """
     shown = str(request.fields.get(protocol.RECEIPT, ""))
     is_new = guard.charge(holder.policy, key, release, data_set, noise_source=config.noise_source, shown=shown)
-    holder.before_records()
+    holder.before_records(reply_seconds)
     paid = {protocol.RECEIPT: guard.receipt(holder.policy, data_set)} if is_new else {}
     holder.journal.write("charged", run=key.run, round=key.round, recorded=data_set is not None, **paid)
     # In a simulation, which protects nobody, a resumed run computes again, so that it stays equal to the bit.

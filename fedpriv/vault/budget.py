@@ -34,7 +34,7 @@ def note_of(rule: Choice | None, epsilon: float, delta: float, notes: Sequence[s
     new = filters.rule_of([*notes, note])
     assert new is not None, "it holds the note"
     if isinstance(new, CommittedPlans):
-        if new.epsilon > epsilon or new.delta > delta:
+        if not new.fits(epsilon, delta):
             raise InputError(f"plan: {new}, above this data set's epsilon {epsilon:g} at delta {delta:g}")
     elif new.limit(epsilon, delta) <= 0:
         raise InputError(f"budget_epsilon = {epsilon:g}: {new} allows nothing at delta {delta:g}; use a larger one")
@@ -95,15 +95,15 @@ def read_rule(text: str) -> RenyiFilter | GaussianFilter:
     raise InputError(f"filter = {text!r}: must be gaussian, or renyi:ORDER with ORDER in 2..63, 128, 256, 512 or 1024")
 
 
-def read_plan(path: Path, client: int, num_records: int, view: str, delta: float | None) -> CommittedPlan:
+def read_plan(path: Path, client: int, data_set: DataSet, view: str, delta: float | None) -> CommittedPlan:
     """A client's plan from a file that `fedpriv plan --out` wrote; its cost is computed again.
 
     Args:
         path: of the file.
         client: number of the node's partition.
-        num_records: N_k, registered.
+        data_set: of the node.
         view: of the node's budget.
-        delta: of the plan; None takes that of the file.
+        delta: of the plan; None takes that of the file, or what the data set's delta leaves for releases.
 
     Raises:
         InputError: the file cannot be used, or was made for other records or another view.
@@ -112,8 +112,8 @@ def read_plan(path: Path, client: int, num_records: int, view: str, delta: float
         values = json.loads(path.read_text())
         planned = next(each for each in values["clients"] if each["client"] == client)
         found = [events.from_json(json.dumps(each)) for each in planned["events"]]
-        plan = CommittedPlan.of(found, planned["delta"] if delta is None else delta)
-        facts = {"num_records": (planned["num_records"], num_records), "view": (values["view"], view)}
+        plan = CommittedPlan.of(found, min(planned["delta"], data_set.delta_for_releases) if delta is None else delta)
+        facts = {"num_records": (planned["num_records"], data_set.num_records), "view": (values["view"], view)}
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
     except StopIteration:

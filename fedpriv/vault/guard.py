@@ -184,6 +184,9 @@ def check_limits(spec: UpdateSpec, event: Event, round_: int, limits: Limits | N
     if noise < limits.min_effective_noise_multiplier:
         minimum = limits.min_effective_noise_multiplier
         raise RefusedError(f"noise_multiplier: its effective value {noise:g} is below this node's minimum {minimum:g}")
+    if noise > limits.max_effective_noise_multiplier:
+        maximum = limits.max_effective_noise_multiplier
+        raise RefusedError(f"noise_multiplier: its effective value {noise:g} is above this node's maximum {maximum:g}")
     if event.unit == "record" and probability > limits.max_sampling_probability:
         maximum = limits.max_sampling_probability
         raise RefusedError(f"sampling_probability: its value {probability:g} is above this node's maximum {maximum:g}")
@@ -227,6 +230,9 @@ def check_evaluation(spec: EvaluationSpec, round_: int, policy: NodePolicy, *, n
     if limits is not None and noise < limits.min_effective_noise_multiplier:
         minimum = limits.min_effective_noise_multiplier
         raise RefusedError(f"evaluation_noise_multiplier = {noise:g}: below this node's minimum {minimum:g}")
+    if limits is not None and noise > limits.max_effective_noise_multiplier:
+        maximum = limits.max_effective_noise_multiplier
+        raise RefusedError(f"evaluation_noise_multiplier = {noise:g}: above this node's maximum {maximum:g}")
     if not policy.allow_not_private and noise_source != "secure":
         raise RefusedError(f"noise source = {noise_source}: this node releases nothing with seeded noise")
 
@@ -270,21 +276,16 @@ def registered_data_set(policy: NodePolicy, client: str, num_records: int | None
 
     Raises:
         RefusedError: no data set is registered, and none may be registered here.
-        InputError: the budget is so small that nothing could be released; no ledger was made.
         LedgerError: the ledger cannot be used.
     """
     if policy.ledger is None:
         return None
-    delta, bound, epsilon = policy.delta, None, policy.budget_epsilon
-    if num_records is not None:
-        delta = delta or default_delta(num_records)
-        bound = None if epsilon is None or policy.fixed_schedule else budget.note_of(None, epsilon, delta)
     with Ledger(policy.ledger) as ledger:
         if (data_set := ledger.data_set()) is not None:
             return data_set
-        if num_records is None or delta is None:
+        if num_records is None:
             raise RefusedError("data: this node's operator has registered none")
-        return ledger.register(client, num_records, delta, bound=bound)
+        return ledger.register(client, num_records, policy.delta or default_delta(num_records))
 
 
 def log_content(policy: NodePolicy, data_set: DataSet, content: bytes, num_records: int) -> None:
@@ -305,6 +306,17 @@ def log_content(policy: NodePolicy, data_set: DataSet, content: bytes, num_recor
         log.warning("found %s records; the registered number, %s, stays in force", num_records, data_set.num_records)
 
 
+def coin_key(policy: NodePolicy, data_set: DataSet) -> bytes:
+    """The secret that decides which of a data set's records are set aside: no run, and no round, changes it.
+
+    Raises:
+        LedgerError: the ledger cannot be used.
+    """
+    assert policy.ledger is not None, "a node with records of its own keeps a ledger"
+    with Ledger(policy.ledger) as ledger:
+        return ledger.coin_key(data_set)
+
+
 def charge(
     policy: NodePolicy, key: Key, release: Release, data_set: DataSet | None, *, noise_source: str, shown: str = ""
 ) -> bool:
@@ -318,7 +330,7 @@ def charge(
 
     Raises:
         AlreadyReleasedError: the same request was answered before.
-        RetiredError: the budget does not allow the release.
+        RetiredError: the budget, or the number of releases, does not allow another one.
         RefusedError: the node has signed a receipt, `shown` by the coordinator or kept elsewhere, that its ledger
             lacks; the event protects nobody, on a node that releases nothing of that kind; its operator's plan or
             filter has no place for it; the same request was answered before, but the reply is no longer kept; it was
@@ -348,6 +360,8 @@ def charge(
             return False
         if not ledger.is_known_in_full(data_set.id):
             raise RetiredError("ledger: was restored, and what was spent before is not known in full")
+        if policy.limits is not None and ledger.chain(data_set.id).newest.counter >= policy.limits.max_releases:
+            raise RetiredError(f"max_releases = {policy.limits.max_releases}: these data have had so many releases")
         _check_budget(policy, ledger, release, data_set)
         ledger.charge([new_charge])
         _sign_newest(policy, ledger, data_set)
@@ -400,7 +414,7 @@ def _check_budget(policy: NodePolicy, ledger: Ledger, release: Release, data_set
     Raises:
         RefusedError, RetiredError: see `charge`.
     """
-    view, epsilon, delta = policy.budget_view, policy.budget_epsilon, data_set.delta_for_releases
+    view, epsilon = policy.budget_view, policy.budget_epsilon
     history = [earlier.charged_on(view) for earlier in ledger.releases(data_set.id)]
     event = release.charged_on(view)
     if any(earlier.unit != event.unit for earlier in history):
@@ -411,14 +425,14 @@ def _check_budget(policy: NodePolicy, ledger: Ledger, release: Release, data_set
     if epsilon is None:
         return
     if policy.fixed_schedule:
-        fits = stays_within([*history, event], delta, epsilon)
+        fits = stays_within([*history, event], data_set.delta, epsilon)
     else:
         rule = budget.rule_of(ledger, data_set, epsilon)
         if not rule.covers(event):
             raise RefusedError(f"mechanism: {rule} allows no such release, of {_described(event)}")
         if isinstance(rule, CommittedPlans):  # which slots are left depends on the order of what took them
             history = [earlier.charged_on(view) for earlier in ledger.releases_in_order(data_set.id)]
-        fits = rule.remaining(history, event, epsilon=epsilon, delta=delta) >= 1
+        fits = rule.remaining(history, event, epsilon=epsilon, delta=data_set.delta_for_releases) >= 1
     if not fits:
         log.warning("data set %s: another such release would exceed the budget of epsilon %g", data_set.id, epsilon)
         raise RetiredError("budget_epsilon: another round would exceed this node's budget")

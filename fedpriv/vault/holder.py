@@ -34,6 +34,8 @@ class Terms:
         device: that trains.
         closed: the file that closes the node while it exists.
         tokens: the file that keeps the records' tokens; None keeps none.
+        reply_seconds: between a charge and its reply; None derives them.
+        max_records: that derived times allow for; None stands for N_k.
     """
 
     source: DataSource
@@ -45,6 +47,8 @@ class Terms:
     device: str
     closed: Path
     tokens: Path | None
+    reply_seconds: float | None
+    max_records: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +63,8 @@ class Holder:
         name: for display; empty takes that of the run's data.
         identity_key: file that signs registrations; None signs nothing.
         journal: of the node's events.
-        before_records: called after a charge, before any record is touched.
+        before_records: called after a charge, before any record is touched, with the seconds after which, or after a
+            multiple of which, the reply may leave; 0 for at once.
     """
 
     client: object
@@ -69,7 +74,7 @@ class Holder:
     name: str = ""
     identity_key: Path | None = None
     journal: Journal
-    before_records: Callable[[], None] = lambda: None
+    before_records: Callable[[float], None] = lambda _: None
 
     @staticmethod
     def of(settings: VaultSettings) -> Holder:
@@ -90,6 +95,8 @@ class Holder:
             device=settings.device,
             closed=settings.closed,
             tokens=settings.tokens if settings.keep_tokens else None,
+            reply_seconds=settings.reply_seconds,
+            max_records=settings.max_records,
         )
         return Holder(
             client=settings.partition_id,

@@ -21,6 +21,9 @@ class Limits:
 
     Attributes:
         min_effective_noise_multiplier: noise relative to the sensitivity under the clipping rule.
+        max_effective_noise_multiplier: of the same. A release with more costs next to nothing, and could be asked for
+            again and again for the sake of what it costs the node to compute it.
+        max_releases: that may be charged on a data set, whatever each of them costs.
         max_sampling_probability: of q. A full batch, q = 1, is no less private: what it costs is charged.
         max_local_steps: noisy steps in a round.
         max_rounds: rounds in a run.
@@ -32,6 +35,8 @@ class Limits:
     """
 
     min_effective_noise_multiplier: _Positive = 0.3
+    max_effective_noise_multiplier: _Positive = 1000.0
+    max_releases: _Count = 10_000
     max_sampling_probability: Annotated[float, Field(gt=0, le=1)] = 1.0
     max_local_steps: _Count = 100
     max_rounds: _Count = 1000

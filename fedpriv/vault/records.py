@@ -70,6 +70,7 @@ def _read_own(bench: Workbench, holder: Holder, data_set: DataSet | None) -> Non
     if data_set is None or bench.read_for == data_set.id:
         return
     bench.forget_records()
+    bench.coin_key = guard.coin_key(holder.policy, data_set)  # before what is noted of the records may fill the disk
     guard.log_content(holder.policy, data_set, repr(bench.data.clients[0]).encode(), size(bench, 0))
     bench.read_for = data_set.id
 

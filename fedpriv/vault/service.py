@@ -3,18 +3,23 @@
 The service itself only carries frames between the socket and a child process, one at a time. If the child is killed,
 another takes its place and gets the same frame again: the ledger then knows whether the request was charged, and if it
 was, the answer is noise alone.
+
+From a charge on, nothing leaves before the public time that the child has named, whatever becomes of the child; nor
+does anything else get an answer before, which would tell how long the records took.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import multiprocessing
 import os
 import pwd
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -23,7 +28,7 @@ from fedpriv.errors import InputError
 from fedpriv.vault.frames import FAILED, REFUSED, FrameError, Response, pack_response
 from fedpriv.vault.settings import VaultSettings
 from fedpriv.vault.socket import peer_uid, receive
-from fedpriv.vault.worker import ANSWERED, run_worker
+from fedpriv.vault.worker import ANSWERED, SECONDS, run_worker
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +41,32 @@ _FRAME_SECONDS = 60.0
 _IDLE_SECONDS = 30.0
 # Of sun_path in sockaddr_un, with its final zero.
 _MAX_PATH_BYTES = 107
+
+
+class _Hold:
+    """Until when an answer must wait: the next multiple of T after its first charge; not at all without a charge."""
+
+    def __init__(self) -> None:
+        self._begin = self._seconds = 0.0
+
+    def begin(self, seconds: float) -> None:
+        """Count from now on; a request that is tried again is counted from the first time."""
+        if not self._seconds:
+            self._begin, self._seconds = time.monotonic(), seconds
+
+    def wait(self) -> None:
+        """Return at the next multiple of T."""
+        if not self._seconds:
+            return
+        taken = time.monotonic() - self._begin
+        if taken > self._seconds:
+            log.warning(
+                "an answer took %.2f s, longer than the %.2f s after which it was to leave; a larger reply_seconds in "
+                "vault.toml keeps such answers from being told apart",
+                taken,
+                self._seconds,
+            )
+        time.sleep(max(1, math.ceil(taken / self._seconds)) * self._seconds - taken)
 
 
 class Worker:
@@ -61,27 +92,34 @@ class Worker:
         theirs.close()
 
     def answer(self, frame: bytes) -> bytes:
-        """The frame that answers this one."""
+        """The frame that answers this one, at a public time after its charge."""
         with self._lock:
-            died_on_records = False
-            for _ in range(_ATTEMPTS):
-                charged = False
-                try:
-                    self._connection.send_bytes(frame)
-                    while (message := self._connection.recv_bytes())[:1] != ANSWERED:
-                        charged = True
-                except (EOFError, OSError):
-                    self._process.join()
-                    died_on_records |= charged
-                    log.error("the vault's child process ended with exit code %s", self._process.exitcode)
-                    self.start()
-                else:
-                    if died_on_records:
-                        self._on_death("its child process was killed while it worked on records")
-                    return message[1:]
-            if died_on_records:
-                self._on_death("its child process was killed again and again")
-            return pack_response(Response(code=FAILED, reason="failed; this node's log says why"))
+            hold = _Hold()
+            answer = self._answer(frame, hold)
+            hold.wait()
+            return answer
+
+    def _answer(self, frame: bytes, hold: _Hold) -> bytes:
+        died_on_records = False
+        for _ in range(_ATTEMPTS):
+            charged = False
+            try:
+                self._connection.send_bytes(frame)
+                while (message := self._connection.recv_bytes())[:1] != ANSWERED:
+                    charged = True
+                    hold.begin(*SECONDS.unpack(message[1:]))
+            except (EOFError, OSError):
+                self._process.join()
+                died_on_records |= charged
+                log.error("the vault's child process ended with exit code %s", self._process.exitcode)
+                self.start()
+            else:
+                if died_on_records:
+                    self._on_death("its child process was killed while it worked on records")
+                return message[1:]
+        if died_on_records:
+            self._on_death("its child process was killed again and again")
+        return pack_response(Response(code=FAILED, reason="failed; this node's log says why"))
 
     def stop(self) -> None:
         """End the child."""

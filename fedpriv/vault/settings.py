@@ -37,6 +37,9 @@ class VaultSettings:
         ledger_file: None stands for ledger.sqlite in the folder.
         memory_limit_mb: for one forward and backward pass, and as much again for the prefix cache.
         device: that trains: `auto`, `cpu` or `cuda:0`.
+        reply_seconds: between a charge and its reply, so that no clock tells how long the records took; None derives
+            them from measurements on synthetic records.
+        max_records: for which derived times are enough; None stands for N_k.
         keep_tokens: whether the records' tokens are kept in the folder from one start to the next.
         counter_file: a file on another disk that keeps the receipts of charges, so that a ledger that was restored is
             noticed; None keeps none but in the folder.
@@ -62,6 +65,8 @@ class VaultSettings:
     ledger_file: Path | None = None
     memory_limit_mb: Annotated[int, Field(ge=1)] = 1024
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    reply_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    max_records: Annotated[int, Field(ge=1)] | None = None
     keep_tokens: bool = True
     counter_file: Path | None = None
     client_user: str = ""

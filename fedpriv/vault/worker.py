@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import struct
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,6 +15,8 @@ from fedpriv.vault.settings import VaultSettings
 # The first byte of what the worker sends: the request is charged and records will be touched next; or the response.
 CHARGED = b"c"
 ANSWERED = b"a"
+# After CHARGED: the seconds after which, or after a multiple of which, the response may leave; 0 for at once.
+SECONDS = struct.Struct("!d")
 
 
 def run_worker(connection: Connection, folder: Path) -> None:
@@ -25,10 +28,20 @@ def run_worker(connection: Connection, folder: Path) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the service decides when its child ends
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    from fedpriv.vault.answer import answer  # loads torch, which the service itself does without
+    # These load torch, which the service itself does without.
+    import torch
+
+    from fedpriv.vault.answer import answer
     from fedpriv.vault.holder import Holder
 
-    holder = replace(Holder.of(VaultSettings.read(folder)), before_records=lambda: connection.send_bytes(CHARGED))
+    # Subnormal numbers, which a broadcast may hold or lead to, take a hundred times longer: a reply's public time would
+    # not suffice. Other threads inherit this from the one that starts them.
+    torch.set_flush_denormal(True)
+
+    def charged(reply_seconds: float) -> None:
+        connection.send_bytes(CHARGED + SECONDS.pack(reply_seconds))
+
+    holder = replace(Holder.of(VaultSettings.read(folder)), before_records=charged)
 
     def answered(request: Request | FrameError) -> Response:
         if isinstance(request, FrameError):

@@ -1,29 +1,34 @@
 """A round of a deployed federation on this machine: its seconds, and whose processor time it takes.
 
-    python -m simulations.benchmarks.deployed_round [--rounds 8] [--setting KEY=VALUE ...]
+    python -m simulations.benchmarks.deployed_round [--rounds 8] [--own-records [--reply-seconds T]] [--setting K=V ...]
 
 A SuperLink with TLS and node authentication and three nodes, made by the kits as two institutions would, share the
-synthetic corpus and fine-tune MiniLM by the default recipe. A round ends when its row is in rounds.csv, so checkpoint
-and charges are part of it; its seconds are the median over the rounds after the first. Processor seconds are read from
-/proc, with those of children that have ended.
+synthetic corpus and fine-tune MiniLM by the default recipe. With `--own-records` each node has its share in a file of
+its own, and replies leave at public times; a T of a millisecond shows what they take by themselves. A round ends when
+its row is in rounds.csv, so checkpoint and charges are part of it; its seconds are the median over the rounds after the
+first. Processor seconds are read from /proc, with those of children that have ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import itertools
 import json
 import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from fedpriv.adapters.locations import BUNDLED_ENCODER
+from fedpriv.config import ON_NODES
+from fedpriv.data import hospital
 from simulations.sites import Federation, Service, wait_until
 
 TARGET_SECONDS = 6.0
@@ -47,13 +52,21 @@ Spent = Counter[tuple[str, str]]
 """{(service, kind of process): processor seconds}"""
 
 
-def run(rounds: int, settings: list[str], folder: Path) -> tuple[list[float], Spent]:
+def run(
+    rounds: int, settings: list[str], folder: Path, *, own_records: bool, reply_seconds: float | None
+) -> tuple[list[float], Spent]:
     """When each round ended, in seconds, from round 0 on, and what the rounds after the first took of processors."""
     out = folder / "run"
     values = {"partition": "iid", "num_clients": NUM_NODES, "rounds": rounds, "out": str(out)}
     values |= {key: json.loads(value) for key, _, value in (setting.partition("=") for setting in settings)}
+    kept: dict[str, Any] = {}
+    if own_records:
+        kept = {"holdings": holdings(folder), "model": BUNDLED_ENCODER}
+        kept["settings"] = "" if reply_seconds is None else f"reply_seconds = {reply_seconds}\n"
+        test = write_records(folder / "test.csv", hospital.generate()[1])
+        values |= {"data": ON_NODES, "test_data": str(test), "labels": ",".join(hospital.DEPARTMENTS)}
     with contextlib.ExitStack() as running:
-        federation = Federation(folder / "federation", num_nodes=NUM_NODES)
+        federation = Federation(folder / "federation", num_nodes=NUM_NODES, **kept)
         running.callback(federation.stop)
         service = federation.start_run("run", values)
         running.callback(service.kill)
@@ -66,6 +79,24 @@ def run(rounds: int, settings: list[str], folder: Path) -> tuple[list[float], Sp
                 before = spent(federation, service)
         after = spent(federation, service)
     return ends, Counter({key: seconds - before[key] for key, seconds in after.items()})
+
+
+def holdings(folder: Path) -> dict[int, list[str]]:
+    """{client: options of `init`} of nodes that share the synthetic corpus, each with a file of its own."""
+    train, _ = hospital.generate()
+    columns = ["--labels", ",".join(hospital.DEPARTMENTS), "--budget-epsilon", "1000"]
+    return {
+        client: ["--data", str(write_records(folder / f"{client}.csv", train[client::NUM_NODES])), *columns]
+        for client in range(NUM_NODES)
+    }
+
+
+def write_records(path: Path, messages: Sequence[hospital.Message]) -> Path:
+    """A table of messages."""
+    with path.open("w", newline="") as file:
+        rows = [(" ".join(message.text.split()), message.department) for message in messages]
+        csv.writer(file).writerows([("text", "label"), *rows])
+    return path
 
 
 def wait_for_round(number: int, out: Path, run_: Service) -> None:
@@ -120,11 +151,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--setting", nargs="*", default=[], help="key=value of the run's configuration, value in JSON")
+    parser.add_argument("--own-records", action="store_true", help="nodes with files of their own")
+    parser.add_argument("--reply-seconds", type=float, help="of such nodes; by default derived")
     arguments = parser.parse_args()
     if arguments.rounds < 2:
         parser.error(f"--rounds = {arguments.rounds}: must be at least 2, since the first one is left out")
     with tempfile.TemporaryDirectory() as folder:
-        ends, processors = run(arguments.rounds, arguments.setting, Path(folder))
+        ends, processors = run(
+            arguments.rounds,
+            arguments.setting,
+            Path(folder),
+            own_records=arguments.own_records,
+            reply_seconds=arguments.reply_seconds,
+        )
     lengths = [end - begin for begin, end in itertools.pairwise(ends)]
     print("seconds a round:", " ".join(f"{length:.2f}" for length in lengths))
     num_rounds = arguments.rounds - 1

@@ -116,6 +116,7 @@ def make_node(
     models: Mapping[str, Path],
     budget_epsilon: float | None = 1000.0,
     limits: Mapping[str, float] | None = None,
+    settings: Mapping[str, object] | None = None,
 ) -> Node:
     """A node that its operator has set up on these records.
 
@@ -126,14 +127,15 @@ def make_node(
         models: {name: folder} that the operator has approved.
         budget_epsilon: of the data, or None for a node without.
         limits: the operator's policy where it differs from the default.
+        settings: further ones of the vault.
     """
     folder.mkdir(parents=True)
     node = Node(folder)
     write_rows(node.records, rows)
-    settings = {"partition_id": 0, "name": "St. Anna", "data": str(node.records), "labels": list(LABELS)}
+    values = {"partition_id": 0, "name": "St. Anna", "data": str(node.records), "labels": list(LABELS)}
     if budget_epsilon is not None:
-        settings["budget_epsilon"] = budget_epsilon
-    (folder / FILE).write_text(tomli_w.dumps(settings))
+        values["budget_epsilon"] = budget_epsilon
+    (folder / FILE).write_text(tomli_w.dumps({**values, **(settings or {})}))
     approved = (ApprovedModel(name=n, folder=str(path), digest=digest_of(path)) for n, path in models.items())
     (folder / "approved-models.toml").write_text(text_of(tuple(approved)))
     (folder / "policy.toml").write_text(tomli_w.dumps(dict(limits or {})))

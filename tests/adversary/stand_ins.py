@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fedpriv.accounting.events import Event
 from fedpriv.data.records import Item
+from fedpriv.ledger.ledger import Ledger
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.mechanisms.request import NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource, Words
@@ -131,6 +132,7 @@ def standing_in(stand_ins: StandIns) -> Iterator[StandIns]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PoissonSampler, "draw", draw)
         patch.setattr(SecureSource, "words", words)
+        patch.setattr(Ledger, "coin_key", lambda *_: b"coins")
         patch.setattr(TrainingModel, "logits", logits)
         patch.setattr(TrainingModel, "_head_inputs", head_inputs)
         for mechanism in noises:

@@ -68,9 +68,10 @@ def test_data_registered_between_the_checks_and_the_charge_are_not_used(node, st
     honest = vault.rehearse
 
     def rehearse(*arguments, **named):
-        honest(*arguments, **named)
+        rehearsed = honest(*arguments, **named)
         write_rows(node.records, [("a cough", LABELS[2])] * N_K)
         register_data(node, N_K, note="other patients")
+        return rehearsed
 
     monkeypatch.setattr(vault, "rehearse", rehearse)
     assert asked(node, training(run_config(), starts["tiny"])) == (frames.REFUSED, False)

@@ -11,6 +11,9 @@ import pytest
 from simulations.sites import Federation
 from tests.tiny import LABELS
 
+# What replies take is no matter here, and public times would be those of the largest samples.
+QUICK = "reply_seconds = 0.1\n"
+
 
 @pytest.fixture(scope="module")
 def hospitals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
@@ -48,7 +51,7 @@ def holdings(folder: Path, table: Path, *more: str) -> dict[int, list[str]]:
 def holders(tmp_path_factory: pytest.TempPathFactory, table: Path, tiny_bert: Path) -> Iterator[Federation]:
     """A SuperLink and three nodes with a file of records each, which run the tiny BERT."""
     folder = tmp_path_factory.mktemp("holders")
-    federation = Federation(folder / "federation", holdings=holdings(folder, table), model=tiny_bert)
+    federation = Federation(folder / "federation", holdings=holdings(folder, table), model=tiny_bert, settings=QUICK)
     yield federation
     federation.stop()
 

@@ -16,7 +16,7 @@ import pytest
 from fedpriv.deployment.approvals import bundle_digest
 from fedpriv.ledger.entries import Entry
 from simulations.sites import CLIENT, ROOT, Federation, Service, kit, read_ledger, wait_until
-from tests.deployment.conftest import holdings
+from tests.deployment.conftest import QUICK, holdings
 
 pytestmark = pytest.mark.deployment
 
@@ -26,7 +26,7 @@ class Summing(Federation):
 
     def __init__(self, folder: Path, table: Path, model: Path) -> None:
         more = ["--budget-view", "aggregate", "--min-survivors", "2"]
-        super().__init__(folder / "federation", holdings=holdings(folder, table, *more), model=model)
+        super().__init__(folder / "federation", holdings=holdings(folder, table, *more), model=model, settings=QUICK)
         self.halts, self.checkout = folder / "halts", folder / "checkout"
         self.halts.mkdir()
         halting_checkout(self.checkout, self.halts)

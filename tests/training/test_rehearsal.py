@@ -136,7 +136,7 @@ def changed(**changes):
 @pytest.mark.parametrize("changes", [{"learning_rate": 0.1}, {"clip_norm": 3.0}, {"noise_multiplier": 2.0}])
 def test_other_values_are_tried_on_one_record(model, computed, changes):
     run(model)
-    assert min(computed) > 1
+    assert max(computed) > 1
     computed.clear()
     run(model, spec=changed(**changes))
     assert computed == [1]
@@ -164,7 +164,7 @@ def test_what_a_model_remembers_is_bounded(model, monkeypatch, computed):
     for step in range(12):
         run(model, spec=changed(learning_rate=0.1 + step))
     assert len(rehearsal._rehearsed[model]) == 4
-    assert computed[2:] == [1] * 11, "many learning rates made it forget what they have in common"
+    assert computed[-11:] == [1] * 11, "many learning rates made it forget what they have in common"
 
 
 @pytest.mark.parametrize(("num_rounds", "reserved"), [(1, False), (2, True)])

@@ -13,6 +13,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from clients.app import app
 from clients.pipe import VAULT_KEY
 from fedpriv import protocol
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.config import ON_NODES, parse, to_flower
 from fedpriv.ledger.entries import entries
 from fedpriv.ledger.ledger import Ledger
@@ -24,6 +25,7 @@ from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.private_evaluation import EvaluationSpec, planned_event
 from fedpriv.vault import answer as answering
+from fedpriv.vault import guard
 from fedpriv.vault.answer import answer
 from fedpriv.vault.frames import EVALUATE, FAILED, REFUSED, RETIRED, Request, Response
 from fedpriv.vault.guard import request_digest
@@ -85,6 +87,8 @@ def make(tiny_bert, tmp_path):
 
 @pytest.fixture
 def same_noise(monkeypatch):
+    """Two nodes have the same secrets."""
+    monkeypatch.setattr(guard, "coin_key", lambda policy, data_set: b"coins")
     monkeypatch.setattr(answering, "_source", lambda config, client, round_, purpose: SeededSource(5, purpose))
 
 
@@ -105,7 +109,7 @@ def test_an_evaluation_is_charged_and_answered_once(make):
 def test_no_record_is_read_before_the_charge(make):
     node, seen = make(), []
     bench = bench_of(run_of(node.run_config, node.holder), node.holder)
-    holder = replace(node.holder, before_records=lambda: seen.append(("data" in vars(bench), node.phases)))
+    holder = replace(node.holder, before_records=lambda _: seen.append(("data" in vars(bench), node.phases)))
     answer(node.request(), holder)
     ((had_read, phases),) = seen
     assert not had_read
@@ -123,6 +127,56 @@ def test_a_record_more_moves_the_counts_by_at_most_one_and_nothing_else(make, sa
     assert np.linalg.norm(counts[0] - counts[1]) <= 1 + 2**-14
 
 
+def evaluated(node: Node, monkeypatch, **changes: object) -> set[str]:
+    """The texts of the records that a node counts in an evaluation of a run with these changes."""
+    seen: set[str] = set()
+    honest = private_evaluation.count
+
+    def count(model, adapter, merged, data, tokenize):
+        seen.update(data.texts)
+        return honest(model, adapter, merged, data, tokenize)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(private_evaluation, "count", count)
+        request = replace(node.request(round_=1 + len(node.phases)), run_config={**node.run_config, **changes})
+        assert not answer(request, node.holder).code
+    return seen
+
+
+def test_no_run_decides_which_records_are_set_aside(make, monkeypatch):
+    """With seeds of its choice a coordinator could set one record aside, and ask whether it is there."""
+    node = make()
+    aside = evaluated(node, monkeypatch)
+    assert 0 < len(aside) < len(ROWS)
+    for seed in range(1, 4):
+        assert evaluated(node, monkeypatch, seed=seed) == aside
+    smaller, larger = (evaluated(node, monkeypatch, test_fraction=share) for share in (0.05, 0.6))
+    assert smaller <= aside <= larger, "a record changes sides"
+    workbench.forget()
+    assert evaluated(node, monkeypatch) == aside, "another start of the vault, other sides"
+    assert evaluated(make(name="other"), monkeypatch) != aside, "another ledger has another secret"
+
+
+@pytest.mark.parametrize("z", [1000.0, 1000.1])
+def test_an_evaluation_costs_something(make, z):
+    """Above a bound noise costs nothing that a ledger would notice, and time all the same."""
+    node = make()
+    refused = bool(node.ask(noise_multiplier=z).code)
+    assert refused == (z > 1000)
+    assert node.phases.count("charged") == (not refused)
+    with Ledger(node.settings.ledger) as ledger:
+        cost = epsilon_of([release.event for release in ledger.releases(ledger.data_set().id)], 1e-5).epsilon
+    assert refused or cost > 1e-3
+
+
+def test_releases_are_counted_whatever_they_cost(make):
+    node = make(policy="max_releases = 2\n")
+    codes = [node.ask(round_=round_, noise_multiplier=1000.0).code for round_ in (1, 2, 3, 2, 4)]
+    assert codes == [0, 0, RETIRED, 0, RETIRED], "a stored answer is sent again"
+    assert "max_releases = 2" in node.ask(round_=5).reason
+    assert node.phases.count("charged") == 2
+
+
 @pytest.mark.parametrize("harm", ["no file", "no records", "a record kills every pass"])
 def test_records_that_cannot_be_used_give_noise_alone(make, same_noise, monkeypatch, harm):
     node = make()
@@ -132,7 +186,7 @@ def test_records_that_cannot_be_used_give_noise_alone(make, same_noise, monkeypa
         node.settings.data.write_text("note,department\n")
     else:
         monkeypatch.setattr(TrainingModel, "predictions", lambda *_, **__: 1 / 0)
-        monkeypatch.setattr(private_evaluation, "rehearse", lambda *_: None)  # it would notice such a model
+        monkeypatch.setattr(private_evaluation, "rehearse", lambda *_: 0.01)  # it would notice such a model
     release = protocol.unpack_evaluation_release(node.ask().fields)
     noise, _ = private_evaluation.noised(
         torch.zeros(2, dtype=torch.float64), EvaluationSpec(noise_multiplier=Z), SeededSource(5, "evaluation")

@@ -27,6 +27,7 @@ def check(limits: Limits | None = Limits(), *, probability=0.1, round_=1, **chan
     [
         ({"noise_multiplier": 0.0}, "noise_multiplier: its effective value 0 is below this node's minimum 0.3"),
         ({"noise_multiplier": 0.4, "clipping": "split"}, "effective value 0.282843 is below"),
+        ({"noise_multiplier": 1e6}, r"effective value 1e\+06 is above this node's maximum 1000"),
         ({"local_steps": 300}, "local_steps = 300: above this node's maximum 100"),
         ({"num_rounds": 10**6}, r"num_rounds = 1e\+06: above this node's maximum 1000"),
         ({"clip_norm": 1e9}, r"clip_norm = 1e\+09: above this node's maximum 100"),

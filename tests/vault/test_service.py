@@ -34,7 +34,8 @@ def settings(tmp_path_factory, tiny_bert) -> VaultSettings:
     folder = tmp_path_factory.mktemp("v")
     rows = [(f"{WORDS[i % 13]} {WORDS[i % 7]} {LABELS[i % 3]}", LABELS[i % 3]) for i in range(60)]
     data = write_records(folder / "own.csv", rows)
-    return make_vault(folder / "node", data, tiny_bert, policy="max_local_steps = 1000\n", budget_epsilon=1e6)
+    more = {"policy": "max_local_steps = 1000\n", "budget_epsilon": 1e6, "reply_seconds": 0.1}
+    return make_vault(folder / "node", data, tiny_bert, **more)
 
 
 @pytest.fixture(scope="module")

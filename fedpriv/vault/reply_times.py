@@ -1,0 +1,227 @@
+"""When a reply leaves: at a time that public numbers alone decide, so that a clock tells nothing of the records.
+
+A reply that a charge has paid for leaves when T seconds have passed since the charge or, if its work is not done by
+then, when the next multiple of T has. T bounds the work on any records: it is measured on synthetic ones, for the most
+that an update may draw. A draw beyond that is computed as a whole and may leave later; its probability is off delta.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import logging
+import math
+import random
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.config import RunConfig
+from fedpriv.data import holdout
+from fedpriv.data.text import TextData
+from fedpriv.ledger.entries import DataSet
+from fedpriv.protocol import Broadcast
+from fedpriv.training.local_update import UpdateSpec
+from fedpriv.training.rehearsal import Rehearsed
+from fedpriv.training.sampling import PoissonSampler
+from fedpriv.training.stacked import caching_pays_off
+from fedpriv.training.workbench import Workbench
+from fedpriv.vault.holder import Holder
+
+log = logging.getLogger(__name__)
+
+# Over what was measured: the machine may be busier by then.
+_MARGIN = 1.5
+# T is rounded up to a power of this, so that it hardly depends on what else the machine did while it was measured.
+_GRID = 2**0.25
+
+# For the ledger's disk and what precedes and follows the update, and for each byte of what it stores and sends.
+_SETTLING_SECONDS = 0.1
+_SETTLING_SECONDS_A_BYTE = 1e-7
+
+# Of a record's text, on average: reading and tokenising is measured on texts of this length.
+_CHARACTERS = 4096
+_NUM_TEXTS = 8
+
+# Fractions that are set aside are rounded up to powers of this.
+_FRACTIONS = 1.05
+
+# Measured once for each bench: the seconds of one such text, and of one record's evaluation.
+_text_seconds: WeakKeyDictionary[Workbench, float] = WeakKeyDictionary()
+_evaluation_seconds: WeakKeyDictionary[Workbench, float] = WeakKeyDictionary()
+# What the last update of a bench has left in memory: its records, and their states.
+_kept: WeakKeyDictionary[Workbench, Hashable] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplyTime:
+    """When the reply to an update leaves.
+
+    Attributes:
+        seconds: T.
+        keeps: what the update leaves in memory, so that the next one like it has less to do.
+    """
+
+    seconds: float
+    keeps: Hashable
+
+
+def of_update(
+    rehearsed: Rehearsed,
+    *,
+    spec: UpdateSpec,
+    broadcast: Broadcast,
+    sampler: PoissonSampler,
+    config: RunConfig,
+    bench: Workbench,
+    holder: Holder,
+    data_set: DataSet,
+) -> ReplyTime:
+    """T of an update, which is more where it has records to read, tokens to make or caches to fill.
+
+    Whether it has depends on what was charged before. All arguments are public, or the operator's.
+    """
+    if rehearsed.caches_are_empty:
+        _kept.pop(bench, None)
+    cached = caching_pays_off(spec, sampler)
+    keeps = data_set.id, cached, _body(bench, spec, broadcast)
+    is_first = _kept.get(bench) != keeps
+    fills = cached and (bench.model.cache is not None or bench.model.features is not None)
+    number = _most_records(holder, data_set)
+    work = rehearsed.pace.seconds(
+        num_steps=spec.local_steps,
+        num_drawn=_most_drawn(number - 1, spec.local_steps, sampler.sampling_probability, holder, data_set),
+        num_new=number if is_first and fills else 0,
+    )
+    if is_first:
+        work += number * _seconds_of_text(bench, config)
+    return ReplyTime(seconds=_public(work, broadcast.adapter, holder, config), keeps=keeps)
+
+
+def charged(reply: ReplyTime, bench: Workbench, *, may_read: bool) -> None:
+    """Take note of an update that was charged: what it keeps if it reads records, or else that nothing may be kept."""
+    if may_read:
+        _kept[bench] = reply.keeps
+    else:
+        _kept.pop(bench, None)
+
+
+def of_evaluation(
+    one_record: float, *, adapter: Adapter, config: RunConfig, bench: Workbench, holder: Holder, data_set: DataSet
+) -> float:
+    """T of an evaluation, in seconds, which may have to read the records first.
+
+    Args:
+        one_record: what the longest takes, in seconds; the first measurement on a bench counts.
+        adapter, config, bench, holder, data_set: as for `of_update`.
+    """
+    one_record, text = _evaluation_seconds.setdefault(bench, one_record), _seconds_of_text(bench, config)
+    number = _most_records(holder, data_set)
+    work = number * text + _most_aside(number - 1, config.test_fraction, holder, data_set) * (one_record + text)
+    return _public(work, adapter, holder, config)
+
+
+def most_drawn(num_coins: int, probability: float, log_odds: float) -> int:
+    """A number of records that Poisson samples exceed with probability at most exp(-log_odds).
+
+    Args:
+        num_coins: one for each record and step, n >= 1.
+        probability: of each, q in (0, 1].
+        log_odds: >= 0.
+
+    Source: Chernoff's bound, P(X >= a n) <= exp(-n KL(a || q)) for a >= q.
+    """
+
+    def is_likely(number: int) -> bool:
+        """Whether the bound lets more than this be drawn."""
+        share = (number + 1) / num_coins
+        if share <= probability:
+            return True
+        rest = (1 - share) * math.log((1 - share) / (1 - probability)) if share < 1 else 0.0
+        return num_coins * (share * math.log(share / probability) + rest) < log_odds
+
+    return bisect.bisect_left(range(num_coins), True, key=lambda number: not is_likely(number))
+
+
+def _most_drawn(num_others: int, num_steps: int, probability: float, holder: Holder, data_set: DataSet) -> int:
+    """The most records that T allows for in all steps together, with one record in question in each of them.
+
+    Given the coins of all other records, a step is a Gaussian mechanism on this record's coin, whatever they are. So
+    what is charged holds given that few enough of them are drawn; and if a reply after any other draws told everything,
+    it would add the probability of such draws to delta.
+    """
+    return num_steps + most_drawn(num_others * num_steps, probability, _log_odds(holder, data_set))
+
+
+def _most_aside(num_others: int, fraction: float, holder: Holder, data_set: DataSet) -> int:
+    """The most records that an evaluation's T allows for, with one record in question.
+
+    The coins are tossed once, and counts of earlier evaluations may have chosen the fraction. So the bound is that of
+    the next larger power of `_FRACTIONS`, and holds for all of these at once.
+    """
+    steps = math.floor(-math.log(fraction) / math.log(_FRACTIONS))
+    return 1 + most_drawn(num_others, min(1.0, _FRACTIONS**-steps), _log_odds(holder, data_set))
+
+
+def _log_odds(holder: Holder, data_set: DataSet) -> float:
+    """Minus the logarithm of the probability of a single bound, so that `delta_of_clocks` pays for all of them.
+
+    There is one for each release that the node's policy allows, and one for each fraction down to the smallest float.
+    """
+    assert holder.terms is not None, "others keep no clock"
+    num_bounds = holder.terms.limits.max_releases + math.ceil(750 / math.log(_FRACTIONS))
+    return math.log(num_bounds) - math.log(data_set.delta_of_clocks)
+
+
+def _most_records(holder: Holder, data_set: DataSet) -> int:
+    """The most records that T allows for: one more than N_k, or than the operator says."""
+    assert holder.terms is not None, "others keep no clock"
+    return max(data_set.num_records, holder.terms.max_records or 0) + 1
+
+
+def _body(bench: Workbench, spec: UpdateSpec, broadcast: Broadcast) -> str:
+    """Digest of what the features that a head reads depend on; empty where they are not kept."""
+    fixed = {name: tensor for name, tensor in broadcast.adapter.items() if name not in bench.model.head_tensors}
+    if bench.model.features is None or (fixed and spec.trains != "head"):
+        return ""
+    digest = hashlib.sha256()
+    for part, tensors in Broadcast(adapter=fixed, merged=broadcast.merged).tensors().items():
+        for name, tensor in sorted(tensors.items()):
+            digest.update(f"{part} {name} ".encode() + tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _seconds_of_text(bench: Workbench, config: RunConfig) -> float:
+    """What it takes to read, split and tokenise a text of `_CHARACTERS` random letters, measured once."""
+    if bench not in _text_seconds:
+        letters = random.Random(0)
+
+        def text() -> str:
+            return "".join(letters.choices("abcdefghijklmnopqrstuvwxyz    ", k=_CHARACTERS))
+
+        texts = tuple(text() for _ in range(_NUM_TEXTS))
+        has_pairs = bool(config.text_pair_column) or config.instructs
+        data = TextData(texts, ("",) * len(texts) if bench.label_names else (), texts if has_pairs else None)
+        bench.tokenize(data)  # a tokenizer's first texts take longer
+        begin = time.perf_counter()
+        bench.tokenize(data)
+        holdout.split(data, fraction=0.5, key=b"rehearsal")
+        _text_seconds[bench] = 2 * (time.perf_counter() - begin) / _NUM_TEXTS
+    return _text_seconds[bench]
+
+
+def _public(work: float, adapter: Adapter, holder: Holder, config: RunConfig) -> float:
+    """T for so many seconds of work, unless the operator has set it."""
+    assert holder.terms is not None
+    settling = _SETTLING_SECONDS + _SETTLING_SECONDS_A_BYTE * sum(tensor.nbytes for tensor in adapter.values())
+    seconds = holder.terms.reply_seconds or _GRID ** math.ceil(math.log(_MARGIN * (work + settling), _GRID))
+    if seconds > config.round_seconds:
+        log.warning(
+            "replies to this run leave %.0f s after their charge, later than its round_seconds = %g: ask for fewer "
+            "local_steps or a smaller batch_size, or set reply_seconds in vault.toml",
+            seconds,
+            config.round_seconds,
+        )
+    return seconds

@@ -1,0 +1,125 @@
+"""A coordinator with a clock: when a reply leaves tells nothing of the records, as far as rank statistics can see."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from itertools import count
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from fedpriv import protocol
+from fedpriv.config import to_flower
+from fedpriv.training.private_evaluation import EvaluationSpec
+from fedpriv.vault import frames
+from fedpriv.vault.frames import Request
+from fedpriv.vault.service import Worker
+from tests.adversary.nodes import Question, make_node, run_config, training
+from tests.tiny import LABELS, WORDS
+
+# All are cut to one length: four of these are one pass, five are two. Jane's file is thick.
+ROWS = [(" ".join(WORDS[i * j % 13] for j in range(60)), LABELS[i % 3]) for i in range(4)]
+JANE = ("jane doe has a rash " * 5_000, LABELS[1])
+
+# Of both nodes, which work for less than half of this on what they are asked here.
+REPLY_SECONDS = 0.4
+
+# Of the normal deviate of the rank-sum statistic: two equal laws exceed it once in 15,000 comparisons. Two that do not
+# overlap reach 4.8 with 16 replies of each. With 200 they reach 17, and if three replies in ten can be told apart, that
+# is found nine times in ten.
+MOST_DEVIATION = 4.0
+
+Worlds = tuple[Worker, Worker]
+
+
+@pytest.fixture(scope="module")
+def worlds(approved, tmp_path_factory) -> Iterator[Worlds]:
+    """Two vaults' processes; the second one's records lack Jane's."""
+    folder, started = tmp_path_factory.mktemp("worlds"), []
+    for name, rows in (("with", [*ROWS, JANE]), ("without", ROWS)):
+        node = make_node(
+            folder / name,
+            rows,
+            num_registered=len(ROWS) + 1,
+            models={"tiny": approved["tiny"]},
+            budget_epsilon=1e6,
+            settings={"reply_seconds": REPLY_SECONDS},
+        )
+        started.append(Worker(node.folder, pytest.fail))
+    yield started[0], started[1]
+    for worker in started:
+        worker.stop()
+
+
+def everyone(adapter: Mapping[str, Tensor], round_: int) -> Question:
+    """Every record in each of 20 steps, so one pass or two, with the most noise that a node allows."""
+    config = run_config(rounds=1000, local_steps=20, batch_size=1, noise_multiplier=1000.0)
+    return training(config, adapter, round_=round_, fields={"sampling_probability": 1.0})
+
+
+def jane_alone(adapter: Mapping[str, Tensor], round_: int) -> Question:
+    """An evaluation in a run whose seed would set Jane's record aside, and nobody else's, if it keyed the coins."""
+    seed = seed_that_picks(1e-3)
+    config = run_config(test_data="", evaluation_noise_multiplier=1000.0, test_fraction=1e-3, seed=seed, batch_size=1)
+    return Question(
+        kind=frames.EVALUATE,
+        config=to_flower(config),
+        fields=protocol.pack_instruction("run", round_, EvaluationSpec(noise_multiplier=1000.0)),
+        arrays={protocol.ADAPTER: adapter},
+    )
+
+
+@cache
+def seed_that_picks(fraction: float) -> int:
+    """A seed whose coins, if they were keyed with it, set Jane's record aside and no other."""
+
+    def is_aside(row: tuple[str, str], seed: int) -> bool:
+        content = json.dumps([[row[0]], [row[1]], None]).encode()
+        return int.from_bytes(hmac.digest(str(seed).encode(), content, "sha256")[:8]) < fraction * 2.0**64
+
+    seeds = (seed for seed in count() if is_aside(JANE, seed))
+    return next(seed for seed in seeds if not any(is_aside(row, seed) for row in ROWS))
+
+
+ATTACKS = {"a full batch": everyone, "an evaluation of one": jane_alone}
+
+
+def seconds(worker: Worker, question: Question) -> float:
+    """How long the vault takes to answer."""
+    arrays = {part: {name: np.asarray(t) for name, t in named.items()} for part, named in question.arrays.items()}
+    request = Request(kind=question.kind, run_config=question.config, fields=question.fields, arrays=arrays)
+    begin = time.perf_counter()
+    response = frames.unpack_response(worker.answer(frames.pack_request(request)))
+    taken = time.perf_counter() - begin
+    assert not response.code, response.reason
+    return taken
+
+
+def deviation(one: Sequence[float], other: Sequence[float]) -> float:
+    """The rank-sum statistic (Mann and Whitney 1947) in standard deviations; about normal under one law."""
+    n, m = len(one), len(other)
+    greater = (np.asarray(one)[:, None] > np.asarray(other)[None, :]).sum()
+    return float(abs(greater - n * m / 2) / np.sqrt(n * m * (n + m + 1) / 12))
+
+
+def measured(worlds: Worlds, attack: str, adapter: Mapping[str, Tensor], num: int, begin: int) -> list[list[float]]:
+    """The seconds of so many replies of each world, in turn, so that what else the machine does falls on both."""
+    found: list[list[float]] = [[], []]
+    for round_ in range(begin, begin + num + 2):
+        for times, worker in zip(found, worlds, strict=True):
+            times.append(seconds(worker, ATTACKS[attack](adapter, round_)))
+    return [times[2:] for times in found]  # the first replies read the records and fill caches
+
+
+@pytest.mark.parametrize("num", [16, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_clock_does_not_tell_whether_a_record_is_there(worlds, starts, attack, num):
+    with_jane, without = measured(worlds, attack, starts["tiny"], num, begin=100 if num == 16 else 200)
+    found = deviation(with_jane, without)
+    print(f"{attack}: {found:.2f}; ms {1e3 * np.median(with_jane):.3f}, {1e3 * np.median(without):.3f}")
+    assert found <= MOST_DEVIATION, (np.median(with_jane), np.median(without))
