@@ -79,6 +79,7 @@ def _own_records(vault: VaultSettings) -> Iterator[Check]:
     budget = f"epsilon {vault.budget_epsilon} for all runs together, on the {vault.budget_view} view"
     yield _of("budget", lambda: records.check_budget(vault), budget)
     yield _peers(vault)
+    yield Check("device", True, _device(vault))
     yield check_registered(vault.ledger)
     yield _newest(vault)
     yield _enforced(vault)
@@ -134,6 +135,15 @@ def _enforced(vault: VaultSettings) -> Check:
     except (LedgerError, ValueError) as error:
         return Check("enforced", False, str(error))
     return Check("enforced", True, enforced)
+
+
+def _device(vault: VaultSettings) -> str:
+    if vault.device_couples_records:
+        return (
+            f"{vault.training_device}; device_couples_records = true: where that is a GPU, records of a pass touch "
+            "each other, and no epsilon covers them against a coordinator that amplifies it"
+        )
+    return f"{vault.training_device}, on which records cannot touch each other"
 
 
 def _peers(vault: VaultSettings) -> Check:

@@ -126,7 +126,11 @@ class LinearModel(TrainingModel):
         return torch.cat([logit, torch.zeros_like(logit)], dim=1), {"labels": labels}
 
     def passes(
-        self, items: Sequence[Item], num_expected: float = _RECORDS_AT_ONCE, num_values: int | None = None
+        self,
+        items: Sequence[Item],
+        num_expected: float = _RECORDS_AT_ONCE,
+        num_values: int | None = None,
+        rank: int | None = None,
     ) -> Iterator[Pass]:
         """The records in order, in chunks of bounded size, however many are expected."""
         for begin in range(0, len(items), _RECORDS_AT_ONCE):

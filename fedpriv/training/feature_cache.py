@@ -72,7 +72,7 @@ class FeatureCache:
 
     Args:
         compute: the features, [rows, width], of records in a shape, with a body and through the prefix cache or not.
-        passes: splits records into passes of fixed shapes.
+        passes: splits records into passes of fixed shapes, for a body.
         width: of a record's features.
         memory_limit: bytes to keep, all in memory.
         tell: told how many of the records to be read are.
@@ -81,7 +81,7 @@ class FeatureCache:
     def __init__(
         self,
         compute: Callable[[Sequence[Item], BatchShape, Body, bool], Tensor],
-        passes: Callable[[Sequence[Item]], Iterable[Pass]],
+        passes: Callable[[Sequence[Item], Body], Iterable[Pass]],
         *,
         width: int,
         memory_limit: int,
@@ -182,7 +182,7 @@ class FeatureCache:
         places = [place for place, item in enumerate(items) if usable(item)]
         readable = [items[place] for place in places]
         num_read = 0
-        for together in self._passes(readable):
+        for together in self._passes(readable, body):
             run = partial(self._of, readable, together.shape, body, cached)
             for positions, states in isolated(run, together.positions):
                 if states is not None:

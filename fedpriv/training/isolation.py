@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
+from fedpriv.errors import InputError
 from fedpriv.journal import trace_without_message
 
 Result = TypeVar("Result")
@@ -24,6 +25,28 @@ def raising_failures() -> Iterator[None]:
         yield
     finally:
         _failures_are_raised.reset(token)
+
+
+@contextmanager
+def refusing(kind: str) -> Iterator[None]:
+    """Within this context a failure refuses a model: no record has caused it.
+
+    Args:
+        kind: type of the model.
+
+    Raises:
+        InputError: something failed; one line that names the type. Where it failed is logged.
+    """
+    try:
+        yield
+    except (InputError, MemoryError):
+        raise
+    except Exception as error:  # libraries raise anything on a model that they do not fit
+        log.warning("a %s model fails on synthetic records", kind, exc_info=error)
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(
+            f"model: a {kind} model cannot train here ({reason}); bert, roberta, gpt2 or llama can"
+        ) from error
 
 
 def isolated(

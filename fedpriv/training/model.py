@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from fedpriv.training.feature_cache import Body, FeatureCache
 from fedpriv.training.footprint import RECORDS_OF_A_STEP, Footprint, features_at_once
 from fedpriv.training.isolation import raising_failures
 from fedpriv.training.losses import IGNORED, Predictions, next_token_targets, predictions
-from fedpriv.training.pass_sizes import give_the_same_bits, powers_of_two
+from fedpriv.training.pass_sizes import bits_of_head, bits_of_pass, candidates, chosen, with_equal_bits
 from fedpriv.training.per_sample import Stack, TrainableLayer, recorded, trainable_layers
 from fedpriv.training.prefix_cache import (
     PrefixCache,
@@ -37,6 +37,12 @@ _WEIGHT = ".base_layer.weight"
 
 # Tokens of the largest pass whose number of rows is free; larger ones are hardly faster, and are tried at a cost.
 _MOST_TOKENS = 4096
+
+
+def rank_of(shapes: Mapping[str, torch.Size]) -> int | None:
+    """The rank of an adapter whose tensors have these shapes; None without LoRA layers, or if they differ in it."""
+    ranks = {shape[0] for name, shape in shapes.items() if name.endswith(A_SUFFIX)}
+    return ranks.pop() if len(ranks) == 1 else None
 
 
 class TrainingModel:
@@ -103,7 +109,7 @@ class TrainingModel:
         self.memory_limit = memory_limit
         self.lengths = Lengths(longest=_longest(peft_model.config, max_length), multiple=self._footprint.multiple)
         self.records_share_passes = True
-        self._sizes: dict[int, tuple[int, ...]] = {}
+        self._tried: dict[Hashable, Hashable | None] = {}
         self.cache = None
         if prefix and prefix_cache:
             self.cache = PrefixCache(
@@ -120,7 +126,7 @@ class TrainingModel:
         if self.head is not None:
             width = self.layers[self.head].module.in_features
             self.features = FeatureCache(
-                self._head_inputs, self.passes, width=width, memory_limit=memory_limit, tell=self._told
+                self._head_inputs, self.body_passes, width=width, memory_limit=memory_limit, tell=self._told
             )
 
     def _told(self, what: str, done: float, total: float) -> None:
@@ -147,14 +153,21 @@ class TrainingModel:
         if shapes.keys() != self.parameters.keys():
             unmatched = sorted(shapes.keys() ^ self.parameters.keys())
             raise ValueError(f"adapter: tensors {', '.join(unmatched)} are on one side only")
-        ranks = {shape[0] for name, shape in shapes.items() if name.endswith(A_SUFFIX)}
-        rank = ranks.pop() if len(ranks) == 1 else None
-        for name, parameter in self.parameters.items():
-            expected = tuple(parameter.shape)
-            if rank is not None and name.endswith((A_SUFFIX, B_SUFFIX)):
-                expected = (rank, expected[1]) if name.endswith(A_SUFFIX) else (expected[0], rank)
-            if tuple(shapes[name]) != expected:
-                raise ValueError(f"adapter: {name} has shape {tuple(shapes[name])}, the model's is {expected}")
+        for name, expected in self.shapes(rank_of(shapes)).items():
+            if shapes[name] != expected:
+                raise ValueError(f"adapter: {name} has shape {tuple(shapes[name])}, the model's is {tuple(expected)}")
+
+    def shapes(self, rank: int | None) -> dict[str, torch.Size]:
+        """The shapes of an adapter's tensors.
+
+        Args:
+            rank: of its LoRA layers; None stands for the model's own.
+        """
+        shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
+        if rank is not None:
+            shapes |= {n: torch.Size((rank, shape[1])) for n, shape in shapes.items() if n.endswith(A_SUFFIX)}
+            shapes |= {n: torch.Size((shape[0], rank)) for n, shape in shapes.items() if n.endswith(B_SUFFIX)}
+        return shapes
 
     @property
     def merged(self) -> Merged:
@@ -231,6 +244,8 @@ class TrainingModel:
         if self.output_layer is None:
             return predictions(*self.logits(items, cached=cached, shape=shape))
         batch = self._batch(items, shape)
+        if cached and self.cache is not None:
+            self.cache.fill(items)
         with input_of(self.output_layer) as captured:
             self._run(items, batch, cached=cached)
         targets = next_token_targets(batch)
@@ -266,6 +281,8 @@ class TrainingModel:
             parameters={name: tensor.unsqueeze(0).to(self.device) for name, tensor in by_name.items()},
             owners=torch.zeros(shape.rows, dtype=torch.int64, device=self.device),
         )
+        if cached and self.cache is not None:
+            self.cache.fill(items)
         with recorded(layers, stack), input_of(self.layers[self.head].module) as captured:
             self.logits(items, cached=cached, shape=shape)
         return captured[0]
@@ -289,10 +306,24 @@ class TrainingModel:
 
     def features_at_once(self, num_values: int) -> int:
         """Records of a pass through the head alone, whose per-sample gradients have so many values each."""
-        return features_at_once(num_values)
+        rows = features_at_once(num_values)
+        if self._footprint.on_cpu:
+            while rows > 1 and self._bits_of_head(rows) is None:
+                rows //= 2
+        return rows
+
+    def _bits_of_head(self, rows: int) -> Hashable | None:
+        key = rows, torch.get_num_threads()
+        if key not in self._tried:
+            self._tried[key] = bits_of_head(self, rows)
+        return self._tried[key]
 
     def passes(
-        self, items: Sequence[Item], num_expected: float = RECORDS_OF_A_STEP, num_values: int | None = None
+        self,
+        items: Sequence[Item],
+        num_expected: float = RECORDS_OF_A_STEP,
+        num_values: int | None = None,
+        rank: int | None = None,
     ) -> Iterator[Pass]:
         """The records in passes that stay within the memory limit.
 
@@ -303,19 +334,30 @@ class TrainingModel:
             items: the records.
             num_expected: how many records such a step has on average, >= 1: a public number, never `len(items)`.
             num_values: of the adapter that is trained, whose rank may not be the model's; None stands for the model's.
+            rank: of this adapter; None stands for the model's.
         """
-        sizes = partial(self.sizes, num_expected=num_expected, num_values=num_values)
+        sizes = partial(self.sizes, num_expected=num_expected, num_values=num_values, rank=rank)
         return passes(items, self.lengths, sizes, filled=self._footprint.on_cpu)
 
+    def body_passes(self, items: Sequence[Item], body: Body) -> Iterator[Pass]:
+        """As `passes`, through a body whose rank may not be the model's."""
+        return self.passes(items, rank=rank_of({name: tensor.shape for name, tensor in body.tensors.items()}))
+
     def sizes(
-        self, tokens: int, num_expected: float = RECORDS_OF_A_STEP, num_values: int | None = None
+        self,
+        tokens: int,
+        num_expected: float = RECORDS_OF_A_STEP,
+        num_values: int | None = None,
+        rank: int | None = None,
     ) -> tuple[int, ...]:
         """The numbers of rows that a pass of records that are padded to this length may have, ascending.
 
+        A record has the same bits in all of them, in any place. Where no larger pass gives that, each record has one of
+        its own.
+
         Args:
             tokens: of a record, >= 1.
-            num_expected: as for `passes`.
-            num_values: as for `passes`.
+            num_expected, num_values, rank: as for `passes`.
         """
         if not self.records_share_passes:
             return (1,)
@@ -325,20 +367,20 @@ class TrainingModel:
             return (most,)
         if tokens % MULTIPLE:
             return (1,)
-        if free := self._free_sizes(tokens):
-            # No larger than a step needs: whoever rehearses fills the largest.
-            return tuple(size for size in free if size <= most and size < 2 * max(num_expected, 2)) or (1,)
-        return (max(1, min(most, self._footprint.tokens_at_once(num_expected) // tokens)),)
+        # No larger than a step needs: whoever rehearses fills the largest.
+        needed = [size for size in candidates(min(most, _MOST_TOKENS // tokens)) if size < 2 * max(num_expected, 2)]
+        groups = with_equal_bits(partial(self._bits, tokens=tokens, rank=rank), needed)
+        return chosen(groups, constant=self._footprint.tokens_at_once(num_expected) // tokens)
 
-    def _free_sizes(self, tokens: int) -> tuple[int, ...]:
-        """Numbers of rows, up to the most, that give the same bits here; none if a record's bits depend on them."""
-        if tokens not in self._sizes:
-            most = self._footprint.most_rows(tokens, self._footprint.num_values, self.memory_limit)
-            sizes = powers_of_two(min(most, _MOST_TOKENS // tokens or 1))
-            self._sizes[tokens] = (
-                sizes if give_the_same_bits(self.peft_model, sizes, tokens, apart=self.output_layer) else ()
-            )
-        return self._sizes[tokens]
+    def _bits(self, rows: int, tokens: int, rank: int | None) -> Hashable | None:
+        """As `bits_of_pass`, tried once for each number of threads."""
+        rank = rank_of(self.shapes(None)) if rank is None else rank
+        key = rows, tokens, rank, torch.get_num_threads()
+        if key not in self._tried:
+            formats = (False, True) if tokens == self.lengths.longest else (False,)
+            bits = tuple(bits_of_pass(self, rows, tokens, full=full, rank=rank) for full in formats)
+            self._tried[key] = None if None in bits else bits
+        return self._tried[key]
 
     def reserve_cache(self, num_records: int) -> None:
         """Take room for the prefix cache of so many records of any length; where there is none, use no cache.

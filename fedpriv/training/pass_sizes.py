@@ -1,154 +1,188 @@
-"""In passes of which sizes a record's result has the same bits, whatever the size: found out on this machine.
+"""In passes of which sizes a record's gradient has the same bits, whatever the size: found out on this machine.
 
-What the rows of a pass share are its matrix products, in most architectures those of linear layers and attention. A
-library may choose another kernel, which rounds otherwise, for another number of rows; which it chooses depends on
-shapes and processor, not on values. So each product of the model is tried on random states, in the sizes in question,
-forwards and backwards.
+A library may choose another kernel, which rounds otherwise, for another number of rows, and a thread's chunk of a
+tensor may end within a vector. Both depend on shapes, processor and number of threads, not on values. So the model's
+own pass is tried, there and back, at the number of threads that it will have: with one record in all rows, whose
+gradients must be equal in every place, and the same in passes of other sizes. Equal layers are tried once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import pairwise
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
-from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers.pytorch_utils import Conv1D
 
-from fedpriv.adapters.base_dtype import base_dtype, classifier_head
+from fedpriv.adapters import lora
+from fedpriv.data.records import BatchShape, Records
+from fedpriv.training.clipping import part_norms
+from fedpriv.training.kernels import Watched, are_equal
+from fedpriv.training.losses import predictions
+from fedpriv.training.per_sample import Stack, TrainableLayer, per_sample_gradients
 
-# Ranks of LoRA for which each record's own products are tried, beside the model's.
-_RANKS = (1, 2, 4, 8, 16, 32)
+if TYPE_CHECKING:
+    from fedpriv.training.model import TrainingModel
 
-Product = Callable[[Tensor], Tensor]
-"""From [rows, tokens, inputs] to [rows, ...], each row by itself."""
-
-
-def powers_of_two(largest: int) -> tuple[int, ...]:
-    """2, 4 and so on, up to `largest`; a product of a single row often has a kernel of its own, so 1 stays alone."""
-    return tuple(1 << power for power in range(1, largest.bit_length())) or (1,)
+Trial = Callable[[int], Hashable | None]
+"""The bits that each record has in a pass of so many rows; None if they depend on its place."""
 
 
-# Architectures in which rows share nothing else before the head, as tests/training/test_independence.py shows: others
-# have products of one vector a record too, whose bits depend on the number of rows.
-LINEAR_AND_ATTENTION = frozenset(
-    {
-        "bert",
-        "camembert",
-        "distilbert",
-        "electra",
-        "gemma",
-        "gemma2",
-        "gpt2",
-        "gpt_neox",
-        "llama",
-        "mistral",
-        "mpnet",
-        "olmo2",
-        "opt",
-        "phi",
-        "phi3",
-        "qwen2",
-        "qwen3",
-        "roberta",
-        "xlm-roberta",
-    }
-)
+def candidates(largest: int) -> tuple[int, ...]:
+    """Numbers of rows to try, up to `largest`, ascending: threads are likely to get equal chunks of so many rows.
+
+    These are the powers of two and, for a number of threads that is none, their products with its odd factor. A product
+    of a single row often has a kernel of its own, so 1 is not among them.
+    """
+    threads = torch.get_num_threads()
+    odd = threads // (threads & -threads)
+    sizes = {factor << power for factor in (1, odd) for power in range(largest.bit_length())}
+    return tuple(sorted(size for size in sizes if 2 <= size <= largest))
 
 
-def give_the_same_bits(model: Any, sizes: Sequence[int], tokens: int, *, apart: nn.Module | None = None) -> bool:
-    """Whether a peft model gives each row the same bits in passes of all these sizes, in any place, on this machine.
+def with_equal_bits(trial: Trial, sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """The sizes, ascending, in groups in which a record's bits depend neither on the size nor on its place."""
+    groups: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for size in sizes:
+        bits = trial(size)
+        if bits is not None:
+            groups[bits].append(size)
+    return [tuple(group) for group in groups.values()]
 
-    False also for architectures of which it is not known what rows share, and for a frozen head: a trained one has a
-    product for each record.
+
+def chosen(groups: Sequence[tuple[int, ...]], constant: int) -> tuple[int, ...]:
+    """The sizes of passes, ascending: as many as can be mixed, or else one.
 
     Args:
-        model: on a CPU, as it trains.
-        sizes: as from `powers_of_two`.
-        tokens: of each row.
-        apart: a layer that has a product for each row anyway.
+        groups: from `with_equal_bits`.
+        constant: rows that suit passes of one size, which dummies fill.
     """
-    if model.config.model_type not in LINEAR_AND_ATTENTION or _has_frozen_head(model):
-        return False
-    return all(_same(product, width, dtype, sizes, tokens) for product, width, dtype in _products(model, apart))
+    best = max(groups, key=lambda group: (len(group), group[-1]), default=(1,))
+    if len(best) > 1:
+        return best
+    return (max((size for group in groups for size in group if size <= constant), default=1),)
 
 
-def _has_frozen_head(model: Any) -> bool:
-    modules = [module for head in classifier_head(model) for module in head.modules()]
-    trained = any(isinstance(module, ModulesToSaveWrapper) for module in modules)
-    return not trained and any(isinstance(module, nn.Linear) for module in modules)
+def bits_of_pass(model: TrainingModel, rows: int, tokens: int, *, full: bool, rank: int | None) -> Hashable | None:
+    """The bits that a record's gradient has in a pass of so many rows; None if they depend on its place.
+
+    Args:
+        model: on a CPU.
+        rows: of the pass, >= 1.
+        tokens: of each row, >= 2.
+        full: whether none of them is padding.
+        rank: of the adapter; None stands for the model's own.
+
+    Raises:
+        Exception: whatever the pass raises.
+    """
+    with _by_themselves(model.recomputed):
+        try:
+            with _one_layer_of_each_kind(model.peft_model):
+                return _bits_of_pass(model, rows, tokens, full, rank)
+        except Exception:  # some models cannot be shortened
+            return _bits_of_pass(model, rows, tokens, full, rank)
 
 
-def _same(product: Product, width: int, dtype: torch.dtype, sizes: Sequence[int], tokens: int) -> bool:
+@contextmanager
+def _by_themselves(blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Within this context the blocks run as they are, though a pass under way lets them run again later."""
+    replaced = [(block, vars(block).pop("forward")) for block in blocks if "forward" in vars(block)]
+    try:
+        yield
+    finally:
+        for block, forward in replaced:
+            vars(block)["forward"] = forward
+
+
+def _bits_of_pass(model: TrainingModel, rows: int, tokens: int, full: bool, rank: int | None) -> Hashable | None:
     generator = torch.Generator().manual_seed(0)
-    states = torch.randn(sizes[-1], tokens, width, generator=generator).to(dtype)
-
-    def there_and_back(begin: int, end: int) -> tuple[Tensor, Tensor]:
-        inputs = states[begin:end].clone().requires_grad_()
-        with torch.enable_grad():
-            outputs = product(inputs)
-        return outputs.detach(), torch.autograd.grad(outputs, inputs, outputs.detach())[0]
-
-    first = there_and_back(0, sizes[0])
-    for half, size in pairwise(sizes):
-        whole, second = there_and_back(0, size), there_and_back(half, size)
-        if not all(map(torch.equal, whole, map(torch.cat, zip(first, second, strict=True)))):
-            return False
-        first = whole
-    return True
+    ids = torch.randint(model.peft_model.config.vocab_size, (tokens if full else tokens - 1,), generator=generator)
+    labels = torch.zeros(0 if lora.is_causal(model.peft_model) else 1, dtype=torch.int64)
+    items = (
+        Records({"input_ids": (ids,)}, labels, pad_token_id=model.peft_model.config.pad_token_id or 0).items() * rows
+    )
+    shape = BatchShape(rows=rows, tokens=tokens, full=full)
+    shapes = model.shapes(rank)
+    stack = _random_stack({name: shapes[stored] for name, stored in model.adapter_names.items()}, rows)
+    return bits_of(rows, model.layers, stack, lambda: model.predictions(items, cached=False, shape=shape).losses)
 
 
-def _products(model: Any, apart: nn.Module | None) -> Iterator[tuple[Product, int, torch.dtype]]:
-    """One of each shape, with its number of inputs and their format."""
-    seen, dtype = set(), base_dtype(model)
-    for name, module in model.named_modules():
-        # A head has a product for each record.
-        if not isinstance(module, (nn.Linear, Conv1D)) or ".modules_to_save." in name or module is apart:
-            continue
-        inputs, outputs = _inputs_and_outputs(module)
-        # What is quantised, in bytes, computes in the format of what it is given.
-        of_module = module.weight.dtype if module.weight.is_floating_point() else dtype
-        kind = type(module), inputs, outputs, of_module
-        if kind not in seen:
-            seen.add(kind)
-            # Of its class: its own may be recording gradients just now.
-            yield partial(type(module).forward, module), inputs, of_module
-    width, heads = model.config.hidden_size, model.config.num_attention_heads
-    if width % heads == 0:
-        yield lambda x: _attention(x, heads, by_products=model.config._attn_implementation == "eager"), width, dtype
-    for rank in sorted({*_RANKS, getattr(model.active_peft_config, "r", 1)}):
-        factor = torch.randn(rank, width, generator=torch.Generator().manual_seed(rank))
-        yield partial(_common_factor, factor), width, torch.float32
-        yield partial(_own_factors, factor), width, torch.float32
+def bits_of_head(model: TrainingModel, rows: int) -> Hashable | None:
+    """As `bits_of_pass`, of a pass through the model's head alone."""
+    assert model.head is not None
+    layer = model.layers[model.head]
+    stack = _random_stack(
+        {n: p.shape for n, p in model.peft_model.named_parameters() if n in (layer.weight, layer.bias)}, rows
+    )
+    features = torch.randn(layer.module.in_features, generator=torch.Generator().manual_seed(0)).repeat(rows, 1)
+    batch = {"labels": torch.zeros(rows, dtype=torch.int64)}
+    return bits_of(rows, {model.head: layer}, stack, lambda: predictions(layer.module(features), batch).losses)
 
 
-def _inputs_and_outputs(module: nn.Linear | Conv1D) -> tuple[int, int]:
-    if isinstance(module, Conv1D):
-        return module.nx, module.nf
-    return module.in_features, module.out_features
+def bits_of(
+    rows: int, layers: Mapping[str, TrainableLayer], stack: Stack, losses: Callable[[], Tensor]
+) -> Hashable | None:
+    """The bits of a record's gradient and of its norm in a pass of equal rows; None if they depend on the place.
+
+    Args:
+        rows: of the pass.
+        layers, losses, stack: as for `per_sample_gradients`.
+    """
+    with torch.enable_grad(), Watched(rows) as watched:
+        gradients, _ = per_sample_gradients(layers, losses, stack)
+        flat = torch.cat([gradient.flatten(1) for gradient in gradients.values()], dim=1)
+        norms = part_norms(flat, (slice(0, flat.shape[1]),))
+    if not (watched.equal and are_equal(flat) and are_equal(norms.T)):
+        return None
+    telling = watched.of_telling_values()
+    return None if telling is None else (flat[0].numpy().tobytes(), norms[0, 0].item(), telling)
 
 
-def _attention(states: Tensor, heads: int, *, by_products: bool) -> Tensor:
-    """Of each row to itself, as the model computes it."""
-    split = states.unflatten(-1, (heads, -1)).transpose(1, 2)
-    if by_products:
-        attended: Tensor = torch.softmax(split @ split.transpose(2, 3), dim=-1) @ split
-        return attended
-    mask = states.new_zeros(len(states), 1, states.shape[1], states.shape[1])
-    return F.scaled_dot_product_attention(split, split, split, mask)
+def _random_stack(shapes: Mapping[str, torch.Size], rows: int) -> Stack:
+    """Parameters as views of one vector, as a client's are."""
+    sizes = [shape.numel() for shape in shapes.values()]
+    values = 0.1 * torch.randn(1, sum(sizes), generator=torch.Generator().manual_seed(1))
+    parts = zip(shapes.items(), values.split(sizes, dim=1), strict=True)
+    return Stack(
+        parameters={name: part.view(1, *shape) for (name, shape), part in parts},
+        owners=torch.zeros(rows, dtype=torch.int64),
+    )
 
 
-def _common_factor(factor: Tensor, states: Tensor) -> Tensor:
-    """A^T A x, where one client is alone."""
-    inner = F.linear(states, factor)
-    return F.linear(inner, factor.T.contiguous())
+@contextmanager
+def _one_layer_of_each_kind(model: nn.Module) -> Iterator[None]:
+    """Within this context the model's lists of layers have one layer of each kind: the others call the same kernels."""
+    shortened: list[tuple[str, nn.ModuleList]] = []
+    for path, layers in list(model.named_modules()):
+        inside = any(path.startswith(f"{other}.") for other, _ in shortened)
+        if isinstance(layers, nn.ModuleList) and not inside:
+            shortened.append((path, layers))
+    try:
+        for path, layers in shortened:
+            of_kind: dict[Hashable, nn.Module] = {}
+            for layer in layers:
+                of_kind.setdefault(_kind(layer), layer)
+            _replace(model, path, nn.ModuleList(of_kind.values()))
+        yield
+    finally:
+        for path, layers in shortened:
+            _replace(model, path, layers)
 
 
-def _own_factors(factor: Tensor, states: Tensor) -> Tensor:
-    """A x for each row's own A, and the per-sample gradient that such a product has."""
-    inner = states @ factor.T.expand(len(states), -1, -1)
-    return torch.bmm(inner.transpose(1, 2), states)
+def _replace(model: nn.Module, path: str, layers: nn.ModuleList) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, layers)
+
+
+def _kind(layer: nn.Module) -> Hashable:
+    """What decides which kernels a layer calls: its modules, their shapes and settings, but not which layer it is."""
+    settings = [
+        (path, name, value)
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, str | int | float) and "layer_id" not in name
+    ]
+    return repr(layer), str(settings), str([(name, p.dtype) for name, p in layer.named_parameters()])

@@ -135,13 +135,18 @@ def recorded(
 
         return forward
 
+    # A pass may be tried within another one: what that has set is put back below.
+    before = [(layer.module, vars(layer.module).get("forward")) for layer in layers.values()]
     for name, layer in layers.items():
-        vars(layer.module)["forward"] = forward_of(name, layer)  # taken back below
+        vars(layer.module)["forward"] = forward_of(name, layer)
     try:
         yield activations
     finally:
-        for layer in layers.values():
-            del vars(layer.module)["forward"]
+        for module, forward in before:
+            if forward is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = forward
 
 
 def _stacked(name: str, layer: TrainableLayer, x: Tensor, stack: Stack) -> Tensor:

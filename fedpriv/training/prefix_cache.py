@@ -205,6 +205,18 @@ class PrefixCache:
             self._reserved = _Reserved(room, num_records, longest) if room else None
         return self._reserved is not None
 
+    def fill(self, items: Sequence[Item]) -> None:
+        """Keep the states of all records of these records' sets, as far as there is room.
+
+        It also has the sizes of their passes tried. A pass that stops at its middle would disturb that, so this comes
+        first.
+        """
+        for records in dict.fromkeys(records for records, _ in items):
+            if records not in self._kept:
+                for _ in self._passes(records.items()):
+                    pass
+                self._kept[records] = self._keep(records)
+
     def hidden(self, items: Sequence[Item], shape: Sequence[int]) -> Tensor:
         """The states of the given records, padded with zeros to [rows, tokens]: [rows, tokens, width]."""
         states = torch.zeros(*shape, self._width, dtype=self._dtype)
@@ -214,8 +226,7 @@ class PrefixCache:
         return states
 
     def _row(self, records: Records, index: int) -> Tensor:
-        if records not in self._kept:
-            self._kept[records] = self._keep(records)
+        self.fill([(records, index)])
         room, starts = self._kept[records]
         own = room.states[starts[index] : starts[index + 1]]
         if len(own):

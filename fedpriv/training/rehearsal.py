@@ -19,9 +19,9 @@ from fedpriv.adapters.merged import Merged
 from fedpriv.data.records import RESPONSE_MASK, Records, num_tokens
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training.footprint import RECORDS_OF_A_STEP
-from fedpriv.training.isolation import raising_failures
+from fedpriv.training.isolation import raising_failures, refusing
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
-from fedpriv.training.model import TrainingModel
+from fedpriv.training.model import TrainingModel, rank_of
 from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.shapes import most_dummies
 from fedpriv.training.stacked import caching_pays_off, local_update
@@ -125,7 +125,7 @@ def rehearse(
         features: names of what the tokenizer returns for each record.
 
     Raises:
-        Exception: whatever the update raises; no record has caused it.
+        InputError: the update fails; names the type of the model.
     """
     sampler = spec.sampler(num_registered, SeededSource("rehearsal"))
     cached = caching_pays_off(spec, sampler)
@@ -137,7 +137,8 @@ def rehearse(
     products = tuple((name, product.shape) for name, product in merged.items())
     short = replace(spec, local_steps=min(spec.local_steps, _MOST_STEPS), num_rounds=1)
     size = sampler.expected_batch_size
-    computed = (shapes, products, _without_values(short), size, cached, max_length, num_labels, tuple(features))
+    machine = cached, torch.get_num_threads()  # threads decide which passes are tried
+    computed = (shapes, products, _without_values(short), size, max_length, num_labels, tuple(features), machine)
     exact = (computed, short)
     known = _rehearsed.setdefault(model, {})
     if exact in known:
@@ -150,6 +151,7 @@ def rehearse(
         # As many as fill the passes of this step, and those in which the caches are filled.
         num_expected=max(size, RECORDS_OF_A_STEP),
         num_values=sum(tensor.numel() for tensor in adapter.values()),
+        rank=_rank(adapter),
     )
     tasks = _tasks(adapter, merged, short, records, size)
     pace = known.get(computed)
@@ -157,7 +159,7 @@ def rehearse(
         tasks = [replace(tasks[-1], data=records.part([0]))]
     before = model.merged
     try:
-        with raising_failures():
+        with refusing(model.peft_model.config.model_type), raising_failures():
             for task in tasks:
                 local_update(model, task)
             found = pace or _pace(model, tasks[0 if cached else 1])
@@ -179,7 +181,7 @@ def _pace(model: TrainingModel, task: UpdateTask) -> Pace:
     tokens = [num_tokens(item) for item in records.items()]
     longest = [index for index, number in enumerate(tokens) if number == tokens[-1]]
     lengths = [model.lengths.padded(number)[0] for number in sorted(set(tokens))]
-    sizes = [model.sizes(length, size, num_values) for length in lengths]
+    sizes = [model.sizes(length, size, num_values, _rank(task.adapter)) for length in lengths]
 
     def seconds(data: Records) -> float:
         begin = time.perf_counter()
@@ -210,19 +212,20 @@ def synthetic_records(
     seed: int = 0,
     num_expected: float = RECORDS_OF_A_STEP,
     num_values: int | None = None,
+    rank: int | None = None,
 ) -> Records:
     """Records of random tokens and labels that fill the largest pass of every length, shortest first.
 
     Args:
         model, max_length, num_labels, features: as for `rehearse`.
         seed: of tokens and labels.
-        num_expected, num_values: as for `TrainingModel.passes`.
+        num_expected, num_values, rank: as for `TrainingModel.passes`.
     """
     generator = torch.Generator().manual_seed(seed)
     lengths = [
         length
         for length in model.lengths.up_to(max_length)
-        for _ in range(model.sizes(model.lengths.padded(length)[0], num_expected, num_values)[-1])
+        for _ in range(model.sizes(model.lengths.padded(length)[0], num_expected, num_values, rank)[-1])
     ]
     vocabulary = model.peft_model.config.vocab_size
     columns = {name: tuple(torch.zeros(length, dtype=torch.int64) for length in lengths) for name in features}
@@ -231,6 +234,11 @@ def synthetic_records(
     columns["input_ids"] = tuple(torch.randint(vocabulary, (length,), generator=generator) for length in lengths)
     labels = torch.randint(num_labels, (len(lengths),), generator=generator) if num_labels else torch.empty(0)
     return Records(columns, labels.to(torch.int64), pad_token_id=model.peft_model.config.pad_token_id or 0)
+
+
+def _rank(adapter: Adapter) -> int | None:
+    """Of the adapter's LoRA layers."""
+    return rank_of({name: tensor.shape for name, tensor in adapter.items()})
 
 
 def _without_values(spec: UpdateSpec) -> UpdateSpec:

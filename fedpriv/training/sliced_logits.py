@@ -81,7 +81,7 @@ class _Sliced(torch.autograd.Function):
                 if gradient is not None:
                     of_logits = logits.sub_(log_sums).exp_()  # in place: a second one would be as large
                     of_logits.scatter_add_(1, wanted, -torch.ones_like(log_sums))
-                    gradient[row, chosen] = of_logits.div_(len(place)).to(weight.dtype) @ weight
+                    gradient[row, chosen] = of_logits.div_(own.new_tensor(len(place))).to(weight.dtype) @ weight
             # Divided once, after the sums: shares of hits that are added up may round to more than 1.
             losses[row] /= max(1, len(place))
             hits[row] /= max(1, len(place))

@@ -30,7 +30,7 @@ from fedpriv.training.isolation import isolated
 from fedpriv.training.layout import Layout
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, noise_request, planned_event
 from fedpriv.training.losses import class_sum_losses, predictions
-from fedpriv.training.model import TrainingModel
+from fedpriv.training.model import TrainingModel, rank_of
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 from fedpriv.training.progress import TRAINING
 from fedpriv.training.sampling import PoissonSampler
@@ -202,6 +202,11 @@ class _Clients:
         """Of a row."""
         return self.coordinates.layout
 
+    @property
+    def rank(self) -> int | None:
+        """Of the clients' LoRA layers."""
+        return rank_of({name: tensor.shape for name, tensor in self.tasks[0].adapter.items()})
+
     def with_trained(self, client: int, row: Tensor) -> Adapter:
         """A copy of the client's adapter with trained values [values] in the place of its own."""
         centre = None if self.centres is None else self.centres[client].cpu()
@@ -301,7 +306,7 @@ def _gradient_rows(
         sampled = [((clients.tasks[k].data, index), k) for k in selected for index in drawn[k]]
         items, owners = [item for item, _ in sampled if usable(item)], [k for item, k in sampled if usable(item)]
         num_expected = sum(clients.tasks[k].sampler.expected_batch_size for k in selected)
-        for together in model.passes(items, num_expected, clients.layout.size):
+        for together in model.passes(items, num_expected, clients.layout.size, clients.rank):
             run = partial(_pass_gradients, clients, stacked, items, owners, cached, together.shape)
             for positions, rows in isolated(run, together.positions):
                 if rows is not None:

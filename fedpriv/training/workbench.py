@@ -21,6 +21,7 @@ from fedpriv.data.text import DataSource, FederatedData, TextData
 from fedpriv.errors import InputError
 from fedpriv.training.admission import admit
 from fedpriv.training.base_format import in_format
+from fedpriv.training.isolation import refusing
 from fedpriv.training.model import TrainingModel
 
 log = logging.getLogger(__name__)
@@ -72,8 +73,9 @@ def load_model(config: RunConfig, *, num_labels: int) -> tuple[BaseModel, Traini
         activation_checkpointing=config.activation_checkpointing,
         max_length=config.max_length,
     )
-    model = in_format(peft_model, config.base_dtype, build)
-    admit(model)
+    with refusing(base.model.config.model_type):
+        model = in_format(peft_model, config.base_dtype, build)
+        admit(model)
     return base, model
 
 

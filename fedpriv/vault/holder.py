@@ -92,7 +92,7 @@ class Holder:
             peers=settings.peers,
             limits=limits,
             memory_limit_mb=settings.memory_limit_mb,
-            device=settings.device,
+            device=settings.training_device,
             closed=settings.closed,
             tokens=settings.tokens if settings.keep_tokens else None,
             reply_seconds=settings.reply_seconds,

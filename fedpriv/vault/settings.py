@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from fedpriv.accounting.views import PlannedView
@@ -36,7 +36,10 @@ class VaultSettings:
         colluding_clients: c; the noise of so many others is not counted.
         ledger_file: None stands for ledger.sqlite in the folder.
         memory_limit_mb: for one forward and backward pass, and as much again for the prefix cache.
-        device: that trains: `auto`, `cpu` or `cuda:0`.
+        device: that trains: `auto`, `cpu` or `cuda:0`. `auto` is the CPU, unless records may be coupled.
+        device_couples_records: that a GPU may train, on which a record's gradient depends on the other records of its
+            pass by rounding. A coordinator that amplifies the last bit then learns more than is charged: no epsilon
+            covers the node against it, though it does against one that follows the protocol.
         reply_seconds: between a charge and its reply, so that no clock tells how long the records took; None derives
             them from measurements on synthetic records.
         max_records: for which derived times are enough; None stands for N_k.
@@ -65,11 +68,26 @@ class VaultSettings:
     ledger_file: Path | None = None
     memory_limit_mb: Annotated[int, Field(ge=1)] = 1024
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    device_couples_records: bool = False
     reply_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     max_records: Annotated[int, Field(ge=1)] | None = None
     keep_tokens: bool = True
     counter_file: Path | None = None
     client_user: str = ""
+
+    @model_validator(mode="after")
+    def _trains_where_records_stay_apart(self) -> VaultSettings:
+        if self.device.startswith("cuda") and not self.device_couples_records:
+            raise ValueError(
+                f"device = {self.device!r}: a GPU's kernels couple the records of a pass, which a coordinator can "
+                "amplify; use cpu, or set device_couples_records = true to give this protection up"
+            )
+        return self
+
+    @property
+    def training_device(self) -> str:
+        """The device that trains; `auto` is one on which records cannot touch each other, if they must not."""
+        return "cpu" if self.device == "auto" and not self.device_couples_records else self.device
 
     @staticmethod
     def read(folder: Path) -> VaultSettings:

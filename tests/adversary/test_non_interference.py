@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.adversary.exchanges import Exchange, play
 from tests.adversary.questions import ATTACKS, exchanges
+from tests.threads import NUMBERS, with_threads
 
 NUM_QUESTIONS = 5
 
@@ -58,4 +59,13 @@ def generated(approved, start, num_exchanges: int) -> tuple[int, int]:
 def test_nothing_unpaid_comes_out_of_generated_exchanges(approved, starts, num):
     asked, uploads = generated(approved, starts["tiny"], num)
     assert asked >= num
+    assert uploads >= asked / 5, "most of what was asked was refused, so little was tried"
+
+
+@pytest.mark.parametrize(
+    "threads", [pytest.param(n, marks=[] if n == 3 else pytest.mark.slow) for n in NUMBERS], ids="{} threads".format
+)
+def test_nothing_unpaid_comes_out_at_any_number_of_threads(approved, starts, threads):
+    with with_threads(threads):
+        asked, uploads = generated(approved, starts["tiny"], 10)
     assert uploads >= asked / 5, "most of what was asked was refused, so little was tried"

@@ -7,9 +7,11 @@ from itertools import product
 
 import pytest
 import torch
+from transformers import CanineConfig, CanineModel
 
 from fedpriv.adapters import LoraSettings, attach
 from fedpriv.adapters.lora import Trains
+from fedpriv.config import RunConfig
 from fedpriv.data.records import Records
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
@@ -18,17 +20,19 @@ from fedpriv.training.admission import REFUSED, VERIFIED, admit
 from fedpriv.training.isolation import raising_failures
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.sampling import PoissonSampler
-from tests.architectures import DECODERS, ENCODERS, EVERY_DAY, REPLACED_HEADS, TARGETS, random_base
+from fedpriv.training.workbench import load_model
+from tests.architectures import DECODERS, ENCODERS, EVERY_DAY, REPLACED_HEADS, TARGETS, random_base, save
+from tests.threads import NUMBERS, with_threads
 from tests.tiny import move, random_records
 from tests.training.test_local_update import make_task
 
 
 def training_model(
-    kind: str, *, layers: str = "all", rank: int = 4, trains: Trains = "lora", normalize: bool = False
+    kind: str, *, layers: str = "all", rank: int = 4, trains: Trains = "lora", normalize: bool = False, **sizes: int
 ) -> TrainingModel:
     task = "SEQ_CLS" if kind in ENCODERS else "CAUSAL_LM"
     settings = LoraSettings(rank=rank, layers=layers, task=task, target_modules=TARGETS.get(kind, ()), trains=trains)
-    base = random_base(kind, normalize=normalize)
+    base = random_base(kind, normalize=normalize, **sizes)
     model = TrainingModel(move(attach(base, settings)), memory_limit=2**30, max_length=40)
     admit(model)
     return model
@@ -115,6 +119,24 @@ def test_in_passes_of_any_size_no_other_record_changes_a_bit(kind, normalize, ba
     assert_no_other_record_changes_a_bit(training_model(kind, normalize=normalize), batch_size)
 
 
+@pytest.mark.parametrize("threads", NUMBERS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=[] if k in ("gemma2", "modernbert") else pytest.mark.slow) for k in (*ENCODERS, *DECODERS)],
+)
+def test_no_other_record_changes_a_bit_at_any_number_of_threads(kind, threads):
+    """So wide that activations are shared among threads, and cut within vectors at three, five and seven of them."""
+    wide = {"intermediate_size": 1088} if "intermediate_size" in {**ENCODERS, **DECODERS}[kind] else {}
+    with with_threads(threads):
+        model = training_model(kind, **wide)
+        classes = 3 if kind in ENCODERS else 0
+        records = random_records(13, classes=classes, seed=0, vocabulary=50, shortest=6, longest=7)
+        (expected,) = gradients(model, [(records, list(range(13)))], cached=False, batch_size=8)
+        for drawn in ([0], [0, *range(4, 13)], list(range(13))[::-1]):
+            (found,) = gradients(model, [(records, drawn)], cached=False, batch_size=8)
+            assert torch.equal(found, expected[drawn])
+
+
 # The fewest outputs in passes of every size, the most in the largest passes.
 OF_R = [(1, 1), (1, 8), (1, 10**6), (16, 10**6)]
 OTHERS_OF_R = [
@@ -176,9 +198,9 @@ def test_an_unknown_architecture_that_mixes_records_runs_them_one_at_a_time(monk
 
 def test_records_that_touch_each_other_in_the_largest_passes_alone_are_found(monkeypatch):
     model = unknown_model(monkeypatch)
-    monkeypatch.setattr(TrainingModel, "_free_sizes", lambda *_: ())
-    (most,) = model.sizes(8)
-    assert model.sizes(8, 10**6)[-1] > most
+    monkeypatch.setattr("fedpriv.training.model.with_equal_bits", lambda _, sizes: [(size,) for size in sizes])
+    (most,) = model.sizes(40)
+    assert model.sizes(40, 10**6)[-1] > most
     embeddings = model.peft_model.base_model.model.bert.embeddings
     embeddings.register_forward_hook(lambda _module, _args, s: s + 1e-5 * s.mean(dim=0) if len(s) > most else s)
     admit(model)
@@ -228,6 +250,18 @@ def test_an_architecture_that_remembers_earlier_records_is_refused(monkeypatch):
 def test_an_architecture_that_draws_random_numbers_is_refused(monkeypatch):
     with pytest.raises(InputError, match="unheard-of model cannot train"):
         admit(unknown_model(monkeypatch, lambda states: states + 1e-3 * torch.randn(states.shape)))
+
+
+def test_an_architecture_that_does_not_fit_is_refused_by_name(tmp_path, tiny_bert, caplog):
+    """CANINE reads characters, so its configuration states no vocabulary; the log says where it failed."""
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    config = CanineConfig(**size, max_position_embeddings=64, num_hash_buckets=16, num_hash_functions=2)
+    save(CanineModel(config), tmp_path / "canine", tokenizer_of=tiny_bert)
+    run = RunConfig(model=str(tmp_path / "canine"), max_length=16, target_modules=("query", "value"))
+    with pytest.raises(InputError, match=r"a canine model cannot train here .*vocab_size.*; bert") as refused:
+        load_model(run, num_labels=3)
+    assert "\n" not in str(refused.value)
+    assert "_first_tokens" in caplog.text
 
 
 @pytest.mark.parametrize("kind", REFUSED)

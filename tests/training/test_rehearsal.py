@@ -9,6 +9,7 @@ import torch
 
 from fedpriv.adapters import read
 from fedpriv.adapters.merged import Product, factors_of
+from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SecureSource
 from fedpriv.training import rehearsal
 from fedpriv.training.model import TrainingModel
@@ -71,7 +72,7 @@ def test_what_the_request_causes_is_raised(model):
         run(model, spec=dataclasses.replace(SPEC, optimizer="lion"))
     with pytest.raises(ValueError, match="on one side only"):
         run(model, adapter={})
-    with pytest.raises(IndexError):
+    with pytest.raises(InputError, match=r"a bert model cannot train here .*out of bounds"):
         run(model, num_labels=300)
 
 

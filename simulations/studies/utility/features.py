@@ -56,7 +56,7 @@ class FeatureStore:
         compute = self._remembered(
             model._head_inputs, base
         )  # the cache's constructor takes it, and nothing public has it
-        model.features = FeatureCache(compute, model.passes, width=width, memory_limit=model.memory_limit)
+        model.features = FeatureCache(compute, model.body_passes, width=width, memory_limit=model.memory_limit)
 
     def save(self) -> None:
         """Write what is new to the file."""

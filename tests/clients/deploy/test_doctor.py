@@ -6,6 +6,7 @@ import tomllib
 
 import pytest
 import tomli_w
+import torch
 
 from clients.deploy import doctor, models
 from clients.deploy.__main__ import app
@@ -19,7 +20,9 @@ from fedpriv.ledger.head import head_path
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.receipts import ReceiptLog
 from fedpriv.vault.guard import NodePolicy, charge
+from fedpriv.vault.holder import Holder
 from fedpriv.vault.rollback import Watch
+from fedpriv.vault.settings import VaultSettings
 from simulations.processes import free_port, run_in_process
 from tests.cli.command_line import fedpriv
 from tests.vaults import write_records
@@ -189,3 +192,20 @@ def test_a_key_that_others_may_read(node):
     assert keys.public_line(node.vault.key)
     node.vault.key.chmod(0o640)
     assert set(failed(node)) == {"key"}
+
+
+def test_a_gpu_needs_a_word_on_what_it_gives_up(node, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert Holder.of(node.vault).terms.device == "cpu"
+    path = node.folder / "vault.toml"
+    before = path.read_text()
+    path.write_text(f'{before}\ndevice = "cuda:0"\n')
+    with pytest.raises(InputError, match=r"device = 'cuda:0': .* set device_couples_records = true") as refused:
+        VaultSettings.read(node.folder)
+    assert "\n" not in str(refused.value)
+    path.write_text(f'{before}\ndevice = "cuda:0"\ndevice_couples_records = true\n')
+    assert Holder.of(VaultSettings.read(node.folder)).terms.device == "cuda:0"
+    (said,) = [check.detail for check in doctor.checks(Node.read(node.folder)) if check.name == "device"]
+    assert "records of a pass touch each other" in said
+    path.write_text(f"{before}\ndevice_couples_records = true\n")
+    assert Holder.of(VaultSettings.read(node.folder)).terms.device == "auto"
