@@ -103,7 +103,7 @@ def read_plan(path: Path, client: int, data_set: DataSet, view: str, delta: floa
         client: number of the node's partition.
         data_set: of the node.
         view: of the node's budget.
-        delta: of the plan; None takes that of the file, or what the data set's delta leaves for releases.
+        delta: of the plan, of which the share that is left for releases counts; None takes that of the file.
 
     Raises:
         InputError: the file cannot be used, or was made for other records or another view.
@@ -112,7 +112,8 @@ def read_plan(path: Path, client: int, data_set: DataSet, view: str, delta: floa
         values = json.loads(path.read_text())
         planned = next(each for each in values["clients"] if each["client"] == client)
         found = [events.from_json(json.dumps(each)) for each in planned["events"]]
-        plan = CommittedPlan.of(found, min(planned["delta"], data_set.delta_for_releases) if delta is None else delta)
+        share = data_set.delta_for_releases / data_set.delta
+        plan = CommittedPlan.of(found, share * (planned["delta"] if delta is None else delta))
         facts = {"num_records": (planned["num_records"], data_set.num_records), "view": (values["view"], view)}
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None

@@ -131,7 +131,7 @@ def most_drawn(num_coins: int, probability: float, log_odds: float) -> int:
         probability: of each, q in (0, 1].
         log_odds: >= 0.
 
-    Source: Chernoff's bound, P(X >= a n) <= exp(-n KL(a || q)) for a >= q.
+    Chernoff's bound is P(X >= a n) <= exp(-n KL(a || q)) for a >= q.
     """
 
     def is_likely(number: int) -> bool:

@@ -101,7 +101,7 @@ def seconds(worker: Worker, question: Question) -> float:
 
 
 def deviation(one: Sequence[float], other: Sequence[float]) -> float:
-    """The rank-sum statistic (Mann and Whitney 1947) in standard deviations; about normal under one law."""
+    """The rank-sum statistic of Mann and Whitney in standard deviations; about normal under one law."""
     n, m = len(one), len(other)
     greater = (np.asarray(one)[:, None] > np.asarray(other)[None, :]).sum()
     return float(abs(greater - n * m / 2) / np.sqrt(n * m * (n + m + 1) / 12))

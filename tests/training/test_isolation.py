@@ -18,6 +18,7 @@ from fedpriv.training.stacked import execute_stacked, local_update
 from tests.training.test_local_update import make_task
 
 POISON = 14  # a token that the model below fails on
+WITH_RECORD = f"secret token {POISON}"  # a log shows lines of code, and may show no message
 
 
 class Everyone(PoissonSampler):
@@ -39,12 +40,16 @@ def without(records: Records, index: int) -> Records:
 
 @pytest.fixture(params=["whole model", "prefix cache"])
 def failing_model(request, encoder):
-    """A model that fails on every pass with the poisoned token in it, while it embeds the pass or after it."""
+    """A model that fails on every pass with the poisoned token in a short record, while it embeds the pass or after it.
+
+    Before records share passes it tries itself on long ones of random tokens.
+    """
     model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30, prefix_cache=request.param == "prefix cache")
 
     def fail(_module, args, kwargs):
-        if bool((kwargs["input_ids"] == POISON).any()):
-            raise RuntimeError(f"secret token {POISON}")
+        is_short = kwargs["attention_mask"].sum(dim=1) <= 3
+        if bool(((args[0] == POISON).any(dim=1) & is_short).any()):
+            raise RuntimeError(WITH_RECORD)
 
     model.peft_model.base_model.model.bert.register_forward_pre_hook(fail, with_kwargs=True)
     return model

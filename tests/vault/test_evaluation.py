@@ -185,7 +185,7 @@ def test_records_that_cannot_be_used_give_noise_alone(make, same_noise, monkeypa
     elif harm == "no records":
         node.settings.data.write_text("note,department\n")
     else:
-        monkeypatch.setattr(TrainingModel, "predictions", lambda *_, **__: 1 / 0)
+        monkeypatch.setattr(private_evaluation, "_share", lambda *_: 1 / 0)
         monkeypatch.setattr(private_evaluation, "rehearse", lambda *_: 0.01)  # it would notice such a model
     release = protocol.unpack_evaluation_release(node.ask().fields)
     noise, _ = private_evaluation.noised(

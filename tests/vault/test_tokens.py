@@ -203,7 +203,8 @@ def test_a_poisoned_token_is_no_more_than_an_unusable_record(node, start, monkey
 
     monkeypatch.setattr("fedpriv.training.workbench.tokenize", watched)
     uploaded(node, start, round_=2)
-    (marked,) = [marks for marks in unusable if marks is not None]
+    # The texts on which tokenising is timed pass here too.
+    (marked,) = [marks for marks in unusable if marks is not None and len(marks) == len(ROWS)]
     assert marked.tolist() == [True] + [False] * (len(ROWS) - 1)
 
 
