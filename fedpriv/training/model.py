@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -19,7 +19,7 @@ from fedpriv.training.feature_cache import Body, FeatureCache
 from fedpriv.training.footprint import RECORDS_OF_A_STEP, Footprint, features_at_once
 from fedpriv.training.isolation import raising_failures
 from fedpriv.training.losses import IGNORED, Predictions, next_token_targets, predictions
-from fedpriv.training.pass_sizes import bits_of_head, bits_of_pass, candidates, chosen, with_equal_bits
+from fedpriv.training.pass_sizes import bits_of_head, bits_of_pass, candidates, chosen, found_once, structure
 from fedpriv.training.per_sample import Stack, TrainableLayer, recorded, trainable_layers
 from fedpriv.training.prefix_cache import (
     PrefixCache,
@@ -109,7 +109,6 @@ class TrainingModel:
         self.memory_limit = memory_limit
         self.lengths = Lengths(longest=_longest(peft_model.config, max_length), multiple=self._footprint.multiple)
         self.records_share_passes = True
-        self._tried: dict[Hashable, Hashable | None] = {}
         self.cache = None
         if prefix and prefix_cache:
             self.cache = PrefixCache(
@@ -308,15 +307,13 @@ class TrainingModel:
         """Records of a pass through the head alone, whose per-sample gradients have so many values each."""
         rows = features_at_once(num_values)
         if self._footprint.on_cpu:
-            while rows > 1 and self._bits_of_head(rows) is None:
+            while rows > 1 and not found_once((self._structure, "head"), partial(bits_of_head, self), [rows]):
                 rows //= 2
         return rows
 
-    def _bits_of_head(self, rows: int) -> Hashable | None:
-        key = rows, torch.get_num_threads()
-        if key not in self._tried:
-            self._tried[key] = bits_of_head(self, rows)
-        return self._tried[key]
+    @cached_property
+    def _structure(self) -> str:
+        return structure(self.peft_model)
 
     def passes(
         self,
@@ -369,18 +366,15 @@ class TrainingModel:
             return (1,)
         # No larger than a step needs: whoever rehearses fills the largest.
         needed = [size for size in candidates(min(most, _MOST_TOKENS // tokens)) if size < 2 * max(num_expected, 2)]
-        groups = with_equal_bits(partial(self._bits, tokens=tokens, rank=rank), needed)
-        return chosen(groups, constant=self._footprint.tokens_at_once(num_expected) // tokens)
-
-    def _bits(self, rows: int, tokens: int, rank: int | None) -> Hashable | None:
-        """As `bits_of_pass`, tried once for each number of threads."""
         rank = rank_of(self.shapes(None)) if rank is None else rank
-        key = rows, tokens, rank, torch.get_num_threads()
-        if key not in self._tried:
-            formats = (False, True) if tokens == self.lengths.longest else (False,)
-            bits = tuple(bits_of_pass(self, rows, tokens, full=full, rank=rank) for full in formats)
-            self._tried[key] = None if None in bits else bits
-        return self._tried[key]
+        formats = (False, True) if tokens == self.lengths.longest else (False,)
+
+        def bits(rows: int) -> Hashable | None:
+            found = tuple(bits_of_pass(self, rows, tokens, full=full, rank=rank) for full in formats)
+            return None if None in found else found
+
+        groups = found_once((self._structure, tokens, rank, formats), bits, needed)
+        return chosen(groups, constant=self._footprint.tokens_at_once(num_expected) // tokens)
 
     def reserve_cache(self, num_records: int) -> None:
         """Take room for the prefix cache of so many records of any length; where there is none, use no cache.

@@ -8,6 +8,7 @@ gradients must be equal in every place, and the same in passes of other sizes. E
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,10 +22,15 @@ from fedpriv.data.records import BatchShape, Records
 from fedpriv.training.clipping import part_norms
 from fedpriv.training.kernels import Watched, are_equal
 from fedpriv.training.losses import predictions
-from fedpriv.training.per_sample import Stack, TrainableLayer, per_sample_gradients
+from fedpriv.training.per_sample import Stack, TrainableLayer, per_sample_gradients, recorded
 
 if TYPE_CHECKING:
     from fedpriv.training.model import TrainingModel
+
+# What was found in this process, oldest first: {what decides: [(sizes, their groups)]}. Verdicts depend on shapes,
+# settings and threads, not on weights.
+_found: dict[Hashable, list[tuple[frozenset[int], list[tuple[int, ...]]]]] = {}
+_MOST_FOUND = 4096
 
 Trial = Callable[[int], Hashable | None]
 """The bits that each record has in a pass of so many rows; None if they depend on its place."""
@@ -50,6 +56,31 @@ def with_equal_bits(trial: Trial, sizes: Sequence[int]) -> list[tuple[int, ...]]
         if bits is not None:
             groups[bits].append(size)
     return [tuple(group) for group in groups.values()]
+
+
+def found_once(key: Hashable, trial: Trial, sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """As `with_equal_bits`, tried once in this process.
+
+    Args:
+        key: all that the verdict depends on, but the number of threads.
+        trial, sizes: as for `with_equal_bits`.
+    """
+    known = _found.setdefault((key, torch.get_num_threads()), [])
+    wanted = frozenset(sizes)
+    groups = next((groups for tried, groups in known if wanted <= tried), None)
+    if groups is None:
+        groups = with_equal_bits(trial, sizes)
+        known.append((wanted, groups))
+        for oldest in list(_found)[:-_MOST_FOUND]:
+            del _found[oldest]
+    return [kept for group in groups if (kept := tuple(size for size in group if size in wanted))]
+
+
+def structure(model: nn.Module) -> str:
+    """Digest of what decides which kernels a model calls, whatever its weights."""
+    parameters = [(name, p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()]
+    attention = getattr(model.config, "_attn_implementation", "")
+    return hashlib.sha256(f"{_kind(model)} {parameters} {model.config} {attention}".encode()).hexdigest()
 
 
 def chosen(groups: Sequence[tuple[int, ...]], constant: int) -> tuple[int, ...]:
@@ -135,10 +166,15 @@ def bits_of(
         gradients, _ = per_sample_gradients(layers, losses, stack)
         flat = torch.cat([gradient.flatten(1) for gradient in gradients.values()], dim=1)
         norms = part_norms(flat, (slice(0, flat.shape[1]),))
-    if not (watched.equal and are_equal(flat) and are_equal(norms.T)):
+    # What caches keep is computed so; without a way back, some products have another kernel.
+    with torch.no_grad(), Watched(rows) as one_way, recorded(layers, stack):
+        values = losses()
+    if not (watched.equal and one_way.equal and are_equal(flat) and are_equal(norms.T) and are_equal(values)):
         return None
-    telling = watched.of_telling_values()
-    return None if telling is None else (flat[0].numpy().tobytes(), norms[0, 0].item(), telling)
+    telling = watched.of_telling_values(), one_way.of_telling_values()
+    if None in telling:
+        return None
+    return hashlib.sha256(flat[0].numpy().tobytes()).digest(), norms[0, 0].item(), values[0].item(), telling
 
 
 def _random_stack(shapes: Mapping[str, torch.Size], rows: int) -> Stack:

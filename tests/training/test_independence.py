@@ -198,7 +198,7 @@ def test_an_unknown_architecture_that_mixes_records_runs_them_one_at_a_time(monk
 
 def test_records_that_touch_each_other_in_the_largest_passes_alone_are_found(monkeypatch):
     model = unknown_model(monkeypatch)
-    monkeypatch.setattr("fedpriv.training.model.with_equal_bits", lambda _, sizes: [(size,) for size in sizes])
+    monkeypatch.setattr("fedpriv.training.model.found_once", lambda _, __, sizes: [(size,) for size in sizes])
     (most,) = model.sizes(40)
     assert model.sizes(40, 10**6)[-1] > most
     embeddings = model.peft_model.base_model.model.bert.embeddings

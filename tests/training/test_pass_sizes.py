@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fedpriv.training.kernels import Watched
 from fedpriv.training.model import TrainingModel
-from fedpriv.training.pass_sizes import bits_of_pass, candidates, chosen, with_equal_bits
+from fedpriv.training.pass_sizes import bits_of_pass, candidates, chosen, found_once, structure, with_equal_bits
 from fedpriv.training.shapes import split
 from tests.threads import with_threads
 
@@ -93,12 +93,12 @@ def test_a_product_whose_bits_depend_on_the_rows_is_found(model, kind):
         pytest.skip("this machine's kernels depend on the number of rows as they are")
     dense = model.peft_model.base_model.model.bert.encoder.layer[1].output.dense
     dense.__class__ = kind
-    model._tried.clear()
+    del model._structure
     assert model.sizes(8) in [(2, 4), (8, 16, 32, 64)]
 
 
 def test_passes_have_a_constant_number_of_rows_where_sizes_matter(model, make_records, monkeypatch):
-    monkeypatch.setattr("fedpriv.training.model.with_equal_bits", lambda _, sizes: [(size,) for size in sizes])
+    monkeypatch.setattr("fedpriv.training.model.found_once", lambda _, __, sizes: [(size,) for size in sizes])
     records = make_records(100, shortest=3, longest=7)
     assert len({together.shape.rows for together in model.passes(records.items())}) == 1
 
@@ -164,13 +164,29 @@ def test_a_frozen_head_is_tried_too(encoder):
     assert bits_of_pass(model, 8, 8, full=False, rank=4) is None
 
 
-def test_another_number_of_threads_is_tried_anew(model):
-    with with_threads(1):
-        model.sizes(8)
-    num_tried = len(model._tried)
-    with with_threads(2):
-        model.sizes(8)
-    assert len(model._tried) == 2 * num_tried
+def test_what_is_found_is_remembered_for_a_number_of_threads():
+    tried = []
+
+    def trial(size):
+        tried.append(size)
+        return size < 16
+
+    for threads in (1, 2):
+        with with_threads(threads):
+            assert found_once("remembered", trial, (2, 4, 8, 16)) == [(2, 4, 8), (16,)]
+            assert found_once("remembered", trial, (2, 4)) == [(2, 4)]
+            assert found_once("remembered", trial, (2, 32)) == [(2,), (32,)]
+    assert tried == 2 * [2, 4, 8, 16, 2, 32]
+
+
+def test_models_have_one_structure_whatever_their_weights_and_another_with_another_kernel(encoder):
+    one, other = encoder(layers="last-1"), encoder(layers="last-1")
+    with torch.no_grad():
+        next(other.parameters()).add_(1.0)
+    assert structure(one) == structure(other)
+    assert structure(encoder(layers="all")) != structure(one)
+    other.base_model.model.bert.encoder.layer[1].intermediate.intermediate_act_fn = nn.SiLU()
+    assert structure(other) != structure(one)
 
 
 @pytest.mark.parametrize(("num_expected", "largest"), [(1, 2), (8, 8), (9, 16), (64, 64)])
