@@ -62,9 +62,9 @@ def test_nothing_unpaid_comes_out_of_generated_exchanges(approved, starts, num):
     assert uploads >= asked / 5, "most of what was asked was refused, so little was tried"
 
 
-@pytest.mark.parametrize(
-    "threads", [pytest.param(n, marks=[] if n == 3 else pytest.mark.slow) for n in NUMBERS], ids="{} threads".format
-)
+# Every day, test_kernels.py tries the passes themselves at each number.
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", NUMBERS, ids="{} threads".format)
 def test_nothing_unpaid_comes_out_at_any_number_of_threads(approved, starts, threads):
     with with_threads(threads):
         asked, uploads = generated(approved, starts["tiny"], 10)
