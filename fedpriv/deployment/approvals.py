@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
 import shutil
 import subprocess
 import tempfile
+import threading
+import zipfile
+from collections.abc import Iterator, Set
+from io import BytesIO
 from pathlib import Path
 
+from fedpriv.deployment.files import replace
 from fedpriv.deployment.flower import FlowerError, environment, program_folder
 from fedpriv.errors import InputError
 
 # Flower's own, whose lines an operator reads.
 log = logging.getLogger("flwr")
+
+# Two tasks of one bundle may begin at once.
+_INSTALLING = threading.Lock()
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -61,6 +70,49 @@ def approve(file: Path, digest: str) -> bool:
     with file.open("a") as opened:
         opened.write(f"{'' if text.endswith(chr(10)) or not text else chr(10)}{digest}\n")
     return True
+
+
+def install(content: bytes, folder: Path) -> None:
+    """Make a folder hold a bundle's files and nothing else; it executes what it finds there, and compares nothing.
+
+    Files that are right stay as they are, so that other tasks of the same bundle go on.
+
+    Args:
+        content: an approved bundle.
+        folder: where Flower installs it.
+
+    Raises:
+        InputError: a file of the bundle would lie outside the folder.
+    """
+    with zipfile.ZipFile(BytesIO(content)) as bundle:
+        names = [name for name in bundle.namelist() if not name.endswith("/") and Path(name).parts[0] != ".info"]
+        files = {folder / name: bundle.read(name) for name in names}
+    if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
+        raise InputError(f"{outside[0]!r}: must be a path within the bundle")
+    folders = {parent for file in files for parent in file.parents}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _INSTALLING, tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as removed:
+        for path in [folder, *_within(folder, folders)]:
+            is_right = (
+                path.is_dir()
+                if path in folders
+                else path in files and path.is_file() and path.read_bytes() == files[path]
+            )
+            if os.path.lexists(path) and (path.is_symlink() or not is_right):
+                # At once: a task that runs may be writing there.
+                path.rename(Path(tempfile.mkdtemp(dir=removed), path.name))
+        for path, text in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                replace(path, text)
+
+
+def _within(folder: Path, folders: Set[Path]) -> Iterator[Path]:
+    """What is in a folder: of these folders all, of others and of links no more than their own path."""
+    for path in folder.iterdir() if folder.is_dir() and not folder.is_symlink() else ():
+        yield path
+        if path in folders:
+            yield from _within(path, folders)
 
 
 def bundle_digest(checkout: Path) -> str:

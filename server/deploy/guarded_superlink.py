@@ -17,6 +17,7 @@ This file holds every private name of Flower 1.41 that a coordinator needs.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import socket
 import sys
@@ -27,11 +28,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import uvicorn
+from flwr.cli.config_utils import get_fab_metadata
+from flwr.common.config import get_project_dir
 from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from fedpriv.deployment.approvals import is_approved
+from fedpriv.deployment.approvals import install, is_approved
 from server.deploy.folder import Coordinator
 
 Scope = MutableMapping[str, Any]
@@ -116,12 +119,17 @@ def _as_listed(address: bytes, port: int) -> str:
 
 
 def approved_alone(handlers: Any, file: Path) -> SimpleNamespace:
-    """Flower's handlers of the Runtime API, of which the process of an app gets approved bundles alone."""
+    """Flower's handlers of the Runtime API, of which an app's process gets approved bundles alone, installed here."""
 
     def pull_task_input(request: Any, state: Any, task: Any) -> Any:
         answer = handlers.pull_task_input(request, state, task)
         if not is_approved(answer.fab.content, file):
             raise FlowerError(ApiErrorCode.RUNTIME_TASK_START_FAILED, f"the bundle is not approved in {file}")
+        # Flower executes the folder of this name, which may exist.
+        name = (*get_fab_metadata(answer.fab.content), hashlib.sha256(answer.fab.content).hexdigest())
+        if (answer.run.fab_id, answer.run.fab_version, answer.fab.hash_str) != name:
+            raise FlowerError(ApiErrorCode.RUNTIME_TASK_START_FAILED, "the bundle comes under another bundle's name")
+        install(answer.fab.content, get_project_dir(*name))
         return answer
 
     return SimpleNamespace(**{**vars(handlers), "pull_task_input": pull_task_input})

@@ -11,15 +11,19 @@ import sys
 from importlib.metadata import version
 
 import pytest
+from flwr.cli.install import install_from_fab
+from flwr.supercore.error import FlowerError
 from flwr.supercore.superexec import run_superexec
 from flwr.supercore.superexec.executor import ExecutionSpec
 from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
 from flwr.supernode import start_client_internal
 from flwr.supernode.runtime.run_clientapp import run_clientapp
+from flwr.supernode.servicer.runtime import runtime_handlers
 
 from clients.deploy import approved_supernode
 from fedpriv.deployment.approvals import approved, is_approved
 from simulations.sites import ROOT, wait_until
+from tests.bundles import FILES, bundle, held, plant, task_input
 
 CONTENT = b"a bundle"
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
@@ -39,6 +43,19 @@ def test_an_empty_or_damaged_list_approves_nothing(tmp_path, text):
     file.write_text(text)
     assert not is_approved(CONTENT, file)
     assert not is_approved(CONTENT, tmp_path / "missing")
+
+
+def test_what_lies_where_flower_would_install_an_approved_bundle_is_not_executed(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    content = bundle()
+    folder, answers = plant(tmp_path, content), [task_input(content), task_input(content, fab_version="1.0.0/../x")]
+    monkeypatch.setattr(runtime_handlers, "pull_task_input", lambda *_: answers.pop(0))
+    approved_supernode.install_what_is_approved()
+    assert runtime_handlers.pull_task_input("request", "state", "task") == task_input(content)
+    assert install_from_fab(content, skip_prompt=True) == folder
+    assert held(folder) == FILES
+    with pytest.raises(FlowerError, match="another bundle's name"):  # Flower would execute the folder of that name
+        runtime_handlers.pull_task_input("request", "state", "task")
 
 
 # What is replaced, and what relies on it: whoever updates Flower reads these again, and then their digests here.

@@ -22,9 +22,8 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from fastapi.routing import iter_route_contexts
+from flwr.cli.install import install_from_fab
 from flwr.common.constant import TIMESTAMP_HEADER
-from flwr.proto.fab_pb2 import Fab
-from flwr.proto.runtime_pb2 import PullTaskInputResponse
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
 from flwr.supercore.date import now
 from flwr.supercore.error import FlowerError
@@ -40,6 +39,7 @@ from fedpriv.deployment.approvals import approve
 from fedpriv.deployment.users import user_named
 from server.deploy.folder import Coordinator
 from server.deploy.guarded_superlink import NODE_REQUESTS, Door, approved_alone, owner, server_of
+from tests.bundles import FILES, bundle, held, plant, task_input
 
 _PROTOBUF = {"Content-Type": "application/protobuf"}
 
@@ -262,16 +262,39 @@ def test_a_server_that_does_not_say_where_it_was_asked_or_by_whom_admits_nobody(
     assert [message["status"] for message in sent[::2]] == [404, 404, 404, 404, 403]
 
 
-def test_no_process_gets_a_bundle_that_is_not_approved(tmp_path: Path):
-    file = tmp_path / "approved-fabs"
+def test_no_process_gets_a_bundle_that_is_not_approved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path / "home"))
+    file, content = tmp_path / "approved-fabs", bundle()
     file.touch()
-    answer = PullTaskInputResponse(fab=Fab(hash_str="claimed", content=b"code"))
+    answer = task_input(content)
     handlers = approved_alone(SimpleNamespace(pull_task_input=lambda *_: answer, get_nodes=len), file)
     assert handlers.get_nodes("abc") == 3
     with pytest.raises(FlowerError, match="not approved"):
         handlers.pull_task_input(None, None, None)
-    approve(file, "5694d08a2e53ffcae0c3103e5ad6f6076abd960eb1f8a56577040bc1028f702b")  # printf code | sha256sum
+    assert not (tmp_path / "home").exists()
+    approve(file, hashlib.sha256(content).hexdigest())
     assert handlers.pull_task_input(None, None, None) is answer
+    answer.fab.hash_str = "0" * 64  # by which Flower names the folder that it executes
+    with pytest.raises(FlowerError, match="another bundle's name"):
+        handlers.pull_task_input(None, None, None)
     file.unlink()
     with pytest.raises(FlowerError, match="not approved"):
         handlers.pull_task_input(None, None, None)
+
+
+def test_what_lies_where_flower_would_install_an_approved_bundle_is_not_executed(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    file, content = tmp_path / "approved-fabs", bundle()
+    file.write_text(hashlib.sha256(content).hexdigest())
+    folder = plant(tmp_path, content)
+    handlers = approved_alone(SimpleNamespace(pull_task_input=lambda *_: task_input(content)), file)
+    handlers.pull_task_input(None, None, None)
+    assert install_from_fab(content, skip_prompt=True) == folder
+    assert held(folder) == FILES
+    assert (tmp_path / "elsewhere" / "app.py").read_text() == "app = 'evil'\n", "another folder's file was touched"
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    before = (folder / "server" / "app.py").stat()
+    (folder / "pyproject.toml").unlink()
+    handlers.pull_task_input(None, None, None)
+    assert held(folder) == FILES
+    assert (folder / "server" / "app.py").stat() == before, "what is right stays, for the tasks that read it"
