@@ -43,6 +43,7 @@ App = Callable[[Scope, Callable[..., Awaitable[Any]], Callable[..., Awaitable[An
 # (method, path) of each request that Flower's own NodeAuthMiddleware authenticates, by exactly these two.
 NODE_REQUESTS = frozenset(key for key in PROTOBUF_REQUEST_TYPES if key[1].startswith("/v1/fleet/"))
 
+_ROOT = 0
 _LOOPBACK = "127.0.0.1"
 
 # They would open further ports, for everybody.
@@ -80,7 +81,7 @@ class Door:
     def _refusal(self, scope: Scope) -> int | None:
         """The status that refuses a request; None if it may pass."""
         if scope.get("server") == self.private:
-            return None if scope.get("state", {}).get(_OWNER) in (os.geteuid(), 0) else 403
+            return None if scope.get("state", {}).get(_OWNER) in (os.geteuid(), _ROOT) else 403
         return None if (scope.get("method"), scope["path"]) in NODE_REQUESTS else 404
 
 
@@ -92,7 +93,14 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         door: Any = self.config.app
         if self.client and self.server == door.private:
-            self.app_state = {**self.app_state, _OWNER: owner(self.client, door.private)}
+            found = owner(self.client, door.private)
+            # Had the other end gone before the look, another connection might have had its port by then.
+            self.app_state = {**self.app_state, _OWNER: found if _is_established(transport) else None}
+
+
+def _is_established(transport: asyncio.BaseTransport) -> bool:
+    """Whether neither end of a connection has closed it: the first byte of Linux's `struct tcp_info`."""
+    return bool(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == 1)
 
 
 def owner(client: tuple[str, int], server: tuple[str, int]) -> int | None:
