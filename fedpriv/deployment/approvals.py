@@ -136,10 +136,10 @@ def bundle_digest(checkout: Path) -> str:
         return hashlib.sha256(bundles[0].read_bytes()).hexdigest()
 
 
-def uncommitted(checkout: Path) -> list[str]:
-    """Bundled files that differ from the last commit; empty without git or a repository."""
+def note_on(checkout: Path) -> str:
+    """A line on bundled files that differ from the last commit; empty if none does, or without git or a repository."""
     if shutil.which("git") is None:
-        return []
+        return ""
     done = subprocess.run(
         ["git", "status", "--porcelain", "--", "clients", "server", "pyproject.toml", "README.md", "LICENSE"],
         cwd=checkout,
@@ -147,4 +147,5 @@ def uncommitted(checkout: Path) -> list[str]:
         text=True,
         check=False,
     )
-    return [line[3:] for line in done.stdout.splitlines()]
+    files = [line[3:] for line in done.stdout.splitlines()]
+    return f"note: {len(files)} bundled files differ from the last commit, starting with {files[0]}" if files else ""

@@ -268,6 +268,21 @@ def test_wrong_run_configuration_starts_nothing(coordinator):
     assert done.stderr == "error: rouns: unknown configuration key; did you mean rounds?\n"
 
 
+def test_run_approves_its_checkout_and_names_what_is_not_committed(coordinator, monkeypatch):
+    said = []
+    monkeypatch.setattr(runs.approvals, "bundle_digest", lambda _: "a" * 64)
+    monkeypatch.setattr(runs.approvals, "note_on", lambda _: "note: 1 bundled files differ")
+    monkeypatch.setattr(runs, "_flwr", Mock(side_effect=FlowerError("flwr run: is not there")))
+    with pytest.raises(FlowerError):
+        runs.run(coordinator, [], said.append)
+    assert said == ["note: 1 bundled files differ"]
+    assert coordinator.approved.read_text() == f"{'a' * 64}\n"
+    coordinator.approved.unlink()
+    with pytest.raises(InputError, match="no such file"):  # `start` makes it, as the user whose file it is to be
+        runs.run(coordinator, [], said.append)
+    assert not coordinator.approved.exists()
+
+
 @pytest.mark.parametrize("command", ["start", "run", "renew", "doctor"])
 def test_folder_that_was_never_made_is_said_in_one_line(tmp_path, command):
     done = deploy(command, tmp_path)
