@@ -4,7 +4,7 @@ Flower 1.41 serves all its APIs on one port, and its open distribution knows no 
 may register nodes, start, stop and read runs, and take the token with which a ServerApp works. So this SuperLink
 listens twice, with one app, one state and one certificate:
 
-- at the coordinator's address, where those requests pass that Flower requires a registered node's signature for;
+- at the coordinator's address, where those requests pass that Flower authenticates by a node's key;
 - on a free port of 127.0.0.1, for `flwr`, SuperExec and ServerApps: for this process's own user and root alone.
 
 And the process of an app receives no bundle that the coordinator's operator has not approved.
