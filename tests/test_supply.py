@@ -89,7 +89,7 @@ def test_the_lock_has_every_requirement_of_a_node_in_a_version_that_it_admits(py
 def test_every_package_of_the_lock_is_pinned_with_hashes_and_from_nowhere_in_particular() -> None:
     assert len(entries(LOCK)) > 100
     for requirement, hashes in entries(LOCK):
-        assert re.fullmatch(r"==[\w.!]+", str(requirement.specifier)), requirement
+        assert re.fullmatch(r"==[\w.!+]+", str(requirement.specifier)), requirement
         assert hashes, requirement
     options = re.findall(r"^\s*(-\S+)", LOCK.replace("--hash=", ""), re.MULTILINE)
     assert "://" not in LOCK
@@ -119,13 +119,17 @@ def test_a_package_swapped_at_the_registry_is_not_installed(tmp_path: Path) -> N
 
 def test_a_package_that_the_lock_does_not_list_is_not_installed_with_one_that_it_does(tmp_path: Path) -> None:
     listed = wheel(tmp_path, "listed", "1.0", "", requires="unlisted")
-    wheel(tmp_path, "unlisted", "1.0", "STRANGER = True\n")
+    unlisted = wheel(tmp_path, "unlisted", "1.0", "STRANGER = True\n")
     lock = tmp_path / "requirements.txt"
     lock.write_text(entry(listed, "listed", "1.0"))
-    done = install(lock, tmp_path / "site", "--no-index", "--find-links", str(tmp_path))
+    registry = ("--no-index", "--find-links", str(tmp_path))
+    done = install(lock, tmp_path / "site", *registry)
     assert done.returncode != 0
     assert "unlisted" in done.stderr
     assert not (tmp_path / "site").exists()
+    lock.write_text(lock.read_text() + entry(unlisted, "unlisted", "1.0"))
+    done = install(lock, tmp_path / "both", *registry)
+    assert (tmp_path / "both" / "unlisted" / "__init__.py").is_file(), f"the registry itself fails: {done.stderr}"
 
 
 @pytest.mark.slow

@@ -233,8 +233,8 @@ def approve(
     digest = fab_hash if fab_hash is not None else approvals.bundle_digest(ROOT)
     is_new = approvals.approve(node.approved, digest)
     typer.echo(f"{digest} {'is approved' if is_new else 'was approved before'}")
-    if this_checkout and (files := approvals.uncommitted(ROOT)):
-        typer.echo(f"note: {len(files)} bundled files differ from the last commit, starting with {files[0]}")
+    if this_checkout and (note := approvals.note_on(ROOT)):
+        typer.echo(note)
 
 
 @app.command("approve-peer")

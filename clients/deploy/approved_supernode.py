@@ -3,7 +3,8 @@
 The ClientApp's code comes from the coordinator, so a guard inside it protects nobody by itself. Flower's own trusted
 entities require signatures that only its hub issues: if any are configured, a SuperNode refuses every bundle from a
 self-hosted SuperLink. So this check compares the bytes when the SuperNode first sees a run, before anything from the
-bundle is stored, installed or imported; a refused run gets Flower's error reply for invalid bundles.
+bundle is stored, installed or imported; a refused run gets Flower's error reply for invalid bundles. Before each task
+the folder that Flower executes is made to hold the bundle's files, and nothing else.
 
 And it loses less time: it asks more often while messages come, tells its SuperExec when there is a task, and that
 starts the process of a task from one that has imported Flower already. Every task still has a process of its own.
@@ -16,6 +17,7 @@ This file holds every private name of Flower 1.41 that a node needs.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import logging
 import multiprocessing
 import os
@@ -30,8 +32,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from flwr.cli.config_utils import get_fab_metadata
+from flwr.common.config import get_project_dir
 from flwr.supercore.cli.flower_superexec import flower_superexec
 from flwr.supercore.constant import TaskType
+from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.superexec import run_superexec
 from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResult
 from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
@@ -39,6 +44,7 @@ from flwr.supercore.tls import validate_and_resolve_root_certificates
 from flwr.supernode import start_client_internal
 from flwr.supernode.cli import flower_supernode
 from flwr.supernode.runtime.run_clientapp import run_clientapp
+from flwr.supernode.servicer.runtime import runtime_handlers
 
 from fedpriv.deployment import approvals, polling
 
@@ -78,6 +84,24 @@ def require_approval(path: Path) -> None:
     # It hands on whatever Flower passes, so its signature is wider than that of Flower's function.
     start_client_internal._pull_and_store_message = pull_approved  # type: ignore[assignment]
     start_client_internal._verify_fab = verify
+
+
+def install_what_is_approved() -> None:
+    """Make every task of this SuperNode run its bundle's own files.
+
+    Flower 1.41 executes the folder that the bundle's name leads to, and installs nothing if there is one.
+    """
+    pull: Callable[..., Any] = runtime_handlers.pull_task_input
+
+    def pull_installed(request: Any, state: Any, task: Any) -> Any:
+        answer = pull(request, state, task)
+        name = (*get_fab_metadata(answer.fab.content), hashlib.sha256(answer.fab.content).hexdigest())
+        if (answer.run.fab_id, answer.run.fab_version, answer.fab.hash_str) != name:
+            raise FlowerError(ApiErrorCode.RUNTIME_TASK_START_FAILED, "the bundle comes under another bundle's name")
+        approvals.install(answer.fab.content, get_project_dir(*name))
+        return answer
+
+    runtime_handlers.pull_task_input = pull_installed
 
 
 def keep_pace(on_message: Callable[[], None]) -> None:
@@ -185,6 +209,7 @@ def main() -> None:
     own, flowers = parser.parse_known_args()
     sys.argv[1:] = ["--isolation", "process", "--host", own.host, "--port", own.port, *flowers]
     require_approval(own.approved.absolute())
+    install_what_is_approved()
     keep_pace(SuperExec(f"{own.host}:{own.port}").tell)
     flower_supernode()
 

@@ -13,6 +13,7 @@ from fedpriv.deployment.checks import (
     check_clock,
     check_data,
     check_disk,
+    check_door,
     check_files,
     check_key,
     check_ledger,
@@ -42,6 +43,7 @@ def checks(node: Node) -> Iterator[Check]:
     yield check_versions()
     yield check_tls(node.superlink_host, node.superlink_port, node.ca_certificate)
     yield check_clock(node.superlink_host, node.superlink_port, node.ca_certificate)
+    yield check_door(node.superlink_host, node.superlink_port, node.ca_certificate)
     yield check_port_free("127.0.0.1", node.port)
     yield check_key(vault.key)
     yield check_policy(vault.policy)

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
 import shutil
 import subprocess
 import tempfile
+import threading
+import zipfile
+from collections.abc import Iterator, Set
+from io import BytesIO
 from pathlib import Path
 
+from fedpriv.deployment.files import replace
 from fedpriv.deployment.flower import FlowerError, environment, program_folder
 from fedpriv.errors import InputError
 
 # Flower's own, whose lines an operator reads.
 log = logging.getLogger("flwr")
+
+# Two tasks of one bundle may begin at once.
+_INSTALLING = threading.Lock()
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -63,6 +72,49 @@ def approve(file: Path, digest: str) -> bool:
     return True
 
 
+def install(content: bytes, folder: Path) -> None:
+    """Make a folder hold a bundle's files and nothing else; it executes what it finds there, and compares nothing.
+
+    Files that are right stay as they are, so that other tasks of the same bundle go on.
+
+    Args:
+        content: an approved bundle.
+        folder: where Flower installs it.
+
+    Raises:
+        InputError: a file of the bundle would lie outside the folder.
+    """
+    with zipfile.ZipFile(BytesIO(content)) as bundle:
+        names = [name for name in bundle.namelist() if not name.endswith("/") and Path(name).parts[0] != ".info"]
+        files = {folder / name: bundle.read(name) for name in names}
+    if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
+        raise InputError(f"{outside[0]!r}: must be a path within the bundle")
+    folders = {parent for file in files for parent in file.parents}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _INSTALLING, tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as removed:
+        for path in [folder, *_within(folder, folders)]:
+            is_right = (
+                path.is_dir()
+                if path in folders
+                else path in files and path.is_file() and path.read_bytes() == files[path]
+            )
+            if os.path.lexists(path) and (path.is_symlink() or not is_right):
+                # At once: a task that runs may be writing there.
+                path.rename(Path(tempfile.mkdtemp(dir=removed), path.name))
+        for path, text in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                replace(path, text)
+
+
+def _within(folder: Path, folders: Set[Path]) -> Iterator[Path]:
+    """What is in a folder: of these folders all, of others and of links no more than their own path."""
+    for path in folder.iterdir() if folder.is_dir() and not folder.is_symlink() else ():
+        yield path
+        if path in folders:
+            yield from _within(path, folders)
+
+
 def bundle_digest(checkout: Path) -> str:
     """SHA-256 of the bundle that `flwr run` would send from this checkout in its current state.
 
@@ -84,10 +136,10 @@ def bundle_digest(checkout: Path) -> str:
         return hashlib.sha256(bundles[0].read_bytes()).hexdigest()
 
 
-def uncommitted(checkout: Path) -> list[str]:
-    """Bundled files that differ from the last commit; empty without git or a repository."""
+def note_on(checkout: Path) -> str:
+    """A line on bundled files that differ from the last commit; empty if none does, or without git or a repository."""
     if shutil.which("git") is None:
-        return []
+        return ""
     done = subprocess.run(
         ["git", "status", "--porcelain", "--", "clients", "server", "pyproject.toml", "README.md", "LICENSE"],
         cwd=checkout,
@@ -95,4 +147,5 @@ def uncommitted(checkout: Path) -> list[str]:
         text=True,
         check=False,
     )
-    return [line[3:] for line in done.stdout.splitlines()]
+    files = [line[3:] for line in done.stdout.splitlines()]
+    return f"note: {len(files)} bundled files differ from the last commit, starting with {files[0]}" if files else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -121,8 +121,13 @@ def is_encrypted(key: Path) -> bool:
         raise InputError(f"key = {key}: {error.strerror}") from None
 
 
-def encrypt_key(folder: Path, passphrase: str) -> None:
+def encrypt_key(folder: Path, passphrase: str, tell: Callable[[], None] = lambda: None) -> None:
     """Encrypt the key of a folder's authority, which was not.
+
+    Args:
+        folder: with the authority.
+        passphrase: of the encrypted key.
+        tell: called before the key is replaced: afterwards nothing but the passphrase opens it.
 
     Raises:
         InputError: there is no such key, or it is encrypted.
@@ -130,7 +135,9 @@ def encrypt_key(folder: Path, passphrase: str) -> None:
     if is_encrypted(folder / CA_KEY):
         raise InputError(f"key = {folder / CA_KEY}: is encrypted already")
     _, key = _authority(folder, folder / CA_KEY, "")
-    replace(folder / CA_KEY, _pem(key, passphrase), mode=0o600)
+    encrypted = _pem(key, passphrase)
+    tell()
+    replace(folder / CA_KEY, encrypted, mode=0o600)
 
 
 def check_host(host: str) -> None:

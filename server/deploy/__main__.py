@@ -69,7 +69,7 @@ def _new_passphrase(file: Path | None) -> str:
 
 def _tell_passphrase(file: Path | None, passphrase: str) -> None:
     if file is None:
-        typer.echo(f"its passphrase, shown this once: {passphrase}")
+        typer.echo(f"passphrase of ca.key, shown this once: {passphrase}")
 
 
 def _first_line(file: Path) -> str:
@@ -154,7 +154,7 @@ def renew(
 
 
 def _passphrase(file: Path | None) -> str:
-    """The passphrase of an encrypted ca.key: of the file, else of whoever sits at the terminal."""
+    """The passphrase of an encrypted ca.key: of the file, else of the person at the terminal."""
     if file is not None:
         return _first_line(file)
     if not sys.stdin.isatty():
@@ -170,14 +170,13 @@ def encrypt_key(folder: Folder, ca_passphrase_file: PassphraseFile = None) -> No
     """
     coordinator = Coordinator.read(folder)
     passphrase = _new_passphrase(ca_passphrase_file)
-    certificates.encrypt_key(coordinator.folder, passphrase)
+    certificates.encrypt_key(coordinator.folder, passphrase, lambda: _tell_passphrase(ca_passphrase_file, passphrase))
     typer.echo(f"{coordinator.ca_key} is encrypted; delete its old copies, in backups too")
-    _tell_passphrase(ca_passphrase_file, passphrase)
 
 
 @app.command()
 def health(folder: Folder) -> None:
-    """Exit code 0 if the SuperLink answers; it is quick, for whoever asks every minute.
+    """Exit code 0 if the SuperLink answers; it is quick, for a monitor that asks every minute.
 
     Example: python -m server.deploy health ~/federation
     """

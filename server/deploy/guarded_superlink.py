@@ -4,7 +4,7 @@ Flower 1.41 serves all its APIs on one port, and its open distribution knows no 
 may register nodes, start, stop and read runs, and take the token with which a ServerApp works. So this SuperLink
 listens twice, with one app, one state and one certificate:
 
-- at the coordinator's address, where those requests pass that Flower requires a registered node's signature for;
+- at the coordinator's address, where those requests pass that Flower authenticates by a node's key;
 - on a free port of 127.0.0.1, for `flwr`, SuperExec and ServerApps: for this process's own user and root alone.
 
 And the process of an app receives no bundle that the coordinator's operator has not approved.
@@ -17,6 +17,7 @@ This file holds every private name of Flower 1.41 that a coordinator needs.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import socket
 import sys
@@ -27,11 +28,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import uvicorn
+from flwr.cli.config_utils import get_fab_metadata
+from flwr.common.config import get_project_dir
 from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from fedpriv.deployment.approvals import is_approved
+from fedpriv.deployment.approvals import install, is_approved
 from server.deploy.folder import Coordinator
 
 Scope = MutableMapping[str, Any]
@@ -40,6 +43,7 @@ App = Callable[[Scope, Callable[..., Awaitable[Any]], Callable[..., Awaitable[An
 # (method, path) of each request that Flower's own NodeAuthMiddleware authenticates, by exactly these two.
 NODE_REQUESTS = frozenset(key for key in PROTOBUF_REQUEST_TYPES if key[1].startswith("/v1/fleet/"))
 
+_ROOT = 0
 _LOOPBACK = "127.0.0.1"
 
 # They would open further ports, for everybody.
@@ -77,7 +81,7 @@ class Door:
     def _refusal(self, scope: Scope) -> int | None:
         """The status that refuses a request; None if it may pass."""
         if scope.get("server") == self.private:
-            return None if scope.get("state", {}).get(_OWNER) in (os.geteuid(), 0) else 403
+            return None if scope.get("state", {}).get(_OWNER) in (os.geteuid(), _ROOT) else 403
         return None if (scope.get("method"), scope["path"]) in NODE_REQUESTS else 404
 
 
@@ -89,7 +93,14 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         door: Any = self.config.app
         if self.client and self.server == door.private:
-            self.app_state = {**self.app_state, _OWNER: owner(self.client, door.private)}
+            found = owner(self.client, door.private)
+            # Had the other end gone before the look, another connection might have had its port by then.
+            self.app_state = {**self.app_state, _OWNER: found if _is_established(transport) else None}
+
+
+def _is_established(transport: asyncio.BaseTransport) -> bool:
+    """Whether neither end of a connection has closed it: the first byte of Linux's `struct tcp_info`."""
+    return bool(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == 1)
 
 
 def owner(client: tuple[str, int], server: tuple[str, int]) -> int | None:
@@ -116,12 +127,17 @@ def _as_listed(address: bytes, port: int) -> str:
 
 
 def approved_alone(handlers: Any, file: Path) -> SimpleNamespace:
-    """Flower's handlers of the Runtime API, of which the process of an app gets approved bundles alone."""
+    """Flower's handlers of the Runtime API, of which an app's process gets approved bundles alone, installed here."""
 
     def pull_task_input(request: Any, state: Any, task: Any) -> Any:
         answer = handlers.pull_task_input(request, state, task)
         if not is_approved(answer.fab.content, file):
             raise FlowerError(ApiErrorCode.RUNTIME_TASK_START_FAILED, f"the bundle is not approved in {file}")
+        # Flower executes the folder of this name, which may exist.
+        name = (*get_fab_metadata(answer.fab.content), hashlib.sha256(answer.fab.content).hexdigest())
+        if (answer.run.fab_id, answer.run.fab_version, answer.fab.hash_str) != name:
+            raise FlowerError(ApiErrorCode.RUNTIME_TASK_START_FAILED, "the bundle comes under another bundle's name")
+        install(answer.fab.content, get_project_dir(*name))
         return answer
 
     return SimpleNamespace(**{**vars(handlers), "pull_task_input": pull_task_input})

@@ -43,7 +43,7 @@ def run(coordinator: Coordinator, overrides: Sequence[str], say: Callable[[str],
         FlowerError: the SuperLink refused the run, or stopped answering.
     """
     values = run_values(coordinator, overrides)
-    run_id = _submit(coordinator, values)
+    run_id = _submit(coordinator, values, say)
     say(f"run {run_id} writes {values['out']}")
     try:
         with _signals_as_interrupt():
@@ -91,13 +91,14 @@ def _original_configuration(path: Path) -> dict[str, Any]:
     return configuration.read(run_folder_of(path) / CONFIG)
 
 
-def _submit(coordinator: Coordinator, values: dict[str, Any]) -> str:
+def _submit(coordinator: Coordinator, values: dict[str, Any], say: Callable[[str], None]) -> str:
     """Approve this checkout's bundle, submit the run, and return its id.
 
     A file passes the values: Flower's own `key=value` pairs cannot nest quotes.
     """
-    coordinator.approved.touch()  # a folder of an earlier version has none
     approvals.approve(coordinator.approved, approvals.bundle_digest(ROOT))
+    if note := approvals.note_on(ROOT):
+        say(note)
     with tempfile.TemporaryDirectory(prefix="fedpriv-run-") as folder:
         file = Path(folder) / "run.toml"
         file.write_text(tomli_w.dumps(values))

@@ -73,6 +73,7 @@ def start(coordinator: Coordinator, say: Callable[[str], None]) -> int:
         raise FlowerError(f"port = {port.detail}")
     if warning := expiry_warning(coordinator):
         say(f"warning: {warning}")
+    coordinator.approved.touch()  # a folder of an earlier version has none
     say(f"starting the SuperLink; its log: {coordinator.log}")
     nodes = _Nodes(coordinator, say)
     nodes.start()

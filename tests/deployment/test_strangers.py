@@ -9,22 +9,25 @@ import shutil
 import ssl
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from http.client import HTTPSConnection
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
 
-from fedpriv.deployment import keys
+from fedpriv.deployment import approvals, keys
 from fedpriv.deployment.checks import check_tls
 from fedpriv.deployment.flower import environment, program_folder
 from server.deploy.folder import Coordinator
 from simulations.processes import free_port
-from simulations.sites import SERVER, Federation, kit, wait_until
+from simulations.sites import ROOT, SERVER, Federation, kit, wait_until
 
 pytestmark = pytest.mark.deployment
+
+# So many that the run outlasts all attempts.
+_ROUNDS = 20
 
 _APP = """\
 [build-system]
@@ -50,6 +53,22 @@ client = ClientApp()
 def main(grid, context):
     Path({marker!r}).write_text(Path({loot!r}).read_text())
 """
+
+
+def has_lines(log: str) -> bool:
+    """Whether what `flwr log` printed is of a run."""
+    return "INFO" in log
+
+
+def plant(federation: Federation, marker: Path) -> list[Path]:
+    """Code of a stranger's, where Flower would install the operator's approved bundle, on coordinator and nodes."""
+    name = f"fedpriv.fedpriv.{metadata.version('fedpriv')}.{approvals.bundle_digest(ROOT)[:8]}"
+    homes = [federation.coordinator / "flower", federation.node(0) / "flower"]
+    planted = [home / "apps" / name / room / "app.py" for home, room in zip(homes, ("server", "clients"), strict=True)]
+    for file in planted:
+        file.parent.mkdir(parents=True)
+        file.write_text(f"open({str(marker)!r}, 'w').close()\n")
+    return planted
 
 
 class Stranger:
@@ -85,14 +104,7 @@ class Stranger:
 
     def log(self, run: str) -> bool:
         """Whether a run's log can be read."""
-        return "INFO" in self._printed("log", run, "federation", "--show")
-
-    def ran(self) -> bool:
-        """Whether code of theirs ran on the coordinator's machine, within a while."""
-        deadline = time.monotonic() + 10
-        while not self.marker.exists() and time.monotonic() < deadline:
-            time.sleep(0.5)
-        return self.marker.exists()
+        return has_lines(self._printed("log", run, "federation", "--show"))
 
     def acquires(self) -> bool:
         """Whether the API answers that hands out the ServerApp's token."""
@@ -110,7 +122,6 @@ class Stranger:
             "list": lambda: self.flwr("ls", "federation"),
             "log": lambda: self.log(run),
             "run": lambda: self.flwr("run", ".", "federation"),
-            "marker": self.ran,
             "acquire-task": self.acquires,
             "stop": lambda: self.flwr("stop", run, "federation"),
         }
@@ -127,17 +138,22 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
 
 def test_strangers_get_nothing_through_while_nodes_and_operator_work(federation, corpus_run, tmp_path):
     stranger = Stranger(tmp_path, federation.ca, federation.port, federation.coordinator / "ca.key")
+    planted = plant(federation, stranger.marker)
     out = tmp_path / "out"
-    run = federation.start_run("operators", {**corpus_run, "num_clients": 2, "rounds": 4, "out": str(out)})
+    run = federation.start_run("operators", {**corpus_run, "num_clients": 2, "rounds": _ROUNDS, "out": str(out)})
     run.wait_for(r"run \d+ writes", 60)
     number = re.search(r"run (\d+) writes", run.text())[1]
-    time.sleep(5)  # the run's log has begun
+    wait_until(lambda: has_lines(federation.flwr("log", number, "federation", "--show")), "the run's log", 60)
     assert stranger.got_through(number) == []
+    assert run.process.poll() is None, "the run was over before the attempts were"
     wait_until(lambda: run.process.poll() is not None, "the operator's run", 300)
     assert run.process.returncode == 0, run.text()[-3000:]
-    assert json.loads((out / "summary.json").read_text())["num_rounds"] == 4
+    assert json.loads((out / "summary.json").read_text())["num_rounds"] == _ROUNDS
     assert len(json.loads(federation.flwr("supernode", "list", "federation", "--format", "json"))["nodes"]) == 2
     assert not stranger.marker.exists()
+    assert [file.read_text() for file in planted] == [
+        (ROOT / file.parent.name / "app.py").read_text() for file in planted
+    ]
     assert "closed to register, run, list, stop, log, acquire-task, " in kit(SERVER, "doctor", federation.coordinator)
 
 

@@ -11,15 +11,19 @@ import sys
 from importlib.metadata import version
 
 import pytest
+from flwr.cli.install import install_from_fab
+from flwr.supercore.error import FlowerError
 from flwr.supercore.superexec import run_superexec
 from flwr.supercore.superexec.executor import ExecutionSpec
 from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
 from flwr.supernode import start_client_internal
 from flwr.supernode.runtime.run_clientapp import run_clientapp
+from flwr.supernode.servicer.runtime import runtime_handlers
 
 from clients.deploy import approved_supernode
 from fedpriv.deployment.approvals import approved, is_approved
 from simulations.sites import ROOT, wait_until
+from tests.bundles import FILES, bundle, held, plant, task_input
 
 CONTENT = b"a bundle"
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
@@ -41,6 +45,19 @@ def test_an_empty_or_damaged_list_approves_nothing(tmp_path, text):
     assert not is_approved(CONTENT, tmp_path / "missing")
 
 
+def test_what_lies_where_flower_would_install_an_approved_bundle_is_not_executed(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    content = bundle()
+    folder, answers = plant(tmp_path, content), [task_input(content), task_input(content, fab_version="1.0.0/../x")]
+    monkeypatch.setattr(runtime_handlers, "pull_task_input", lambda *_: answers.pop(0))
+    approved_supernode.install_what_is_approved()
+    assert runtime_handlers.pull_task_input("request", "state", "task") == task_input(content)
+    assert install_from_fab(content, skip_prompt=True) == folder
+    assert held(folder) == FILES
+    with pytest.raises(FlowerError, match="another bundle's name"):  # Flower would execute the folder of that name
+        runtime_handlers.pull_task_input("request", "state", "task")
+
+
 # What is replaced, and what relies on it: whoever updates Flower reads these again, and then their digests here.
 FLOWER = "1.41.0"
 SOURCES = {
@@ -49,6 +66,8 @@ SOURCES = {
     start_client_internal._push_messages: "00bb86faffdec114db87e7f716af2acd901d12284e44f51f5c2a84704db05f64",
     start_client_internal._verify_fab: "dc3eb78d803b8fe9a65bc704e17da8b58e9f43020b43bf2ba0ba4812483634aa",
     run_superexec.run_superexec: "d11f4e7fbc8f0b121804772495484fae8987b2b52af8b2baa70baf40d5929e26",
+    runtime_handlers.pull_task_input: "035e6c69a7cffcad980d6a38af68941151a7f6979031638d7cb28c5431df4d3d",
+    install_from_fab: "481bd04cde5823220658a8a3e84e827a5ef38254223972e4e14c4cb3968e917e",
     run_clientapp: "6ce09559f3a2f5dcafb7d08f4b443585d76b9b53b9cb29ba1ec06a6982163443",
     SubprocessExecutor: "9c58435eb28cd78957a58a6db6a051c5718406cef70353bca2037015424d47e9",
     ExecutionSpec: "a52aad6399c9a5ec1e3b316148832232119eb26b56b18a38d3c74b3ef353a538",

@@ -13,7 +13,7 @@ from clients.deploy.__main__ import app
 from clients.deploy.folder import Node
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.views import Release
-from fedpriv.deployment import approvals, keys
+from fedpriv.deployment import approvals, certificates, keys
 from fedpriv.errors import InputError
 from fedpriv.ledger.entries import Key
 from fedpriv.ledger.head import head_path
@@ -25,9 +25,10 @@ from fedpriv.vault.rollback import Watch
 from fedpriv.vault.settings import VaultSettings
 from simulations.processes import free_port, run_in_process
 from tests.cli.command_line import fedpriv
+from tests.deployment.tls_server import serving
 from tests.vaults import write_records
 
-OFFLINE = {"tls", "clock"}
+OFFLINE = {"tls", "clock", "door"}
 
 
 @pytest.fixture
@@ -62,6 +63,15 @@ def test_a_node_that_decided_everything_passes(node):
 
 def test_a_node_of_the_corpus_needs_code_alone(make_node):
     assert set(failed(make_node())) == {"approved"}
+
+
+def test_a_coordinator_whose_address_answers_strangers(make_node, ca):
+    certificates.make_server_certificate(ca.parent, ["127.0.0.1"], 30)
+    with serving(ca.parent) as port:
+        node = make_node(superlink=f"127.0.0.1:{port}")
+        found = {check.name: check for check in doctor.checks(node)}
+    assert found["tls"].ok
+    assert (found["door"].ok, "OPEN TO STRANGERS: register, run, list" in found["door"].detail) == (False, True)
 
 
 def test_no_budget(node):

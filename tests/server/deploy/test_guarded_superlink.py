@@ -6,7 +6,11 @@ import asyncio
 import hashlib
 import inspect
 import os
+import shutil
 import socket
+import struct
+import subprocess
+import sys
 import threading
 import time
 from base64 import b64encode
@@ -16,30 +20,37 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+import uvicorn
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from fastapi.routing import iter_route_contexts
+from flwr.cli.install import install_from_fab, validate_and_install
+from flwr.common.config import get_project_dir
 from flwr.common.constant import TIMESTAMP_HEADER
-from flwr.proto.fab_pb2 import Fab
-from flwr.proto.runtime_pb2 import PullTaskInputResponse
+from flwr.simulation.app import run_simulation_process
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
 from flwr.supercore.date import now
 from flwr.supercore.error import FlowerError
-from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
+from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES, ProtobufTranslationMiddleware
+from flwr.supercore.task_process.agent.run_agentapp import run_agentapp
 from flwr.superlink.main import create_app
 from flwr.superlink.routers.fleet.node_auth import NodeAuthMiddleware, authenticate_node
 from flwr.superlink.runtime.run_serverapp import run_serverapp
 from flwr.superlink.servicer.runtime.runtime_handlers import pull_task_input
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from fedpriv.deployment.approvals import approve
 from fedpriv.deployment.users import user_named
+from server.deploy import guarded_superlink
 from server.deploy.folder import Coordinator
-from server.deploy.guarded_superlink import NODE_REQUESTS, Door, approved_alone, owner, server_of
+from server.deploy.guarded_superlink import NODE_REQUESTS, Connection, Door, approved_alone, owner, server_of
+from tests.bundles import FILES, bundle, held, plant, task_input
 
 _PROTOBUF = {"Content-Type": "application/protobuf"}
 
@@ -55,6 +66,13 @@ SOURCES = {
     NodeAuthMiddleware: "36b9ef8b482a1722710dfe45def3d5d9620294c340f25b6dfed5130aaa66e90e",
     authenticate_node: "f8e66372d61b3653fc6ee3f9772cc89f805a01bed65e6ce55e4b5fb3a6ad3a17",
     pull_task_input: "0cdb599a99a729684a49cf22a5a3ca6c53145ce2fd04f143cf0e9a56f5a43e17",
+    install_from_fab: "481bd04cde5823220658a8a3e84e827a5ef38254223972e4e14c4cb3968e917e",
+    validate_and_install: "628b69fb852ae8584e978595f2e8451175a3e60acbad678df3f8e08fe27f13c6",
+    get_project_dir: "155c70517e73e59826aed10b3e3a0ba06e02feb3573fee44d23a32798edb632c",
+    ProtobufTranslationMiddleware: "5ff23a6fdd06d0f99db4c972721307fb8523778ca380a8e6e9427562e571fd0f",
+    run_simulation_process: "f0e943cce1d4b6520f7ceb47a5c73079785037a61381c66f5f3e53d7591b4fa6",
+    run_agentapp: "a4c21ab72534b241ea63353f66ffe95c9aafa20b5fb549ca7f48708ca7b03369",
+    HttpToolsProtocol.connection_made: "6efb565ff3d36b916c29bd42330a2b99b601b48932389e396e5ac53dbef6b91c",
     run_serverapp: "2cf00cc3bc7ef87c52d78be204a566aec13007e7a17625ea48c31f2dff6fe8ea",
 }
 
@@ -81,7 +99,9 @@ def listeners(app, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[i
     server = server_of(Coordinator(folder=folder, addresses=("127.0.0.1",)), app, private, log_level="error")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [private, public]}, daemon=True)
     thread.start()
+    deadline = time.monotonic() + 30
     while not server.started:
+        assert time.monotonic() < deadline, "the server did not start"
         time.sleep(0.01)
     yield public.getsockname()[1], private.getsockname()[1]
     server.should_exit = True
@@ -203,20 +223,29 @@ def test_the_operators_own_listener_answers_everything(listeners):
         assert asked(listeners[1], method, path)[0] == 200
 
 
+_ASK = """
+import socket, sys
+with socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=10) as connection:
+    connection.sendall(sys.stdin.buffer.read())
+    print(connection.recv(65536).split()[1].decode())
+"""
+
+
 def as_nobody(port: int, headers: dict[str, str]) -> int:
     """The status that another user of this machine gets."""
-    read, write = os.pipe()
-    if not (child := os.fork()):
-        try:
-            os.setgid(user_named("nobody").gid)
-            os.setuid(user_named("nobody").uid)
-            os.write(write, str(asked(port, "POST", "/v1/control/list-runs", {**_PROTOBUF, **headers})[0]).encode())
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    os.close(write)
-    with os.fdopen(read) as answer:
-        return int(answer.read())
+    lines = ["POST /v1/control/list-runs HTTP/1.1", "Host: 127.0.0.1", "Content-Length: 0", "Connection: close"]
+    request = "\r\n".join([*lines, *(f"{name}: {value}" for name, value in {**_PROTOBUF, **headers}.items()), "", ""])
+    command = [shutil.which("python3", path="/usr/bin:/bin") or sys.executable, "-I", "-c", _ASK, str(port)]
+    options = {"user": "nobody", "group": user_named("nobody").gid, "extra_groups": [], "cwd": "/"}
+    done = subprocess.run(command, input=request, timeout=30, check=True, stdout=subprocess.PIPE, text=True, **options)
+    return int(done.stdout)
+
+
+def test_a_server_of_another_user_refuses_this_one_on_loopback(listeners, monkeypatch):
+    assert asked(listeners[1], "POST", "/v1/control/list-runs")[0] == 200
+    monkeypatch.setattr(guarded_superlink, "os", SimpleNamespace(geteuid=lambda: os.geteuid() + 1))
+    monkeypatch.setattr(guarded_superlink, "_ROOT", os.geteuid() + 2)
+    assert asked(listeners[1], "POST", "/v1/control/list-runs")[0] == 403
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
@@ -247,6 +276,28 @@ def test_the_owner_of_a_connection_is_known_while_it_is_open_and_never_later():
             served.close()
 
 
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_port_that_another_connection_may_have_by_now_proves_nothing(monkeypatch, is_reset):
+    """A stranger resets a connection, and a process of the operator's has its port when the server looks."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as client:
+        client.connect(listener.getsockname())
+        served, _ = listener.accept()
+
+        def look(*_):
+            if is_reset:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                client.close()
+            return os.geteuid()
+
+        monkeypatch.setattr(guarded_superlink, "owner", look)
+        config = uvicorn.Config(Door(lambda *_: None, served.getsockname()), proxy_headers=False)
+        config.load()
+        connection = Connection(config, uvicorn.server.ServerState(), {}, _loop=Mock())
+        connection.connection_made(Mock(get_extra_info={"socket": served}.get))
+        assert connection.app_state == {"owner": None if is_reset else os.geteuid()}
+        served.close()
+
+
 def test_a_server_that_does_not_say_where_it_was_asked_or_by_whom_admits_nobody():
     sent = []
 
@@ -262,16 +313,39 @@ def test_a_server_that_does_not_say_where_it_was_asked_or_by_whom_admits_nobody(
     assert [message["status"] for message in sent[::2]] == [404, 404, 404, 404, 403]
 
 
-def test_no_process_gets_a_bundle_that_is_not_approved(tmp_path: Path):
-    file = tmp_path / "approved-fabs"
+def test_no_process_gets_a_bundle_that_is_not_approved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path / "home"))
+    file, content = tmp_path / "approved-fabs", bundle()
     file.touch()
-    answer = PullTaskInputResponse(fab=Fab(hash_str="claimed", content=b"code"))
+    answer = task_input(content)
     handlers = approved_alone(SimpleNamespace(pull_task_input=lambda *_: answer, get_nodes=len), file)
     assert handlers.get_nodes("abc") == 3
     with pytest.raises(FlowerError, match="not approved"):
         handlers.pull_task_input(None, None, None)
-    approve(file, "5694d08a2e53ffcae0c3103e5ad6f6076abd960eb1f8a56577040bc1028f702b")  # printf code | sha256sum
+    assert not (tmp_path / "home").exists()
+    approve(file, hashlib.sha256(content).hexdigest())
     assert handlers.pull_task_input(None, None, None) is answer
+    answer.fab.hash_str = "0" * 64  # by which Flower names the folder that it executes
+    with pytest.raises(FlowerError, match="another bundle's name"):
+        handlers.pull_task_input(None, None, None)
     file.unlink()
     with pytest.raises(FlowerError, match="not approved"):
         handlers.pull_task_input(None, None, None)
+
+
+def test_what_lies_where_flower_would_install_an_approved_bundle_is_not_executed(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    file, content = tmp_path / "approved-fabs", bundle()
+    file.write_text(hashlib.sha256(content).hexdigest())
+    folder = plant(tmp_path, content)
+    handlers = approved_alone(SimpleNamespace(pull_task_input=lambda *_: task_input(content)), file)
+    handlers.pull_task_input(None, None, None)
+    assert install_from_fab(content, skip_prompt=True) == folder
+    assert held(folder) == FILES
+    assert (tmp_path / "elsewhere" / "app.py").read_text() == "app = 'evil'\n", "another folder's file was touched"
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    before = (folder / "server" / "app.py").stat()
+    (folder / "pyproject.toml").unlink()
+    handlers.pull_task_input(None, None, None)
+    assert held(folder) == FILES
+    assert (folder / "server" / "app.py").stat() == before, "what is right stays, for the tasks that read it"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import tomli_w
@@ -160,12 +161,17 @@ def test_key_of_an_earlier_version_is_encrypted_by_one_command(coordinator, pass
     assert (failed.name, "run `encrypt-key" in failed.detail) == ("ca.key", True)
     with pytest.raises(InputError, match="the code of a run could read it"):
         superlink.start(coordinator, print)
+    before = coordinator.ca_key.read_bytes()
+    with pytest.raises(BrokenPipeError):  # a passphrase that nobody was told would lock the key for ever
+        certificates.encrypt_key(coordinator.folder, PASSPHRASE, Mock(side_effect=BrokenPipeError))
+    assert coordinator.ca_key.read_bytes() == before
     assert deploy("encrypt-key", coordinator.folder, "--ca-passphrase-file", passphrase_file).returncode == 0
     assert b"ENCRYPTED" in coordinator.ca_key.read_bytes()
     assert coordinator.ca_key.stat().st_mode & 0o777 == 0o600
     assert certificate == coordinator.ca_certificate.read_bytes()
     assert deploy("renew", coordinator.folder, "--ca-passphrase-file", passphrase_file).returncode == 0
-    assert "is encrypted already" in deploy("encrypt-key", coordinator.folder).stderr
+    again = deploy("encrypt-key", coordinator.folder)
+    assert ("is encrypted already" in again.stderr, again.stdout) == (True, "")
 
 
 def test_doctor_misses_nothing_in_a_new_folder_but_its_superlink(coordinator):
@@ -260,6 +266,21 @@ def test_wrong_run_configuration_starts_nothing(coordinator):
     done = deploy("run", coordinator.folder, "-c", "rouns=1")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: rouns: unknown configuration key; did you mean rounds?\n"
+
+
+def test_run_approves_its_checkout_and_names_what_is_not_committed(coordinator, monkeypatch):
+    said = []
+    monkeypatch.setattr(runs.approvals, "bundle_digest", lambda _: "a" * 64)
+    monkeypatch.setattr(runs.approvals, "note_on", lambda _: "note: 1 bundled files differ")
+    monkeypatch.setattr(runs, "_flwr", Mock(side_effect=FlowerError("flwr run: is not there")))
+    with pytest.raises(FlowerError):
+        runs.run(coordinator, [], said.append)
+    assert said == ["note: 1 bundled files differ"]
+    assert coordinator.approved.read_text() == f"{'a' * 64}\n"
+    coordinator.approved.unlink()
+    with pytest.raises(InputError, match="no such file"):  # `start` makes it, as the user whose file it is to be
+        runs.run(coordinator, [], said.append)
+    assert not coordinator.approved.exists()
 
 
 @pytest.mark.parametrize("command", ["start", "run", "renew", "doctor"])
