@@ -167,11 +167,12 @@ class ReceiptLog:
     A journal is such a file too: its event `charged` holds the receipt in a field.
 
     Args:
-        path: of the file; it need not exist.
+        path: of the file.
+        may_create: whether `add` may make a file that is missing.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, may_create: bool = True) -> None:
+        self.path, self._may_create = path, may_create
 
     def read(self) -> Iterator[Receipt]:
         """The receipts in their order; nothing is checked but their form.
@@ -209,7 +210,7 @@ class ReceiptLog:
         Raises:
             OSError: the file cannot be written.
         """
-        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        file = os.open(self.path, os.O_RDWR | os.O_APPEND | (os.O_CREAT if self._may_create else 0), 0o600)
         try:
             # A line that a crash cut short must not swallow this one.
             size = os.fstat(file).st_size

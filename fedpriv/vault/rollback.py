@@ -71,8 +71,8 @@ class Watch:
         self._check_counter_file()
         found = [from_text(shown)] if shown else []
         try:
-            for path in self._paths:
-                found += ReceiptLog(path).read()
+            for each in self._logs:
+                found += each.read()
         except OSError as error:
             raise LedgerError(f"{error.filename}: {error.strerror}; nothing is released") from None
         data_set, digests = chain.newest.data_set, chain.digests
@@ -97,15 +97,16 @@ class Watch:
         """The receipt of the last charge; it is wherever the node keeps its receipts when this returns.
 
         Raises:
-            LedgerError: it cannot be written, so nothing may be released.
+            LedgerError: it cannot be written, or the counter file cannot be used, so nothing may be released.
         """
+        self._check_counter_file()
         newest = replace(chain.newest, signer=self.signer)
         try:
-            found = [ReceiptLog(path).find(newest) for path in self._paths]
+            found = [each.find(newest) for each in self._logs]
             receipt = next(filter(None, found), None) or newest.signed(self.key)
-            for path, known in zip(self._paths, found, strict=True):
+            for each, known in zip(self._logs, found, strict=True):
                 if known is None:
-                    ReceiptLog(path).add(receipt)
+                    each.add(receipt)
         except OSError as error:
             raise LedgerError(f"{error.filename}: {error.strerror}; nothing is released without its receipt") from None
         return receipt
@@ -176,8 +177,9 @@ class Watch:
             raise InputError(f"counter_file = {path}: {error.strerror}") from None
 
     @property
-    def _paths(self) -> list[Path]:
-        return [self.kept, *([self.counter_file] if self.counter_file else [])]
+    def _logs(self) -> list[ReceiptLog]:
+        counter = [ReceiptLog(self.counter_file, may_create=False)] if self.counter_file else []
+        return [ReceiptLog(self.kept), *counter]
 
     def _check_counter_file(self) -> None:
         path = self.counter_file

@@ -185,6 +185,25 @@ def test_a_counter_file_that_cannot_be_used_stops_every_charge(approved, starts,
     assert answer.response.reason == "refused: this node's ledger cannot be used; its log says why"
 
 
+def test_no_request_makes_a_counter_file_that_is_missing(approved, starts, tmp_path):
+    """A snapshot comes back before the counter's disk is mounted: only the operator's command may begin a file."""
+    counter = tmp_path / "elsewhere.jsonl"
+    node = make_node(tmp_path / "node", ROWS, num_registered=N_K, models=approved)
+    signing(node, counter_file=str(counter))
+    begun(node)
+    asked(node, starts["tiny"], 1)
+    backup = copied(node, tmp_path / "backup")
+    asked(node, starts["tiny"], 2)
+    restored(node, backup, forgets=("receipts.jsonl",))
+    unmounted = counter.rename(tmp_path / "unmounted")
+    asking = replace(registering(run_config(rounds=9)), fields={protocol.RECEIPT: ""})
+    assert (ask(node, asking).code, counter.exists()) == (frames.REFUSED, False)
+    assert asked(node, starts["tiny"], 2).code == frames.REFUSED
+    assert (num_charges(node), counter.exists()) == (1, False)
+    unmounted.rename(counter)
+    assert refuses(node, asked(node, starts["tiny"], 2))
+
+
 def unsigned(receipt: Receipt) -> str:
     return replace(receipt, counter=2**40, signature="").text()
 
