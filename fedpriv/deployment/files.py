@@ -31,6 +31,7 @@ def write_new(path: Path, content: bytes, *, mode: int = 0o644) -> None:
         raise InputError(f"{path}: exists; give another path, or move it away first") from None
     finally:
         temporary.unlink()
+    sync_folder(path)
 
 
 def replace(path: Path, content: bytes, *, mode: int = 0o644, owner: User | None = None) -> None:
@@ -43,6 +44,16 @@ def replace(path: Path, content: bytes, *, mode: int = 0o644, owner: User | None
         owner: whose file it becomes; None stands for the user of this process.
     """
     _temporary(path, content, mode, owner).replace(path)
+    sync_folder(path)
+
+
+def sync_folder(path: Path) -> None:
+    """Flush the name of a file, which is new in its folder, to disk."""
+    folder = os.open(path.absolute().parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 @contextmanager

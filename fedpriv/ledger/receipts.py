@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fedpriv.deployment import keys
+from fedpriv.deployment.files import sync_folder
 from fedpriv.ledger import entries
 from fedpriv.ledger.head import EMPTY_CHAIN
 
@@ -215,7 +216,11 @@ class ReceiptLog:
             # A line that a crash cut short must not swallow this one.
             size = os.fstat(file).st_size
             torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
-            os.write(file, b"\n" * torn + receipt.text().encode() + b"\n")
+            line = b"\n" * torn + receipt.text().encode() + b"\n"
+            while line:  # a disk that is nearly full takes a part
+                line = line[os.write(file, line) :]
             os.fsync(file)
+            if not size:
+                sync_folder(self.path)
         finally:
             os.close(file)

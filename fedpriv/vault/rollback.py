@@ -168,11 +168,10 @@ class Watch:
             if data_set is None:
                 raise InputError(f"counter_file = {path}: {ledger} holds no data set whose charges it could count")
             receipt = chain_of(db, data_set.id).newest.signed(self.key)
+        if path.exists():
+            raise InputError(f"counter_file = {path}: exists; a new one would forget what it has counted")
         try:
-            path.touch(mode=0o600, exist_ok=False)
-            ReceiptLog(path).add(receipt)
-        except FileExistsError:
-            raise InputError(f"counter_file = {path}: exists; a new one would forget what it has counted") from None
+            replace_file(path, f"{receipt.text()}\n".encode(), mode=0o600)
         except OSError as error:
             raise InputError(f"counter_file = {path}: {error.strerror}") from None
 
