@@ -31,7 +31,6 @@ def write_new(path: Path, content: bytes, *, mode: int = 0o644) -> None:
         raise InputError(f"{path}: exists; give another path, or move it away first") from None
     finally:
         temporary.unlink()
-    sync_folder(path)
 
 
 def replace(path: Path, content: bytes, *, mode: int = 0o644, owner: User | None = None) -> None:
@@ -44,7 +43,6 @@ def replace(path: Path, content: bytes, *, mode: int = 0o644, owner: User | None
         owner: whose file it becomes; None stands for the user of this process.
     """
     _temporary(path, content, mode, owner).replace(path)
-    sync_folder(path)
 
 
 def sync_folder(path: Path) -> None:

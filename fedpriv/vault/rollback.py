@@ -16,6 +16,7 @@ from pathlib import Path
 
 from fedpriv.deployment import keys
 from fedpriv.deployment.files import replace as replace_file
+from fedpriv.deployment.files import sync_folder
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.ledger import entries
 from fedpriv.ledger.reader import reading
@@ -172,6 +173,7 @@ class Watch:
             raise InputError(f"counter_file = {path}: exists; a new one would forget what it has counted")
         try:
             replace_file(path, f"{receipt.text()}\n".encode(), mode=0o600)
+            sync_folder(path)
         except OSError as error:
             raise InputError(f"counter_file = {path}: {error.strerror}") from None
 
