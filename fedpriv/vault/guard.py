@@ -75,6 +75,8 @@ class NodePolicy:
         min_survivors: t; terms under which fewer uploads make a sum are refused.
         colluding_clients: c, how many others may reveal their noise to the server; none of theirs counts.
         watch: notices that the ledger is an old copy; None without a ledger, or a key that signs.
+        data_set: that was registered when this process read where the records are, so that no other one pays for
+            them; empty if none was. None where a run brings the records.
         fixed_schedule: the holder starts the runs itself, so no release is chosen by what earlier ones showed, and
             losses may be composed by pld.
 
@@ -92,6 +94,7 @@ class NodePolicy:
     min_survivors: int = 2
     colluding_clients: int = 0
     watch: Watch | None = None
+    data_set: str | None = None
     fixed_schedule: bool = False
 
     def __post_init__(self) -> None:
@@ -275,13 +278,15 @@ def registered_data_set(policy: NodePolicy, client: str, num_records: int | None
     With `num_records`, a first one is registered. N_k stays as it was registered, however many records there are now.
 
     Raises:
-        RefusedError: no data set is registered, and none may be registered here.
+        RefusedError: no data set is registered, and none may be registered here; or it was registered since the start.
         LedgerError: the ledger cannot be used.
     """
     if policy.ledger is None:
         return None
     with Ledger(policy.ledger) as ledger:
         if (data_set := ledger.data_set()) is not None:
+            if policy.data_set not in (None, data_set.id):
+                raise RefusedError("data: were registered since this node's vault started; its operator must restart it")
             return data_set
         if num_records is None:
             raise RefusedError("data: this node's operator has registered none")

@@ -36,6 +36,7 @@ from tests.adversary.nodes import (
     ask,
     make_node,
     num_charges,
+    register_data,
     registering,
     restart,
     run_config,
@@ -202,6 +203,20 @@ def test_no_request_makes_a_counter_file_that_is_missing(approved, starts, tmp_p
     assert (num_charges(node), counter.exists()) == (1, False)
     unmounted.rename(counter)
     assert refuses(node, asked(node, starts["tiny"], 2))
+
+
+def test_no_other_data_set_pays_for_the_records_that_a_running_vault_reads(node, starts):
+    """Its operator names another file, registers it, and does not restart: the vault still reads the first one."""
+    holder = Holder.of(node.settings)
+    write_rows(node.folder / "other.csv", [(f"other {text}", label) for text, label in ROWS])
+    file = node.folder / FILE
+    file.write_text(file.read_text().replace("records.csv", "other.csv"))
+    register_data(node, N_K, note="other people")
+    refused = ask(node, training(run_config(rounds=9), starts["tiny"], round_=1), holder)
+    assert (refused.code, num_charges(node)) == (frames.REFUSED, 0)
+    assert "its operator must restart it" in refused.response.reason
+    restart()
+    assert asked(node, starts["tiny"], 1).code == 0
 
 
 def unsigned(receipt: Receipt) -> str:
