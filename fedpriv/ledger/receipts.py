@@ -162,6 +162,11 @@ def chain_of(db: sqlite3.Connection, data_set: str) -> Chain:
     return Chain(tuple(links), frozenset(replaced))
 
 
+def chains_of(db: sqlite3.Connection) -> list[Chain]:
+    """The chains of all data sets in an open ledger, in the order of their registration."""
+    return [chain_of(db, data_set.id) for data_set in entries.data_sets(db)]
+
+
 class ReceiptLog:
     """A file of receipts, one a line, to which lines are only ever added, durably; what is no receipt is passed over.
 

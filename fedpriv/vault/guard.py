@@ -286,7 +286,9 @@ def registered_data_set(policy: NodePolicy, client: str, num_records: int | None
     with Ledger(policy.ledger) as ledger:
         if (data_set := ledger.data_set()) is not None:
             if policy.data_set not in (None, data_set.id):
-                raise RefusedError("data: were registered since this node's vault started; its operator must restart it")
+                raise RefusedError(
+                    "data: were registered since this node's vault started; its operator must restart it"
+                )
             return data_set
         if num_records is None:
             raise RefusedError("data: this node's operator has registered none")
@@ -352,7 +354,7 @@ def charge(
         current = ledger.data_set()
         if current is None or current.id != data_set.id:
             raise RefusedError("data: another data set was registered meanwhile; ask again")
-        _check_newest(policy, ledger, data_set, shown)
+        _check_newest(policy, ledger, shown)
         phase = ledger.phase(key)
         if phase == RELEASED:
             if (content := ledger.stored(key)) is None:
@@ -373,12 +375,12 @@ def charge(
         return True
 
 
-def _check_newest(policy: NodePolicy, ledger: Ledger, data_set: DataSet, shown: str) -> None:
+def _check_newest(policy: NodePolicy, ledger: Ledger, shown: str) -> None:
     """Refuse to go on from an old copy of the ledger: what it lacks would be spent a second time."""
     if policy.watch is None:
         return
     try:
-        lost = policy.watch.lost(ledger.chain(data_set.id), shown)
+        lost = policy.watch.lost(ledger.chains(), shown)
     except ValueError as error:
         raise RefusedError(str(error)) from None
     if lost is None:
@@ -388,7 +390,7 @@ def _check_newest(policy: NodePolicy, ledger: Ledger, data_set: DataSet, shown: 
         "see `fedpriv ledger recover`",
         ledger.path,
         lost.counter,
-        data_set.id,
+        lost.data_set,
     )
     with suppress(OSError):  # so that it is also noticed when nobody shows it
         policy.watch.keep(lost)

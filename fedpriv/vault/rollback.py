@@ -57,18 +57,21 @@ class Watch:
         """The public line of the node's key."""
         return keys.public_line(self.key)
 
-    def lost(self, chain: Chain, shown: str = "") -> Receipt | None:
-        """The newest receipt that the node has signed and its ledger lacks; None if the ledger lacks none.
+    def lost(self, chains: Iterable[Chain], shown: str = "") -> Receipt | None:
+        """The newest receipt of a charge that the node has signed and its ledger lacks; None if the ledger lacks none.
+
+        A ledger that lacks the data set itself, since it was made again, has lost all that was charged to it.
 
         Args:
-            chain: of the data set in question, as the ledger has it.
+            chains: of all data sets, as the ledger has them.
             shown: a receipt that somebody claims to be the node's newest, as text; empty for none.
 
         Raises:
             ValueError: `shown` is malformed.
-            LedgerError: the counter file is missing, cannot be written or holds no receipt of this node; or the one in
-                the folder cannot be read.
+            LedgerError: the counter file is missing, cannot be written or holds no receipt of this node; the one in the
+                folder cannot be read; or the key was exchanged since the start.
         """
+        self._check_key()
         self._check_counter_file()
         found = [from_text(shown)] if shown else []
         try:
@@ -76,12 +79,8 @@ class Watch:
                 found += each.read()
         except OSError as error:
             raise LedgerError(f"{error.filename}: {error.strerror}; nothing is released") from None
-        data_set, digests = chain.newest.data_set, chain.digests
-        lost = [
-            each
-            for each in found
-            if each.data_set == data_set and each.digest not in digests and each.is_of(self.signer)
-        ]
+        has = frozenset[str]().union(*(chain.digests for chain in chains))
+        lost = [each for each in found if each.counter and each.digest not in has and each.is_of(self.signer)]
         return max(lost, key=lambda each: each.counter, default=None)
 
     def keep(self, receipt: Receipt) -> None:
@@ -98,8 +97,10 @@ class Watch:
         """The receipt of the last charge; it is wherever the node keeps its receipts when this returns.
 
         Raises:
-            LedgerError: it cannot be written, or the counter file cannot be used, so nothing may be released.
+            LedgerError: it cannot be written, the counter file cannot be used, or the key was exchanged,
+                so nothing may be released.
         """
+        self._check_key()
         self._check_counter_file()
         newest = replace(chain.newest, signer=self.signer)
         try:
@@ -181,6 +182,16 @@ class Watch:
     def _logs(self) -> list[ReceiptLog]:
         counter = [ReceiptLog(self.counter_file, may_create=False)] if self.counter_file else []
         return [ReceiptLog(self.kept), *counter]
+
+    def _check_key(self) -> None:
+        try:
+            newest = keys.public_line(self.key)
+        except InputError as error:
+            raise LedgerError(f"{error}; nothing is released") from None
+        if newest != self.signer:
+            raise LedgerError(
+                f"key = {self.key}: was exchanged since the vault's start; restart it; nothing is released"
+            )
 
     def _check_counter_file(self) -> None:
         path = self.counter_file

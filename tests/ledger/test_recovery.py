@@ -335,11 +335,39 @@ def test_a_crash_while_the_counter_file_begins_leaves_none(node, monkeypatch):
     def crash(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched:
         patched.setattr("os.fsync", crash)
-        watch.begin_counter_file(node.path)
+        with pytest.raises(KeyboardInterrupt):
+            watch.begin_counter_file(node.path)
     assert not watch.counter_file.exists()
     watch.begin_counter_file(node.path)
     assert [each.counter for each in ReceiptLog(watch.counter_file).read()] == [0]
     with pytest.raises(InputError, match="a new one would forget what it has counted"):
         watch.begin_counter_file(node.path)
+
+
+@pytest.mark.parametrize("detailed", [True, False])
+def test_charges_of_a_data_set_that_the_ledger_lost_are_charged_to_the_one_that_is_registered_now(
+    node, tmp_path, detailed
+):
+    """Their records may be the same; a receipt without the detail of those before it retires it."""
+    last = node.charge(1, 2)
+    if not detailed:
+        node.receipts.unlink()
+        ReceiptLog(node.receipts).add(last)
+    for path in (node.path, head.head_path(node.path)):
+        path.unlink()
+    with Ledger(node.path):
+        pass
+    assert "register the records first" in fedpriv("ledger", "recover", node.path, "--from", node.receipts, code=2)[1]
+    with Ledger(node.path) as ledger:
+        node.data_set = ledger.register("0", 100, DELTA)
+    with pytest.raises(RefusedError, match="its operator must recover it"):
+        node.charge(3)
+    found = node.recover(node.receipts)
+    assert found["retired"] == ([] if detailed else [node.data_set.id])
+    assert node.epsilon == (epsilon(1, 2) if detailed else math.inf)
+    assert node.recover(node.receipts)["missing"] == []
+    if detailed:
+        node.charge(3)
+        assert node.epsilon == epsilon(1, 2, 3)
