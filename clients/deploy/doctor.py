@@ -27,7 +27,7 @@ from fedpriv.deployment.checks import (
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.ledger import entries, statement
 from fedpriv.ledger.reader import reading
-from fedpriv.ledger.receipts import chain_of
+from fedpriv.ledger.receipts import chains_of
 from fedpriv.vault import models
 from fedpriv.vault.rollback import Watch
 from fedpriv.vault.settings import VaultSettings
@@ -93,11 +93,10 @@ def _newest(vault: VaultSettings) -> Check:
     sources = [path for path in (vault.receipts, vault.counter_file) if path is not None and path.exists()]
     try:
         with reading(vault.ledger) as db:
-            data_set = entries.data_set(db, None)
-            chain = chain_of(db, data_set.id) if data_set else None
+            chains = chains_of(db)
             recovered = statement.recovery_lines(statement.recoveries(db))
         watch = Watch.of(vault)
-        lost = watch.lost(chain) if watch and chain else None
+        lost = watch.lost(chains) if watch and chains else None
     except (InputError, LedgerError) as error:
         return Check("newest", False, str(error))
     if lost is not None:
@@ -108,7 +107,7 @@ def _newest(vault: VaultSettings) -> Check:
             f"a restored copy: this node has signed charge {lost.counter}, which {vault.ledger} lacks; stop the node, "
             f"run `fedpriv ledger recover {vault.ledger} {known}`, and add what coordinator and peers keep",
         )
-    number = chain.newest.counter if chain else 0
+    number = chains[-1].newest.counter if chains else 0
     return Check("newest", True, "; ".join([f"{number} charges, none is known that the ledger lacks", *recovered]))
 
 

@@ -202,8 +202,8 @@ class CommittedPlans:
         return math.fsum(plan.delta for plan in self.plans)
 
     def fits(self, epsilon: float, delta: float) -> bool:
-        """Whether all plans together cost at most so much."""
-        return self.epsilon <= epsilon * (1 + _ROUNDING) and self.delta <= delta * (1 + _ROUNDING)
+        """Whether all plans together cost at most so much; an epsilon may round, a delta is what was given."""
+        return self.epsilon <= epsilon * (1 + _ROUNDING) and self.delta <= delta
 
     def covers(self, event: Event) -> bool:
         """Whether a slot, used or not, is for such a release."""
@@ -229,7 +229,7 @@ class CommittedPlans:
             epsilon: finite, > 0.
             delta: in (0, 1).
         """
-        if self.epsilon > epsilon or self.delta > delta:
+        if not self.fits(epsilon, delta):
             return 0
         left = list(_slots(self.plans))
         for earlier in history:

@@ -45,6 +45,15 @@ def replace(path: Path, content: bytes, *, mode: int = 0o644, owner: User | None
     _temporary(path, content, mode, owner).replace(path)
 
 
+def sync_folder(path: Path) -> None:
+    """Flush the name of a file, which is new in its folder, to disk."""
+    folder = os.open(path.absolute().parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A temporary folder to fill; it becomes `path` on success and is deleted on failure. Only its owner can access it.

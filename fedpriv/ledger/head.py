@@ -14,6 +14,7 @@ import re
 import sqlite3
 from pathlib import Path
 
+from fedpriv.deployment.files import sync_folder
 from fedpriv.errors import LedgerError
 
 # The digest that the first entry is chained to.
@@ -37,11 +38,7 @@ def opened(path: Path) -> int:
 def begin(file: int, path: Path) -> None:
     """Write the head of a ledger without entries, and its name in the folder, durably."""
     write(file, *START)
-    folder = os.open(path.absolute().parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(path)
 
 
 def write(file: int, number: int, digest: str) -> None:

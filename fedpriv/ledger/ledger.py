@@ -39,7 +39,7 @@ from fedpriv.ledger.entries import (
     RunRecord,
 )
 from fedpriv.ledger.reader import ADOPTED_VERSION, LATEST_VERSION, as_ledger_errors, check_version, verify
-from fedpriv.ledger.receipts import Chain, chain_of
+from fedpriv.ledger.receipts import Chain, chain_of, chains_of
 from fedpriv.ledger.recovery import Missing
 
 _FLOAT_COLUMNS = ("rho_bar", "aggregate_scale", "delta")
@@ -297,6 +297,10 @@ class Ledger:
     def chain(self, data_set: str) -> Chain:
         """The chain of a data set's charges; see `fedpriv.ledger.receipts`."""
         return chain_of(self._db, data_set)
+
+    def chains(self) -> list[Chain]:
+        """The chains of all data sets."""
+        return chains_of(self._db)
 
     def is_known_in_full(self, data_set: str) -> bool:
         """Whether every release on a data set is known; see `Ledger.recover`."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fedpriv.deployment import keys
+from fedpriv.deployment.files import sync_folder
 from fedpriv.ledger import entries
 from fedpriv.ledger.head import EMPTY_CHAIN
 
@@ -161,17 +162,23 @@ def chain_of(db: sqlite3.Connection, data_set: str) -> Chain:
     return Chain(tuple(links), frozenset(replaced))
 
 
+def chains_of(db: sqlite3.Connection) -> list[Chain]:
+    """The chains of all data sets in an open ledger, in the order of their registration."""
+    return [chain_of(db, data_set.id) for data_set in entries.data_sets(db)]
+
+
 class ReceiptLog:
     """A file of receipts, one a line, to which lines are only ever added, durably; what is no receipt is passed over.
 
     A journal is such a file too: its event `charged` holds the receipt in a field.
 
     Args:
-        path: of the file; it need not exist.
+        path: of the file.
+        may_create: whether `add` may make a file that is missing.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, may_create: bool = True) -> None:
+        self.path, self._may_create = path, may_create
 
     def read(self) -> Iterator[Receipt]:
         """The receipts in their order; nothing is checked but their form.
@@ -209,12 +216,16 @@ class ReceiptLog:
         Raises:
             OSError: the file cannot be written.
         """
-        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        file = os.open(self.path, os.O_RDWR | os.O_APPEND | (os.O_CREAT if self._may_create else 0), 0o600)
         try:
             # A line that a crash cut short must not swallow this one.
             size = os.fstat(file).st_size
             torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
-            os.write(file, b"\n" * torn + receipt.text().encode() + b"\n")
+            line = b"\n" * torn + receipt.text().encode() + b"\n"
+            while line:  # a disk that is nearly full takes a part
+                line = line[os.write(file, line) :]
             os.fsync(file)
+            if not size:
+                sync_folder(self.path)
         finally:
             os.close(file)

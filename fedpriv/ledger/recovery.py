@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,8 @@ class Missing:
 
         A link's request is in the note: a coordinator that makes it again gets another release, and pays for it.
         """
-        for link in (*self.proven, *self.claimed):
-            replaces = {"replaces": link.digest} if link in self.proven else {}
+        replaced = [{"replaces": link.digest} for link in self.proven] + [{} for _ in self.claimed]
+        for link, replaces in zip((*self.proven, *self.claimed), replaced, strict=True):
             yield {
                 **self._common,
                 "client": link.client,
@@ -91,7 +91,14 @@ def missing(db: sqlite3.Connection, sources: Iterable[Path], signer: str) -> lis
             ledgers.append(path)
         else:
             receipts += _receipts_in(path)
-    return [_of_data_set(db, each, receipts, ledgers, signer) for each in entries.data_sets(db)]
+    signed = [each for each in receipts if each.is_of(signer)]
+    known = entries.data_sets(db)
+    orphans = [each for each in signed if each.counter and each.data_set not in {data_set.id for data_set in known}]
+    if orphans and not known:
+        raise InputError(
+            "--from: proves charges, but this ledger has no data set to charge; register the records first"
+        )
+    return [_of_data_set(db, each, signed, orphans if each == known[-1] else [], ledgers) for each in known]
 
 
 def _is_ledger(path: Path) -> bool:
@@ -109,12 +116,20 @@ def _receipts_in(path: Path) -> list[Receipt]:
 
 
 def _of_data_set(
-    db: sqlite3.Connection, data_set: DataSet, receipts: Sequence[Receipt], ledgers: Sequence[Path], signer: str
+    db: sqlite3.Connection,
+    data_set: DataSet,
+    receipts: Sequence[Receipt],
+    orphans: Sequence[Receipt],
+    ledgers: Sequence[Path],
 ) -> Missing:
+    """What it lacks; it also pays for orphans, charges of data sets that the ledger lost: their records may be its."""
     own = chain_of(db, data_set.id)
     others = {path: _links_in(path, data_set.id) for path in ledgers}
-    signed = [each for each in receipts if each.data_set == data_set.id and each.is_of(signer)]
-    proven, unknown = _proven(own, signed, [link for links in others.values() for link in links])
+    lost = {each.data_set for each in orphans}
+    unsigned = [link for path in ledgers for id_ in (data_set.id, *lost) for link in _links_in(path, id_)]
+    signed = [each for each in receipts if each.data_set == data_set.id]
+    has = own.digests | {Receipt(data_set=id_).digest for id_ in lost}
+    proven, unknown = _proven(has, [*signed, *orphans], unsigned)
     known = Counter(_content(link) for link in (*own.links, *proven))
     claims: Counter[Receipt] = Counter()
     for links in others.values():
@@ -132,10 +147,12 @@ def _links_in(path: Path, data_set: str) -> list[Receipt]:
         return list(chain_of(db, data_set).links[1:])
 
 
-def _proven(own: Chain, signed: Sequence[Receipt], unsigned: Sequence[Receipt]) -> tuple[list[Receipt], list[str]]:
-    """The links that signatures prove and this chain lacks, in order; and the digests of those without any detail."""
+def _proven(
+    has: Collection[str], signed: Sequence[Receipt], unsigned: Sequence[Receipt]
+) -> tuple[list[Receipt], list[str]]:
+    """The links that signatures prove and these digests lack, in order; and the digests of those without any detail."""
     details = {link.digest: link for link in (*unsigned, *signed)}
-    has, found, unknown = own.digests, dict[str, Receipt](), []
+    found, unknown = dict[str, Receipt](), []
     for receipt in signed:
         digest = receipt.digest
         while digest not in has and digest not in found and digest not in unknown:

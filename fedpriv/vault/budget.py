@@ -112,8 +112,8 @@ def read_plan(path: Path, client: int, data_set: DataSet, view: str, delta: floa
         values = json.loads(path.read_text())
         planned = next(each for each in values["clients"] if each["client"] == client)
         found = [events.from_json(json.dumps(each)) for each in planned["events"]]
-        share = data_set.delta_for_releases / data_set.delta
-        plan = CommittedPlan.of(found, share * (planned["delta"] if delta is None else delta))
+        share = (planned["delta"] if delta is None else delta) / data_set.delta  # 1 and halves are exact
+        plan = CommittedPlan.of(found, share * data_set.delta_for_releases)
         facts = {"num_records": (planned["num_records"], data_set.num_records), "view": (values["view"], view)}
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None

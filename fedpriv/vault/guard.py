@@ -75,6 +75,8 @@ class NodePolicy:
         min_survivors: t; terms under which fewer uploads make a sum are refused.
         colluding_clients: c, how many others may reveal their noise to the server; none of theirs counts.
         watch: notices that the ledger is an old copy; None without a ledger, or a key that signs.
+        data_set: that was registered when this process read where the records are, so that no other one pays for
+            them; empty if none was. None where a run brings the records.
         fixed_schedule: the holder starts the runs itself, so no release is chosen by what earlier ones showed, and
             losses may be composed by pld.
 
@@ -92,6 +94,7 @@ class NodePolicy:
     min_survivors: int = 2
     colluding_clients: int = 0
     watch: Watch | None = None
+    data_set: str | None = None
     fixed_schedule: bool = False
 
     def __post_init__(self) -> None:
@@ -275,13 +278,17 @@ def registered_data_set(policy: NodePolicy, client: str, num_records: int | None
     With `num_records`, a first one is registered. N_k stays as it was registered, however many records there are now.
 
     Raises:
-        RefusedError: no data set is registered, and none may be registered here.
+        RefusedError: no data set is registered, and none may be registered here; or it was registered since the start.
         LedgerError: the ledger cannot be used.
     """
     if policy.ledger is None:
         return None
     with Ledger(policy.ledger) as ledger:
         if (data_set := ledger.data_set()) is not None:
+            if policy.data_set not in (None, data_set.id):
+                raise RefusedError(
+                    "data: were registered since this node's vault started; its operator must restart it"
+                )
             return data_set
         if num_records is None:
             raise RefusedError("data: this node's operator has registered none")
@@ -347,7 +354,7 @@ def charge(
         current = ledger.data_set()
         if current is None or current.id != data_set.id:
             raise RefusedError("data: another data set was registered meanwhile; ask again")
-        _check_newest(policy, ledger, data_set, shown)
+        _check_newest(policy, ledger, shown)
         phase = ledger.phase(key)
         if phase == RELEASED:
             if (content := ledger.stored(key)) is None:
@@ -368,12 +375,12 @@ def charge(
         return True
 
 
-def _check_newest(policy: NodePolicy, ledger: Ledger, data_set: DataSet, shown: str) -> None:
+def _check_newest(policy: NodePolicy, ledger: Ledger, shown: str) -> None:
     """Refuse to go on from an old copy of the ledger: what it lacks would be spent a second time."""
     if policy.watch is None:
         return
     try:
-        lost = policy.watch.lost(ledger.chain(data_set.id), shown)
+        lost = policy.watch.lost(ledger.chains(), shown)
     except ValueError as error:
         raise RefusedError(str(error)) from None
     if lost is None:
@@ -383,7 +390,7 @@ def _check_newest(policy: NodePolicy, ledger: Ledger, data_set: DataSet, shown: 
         "see `fedpriv ledger recover`",
         ledger.path,
         lost.counter,
-        data_set.id,
+        lost.data_set,
     )
     with suppress(OSError):  # so that it is also noticed when nobody shows it
         policy.watch.keep(lost)

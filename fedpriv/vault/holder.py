@@ -9,7 +9,10 @@ from pathlib import Path
 
 from fedpriv.config import EMBEDDED, ON_NODES, RunConfig, parse
 from fedpriv.data.text import DataSource
+from fedpriv.errors import LedgerError
 from fedpriv.journal import Journal
+from fedpriv.ledger import entries
+from fedpriv.ledger.reader import reading
 from fedpriv.training.workbench import Workbench, workbench
 from fedpriv.vault import models
 from fedpriv.vault.frames import Scalar
@@ -111,6 +114,7 @@ class Holder:
                 min_survivors=settings.min_survivors,
                 colluding_clients=settings.colluding_clients,
                 watch=Watch.of(settings),
+                data_set=_registered(settings.ledger) if is_own else None,
             ),
             terms=terms if is_own else None,
             name=settings.name,
@@ -129,6 +133,16 @@ class Holder:
                 f"partition-id = {self.client!r}: must lie in 0..{num_clients - 1}, the clients of this run"
             )
         return self.client
+
+
+def _registered(ledger: Path) -> str:
+    """Id of the data set that a ledger holds now; empty if there is none, or it cannot be read."""
+    try:
+        with reading(ledger) as db:
+            data_set = entries.data_set(db, None)
+    except LedgerError:
+        return ""
+    return data_set.id if data_set else ""
 
 
 def run_of(run_config: Mapping[str, Scalar], holder: Holder) -> RunConfig:

@@ -23,7 +23,7 @@ class Limits:
         min_effective_noise_multiplier: noise relative to the sensitivity under the clipping rule.
         max_effective_noise_multiplier: of the same. A release with more costs next to nothing, and could be asked for
             again and again for the sake of what it costs the node to compute it.
-        max_releases: that may be charged on a data set, whatever each of them costs.
+        max_releases: charges on a data set, whatever each costs; one of which nothing was released counts too.
         max_sampling_probability: of q. A full batch, q = 1, is no less private: what it costs is charged.
         max_local_steps: noisy steps in a round.
         max_rounds: rounds in a run.

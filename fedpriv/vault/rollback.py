@@ -16,6 +16,7 @@ from pathlib import Path
 
 from fedpriv.deployment import keys
 from fedpriv.deployment.files import replace as replace_file
+from fedpriv.deployment.files import sync_folder
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.ledger import entries
 from fedpriv.ledger.reader import reading
@@ -56,31 +57,30 @@ class Watch:
         """The public line of the node's key."""
         return keys.public_line(self.key)
 
-    def lost(self, chain: Chain, shown: str = "") -> Receipt | None:
-        """The newest receipt that the node has signed and its ledger lacks; None if the ledger lacks none.
+    def lost(self, chains: Iterable[Chain], shown: str = "") -> Receipt | None:
+        """The newest receipt of a charge that the node has signed and its ledger lacks; None if the ledger lacks none.
+
+        A ledger that lacks the data set itself, since it was made again, has lost all that was charged to it.
 
         Args:
-            chain: of the data set in question, as the ledger has it.
+            chains: of all data sets, as the ledger has them.
             shown: a receipt that somebody claims to be the node's newest, as text; empty for none.
 
         Raises:
             ValueError: `shown` is malformed.
-            LedgerError: the counter file is missing, cannot be written or holds no receipt of this node; or the one in
-                the folder cannot be read.
+            LedgerError: the counter file is missing, cannot be written or holds no receipt of this node; the one in the
+                folder cannot be read; or the key was exchanged since the start.
         """
+        self._check_key()
         self._check_counter_file()
         found = [from_text(shown)] if shown else []
         try:
-            for path in self._paths:
-                found += ReceiptLog(path).read()
+            for each in self._logs:
+                found += each.read()
         except OSError as error:
             raise LedgerError(f"{error.filename}: {error.strerror}; nothing is released") from None
-        data_set, digests = chain.newest.data_set, chain.digests
-        lost = [
-            each
-            for each in found
-            if each.data_set == data_set and each.digest not in digests and each.is_of(self.signer)
-        ]
+        has = frozenset[str]().union(*(chain.digests for chain in chains))
+        lost = [each for each in found if each.counter and each.digest not in has and each.is_of(self.signer)]
         return max(lost, key=lambda each: each.counter, default=None)
 
     def keep(self, receipt: Receipt) -> None:
@@ -97,15 +97,18 @@ class Watch:
         """The receipt of the last charge; it is wherever the node keeps its receipts when this returns.
 
         Raises:
-            LedgerError: it cannot be written, so nothing may be released.
+            LedgerError: it cannot be written, the counter file cannot be used, or the key was exchanged,
+                so nothing may be released.
         """
+        self._check_key()
+        self._check_counter_file()
         newest = replace(chain.newest, signer=self.signer)
         try:
-            found = [ReceiptLog(path).find(newest) for path in self._paths]
+            found = [each.find(newest) for each in self._logs]
             receipt = next(filter(None, found), None) or newest.signed(self.key)
-            for path, known in zip(self._paths, found, strict=True):
+            for each, known in zip(self._logs, found, strict=True):
                 if known is None:
-                    ReceiptLog(path).add(receipt)
+                    each.add(receipt)
         except OSError as error:
             raise LedgerError(f"{error.filename}: {error.strerror}; nothing is released without its receipt") from None
         return receipt
@@ -167,17 +170,28 @@ class Watch:
             if data_set is None:
                 raise InputError(f"counter_file = {path}: {ledger} holds no data set whose charges it could count")
             receipt = chain_of(db, data_set.id).newest.signed(self.key)
+        if path.exists():
+            raise InputError(f"counter_file = {path}: exists; a new one would forget what it has counted")
         try:
-            path.touch(mode=0o600, exist_ok=False)
-            ReceiptLog(path).add(receipt)
-        except FileExistsError:
-            raise InputError(f"counter_file = {path}: exists; a new one would forget what it has counted") from None
+            replace_file(path, f"{receipt.text()}\n".encode(), mode=0o600)
+            sync_folder(path)
         except OSError as error:
             raise InputError(f"counter_file = {path}: {error.strerror}") from None
 
     @property
-    def _paths(self) -> list[Path]:
-        return [self.kept, *([self.counter_file] if self.counter_file else [])]
+    def _logs(self) -> list[ReceiptLog]:
+        counter = [ReceiptLog(self.counter_file, may_create=False)] if self.counter_file else []
+        return [ReceiptLog(self.kept), *counter]
+
+    def _check_key(self) -> None:
+        try:
+            newest = keys.public_line(self.key)
+        except InputError as error:
+            raise LedgerError(f"{error}; nothing is released") from None
+        if newest != self.signer:
+            raise LedgerError(
+                f"key = {self.key}: was exchanged since the vault's start; restart it; nothing is released"
+            )
 
     def _check_counter_file(self) -> None:
         path = self.counter_file

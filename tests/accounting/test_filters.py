@@ -161,6 +161,17 @@ class TestACommittedPlan:
         assert both.remaining([], gaussian(6.0), epsilon=both.epsilon * 0.99, delta=1e-5) == 0, "a lowered budget"
         assert both.remaining([], gaussian(6.0), epsilon=both.epsilon, delta=9e-6) == 0
 
+    @pytest.mark.parametrize("over", [0.0, 5e-10, 2e-9])
+    def test_releases_under_each_budget_for_which_it_may_be_committed(self, over):
+        """Slack for the rounding of a calibration, and for none of a delta, which is given."""
+        rule = plans(gaussian(4.0, count=9))
+        for epsilon, delta, fits in (
+            (rule.epsilon / (1 + over), DELTA, over < 1e-9),
+            (rule.epsilon, DELTA / (1 + over), not over),
+        ):
+            assert rule.fits(epsilon, delta) == fits
+            assert rule.remaining([], gaussian(4.0), epsilon=epsilon, delta=delta) == (9 if fits else 0)
+
     def test_ends_at_a_history_that_is_not_of_it(self):
         rule = plans(gaussian(4.0, count=9))
         assert rule.remaining([gaussian(3.0)], gaussian(4.0), epsilon=rule.epsilon, delta=DELTA) == 0

@@ -209,15 +209,15 @@ def training(
     )
 
 
-def ask(node: Node, question: Question) -> Answer:
-    """Send the question through the node's frames; all that comes back."""
+def ask(node: Node, question: Question, holder: Holder | None = None) -> Answer:
+    """Send the question through the node's frames; all that comes back. Without a holder, the vault starts now."""
     arrays = {record: {name: np.asarray(a) for name, a in named.items()} for record, named in question.arrays.items()}
     request = Request(kind=question.kind, run_config=question.config, fields=question.fields, arrays=arrays)
     try:
         received = frames.unpack_request(frames.pack_request(request))
     except FrameError as error:
         return Answer(frames.pack_response(Response(code=frames.REFUSED, reason=f"refused: {error}")))
-    return Answer(frames.pack_response(answer(received, Holder.of(node.settings))))
+    return Answer(frames.pack_response(answer(received, holder or Holder.of(node.settings))))
 
 
 def num_charges(node: Node) -> int:

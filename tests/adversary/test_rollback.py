@@ -36,6 +36,7 @@ from tests.adversary.nodes import (
     ask,
     make_node,
     num_charges,
+    register_data,
     registering,
     restart,
     run_config,
@@ -185,6 +186,62 @@ def test_a_counter_file_that_cannot_be_used_stops_every_charge(approved, starts,
     assert answer.response.reason == "refused: this node's ledger cannot be used; its log says why"
 
 
+def test_no_request_makes_a_counter_file_that_is_missing(approved, starts, tmp_path):
+    """A snapshot comes back before the counter's disk is mounted: only the operator's command may begin a file."""
+    counter = tmp_path / "elsewhere.jsonl"
+    node = make_node(tmp_path / "node", ROWS, num_registered=N_K, models=approved)
+    signing(node, counter_file=str(counter))
+    begun(node)
+    asked(node, starts["tiny"], 1)
+    backup = copied(node, tmp_path / "backup")
+    asked(node, starts["tiny"], 2)
+    restored(node, backup, forgets=("receipts.jsonl",))
+    unmounted = counter.rename(tmp_path / "unmounted")
+    asking = replace(registering(run_config(rounds=9)), fields={protocol.RECEIPT: ""})
+    assert (ask(node, asking).code, counter.exists()) == (frames.REFUSED, False)
+    assert asked(node, starts["tiny"], 2).code == frames.REFUSED
+    assert (num_charges(node), counter.exists()) == (1, False)
+    unmounted.rename(counter)
+    assert refuses(node, asked(node, starts["tiny"], 2))
+
+
+def test_no_other_data_set_pays_for_the_records_that_a_running_vault_reads(node, starts):
+    """Its operator names another file, registers it, and does not restart: the vault still reads the first one."""
+    holder = Holder.of(node.settings)
+    write_rows(node.folder / "other.csv", [(f"other {text}", label) for text, label in ROWS])
+    file = node.folder / FILE
+    file.write_text(file.read_text().replace("records.csv", "other.csv"))
+    register_data(node, N_K, note="other people")
+    refused = ask(node, training(run_config(rounds=9), starts["tiny"], round_=1), holder)
+    assert (refused.code, num_charges(node)) == (frames.REFUSED, 0)
+    assert "its operator must restart it" in refused.response.reason
+    restart()
+    assert asked(node, starts["tiny"], 1).code == 0
+
+
+def test_a_ledger_that_was_made_again_has_lost_what_was_charged_to_the_data_set_before(node, starts):
+    """The operator deletes it, or restores it to before a registration, and registers: a fresh id, nothing spent."""
+    asked(node, starts["tiny"], 1)
+    for name in LEDGER:
+        (node.folder / name).unlink()
+    with Ledger(node.settings.ledger) as ledger:
+        ledger.register("0", N_K, 1e-5)
+    assert refuses(node, asked(node, starts["tiny"], 2))
+
+
+def test_a_key_that_was_exchanged_under_a_running_vault_signs_nothing(node, starts):
+    holder = Holder.of(node.settings)
+    asked_once = replace(registering(run_config(rounds=9)), fields={protocol.RECEIPT: ""})
+    assert ask(node, asked_once, holder).code == 0
+    kept = node.settings.receipts.read_bytes()
+    for path in (node.settings.key, keys.public_path(node.settings.key)):
+        path.unlink()
+    keys.make_key_pair(node.settings.key)
+    refused = ask(node, training(run_config(rounds=9), starts["tiny"], round_=1), holder)
+    assert (refused.code, node.settings.receipts.read_bytes()) == (frames.REFUSED, kept)
+    assert num_charges(node) == 0
+
+
 def unsigned(receipt: Receipt) -> str:
     return replace(receipt, counter=2**40, signature="").text()
 
@@ -202,13 +259,11 @@ def test_nothing_but_the_nodes_own_signature_closes_it_or_charges_it(node, start
     first = receipt_in(asked(node, starts["tiny"], 1))
     second = receipt_in(asked(node, starts["tiny"], 2))
     impostor = replace(from_text(by_another(second, tmp_path / "other.key")), signer=second.signer).text()
-    other_data_set = replace(second, data_set="f" * 32, counter=9).signed(node.settings.key).text()
     shown = [
         unsigned(second),
         forged(second),
         by_another(second, tmp_path / "another.key"),
         impostor,
-        other_data_set,
         first.text(),
         second.text(),
         "",

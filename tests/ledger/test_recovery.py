@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import shutil
 import sqlite3
 from dataclasses import replace
@@ -15,12 +17,13 @@ from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.views import Release
 from fedpriv.deployment import keys
+from fedpriv.errors import InputError, LedgerError
 from fedpriv.journal import Journal
 from fedpriv.ledger import head
 from fedpriv.ledger.entries import Charge, Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading, verify_with_head
-from fedpriv.ledger.receipts import Receipt, ReceiptLog
+from fedpriv.ledger.receipts import Receipt, ReceiptLog, chain_of
 from fedpriv.vault.guard import NodePolicy, RefusedError, RetiredError, charge
 from fedpriv.vault.rollback import Watch
 from tests.cli.command_line import as_json, fedpriv
@@ -293,3 +296,78 @@ def test_a_ledger_of_an_earlier_version_opens_and_begins_its_chain_with_what_it_
     node.receipts.unlink()
     shutil.copytree(node.folder, tmp_path / "copy")
     assert node.charge(3).counter == 3
+
+
+def test_a_receipt_is_written_whole_or_the_charge_releases_nothing(node, monkeypatch):
+    """A disk that is nearly full takes a part of a line, and only then says that it is full."""
+    room, write = 100, os.write
+    with reading(node.path) as db:
+        chain = chain_of(db, node.data_set.id)
+
+    def nearly_full(file: int, content: bytes) -> int:
+        nonlocal room
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        room -= (written := write(file, content[:room]))
+        return written
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fedpriv.ledger.receipts.os.write", nearly_full)
+        with pytest.raises(LedgerError, match="nothing is released without its receipt"):
+            node.watch.sign(chain)
+    assert list(ReceiptLog(node.receipts).read()) == []
+    receipt = node.watch.sign(chain)
+    assert list(ReceiptLog(node.receipts).read()) == [receipt], "with room again, the same charge gets its receipt"
+
+
+def test_the_folder_of_a_new_log_is_on_disk_too(node, monkeypatch):
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr("os.fsync", lambda file: (synced.append(os.fstat(file).st_ino), fsync(file)))
+    for _ in range(2):
+        ReceiptLog(node.folder / "new").add(Receipt(data_set="0"))
+    folder, file = node.folder.stat().st_ino, (node.folder / "new").stat().st_ino
+    assert synced == [file, folder, file]
+
+
+def test_a_crash_while_the_counter_file_begins_leaves_none(node, monkeypatch):
+    watch = replace(node.watch, counter_file=node.folder / "counter")
+
+    def crash(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", crash)
+        with pytest.raises(KeyboardInterrupt):
+            watch.begin_counter_file(node.path)
+    assert not watch.counter_file.exists()
+    watch.begin_counter_file(node.path)
+    assert [each.counter for each in ReceiptLog(watch.counter_file).read()] == [0]
+    with pytest.raises(InputError, match="a new one would forget what it has counted"):
+        watch.begin_counter_file(node.path)
+
+
+@pytest.mark.parametrize("detailed", [True, False])
+def test_charges_of_a_data_set_that_the_ledger_lost_are_charged_to_the_one_that_is_registered_now(
+    node, tmp_path, detailed
+):
+    """Their records may be the same; a receipt without the detail of those before it retires it."""
+    last = node.charge(1, 2)
+    if not detailed:
+        node.receipts.unlink()
+        ReceiptLog(node.receipts).add(last)
+    for path in (node.path, head.head_path(node.path)):
+        path.unlink()
+    with Ledger(node.path):
+        pass
+    assert "register the records first" in fedpriv("ledger", "recover", node.path, "--from", node.receipts, code=2)[1]
+    with Ledger(node.path) as ledger:
+        node.data_set = ledger.register("0", 100, DELTA)
+    with pytest.raises(RefusedError, match="its operator must recover it"):
+        node.charge(3)
+    found = node.recover(node.receipts)
+    assert found["retired"] == ([] if detailed else [node.data_set.id])
+    assert node.epsilon == (epsilon(1, 2) if detailed else math.inf)
+    assert node.recover(node.receipts)["missing"] == []
+    if detailed:
+        node.charge(3)
+        assert node.epsilon == epsilon(1, 2, 3)

@@ -219,6 +219,21 @@ def test_a_budget_under_which_nothing_could_be_released_makes_no_node(make_node,
     assert not ledger.exists()
 
 
+def test_a_plan_that_costs_all_of_the_budget_is_committed_and_releases(node, plan_of):
+    """To the last digit of delta, and of an epsilon that a calibration has rounded."""
+    with Ledger(node.vault.ledger) as ledger:
+        data_set = ledger.data_set()
+    cost = epsilon_of([STEP.with_count(2)], data_set.delta_for_releases).epsilon
+    file = node.folder / "vault.toml"
+    file.write_text(file.read_text().replace("budget_epsilon = 4.0", f"budget_epsilon = {cost * (1 - 5e-10)!r}"))
+    exact = Node.read(node.folder)
+    assert "a plan committed for epsilon" in register(exact, "--plan", plan_of(2, delta=data_set.delta))
+    for number in (1, 2):
+        charge(exact, number)
+    with pytest.raises(guard.RetiredError):
+        charge(exact, 3)
+
+
 @pytest.mark.parametrize("view", ["local", "aggregate"])
 def test_a_run_by_the_plan_finds_a_slot_for_each_round_on_each_node(view):
     sizes = (500, 300, 300)
