@@ -108,11 +108,12 @@ def rehearse(
     max_length: int,
     num_labels: int,
     features: Sequence[str] = ("input_ids",),
+    num_cached: int | None = None,
 ) -> Rehearsed:
     """Run a local update of this specification on synthetic records of every length, through the cache and without.
 
     It uses public inputs alone, releases nothing and draws nothing from a secure source. The model is as before, but
-    that its caches have room for the registered records, if the update uses them. A model remembers what it has
+    that its caches have room for `num_cached` records, if the update uses them. A model remembers what it has
     rehearsed: another adapter of the same shapes costs nothing, and other learning rates, clip norms and the like cost
     an update on one record. The pace is measured once, with the update's use of the caches.
 
@@ -123,6 +124,7 @@ def rehearse(
         max_length: tokens of the longest record.
         num_labels: number of classes; 0 for causal models.
         features: names of what the tokenizer returns for each record.
+        num_cached: for how many records the caches take room, >= 1; None stands for N_k.
 
     Raises:
         InputError: the update fails; names the type of the model.
@@ -130,14 +132,16 @@ def rehearse(
     sampler = spec.sampler(num_registered, SeededSource("rehearsal"))
     cached = caching_pays_off(spec, sampler)
     if cached:
-        model.reserve_cache(num_registered)
+        num_cached = num_registered if num_cached is None else num_cached
+        model.reserve_cache(num_cached)
         if model.features is not None and spec.trains == "head":
-            model.features.reserve(num_registered)
+            model.features.reserve(num_cached)
     shapes = tuple((name, tuple(tensor.shape)) for name, tensor in adapter.items())
     products = tuple((name, product.shape) for name, product in merged.items())
     short = replace(spec, local_steps=min(spec.local_steps, _MOST_STEPS), num_rounds=1)
     size = sampler.expected_batch_size
-    machine = cached, torch.get_num_threads()  # threads decide which passes are tried
+    # Threads decide which passes are tried, and without room for the caches all takes longer.
+    machine = cached, num_cached if cached else 0, torch.get_num_threads()
     computed = (shapes, products, _without_values(short), size, max_length, num_labels, tuple(features), machine)
     exact = (computed, short)
     known = _rehearsed.setdefault(model, {})

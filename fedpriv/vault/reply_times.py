@@ -24,7 +24,7 @@ from fedpriv.data.text import TextData
 from fedpriv.ledger.entries import DataSet
 from fedpriv.protocol import Broadcast
 from fedpriv.training.local_update import UpdateSpec
-from fedpriv.training.rehearsal import Rehearsed
+from fedpriv.training.rehearsal import rehearse
 from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import caching_pays_off
 from fedpriv.training.workbench import Workbench
@@ -51,7 +51,7 @@ _FRACTIONS = 1.05
 # Measured once for each bench: the seconds of one such text, and of one record's evaluation.
 _text_seconds: WeakKeyDictionary[Workbench, float] = WeakKeyDictionary()
 _evaluation_seconds: WeakKeyDictionary[Workbench, float] = WeakKeyDictionary()
-# What the last update of a bench has left in memory: its records, and their states.
+# What the last update of a bench has left in memory, its records and their states, unless they could not be used.
 _kept: WeakKeyDictionary[Workbench, Hashable] = WeakKeyDictionary()
 
 
@@ -61,35 +61,53 @@ class ReplyTime:
 
     Attributes:
         seconds: T.
+        is_first: whether T suffices to read the records and to fill the caches.
         keeps: what the update leaves in memory, so that the next one like it has less to do.
     """
 
     seconds: float
+    is_first: bool
     keeps: Hashable
 
 
 def of_update(
-    rehearsed: Rehearsed,
     *,
     spec: UpdateSpec,
     broadcast: Broadcast,
     sampler: PoissonSampler,
+    num_registered: int,
     config: RunConfig,
     bench: Workbench,
     holder: Holder,
     data_set: DataSet,
 ) -> ReplyTime:
-    """T of an update, which is more where it has records to read, tokens to make or caches to fill.
+    """T of an update, which is rehearsed; it is more where there are records to read, and caches to fill.
 
-    Whether it has depends on what was charged before. All arguments are public, or the operator's.
+    Whether there are depends on what was charged before: records that an update was to read and did not, are not read
+    before T allows for it again. All arguments are public, or the operator's.
+
+    Raises:
+        InputError, LedgerError: see `rehearse` and `Ledger`.
     """
-    if rehearsed.caches_are_empty:
-        _kept.pop(bench, None)
+    number = _most_records(holder, data_set)
+    kept = _kept.pop(bench, None)  # of a rehearsal that raises nobody knows what it has left in the caches
+    rehearsed = rehearse(
+        bench.model,
+        adapter=broadcast.adapter,
+        merged=broadcast.merged,
+        spec=spec,
+        num_registered=num_registered,
+        max_length=config.max_length,
+        num_labels=len(bench.label_names),
+        features=bench.features,
+        num_cached=number,
+    )
+    if kept is not None and not rehearsed.caches_are_empty:
+        _kept[bench] = kept
     cached = caching_pays_off(spec, sampler)
-    keeps = data_set.id, cached, _body(bench, spec, broadcast)
+    keeps = data_set.id, number, cached, _body(bench, spec, broadcast)
     is_first = _kept.get(bench) != keeps
     fills = cached and (bench.model.cache is not None or bench.model.features is not None)
-    number = _most_records(holder, data_set)
     work = rehearsed.pace.seconds(
         num_steps=spec.local_steps,
         num_drawn=_most_drawn(number - 1, spec.local_steps, sampler.sampling_probability, holder, data_set),
@@ -97,15 +115,13 @@ def of_update(
     )
     if is_first:
         work += number * _seconds_of_text(bench, config)
-    return ReplyTime(seconds=_public(work, broadcast.adapter, holder, config), keeps=keeps)
+    seconds = _public(work, broadcast.adapter, holder, config)
+    return ReplyTime(seconds=seconds, is_first=is_first, keeps=keeps)
 
 
-def charged(reply: ReplyTime, bench: Workbench, *, may_read: bool) -> None:
-    """Take note of an update that was charged: what it keeps if it reads records, or else that nothing may be kept."""
-    if may_read:
-        _kept[bench] = reply.keeps
-    else:
-        _kept.pop(bench, None)
+def charged(reply: ReplyTime, bench: Workbench) -> None:
+    """Take note of a new charge: from now on what it keeps is in memory, or the records are not used."""
+    _kept[bench] = reply.keeps
 
 
 def of_evaluation(
