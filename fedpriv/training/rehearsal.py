@@ -23,7 +23,7 @@ from fedpriv.training.isolation import raising_failures, refusing
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel, rank_of
 from fedpriv.training.sampling import PoissonSampler
-from fedpriv.training.shapes import most_dummies
+from fedpriv.training.shapes import most_dummies, most_small_passes
 from fedpriv.training.stacked import caching_pays_off, local_update
 
 # Two steps: ternary quantisation treats the first one differently from the others.
@@ -39,11 +39,11 @@ class Pace:
 
     Attributes:
         step: without records: noise, the optimizer's step and what precedes the first one.
-        record: one of `max_length` tokens, as a part of the largest pass.
+        record: as a part of the largest pass of its length, at the length where that is most.
         new_record: the same where its states are not in the caches yet.
         small_pass: the fewest and shortest records that share one.
-        num_small_passes: that a step may have, one for each length and size.
-        dummies: that a step may compute, in records of `max_length` tokens.
+        num_small_passes: that a step may have, besides the largest of each length.
+        dummies: that a step may compute, as if all were of the length of `record`.
     """
 
     step: float
@@ -56,8 +56,9 @@ class Pace:
     def seconds(self, *, num_steps: int, num_drawn: int, num_new: int) -> float:
         """What an update takes at most, whatever the lengths of its records.
 
-        A record is at most as long as `max_length`, and the fewer tokens it has, the more records share a pass. All but
-        the last passes of each length are the largest; the last ones hold the dummies.
+        Trials decide how many records of a length share a pass, so a shorter one may take more time than a longer one:
+        each counts like the slowest. All but the last passes of each length are the largest; the last ones hold the
+        dummies.
 
         Args:
             num_steps: of the update.
@@ -183,7 +184,7 @@ def _pace(model: TrainingModel, task: UpdateTask) -> Pace:
     task = replace(task, spec=replace(task.spec, local_steps=1))
     num_values = sum(tensor.numel() for tensor in task.adapter.values())
     tokens = [num_tokens(item) for item in records.items()]
-    longest = [index for index, number in enumerate(tokens) if number == tokens[-1]]
+    of_length = [[i for i, number in enumerate(tokens) if number == length] for length in sorted(set(tokens))]
     lengths = [model.lengths.padded(number)[0] for number in sorted(set(tokens))]
     sizes = [model.sizes(length, size, num_values, _rank(task.adapter)) for length in lengths]
 
@@ -192,17 +193,25 @@ def _pace(model: TrainingModel, task: UpdateTask) -> Pace:
         local_update(model, replace(task, data=data))
         return time.perf_counter() - begin
 
-    whole, least, none = records.part(longest), records.part([0]), records.part([])
-    new, again = seconds(whole), max(seconds(whole), seconds(whole))
+    least, none = records.part([0]), records.part([])
     seconds(least)  # into the caches
-    step = max(seconds(none), seconds(none))
-    dummies = [most_dummies(s) * length / lengths[-1] for s, length in zip(sizes, lengths, strict=True)]
+    steps = seconds(none), seconds(none)
+    step, news, agains = max(steps), [], []
+    for indices in of_length:
+        whole = records.part(indices)
+        # The shorter ones differ by little but the step, which is counted by itself.
+        besides = 0.0 if indices is of_length[-1] else min(steps)
+        new, again = seconds(whole), max(seconds(whole), seconds(whole))
+        news.append((new - besides) / len(indices))
+        agains.append(max(again - besides, 1e-6) / len(indices))
+    dummies = [most_dummies(s) * again / max(agains) for s, again in zip(sizes, agains, strict=True)]
+    seconds(least)
     return Pace(
         step=step,
-        record=again / len(longest),
-        new_record=new / len(longest),
+        record=max(agains),
+        new_record=max(news),
         small_pass=max(0.0, max(seconds(least), seconds(least)) - step),
-        num_small_passes=sum(map(len, sizes)),
+        num_small_passes=sum(map(most_small_passes, sizes)),
         dummies=sum(dummies) if model.device.type == "cpu" else 0.0,
     )
 
