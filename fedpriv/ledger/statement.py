@@ -38,7 +38,8 @@ DOES_NOT_COVER = (
     "label sets, column choices and preprocessing derived from the records",
     "metrics that the client chose to share",
     "the fact that the client takes part, and its number of records",
-    "timing, and whatever an observer of the client's machine sees",
+    "times, except those of a node with records of its own, whose replies leave at public times; and whatever an "
+    "observer of the client's machine sees",
 )
 
 ODOMETER = (

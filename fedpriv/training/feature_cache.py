@@ -131,7 +131,7 @@ class FeatureCache:
         begin = 0
         for records, indices in drawn:
             rows = torch.arange(begin, begin + len(indices))
-            kept = self._kept[records].states if keep else result[:0]
+            kept = self._kept[records].states if keep and len(records) else result[:0]
             known = indices < len(kept)
             result[rows[known]] = kept[indices[known]]
             others = zip(rows[~known].tolist(), indices[~known].tolist(), strict=True)
@@ -143,7 +143,9 @@ class FeatureCache:
 
     def _keep(self, sets: Sequence[Records], body: Body) -> None:
         """Make sure that the sets' features are kept, as far as there is room, and computed with this body."""
-        stale = [r for r in dict.fromkeys(sets) if r not in self._kept or not self._kept[r].body.same(body)]
+        # An empty set takes nobody's place.
+        nonempty = [records for records in dict.fromkeys(sets) if len(records)]
+        stale = [r for r in nonempty if r not in self._kept or not self._kept[r].body.same(body)]
         if not stale:
             return
         # Removed before they are overwritten: a failure must not leave features of another body behind.

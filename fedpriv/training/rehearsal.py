@@ -23,7 +23,7 @@ from fedpriv.training.isolation import raising_failures, refusing
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel, rank_of
 from fedpriv.training.sampling import PoissonSampler
-from fedpriv.training.shapes import most_dummies
+from fedpriv.training.shapes import most_dummies, most_small_passes
 from fedpriv.training.stacked import caching_pays_off, local_update
 
 # Two steps: ternary quantisation treats the first one differently from the others.
@@ -39,11 +39,11 @@ class Pace:
 
     Attributes:
         step: without records: noise, the optimizer's step and what precedes the first one.
-        record: one of `max_length` tokens, as a part of the largest pass.
+        record: as a part of the largest pass of its length, at the length where that is most.
         new_record: the same where its states are not in the caches yet.
         small_pass: the fewest and shortest records that share one.
-        num_small_passes: that a step may have, one for each length and size.
-        dummies: that a step may compute, in records of `max_length` tokens.
+        num_small_passes: that a step may have, besides the largest of each length.
+        dummies: that a step may compute, as if all were of the length of `record`.
     """
 
     step: float
@@ -56,8 +56,9 @@ class Pace:
     def seconds(self, *, num_steps: int, num_drawn: int, num_new: int) -> float:
         """What an update takes at most, whatever the lengths of its records.
 
-        A record is at most as long as `max_length`, and the fewer tokens it has, the more records share a pass. All but
-        the last passes of each length are the largest; the last ones hold the dummies.
+        Trials decide how many records of a length share a pass, so a shorter one may take more time than a longer one:
+        each counts like the slowest. All but the last passes of each length are the largest; the last ones hold the
+        dummies.
 
         Args:
             num_steps: of the update.
@@ -108,11 +109,12 @@ def rehearse(
     max_length: int,
     num_labels: int,
     features: Sequence[str] = ("input_ids",),
+    num_cached: int | None = None,
 ) -> Rehearsed:
     """Run a local update of this specification on synthetic records of every length, through the cache and without.
 
     It uses public inputs alone, releases nothing and draws nothing from a secure source. The model is as before, but
-    that its caches have room for the registered records, if the update uses them. A model remembers what it has
+    that its caches have room for `num_cached` records, if the update uses them. A model remembers what it has
     rehearsed: another adapter of the same shapes costs nothing, and other learning rates, clip norms and the like cost
     an update on one record. The pace is measured once, with the update's use of the caches.
 
@@ -123,6 +125,7 @@ def rehearse(
         max_length: tokens of the longest record.
         num_labels: number of classes; 0 for causal models.
         features: names of what the tokenizer returns for each record.
+        num_cached: for how many records the caches take room, >= 1; None stands for N_k.
 
     Raises:
         InputError: the update fails; names the type of the model.
@@ -130,14 +133,16 @@ def rehearse(
     sampler = spec.sampler(num_registered, SeededSource("rehearsal"))
     cached = caching_pays_off(spec, sampler)
     if cached:
-        model.reserve_cache(num_registered)
+        num_cached = num_registered if num_cached is None else num_cached
+        model.reserve_cache(num_cached)
         if model.features is not None and spec.trains == "head":
-            model.features.reserve(num_registered)
+            model.features.reserve(num_cached)
     shapes = tuple((name, tuple(tensor.shape)) for name, tensor in adapter.items())
     products = tuple((name, product.shape) for name, product in merged.items())
     short = replace(spec, local_steps=min(spec.local_steps, _MOST_STEPS), num_rounds=1)
     size = sampler.expected_batch_size
-    machine = cached, torch.get_num_threads()  # threads decide which passes are tried
+    # Threads decide which passes are tried, and without room for the caches all takes longer.
+    machine = cached, num_cached if cached else 0, torch.get_num_threads()
     computed = (shapes, products, _without_values(short), size, max_length, num_labels, tuple(features), machine)
     exact = (computed, short)
     known = _rehearsed.setdefault(model, {})
@@ -179,7 +184,7 @@ def _pace(model: TrainingModel, task: UpdateTask) -> Pace:
     task = replace(task, spec=replace(task.spec, local_steps=1))
     num_values = sum(tensor.numel() for tensor in task.adapter.values())
     tokens = [num_tokens(item) for item in records.items()]
-    longest = [index for index, number in enumerate(tokens) if number == tokens[-1]]
+    of_length = [[i for i, number in enumerate(tokens) if number == length] for length in sorted(set(tokens))]
     lengths = [model.lengths.padded(number)[0] for number in sorted(set(tokens))]
     sizes = [model.sizes(length, size, num_values, _rank(task.adapter)) for length in lengths]
 
@@ -188,17 +193,25 @@ def _pace(model: TrainingModel, task: UpdateTask) -> Pace:
         local_update(model, replace(task, data=data))
         return time.perf_counter() - begin
 
-    whole, least, none = records.part(longest), records.part([0]), records.part([])
-    new, again = seconds(whole), max(seconds(whole), seconds(whole))
+    least, none = records.part([0]), records.part([])
     seconds(least)  # into the caches
-    step = max(seconds(none), seconds(none))
-    dummies = [most_dummies(s) * length / lengths[-1] for s, length in zip(sizes, lengths, strict=True)]
+    steps = seconds(none), seconds(none)
+    step, news, agains = max(steps), [], []
+    for indices in of_length:
+        whole = records.part(indices)
+        # The shorter ones differ by little but the step, which is counted by itself.
+        besides = 0.0 if indices is of_length[-1] else min(steps)
+        new, again = seconds(whole), max(seconds(whole), seconds(whole))
+        news.append((new - besides) / len(indices))
+        agains.append(max(again - besides, 1e-6) / len(indices))
+    dummies = [most_dummies(s) * again / max(agains) for s, again in zip(sizes, agains, strict=True)]
+    seconds(least)
     return Pace(
         step=step,
-        record=again / len(longest),
-        new_record=new / len(longest),
+        record=max(agains),
+        new_record=max(news),
         small_pass=max(0.0, max(seconds(least), seconds(least)) - step),
-        num_small_passes=sum(map(len, sizes)),
+        num_small_passes=sum(map(most_small_passes, sizes)),
         dummies=sum(dummies) if model.device.type == "cpu" else 0.0,
     )
 

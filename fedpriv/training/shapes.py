@@ -85,6 +85,15 @@ def most_dummies(sizes: Sequence[int]) -> int:
     return max(sum(split(number, sizes)) - number for number in range(1, sizes[-1] + 1))
 
 
+def most_small_passes(sizes: Sequence[int]) -> int:
+    """The most passes of one length that are not the largest, however many records there are; `sizes` as for `split`.
+
+    The smallest counts in any case: it may be slower for each record than the same in the largest, by what one pass
+    takes without them.
+    """
+    return max(1, *(sum(size < sizes[-1] for size in split(number, sizes)) for number in range(1, sizes[-1] + 1)))
+
+
 def passes(
     items: Sequence[Item], lengths: Lengths, sizes: Callable[[int], Sequence[int]], *, filled: bool
 ) -> Iterator[Pass]:

@@ -305,6 +305,8 @@ def _gradient_rows(
         selected = [k for k, task in enumerate(clients.tasks) if caching_pays_off(task.spec, task.sampler) == cached]
         sampled = [((clients.tasks[k].data, index), k) for k in selected for index in drawn[k]]
         items, owners = [item for item, _ in sampled if usable(item)], [k for item, k in sampled if usable(item)]
+        if cached and model.cache is not None:  # in the first step, whatever is drawn in it
+            model.cache.fill([(clients.tasks[k].data, 0) for k in selected if len(clients.tasks[k].data)])
         num_expected = sum(clients.tasks[k].sampler.expected_batch_size for k in selected)
         for together in model.passes(items, num_expected, clients.layout.size, clients.rank):
             run = partial(_pass_gradients, clients, stacked, items, owners, cached, together.shape)

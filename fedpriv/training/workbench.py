@@ -193,6 +193,11 @@ class Workbench:
         """Read a node's own records anew when they are next asked for."""
         self.__dict__.pop("data", None)
         self._clients.clear()
+        self.read_for = ""
+
+    def has_tokens(self, client: int) -> bool:
+        """Whether the records that the client trains on are in memory."""
+        return client in self._clients
 
     def set_aside(self, client: int) -> TextData:
         """The client's records for private evaluation, which are never trained on."""

@@ -31,7 +31,7 @@ from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
 from fedpriv.protocol import Broadcast, EvaluationRelease, Release
 from fedpriv.training import private_evaluation
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
-from fedpriv.training.rehearsal import rehearse, synthetic_records
+from fedpriv.training.rehearsal import synthetic_records
 from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.vault import guard, records, reply_times, summed
 from fedpriv.vault.frames import (
@@ -111,7 +111,13 @@ def prepare(request: Request, holder: Holder) -> UpdateTask:
     data_set, num_registered = records.registered(config, bench, holder)
     if part and part.num_records != num_registered:
         raise RefusedError(f"terms: num_records = {part.num_records}: this node registered {num_registered}")
-    guard.check_instruction(spec, policy, noise_source=config.noise_source, num_registered=num_registered)
+    guard.check_instruction(
+        spec,
+        policy,
+        noise_source=config.noise_source,
+        num_registered=num_registered,
+        has_labels=bool(bench.label_names),
+    )
     sampler = spec.sampler(num_registered, _source(config, client, key.round, "inclusion"))
     grid = part.grid if part else None
     event = planned_event(spec, sampler.sampling_probability, bench.initial, grid)
@@ -123,33 +129,25 @@ def prepare(request: Request, holder: Holder) -> UpdateTask:
     bench.model.check_merged(broadcast.merged)
     reply = None
     if holder.terms is not None and data_set is not None:
-        rehearsed = rehearse(
-            bench.model,
-            adapter=broadcast.adapter,
-            merged=broadcast.merged,
-            spec=spec,
-            num_registered=num_registered,
-            max_length=config.max_length,
-            num_labels=len(bench.label_names),
-            features=bench.features,
-        )
         reply = reply_times.of_update(
-            rehearsed,
             spec=spec,
             broadcast=broadcast,
             sampler=sampler,
+            num_registered=num_registered,
             config=config,
             bench=bench,
             holder=holder,
             data_set=data_set,
         )
     may_read = _charged(request, config, holder, key, release, data_set, reply.seconds if reply else 0.0)
-    if reply:
-        reply_times.charged(reply, bench, may_read=may_read)
+    if reply and may_read:
+        reply_times.charged(reply, bench)
+    may_begin = reply is None or reply.is_first
+    data = records.of_client(config, bench, holder, data_set, may_begin=may_begin) if may_read else bench.no_records
     return UpdateTask(
         adapter=broadcast.adapter,
         merged=broadcast.merged,
-        data=records.of_client(config, bench, holder, data_set) if may_read else bench.no_records,
+        data=data,
         spec=spec,
         round=key.round,
         sampler=sampler,
@@ -399,6 +397,7 @@ def _settled(request: Request, holder: Holder, update: ClientUpdate) -> Response
 def _noise_alone(request: Request, holder: Holder) -> Response:
     """The upload for a charge whose update failed: what an empty set of records would have given."""
     bench = bench_of(run_of(request.run_config, holder), holder)
+    bench.forget_records()  # the next reply's time does not tell what this update has left undone
     try:
         task = replace(prepare(request, holder), data=bench.no_records)
     except AlreadyReleasedError as released:

@@ -104,8 +104,10 @@ class NodePolicy:
             check_delta(self.delta)
 
 
-def check_instruction(spec: UpdateSpec, policy: NodePolicy, *, noise_source: str, num_registered: int) -> None:
-    """Refuse an instruction that would not protect the holder's records.
+def check_instruction(
+    spec: UpdateSpec, policy: NodePolicy, *, noise_source: str, num_registered: int, has_labels: bool = True
+) -> None:
+    """Refuse an instruction that would not protect the holder's records, or that they do not suit.
 
     Raises:
         RefusedError: one line with the name, the value and what would be right.
@@ -130,6 +132,8 @@ def check_instruction(spec: UpdateSpec, policy: NodePolicy, *, noise_source: str
     for name, known in (("trains", TRAINED_PARTS), ("objective", OBJECTIVES)):
         if (named := getattr(spec, name)) not in known:
             raise RefusedError(f"{name} = {named!r}: must be one of {', '.join(known)}")
+    if spec.objective == "class-sums" and not has_labels:
+        raise RefusedError("objective = 'class-sums': needs records with labels; this node's have none")
     if not 0 < spec.bias_scale <= _LARGEST_BIAS_SCALE:
         raise RefusedError(f"bias_scale = {spec.bias_scale}: must be > 0 and at most {_LARGEST_BIAS_SCALE:g}")
     for name in ("learning_rate", "weight_decay"):

@@ -47,19 +47,28 @@ def size(bench: Workbench, client: int) -> int:
     return len(bench.data.clients[client])
 
 
-def of_client(config: RunConfig, bench: Workbench, holder: Holder, data_set: DataSet | None) -> Records:
+def of_client(
+    config: RunConfig, bench: Workbench, holder: Holder, data_set: DataSet | None, *, may_begin: bool = True
+) -> Records:
     """What the client trains on; in an audited run, with the canaries that are included.
 
     A node's own records that cannot be read are none: the charge is made, so the upload is noise alone.
+
+    Args:
+        config, bench, holder, data_set: of the client.
+        may_begin: whether the reply's time suffices to read a node's own records; else they are those in memory.
     """
     if holder.terms is None:
         client = holder.partition(bench.num_clients)
         canaries = audited(config, bench, client)
         return canaries.records if canaries else bench.client(client)
     try:
+        if not may_begin and not bench.has_tokens(0):
+            raise RefusedError("an earlier update failed on them, and only the first on a model has the time to read")
         _read_own(bench, holder, data_set)
         return bench.client(0, _encode(config, bench, holder.terms, data_set))
     except Exception as error:  # whatever the file holds must not decide whether there is an upload
+        bench.forget_records()
         log.error("the records cannot be used, so the upload is noise alone: %s", _reason(error))
         holder.journal.write("records_unreadable")
         return bench.no_records

@@ -22,9 +22,10 @@ from fedpriv.config import RunConfig
 from fedpriv.data import holdout
 from fedpriv.data.text import TextData
 from fedpriv.ledger.entries import DataSet
+from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Broadcast
 from fedpriv.training.local_update import UpdateSpec
-from fedpriv.training.rehearsal import Rehearsed
+from fedpriv.training.rehearsal import rehearse
 from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import caching_pays_off
 from fedpriv.training.workbench import Workbench
@@ -37,9 +38,14 @@ _MARGIN = 1.5
 # T is rounded up to a power of this, so that it hardly depends on what else the machine did while it was measured.
 _GRID = 2**0.25
 
-# For the ledger's disk and what precedes and follows the update, and for each byte of what it stores and sends.
+# For what precedes and follows the update, and for each byte of what it stores and sends.
 _SETTLING_SECONDS = 0.1
 _SETTLING_SECONDS_A_BYTE = 1e-7
+
+# Times that the ledger is opened after a charge. It then verifies its chain, which takes longer with each charge.
+_OPENINGS = 6
+# That take about as long as an empty ledger.
+_CHARGES_OF_AN_OPENING = 100
 
 # Of a record's text, on average: reading and tokenising is measured on texts of this length.
 _CHARACTERS = 4096
@@ -51,7 +57,9 @@ _FRACTIONS = 1.05
 # Measured once for each bench: the seconds of one such text, and of one record's evaluation.
 _text_seconds: WeakKeyDictionary[Workbench, float] = WeakKeyDictionary()
 _evaluation_seconds: WeakKeyDictionary[Workbench, float] = WeakKeyDictionary()
-# What the last update of a bench has left in memory: its records, and their states.
+# For each bench, after how many charges opening its ledger was timed last, and the seconds.
+_opening: WeakKeyDictionary[Workbench, tuple[int, float]] = WeakKeyDictionary()
+# What the last update of a bench has left in memory, its records and their states, unless they could not be used.
 _kept: WeakKeyDictionary[Workbench, Hashable] = WeakKeyDictionary()
 
 
@@ -61,51 +69,97 @@ class ReplyTime:
 
     Attributes:
         seconds: T.
+        is_first: whether T suffices to read the records and to fill the caches.
         keeps: what the update leaves in memory, so that the next one like it has less to do.
     """
 
     seconds: float
+    is_first: bool
     keeps: Hashable
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Ledger:
+    """What a reply's time has to know of the ledger.
+
+    Attributes:
+        num_charges: of the data set so far.
+        seconds: for opening it after the charge.
+    """
+
+    num_charges: int
+    seconds: float
+
+    @staticmethod
+    def of(bench: Workbench, holder: Holder, data_set: DataSet) -> _Ledger:
+        """Opened now; timed again when there are twice as many charges."""
+        assert holder.policy.ledger is not None, "a node with records of its own keeps one"
+        begin = time.perf_counter()
+        with Ledger(holder.policy.ledger) as ledger:
+            number = ledger.chain(data_set.id).newest.counter
+        seconds = time.perf_counter() - begin
+        size = _CHARGES_OF_AN_OPENING + number
+        timed, _ = _opening.get(bench, (0, 0.0))
+        if size >= 2 * timed or size < timed:
+            _opening[bench] = size, seconds
+        timed, seconds = _opening[bench]
+        return _Ledger(num_charges=number, seconds=_OPENINGS * seconds * size / timed)
+
+
 def of_update(
-    rehearsed: Rehearsed,
     *,
     spec: UpdateSpec,
     broadcast: Broadcast,
     sampler: PoissonSampler,
+    num_registered: int,
     config: RunConfig,
     bench: Workbench,
     holder: Holder,
     data_set: DataSet,
 ) -> ReplyTime:
-    """T of an update, which is more where it has records to read, tokens to make or caches to fill.
+    """T of an update, which is rehearsed; it is more where there are records to read, and caches to fill.
 
-    Whether it has depends on what was charged before. All arguments are public, or the operator's.
+    Whether there are depends on what was charged before: records that an update was to read and did not, are not read
+    before T allows for it again. All arguments are public, or the operator's.
+
+    Raises:
+        InputError, LedgerError: see `rehearse` and `Ledger`.
     """
-    if rehearsed.caches_are_empty:
-        _kept.pop(bench, None)
+    number, ledger = _most_records(holder, data_set), _Ledger.of(bench, holder, data_set)
+    kept = _kept.pop(bench, None)  # of a rehearsal that raises nobody knows what it has left in the caches
+    rehearsed = rehearse(
+        bench.model,
+        adapter=broadcast.adapter,
+        merged=broadcast.merged,
+        spec=spec,
+        num_registered=num_registered,
+        max_length=config.max_length,
+        num_labels=len(bench.label_names),
+        features=bench.features,
+        num_cached=number,
+    )
+    if kept is not None and not rehearsed.caches_are_empty:
+        _kept[bench] = kept
     cached = caching_pays_off(spec, sampler)
-    keeps = data_set.id, cached, _body(bench, spec, broadcast)
+    keeps = data_set.id, number, cached, _body(bench, spec, broadcast)
     is_first = _kept.get(bench) != keeps
     fills = cached and (bench.model.cache is not None or bench.model.features is not None)
-    number = _most_records(holder, data_set)
     work = rehearsed.pace.seconds(
         num_steps=spec.local_steps,
-        num_drawn=_most_drawn(number - 1, spec.local_steps, sampler.sampling_probability, holder, data_set),
+        num_drawn=_most_drawn(
+            number - 1, spec.local_steps, sampler.sampling_probability, log_odds(ledger.num_charges + 1, data_set)
+        ),
         num_new=number if is_first and fills else 0,
     )
     if is_first:
         work += number * _seconds_of_text(bench, config)
-    return ReplyTime(seconds=_public(work, broadcast.adapter, holder, config), keeps=keeps)
+    seconds = _public(work + ledger.seconds, broadcast.adapter, holder, config)
+    return ReplyTime(seconds=seconds, is_first=is_first, keeps=keeps)
 
 
-def charged(reply: ReplyTime, bench: Workbench, *, may_read: bool) -> None:
-    """Take note of an update that was charged: what it keeps if it reads records, or else that nothing may be kept."""
-    if may_read:
-        _kept[bench] = reply.keeps
-    else:
-        _kept.pop(bench, None)
+def charged(reply: ReplyTime, bench: Workbench) -> None:
+    """Take note of a new charge: from now on what it keeps is in memory, or the records are not used."""
+    _kept[bench] = reply.keeps
 
 
 def of_evaluation(
@@ -119,8 +173,8 @@ def of_evaluation(
     """
     one_record, text = _evaluation_seconds.setdefault(bench, one_record), _seconds_of_text(bench, config)
     number = _most_records(holder, data_set)
-    work = number * text + _most_aside(number - 1, config.test_fraction, holder, data_set) * (one_record + text)
-    return _public(work, adapter, holder, config)
+    work = number * text + _most_aside(number - 1, config.test_fraction, data_set) * (one_record + text)
+    return _public(work + _Ledger.of(bench, holder, data_set).seconds, adapter, holder, config)
 
 
 def most_drawn(num_coins: int, probability: float, log_odds: float) -> int:
@@ -145,34 +199,38 @@ def most_drawn(num_coins: int, probability: float, log_odds: float) -> int:
     return bisect.bisect_left(range(num_coins), True, key=lambda number: not is_likely(number))
 
 
-def _most_drawn(num_others: int, num_steps: int, probability: float, holder: Holder, data_set: DataSet) -> int:
+def _most_drawn(num_others: int, num_steps: int, probability: float, odds: float) -> int:
     """The most records that T allows for in all steps together, with one record in question in each of them.
 
     Given the coins of all other records, a step is a Gaussian mechanism on this record's coin, whatever they are. So
     what is charged holds given that few enough of them are drawn; and if a reply after any other draws told everything,
     it would add the probability of such draws to delta.
     """
-    return num_steps + most_drawn(num_others * num_steps, probability, _log_odds(holder, data_set))
+    return num_steps + most_drawn(num_others * num_steps, probability, odds)
 
 
-def _most_aside(num_others: int, fraction: float, holder: Holder, data_set: DataSet) -> int:
+def _most_aside(num_others: int, fraction: float, data_set: DataSet) -> int:
     """The most records that an evaluation's T allows for, with one record in question.
 
     The coins are tossed once, and counts of earlier evaluations may have chosen the fraction. So the bound is that of
     the next larger power of `_FRACTIONS`, and holds for all of these at once.
     """
     steps = math.floor(-math.log(fraction) / math.log(_FRACTIONS))
-    return 1 + most_drawn(num_others, min(1.0, _FRACTIONS**-steps), _log_odds(holder, data_set))
+    return 1 + most_drawn(num_others, min(1.0, _FRACTIONS**-steps), log_odds(steps + 1, data_set))
 
 
-def _log_odds(holder: Holder, data_set: DataSet) -> float:
+def log_odds(number: int, data_set: DataSet) -> float:
     """Minus the logarithm of the probability of a single bound, so that `delta_of_clocks` pays for all of them.
 
-    There is one for each release that the node's policy allows, and one for each fraction down to the smallest float.
+    The i-th charge of a data set gets 1 / (i (i + 1)) of one half of it, and the i-th power of `_FRACTIONS` that of the
+    other. Since 1 / (i (i + 1)) = 1 / i - 1 / (i + 1), all of these shares add up to less than 1, however many charges
+    or fractions there are, and whatever the node's policy says of their number, now or later.
+
+    Args:
+        number: i >= 1.
+        data_set: of the bound.
     """
-    assert holder.terms is not None, "others keep no clock"
-    num_bounds = holder.terms.limits.max_releases + math.ceil(750 / math.log(_FRACTIONS))
-    return math.log(num_bounds) - math.log(data_set.delta_of_clocks)
+    return math.log(2 * number * (number + 1)) - math.log(data_set.delta_of_clocks)
 
 
 def _most_records(holder: Holder, data_set: DataSet) -> int:

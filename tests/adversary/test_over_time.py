@@ -10,8 +10,7 @@ import pytest
 from fedpriv import protocol
 from fedpriv.config import RunConfig, to_flower
 from fedpriv.training.private_evaluation import EvaluationSpec
-from fedpriv.vault import answer as vault
-from fedpriv.vault import frames
+from fedpriv.vault import frames, reply_times
 from tests.adversary.exchanges import N_K, ROWS
 from tests.adversary.nodes import (
     Question,
@@ -65,7 +64,7 @@ def test_what_is_charged_to_a_new_data_set_is_computed_from_it(node, starts):
 
 
 def test_data_registered_between_the_checks_and_the_charge_are_not_used(node, starts, monkeypatch):
-    honest = vault.rehearse
+    honest = reply_times.rehearse
 
     def rehearse(*arguments, **named):
         rehearsed = honest(*arguments, **named)
@@ -73,7 +72,7 @@ def test_data_registered_between_the_checks_and_the_charge_are_not_used(node, st
         register_data(node, N_K, note="other patients")
         return rehearsed
 
-    monkeypatch.setattr(vault, "rehearse", rehearse)
+    monkeypatch.setattr(reply_times, "rehearse", rehearse)
     assert asked(node, training(run_config(), starts["tiny"])) == (frames.REFUSED, False)
     assert num_charges(node) == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fedpriv.mechanisms.sources import SecureSource
 from fedpriv.training import rehearsal
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.rehearsal import rehearse, synthetic_records
+from fedpriv.training.shapes import most_small_passes
 from tests.training.test_local_update import SPEC, make_task
 
 
@@ -25,7 +27,7 @@ def model(encoder):
 def run(model, **changes):
     values = {"adapter": read(model.peft_model), "merged": {}, "spec": SPEC, "max_length": 40, "num_labels": 3}
     values["num_registered"] = 40
-    rehearse(model, **{**values, **changes})
+    return rehearse(model, **{**values, **changes})
 
 
 def test_synthetic_records_fill_the_largest_pass_of_every_length(model, make_records):
@@ -188,3 +190,26 @@ def test_passes_follow_the_rank_that_is_trained(encoder):
     rows = [model.sizes(8, 1000, values * factor)[-1] for factor in factors]
     assert model.sizes(8, 1000)[-1] == rows[0] > rows[1] > rows[2] > rows[3] == 1
     assert all(2 * 4 * num * values * factor <= 2**24 for num, factor in zip(rows[:3], factors, strict=False))
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_the_pace_is_that_of_the_slowest_length(model, monkeypatch, place):
+    """A trial may find no larger pass than one record at some lengths alone."""
+    slow = model.lengths.padded(model.lengths.up_to(40)[place])[0]
+    honest, sizes = TrainingModel.predictions, TrainingModel.sizes
+    monkeypatch.setattr(
+        TrainingModel, "sizes", lambda self, tokens, *a, **k: (1,) if tokens == slow else sizes(self, tokens, *a, **k)
+    )
+
+    def predictions(self, items, *, cached, shape=None):
+        if shape is not None and shape.tokens == slow:
+            time.sleep(0.05)  # for each pass, so for each record
+        return honest(self, items, cached=cached, shape=shape)
+
+    monkeypatch.setattr(TrainingModel, "predictions", predictions)
+    assert run(model).pace.record >= 0.05
+
+
+@pytest.mark.parametrize(("sizes", "most"), [((1,), 1), ((8,), 1), ((2, 4, 8), 2), ((2, 16), 6)])
+def test_the_number_of_passes_that_are_not_the_largest_is_bounded(sizes, most):
+    assert most_small_passes(sizes) == most

@@ -10,18 +10,23 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import pytest
 from scipy.stats import binom
 
+from fedpriv.errors import InputError
 from fedpriv.ledger.entries import DataSet
+from fedpriv.ledger.ledger import Ledger
 from fedpriv.training import workbench
-from fedpriv.vault import service
+from fedpriv.training.model import TrainingModel
+from fedpriv.vault import answer as answer_module
+from fedpriv.vault import reply_times, service
 from fedpriv.vault.answer import answer
 from fedpriv.vault.frames import REGISTER, Request, pack_request, unpack_response
 from fedpriv.vault.holder import Holder
-from fedpriv.vault.reply_times import most_drawn
-from tests.adversary.nodes import Question, make_node, run_config, training
+from fedpriv.vault.reply_times import log_odds, most_drawn
+from tests.adversary.nodes import Question, make_node, run_config, training, write_rows
 from tests.tiny import LABELS, WORDS
 from tests.vault.running import ROOT
 
@@ -51,6 +56,24 @@ def test_all_are_drawn_where_everyone_is():
 def test_what_rare_draws_may_cost_is_taken_off_delta():
     data_set = DataSet(id="d", client="0", num_records=9, delta=1e-5)
     assert data_set.delta_for_releases + data_set.delta_of_clocks == pytest.approx(1e-5, rel=1e-12)
+
+
+def test_all_bounds_together_are_paid_for_whatever_their_number():
+    data_set = DataSet(id="d", client="0", num_records=9, delta=1e-5)
+    each = [math.exp(-log_odds(number, data_set)) for number in range(1, 20_000)]
+    assert 0.999 < 2 * sum(each) / data_set.delta_of_clocks < 1, "of charges, and the same of fractions"
+
+
+def test_a_ledger_that_has_grown_is_given_time(node, start, monkeypatch):
+    own = node()
+    _, before = (work(own, everyone(start, round_))[0] for round_ in (1, 2))
+    honest = Ledger.__init__
+    monkeypatch.setattr(Ledger, "__init__", lambda *a, **k: (time.sleep(0.4), honest(*a, **k))[1])
+    timed_again = WeakKeyDictionary()  # as if there were twice as many charges
+    monkeypatch.setattr(reply_times, "_opening", timed_again, raising=False)
+    seconds, taken = work(own, everyone(start, 3))
+    assert before < seconds
+    assert taken < seconds
 
 
 @pytest.fixture
@@ -89,12 +112,17 @@ def everyone(start, round_: int = 1, **changes: object) -> Request:
     return request_of(training(run_config(**values), start, round_=round_, fields={"sampling_probability": 1.0}))
 
 
+def head(start, round_: int) -> Request:
+    fields = {"sampling_probability": 1.0, "trains": "head", "optimizer": "sgd"}
+    return request_of(training(run_config(rounds=1000, local_steps=20), start, round_=round_, fields=fields))
+
+
 def work(node, request: Request) -> tuple[float, float]:
     """T, and the seconds of work after the charge."""
     begun: list[tuple[float, float]] = []
     holder = replace(Holder.of(node.settings), before_records=lambda t: begun.append((t, time.monotonic())))
     assert not answer(request, holder).code
-    ((seconds, begin),) = begun
+    seconds, begin = begun[0]  # noise alone is charged again
     return seconds, time.monotonic() - begin
 
 
@@ -117,6 +145,51 @@ def test_a_request_that_reads_no_records_leaves_the_next_one_its_time(node, star
     assert answer(everyone(start, 3, noise_multiplier=1e-3), holder).code, "refused"
     assert work(own, everyone(start, 3))[0] > again
     assert first > again
+
+
+def test_a_rehearsal_that_fails_leaves_the_next_request_time_to_fill_the_caches(node, start, monkeypatch):
+    own = node()
+    first, again = (work(own, everyone(start, round_))[0] for round_ in (1, 2))
+
+    def failing(*_, **__):
+        raise InputError("memory_limit_mb = 1: too small")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reply_times, "rehearse", failing)
+        assert answer(everyone(start, 3), Holder.of(own.settings)).code, "it may have emptied them"
+    assert work(own, everyone(start, 3))[0] == first > again
+
+
+@pytest.mark.parametrize("fault", ["an update fails", "no file"])
+def test_what_becomes_of_records_neither_changes_the_next_time_nor_its_work(node, start, monkeypatch, fault):
+    own = node()
+    with monkeypatch.context() as patch:
+        if fault == "no file":
+            own.records.rename(own.folder / "away.csv")
+        else:
+            results = iter([[RuntimeError("of a record")]])
+            honest = answer_module.execute_one_by_one
+            patch.setattr(answer_module, "execute_one_by_one", lambda *a: next(results, None) or honest(*a))
+        first = work(own, everyone(start))[0]
+    if fault == "no file":
+        (own.folder / "away.csv").rename(own.records)
+    read = []
+    monkeypatch.setattr(workbench.federated, "load_own", lambda *_: read.append(1))
+    assert work(own, everyone(start, 2))[0] < first
+    assert not read, "this time does not allow for it"
+
+
+@pytest.mark.parametrize("num_records", [N_K, N_K + 1])
+def test_a_neighbour_with_one_record_more_has_its_features_kept_too(node, start, monkeypatch, num_records):
+    calls = []
+    honest = TrainingModel._head_inputs
+    monkeypatch.setattr(TrainingModel, "_head_inputs", lambda *a: calls.append(1) or honest(*a))
+    own = node()
+    write_rows(own.records, [("a cough", LABELS[i % 3]) for i in range(num_records)])
+    work(own, head(start, 1))
+    calls.clear()
+    work(own, head(start, 2))
+    assert not calls
 
 
 def test_the_operator_may_set_the_time(node, start):
@@ -190,7 +263,7 @@ print(int((torch.full((2**20,), 1e-39) * 0.5).count_nonzero()))
 
 def test_meanwhile_no_other_question_is_answered(node, start):
     """Its answer would tell when the work was done."""
-    own = node(reply_seconds=3.0)
+    own = node(reply_seconds=1.5)
     worker = service.Worker(own.folder, pytest.fail)
     config = everyone(start).run_config
     register = pack_request(Request(kind=REGISTER, run_config=config))
@@ -203,6 +276,6 @@ def test_meanwhile_no_other_question_is_answered(node, start):
             time.sleep(0.2)
             assert not unpack_response(worker.answer(register)).code
             assert training_.done()
-            assert time.monotonic() - begin > 3.0
+            assert time.monotonic() - begin > 1.5
     finally:
         worker.stop()

@@ -224,6 +224,17 @@ def test_a_full_disk_costs_a_line_in_the_log_and_no_upload(node, without, start,
     assert not [path for path in node.folder.iterdir() if path.name.startswith("tokens")]
 
 
+def test_tokens_that_do_not_fit_the_file_are_used_all_the_same(node, without, start, monkeypatch, caplog):
+    def refusing(*_):
+        raise ValueError("cannot copy sequence with size 9 to array axis with dimension 8")
+
+    monkeypatch.setattr(tokens._Layout, "packed", refusing)
+    with caplog.at_level(logging.WARNING, tokens.__name__):
+        assert uploaded(node, start) == uploaded(without, start)
+    lines = [record.getMessage() for record in caplog.records if record.name == tokens.__name__]
+    assert lines == [f"{kept(node)}: the tokens are not kept (ValueError)"]
+
+
 def test_it_is_opened_after_the_charge_alone(node, start, monkeypatch):
     uploaded(node, start)
     order, charge, read = [], guard.charge, tokens._read
