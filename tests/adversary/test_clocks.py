@@ -19,6 +19,7 @@ from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.vault import frames
 from fedpriv.vault.frames import Request
 from fedpriv.vault.service import Worker
+from fedpriv.vault.settings import FILE
 from tests.adversary.nodes import Question, make_node, run_config, training
 from tests.tiny import LABELS, WORDS
 
@@ -26,21 +27,24 @@ from tests.tiny import LABELS, WORDS
 ROWS = [(" ".join(WORDS[i * j % 13] for j in range(60)), LABELS[i % 3]) for i in range(4)]
 JANE = ("jane doe has a rash " * 5_000, LABELS[1])
 
-# Of both nodes, which work for less than half of this on what they are asked here.
-REPLY_SECONDS = 0.4
-
 # Of the normal deviate of the rank-sum statistic: two equal laws exceed it once in 15,000 comparisons. Two that do not
-# overlap reach 4.8 with 16 replies of each. With 200 they reach 17, and if three replies in ten can be told apart, that
-# is found nine times in ten.
+# overlap reach 4.2 with 12 replies of each, and the quick form finds no less. With 200 they reach 17, and if three
+# replies in ten can be told apart, that is found nine times in ten.
 MOST_DEVIATION = 4.0
 
 Worlds = tuple[Worker, Worker]
 
 
+@pytest.fixture(scope="module", params=["an evaluation of one", pytest.param("a full batch", marks=pytest.mark.slow)])
+def attack(request) -> str:
+    """What both nodes are asked."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def worlds(approved, tmp_path_factory) -> Iterator[Worlds]:
+def worlds(attack, approved, starts, tmp_path_factory) -> Iterator[Worlds]:
     """Two vaults' processes; the second one's records lack Jane's."""
-    folder, started = tmp_path_factory.mktemp("worlds"), []
+    folder, nodes, started = tmp_path_factory.mktemp("worlds"), [], []
     for name, rows in (("with", [*ROWS, JANE]), ("without", ROWS)):
         node = make_node(
             folder / name,
@@ -48,8 +52,15 @@ def worlds(approved, tmp_path_factory) -> Iterator[Worlds]:
             num_registered=len(ROWS) + 1,
             models={"tiny": approved["tiny"]},
             budget_epsilon=1e6,
-            settings={"reply_seconds": REPLY_SECONDS},
         )
+        nodes.append(node)
+    # The time that one of them derives on this machine, here for both.
+    started.append(Worker(nodes[0].folder, pytest.fail))
+    times = [seconds(started[0], ATTACKS[attack](starts["tiny"], round_)) for round_ in (1, 2)]
+    started.pop().stop()
+    for node in nodes:
+        with (node.folder / FILE).open("a") as file:
+            file.write(f"reply_seconds = {times[-1]}\n")
         started.append(Worker(node.folder, pytest.fail))
     yield started[0], started[1]
     for worker in started:
@@ -116,10 +127,9 @@ def measured(worlds: Worlds, attack: str, adapter: Mapping[str, Tensor], num: in
     return [times[2:] for times in found]  # the first replies read the records and fill caches
 
 
-@pytest.mark.parametrize("num", [16, pytest.param(200, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("num", [12, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_clock_does_not_tell_whether_a_record_is_there(worlds, starts, attack, num):
-    with_jane, without = measured(worlds, attack, starts["tiny"], num, begin=100 if num == 16 else 200)
+    with_jane, without = measured(worlds, attack, starts["tiny"], num, begin=100 if num == 12 else 200)
     found = deviation(with_jane, without)
     print(f"{attack}: {found:.2f}; ms {1e3 * np.median(with_jane):.3f}, {1e3 * np.median(without):.3f}")
     assert found <= MOST_DEVIATION, (np.median(with_jane), np.median(without))

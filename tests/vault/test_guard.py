@@ -19,9 +19,11 @@ STRICT = guard.NodePolicy(allow_unrecorded=True)
 OPEN = guard.NodePolicy(allow_unrecorded=True, allow_not_private=True)
 
 
-def check(policy=STRICT, *, noise_source="secure", num_registered=100, **changes):
+def check(policy=STRICT, *, noise_source="secure", num_registered=100, has_labels=True, **changes):
     spec = dataclasses.replace(SPEC, **changes)
-    guard.check_instruction(spec, policy, noise_source=noise_source, num_registered=num_registered)
+    guard.check_instruction(
+        spec, policy, noise_source=noise_source, num_registered=num_registered, has_labels=has_labels
+    )
 
 
 def test_a_private_instruction_passes():
@@ -105,3 +107,9 @@ def test_only_a_node_that_allows_it_releases_without_noise_or_with_seeded_noise(
         check(noise_source="seeded")
     check(OPEN, noise_multiplier=0.0)
     check(OPEN, noise_source="seeded")
+
+
+def test_class_sums_need_labels():
+    check(trains="head", objective="class-sums")
+    with pytest.raises(guard.RefusedError, match="objective = 'class-sums': needs records with labels"):
+        check(trains="head", objective="class-sums", has_labels=False)
