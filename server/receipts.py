@@ -33,7 +33,8 @@ class Receipts:
     def __init__(self, path: Path, signers: Mapping[int, str], nodes: Nodes) -> None:
         self._log, self._signers = ReceiptLog(path), signers
         self._data_sets = {client: registration.data_set for client, (_, registration) in nodes.items()}
-        self._newest = {c: self._log.newest(signer, self._data_sets[c]) for c, signer in signers.items()}
+        kept = self._log.newest()
+        self._newest = {c: kept.get((signer, self._data_sets[c])) for c, signer in signers.items()}
         for client, (_, registration) in nodes.items():
             self._add(client, registration.receipt)
 

@@ -40,7 +40,7 @@ _POLICY_HEADER = "# What a coordinator may request from this node; it refuses an
 _POLICY_COMMENTS: Mapping[str, str] = {
     "min_effective_noise_multiplier": "Minimum noise multiplier, divided by the clipping rule's sensitivity factor.",
     "max_effective_noise_multiplier": "Maximum of the same; a release with more noise would cost next to nothing.",
-    "max_releases": "Maximum number of releases from one data set, whatever each of them costs.",
+    "max_releases": "Maximum number of charges on one data set, whatever each of them costs.",
     "max_sampling_probability": "Maximum expected batch size, divided by the registered number of records.",
     "max_local_steps": "Maximum number of noisy steps in a round.",
     "max_rounds": "Maximum number of rounds in a run.",

@@ -205,10 +205,14 @@ class ReceiptLog:
                 return each
         return None
 
-    def newest(self, signer: str, data_set: str) -> Receipt | None:
-        """The receipt with the largest counter of this signer and data set, and of several the first; None if none."""
-        found = (each for each in self.read() if each.data_set == data_set and each.signer == signer)
-        return max(found, key=lambda each: each.counter, default=None)
+    def newest(self) -> dict[tuple[str, str], Receipt]:
+        """{(signer, data set): its receipt with the largest counter, and of several the first}."""
+        found: dict[tuple[str, str], Receipt] = {}
+        for each in self.read():
+            key = each.signer, each.data_set
+            if key not in found or each.counter > found[key].counter:
+                found[key] = each
+        return found
 
     def add(self, receipt: Receipt) -> None:
         """Add a receipt; it is on disk when this returns.

@@ -315,7 +315,7 @@ def _charged(
     shown = str(request.fields.get(protocol.RECEIPT, ""))
     is_new = guard.charge(holder.policy, key, release, data_set, noise_source=config.noise_source, shown=shown)
     holder.before_records(reply_seconds)
-    paid = {protocol.RECEIPT: guard.receipt(holder.policy, data_set)} if is_new else {}
+    paid = {protocol.RECEIPT: guard.signed_receipt(holder.policy, data_set)} if is_new else {}
     holder.journal.write("charged", run=key.run, round=key.round, recorded=data_set is not None, **paid)
     # In a simulation, which protects nobody, a resumed run computes again, so that it stays equal to the bit.
     return is_new or config.simulate
@@ -323,7 +323,7 @@ def _charged(
 
 def _receipt(request: Request, holder: Holder, data_set: DataSet | None) -> str:
     """The node's newest receipt, for a coordinator that asks for it; older ones do not know the field."""
-    return guard.receipt(holder.policy, data_set) if protocol.RECEIPT in request.fields else ""
+    return guard.signed_receipt(holder.policy, data_set) if protocol.RECEIPT in request.fields else ""
 
 
 def _refused(error: Exception, request: Request, holder: Holder) -> Response:

@@ -41,7 +41,7 @@ def note_of(rule: Choice | None, epsilon: float, delta: float, notes: Sequence[s
     return note
 
 
-def rule_of(ledger: Ledger, data_set: DataSet, epsilon: float) -> Rule:
+def settled_rule(ledger: Ledger, data_set: DataSet, epsilon: float) -> Rule:
     """How the budget is enforced. A ledger that does not say, since it is older, says so from now on.
 
     Its order depends on epsilon and delta, which no upload decided, so the history counts under the filter as well.
@@ -75,7 +75,7 @@ def choose(ledger: Ledger, data_set: DataSet, rule: Choice, epsilon: float) -> R
     if ledger.chain(data_set.id).newest.counter and not adds:
         raise InputError(f"data set {data_set.id}: something is charged to it, so what enforces its budget stays")
     ledger.bound(data_set, note_of(rule, epsilon, data_set.delta_for_releases, notes))
-    return rule_of(ledger, data_set, epsilon)
+    return settled_rule(ledger, data_set, epsilon)
 
 
 def read_rule(text: str) -> RenyiFilter | GaussianFilter:

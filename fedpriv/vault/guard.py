@@ -407,8 +407,8 @@ def _sign_newest(policy: NodePolicy, ledger: Ledger, data_set: DataSet) -> None:
         policy.watch.sign(ledger.chain(data_set.id))
 
 
-def receipt(policy: NodePolicy, data_set: DataSet | None) -> str:
-    """The node's signed receipt of the last charge on its data, as text; empty if it keeps no receipts.
+def signed_receipt(policy: NodePolicy, data_set: DataSet | None) -> str:
+    """The receipt of the last charge on the node's data, as text, signed and kept; empty if it keeps no receipts.
 
     Raises:
         LedgerError: the ledger cannot be used.
@@ -438,7 +438,7 @@ def _check_budget(policy: NodePolicy, ledger: Ledger, release: Release, data_set
     if policy.fixed_schedule:
         fits = stays_within([*history, event], data_set.delta, epsilon)
     else:
-        rule = budget.rule_of(ledger, data_set, epsilon)
+        rule = budget.settled_rule(ledger, data_set, epsilon)
         if not rule.covers(event):
             raise RefusedError(f"mechanism: {rule} allows no such release, of {_described(event)}")
         if isinstance(rule, CommittedPlans):  # which slots are left depends on the order of what took them

@@ -313,7 +313,7 @@ def _passed_on(holder: Holder, terms: Terms, client: int) -> list[str]:
     watch = holder.policy.watch
     if watch is None:
         return []
-    own = guard.receipt(holder.policy, guard.registered_data_set(holder.policy, str(client), None))
+    own = guard.signed_receipt(holder.policy, guard.registered_data_set(holder.policy, str(client), None))
     order = sorted(terms.participants, key=lambda each: (each.client <= client, each.client))
     peers = [each.identity for each in order if each.client != client]
     texts = watch.passed_on(from_text(own), peers, min(MAX_RECEIPTS, _RECEIPTS_OF_ALL // len(terms.participants)))
