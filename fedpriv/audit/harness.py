@@ -103,7 +103,7 @@ class LinearModel(TrainingModel):
         self._linear = {name: nn.Linear(size, 1, bias=False) for name, size in sizes.items()}
         for layer in self._linear.values():
             nn.init.zeros_(layer.weight)
-        self.device = torch.device("cpu")
+        self.device, self.cache = torch.device("cpu"), None
         self.layers = {name: TrainableLayer(module=m, weight=name, bias=None) for name, m in self._linear.items()}
         self.parameters = {name: cast(nn.Parameter, layer.weight) for name, layer in self._linear.items()}
         self.initial = {name: layer.weight.detach().clone() for name, layer in self._linear.items()}

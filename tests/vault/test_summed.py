@@ -246,7 +246,9 @@ def test_the_charge_is_written_before_any_record_is_read(site, monkeypatch):
     seen = []
     real = records.of_client
     monkeypatch.setattr(
-        records, "of_client", lambda *args: seen.append(len(site.charges(1, "order of things"))) or real(*args)
+        records,
+        "of_client",
+        lambda *args, **options: seen.append(len(site.charges(1, "order of things"))) or real(*args, **options),
     )
     terms = site.terms("order of things")
     assert not site.train(1, terms, site.open(terms).message(1)).code
@@ -254,7 +256,8 @@ def test_the_charge_is_written_before_any_record_is_read(site, monkeypatch):
 
 
 def with_budget(site: Coordinator, folder: Path, **settings: object) -> Coordinator:
-    """The same vaults, but that of client 1 has a ledger of its own."""
+    """The same vaults, but that of client 1 has a ledger of its own, and has signed nothing yet."""
+    site.vaults[1].receipts.unlink(missing_ok=True)
     vault = replace(site.vaults[1], ledger_file=folder / f"{len(list(folder.iterdir()))}.sqlite", **settings)
     with Ledger(vault.ledger) as ledger:
         ledger.register("1", SIZES[1], DELTA)
