@@ -256,8 +256,10 @@ def test_the_charge_is_written_before_any_record_is_read(site, monkeypatch):
 
 
 def with_budget(site: Coordinator, folder: Path, **settings: object) -> Coordinator:
-    """The same vaults, but that of client 1 has a ledger of its own, and has signed nothing yet."""
+    """The same vaults, but that of client 1 has a ledger of its own, and nobody knows that it has signed anything."""
     site.vaults[1].receipts.unlink(missing_ok=True)
+    for vault in site.vaults.values():
+        vault.receipts_of_peers.unlink(missing_ok=True)
     vault = replace(site.vaults[1], ledger_file=folder / f"{len(list(folder.iterdir()))}.sqlite", **settings)
     with Ledger(vault.ledger) as ledger:
         ledger.register("1", SIZES[1], DELTA)
