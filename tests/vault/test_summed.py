@@ -256,9 +256,13 @@ def test_the_charge_is_written_before_any_record_is_read(site, monkeypatch):
 
 
 @pytest.fixture
-def exchanged(monkeypatch):
+def exchanged(site, monkeypatch):
     """Ledgers may be exchanged under a vault, as these tests do: it would see that its folder knows of more charges."""
     monkeypatch.setattr(Watch, "lost", lambda *_: None)
+    yield
+    for vault in site.vaults.values():
+        vault.receipts.unlink(missing_ok=True)
+        vault.receipts_of_peers.unlink(missing_ok=True)
 
 
 def with_budget(site: Coordinator, folder: Path, **settings: object) -> Coordinator:
