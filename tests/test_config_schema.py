@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import tomllib
+from functools import cache
 from pathlib import Path
 
-import jsonschema
 import pytest
 
 from fedpriv.config import KEYS, RunConfig, parse, schema, to_toml
@@ -16,66 +16,72 @@ from tests.test_config import BAD, CHANGED
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "simulations" / "configs"
 
-RUN = jsonschema.Draft202012Validator(schema())
-SWEEP = jsonschema.Draft202012Validator(schema(sweep=True))
 
 # What types alone do not tell: the loader reads these as numbers that are none.
 NOT_JSON = ("learning_rate", "noise_multiplier")
 
 
+@cache
+def validator(*, sweep: bool = False):
+    """Made when a test needs it: its library takes seconds to load, and each worker collects this file."""
+    import jsonschema
+
+    return jsonschema.Draft202012Validator(schema(sweep=sweep))
+
+
 def test_both_schemas_are_valid_schemas():
-    for each in (RUN, SWEEP):
-        jsonschema.Draft202012Validator.check_schema(each.schema)
+    for each in (validator(), validator(sweep=True)):
+        each.check_schema(each.schema)
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.rglob("*.toml")), ids=lambda file: file.stem)
 def test_every_shipped_configuration_is_valid(file):
     values = tomllib.loads(file.read_text())
-    (SWEEP if file.parent.name == "sweeps" else RUN).validate(values)
+    validator(sweep=file.parent.name == "sweeps").validate(values)
 
 
 @pytest.mark.parametrize("values", [{}, CHANGED, {"budget_epsilon": 4}, {"layers": 3}, {"recipe": "dp-lora-paper"}])
 def test_a_resolved_configuration_is_valid(values):
-    RUN.validate(tomllib.loads(to_toml(parse(values))))
-    RUN.validate(values)
+    validator().validate(tomllib.loads(to_toml(parse(values))))
+    validator().validate(values)
 
 
 @pytest.mark.parametrize("key", sorted(set(BAD) - set(NOT_JSON)))
 def test_what_a_run_refuses_of_a_single_key_the_schema_refuses(key):
-    assert not RUN.is_valid({key: BAD[key]})
-    assert not SWEEP.is_valid({"grid": {key: [BAD[key]]}})
-    assert not SWEEP.is_valid({"runs": [{key: BAD[key]}]})
+    assert not validator().is_valid({key: BAD[key]})
+    assert not validator(sweep=True).is_valid({"grid": {key: [BAD[key]]}})
+    assert not validator(sweep=True).is_valid({"runs": [{key: BAD[key]}]})
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_a_table_is_no_value_of_any_key(key):
-    assert not RUN.is_valid({key: {"a": 1}})
+    assert not validator().is_valid({key: {"a": 1}})
 
 
 def test_unknown_keys_are_refused_everywhere():
-    assert not RUN.is_valid({"ronds": 3})
-    assert not RUN.is_valid({"grid": {"rank": [4]}}), "a run is no sweep"
-    assert not SWEEP.is_valid({"grid": {"rang": [4]}})
-    assert SWEEP.is_valid({"batch_size": "auto", "grid": {"rank": [4]}})
-    assert not RUN.is_valid({"batch_size": "auto"})
+    assert not validator().is_valid({"ronds": 3})
+    assert not validator().is_valid({"grid": {"rank": [4]}}), "a run is no sweep"
+    assert not validator(sweep=True).is_valid({"grid": {"rang": [4]}})
+    assert validator(sweep=True).is_valid({"batch_size": "auto", "grid": {"rank": [4]}})
+    assert not validator().is_valid({"batch_size": "auto"})
 
 
 def test_every_key_has_its_name_meaning_group_and_a_default_that_is_valid():
-    assert tuple(key for keys in groups().values() for key in keys) == tuple(RUN.schema["properties"])
-    assert set(RUN.schema["properties"]) == set(KEYS)
-    for key, about in RUN.schema["properties"].items():
+    assert tuple(key for keys in groups().values() for key in keys) == tuple(validator().schema["properties"])
+    assert set(validator().schema["properties"]) == set(KEYS)
+    for key, about in validator().schema["properties"].items():
         assert about["title"] == key
         assert len(about["description"]) > 5, key
         assert "`" not in about["description"]
         assert "](" not in about["description"], "an editor cannot follow a link to a page"
         assert about["x-group"] in groups()
-        RUN.validate({key: about["default"]})
+        validator().validate({key: about["default"]})
         default = getattr(RunConfig(), key)
         assert about["default"] == ("" if default is None else list(default) if isinstance(default, tuple) else default)
 
 
 def test_names_of_mechanisms_are_those_of_the_registry():
-    assert RUN.schema["properties"]["mechanism"]["enum"] == list(MECHANISMS)
+    assert validator().schema["properties"]["mechanism"]["enum"] == list(MECHANISMS)
 
 
 def test_the_page_has_the_tables_that_the_descriptions_make():

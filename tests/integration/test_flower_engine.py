@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pandas as pd
@@ -22,8 +23,12 @@ from server.observer import LogObserver
 from simulations.engines import federation
 from simulations.processes import free_port
 
-pytestmark = [pytest.mark.flower, pytest.mark.slow]
-pytest.importorskip("ray", reason="Flower's own simulation engine needs the extra ray")
+pytestmark = [
+    pytest.mark.flower,
+    pytest.mark.slow,
+    # Without an import, which takes seconds: each worker collects this file.
+    pytest.mark.skipif(find_spec("ray") is None, reason="Flower's own simulation engine needs the extra ray"),
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent

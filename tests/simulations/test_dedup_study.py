@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -33,8 +33,13 @@ from simulations.studies.dedup.records import Tokens, Vectors
 from simulations.studies.dedup.report import page as study_page
 from simulations.studies.dedup.scenarios import FIFTY, SCENARIOS, Model, Scenario
 
-RECORDS = images.images("digits", "tuning").first(200)
 ONE_STEP = Schedule(steps=1, expected_batch_size=50, learning_rate=1.0, clip_norm=0.5)
+
+
+@cache
+def digits():
+    """Read when a test needs them: that takes seconds, and each worker collects this file."""
+    return images.images("digits", "tuning").first(200)
 
 
 def flat(model):
@@ -45,7 +50,7 @@ def released(noise_multiplier):
     """The noised sum of one step, from what it did to the weights; the same sample and noise each time."""
     model = network("vit")
     before = flat(model).double()
-    train_privately(model, RECORDS, ONE_STEP, noise_multiplier=noise_multiplier, source=SeededSource("step"))
+    train_privately(model, digits(), ONE_STEP, noise_multiplier=noise_multiplier, source=SeededSource("step"))
     return (before - flat(model).double()) * ONE_STEP.expected_batch_size / ONE_STEP.learning_rate
 
 
@@ -63,7 +68,7 @@ def clipped_gradients(model, records, indices, clip_norm=ONE_STEP.clip_norm):
 
 def sample(source):
     """The records of one step, at the rate that the events state."""
-    return source.bernoulli(len(RECORDS), 0.25).nonzero().squeeze(1).tolist()
+    return source.bernoulli(len(digits()), 0.25).nonzero().squeeze(1).tolist()
 
 
 def some_tokens(num, lengths):
@@ -77,7 +82,7 @@ def some_tokens(num, lengths):
 def few_records(architecture):
     if architecture == "perceptron":
         return Vectors(torch.randn(12, 384, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 15)
-    return some_tokens(4, (3, 7)) if architecture == "minilm" else RECORDS.first(12)
+    return some_tokens(4, (3, 7)) if architecture == "minilm" else digits().first(12)
 
 
 def test_no_image_is_in_two_splits_and_a_view_changes_nothing_else():
@@ -137,7 +142,7 @@ def test_no_record_moves_a_sum_by_more_than_the_clip_norm(architecture, exact_mi
 
 def test_a_record_without_a_finite_gradient_counts_as_zero():
     model = network("vit")
-    broken = Vectors(RECORDS.inputs[:3].clone(), RECORDS.labels[:3])
+    broken = Vectors(digits().inputs[:3].clone(), digits().labels[:3])
     broken.inputs[1] = math.nan
     assert torch.allclose(
         clipped_sum(model, broken, [0, 1, 2], 1.0), clipped_sum(model, broken, [0, 2], 1.0), atol=1e-6
@@ -156,7 +161,7 @@ def test_a_layer_of_unknown_gradient_and_one_that_runs_twice_are_refused():
 
 def test_a_step_sums_the_clipped_gradients_of_its_poisson_sample():
     chosen = sample(SeededSource("step"))
-    rows = clipped_gradients(network("vit"), RECORDS, chosen).double()
+    rows = clipped_gradients(network("vit"), digits(), chosen).double()
     expected = rows.sum(dim=0)
     assert torch.allclose(released(0.0), expected, rtol=2e-3, atol=1e-3)
     assert not torch.allclose(released(0.0), expected - rows[-1], rtol=2e-3, atol=1e-3), "the test would be blind"
@@ -172,16 +177,16 @@ def test_a_steps_noise_is_what_its_event_states():
     assert min(float(np.median(np.abs(tensor))) for tensor in tensors) > 0.3
     assert int((np.abs(noise) < 1e-4).sum()) <= 20, "about seven are expected"
     schedule = replace(ONE_STEP, steps=3)
-    events = train_privately(network("vit"), RECORDS, schedule, noise_multiplier=3.0, source=SeededSource("steps"))
+    events = train_privately(network("vit"), digits(), schedule, noise_multiplier=3.0, source=SeededSource("steps"))
     assert events == [SubsampledGaussian(noise_multiplier=3.0, sampling_probability=0.25)] * 3
 
 
 def test_a_model_is_the_mean_of_the_later_half_of_its_iterates():
     found, expected, source, iterates = network("vit"), network("vit"), SeededSource("mean"), []
     schedule = replace(ONE_STEP, steps=3)
-    train_privately(found, RECORDS, schedule, noise_multiplier=0.0, source=SeededSource("mean"))
+    train_privately(found, digits(), schedule, noise_multiplier=0.0, source=SeededSource("mean"))
     for _ in range(3):
-        total = clipped_sum(expected, RECORDS, sample(source), ONE_STEP.clip_norm)
+        total = clipped_sum(expected, digits(), sample(source), ONE_STEP.clip_norm)
         iterates.append(flat(expected) - total / ONE_STEP.expected_batch_size)
         torch.nn.utils.vector_to_parameters(iterates[-1], expected.parameters())
     assert torch.allclose(flat(found), (iterates[1] + iterates[2]) / 2, atol=1e-5)
