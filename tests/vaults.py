@@ -16,6 +16,9 @@ from fedpriv.vault.models import ApprovedModel, digest_of
 from fedpriv.vault.settings import FILE, VaultSettings
 from tests.tiny import LABELS
 
+# Deriving when a reply leaves takes most of a short test, and where the vault is a process, its replies leave late.
+UNTIMED = {"reply_seconds": 1e-3}
+
 
 def write_records(path: Path, rows: Iterable[tuple[str, str]]) -> Path:
     """A CSV with the columns note and department."""
@@ -47,6 +50,7 @@ def make_vault(
         "labels": list(LABELS),
         "budget_epsilon": 1000.0,
         "device": "cpu",
+        **UNTIMED,
     } | settings
     (folder / FILE).write_text(tomli_w.dumps({key: value for key, value in values.items() if value is not None}))
     made = VaultSettings.read(folder)

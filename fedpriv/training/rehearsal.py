@@ -79,16 +79,16 @@ class Rehearsed:
     """What a rehearsal leaves behind.
 
     Attributes:
-        pace: of such updates.
+        pace: of such updates; None if it was not measured.
         caches_are_empty: whether its records took the place of others in the model's caches.
     """
 
-    pace: Pace
+    pace: Pace | None
     caches_are_empty: bool
 
 
 # Oldest first: the pace of what was rehearsed.
-_rehearsed: WeakKeyDictionary[TrainingModel, dict[Hashable, Pace]] = WeakKeyDictionary()
+_rehearsed: WeakKeyDictionary[TrainingModel, dict[Hashable, Pace | None]] = WeakKeyDictionary()
 
 
 class _Everyone(PoissonSampler):
@@ -110,6 +110,7 @@ def rehearse(
     num_labels: int,
     features: Sequence[str] = ("input_ids",),
     num_cached: int | None = None,
+    measures_pace: bool = True,
 ) -> Rehearsed:
     """Run a local update of this specification on synthetic records of every length, through the cache and without.
 
@@ -126,6 +127,7 @@ def rehearse(
         num_labels: number of classes; 0 for causal models.
         features: names of what the tokenizer returns for each record.
         num_cached: for how many records the caches take room, >= 1; None stands for N_k.
+        measures_pace: whether the pace is asked for, which takes several further updates.
 
     Raises:
         InputError: the update fails; names the type of the model.
@@ -142,7 +144,7 @@ def rehearse(
     short = replace(spec, local_steps=min(spec.local_steps, _MOST_STEPS), num_rounds=1)
     size = sampler.expected_batch_size
     # Threads decide which passes are tried, and without room for the caches all takes longer.
-    machine = cached, num_cached if cached else 0, torch.get_num_threads()
+    machine = cached, num_cached if cached else 0, torch.get_num_threads(), measures_pace
     computed = (shapes, products, _without_values(short), size, max_length, num_labels, tuple(features), machine)
     exact = (computed, short)
     known = _rehearsed.setdefault(model, {})
@@ -159,23 +161,24 @@ def rehearse(
         rank=_rank(adapter),
     )
     tasks = _tasks(adapter, merged, short, records, size)
-    pace = known.get(computed)
-    if pace is not None:  # through the whole model: the prefix cache keeps its states
+    is_known, pace = computed in known, known.get(computed)
+    if is_known:  # through the whole model: the prefix cache keeps its states
         tasks = [replace(tasks[-1], data=records.part([0]))]
     before = model.merged
     try:
         with refusing(model.peft_model.config.model_type), raising_failures():
             for task in tasks:
                 local_update(model, task)
-            found = pace or _pace(model, tasks[0 if cached else 1])
+            if measures_pace and not is_known:
+                pace = _pace(model, tasks[0 if cached else 1])
     finally:
         model.merge(before)
     for key in (computed, exact):
         known.pop(key, None)
-        known[key] = found
+        known[key] = pace
     for oldest in list(known)[:-_MOST_REMEMBERED]:
         del known[oldest]
-    return Rehearsed(pace=found, caches_are_empty=pace is None)
+    return Rehearsed(pace=pace, caches_are_empty=not is_known)
 
 
 def _pace(model: TrainingModel, task: UpdateTask) -> Pace:

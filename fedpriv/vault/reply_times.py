@@ -125,7 +125,7 @@ def of_update(
     Raises:
         InputError, LedgerError: see `rehearse` and `Ledger`.
     """
-    number, ledger = _most_records(holder, data_set), _Ledger.of(bench, holder, data_set)
+    number = _most_records(holder, data_set)
     kept = _kept.pop(bench, None)  # of a rehearsal that raises nobody knows what it has left in the caches
     rehearsed = rehearse(
         bench.model,
@@ -137,6 +137,7 @@ def of_update(
         num_labels=len(bench.label_names),
         features=bench.features,
         num_cached=number,
+        measures_pace=_is_derived(holder),
     )
     if kept is not None and not rehearsed.caches_are_empty:
         _kept[bench] = kept
@@ -144,16 +145,18 @@ def of_update(
     keeps = data_set.id, number, cached, _body(bench, spec, broadcast)
     is_first = _kept.get(bench) != keeps
     fills = cached and (bench.model.cache is not None or bench.model.features is not None)
-    work = rehearsed.pace.seconds(
-        num_steps=spec.local_steps,
-        num_drawn=_most_drawn(
-            number - 1, spec.local_steps, sampler.sampling_probability, log_odds(ledger.num_charges + 1, data_set)
-        ),
-        num_new=number if is_first and fills else 0,
-    )
-    if is_first:
-        work += number * _seconds_of_text(bench, config)
-    seconds = _public(work + ledger.seconds, broadcast.adapter, holder, config)
+    work = 0.0
+    if rehearsed.pace is not None:
+        ledger = _Ledger.of(bench, holder, data_set)
+        odds = log_odds(ledger.num_charges + 1, data_set)
+        work = ledger.seconds + rehearsed.pace.seconds(
+            num_steps=spec.local_steps,
+            num_drawn=_most_drawn(number - 1, spec.local_steps, sampler.sampling_probability, odds),
+            num_new=number if is_first and fills else 0,
+        )
+        if is_first:
+            work += number * _seconds_of_text(bench, config)
+    seconds = _public(work, broadcast.adapter, holder, config)
     return ReplyTime(seconds=seconds, is_first=is_first, keeps=keeps)
 
 
@@ -171,10 +174,13 @@ def of_evaluation(
         one_record: what the longest takes, in seconds; the first measurement on a bench counts.
         adapter, config, bench, holder, data_set: as for `of_update`.
     """
-    one_record, text = _evaluation_seconds.setdefault(bench, one_record), _seconds_of_text(bench, config)
-    number = _most_records(holder, data_set)
-    work = number * text + _most_aside(number - 1, config.test_fraction, data_set) * (one_record + text)
-    return _public(work + _Ledger.of(bench, holder, data_set).seconds, adapter, holder, config)
+    work = 0.0
+    if _is_derived(holder):
+        one_record, text = _evaluation_seconds.setdefault(bench, one_record), _seconds_of_text(bench, config)
+        number = _most_records(holder, data_set)
+        work = number * text + _most_aside(number - 1, config.test_fraction, data_set) * (one_record + text)
+        work += _Ledger.of(bench, holder, data_set).seconds
+    return _public(work, adapter, holder, config)
 
 
 def most_drawn(num_coins: int, probability: float, log_odds: float) -> int:
@@ -268,6 +274,12 @@ def _seconds_of_text(bench: Workbench, config: RunConfig) -> float:
         holdout.split(data, fraction=0.5, key=b"rehearsal")
         _text_seconds[bench] = 2 * (time.perf_counter() - begin) / _NUM_TEXTS
     return _text_seconds[bench]
+
+
+def _is_derived(holder: Holder) -> bool:
+    """Whether T follows from measurements, since the operator has not set it."""
+    assert holder.terms is not None, "others keep no clock"
+    return holder.terms.reply_seconds is None
 
 
 def _public(work: float, adapter: Adapter, holder: Holder, config: RunConfig) -> float:

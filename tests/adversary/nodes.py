@@ -30,6 +30,7 @@ from fedpriv.vault.holder import Holder
 from fedpriv.vault.models import ApprovedModel, digest_of, text_of
 from fedpriv.vault.settings import FILE, VaultSettings
 from tests.tiny import LABELS
+from tests.vaults import UNTIMED
 
 Row = tuple[str, str]
 """A record: its text and its label."""
@@ -116,7 +117,7 @@ def make_node(
     models: Mapping[str, Path],
     budget_epsilon: float | None = 1000.0,
     limits: Mapping[str, float] | None = None,
-    settings: Mapping[str, object] | None = None,
+    settings: Mapping[str, object] = UNTIMED,
 ) -> Node:
     """A node that its operator has set up on these records.
 
@@ -127,7 +128,7 @@ def make_node(
         models: {name: folder} that the operator has approved.
         budget_epsilon: of the data, or None for a node without.
         limits: the operator's policy where it differs from the default.
-        settings: further ones of the vault.
+        settings: further ones of the vault; by default it measures no times.
     """
     folder.mkdir(parents=True)
     node = Node(folder)
@@ -135,7 +136,7 @@ def make_node(
     values = {"partition_id": 0, "name": "St. Anna", "data": str(node.records), "labels": list(LABELS)}
     if budget_epsilon is not None:
         values["budget_epsilon"] = budget_epsilon
-    (folder / FILE).write_text(tomli_w.dumps({**values, **(settings or {})}))
+    (folder / FILE).write_text(tomli_w.dumps({**values, **settings}))
     approved = (ApprovedModel(name=n, folder=str(path), digest=digest_of(path)) for n, path in models.items())
     (folder / "approved-models.toml").write_text(text_of(tuple(approved)))
     (folder / "policy.toml").write_text(tomli_w.dumps(dict(limits or {})))

@@ -52,6 +52,7 @@ def worlds(attack, approved, starts, tmp_path_factory) -> Iterator[Worlds]:
             num_registered=len(ROWS) + 1,
             models={"tiny": approved["tiny"]},
             budget_epsilon=1e6,
+            settings={},
         )
         nodes.append(node)
     # The time that one of them derives on this machine, here for both.
