@@ -23,6 +23,9 @@ from fedpriv.vault.settings import FILE
 from tests.adversary.nodes import Question, make_node, run_config, training
 from tests.tiny import LABELS, WORDS
 
+# Every day, tests/vault/test_reply_times.py shows on a clock of its own when a reply leaves.
+pytestmark = pytest.mark.slow
+
 # All are cut to one length: four of these are one pass, five are two. Jane's file is thick.
 ROWS = [(" ".join(WORDS[i * j % 13] for j in range(60)), LABELS[i % 3]) for i in range(4)]
 JANE = ("jane doe has a rash " * 5_000, LABELS[1])
@@ -35,7 +38,7 @@ MOST_DEVIATION = 4.0
 Worlds = tuple[Worker, Worker]
 
 
-@pytest.fixture(scope="module", params=["an evaluation of one", pytest.param("a full batch", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["an evaluation of one", "a full batch"])
 def attack(request) -> str:
     """What both nodes are asked."""
     return request.param
@@ -128,7 +131,7 @@ def measured(worlds: Worlds, attack: str, adapter: Mapping[str, Tensor], num: in
     return [times[2:] for times in found]  # the first replies read the records and fill caches
 
 
-@pytest.mark.parametrize("num", [12, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num", [12, 200])
 def test_a_clock_does_not_tell_whether_a_record_is_there(worlds, starts, attack, num):
     with_jane, without = measured(worlds, attack, starts["tiny"], num, begin=100 if num == 12 else 200)
     found = deviation(with_jane, without)

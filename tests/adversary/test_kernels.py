@@ -122,7 +122,7 @@ def sums(model: TrainingModel, adapter: Adapter, merged: Merged, records: Record
     return stacked._private_gradients(clients, clients.broadcast)[0][0]
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("activation", ["silu", pytest.param("gelu_pytorch_tanh", marks=pytest.mark.slow)])
 def test_a_record_moves_a_sum_by_c_though_its_last_bit_is_amplified(threads, activation):
     model = model_with(activation)
     one = torch.randint(5, 60, (TOKENS - 1,), generator=torch.Generator().manual_seed(1))

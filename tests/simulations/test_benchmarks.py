@@ -43,8 +43,6 @@ SMALLEST = {
     "accounting_scale": ["--clients", "1"],
     "dedup_distance": SMALL["dedup_distance"],
     "discrete_gaussian": SMALL["discrete_gaussian"],
-    "integral_training": SMALL["integral_training"],
-    "prefix_cache": SMALL["prefix_cache"],
     "secure_aggregation": SMALL["secure_aggregation"],
 }
 ONE_ARM = {

@@ -16,7 +16,7 @@ from fedpriv.training.admission import records_are_independent
 from fedpriv.training.base_format import in_format
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import per_sample_gradients
-from tests.architectures import DECODERS, ENCODERS, EVERY_DAY, TARGETS, random_base
+from tests.architectures import DECODERS, ENCODERS, TARGETS, random_base
 from tests.tiny import move, random_records
 
 # What no bfloat16 pass on a CPU can do: a Fourier transform, and experts' products, whose sizes depend on the records.
@@ -52,7 +52,7 @@ def gradients(model, records, *, cached=False):
 
 def cases():
     kinds = [kind for kind in (*ENCODERS, *DECODERS) if kind not in WITHOUT and kind != "mixtral"]
-    return [pytest.param(kind, marks=[] if kind in EVERY_DAY else pytest.mark.slow) for kind in kinds]
+    return [pytest.param(kind, marks=[] if kind in ("bert", "llama") else pytest.mark.slow) for kind in kinds]
 
 
 @pytest.mark.parametrize("kind", cases())

@@ -74,7 +74,7 @@ def records_for(model: TrainingModel, seed: int = 0) -> Records:
 
 
 def case(kind: str, *, normalize: bool) -> object:
-    every_day = kind in ("roberta", "distilbert") if normalize else kind in EVERY_DAY
+    every_day = kind == "roberta" if normalize else kind in EVERY_DAY
     name = f"{kind} normalised" if normalize else kind
     return pytest.param(kind, normalize, id=name, marks=[] if every_day else pytest.mark.slow)
 
@@ -122,7 +122,7 @@ def test_in_passes_of_any_size_no_other_record_changes_a_bit(kind, normalize, ba
 @pytest.mark.parametrize("threads", NUMBERS)
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(k, marks=[] if k in ("gemma2", "modernbert") else pytest.mark.slow) for k in (*ENCODERS, *DECODERS)],
+    [pytest.param(k, marks=[] if k == "gemma2" else pytest.mark.slow) for k in (*ENCODERS, *DECODERS)],
 )
 def test_no_other_record_changes_a_bit_at_any_number_of_threads(kind, threads):
     """So wide that activations are shared among threads, and cut within vectors at three, five and seven of them."""

@@ -86,7 +86,9 @@ def test_the_side_of_the_padding_does_not_matter(in_nf4):
     assert_left_equals_right(peft_model("llama", in_nf4=in_nf4), batch)
 
 
-@pytest.mark.parametrize("cached", [False, True], ids=["whole model", "prefix cache"])
+@pytest.mark.parametrize(
+    "cached", [pytest.param(False, id="whole model"), pytest.param(True, id="prefix cache", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kind", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
 def test_no_other_record_changes_a_bit(kind, cached):
     model = training_model(kind, layers="last-1" if cached else "all")

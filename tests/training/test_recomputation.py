@@ -35,7 +35,7 @@ def models(kind: str, *, bfloat16: bool = False, **settings) -> list[TrainingMod
     return found
 
 
-@pytest.mark.parametrize("layers", ["all", "last-1", "0"])
+@pytest.mark.parametrize("layers", ["all", *(pytest.param(each, marks=pytest.mark.slow) for each in ("last-1", "0"))])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_have_the_same_bits(kind, layers):
     for cached in (False, True):
