@@ -23,6 +23,7 @@ def test_nothing_unpaid_comes_out_of_a_known_attack(approved, starts, tmp_path, 
     assert not outcome.interferes, outcome
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ATTACKS)
 def test_nothing_comes_out_where_only_a_sound_model_is_approved(approved, starts, tmp_path, name):
     """The attacks as a coordinator can play them: on a node with the default policy."""

@@ -59,6 +59,7 @@ def test_search_under_the_published_curve_is_marked(folder):
     assert values["variance"] is None, "an exponential part in a mixture has none"
 
 
+@pytest.mark.slow
 def test_compare_and_its_plots(folder):
     options = ["--epsilon", "2", "--dimension", "100", "--ablations", "--plots", "plots"]
     values = as_json("lmo", "compare", *options, folder=folder)

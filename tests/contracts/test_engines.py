@@ -299,7 +299,10 @@ def assert_engines_agree(values: dict[str, object], folder: Path, rule: str, eng
     assert len(set(epsilons.values())) == 1
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "rule",
+    [pytest.param(rule, marks=[] if rule in ("dp-lora", "flora", "fed-sb") else pytest.mark.slow) for rule in RULES],
+)
 def test_complete_runs_give_the_same_losses_and_epsilons_stacked_and_one_by_one(small_run, tmp_path, rule):
     assert_engines_agree(small_run, tmp_path, rule, ("in-process", "stacked"))
 

@@ -152,7 +152,14 @@ def test_without_deduplication_the_command_line_does_it_later(small_run, tmp_pat
 
 
 # The evaluator refuses fed-sb by name: tests/simulations/test_rules.py.
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "fed-sb"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        pytest.param(rule, marks=[] if rule in ("dp-lora", "flora", "fedsvd") else pytest.mark.slow)
+        for rule in RULES
+        if rule != "fed-sb"
+    ],
+)
 def test_the_evaluator_sees_what_the_server_saw_and_leaves_the_model_as_it_was(small_run, tmp_path, rule):
     changes = {"noise_multiplier": 0.0, "aggregation": rule, "relevance_threshold": 0.0, "batch_size": 16}
     folder = run(small_run, tmp_path / "run", **changes)

@@ -113,7 +113,7 @@ def run_of(config: RunConfig, fails) -> tuple[dict[int, list[float]], list[list]
     return bars, rows, strategy
 
 
-@pytest.mark.parametrize("num_rounds", [1, 2])
+@pytest.mark.parametrize("num_rounds", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_budget_on_rho_holds_in_rounds_that_ask_others(num_rounds):
     """The budget is what some rounds of four equal clients cost and another one of two, but not one of three."""
     budget = epsilon_by_dp_accounting([math.sqrt(1 / 4)] * num_rounds + [math.sqrt(1 / 2)]) * 1.01

@@ -209,7 +209,7 @@ def causal_folder(kind: str, tiny_bert: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("task", ["CAUSAL_LM", "SEQ_CLS"])
+@pytest.mark.parametrize("task", ["CAUSAL_LM", pytest.param("SEQ_CLS", marks=pytest.mark.slow)])
 def test_causal_models_run_and_reload(small_run, tmp_path, tiny_bert, kind, task):
     folder = causal_folder(kind, tiny_bert, tmp_path / kind)
     finished = run(small_run, tmp_path / "out", model=str(folder), task=task)

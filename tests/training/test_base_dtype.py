@@ -77,7 +77,10 @@ def test_no_other_record_changes_a_bit(kind, cached):
     assert records_are_independent(model, cached=cached)
 
 
-@pytest.mark.parametrize("trains", ["lora", "lora-b", "lora-r", "weights", "head"])
+@pytest.mark.parametrize(
+    "trains",
+    ["lora", "head", *(pytest.param(each, marks=pytest.mark.slow) for each in ("lora-b", "lora-r", "weights"))],
+)
 @pytest.mark.parametrize("normalize", [False, True], ids=["as it is", "normalised"])
 def test_only_the_frozen_base_is_converted(trains, normalize):
     model = in_bfloat16("bert", trains=trains, normalize=normalize)

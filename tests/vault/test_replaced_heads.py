@@ -29,7 +29,7 @@ POLICY = "min_effective_noise_multiplier = 1e-6\n"
 ROUNDS = {"start": 1, "head": 2, "all": 4}
 
 
-@pytest.fixture(params=["bert", "roberta", "distilbert"])
+@pytest.fixture(params=["roberta", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bert", "distilbert"))])
 def model(request, tmp_path, tiny_bert):
     yield architectures.save(random_model(request.param), tmp_path / request.param, tokenizer_of=tiny_bert)
     workbench.forget()

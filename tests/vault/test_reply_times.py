@@ -240,6 +240,7 @@ def test_what_was_not_charged_leaves_at_once(clock):
     assert clock[0] == 101.5
 
 
+@pytest.mark.slow
 def test_no_broadcast_makes_the_processor_slow(node):
     """Products of subnormal numbers take 150 times longer, and the coordinator chooses what it broadcasts."""
     code = """

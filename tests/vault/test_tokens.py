@@ -165,11 +165,12 @@ def grow(path, _):
 @pytest.mark.parametrize(
     "harm",
     [
-        *(pytest.param(harm, marks=pytest.mark.slow) for harm in (cut, empty, of_other_records, grow)),
+        *(
+            pytest.param(harm, marks=pytest.mark.slow)
+            for harm in (cut, empty, of_other_records, grow, open_to_all, pipe)
+        ),
         turn_a_bit,
-        open_to_all,
         link,
-        pipe,
     ],
 )
 def test_a_file_that_is_not_just_right_counts_for_nothing(node, without, start, encoded, tiny_bert, tmp_path, harm):

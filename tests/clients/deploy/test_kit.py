@@ -96,6 +96,7 @@ def test_a_folder_of_an_earlier_version_says_what_to_do(make_node):
         Node.read(node.folder)
 
 
+@pytest.mark.slow
 def test_bundle_has_one_digest_and_it_is_flowers_own(tmp_path):
     checkout = tmp_path / "checkout"
     shutil.copytree(ROOT / "clients", checkout / "clients", ignore=shutil.ignore_patterns("__pycache__"))
