@@ -134,8 +134,8 @@ class Registration:
         data_set: random id of the data set, to which spending is charged.
         keeps_replies: whether the node stores its replies, so that the same request gets the same bytes again.
         software: name and version of what the node runs.
-        identity: public line of the node's key; empty if it has none.
-        signature: the node's signature of `statement_of`, in base64; empty if it has no key.
+        identity: public line of the vault's key; empty if it has none.
+        signature: by that key, of `statement_of`, in base64; empty if it has none.
         receipt: as in `Release`.
     """
 

@@ -158,6 +158,7 @@ def _nodes(grid: Grid, config: RunConfig, bench: Workbench, resumed: Checkpoint 
         wait=config.registration_seconds,
         node_keys=Path(config.node_keys) if config.node_keys else None,
         may_be_missing=resume.may_be_missing(resumed, config.min_clients) if resumed else (),
+        secure_aggregation=config.secure_aggregation,
     )
     return resume.first_registrations(nodes, resumed) if resumed else nodes
 

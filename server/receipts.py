@@ -6,7 +6,7 @@ So a node whose ledger was restored from an old copy learns it from the coordina
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flwr.app import Message
@@ -26,15 +26,24 @@ class Receipts:
 
     Args:
         path: of the log, to which every new receipt is added.
-        signers: {client: public line of its registered key}; of a client without one nothing is kept.
+        signers: {client: public lines of its registered key, and of those before it}; of a client without any nothing
+            is kept.
         nodes: {client: (node id, registration)}.
     """
 
-    def __init__(self, path: Path, signers: Mapping[int, str], nodes: Nodes) -> None:
+    def __init__(self, path: Path, signers: Mapping[int, Sequence[str]], nodes: Nodes) -> None:
         self._log, self._signers = ReceiptLog(path), signers
         self._data_sets = {client: registration.data_set for client, (_, registration) in nodes.items()}
         kept = self._log.newest()
-        self._newest = {c: kept.get((signer, self._data_sets[c])) for c, signer in signers.items()}
+        # Of several with one counter the first, that of the key which is registered now.
+        self._newest = {
+            client: max(
+                filter(None, (kept.get((line, self._data_sets[client])) for line in lines)),
+                key=lambda receipt: receipt.counter,
+                default=None,
+            )
+            for client, lines in signers.items()
+        }
         for client, (_, registration) in nodes.items():
             self._add(client, registration.receipt)
 
@@ -61,13 +70,14 @@ class Receipts:
         if not text or client not in self._signers:
             return
         receipt, known = from_text(text), self._newest.get(client)
-        if receipt.data_set != self._data_sets[client] or not receipt.is_of(self._signers[client]):
+        if receipt.data_set != self._data_sets[client] or not receipt.is_of(self._signers[client][0]):
             log.warning("client %s: its receipt is not of its data set and key, and is not kept", client)
             return
         if known is not None and receipt.counter <= known.counter:
             if receipt.digest != known.digest and receipt.counter == known.counter:
                 log.warning("client %s: signed two different charges as number %s", client, receipt.counter)
-            return
+            if receipt.digest != known.digest or receipt.signer == known.signer:
+                return
         self._newest[client] = receipt
         try:
             self._log.add(receipt)
@@ -75,14 +85,15 @@ class Receipts:
             raise LedgerError(f"{self._log.path}: {error.strerror}; the receipts of nodes cannot be kept") from None
 
 
-def _signers(config: RunConfig, nodes: Nodes) -> dict[int, str]:
-    """{client: its registered public line}; without `node_keys` nobody's."""
+def _signers(config: RunConfig, nodes: Nodes) -> dict[int, tuple[str, ...]]:
+    """{client: the public lines of its registered key, and of those before it}; without `node_keys` nobody's."""
     if not config.node_keys:
         return {}
     signers = {}
     for client in nodes:
         try:
-            signers[client] = keys.read_public_line(Path(config.node_keys) / f"{client}.pub")
+            file = Path(config.node_keys) / f"{client}.pub"
+            signers[client] = (keys.read_public_line(file), *keys.read_lines(file.with_suffix(keys.EARLIER)))
         except InputError as error:
             log.warning("client %s: its receipts are not kept: %s", client, error)
     return signers

@@ -67,6 +67,7 @@ def register_nodes(
     wait: float,
     node_keys: Path | None = None,
     may_be_missing: Collection[int] = (),
+    secure_aggregation: bool = False,
 ) -> Nodes:
     """The nodes that take part, ordered by partition id.
 
@@ -77,8 +78,9 @@ def register_nodes(
         grid: Flower's connection to the nodes.
         num_expected: how many nodes to wait for.
         wait: seconds to wait for them; after that the run starts with those that registered.
-        node_keys: folder with the public key of each node, as PARTITION-ID.pub; None requires no signature.
+        node_keys: folder with the public key of each node's vault, as PARTITION-ID.pub; None admits every key.
         may_be_missing: partition ids, among those expected, that are not waited for.
+        secure_aggregation: nodes are to sign their parts in sums, so each needs an identity, and one of its own.
 
     Raises:
         InputError: no node registered, or two nodes claim one partition id.
@@ -89,7 +91,7 @@ def register_nodes(
     while True:
         for node_id, reply in inquiry.answers(grid, leave_out=answered):
             answered.add(node_id)
-            _add(reply, node_id, nodes, node_keys)
+            _add(reply, node_id, nodes, node_keys, secure_aggregation=secure_aggregation)
         are_all = len(nodes.keys() - set(may_be_missing)) >= num_expected - len(may_be_missing)
         if are_all or time.monotonic() > deadline:
             break
@@ -103,10 +105,12 @@ def register_nodes(
     return dict(sorted(nodes.items()))
 
 
-def _add(reply: Message, node_id: int, nodes: Nodes, node_keys: Path | None) -> None:
-    """Add the node if its registration is sound."""
+def _add(reply: Message, node_id: int, nodes: Nodes, node_keys: Path | None, *, secure_aggregation: bool) -> None:
+    """Add the node if its registration is sound; one that is not keeps no other node from taking part."""
     try:
         registration = read_registration(reply, node_keys)
+        if secure_aggregation:
+            _check_identity(registration, nodes)
     except ValueError as error:
         log.warning("node %s does not take part: %s", node_id, error)
         return
@@ -128,9 +132,21 @@ def read_registration(reply: Message, node_keys: Path | None) -> Registration:
     registration = protocol.unpack_registration(reply.content.config_records[protocol.REGISTRATION])
     if registration.software != protocol.SOFTWARE:
         raise ValueError(f"software = {registration.software!r}: the server runs {protocol.SOFTWARE}")
-    if node_keys is not None:
-        _check_signature(registration, node_keys / f"{registration.client}.pub")
+    _check_signature(registration, node_keys / f"{registration.client}.pub" if node_keys else None)
     return registration
+
+
+def _check_identity(registration: Registration, nodes: Nodes) -> None:
+    """Refuse a node that could not be told from another one in a sum.
+
+    Raises:
+        ValueError: it names no key, or that of a node which has registered before.
+    """
+    if not registration.identity:
+        raise ValueError(f"partition-id = {registration.client}: names no identity, and sums are signed")
+    for client, (_, other) in nodes.items():
+        if client != registration.client and other.identity == registration.identity:
+            raise ValueError(f"partition-id = {registration.client}: its identity is that of partition {client}")
 
 
 def check_same(then: Registration, now: Registration) -> None:
@@ -147,11 +163,26 @@ def check_same(then: Registration, now: Registration) -> None:
             )
 
 
-def _check_signature(registration: Registration, file: Path) -> None:
-    if not file.is_file():
-        raise ValueError(f"partition-id = {registration.client}: no key {file.name} among node_keys")
-    if not keys.verify(file.read_text(), protocol.statement_of(registration), registration.signature):
-        raise ValueError(f"partition-id = {registration.client}: its registration is not signed with {file.name}")
+def _check_signature(registration: Registration, file: Path | None) -> None:
+    """Refuse a registration that is not signed with the admitted key, or with the one that it names as its own."""
+    name = f"partition-id = {registration.client}"
+    if file is None and not registration.identity:
+        return
+    if file is None:
+        if not keys.is_identity(registration.identity):
+            raise ValueError(f"{name}: its identity is no public key of a vault, `{keys.VAULT} ...`")
+        admitted, named = registration.identity, "the key that it names as its identity"
+    else:
+        if not file.is_file():
+            raise ValueError(f"{name}: no key {file.name} among node_keys; `register` the node with its vault.key.pub")
+        try:
+            admitted, named = keys.read_public_line(file), file.name
+        except InputError as error:
+            raise ValueError(f"{name}: {error}") from None
+    if not keys.verify(admitted, protocol.statement_of(registration), registration.signature):
+        raise ValueError(f"{name}: its registration is not signed with {named}")
+    if registration.identity != admitted:
+        raise ValueError(f"{name}: its identity is not {named}, with which its registration is signed")
 
 
 def check_registered(known: DataSet, client: int, size: int, delta: float) -> None:

@@ -174,8 +174,12 @@ class Federation:
         kit(CLIENT, "approve", self.node(client), digest)
 
     def admit(self, client: int) -> None:
-        """Register a node's key with the SuperLink."""
-        kit(SERVER, "register", self.coordinator, client, self.node(client) / "node.key.pub")
+        """Register a node's keys with the coordinator."""
+        kit(SERVER, "register", self.coordinator, client, *self.public_keys(client))
+
+    def public_keys(self, client: int) -> tuple[Path, Path]:
+        """What a node hands to the coordinator."""
+        return self.node(client) / "node.key.pub", self.node(client) / "vault.key.pub"
 
     def start_superlink(self) -> None:
         """Start the SuperLink and wait until it answers."""

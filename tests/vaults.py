@@ -60,6 +60,7 @@ def make_vault(
     )
     if not made.key.exists():
         keys.make_key_pair(made.key)
+        keys.make_key_pair(folder / "node.key", keys.NODE)
     if num_records is None:
         with data.open(newline="") as file:
             num_records = len(list(csv.reader(file))) - 1

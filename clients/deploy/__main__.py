@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from clients.deploy import doctor as node_doctor
-from clients.deploy import folder, models, peers, records, supernode
+from clients.deploy import folder, models, new_key, peers, records, supernode
 from clients.deploy import units as node_units
 from clients.deploy.folder import ROOT, Made, Node
 from fedpriv.deployment import approvals
@@ -26,7 +26,7 @@ Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The node's folder."
 
 @app.callback()
 def deploy() -> None:
-    """A data holder's node in a federation: its key, its data, its policy, and the code that it approves.
+    """A data holder's node in a federation: its keys, its data, its policy, and the code that it approves.
 
     Example: python -m clients.deploy init ~/node --superlink fl.example.org:9093 --ca ca.crt --partition-id 0
     """
@@ -62,7 +62,7 @@ def init(
     ] = None,
     port: Annotated[int, typer.Option(help="Free port on this machine, for local use only.")] = folder.DEFAULT_PORT,
 ) -> None:
-    """Create a node's folder: a key pair, settings and a policy; read the records once, and register their number.
+    """Create a node's folder: two key pairs, settings and a policy; read the records once, and register their number.
 
     With --data, labels and a budget are required; on a terminal they are asked for.
 
@@ -100,20 +100,26 @@ def init(
 def _tell(made: Made, quoted: str) -> None:
     """What was made, and what is left to do."""
     node = made.node
-    typer.echo(f"created {node.folder}; keep {node.vault.key} secret and review {node.vault.policy}")
+    typer.echo(f"created {node.folder}; keep {node.key} and {node.vault.key} secret, review {node.vault.policy}")
     if made.found is not None and made.data_set is not None:
         for line in made.found.lines():
             typer.echo(line)
         typer.echo(f"registered N_k = {made.data_set.num_records}, data set {made.data_set.id}")
         if made.data_set.num_records != made.found.num_records:
             typer.echo(f"note: {node.vault.ledger} had registered this number before, and it stays")
-    typer.echo(f"send to the coordinator: {node.public_key}")
-    typer.echo(node.public_key.read_text().strip())
+    _tell_keys(node)
     steps = [f"approve-model {quoted} MODEL"] if made.found is not None else []
     if node.vault.budget_view == "aggregate":
         steps.append(f"approve-peer {quoted} PARTITION-ID KEYFILE")
     for command in (*steps, f"approve {quoted} --this-checkout", f"doctor {quoted}", f"start {quoted}"):
         typer.echo(f"next: python -m clients.deploy {command}")
+
+
+def _tell_keys(node: Node) -> None:
+    """What the coordinator must get."""
+    typer.echo(f"send to the coordinator: {' and '.join(map(str, node.public_keys))}")
+    for file in node.public_keys:
+        typer.echo(file.read_text().strip())
 
 
 def _asked(option: str, question: str) -> str:
@@ -195,7 +201,7 @@ def begin_counter(dir_: Folder) -> None:
     vault = Node.read(dir_).vault
     watch = Watch.of(vault)
     if watch is None:
-        raise InputError(f"key = {vault.key}: no such file; only what is signed can be counted")
+        raise InputError(f"key = {vault.key}: no such file; only what is signed can be counted; run `new-key`")
     watch.begin_counter_file(vault.ledger)
     typer.echo(f"{vault.counter_file} counts the charges of {vault.ledger} from now on")
 
@@ -241,7 +247,8 @@ def approve(
 def approve_peer(
     dir_: Folder,
     partition_id: Annotated[int, typer.Argument(metavar="PARTITION-ID", min=0, help="Of the other holder's node.")],
-    key: Annotated[Path, typer.Argument(metavar="KEYFILE", help="Its node.key.pub, which its operator handed you.")],
+    key: Annotated[Path, typer.Argument(metavar="KEYFILE", help="Its vault.key.pub, which its operator handed you.")],
+    replace: Annotated[bool, typer.Option("--replace", help="That holder's key was exchanged.")] = False,
 ) -> None:
     """Let this node add up with another holder's, so that the coordinator learns their sum alone.
 
@@ -251,9 +258,37 @@ def approve_peer(
     Example: python -m clients.deploy approve-peer ~/node 2 clara.pub
     """
     vault = Node.read(dir_).vault
-    is_new = peers.approve(vault, partition_id, key)
+    is_new = peers.approve(vault, partition_id, key, replace_old=replace)
     typer.echo(f"partition {partition_id} {'is approved' if is_new else 'was approved before'} as a peer")
     typer.echo(f"its key is in {vault.peers}; it counts from the next sum on, without a restart")
+
+
+@app.command("new-key")
+def new_key_(
+    dir_: Folder,
+    of_node: Annotated[bool, typer.Option("--node", help="node.key, with which the SuperNode connects.")] = False,
+    sources: Annotated[
+        list[Path] | None,
+        typer.Option("--from", help="Receipts that others keep of this node, to compare; once for each file."),
+    ] = None,
+) -> None:
+    """Exchange a key of a node that is stopped; a node of an earlier version, which has one key, gets its second.
+
+    By default vault.key, which signs all that the node says. Its receipts count for ever: `vault.key.earlier` keeps its
+    public line, and a ledger that lacks what it has signed gets no new key. Then hand vault.key.pub to the coordinator
+    and to each peer: nothing that the new key signs counts before. With --node it is node.key, for Flower alone.
+
+    Example: python -m clients.deploy new-key ~/node
+    """
+    node = Node.read(dir_)
+    if of_node:
+        new_key.replace_node_key(node)
+    else:
+        new_key.replace_vault_key(node, sources or [])
+        typer.echo(f"approve-peer --replace at each peer: {node.public_keys[1]}")
+    _tell_keys(node)
+    id_ = node.vault.partition_id
+    typer.echo(f"there: python -m server.deploy register DIR {id_} NODE_KEY VAULT_KEY --replace")
 
 
 @app.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 
-from clients.deploy import peers, records
+from clients.deploy import peers, records, separate_users
 from clients.deploy.folder import Node
 from fedpriv.deployment.approvals import approved
 from fedpriv.deployment.checks import (
@@ -15,7 +15,6 @@ from fedpriv.deployment.checks import (
     check_disk,
     check_door,
     check_files,
-    check_key,
     check_ledger,
     check_policy,
     check_port_free,
@@ -45,7 +44,7 @@ def checks(node: Node) -> Iterator[Check]:
     yield check_clock(node.superlink_host, node.superlink_port, node.ca_certificate)
     yield check_door(node.superlink_host, node.superlink_port, node.ca_certificate)
     yield check_port_free("127.0.0.1", node.port)
-    yield check_key(vault.key)
+    yield from separate_users.check_keys(node)
     yield check_policy(vault.policy)
     yield check_ledger(vault.ledger)
     yield from _own_records(vault) if vault.data else _corpus()

@@ -1,4 +1,4 @@
-"""A node's folder: its key, its policy, its ledger, its vault's settings, and what it knows about the coordinator."""
+"""A node's folder: its keys, its policy, its ledger, its vault's settings, and what it knows about the coordinator."""
 
 from __future__ import annotations
 
@@ -108,9 +108,14 @@ class Node:
         return self.folder / certificates.CA_CERTIFICATE
 
     @property
-    def public_key(self) -> Path:
-        """The node's public key, which the coordinator registers."""
-        return keys.public_path(self.vault.key)
+    def key(self) -> Path:
+        """The private key with which the SuperNode connects, whose user has a copy: it vouches for nothing else."""
+        return self.folder / "node.key"
+
+    @property
+    def public_keys(self) -> tuple[Path, Path]:
+        """What the coordinator registers: the public lines of `key`, and of the vault's key."""
+        return keys.public_path(self.key), keys.public_path(self.vault.key)
 
     @property
     def approved(self) -> Path:
@@ -143,7 +148,7 @@ class Made:
 
 
 def make(folder: Path, *, ca: Path, superlink: str, port: int = DEFAULT_PORT, **settings: Any) -> Made:
-    """Create a node's folder, with a key pair, the coordinator's certificate and a policy; register its records.
+    """Create a node's folder, with its key pairs, the coordinator's certificate and a policy; register its records.
 
     Args:
         folder: does not exist or is empty.
@@ -165,6 +170,7 @@ def make(folder: Path, *, ca: Path, superlink: str, port: int = DEFAULT_PORT, **
     peers.check_survivors(vault)
     found = records.find(vault) if vault.data else None
     with new_folder(node.folder) as new:
+        keys.make_key_pair(new / node.key.name, keys.NODE)
         keys.make_key_pair(new / vault.key.name)
         (new / node.ca_certificate.name).write_bytes(ca.read_bytes())
         (new / FILE).write_text(_NODE_HEADER + tomli_w.dumps(connection))

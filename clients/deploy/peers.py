@@ -1,30 +1,32 @@
-"""With which other holders the node adds up: each is approved by its operator, by the public key of its node."""
+"""With which other holders the node adds up: each is approved by its operator, by the public key of its vault."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from fedpriv.deployment import keys
-from fedpriv.deployment.files import write_new
+from fedpriv.deployment.files import replace
 from fedpriv.errors import InputError
 from fedpriv.vault import peers
 from fedpriv.vault.settings import VaultSettings
 
 
-def approve(vault: VaultSettings, client: int, key: Path) -> bool:
+def approve(vault: VaultSettings, client: int, key: Path, *, replace_old: bool = False) -> bool:
     """Let the node add up with another holder's, and return whether that is new.
 
     Args:
         vault: of the node.
         client: partition id of the other holder.
-        key: its node's .pub file, as its operator handed it over.
+        key: its vault.key.pub, as its operator handed it over.
+        replace_old: another key may have been approved for this partition id.
 
     Raises:
-        InputError: the file is no public key; partition id or key are this node's own or another peer's; or another key
-            was approved for this partition id.
+        InputError: the file is no public key of a vault; partition id or key are this node's own or another peer's; or
+            another key was approved for this partition id.
     """
     line = keys.read_public_line(key)
     known = peers.approved(vault.peers)
+    file = vault.peers / f"{client}{peers.SUFFIX}"
     if client == vault.partition_id:
         raise InputError(f"PARTITION-ID = {client}: is this node's own; approve the others")
     if line == keys.public_line(vault.key):
@@ -34,8 +36,10 @@ def approve(vault: VaultSettings, client: int, key: Path) -> bool:
             raise InputError(f"public key = {key}: is approved as that of partition {peer}; each holder has its own")
     if client in known and known[client] == line:
         return False
+    if client in known and not replace_old:
+        raise InputError(f"{file}: exists; ask that holder whether its key was exchanged, then give --replace")
     vault.peers.mkdir(mode=0o700, exist_ok=True)
-    write_new(vault.peers / f"{client}{peers.SUFFIX}", f"{line}\n".encode())
+    replace(file, f"{line}\n".encode())  # what an earlier version approved is none
     return True
 
 
@@ -58,9 +62,14 @@ def summary(vault: VaultSettings) -> str:
 
     Raises:
         InputError: fewer are approved than a sum needs beside this node, the threshold leaves no honest peer, a
-            file is no public key, or one key stands for two holders.
+            file is no public key of a vault, or one key stands for two holders.
     """
     known = peers.approved(vault.peers)
+    if old := peers.of_earlier_versions(vault.peers):
+        raise InputError(
+            f"{old[0]}: is the key of that node's SuperNode, which signs no sums; get its vault.key.pub from its "
+            "operator, and run `approve-peer` with that"
+        )
     least, colluding = vault.min_survivors, vault.colluding_clients
     check_survivors(vault)
     if len(set(known.values())) < len(known):

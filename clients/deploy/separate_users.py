@@ -1,7 +1,8 @@
 """The vault and the SuperNode as two users: code that the coordinator ships then cannot open records or ledger.
 
 The folder's owner keeps the vault. The SuperNode's user may pass through the folder to what it needs: the socket, the
-coordinator's certificate, the list of approved bundles, and Flower's own folder, which holds a copy of the node's key.
+coordinator's certificate, the list of approved bundles, and Flower's own folder, which holds a copy of node.key. What
+the vault signs with stays closed to it.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from clients.deploy.folder import Node
+from fedpriv.deployment import keys
+from fedpriv.deployment.checks import Check, check_key
 from fedpriv.deployment.files import replace
-from fedpriv.deployment.users import User, owner_of, user_named
+from fedpriv.deployment.users import User, can_read, owner_of, user_named
 from fedpriv.errors import InputError
 
 # Others may pass through a folder of this mode, and see no list of its files.
@@ -31,7 +34,7 @@ class Users:
     Attributes:
         vault: None stands for the user of this process.
         client: the same, for the SuperNode and the ClientApps that it starts.
-        key: the file with the node's key that the SuperNode reads.
+        key: the file with node.key that the SuperNode reads.
         home: of the SuperNode, if it has a user of its own.
     """
 
@@ -57,7 +60,7 @@ def prepared(node: Node, variables: Mapping[str, str]) -> Users:
     """
     name = node.vault.client_user
     if not name:
-        return Users(key=node.vault.key)
+        return Users(key=node.key)
     client, owner = client_of(node), owner_of(node.folder)
     if os.geteuid() != 0:
         raise InputError(
@@ -66,7 +69,7 @@ def prepared(node: Node, variables: Mapping[str, str]) -> Users:
     node.folder.chmod(_PASSABLE)
     _give(node.flower_home, client)
     key = client_key(node)
-    replace(key, node.vault.key.read_bytes(), mode=0o600, owner=client)
+    replace(key, node.key.read_bytes(), mode=0o600, owner=client)
     users = Users(vault=owner if owner.uid else None, client=client, key=key, home=node.flower_home)
     _probe(node, client, users.client_variables(variables))
     return users
@@ -85,8 +88,23 @@ def client_of(node: Node) -> User:
 
 
 def client_key(node: Node) -> Path:
-    """The copy of the node's key that its `client_user` reads."""
-    return node.flower_home / node.vault.key.name
+    """The copy of node.key that the node's `client_user` reads."""
+    return node.flower_home / node.key.name
+
+
+def check_keys(node: Node) -> Iterator[Check]:
+    """Whether the node's two keys can be used, and that of the vault is the vault's alone."""
+    yield check_key(node.key, keys.NODE)
+    path, name = node.vault.key, node.vault.client_user
+    found = check_key(path, keys.VAULT)
+    if not path.exists():
+        detail = f"{path}: is missing; run `python -m clients.deploy new-key {node.folder}`, then `start`"
+        found = Check(path.name, False, detail)
+    elif path.stat().st_uid != node.folder.stat().st_uid:
+        found = Check(path.name, False, f"{path}: must belong to the owner of {node.folder}, who runs the vault")
+    elif name and can_read(user_named(name), path):
+        found = Check(path.name, False, f"{path}: user {name} can read it; change its owner, then chmod 600")
+    yield found
 
 
 def _give(folder: Path, user: User) -> None:

@@ -17,7 +17,7 @@ from clients.deploy import separate_users, vault_process
 from clients.deploy.folder import ROOT, Node
 from clients.deploy.separate_users import Users
 from fedpriv.deployment import polling
-from fedpriv.deployment.checks import check_key, check_port_free
+from fedpriv.deployment.checks import check_port_free
 from fedpriv.deployment.files import replace
 from fedpriv.deployment.flower import EXIT_CODES, environment, logged_exit_code, run_in_foreground, settings
 from fedpriv.errors import InputError
@@ -42,7 +42,7 @@ def command(node: Node, key: Path) -> list[str]:
 
     Args:
         node: whose SuperNode to start.
-        key: the file with its private key that the SuperNode reads.
+        key: the file with node.key that the SuperNode reads.
     """
     return [
         *program(node),
@@ -63,12 +63,11 @@ def start(node: Node, say: Callable[[str], None]) -> int:
         say: prints a line; other threads call it too.
 
     Raises:
-        InputError: its port is taken, its key cannot be used, or the SuperNode cannot run as the user that it should.
+        InputError: its port is taken, or see `prepare`.
         FlowerError: the vault does not start.
     """
-    for check in (check_key(node.vault.key), check_port_free(_HOST, node.port)):
-        if not check.ok:
-            raise InputError(f"{check.name} = {check.detail}")
+    if not (free := check_port_free(_HOST, node.port)).ok:
+        raise InputError(f"{free.name} = {free.detail}")
     environ = _environment(node)
     users = prepare(node)
     with _ended_by_signals(), vault_process.running(node, say, variables=environ, user=users.vault):
@@ -78,7 +77,7 @@ def start(node: Node, say: Callable[[str], None]) -> int:
             waited = time.monotonic() - started
             pause = polling.pause(waited, shortest=_SHORTEST_RETRY_SECONDS, longest=_LONGEST_RETRY_SECONDS)
             say(
-                f"not admitted yet, after {waited:.0f} s: waiting until the coordinator registers {node.public_key}, "
+                f"not admitted yet, after {waited:.0f} s: waiting until the coordinator registers its keys, "
                 "or until the place of a node that was killed is free (up to a minute); "
                 f"next try in {pause:.0f} s, Ctrl-C ends it"
             )
@@ -91,8 +90,11 @@ def prepare(node: Node) -> Users:
     """Make a node's folder ready for its SuperNode, and return whose processes it and the vault are.
 
     Raises:
-        InputError: the SuperNode cannot run as the user that it should.
+        InputError: one of its keys cannot be used, or the SuperNode cannot run as the user that it should.
     """
+    for check in separate_users.check_keys(node):
+        if not check.ok:
+            raise InputError(check.detail)
     users = separate_users.prepared(node, _environment(node))
     replace(node.node_config_file, tomli_w.dumps(node.node_config).encode())
     return users

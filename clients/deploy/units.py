@@ -49,7 +49,7 @@ def units(node: Node) -> list[Unit]:
             user=client.name,
             variables={"HOME": str(node.flower_home), "PATH": path, **supernode.variables(node)},
             writable=[node.flower_home],
-            hidden=[*data, vault.ledger, vault.tokens, vault.key, vault.policy, vault.events, vault.receipts],
+            hidden=[*data, vault.ledger, vault.tokens, node.key, vault.key, vault.policy, vault.events, vault.receipts],
             after=[f"{name}.service"],
         ),
     ]

@@ -180,7 +180,8 @@ def recover(
         ),
     ],
     key: Annotated[
-        Path | None, typer.Option(help="The node's node.key.pub; by default the one in the ledger's folder.")
+        Path | None,
+        typer.Option(help="The node's vault.key.pub, with its vault.key.earlier; by default in the ledger's folder."),
     ] = None,
     reason: Annotated[
         str | None, typer.Option(help="Why the ledger lacks charges; it is logged. Without it, only look.")
@@ -189,10 +190,10 @@ def recover(
 ) -> None:
     """Charge what a node's ledger lacks since it was restored from an old copy. Without --reason, only show that.
 
-    What a receipt under the node's key proves is charged with its event. If one proves a charge of which no source has
-    the detail, its data set counts as spent in full, and releases nothing more. What only another ledger claims, such
-    as the coordinator's, is charged too: a false claim costs budget. Stop the node first, and restore the newest copy
-    of the ledger together with its head.
+    What a receipt under a key of the node proves is charged with its event. If one proves a charge of which no source
+    has the detail, its data set counts as spent in full, and releases nothing more. What only another ledger claims,
+    such as the coordinator's, is charged too: a false claim costs budget. Stop the node first, and restore the newest
+    copy of the ledger together with its head.
 
     Example: fedpriv ledger recover node.sqlite --from receipts.jsonl
 
@@ -204,10 +205,11 @@ def recover(
 
     if reason is not None and not reason.strip():
         raise InputError("--reason: must not be empty; it is what a later reader of this ledger's statements sees")
-    signer = keys.read_public_line(key or path.with_name("node.key.pub"))
+    key = key or path.with_name("vault.key.pub")
+    signers = (keys.read_public_line(key, None), *keys.read_lines(key.with_suffix(keys.EARLIER)))
     with reader.reading(path) as db:
         reader.verify_with_head(db, path)
-        found = [each for each in recovery.missing(db, sources, signer) if each]
+        found = [each for each in recovery.missing(db, sources, signers) if each]
     if reason is not None and found:
         with Ledger(path) as ledger:
             ledger.recover(found, reason.strip())

@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 from fedpriv.deployment import keys
+from fedpriv.deployment.keys import Kind
 from fedpriv.deployment.users import can_read, user_named
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.ledger import entries, reader
@@ -217,15 +218,16 @@ def check_data(path: Path) -> Check:
     return Check("data", True, f"{path}: {path.stat().st_size} bytes")
 
 
-def check_key(path: Path) -> Check:
-    """Whether a node's private key can be used, and only its owner can read it."""
+def check_key(path: Path, kind: Kind) -> Check:
+    """Whether a private key of a node can be used and is of its kind, and only its owner can read it."""
     try:
         line = keys.public_line(path)
     except InputError as error:
-        return Check("key", False, str(error))
-    if (private := check_private(path)).ok:
-        return Check("key", True, f"{path}: {line[:40]}...")
-    return private
+        return Check(path.name, False, str(error))
+    if keys.kind_of(line) != kind:
+        return Check(path.name, False, f"{path}: is a key `{keys.kind_of(line)}`, must be `{kind}`")
+    private = check_private(path)
+    return Check(path.name, private.ok, f"{path}: {line[:40]}..." if private.ok else private.detail)
 
 
 def check_private(path: Path) -> Check:

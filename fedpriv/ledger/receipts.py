@@ -26,7 +26,7 @@ from fedpriv.ledger.head import EMPTY_CHAIN
 FIELD = "receipt"
 """The field of a message, and of a journal's event, that holds a receipt as text."""
 
-# Keeps a signature of a receipt from standing for anything else that the node's key signs.
+# Keeps a signature of a receipt from standing for anything else that the vault's key signs.
 _PURPOSE = "fedpriv charge 1"
 
 _MAX_CHARACTERS = 4000
@@ -46,7 +46,7 @@ class Receipt:
         event: that was charged, as JSON; empty for the registration, and for releases of which nothing else is known.
         aggregate_scale: as charged; None if the `aggregate` view does not hold.
         noise_source: `secure` or `seeded`.
-        signer: public line of the node's key; empty as long as nobody has signed.
+        signer: public line of the vault's key; empty as long as nobody has signed.
         signature: of `statement`, in base64.
     """
 

@@ -72,13 +72,13 @@ class Missing:
         return {"phase": RECOVERED, "data_set": self.data_set.id}
 
 
-def missing(db: sqlite3.Connection, sources: Iterable[Path], signer: str) -> list[Missing]:
+def missing(db: sqlite3.Connection, sources: Iterable[Path], signers: Collection[str]) -> list[Missing]:
     """What each data set of a ledger lacks, by what these sources know.
 
     Args:
         db: the ledger, open for reading.
         sources: logs of receipts, journals of the node and ledgers, in any order.
-        signer: public line of the node's key.
+        signers: public lines of the keys that have signed for the node.
 
     Raises:
         InputError: a source is neither, or cannot be read, or holds an event that is unknown here or of another unit.
@@ -91,7 +91,7 @@ def missing(db: sqlite3.Connection, sources: Iterable[Path], signer: str) -> lis
             ledgers.append(path)
         else:
             receipts += _receipts_in(path)
-    signed = [each for each in receipts if each.is_of(signer)]
+    signed = [each for each in receipts if each.signer in signers and each.is_of(each.signer)]
     known = entries.data_sets(db)
     orphans = [each for each in signed if each.counter and each.data_set not in {data_set.id for data_set in known}]
     if orphans and not known:

@@ -1,4 +1,4 @@
-"""Who signs in an attempt: a node's registered key, or one made in memory for a simulation."""
+"""Who signs in an attempt: a vault's registered key, or one made in memory for a simulation."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedpriv.deployment import keys
 
@@ -22,7 +20,7 @@ Verify = Callable[[str, bytes, str], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """A key pair on secp384r1: its public line in OpenSSH's format and what signs with it (ECDSA, SHA-256)."""
+    """An Ed25519 key pair: its public line in OpenSSH's format and what signs with it."""
 
     public_line: str
     sign: Sign = field(repr=False)
@@ -30,12 +28,8 @@ class Identity:
 
 def make_identity() -> Identity:
     """A new identity in memory, for simulations and tests; `fedpriv.deployment.keys.verify` checks its signatures."""
-    key = ec.generate_private_key(ec.SECP384R1())
-    line = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
-    return Identity(
-        public_line=line,
-        sign=lambda message: base64.b64encode(key.sign(message, ec.ECDSA(hashes.SHA256()))).decode(),
-    )
+    key = Ed25519PrivateKey.generate()
+    return Identity(public_line=keys.line_of(key), sign=lambda message: base64.b64encode(key.sign(message)).decode())
 
 
 @lru_cache(maxsize=2**16)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import json
 import math
@@ -13,6 +11,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+from fedpriv.deployment import keys
 from fedpriv.secure_aggregation.errors import ProtocolError
 from fedpriv.secure_aggregation.strict import parsed_object, shown
 
@@ -23,9 +22,6 @@ MAX_RECORDS = 2**53
 MAX_GRID_EXPONENT = 100
 
 _DOMAIN = b"fedpriv secure aggregation, terms, 1\n"
-_KEY_TYPE = "ecdsa-sha2-nistp384"
-# An OpenSSH blob on this curve: three texts or points, each after its length in four bytes.
-_KEY_BYTES = 4 + 19 + 4 + 8 + 4 + 97
 _RUN = re.compile(r"[\x21-\x7e][\x20-\x7e]{0,199}")
 _ATTEMPT = re.compile(r"[0-9a-f]{16,64}")
 _REQUEST = re.compile(r"[0-9a-f]{64}")
@@ -37,7 +33,7 @@ class Participant:
 
     Attributes:
         client: its number, >= 0.
-        identity: public line of its node's registered key, `ecdsa-sha2-nistp384 AAAA...`, without a comment.
+        identity: public line of its vault's registered key, `ssh-ed25519 AAAA...`, without a comment.
         num_records: records that it registered, >= 1.
         sampling_probability: of one of its records in a step, in (0, 1].
         scale: c_k, what its clipped sum is multiplied by, in (0, 1].
@@ -55,9 +51,9 @@ class Participant:
     def __post_init__(self) -> None:
         _integer("client", self.client, 0, MAX_CLIENT)
         name = f"client {self.client}"
-        if type(self.identity) is not str or not _is_public_line(self.identity):
+        if not keys.is_identity(self.identity):
             raise ProtocolError(
-                f"{name}: identity = {shown(self.identity)}: must be `{_KEY_TYPE} AAAA...` without a comment"
+                f"{name}: identity = {shown(self.identity)}: must be `{keys.VAULT} AAAA...` without a comment"
             )
         _integer(f"{name}: num_records", self.num_records, 1, MAX_RECORDS)
         for field in ("sampling_probability", "scale"):
@@ -219,16 +215,6 @@ def _check_threshold(threshold: int, colluding: int, num_participants: int) -> N
             f"threshold = {threshold}: must be at least {smallest} and at most {num_participants} "
             f"for {num_participants} participants, {colluding} of them colluding"
         )
-
-
-def _is_public_line(line: str) -> bool:
-    """Whether this is the one way to write a public key, so that two texts are two keys."""
-    kind, _, encoded = line.partition(" ")
-    try:
-        blob = base64.b64decode(encoded, validate=True)
-    except (binascii.Error, ValueError):
-        return False
-    return kind == _KEY_TYPE and len(blob) == _KEY_BYTES and base64.b64encode(blob).decode() == encoded
 
 
 def _integer(name: str, value: object, least: int, most: int) -> None:

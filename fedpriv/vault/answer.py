@@ -23,7 +23,6 @@ from fedpriv.accounting import views as accounting
 from fedpriv.adapters.arithmetic import Adapter, difference
 from fedpriv.aggregation import cmfl as relevance
 from fedpriv.config import RunConfig
-from fedpriv.deployment import keys
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.journal import trace_without_message
 from fedpriv.ledger.entries import DataSet, Key
@@ -216,6 +215,8 @@ def register(request: Request, holder: Holder) -> Response:
             guard.log_content(
                 holder.policy, data_set, repr(bench.data.clients[client]).encode(), records.size(bench, client)
             )
+    signs = holder.identity_key is not None or config.secure_aggregation
+    identity = summed.identity_of(holder, client) if signs else None
     registration = protocol.Registration(
         client=client,
         num_records=num_registered,
@@ -224,12 +225,11 @@ def register(request: Request, holder: Holder) -> Response:
         data_set=data_set.id if data_set else secrets.token_hex(16),
         keeps_replies=data_set is not None,
         software=protocol.SOFTWARE,
-        identity=summed.identity_of(holder, client).public_line if config.secure_aggregation else "",
+        identity=identity.public_line if identity else "",
         receipt=_receipt(request, holder, data_set),
     )
-    if holder.identity_key is not None:
-        signature = keys.sign(holder.identity_key, protocol.statement_of(registration))
-        registration = replace(registration, signature=signature)
+    if identity:
+        registration = replace(registration, signature=identity.sign(protocol.statement_of(registration)))
     holder.journal.write("registered", num_records=registration.num_records, data_set=registration.data_set)
     return Response(record=protocol.REGISTRATION, fields=protocol.pack_registration(registration))
 

@@ -64,7 +64,7 @@ class Holder:
         terms: of a node with records of its own; None for one that takes its records from the run.
         trusts_run: the holder also starts the runs, as in a simulation.
         name: for display; empty takes that of the run's data.
-        identity_key: file that signs registrations; None signs nothing.
+        identity_key: file of the vault's key, which signs what the node says; None signs nothing.
         journal: of the node's events.
         before_records: called after a charge, before any record is touched, with the seconds after which, or after a
             multiple of which, the reply may leave; 0 for at once.
@@ -154,6 +154,11 @@ def run_of(run_config: Mapping[str, Scalar], holder: Holder) -> RunConfig:
     """
     config = parsed(run_config)
     if holder.terms is not None:
+        # Without it there would be no receipts, by which a restored ledger is noticed, nor a registration that counts.
+        if holder.identity_key is None:
+            raise RefusedError(
+                "vault.key: this node has none; its operator must stop it and run `python -m clients.deploy new-key`"
+            )
         return _on_terms(config, holder.terms, holder.policy)
     if config.data == ON_NODES:
         raise RefusedError(f"data = {ON_NODES}: this node has no records of its own")

@@ -16,7 +16,8 @@ _CLIENT = re.compile(r"0|[1-9][0-9]{0,8}")
 def approved(folder: Path) -> dict[int, str]:
     """{partition id: public line} of the holders that the operator approved, ascending; empty without a folder.
 
-    Read whenever an attempt at a sum begins, so that an approval, and its end, hold from the next attempt on.
+    Read whenever an attempt at a sum begins, so that an approval, and its end, hold from the next attempt on. What an
+    earlier version approved, the keys of SuperNodes, approves nobody: a program beside the vault has a copy of each.
 
     Args:
         folder: holds a file PARTITION-ID.pub for each of them.
@@ -24,9 +25,18 @@ def approved(folder: Path) -> dict[int, str]:
     Raises:
         InputError: a file is no public key, or is not named by a partition id.
     """
-    peers = {}
-    for path in folder.glob(f"*{SUFFIX}"):
+    return {int(path.stem): line for path, line in _lines(folder) if keys.kind_of(line) == keys.VAULT}
+
+
+def of_earlier_versions(folder: Path) -> list[Path]:
+    """The files that hold the key of a SuperNode; raises like `approved`."""
+    return [path for path, line in _lines(folder) if keys.kind_of(line) != keys.VAULT]
+
+
+def _lines(folder: Path) -> list[tuple[Path, str]]:
+    """Each file and the public line in it, in the order of the partition ids."""
+    found = list(folder.glob(f"*{SUFFIX}"))
+    for path in found:
         if not _CLIENT.fullmatch(path.stem):
             raise InputError(f"{path}: must be named PARTITION-ID{SUFFIX}, such as 2{SUFFIX}")
-        peers[int(path.stem)] = keys.read_public_line(path)
-    return dict(sorted(peers.items()))
+    return [(path, keys.read_public_line(path, None)) for path in sorted(found, key=lambda path: int(path.stem))]

@@ -2,7 +2,7 @@
 
 Its folder, the coordinator, its peers and, if its operator names one, a counter file elsewhere keep the receipts of its
 charges. Before each charge, what they show is compared with the ledger. Only receipts under the node's own signature
-count: nothing else can close the node, or charge it.
+count, by its vault's key or by one that it had before: nothing else can close the node, or charge it.
 """
 
 from __future__ import annotations
@@ -34,28 +34,38 @@ class Watch:
     """A node's own receipts, and where they are kept.
 
     Attributes:
-        key: the node's private key, which signs them.
+        key: the vault's private key, which signs them.
         kept: the log in the node's folder.
         of_peers: the file with the newest ones of its peers.
         counter_file: another log, on a disk that is not restored with the ledger; None if there is none.
+        earlier_keys: the file with the public lines of the node's earlier keys; None if there is none.
     """
 
     key: Path
     kept: Path
     of_peers: Path
     counter_file: Path | None = None
+    earlier_keys: Path | None = None
 
     @staticmethod
     def of(settings: VaultSettings) -> Watch | None:
-        """That of a node's folder; None if it has no key."""
-        if not settings.key.is_file():
-            return None
-        return Watch(settings.key, settings.receipts, settings.receipts_of_peers, settings.counter_file)
+        """That of a node's folder; None if its vault has no key."""
+        return Watch.signed_by(settings.key, settings) if settings.key.is_file() else None
+
+    @staticmethod
+    def signed_by(key: Path, settings: VaultSettings) -> Watch:
+        """That of a node's folder, whose receipts this private key signs."""
+        return Watch(key, settings.receipts, settings.receipts_of_peers, settings.counter_file, settings.earlier_keys)
 
     @cached_property
     def signer(self) -> str:
-        """The public line of the node's key."""
+        """The public line of the vault's key."""
         return keys.public_line(self.key)
+
+    @cached_property
+    def signers(self) -> tuple[str, ...]:
+        """The public lines whose receipts are the node's own: of its vault's key, and of the keys before it."""
+        return (self.signer, *(keys.read_lines(self.earlier_keys) if self.earlier_keys else ()))
 
     def lost(self, chains: Iterable[Chain], shown: str = "") -> Receipt | None:
         """The newest receipt of a charge that the node has signed and its ledger lacks; None if the ledger lacks none.
@@ -80,7 +90,7 @@ class Watch:
         except OSError as error:
             raise LedgerError(f"{error.filename}: {error.strerror}; nothing is released") from None
         has = frozenset[str]().union(*(chain.digests for chain in chains))
-        lost = [each for each in found if each.counter and each.digest not in has and each.is_of(self.signer)]
+        lost = [each for each in found if each.counter and each.digest not in has and self._is_own(each)]
         return max(lost, key=lambda each: each.counter, default=None)
 
     def keep(self, receipt: Receipt) -> None:
@@ -128,7 +138,7 @@ class Watch:
                 receipt = from_text(text)
             except ValueError:
                 continue
-            if receipt.is_of(self.signer):
+            if self._is_own(receipt):
                 self.keep(receipt)
             elif receipt.signer in peers and receipt.is_of(receipt.signer):
                 self._keep_of_peer(receipt)
@@ -183,6 +193,9 @@ class Watch:
         counter = [ReceiptLog(self.counter_file, may_create=False)] if self.counter_file else []
         return [ReceiptLog(self.kept), *counter]
 
+    def _is_own(self, receipt: Receipt) -> bool:
+        return any(receipt.is_of(signer) for signer in self.signers)
+
     def _check_key(self) -> None:
         try:
             newest = keys.public_line(self.key)
@@ -201,7 +214,7 @@ class Watch:
             reason = "is missing; put it back, or see `python -m clients.deploy begin-counter`"
         elif not os.access(path, os.R_OK | os.W_OK):
             reason = "cannot be written"
-        elif not any(each.is_of(self.signer) for each in ReceiptLog(path).read()):
+        elif not any(map(self._is_own, ReceiptLog(path).read())):
             reason = "holds no receipt of this node"
         else:
             return

@@ -10,6 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from fedpriv.accounting.views import PlannedView
 from fedpriv.data.text import DataSource
+from fedpriv.deployment import keys
 from fedpriv.deployment.settings import read_settings
 
 FILE = "vault.toml"
@@ -133,8 +134,16 @@ class VaultSettings:
 
     @property
     def key(self) -> Path:
-        """The node's private key, which signs its registrations, and its part in sums."""
-        return self.folder / "node.key"
+        """The vault's private key, which signs all that the node says: registrations, its part in sums, receipts.
+
+        No other process reads it; Flower's SuperNode has one of its own.
+        """
+        return self.folder / "vault.key"
+
+    @property
+    def earlier_keys(self) -> Path:
+        """The public lines of keys that signed for the node before, one a line; their receipts count."""
+        return keys.public_path(self.key).with_suffix(keys.EARLIER)
 
     @property
     def receipts(self) -> Path:

@@ -113,7 +113,7 @@ class Part:
 
 
 def identity_of(holder: Holder, client: int) -> Identity:
-    """Who signs for the node: its key or, in a simulation, one made in memory."""
+    """Who signs for the node: its vault's key or, in a simulation, one made in memory."""
     if holder.identity_key is not None:
         return Identity(public_line=keys.public_line(holder.identity_key), sign=partial(keys.sign, holder.identity_key))
     if client not in _identities:

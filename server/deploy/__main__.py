@@ -58,7 +58,7 @@ def init(
     typer.echo(f"send to every node: {coordinator.ca_certificate} and the address {coordinator.address}")
     quoted = shlex.quote(str(folder))
     typer.echo(f"next: python -m server.deploy start {quoted}")
-    typer.echo(f"then, for each node: python -m server.deploy register {quoted} PARTITION_ID PUBKEY_FILE")
+    typer.echo(f"then, for each node: python -m server.deploy register {quoted} PARTITION_ID NODE_KEY VAULT_KEY")
     typer.echo(f"then: python -m server.deploy run {quoted} -c rounds=10")
 
 
@@ -104,13 +104,15 @@ def units(folder: Folder, out: UnitFolder = None) -> None:
 def register(
     folder: Folder,
     partition_id: Annotated[int, typer.Argument(help="Which client of a run the node is: 0, 1, ...")],
-    pubkey_file: Annotated[Path, typer.Argument(help="The node's .pub file.")],
+    node_key: Annotated[Path, typer.Argument(metavar="NODE_KEY", help="Its node.key.pub, for Flower.")],
+    vault_key: Annotated[Path, typer.Argument(metavar="VAULT_KEY", help="Its vault.key.pub, which signs.")],
+    replace: Annotated[bool, typer.Option("--replace", help="The node may have had other keys; they end.")] = False,
 ) -> None:
     """Admit a node while the SuperLink is running; repeating it for the same node does no harm.
 
-    Example: python -m server.deploy register ~/federation 0 clinic.pub
+    Example: python -m server.deploy register ~/federation 0 node.key.pub vault.key.pub
     """
-    is_new = registration.register(Coordinator.read(folder), partition_id, pubkey_file)
+    is_new = registration.register(Coordinator.read(folder), partition_id, node_key, vault_key, replace_old=replace)
     typer.echo(f"node {partition_id} {'is registered' if is_new else 'was registered before'}")
 
 

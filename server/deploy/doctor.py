@@ -19,6 +19,7 @@ from fedpriv.deployment.checks import (
     check_versions,
 )
 from fedpriv.deployment.flower import CONNECTION, FlowerError, num_online
+from fedpriv.deployment.keys import VAULT
 from fedpriv.errors import InputError
 from server.deploy.folder import Coordinator
 from server.deploy.superlink import check_authority, expiry_warning
@@ -36,13 +37,13 @@ def checks(coordinator: Coordinator) -> Iterator[Check]:
     free = check_port_free(coordinator.bind_host, coordinator.port)
     if free.ok:
         yield Check("superlink", False, f"not running ({free.detail}); start it with `start`, then ask again")
-        yield Check("nodes", True, f"{len(coordinator.registered())} registered")
+        yield _nodes(coordinator, "")
     else:
         yield check_tls(coordinator.host, coordinator.port, coordinator.ca_certificate)
         yield check_clock(coordinator.host, coordinator.port, coordinator.ca_certificate)
         yield check_door(coordinator.host, coordinator.port, coordinator.ca_certificate)
         yield _connection(coordinator)
-        yield _nodes(coordinator)
+        yield _online(coordinator)
     yield check_disk(coordinator.folder, _MIN_DISK_BYTES)
 
 
@@ -72,9 +73,19 @@ def _connection(coordinator: Coordinator) -> Check:
     return Check("connection", True, f"FLWR_HOME={coordinator.flower_home} flwr ... {CONNECTION}, at {address}")
 
 
-def _nodes(coordinator: Coordinator) -> Check:
+def _online(coordinator: Coordinator) -> Check:
     try:
         online = num_online(coordinator.flower_home, folder=coordinator.folder)
     except FlowerError as error:
         return Check("nodes", False, str(error))
-    return Check("nodes", True, f"{online} online of {len(coordinator.registered())} registered")
+    return _nodes(coordinator, f"{online} online of ")
+
+
+def _nodes(coordinator: Coordinator, online: str) -> Check:
+    """How many nodes are registered, and whether each is with both its keys."""
+    known = coordinator.registered()
+    if without := sorted(known.keys() - coordinator.registered(VAULT).keys()):
+        named = ", ".join(map(str, without))
+        detail = f"partitions {named}: are registered without the key of their vaults; `register` them with it"
+        return Check("nodes", False, detail)
+    return Check("nodes", True, f"{online}{len(known)} registered")

@@ -12,9 +12,10 @@ import tomli_w
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from fedpriv.deployment import certificates
+from fedpriv.deployment import certificates, keys
 from fedpriv.deployment.files import new_folder, replace
 from fedpriv.deployment.flower import CONNECTION
+from fedpriv.deployment.keys import Kind
 from fedpriv.deployment.settings import join_address, read_settings, validated
 from fedpriv.errors import InputError
 
@@ -137,17 +138,23 @@ class Coordinator:
 
     @property
     def nodes(self) -> Path:
-        """The public keys of the registered nodes, PARTITION_ID.pub."""
+        """The keys by which Flower admits the registered nodes, PARTITION_ID.pub, with the ids that it gave them."""
         return self.folder / "nodes"
+
+    @property
+    def vaults(self) -> Path:
+        """The keys by which runs check what the vaults of registered nodes say, PARTITION_ID.pub."""
+        return self.folder / "vaults"
 
     @property
     def runs(self) -> Path:
         """The folders of the runs."""
         return self.folder / "runs"
 
-    def registered(self) -> dict[int, Path]:
-        """The public key file of each registered node, by partition id."""
-        return {int(file.stem): file for file in self.nodes.glob("*.pub") if file.stem.isdigit()}
+    def registered(self, kind: Kind = keys.NODE) -> dict[int, Path]:
+        """The file with the public key of this kind of each registered node, by partition id."""
+        folder = self.nodes if kind == keys.NODE else self.vaults
+        return {int(file.stem): file for file in folder.glob("*.pub") if file.stem.isdigit()}
 
 
 def make(folder: Path, *, addresses: Sequence[str], port: int, days: int, passphrase: str) -> Coordinator:
@@ -170,7 +177,7 @@ def make(folder: Path, *, addresses: Sequence[str], port: int, days: int, passph
     with new_folder(coordinator.folder) as new:
         certificates.make_ca(new, max(days, _CA_DAYS), passphrase=passphrase)
         certificates.make_server_certificate(new, coordinator.addresses, days, passphrase=passphrase)
-        for part in (coordinator.flower_home, coordinator.nodes, coordinator.runs):
+        for part in (coordinator.flower_home, coordinator.nodes, coordinator.vaults, coordinator.runs):
             (new / part.name).mkdir()
         (new / coordinator.approved.name).touch()
         (new / "coordinator.toml").write_text(tomli_w.dumps(settings))

@@ -70,13 +70,15 @@ def run_values(coordinator: Coordinator, overrides: Sequence[str]) -> dict[str, 
         "engine": "flower",
         "comparison": False,  # no node with a policy would train without noise
         "out": str(coordinator.runs / f"{datetime.now():%Y%m%d-%H%M%S}"),
-        "node_keys": str(coordinator.nodes),
+        "node_keys": str(coordinator.vaults),
     }
     values = configuration.parse_overrides(overrides)
     values |= {key: _absolute(values[key]) for key in configuration.LOCATION_KEYS if values.get(key)}
     if Path(str(values.get("test_data", ""))).expanduser().is_file():
         values["test_data"] = _absolute(values["test_data"])
     original = _original_configuration(Path(values["resume"])) if values.get("resume") else {}
+    if original.get("node_keys") == str(coordinator.nodes):  # of a run that an earlier version began
+        del original["node_keys"]
     config = configuration.parse({**defaults, **original, **values})
     check_installed(config.track)
     return configuration.to_flower(config)

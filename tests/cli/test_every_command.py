@@ -74,7 +74,7 @@ EXAMPLES = {
     "ledger verify": Example("ledger.sqlite"),
     "ledger adopt-head": Example("moved.sqlite", infinite="data_sets 0 epsilon_local"),
     "ledger recover": Example(
-        "ledger.sqlite --from receipts.jsonl --key node.key.pub", infinite="data_sets 0 epsilon_local"
+        "ledger.sqlite --from receipts.jsonl --key vault.key.pub", infinite="data_sets 0 epsilon_local"
     ),
     "ledger statement": Example("ledger.sqlite --client 0", infinite="statements 0 epsilon_local"),
     "ledger permit": Example("published/ledger.sqlite --client 0 --reason letter"),
@@ -127,8 +127,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Path) -> Path:
     write_study(folder, noiseless=True)
     write_ledger(folder / "ledger.sqlite", SubsampledGaussian(noise_multiplier=0.0, sampling_probability=0.1))
     shutil.copy(folder / "ledger.sqlite", folder / "moved.sqlite")
-    keys.make_key_pair(folder / "node.key")
-    ReceiptLog(folder / "receipts.jsonl").add(Receipt(data_set="0").signed(folder / "node.key"))
+    keys.make_key_pair(folder / "vault.key")
+    ReceiptLog(folder / "receipts.jsonl").add(Receipt(data_set="0").signed(folder / "vault.key"))
     write_plain_table(folder / "plain.csv")
     write_csv(folder / "scores.csv", score=range(8), included=[0, 1] * 4)
     write_csv(folder / "losses.csv", loss=range(8), member=[0, 1] * 4)

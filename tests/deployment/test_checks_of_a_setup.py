@@ -182,12 +182,14 @@ def test_who_can_read_a_file(tmp_path, mode, owner, member, stranger):
 
 
 def test_key_must_be_its_owners_alone(tmp_path):
-    keys.make_key_pair(tmp_path / "node.key")
-    assert checks.check_key(tmp_path / "node.key").ok
-    (tmp_path / "node.key").chmod(0o640)
-    found = checks.check_key(tmp_path / "node.key")
+    key = tmp_path / "vault.key"
+    keys.make_key_pair(key)
+    assert checks.check_key(key, keys.VAULT).ok
+    assert "must be `ecdsa-sha2-nistp384`" in checks.check_key(key, keys.NODE).detail
+    key.chmod(0o640)
+    found = checks.check_key(key, keys.VAULT)
     assert (found.ok, "chmod 600" in found.detail) == (False, True), found
-    assert not checks.check_key(tmp_path / "node.key.pub").ok
+    assert not checks.check_key(tmp_path / "vault.key.pub", keys.VAULT).ok
 
 
 def test_policy(tmp_path):

@@ -6,16 +6,16 @@ import shutil
 import subprocess
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError
 
 
-@pytest.fixture
-def key(tmp_path):
-    keys.make_key_pair(tmp_path / "node.key")
+@pytest.fixture(params=[keys.NODE, keys.VAULT])
+def key(tmp_path, request):
+    keys.make_key_pair(tmp_path / "node.key", request.param)
     return tmp_path / "node.key"
 
 
@@ -68,7 +68,7 @@ def openssh(private) -> bytes:
     [
         (None, "No such file"),
         (b"nonsense", "must be an OpenSSH private key"),
-        (openssh(ed25519.Ed25519PrivateKey.generate()), "secp384r1"),
+        (openssh(rsa.generate_private_key(65537, 2048)), "must be an Ed25519 key, or an EC key on secp384r1"),
         (openssh(ec.generate_private_key(ec.SECP256R1())), "secp384r1"),
     ],
 )
@@ -84,7 +84,30 @@ def test_unusable_private_key_is_named_in_one_line(tmp_path, content, message):
 
 def test_public_file_is_read_without_its_comment(key, tmp_path):
     (tmp_path / "sent.pub").write_text(f"{keys.public_line(key)} somebody@clinic\n")
-    assert keys.read_public_line(tmp_path / "sent.pub") == keys.public_line(key)
+    assert keys.read_public_line(tmp_path / "sent.pub", None) == keys.public_line(key)
+
+
+def test_neither_kind_of_key_stands_for_the_other(key):
+    line = keys.public_line(key)
+    kind, other = keys.kind_of(line), {keys.NODE: keys.VAULT, keys.VAULT: keys.NODE}[keys.kind_of(line)]
+    assert line.startswith(f"{kind} ")
+    assert keys.read_public_line(keys.public_path(key), kind) == line
+    with pytest.raises(InputError, match=rf"is a {kind} key, as in a .*\.key\.pub; give the .*\.key\.pub"):
+        keys.read_public_line(keys.public_path(key), other)
+    assert keys.is_identity(line) is (kind == keys.VAULT)
+
+
+def test_the_lines_of_earlier_keys_are_kept_in_their_order_each_once(key, tmp_path):
+    file, line = tmp_path / "vault.key.earlier", keys.public_line(key)
+    assert keys.read_lines(file) == ()
+    keys.make_key_pair(tmp_path / "other.key")
+    other = keys.public_line(tmp_path / "other.key")
+    for each in (line, other, line):
+        keys.add_line(file, each)
+    assert keys.read_lines(file) == (line, other)
+    file.write_text(f"{line}\nnonsense\n")
+    with pytest.raises(InputError, match="line 2 is no public key"):
+        keys.read_lines(file)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"ssh-rsa AAAA", None])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from simulations.processes import free_port
+from simulations.sites import wait_until
 
 pytestmark = pytest.mark.deployment
 
@@ -78,12 +79,22 @@ def test_a_node_is_let_in_once_it_is_registered_and_both_stop_when_asked(coordin
     node.wait_for("vault: vault listens on")
     node.wait_for("s: waiting until the coordinator registers")
 
-    public_key = tmp_path / "node 0" / "node.key.pub"
-    assert "is registered" in kit("server", "register", folder, 0, public_key)
-    assert "was registered before" in kit("server", "register", folder, 0, public_key)
+    public_keys = [tmp_path / "node 0" / name for name in ("node.key.pub", "vault.key.pub")]
+    assert "is registered" in kit("server", "register", folder, 0, *public_keys)
+    assert "was registered before" in kit("server", "register", folder, 0, *public_keys)
     try:
         superlink.wait_for("nodes online: 1 of 1 registered")
         assert "1 online of 1 registered" in kit("server", "doctor", folder)
+    finally:
+        assert node.stop() == 0
+
+    kit("clients", "new-key", tmp_path / "node 0", "--node")
+    kit("clients", "new-key", tmp_path / "node 0")
+    assert "is registered" in kit("server", "register", folder, 0, *public_keys, "--replace")
+    node = Started("clients.deploy", tmp_path / "node 0")
+    try:
+        online = "1 online of 1 registered"
+        wait_until(lambda: online in kit("server", "doctor", folder), "the node by its new keys", 60, every=1.0)
     finally:
         assert node.stop() == 0
     assert superlink.stop() == 0

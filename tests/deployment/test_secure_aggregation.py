@@ -37,7 +37,7 @@ class Summing(Federation):
                 self.approve_peer(client, peer)
 
     def approve_peer(self, client: int, peer: int) -> None:
-        kit(CLIENT, "approve-peer", self.node(client), peer, self.node(peer) / "node.key.pub")
+        kit(CLIENT, "approve-peer", self.node(client), peer, self.node(peer) / "vault.key.pub")
 
     @contextmanager
     def halted(self, run: Service, round_: int, kind: str) -> Iterator[None]:

@@ -60,7 +60,7 @@ def test_another_authority_is_not_trusted(stranger, tmp_path):
 
 
 def test_one_key_serves_one_node(hospitals, stranger, tmp_path):
-    refusal = kit(SERVER, "register", hospitals.coordinator, 9, hospitals.node(0) / "node.key.pub", code=2)
+    refusal = kit(SERVER, "register", hospitals.coordinator, 9, *hospitals.public_keys(0), code=2)
     assert "is registered for partition id 0" in refusal, refusal
     twin = tmp_path / "twin"
     shutil.copytree(hospitals.node(0), twin, ignore=shutil.ignore_patterns("vault.sock"))

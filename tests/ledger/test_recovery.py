@@ -48,13 +48,13 @@ class Node:
         folder.mkdir()
         self.folder, self.path = folder, folder / "ledger.sqlite"
         self.receipts, self.events = folder / "receipts.jsonl", folder / "events.jsonl"
-        keys.make_key_pair(folder / "node.key")
+        keys.make_key_pair(folder / "vault.key")
         with Ledger(self.path) as ledger:
             self.data_set = ledger.register("0", 100, DELTA)
 
     @property
     def watch(self) -> Watch:
-        return Watch(self.folder / "node.key", self.receipts, self.folder / "receipts-of-peers.jsonl")
+        return Watch(self.folder / "vault.key", self.receipts, self.folder / "receipts-of-peers.jsonl")
 
     @property
     def policy(self) -> NodePolicy:
@@ -259,9 +259,9 @@ def test_a_claim_of_another_unit_is_refused_before_anything_is_charged(restored,
 
 
 def test_without_the_nodes_public_key_nothing_can_be_proven(restored, tmp_path):
-    (restored.folder / "node.key.pub").unlink()
+    (restored.folder / "vault.key.pub").unlink()
     _, err = fedpriv("ledger", "recover", restored.path, "--from", tmp_path / "kept" / "receipts.jsonl", code=2)
-    assert "node.key.pub" in err
+    assert "vault.key.pub" in err
 
 
 def test_a_recovered_ledger_says_so_and_older_readers_refuse_it(restored, tmp_path):

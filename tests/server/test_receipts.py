@@ -82,6 +82,25 @@ def test_the_newest_is_shown_to_its_node_in_this_run_and_the_next(folder):
     assert list(ReceiptLog(folder / "ledger.sqlite.receipts").read()) == [links[1], links[3]]
 
 
+def test_what_a_key_signed_that_was_exchanged_is_shown_until_the_new_one_has_signed_as_much(folder):
+    """A ledger that is restored while its key is exchanged is noticed: the new key signs its older state."""
+    before = chain(folder, 3)
+    receipts(folder).take(0, reply(before[3].text()))
+    old = (folder / "nodes" / "0.pub").read_text()
+    (folder / "key-0").rename(folder / "old"), (folder / "key-0.pub").unlink()
+    keys.make_key_pair(folder / "key-0")
+    (folder / "nodes" / "0.pub").write_text(keys.public_line(folder / "key-0"))
+    (folder / "nodes" / "0.earlier").write_text(old)
+    after = chain(folder, 4)
+    restored = receipts(folder, registered=after[2].text())
+    assert from_text(restored.shown_to(0)[protocol.RECEIPT]) == before[3]
+    whole = receipts(folder, registered=after[3].text())
+    assert from_text(whole.shown_to(0)[protocol.RECEIPT]) == after[3]
+    whole.take(0, reply(replace(after[4]).signed(folder / "old").text()))
+    assert from_text(whole.shown_to(0)[protocol.RECEIPT]) == after[3], "the old key signs nothing new"
+    assert from_text(receipts(folder).shown_to(0)[protocol.RECEIPT]) == after[3]
+
+
 def test_a_registration_brings_the_first(folder):
     (begin,) = chain(folder, 0)
     assert from_text(receipts(folder, registered=begin.text()).shown_to(0)[protocol.RECEIPT]) == begin

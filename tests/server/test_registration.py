@@ -11,6 +11,7 @@ from fedpriv import protocol
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError
 from fedpriv.protocol import Registration
+from fedpriv.secure_aggregation import Participant
 from server.registration import read_registration, register_nodes
 from simulations.engines.flower_private import task_identity
 
@@ -32,8 +33,9 @@ def node_keys(tmp_path):
     return folder
 
 
-def signed(registration: Registration, key) -> Registration:
-    return replace(registration, signature=keys.sign(key, protocol.statement_of(registration)))
+def signed(registration: Registration, key, **changes: object) -> Registration:
+    stated = replace(registration, **({"identity": keys.public_line(key)} | changes))
+    return replace(stated, signature=keys.sign(key, protocol.statement_of(stated)))
 
 
 def reply_with(registration: Registration, message: Message | None = None) -> Message:
@@ -74,12 +76,56 @@ def test_another_nodes_key_signs_nothing_here(node_keys, tmp_path):
         read_registration(reply_with(signed(NODE, tmp_path / "key-1")), node_keys)
 
 
+def test_a_node_that_was_admitted_by_flowers_key_alone_is_named(node_keys, tmp_path):
+    keys.make_key_pair(tmp_path / "node.key", keys.NODE)
+    (node_keys / "0.pub").write_text(keys.public_line(tmp_path / "node.key"))
+    with pytest.raises(
+        ValueError, match=r"partition-id = 0: public key = .*0\.pub: is a ecdsa.*; give the vault\.key\.pub"
+    ):
+        read_registration(reply_with(signed(NODE, tmp_path / "key-0")), node_keys)
+
+
 def test_an_error_or_an_empty_reply_takes_no_part():
     message = Message(RecordDict(), 7, protocol.REGISTER, group_id="0")
     with pytest.raises(ValueError, match="could not be verified"):
         read_registration(Message(Error(8, "The FAB could not\nbe verified."), reply_to=message), None)
     with pytest.raises(ValueError, match="registration: missing"):
         read_registration(Message(RecordDict(), reply_to=message), None)
+
+
+def lies(kind: str, tmp_path) -> str:
+    """An identity that is not the one of the node that names it."""
+    if kind == "another's":
+        return keys.public_line(tmp_path / "key-0")
+    return {"nonsense": "nonsense", "none": "", "with a comment": f"{keys.public_line(tmp_path / 'key-1')} me"}[kind]
+
+
+@pytest.mark.parametrize("admitted", [True, False])
+@pytest.mark.parametrize("kind", ["another's", "nonsense", "none", "with a comment"])
+def test_a_node_that_lies_about_its_identity_is_left_out_by_name_and_stops_nobody(
+    node_keys, tmp_path, caplog, kind, admitted
+):
+    """Terms with such an identity would be none, and no sum would ever begin."""
+    keys.make_key_pair(tmp_path / "key-2")
+    (node_keys / "2.pub").write_text(keys.public_line(tmp_path / "key-2"))
+    liar = signed(replace(NODE, client=1), tmp_path / "key-1", identity=lies(kind, tmp_path))
+    honest = {client: signed(replace(NODE, client=client), tmp_path / f"key-{client}") for client in (0, 2)}
+    nodes = Nodes([honest[0], liar, honest[2]])
+    folder = node_keys if admitted else None
+    registered = register_nodes(nodes, num_expected=3, wait=1.5, node_keys=folder, secure_aggregation=True)
+    assert list(registered) == [0, 2]
+    assert "does not take part: partition-id = 1: " in caplog.text
+    for client, (_, node) in registered.items():
+        Participant(client=client, identity=node.identity, num_records=40, sampling_probability=1.0, scale=1.0)
+
+
+def test_of_two_nodes_with_one_identity_the_second_is_left_out_by_name(node_keys, tmp_path, caplog):
+    """Its own key may be admitted twice in a folder that somebody made by hand."""
+    (node_keys / "1.pub").write_text(keys.public_line(tmp_path / "key-0"))
+    nodes = Nodes([signed(replace(NODE, client=client), tmp_path / "key-0") for client in (0, 1)])
+    registered = register_nodes(nodes, num_expected=2, wait=1, node_keys=node_keys, secure_aggregation=True)
+    assert list(registered) == [0]
+    assert "partition-id = 1: its identity is that of partition 0" in caplog.text
 
 
 class Nodes:

@@ -195,6 +195,11 @@ def is_whole(frame: bytes) -> bool:
         return True
 
 
+def secrets(settings: VaultSettings) -> list[Path]:
+    """What the attacker may not open."""
+    return [settings.data, settings.ledger, settings.key, settings.folder / "node.key", settings.policy]
+
+
 def attack(
     folder: Path, settings: VaultSettings, python: str | None, frames: list[bytes]
 ) -> tuple[str, list[Response]]:
@@ -204,7 +209,7 @@ def attack(
     sent.chmod(0o644)
     answers.write_bytes(b"")
     answers.chmod(0o666)
-    files = [settings.data, settings.ledger, settings.key, settings.policy]
+    files = secrets(settings)
     done = subprocess.run(
         [python or sys.executable, "-c", ATTACK, *map(str, (settings.socket, sent, answers, *files))],
         capture_output=True,
@@ -246,7 +251,7 @@ def test_whatever_frames_it_sends_nothing_unpaid_comes_back(folder, settings, va
     assert len(frames) > 0.8 * number
     printed, responses = attack(folder, settings, python, frames)
     if python:
-        for file in (settings.data, settings.ledger, settings.key, settings.policy):
+        for file in secrets(settings):
             assert f"{file} Permission denied" in printed
         assert f"user {NOBODY}" in printed
     assert len(responses) > 0.9 * len(frames)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 
 import pytest
 import tomli_w
 import torch
 
-from clients.deploy import doctor, models
+from clients.deploy import doctor, models, separate_users, supernode
 from clients.deploy.__main__ import app
 from clients.deploy.folder import Node
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.views import Release
-from fedpriv.deployment import approvals, certificates, keys
+from fedpriv.deployment import approvals, certificates
+from fedpriv.deployment.users import User
 from fedpriv.errors import InputError
 from fedpriv.ledger.entries import Key
 from fedpriv.ledger.head import head_path
@@ -199,9 +201,24 @@ def test_a_closed_node_stays_closed_until_it_is_opened(node):
 
 
 def test_a_key_that_others_may_read(node):
-    assert keys.public_line(node.vault.key)
-    node.vault.key.chmod(0o640)
-    assert set(failed(node)) == {"key"}
+    for key in (node.key, node.vault.key):
+        key.chmod(0o640)
+        assert set(failed(node)) == {key.name}
+        key.chmod(0o600)
+
+
+def test_a_vaults_key_that_is_missing_or_that_the_supernodes_user_can_read(node, monkeypatch):
+    nobody = User("nobody", node.folder.stat().st_uid, 1, ())  # as if the vault's key were its file
+    monkeypatch.setattr(separate_users, "user_named", lambda name: nobody)
+    named = replace(node, vault=replace(node.vault, client_user="nobody"))
+    (said,) = [check.detail for check in separate_users.check_keys(named) if not check.ok]
+    assert "vault.key: user nobody can read it" in said
+    with pytest.raises(InputError, match="user nobody can read it"):
+        supernode.prepare(named)
+    node.vault.key.unlink()
+    assert f"run `python -m clients.deploy new-key {node.folder}`" in failed(node)["vault.key"]
+    with pytest.raises(InputError, match="new-key"):
+        supernode.prepare(node)
 
 
 def test_a_gpu_needs_a_word_on_what_it_gives_up(node, monkeypatch):

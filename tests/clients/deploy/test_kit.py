@@ -38,7 +38,7 @@ def options(ca: Path, **more: object) -> list[object]:
     return [part for key, value in values.items() for part in (f"--{key}", value)]
 
 
-def test_init_makes_key_settings_and_policy(tmp_path, ca):
+def test_init_makes_keys_settings_and_policy(tmp_path, ca):
     command = [sys.executable, "-m", "clients.deploy", "init", tmp_path / "node"]
     command += [*map(str, options(ca, **{"budget-epsilon": 4}))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -50,8 +50,10 @@ def test_init_makes_key_settings_and_policy(tmp_path, ca):
     assert Limits.read(vault.policy) == Limits()
     assert models.read(vault.models) == ()
     assert approvals.approved(node.approved) == frozenset()
-    assert keys.public_line(vault.key) in done.stdout
-    assert vault.key.stat().st_mode & 0o777 == 0o600
+    for key, kind in ((node.key, keys.NODE), (vault.key, keys.VAULT)):
+        assert keys.public_line(key) in done.stdout
+        assert keys.kind_of(keys.public_line(key)) == kind
+        assert key.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def test_start_refuses_a_taken_port_and_an_open_key(make_node):
 
 def test_only_approved_bundles_run(make_node):
     node = make_node()
-    command = supernode.command(node, node.vault.key)
+    command = supernode.command(node, node.key)
     assert "clients.deploy.approved_supernode" in command
     assert str(node.approved) in command
 

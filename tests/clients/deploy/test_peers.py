@@ -53,18 +53,39 @@ def test_an_approved_key_is_what_the_vault_reads(node, key):
     [
         (1, "new", "PARTITION-ID = 1: is this node's own"),
         (3, "clara", "is approved as that of partition 2"),
-        (2, "new", "2.pub: exists; give another path, or move it away first"),
-        (3, "node.key", "is this node's own; give that of partition 3"),
-        (3, "none", "give the node's .pub file"),
+        (2, "new", "2.pub: exists; ask that holder whether its key was exchanged, then give --replace"),
+        (3, "own", "is this node's own; give that of partition 3"),
+        (3, "supernode", "is a ecdsa-sha2-nistp384 key, as in a node.key.pub; give the vault.key.pub"),
+        (3, "none", "give the node's vault.key.pub"),
     ],
 )
 def test_what_would_let_one_holder_stand_for_two_is_refused(node, key, tmp_path, client, name, reason):
-    files = {"clara": key("clara"), "new": key("new"), "node.key": node.public_key, "none": tmp_path / "none.pub"}
+    files = {"clara": key("clara"), "new": key("new"), "none": tmp_path / "none.pub"}
+    files |= dict(zip(("supernode", "own"), node.public_keys, strict=True))
     approve(node, 2, files["clara"])
     done = run_in_process(app, "python -m clients.deploy", "approve-peer", node.folder, client, files[name])
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert reason in done.stderr
     assert approved(node.vault.peers).keys() == {2}
+
+
+def test_a_peer_that_exchanged_its_key_is_approved_again(node, key):
+    approve(node, 2, key("clara"))
+    done = run_in_process(app, "python -m clients.deploy", "approve-peer", node.folder, 2, key("new"), "--replace")
+    assert "is approved as a peer" in done.stdout
+    assert approved(node.vault.peers) == {2: keys.public_line(key("other").with_name("new"))}
+
+
+def test_what_an_earlier_version_approved_approves_nobody_until_it_is_replaced(make_node, own, key):
+    node = make_node(**own, budget_view="aggregate")
+    node.vault.peers.mkdir()
+    (node.vault.peers / "2.pub").write_text(node.public_keys[0].read_text())
+    assert approved(node.vault.peers) == {}
+    ok, reason = peers_check(node)
+    assert (ok, "2.pub: is the key of that node's SuperNode, which signs no sums" in reason) == (False, True)
+    approve(node, 2, key("clara"))
+    assert approved(node.vault.peers).keys() == {2}
+    assert peers_check(node)[0]
 
 
 @pytest.mark.parametrize("name", ["clara.pub", "02.pub", "-1.pub", ".pub"])

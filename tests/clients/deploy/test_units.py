@@ -39,7 +39,10 @@ def test_the_vault_has_no_network_and_the_supernode_sees_neither_records_nor_led
     assert {"PrivateNetwork=yes", "RestrictAddressFamilies=AF_UNIX"} <= set(vault)
     assert f'ReadOnlyPaths="{node.vault.data}"' in vault
     folder = str(node.folder).replace("%", "%%")
-    for secret in (node.vault.data, *(f"{folder}/{name}" for name in ("ledger.sqlite", "node.key", "policy.toml"))):
+    for secret in (
+        node.vault.data,
+        *(f"{folder}/{name}" for name in ("ledger.sqlite", "node.key", "vault.key", "policy.toml")),
+    ):
         assert f'InaccessiblePaths="-{secret}"' in supernode
     assert [line for line in supernode if line.startswith("ReadWritePaths")] == [f'ReadWritePaths="{folder}/flower"']
     assert "User=daemon" in supernode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 import sys
@@ -45,9 +46,30 @@ def coordinator(tmp_path):
 
 
 @pytest.fixture
-def public_key(tmp_path):
-    keys.make_key_pair(tmp_path / "node.key")
-    return tmp_path / "node.key.pub"
+def make_keys(tmp_path):
+    """Makes a node's two public files."""
+
+    def make_keys(name: str) -> tuple[Path, Path]:
+        for kind in ("node", "vault"):
+            keys.make_key_pair(tmp_path / f"{name}-{kind}", keys.NODE if kind == "node" else keys.VAULT)
+        return tmp_path / f"{name}-node.pub", tmp_path / f"{name}-vault.pub"
+
+    return make_keys
+
+
+@pytest.fixture
+def superlink_of(monkeypatch):
+    """What `flwr` is asked, of a SuperLink that gives ids from 1 on."""
+    asked: list[list[str]] = []
+
+    def flwr(_home: Path, arguments: list[str], *, folder: Path) -> dict[str, Any]:
+        if arguments[1] == "register" and [Path(arguments[2]).read_text()] in [each[3:] for each in asked]:
+            raise FlowerError("Public key already in use")
+        asked.append([*arguments[:3], *([Path(arguments[2]).read_text()] if arguments[1] == "register" else [])])
+        return {"node-id": str(len(asked))}
+
+    monkeypatch.setattr(registration, "flwr", flwr)
+    return asked
 
 
 def test_init_makes_what_nodes_and_flower_need(tmp_path):
@@ -215,27 +237,58 @@ def test_superlink_is_not_started_with_an_expired_certificate(coordinator):
         superlink.start(coordinator, print)
 
 
-def test_node_is_not_kept_when_the_superlink_does_not_answer(coordinator, public_key):
+def test_node_is_not_kept_when_the_superlink_does_not_answer(coordinator, make_keys):
     with pytest.raises(FlowerError, match="flwr supernode: Connection to the SuperLink is unavailable"):
-        registration.register(coordinator, 0, public_key)
-    assert not list(coordinator.nodes.iterdir())
+        registration.register(coordinator, 0, *make_keys("clinic"))
+    assert not [*coordinator.nodes.iterdir(), *coordinator.vaults.iterdir()]
 
 
-def test_one_key_for_one_partition_id(coordinator, public_key, tmp_path):
-    (coordinator.nodes / "0.pub").write_bytes(public_key.read_bytes())
-    with pytest.raises(InputError, match="registered for partition id 0"):
-        registration.register(coordinator, 1, public_key)
-    keys.make_key_pair(tmp_path / "other.key")
-    with pytest.raises(InputError, match="registered with another key"):
-        registration.register(coordinator, 0, tmp_path / "other.key.pub")
+def test_one_pair_of_keys_for_one_partition_id(coordinator, superlink_of, make_keys):
+    (node, vault), (new_node, new_vault) = make_keys("clinic"), make_keys("other")
+    assert registration.register(coordinator, 0, node, vault)
+    assert not registration.register(coordinator, 0, node, vault)
+    for pair in ((node, new_vault), (new_node, vault)):
+        with pytest.raises(InputError, match="registered for partition id 0"):
+            registration.register(coordinator, 1, *pair)
+        with pytest.raises(InputError, match="registered with another key"):
+            registration.register(coordinator, 0, *pair)
     with pytest.raises(InputError, match="must be >= 0"):
-        registration.register(coordinator, -1, public_key)
-    assert [file.name for file in coordinator.nodes.iterdir()] == ["0.pub"]
+        registration.register(coordinator, -1, node, vault)
+    with pytest.raises(InputError, match=r"as in a vault\.key\.pub; give the node\.key\.pub"):
+        registration.register(coordinator, 1, new_vault, new_node)
+    assert sorted(file.name for file in coordinator.nodes.iterdir()) == ["0.id", "0.pub"]
+    assert [file.name for file in coordinator.vaults.iterdir()] == ["0.pub"]
+
+
+def test_an_exchanged_key_ends_and_what_the_vaults_old_one_signed_still_tells(coordinator, superlink_of, make_keys):
+    (node, vault), (new_node, new_vault) = make_keys("clinic"), make_keys("new")
+    registration.register(coordinator, 0, node, vault)
+    assert registration.register(coordinator, 0, new_node, vault, replace_old=True)
+    assert superlink_of[-1] == ["supernode", "unregister", "1"]
+    assert registration.register(coordinator, 0, new_node, new_vault, replace_old=True)
+    assert len(superlink_of) == 3
+    assert (coordinator.nodes / "0.pub").read_text() == new_node.read_text()
+    assert (coordinator.vaults / "0.pub").read_text() == new_vault.read_text()
+    assert (coordinator.vaults / "0.earlier").read_text() == vault.read_text()
+
+
+def test_a_node_that_was_admitted_by_one_key_gets_its_second(coordinator, superlink_of, make_keys):
+    node, vault = make_keys("clinic")
+    shutil.rmtree(coordinator.vaults)
+    (coordinator.nodes / "0.pub").write_bytes(node.read_bytes())
+    (failed,) = [check.detail for check in doctor.checks(coordinator) if check.name == "nodes"]
+    assert "partitions 0: are registered without the key of their vaults" in failed
+    assert registration.register(coordinator, 0, node, vault)
+    assert (coordinator.vaults / "0.earlier").read_text() == node.read_text()
+    new_node, _ = make_keys("new")
+    (coordinator.nodes / "0.id").unlink()
+    with pytest.raises(InputError, match=r"0\.id: is missing, since an earlier version registered this node"):
+        registration.register(coordinator, 0, new_node, vault, replace_old=True)
 
 
 def test_run_gets_a_folder_the_keys_of_the_nodes_and_checked_values(coordinator):
     values = runs.run_values(coordinator, ["rounds=3", "model=all-MiniLM-L6-v2", "client_sizes=[3, 4]"])
-    assert values["node_keys"] == str(coordinator.nodes)
+    assert values["node_keys"] == str(coordinator.vaults)
     assert Path(values["out"]).parent == coordinator.runs
     assert (values["rounds"], values["client_sizes"]) == (3, "3,4")
     assert values["engine"] == "flower"
@@ -260,6 +313,8 @@ def test_resumed_run_has_the_configuration_that_it_began_with(coordinator, tmp_p
     for place in ("run", "run/checkpoint/round-0003"):
         values = runs.run_values(coordinator, [f"resume={tmp_path / place}"])
         assert values == began | {"resume": str(tmp_path / place)}
+    (tmp_path / "run" / "config.toml").write_text(to_toml(parse({**began, "node_keys": str(coordinator.nodes)})))
+    assert runs.run_values(coordinator, [f"resume={tmp_path / 'run'}"])["node_keys"] == str(coordinator.vaults)
 
 
 def test_wrong_run_configuration_starts_nothing(coordinator):

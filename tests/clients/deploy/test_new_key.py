@@ -1,0 +1,148 @@
+"""A key is exchanged by one command, and whatever the old one has signed of the node's charges still counts."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from clients.deploy import doctor
+from clients.deploy.__main__ import app
+from clients.deploy.folder import Node
+from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.views import Release
+from fedpriv.deployment import keys
+from fedpriv.ledger.entries import Key
+from fedpriv.ledger.head import head_path
+from fedpriv.ledger.reader import reading
+from fedpriv.ledger.receipts import ReceiptLog, chains_of
+from fedpriv.vault.guard import charge, registered_data_set
+from fedpriv.vault.holder import Holder
+from fedpriv.vault.rollback import Watch
+from simulations.processes import run_in_process
+from tests.cli.command_line import fedpriv
+
+
+def new_key(node: Node, *options: object, code: int = 0) -> str:
+    done = run_in_process(app, "python -m clients.deploy", "new-key", node.folder, *options)
+    assert done.returncode == code, done.stderr
+    return done.stdout or done.stderr
+
+
+def charged(node: Node, round_: int) -> None:
+    """A charge of the node as its vault makes it, with its receipt."""
+    policy = Holder.of(node.vault).policy
+    event = SubsampledGaussian(noise_multiplier=8.0, sampling_probability=0.1)
+    data_set = registered_data_set(policy, "1", None)
+    release = Release(event=event, rho_bar=1.0)
+    key = Key(run="run", client="1", round=round_, request=str(round_))
+    charge(policy, key, release, data_set, noise_source="secure")
+    with reading(node.vault.ledger) as db:
+        policy.watch.sign(chains_of(db)[0])
+
+
+def with_one_key(node: Node) -> Node:
+    """The node as an earlier version made it: what Flower knows also signs."""
+    node.vault.key.unlink(), node.public_keys[1].unlink()
+    return node
+
+
+class Backup:
+    """A copy of some files, once it is made."""
+
+    def make(self, *paths: Path) -> None:
+        self._contents = {path: path.read_bytes() for path in paths}
+
+    def put_back(self) -> None:
+        for path, content in self._contents.items():
+            path.write_bytes(content)
+
+
+def lost(node: Node) -> int | None:
+    """The number of the charge that the node's folder says its ledger lacks."""
+    with reading(node.vault.ledger) as db:
+        found = Watch.of(node.vault).lost(chains_of(db))
+    return found.counter if found else None
+
+
+@pytest.fixture
+def backup() -> Backup:
+    """Of the node's ledger after the first of its two charges."""
+    return Backup()
+
+
+@pytest.fixture(params=["vault.key", "one key", "counter file"])
+def node(make_node, own, tmp_path, backup, request) -> Node:
+    """A node with two charges."""
+    options = {"counter_file": tmp_path / "counter"} if request.param == "counter file" else {}
+    node = make_node(**own, **options)
+    if request.param == "one key":
+        node.vault.key.write_bytes(node.key.read_bytes())
+    charged(node, 1)
+    backup.make(node.vault.ledger, head_path(node.vault.ledger))
+    charged(node, 2)
+    return with_one_key(node) if request.param == "one key" else node
+
+
+def test_a_restored_ledger_is_noticed_by_what_the_old_key_signed(node, backup):
+    old = keys.public_line(node.vault.key if node.vault.key.exists() else node.key)
+    said = new_key(node)
+    assert f"send to the coordinator: {node.public_keys[0]} and {node.public_keys[1]}" in said
+    assert (node.vault.key.stat().st_mode & 0o777, keys.kind_of(keys.public_line(node.vault.key))) == (
+        0o600,
+        keys.VAULT,
+    )
+    assert keys.read_lines(node.vault.earlier_keys) == (old,)
+    assert lost(node) is None
+    charged(node, 3)
+    newest = [each.signer for each in ReceiptLog(node.vault.receipts).read()]
+    assert newest == [old, old, keys.public_line(node.vault.key)]
+    backup.put_back()
+    assert lost(node) == 3
+    if node.vault.counter_file is None:
+        signed = node.vault.receipts.read_text().splitlines()[:2]
+        node.vault.receipts.write_text("\n".join(signed) + "\n")
+        assert lost(node) == 2, "by a receipt under the old key alone"
+        recover = ("ledger", "recover", node.vault.ledger, "--from", node.vault.receipts, "--reason", "a backup")
+        fedpriv(*recover)
+        assert lost(node) is None
+
+
+def test_a_restored_ledger_gets_no_new_key(node, backup, tmp_path):
+    kept = tmp_path / "coordinator.receipts"
+    shutil.copy(node.vault.receipts, kept)
+    before = {path: path.read_bytes() for path in node.folder.glob("*.key*")}
+    backup.put_back()
+    assert "lacks charges that the node has signed; first run `fedpriv ledger recover`" in new_key(node, code=2)
+    if node.vault.counter_file is None:
+        node.vault.receipts.unlink()  # the whole folder was restored, and only others know
+        assert "lacks charges" in new_key(node, "--from", kept, code=2)
+    assert {path: path.read_bytes() for path in node.folder.glob("*.key*")} == before
+
+
+def test_the_supernodes_key_is_exchanged_alone(node):
+    if not node.vault.key.exists():
+        assert "run `new-key` without --node first" in new_key(node, "--node", code=2)
+        return
+    old, vault = keys.public_line(node.key), keys.public_line(node.vault.key)
+    new_key(node, "--node")
+    line = keys.public_line(node.key)
+    assert line != old
+    assert (keys.kind_of(line), node.key.stat().st_mode & 0o777) == (keys.NODE, 0o600)
+    assert keys.read_public_line(node.public_keys[0], keys.NODE) == line
+    assert keys.public_line(node.vault.key) == vault
+    assert not node.vault.earlier_keys.exists()
+    assert lost(node) is None
+
+
+def test_a_vault_that_still_runs_under_the_old_key_releases_nothing(node):
+    if not node.vault.key.exists():
+        pytest.skip("such a vault answers nothing at all")
+    running = Holder.of(node.vault).policy.watch
+    assert running.signer
+    new_key(node)
+    with reading(node.vault.ledger) as db, pytest.raises(Exception, match="was exchanged since the vault's start"):
+        running.sign(chains_of(db)[0])
+    (newest,) = [check for check in doctor.checks(node) if check.name == "newest"]
+    assert newest.ok, newest.detail
