@@ -107,13 +107,15 @@ def test_who_drops_out_before_its_vector_is_not_in_the_sum_and_who_drops_out_lat
     values, tmp_path, monkeypatch, step
 ):
     Deaf(monkeypatch, step, client=1, round_=2)
-    folder = run(values, tmp_path / "run", secure_masks=True, min_clients=2, sampling_probability=0.25)
+    four = {"num_clients": 4, "client_column": "", "min_clients": 3}
+    folder = run(values, tmp_path / "run", secure_masks=True, sampling_probability=0.25, **four)
     rows = pd.read_csv(folder / "clients.csv").query("round == 2").set_index("client")
-    assert rows["status"].to_dict() == {0: "ok", 1: {"share": "left out", "mask": "failed"}.get(step, "ok"), 2: "ok"}
+    others = dict.fromkeys((0, 2, 3), "ok")
+    assert rows["status"].to_dict() == {1: {"share": "left out", "mask": "failed"}.get(step, "ok"), **others}
     in_round = {client: scale for client, round_, _, scale in charges(folder / "ledger.sqlite") if round_ == 2}
     # Who dealt no shares was not asked for a vector, so it is not charged; whoever was asked is.
-    assert in_round.keys() == ({"0", "2"} if step == "share" else {"0", "1", "2"})
-    assert list(in_round.values()) == pytest.approx([2**0.5] * len(in_round)), "as if two were in it"
+    assert in_round.keys() == ({"0", "2", "3"} if step == "share" else {"0", "1", "2", "3"})
+    assert list(in_round.values()) == pytest.approx([2**0.5] * len(in_round)), "of three, one reads it"
     page = (folder / "report.html").read_text()
     assert ("Round 2 without" in page) == (step in ("share", "mask"))
 

@@ -1,4 +1,4 @@
-"""A coordinator that asks three vaults of this process for a sum, honestly or not."""
+"""A coordinator that asks the vaults of this process for a sum, honestly or not."""
 
 from __future__ import annotations
 
