@@ -283,6 +283,11 @@ def share(request: Request, holder: Holder) -> Response:
     return _step(partial(_share, holder), request, holder)
 
 
+def check(request: Request, holder: Holder) -> Response:
+    """Whose shares the node cannot use, before anything is charged for the sum; raises like `advertise`."""
+    return _step(Session.check, request, holder)
+
+
 def confirm(request: Request, holder: Holder) -> Response:
     """The node's signature of the list of those whose vectors are summed; raises like `advertise`."""
     return _step(Session.confirm, request, holder)
