@@ -12,7 +12,7 @@ from flwr.clientapp import ClientApp
 
 import fedpriv
 from clients.pipe import VAULT_KEY, carry
-from fedpriv.vault.frames import ADVERTISE, CONFIRM, EVALUATE, REGISTER, REVEAL, SHARE, TRAIN
+from fedpriv.vault.frames import ADVERTISE, CHECK, CONFIRM, EVALUATE, REGISTER, REVEAL, SHARE, TRAIN
 
 log = logging.getLogger("flwr")
 
@@ -48,6 +48,12 @@ def advertise(message: Message, context: Context) -> Message:
 def share(message: Message, context: Context) -> Message:
     """Sealed shares of the node's seeds for its peers, before `train`."""
     return _answered(SHARE, message, context)
+
+
+@app.query("check")
+def check(message: Message, context: Context) -> Message:
+    """Whose shares the node cannot use, before `train`."""
+    return _answered(CHECK, message, context)
 
 
 @app.query("confirm")

@@ -158,6 +158,8 @@ def _check_secure_aggregation(config: RunConfig) -> None:
     """What the sum of integers that nobody sees singly allows."""
     if not config.secure_aggregation:
         return
+    from fedpriv.accounting.views import num_readers  # deferred: few runs need it
+
     threshold, colluding = config.min_clients, config.colluding_clients
     for key, needed in (("mechanism", FOR_SUMS), ("upload_codec", "float32"), ("max_update_norm", None)):
         if (value := getattr(config, key)) != needed:
@@ -174,10 +176,10 @@ def _check_secure_aggregation(config: RunConfig) -> None:
         )
     if config.noise_multiplier == 0:
         raise ValueError("noise_multiplier = 0: secure_aggregation = true adds up noise; use more, or false")
-    if threshold < colluding + 2:
+    if threshold < (least := num_readers(colluding) + 2):
         raise ValueError(
             f"min_clients = {threshold}: with secure_aggregation = true and colluding_clients = {colluding} a sum "
-            f"needs at least {colluding + 2} uploads, so that another honest client's noise is in it"
+            f"needs at least {least} uploads, so that noise of another client hides each from those who know their own"
         )
     if config.integral_epsilon is not None:
         raise ValueError("integral_epsilon: compares single uploads; with secure_aggregation = true, nobody sees those")

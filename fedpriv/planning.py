@@ -20,7 +20,7 @@ from fedpriv.accounting import recipe
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.law import Array
-from fedpriv.accounting.views import PlannedView, aggregate_scale, default_delta, rho_bar
+from fedpriv.accounting.views import PlannedView, aggregate_scale, default_delta, num_readers, rho_bar
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.config import RunConfig, parse
 from fedpriv.errors import InputError
@@ -108,7 +108,8 @@ class Setting:
         if view not in get_args(PlannedView):
             raise InputError(f"view = {view!r}: must be one of {', '.join(get_args(PlannedView))}")
         values = {key: value for key, value in keys.items() if value is not None}
-        hidden = {"secure_aggregation": True, "min_clients": max(2, len(sizes))} if view == "aggregate" else {}
+        least = num_readers(values.get("colluding_clients", 0)) + 2
+        hidden = {"secure_aggregation": True, "min_clients": max(least, len(sizes))} if view == "aggregate" else {}
         config = parse({"target_epsilon": epsilon, "privacy_view": view} | hidden | values)
         return Setting(sizes=sizes, config=config, num_lora_values=num_lora_values)
 
@@ -268,7 +269,7 @@ class Plan:
                 share=shares[client],
                 epsilon_local=self._epsilon(sizes, client, 1.0, delta),
                 epsilon_rho=self._epsilon(sizes, client, bar, delta),
-                epsilon_aggregate=self._epsilon(sizes, client, aggregate_scale(weights, client), delta),
+                epsilon_aggregate=self._epsilon(sizes, client, self._scale(weights, client), delta),
             )
             for (client, size), delta in zip(sizes.items(), self.setting.deltas, strict=True)
         )
@@ -283,6 +284,10 @@ class Plan:
         events = [event.with_noise(factor) for event in planned_releases(config, sizes, client, self.setting.adapter)]
         evaluation = EvaluationSpec.of(config)
         return [*events, planned_evaluation(evaluation)] if evaluation else events
+
+    def _scale(self, weights: Mapping[int, float], client: int) -> float:
+        """The noise of a sum of all clients over the client's own, for those who may read it."""
+        return aggregate_scale(weights, client, colluding=self.setting.config.colluding_clients)
 
     def _epsilon(self, sizes: Mapping[int, int], client: int, factor: float, delta: float) -> float:
         events = planned_releases(self.setting.config, sizes, client, self.setting.adapter)
@@ -336,13 +341,13 @@ def alternatives(setting: Setting) -> dict[str, Plan]:
         others["train = auto"] = chosen
     if num_clients > 1:
         largest = tuple(sorted(setting.sizes, reverse=True)[: math.ceil(num_clients / 2)])
-        if not config.secure_aggregation or len(largest) >= config.colluding_clients + 2:
+        if not config.secure_aggregation or len(largest) >= num_readers(config.colluding_clients) + 2:
             fewer = setting.changed(min_clients=min(config.min_clients, len(largest)))
             others[f"{len(largest)} largest of {num_clients} clients"] = replace(fewer, sizes=largest)
         if config.secure_aggregation:
             seen = setting.changed(privacy_view="local", secure_aggregation=False, min_clients=1, mechanism="gaussian")
             others["uploads seen by the server"] = seen
-        else:
+        elif num_clients >= num_readers(config.colluding_clients) + 2:
             hidden = setting.changed(
                 privacy_view="aggregate",
                 secure_aggregation=True,

@@ -51,6 +51,7 @@ SUM = "sum"
 # The exchanges around it, and their texts.
 ADVERTISE = "query.advertise"
 SHARE = "query.share"
+CHECK = "query.check"
 CONFIRM = "query.confirm"
 REVEAL = "query.reveal"
 STEP = "step"

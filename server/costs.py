@@ -9,7 +9,7 @@ from functools import cached_property
 from torch import Tensor
 
 from fedpriv.accounting.events import Event, Unit
-from fedpriv.accounting.views import Release, rho_bar, smallest_aggregate_scales, smallest_rho_bars
+from fedpriv.accounting.views import Release, num_readers, rho_bar, smallest_aggregate_scales, smallest_rho_bars
 from fedpriv.aggregation.fedavg import weights_by_size
 from fedpriv.config import RunConfig
 from fedpriv.secure_aggregation.grid import SumGrid
@@ -130,6 +130,7 @@ class Costs:
                 event=self._events[client][spec],
                 rho_bar=bars[client],
                 aggregate_scale=scales[client] if scales else None,
+                num_readers=num_readers(self._config.colluding_clients),
             )
             for client in clients
         }

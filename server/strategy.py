@@ -28,7 +28,7 @@ from fedpriv.errors import TooFewClientsError
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.protocol import Broadcast
 from fedpriv.runs.rows import USABLE, ClientRow, RoundRow
-from fedpriv.secure_aggregation import ProtocolError, TooFewError
+from fedpriv.secure_aggregation import DealerError, ProtocolError, TooFewError
 from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.noise_plan import start_noise
@@ -105,7 +105,7 @@ class RuleStrategy(Strategy):
         self._exchange = Exchange()
         self._sums = Sums(config, nodes, run=run, exchange=self._exchange) if config.secure_aggregation else None
         self._attempt: Opened | None = None
-        self._no_sum = ""
+        self._no_sum: ProtocolError | None = None
         self._round = Round(0)
         self._rows: list[ClientRow] = []
         self._link: Grid
@@ -142,7 +142,7 @@ class RuleStrategy(Strategy):
     ) -> Iterable[Message]:
         """One message to each selected client, with the model and the instruction, once all of them are charged."""
         self.model = replace(self.model, adapter=dict(arrays.to_torch_state_dict()))
-        self._round, self._link = Round(server_round), grid
+        self._round, self._link, self._no_sum = Round(server_round), grid, None
         return self._charged_messages(config)
 
     def _charged_messages(self, config: ConfigRecord) -> list[Message]:
@@ -193,10 +193,29 @@ class RuleStrategy(Strategy):
             raise TooFewClientsError(
                 f"round {round_.number}: {error}; resume the run once more clients answer"
             ) from None
+        if dishonest := self._attempt.dishonest:
+            return self._opened(self._without(dishonest, requests), sums)
         digest = self._attempt.terms.digest()
         for client, reason in self._attempt.left_out.items():
             round_.leave_out(client, reason)
         return {client: request.with_fields(fields, digest) for client, fields in self._attempt.fields.items()}
+
+    def _without(self, dishonest: Mapping[int, str], requests: Mapping[int, Request]) -> dict[int, Request]:
+        """The requests of the others; the run asks the dishonest no more, and nobody was charged yet.
+
+        Raises:
+            TooFewClientsError: the others are fewer than a sum needs.
+        """
+        for client, reason in dishonest.items():
+            self.books.retire(client, reason)
+            self._round.leave_out(client, reason)
+        others = {client: request for client, request in requests.items() if client not in dishonest}
+        if len(others) < self._config.min_clients:
+            raise TooFewClientsError(
+                f"round {self._round.number}: {'; '.join(dishonest.values())}; {len(others)} clients are left, "
+                f"min_clients = {self._config.min_clients}"
+            )
+        return others
 
     def _request(self, rank: int, instruction: ConfigRecord) -> Request:
         """What a client of this rank is sent in the current round."""
@@ -276,7 +295,9 @@ class RuleStrategy(Strategy):
         try:
             total = self._sums.close(self._link, self._round, self._attempt, cast("Mapping[int, Vector]", contents))
         except ProtocolError as error:
-            self._no_sum = str(error)
+            self._no_sum = error
+            if isinstance(error, DealerError):
+                self.books.retire(error.client, str(error))
             return None
         mean = mean_of_sum(self._config, self.spec, self.books.sizes, torch.from_numpy(total), contents.keys())
         broadcast = next(iter(self._round.requests.values())).broadcast
@@ -367,12 +388,17 @@ class RuleStrategy(Strategy):
             arrays = self._close_round()
             result.arrays = arrays or result.arrays
             self._report(round_, started)
-            if arrays is None and len(self.books.active) < self._config.min_clients:
+            is_misdealt = isinstance(self._no_sum, DealerError)
+            if is_misdealt and len(self.books.active) >= self._config.min_clients:
+                # To repeat the round would be charged again; the next one costs no more, and is without the dealer.
+                log.warning("round %s has no sum, and the run goes on: %s", round_, self._no_sum)
+                continue
+            if arrays is None and not is_misdealt and len(self.books.active) < self._config.min_clients:
                 self._stop(round_)
                 break
             if arrays is None:
                 usable = sum(row.status in USABLE for row in self._rows)
-                reason = self._no_sum or f"{usable} usable replies, min_clients = {self._config.min_clients}"
+                reason = str(self._no_sum or "") or f"{usable} usable replies, min_clients = {self._config.min_clients}"
                 raise TooFewClientsError(f"round {round_}: {reason}; resume the run once more clients answer")
         return result
 

@@ -74,6 +74,7 @@ def summarize(
         **perplexities(outcome.untrained, outcome.test, comparison.test if comparison else None),
         **{f"epsilon_{view}_max": epsilon for view, epsilon in largest.items()},
         "delta_max": max(accounts.deltas.values()),
+        "num_readers": accounts.num_readers,
         "aggregate_objections": list(objections_to_aggregate(config)),
         "unit": next(iter(outcome.strategy.books.costs.units)),
         "accountant": "pld or rdp" if any(cost.upper_bound_only for cost in known) else "pld",

@@ -24,6 +24,7 @@ from fedpriv.secure_aggregation.masks import to_centred, word_dtype
 from fedpriv.secure_aggregation.server import (
     Dealt,
     collect_advertisements,
+    collect_checks,
     collect_masked,
     collect_shares,
     collect_signatures,
@@ -49,12 +50,15 @@ class Opened:
         fields: {client: what its train message holds beside the instruction}, of those that are still in it.
         dealt: the state of the protocol; None in a simulation that leaves out what would cancel out.
         left_out: {client of the terms: why it is not in it any more}.
+        dishonest: {client of the terms: what it did}; if there are any, nobody may be asked, and another attempt is to
+            be made without them.
     """
 
     terms: Terms
     fields: Mapping[int, Mapping[str, str]]
     dealt: Dealt | None
     left_out: Mapping[int, str] = field(default_factory=dict)
+    dishonest: Mapping[int, str] = field(default_factory=dict)
 
 
 class Sums:
@@ -121,12 +125,17 @@ class Sums:
             self._log(round_, "advertisement", shown.refused)
             dealt = collect_shares(shown, ask(protocol.SHARE, self._steps(terms, shown.shown, shown.message())))
             self._log(round_, "shares", dealt.refused)
-        reasons = {**shown.refused, **dealt.refused, **unanswered}
+            sealed = {k: protocol.pack_step(self._run, terms.attempt, dealt.message(k)) for k in dealt.dealt}
+            checked = collect_checks(dealt, ask(protocol.CHECK, sealed))
+            self._log(round_, "check", checked.refused)
+        reasons = {**shown.refused, **dealt.refused, **checked.refused, **unanswered}
+        dealt = checked
         return Opened(
             terms=terms,
             fields={client: {**fields, protocol.SEALED: dealt.message(client)} for client in dealt.dealt},
             dealt=dealt,
             left_out={k: reasons.get(k, "no answer in time") for k in terms.by_client if k not in dealt.dealt},
+            dishonest=dealt.dishonest,
         )
 
     def close(self, link: Grid, round_: Round, opened: Opened, vectors: Mapping[int, Vector]) -> npt.NDArray[np.int64]:
@@ -140,7 +149,7 @@ class Sums:
 
         Raises:
             TooFewError: fewer clients are left than a sum needs, so nothing is unmasked.
-            ProtocolError: a client dealt shares that do not fit together; names it.
+            DealerError: a client dealt shares that do not fit together.
         """
         terms = opened.terms
         if opened.dealt is None:

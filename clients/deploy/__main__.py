@@ -53,7 +53,7 @@ def init(
     budget_view: Annotated[
         str | None, typer.Option(help="What the budget counts: local, or aggregate for secure sums. By default local.")
     ] = None,
-    min_survivors: Annotated[int | None, typer.Option(help="Uploads that a secure sum needs; by default 2.")] = None,
+    min_survivors: Annotated[int | None, typer.Option(help="Uploads that a secure sum needs; by default 3.")] = None,
     colluding_clients: Annotated[
         int | None, typer.Option(help="Nodes that may collude with the coordinator; by default 0.")
     ] = None,

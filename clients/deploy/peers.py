@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fedpriv.accounting.views import num_readers
 from fedpriv.deployment import keys
 from fedpriv.deployment.files import replace
 from fedpriv.errors import InputError
@@ -47,13 +48,14 @@ def check_survivors(vault: VaultSettings) -> None:
     """Refuse sums in which nobody else's noise need count.
 
     Raises:
-        InputError: `min_survivors` leaves no honest node beside this one.
+        InputError: `min_survivors` leaves no honest node beside this one and those that read the sum.
     """
     least, colluding = vault.min_survivors, vault.colluding_clients
-    if least < colluding + 2:
+    needed = num_readers(colluding) + 2
+    if least < needed:
         raise InputError(
-            f"min_survivors = {least}: must be at least colluding_clients + 2 = {colluding + 2}, so that every sum has "
-            "another honest node's noise"
+            f"min_survivors = {least}: must be at least {needed} with colluding_clients = {colluding}, so that every "
+            "sum has another node's noise, of which none of those who read it knows"
         )
 
 

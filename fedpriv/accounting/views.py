@@ -2,8 +2,8 @@
 
 `local` protects against the server, which sees every upload. `rho` is the DP-LoRA paper's Theorem 1: the noise
 scaled by rho_bar at unit sensitivity; since rho_bar <= 1, its epsilon is never below the `local` one. `aggregate`
-protects against an observer who sees only the weighted sums; it holds only under the conditions that
-`aggregate_objections` checks.
+protects against those who see only the weighted sums, a participant among them, which knows its own part; it holds only
+under the conditions that `aggregate_objections` checks.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class Release:
         rho_bar: sqrt(sum rho_j^2) over the clients in the round's sum, in (0, 1].
         aggregate_scale: noise of the round's sum over this client's own, >= 1, see `aggregate_scale`; None if the
             `aggregate` view does not hold.
+        num_readers: against how many participants that scale holds, together with the server, >= 0; 0, the server
+            alone, where none was counted, as before fedpriv counted them.
 
     Raises:
         ValueError: a value is out of range.
@@ -40,12 +42,20 @@ class Release:
     event: Event
     rho_bar: float
     aggregate_scale: float | None = None
+    num_readers: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.rho_bar <= 1:
             raise ValueError(f"rho_bar = {self.rho_bar}: must lie in (0, 1]")
         if self.aggregate_scale is not None and not 1 <= self.aggregate_scale < math.inf:
             raise ValueError(f"aggregate_scale = {self.aggregate_scale}: must be finite and >= 1")
+        if self.num_readers < 0:
+            raise ValueError(f"num_readers = {self.num_readers}: must be >= 0")
+
+    @property
+    def counts_on_others(self) -> bool:
+        """Whether the `aggregate` view counts on noise of others, so that `num_readers` matters."""
+        return self.aggregate_scale is not None and self.aggregate_scale > 1
 
     def seen_by(self, view: View) -> Event:
         """The event as the observer of the view sees it. An event that states no noise counts in full on every view.
@@ -116,35 +126,51 @@ def smallest_rho_bars(
     return smallest
 
 
+def num_readers(colluding: int) -> int:
+    """max(c, 1): how many participants may read a sum without their own noise in it, together.
+
+    Every participant learns the sum, since the next model shows it, and knows its own vector. So one that colludes with
+    nobody reads as much as one that colludes with the server, and is one of the c who do.
+
+    Args:
+        colluding: c >= 0, clients that may collude with the server.
+    """
+    return max(colluding, 1)
+
+
 def aggregate_scale(weights: Mapping[int, float], client: int, *, colluding: int = 0) -> float:
     """The noise of a round's sum relative to the client's own noise, for equal z, C and learning rate.
 
-    sqrt(sum_j v_j^2) / v_k over the clients whose noise counts: all those in the sum except `colluding` others,
-    assumed to be the ones with the largest noise, who may reveal it to the observer.
+    sqrt(sum_j v_j^2) / v_k over the clients whose noise counts: all those in the sum except `num_readers` others,
+    assumed to be the ones with the largest noise, who subtract it.
+
+    Guarantee: the view of the server and any so many participants is a function of the remaining vectors' sum, of what
+    they know without it, and of public values. Its only noise on the client's records is that of the remaining
+    vectors, which are independent, so at least this many times the client's own. `docs/privacy.md` has the proof.
 
     Args:
         weights: {client: v_j > 0} of the clients in the sum, including this one: what one clipped gradient, and noise
             of scale z C, count for in the sum, up to a common factor. That is rho_j / B_j with the expected batch size,
             or rho_j under the clipping rule `batch`.
         client: the client whose records are protected.
-        colluding: number of other clients assumed to collude with the observer, >= 0.
+        colluding: number of other clients assumed to collude with the server, >= 0.
     """
     others = sorted(weight for other, weight in weights.items() if other != client)
-    honest = others[: max(0, len(others) - colluding)]
+    honest = others[: max(0, len(others) - num_readers(colluding))]
     return max(1.0, math.hypot(*honest, weights[client]) / weights[client])
 
 
 def smallest_aggregate_scales(weights: Mapping[int, float], *, threshold: int, colluding: int = 0) -> dict[int, float]:
     """For each client, the smallest `aggregate_scale` of any sum of at least `threshold` uploads that includes it.
 
-    In the worst case the other survivors have the smallest weights, and those among them with the largest collude.
+    In the worst case the other survivors have the smallest weights, and those among them with the largest read the sum.
 
     Args:
         weights: {client: v_j > 0} of all clients that may be in a sum.
         threshold: no sum of fewer uploads is ever seen, >= 1.
         colluding: as for `aggregate_scale`.
     """
-    num_honest = max(0, min(threshold, len(weights)) - 1 - colluding)
+    num_honest = max(0, min(threshold, len(weights)) - 1 - num_readers(colluding))
     ordered = sorted(weights, key=lambda client: weights[client])
     squares = np.array([weights[client] for client in ordered]) ** 2
     sums = np.append(0.0, np.cumsum(squares))
@@ -154,6 +180,27 @@ def smallest_aggregate_scales(weights: Mapping[int, float], *, threshold: int, c
         # Slightly less, so that the scale of the actual round never rounds to below it.
         smallest[client] = max(1.0, math.sqrt(1 + others / squares[i]) * (1 - 1e-12))
     return smallest
+
+
+def least_readers(releases: Iterable[Release]) -> int | None:
+    """Against how many participants, with the server, all these hold on the `aggregate` view; None: against all.
+
+    A release that counts on nobody else's noise holds against all.
+    """
+    return min((release.num_readers for release in releases if release.counts_on_others), default=None)
+
+
+def readers_label(num_readers: int | None) -> str:
+    """Whom the `aggregate` view protects against, for a reader.
+
+    Args:
+        num_readers: as `least_readers` returns it.
+    """
+    if num_readers is None:
+        return "the server and all other participants"
+    if num_readers == 0:
+        return "the server alone"
+    return f"the server and any {'one participant' if num_readers == 1 else f'{num_readers} participants'}"
 
 
 def aggregate_objections(

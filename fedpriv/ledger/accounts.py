@@ -84,6 +84,13 @@ class Accounts:
         costs = _in_bulk(set(keys.values())) if too_many else {key: epsilon_of(*key) for key in set(keys.values())}
         return {client: costs[keys[client]] if client in keys else None for client in self._own}
 
+    @property
+    def num_readers(self) -> int | None:
+        """Against how many participants every client's releases hold; as `views.least_readers` has it."""
+        histories = [*self._earlier.values(), *self._own.values()]
+        least = min((history.num_readers for history in histories), default=math.inf)
+        return None if least == math.inf else int(least)
+
     def fits(self, client: int, releases: Iterable[Release], view: View, budget: float) -> bool:
         """Whether the client stays within its budget on the view after further releases; see `stays_within`."""
         events = [*self.history(client, view), *(release.charged_on(view) for release in releases)]
@@ -146,6 +153,7 @@ class _History:
 
     Attributes:
         num_releases: so far.
+        num_readers: the least of any that counts on others' noise; infinite if none does.
         holds: {view: whether it holds for all of them}; a release for which it does not counts in full.
         smallest_scales: {view: the least of what any of them has its own noise multiplied by}.
     """
@@ -153,6 +161,7 @@ class _History:
     def __init__(self, releases: Iterable[Release] = ()) -> None:
         self.num_releases = 0
         self.smallest_scales: dict[View, float] = dict.fromkeys(VIEWS, math.inf)
+        self.num_readers = math.inf
         self.holds: dict[View, bool] = dict.fromkeys(VIEWS, True)
         self._counts: dict[View, Counter[Event]] = {view: Counter() for view in VIEWS}
         for release in releases:
@@ -160,6 +169,8 @@ class _History:
 
     def add(self, release: Release) -> None:
         self.num_releases += 1
+        if release.counts_on_others:
+            self.num_readers = min(self.num_readers, release.num_readers)
         self.holds["aggregate"] &= release.aggregate_scale is not None
         scales = {"local": 1.0, "rho": release.rho_bar, "aggregate": release.aggregate_scale or 1.0}
         self.smallest_scales = {view: min(known, scales[view]) for view, known in self.smallest_scales.items()}

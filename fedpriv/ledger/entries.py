@@ -59,8 +59,9 @@ class Entry:
         num_records: N_k, for a registration.
         delta: for a registration.
         note: the holder's statement, a keyed hash of the content, the operator's reason to adopt, who permitted what,
-            or a filter or plan as JSON; of a `recovered` entry, as JSON, the `request`, the digest that it `replaces`
-            in the chain of charges, and the `reason`.
+            or a filter or plan as JSON; of a charge with noise of others, as JSON, the `num_readers` against whom its
+            aggregate_scale holds; of a `recovered` entry, as JSON, the `request`, the digest that it `replaces` in the
+            chain of charges, and the `reason`.
         digest: SHA-256 of the previous entry's digest and everything above, in hex.
     """
 
@@ -219,7 +220,8 @@ def _data_set(row: tuple[str, str, int, float]) -> DataSet:
 # A charge without an upload counts as it was charged: it may have been released.
 _RELEASES = """
     charged.event, coalesce(released.rho_bar, charged.rho_bar),
-        CASE WHEN released.number IS NULL THEN charged.aggregate_scale ELSE released.aggregate_scale END
+        CASE WHEN released.number IS NULL THEN charged.aggregate_scale ELSE released.aggregate_scale END,
+        coalesce(json_extract(charged.note, '$.num_readers'), 0)
     FROM entries AS charged LEFT JOIN entries AS released ON released.phase = 'released'
         AND released.run = charged.run AND released.client = charged.client
         AND released.round = charged.round AND released.request = charged.request
@@ -230,12 +232,12 @@ _RELEASES = """
 def releases(db: sqlite3.Connection, data_set: str, *, excluding_run: str = "") -> list[Release]:
     """See `Ledger.releases`."""
     counted = _RELEASES.replace("FROM", ", count(*) FROM", 1)
-    rows = db.execute(f"SELECT {counted} AND charged.run != ? GROUP BY 1, 2, 3", (data_set, excluding_run))
+    rows = db.execute(f"SELECT {counted} AND charged.run != ? GROUP BY 1, 2, 3, 4", (data_set, excluding_run))
     merged = []
-    for text, rho_bar, scale, num in rows:
+    for text, rho_bar, scale, readers, num in rows:
         event: Event = events.from_json(text)
         event = event.with_count(num * event.count)
-        merged.append(Release(event=event, rho_bar=rho_bar, aggregate_scale=scale))
+        merged.append(Release(event=event, rho_bar=rho_bar, aggregate_scale=scale, num_readers=readers))
     return merged
 
 
@@ -243,7 +245,10 @@ def releases_in_order(db: sqlite3.Connection, data_set: str) -> list[Release]:
     """See `Ledger.releases_in_order`."""
     rows = db.execute(f"SELECT {_RELEASES} ORDER BY charged.number", (data_set,))
     known = lru_cache(events.from_json)
-    return [Release(event=known(text), rho_bar=rho_bar, aggregate_scale=scale) for text, rho_bar, scale in rows]
+    return [
+        Release(event=known(text), rho_bar=rho_bar, aggregate_scale=scale, num_readers=readers)
+        for text, rho_bar, scale, readers in rows
+    ]
 
 
 def releases_of(db: sqlite3.Connection, data_set: str, run: str) -> list[tuple[Key, Release]]:
@@ -256,9 +261,9 @@ def releases_of(db: sqlite3.Connection, data_set: str, run: str) -> list[tuple[K
     return [
         (
             Key(run=run, client=client, round=round_, request=request),
-            Release(event=events.from_json(text), rho_bar=rho_bar, aggregate_scale=scale),
+            Release(event=events.from_json(text), rho_bar=rho_bar, aggregate_scale=scale, num_readers=readers),
         )
-        for client, round_, request, text, rho_bar, scale in rows
+        for client, round_, request, text, rho_bar, scale, readers in rows
     ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import secrets
 import sqlite3
@@ -274,6 +275,7 @@ class Ledger:
                     "rho_bar": charge.release.rho_bar,
                     "aggregate_scale": charge.release.aggregate_scale,
                     "noise_source": charge.noise_source,
+                    "note": _note_of(charge.release),
                 }
                 for charge in charges
             ]
@@ -434,6 +436,12 @@ class Ledger:
         """Write the head, after the commit: a crash in between leaves the ledger ahead of its head, never behind."""
         with as_ledger_errors(self.path):
             head.write(self._head, *self.last)
+
+
+def _note_of(release: Release) -> str | None:
+    """The note of a charge: the number of those against whom it counts on others' noise; None if there is none."""
+    counted = release.num_readers if release.counts_on_others else 0
+    return json.dumps({"num_readers": counted}) if counted else None
 
 
 def _release_entry(charge: Charge, reply: str | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import rounds_within
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.filters import CommittedPlans, RenyiFilter
-from fedpriv.accounting.views import PlannedView, Release
+from fedpriv.accounting.views import PlannedView, Release, least_readers, readers_label
 from fedpriv.errors import InputError
 from fedpriv.ledger import entries, reader
 from fedpriv.ledger.entries import DataSet, Entry
@@ -49,11 +49,16 @@ ODOMETER = (
 
 NAME_NOTE = ", a name that it chose; the chain covers its number"
 
+OLD_SUMS = (
+    "Some sums were charged as read by the server alone: earlier versions did not count that each participant reads "
+    "them too, and knows its own noise. Against a participant those cost up to what they cost on the local view."
+)
+
 # More of them are not counted.
 _MOST_ROUNDS = 100_000
 
 RESTS_ON_OTHERS = (
-    "on the aggregate view: more nodes that collude with the server than this client's operator assumed; against those "
+    "on the aggregate view: more participants, with the server or without it, than it is stated against; against those "
     "the local view's epsilon is what remains"
 )
 
@@ -187,6 +192,7 @@ def _spending(
         "epsilon_local": epsilons["local"],
         "epsilon_rho": epsilons.get("rho"),
         "epsilon_aggregate": epsilons["aggregate"],
+        "num_readers": least_readers(releases),
         "upper_bound_only": any(cost.upper_bound_only for cost in costs.values()),
         "unit": next(iter(units), "record"),
         "is_guarantee": all(cost.is_guarantee for cost in costs.values()),
@@ -281,9 +287,12 @@ def render(page: Mapping[str, Any]) -> str:
             f"By DP-LoRA's Theorem 1 (rho view)    epsilon {_rounded_up(page['epsilon_rho'])} at delta {delta}"
         )
     if page["view"] == "aggregate":
-        lines.append(
-            f"Where it sees sums alone (aggregate)  epsilon {_rounded_up(page['epsilon_aggregate'])} at delta {delta}"
-        )
+        lines += [
+            f"Where it sees sums alone (aggregate)  epsilon {_rounded_up(page['epsilon_aggregate'])} at delta {delta}",
+            f"  against {readers_label(page['num_readers'])}",
+        ]
+        if page["num_readers"] == 0:
+            lines += ["", *textwrap.wrap(OLD_SUMS, 104)]
     if page["enforced_by"]:
         lines += ["", *textwrap.wrap(f"Enforced by {page['enforced_by']}. Each {ODOMETER}.", 104)]
     for caveat in page["caveats"]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
+from fedpriv.accounting.views import readers_label
 from fedpriv.config import ON_NODES
 from fedpriv.deployment.files import replace
 from fedpriv.errors import InputError
@@ -29,7 +30,6 @@ FILE = "README.md"
 _AGAINST = {
     "local": "the coordinator, which saw every upload",
     "rho": "as by DP-LoRA's Theorem 1",
-    "aggregate": "someone who saw sums of uploads alone",
 }
 _PIPELINES = {"SEQ_CLS": "text-classification", "CAUSAL_LM": "text-generation"}
 _CLIENT = "client-"
@@ -149,8 +149,9 @@ def _privacy(saved: SavedVariant, summary: Mapping[str, Any], reason: str) -> li
     )
     views = ["local"] if is_of_one_holder(saved) else ["local", "rho", "aggregate"]
     epsilons = {view: _epsilon(summary.get(f"epsilon_{view}_max")) for view in views}
+    against = _AGAINST | {"aggregate": f"{readers_label(summary.get('num_readers', 0))}, who saw sums of uploads alone"}
     rows = [
-        f"| {view} | {epsilon} | {format_delta(summary.get('delta_max'))} | {_AGAINST[view]} |"
+        f"| {view} | {epsilon} | {format_delta(summary.get('delta_max'))} | {against[view]} |"
         for view, epsilon in epsilons.items()
     ]
     ledger = markdown(str(summary.get("ledger_head") or "none"))

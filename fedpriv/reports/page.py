@@ -14,7 +14,7 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from fedpriv.accounting.views import View
+from fedpriv.accounting.views import View, readers_label
 from fedpriv.reports import accuracies, language, plots, series, spending, stored_variants, tables
 from fedpriv.reports.tables import Table
 from fedpriv.runs import files
@@ -78,6 +78,7 @@ def render(run: FinishedRun) -> str:
             epsilon_local=tables.format_epsilon(summary["epsilon_local_max"], summary["delta_max"]),
             epsilon_aggregate=_epsilon_aggregate(summary),
             sums=_sums(run),
+            readers=_readers(summary),
             earlier=_earlier_runs(summary),
             retired=_retired(summary),
             epsilon_rho=tables.format_epsilon(summary["epsilon_rho_max"], summary["delta_max"]),
@@ -140,18 +141,23 @@ def _epsilon_aggregate(summary: Mapping[str, Any]) -> str | None:
     return tables.format_epsilon(summary["epsilon_aggregate_max"], summary["delta_max"])
 
 
+def _readers(summary: Mapping[str, Any]) -> str:
+    """Whom the `aggregate` view protects against; a summary of before readers were counted says nothing of them."""
+    return readers_label(summary.get("num_readers", 0))
+
+
 class Sums(NamedTuple):
     """The sums of a run under secure aggregation.
 
     Attributes:
         threshold: t; each client is charged as if only so many uploads had been in a sum.
-        colluding: c; the noise of so many others is not counted.
+        num_readers: so many others know their own noise, which is not counted; 0 for a run that did not count them.
         smallest: how many uploads the smallest sum had.
         without: {round: the clients that were in its terms and are not in its sum}, of rounds with any.
     """
 
     threshold: int
-    colluding: int
+    num_readers: int
     smallest: int
     without: dict[int, str]
 
@@ -164,7 +170,7 @@ def _sums(run: FinishedRun) -> Sums | None:
     missing = run.clients[run.clients["status"] != "ok"].groupby("round")["client"]
     return Sums(
         threshold=int(run.config["min_clients"]),
-        colluding=int(run.config["colluding_clients"]),
+        num_readers=run.summary.get("num_readers") or 0,
         smallest=int(run.rounds.loc[run.rounds["round"] > 0, "num_replies"].min()),
         without={
             int(cast("int", round_)): ", ".join(names.get(client, str(client)) for client in clients)
@@ -274,7 +280,7 @@ def _epsilon_panels(run: FinishedRun) -> list[Panel]:
     panels = []
     views: dict[View, str] = {"local": "against the server", "rho": "by Theorem 1 of DP-LoRA"}
     if _epsilon_aggregate(run.summary):
-        views = {"aggregate": "against the server, which learns sums alone", **views}
+        views = {"aggregate": f"against {_readers(run.summary)}, who learn sums alone", **views}
     for view, against in views.items():
         spent = series.epsilon(run.clients, run.rounds, view)
         title = f"ε so far, {view} view"

@@ -30,6 +30,7 @@ from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
     from fedpriv.secure_aggregation import server as server
+    from fedpriv.secure_aggregation.errors import DealerError as DealerError
     from fedpriv.secure_aggregation.errors import ProtocolError as ProtocolError
     from fedpriv.secure_aggregation.errors import TooFewError as TooFewError
     from fedpriv.secure_aggregation.identities import Identity as Identity

@@ -8,11 +8,14 @@ from collections.abc import Container, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.secure_aggregation.agreement import DIGEST_BYTES, KEY_BYTES
+from fedpriv.secure_aggregation.agreement import DIGEST_BYTES, KEY_BYTES, agree
 from fedpriv.secure_aggregation.errors import ProtocolError, TooFewError
 from fedpriv.secure_aggregation.identities import Verify
 from fedpriv.secure_aggregation.messages import Advertisement, advertised
 from fedpriv.secure_aggregation.terms import Terms
+
+# The public keys that agree on zero do so with every private key, and so with this one.
+_ANY_PRIVATE_KEY = bytes(KEY_BYTES)
 
 
 def check_advertisements(
@@ -22,7 +25,7 @@ def check_advertisements(
 
     Raises:
         ProtocolError: one is of an unknown or another client, has a key of the wrong form or one that occurs twice, or
-            is not signed by its client for these terms.
+            is not signed by its client for these terms; or a key agrees on zero with everyone.
         TooFewError: they are fewer than the threshold.
     """
     check_members("advertisements", list(advertisements), terms.by_client, terms)
@@ -48,6 +51,7 @@ def check_advertisement(terms: Terms, client: int, shown: Advertisement, verify:
         # X25519 ignores the highest bit, so a key with it set would be another key's second name.
         if len(key) != KEY_BYTES or key[-1] >> 7:
             raise ProtocolError(f"client {client}: its keys must be X25519 public keys of {KEY_BYTES} bytes")
+        agree(_ANY_PRIVATE_KEY, key, client)
     if len(shown.self_commitment) != DIGEST_BYTES:
         raise ProtocolError(f"client {client}: its commitment must be {DIGEST_BYTES} bytes")
     if verify is not None and not verify(participant.identity, advertised(terms, shown), shown.signature):

@@ -1,6 +1,6 @@
 """A node's side of the protocol: pure transitions over frozen states, one for each exchange.
 
-    advertise -> Advertised -> share -> Shared -> mask -> Masked -> confirm -> Confirmed -> reveal
+    advertise -> Advertised -> share -> Shared -> check; mask -> Masked -> confirm -> Confirmed -> reveal
 
 A state may be used once: `fedpriv.secure_aggregation.session` sees to that, these functions do not. Everything that a
 node is told may come from a server that is not honest; what does not fit is refused with a ProtocolError that names the
@@ -26,6 +26,7 @@ from fedpriv.secure_aggregation.identities import Sign, Verify
 from fedpriv.secure_aggregation.masks import Words, pairwise_mask, self_mask, to_words
 from fedpriv.secure_aggregation.messages import (
     Advertisement,
+    Complaint,
     Reveal,
     advertised,
     confirmed,
@@ -195,16 +196,40 @@ def received(state: Shared, sealed: Mapping[int, bytes]) -> dict[int, Shares]:
     """
     begun = state.begun
     check_members("shares", [*sealed, begun.client], state.advertisements, begun.terms)
-    held = {begun.client: state.own}
+    return {begun.client: state.own} | {peer: _opened(state, peer, sealed[peer]) for peer in sorted(sealed)}
+
+
+def _opened(state: Shared, peer: int, sealed: bytes) -> Shares:
+    """The shares that a peer sealed for this node."""
+    route = Route(transcript=state.transcript, dealer=peer, holder=state.begun.client)
+    return unseal(sealed, route, state.begun.encryption_private, state.advertisements[peer].encryption_key)
+
+
+def check(state: Shared, sealed: Mapping[int, bytes]) -> Complaint:
+    """Third exchange: whose shares this node cannot use; with any, its part is over, since it opens all dealt to it.
+
+    So honest nodes that open theirs are among the K - t or fewer that sign no list of survivors. With c colluders' that
+    is fewer than t shares of any seed, since 2 t > K + c.
+
+    Args:
+        state: of this node.
+        sealed: as for `mask`.
+
+    Raises:
+        ProtocolError, TooFewError: as for `received`, but for shares that do not open.
+    """
+    begun, dealers = state.begun, []
+    check_members("shares", [*sealed, begun.client], state.advertisements, begun.terms)
     for peer in sorted(sealed):
-        route = Route(transcript=state.transcript, dealer=peer, holder=begun.client)
-        public = state.advertisements[peer].encryption_key
-        held[peer] = unseal(sealed[peer], route, begun.encryption_private, public)
-    return held
+        try:
+            _opened(state, peer, sealed[peer])
+        except ProtocolError:
+            dealers.append(peer)
+    return Complaint(dealers=tuple(dealers), opening=begun.encryption_private if dealers else b"")
 
 
 def mask(state: Shared, sealed: Mapping[int, bytes], values: NDArray[np.int64]) -> tuple[Masked, Words]:
-    """Third exchange: the noised values under the self-mask and one mask for each peer in U2.
+    """Fourth exchange: the noised values under the self-mask and one mask for each peer in U2.
 
     Args:
         state: of this node.
@@ -231,7 +256,7 @@ def mask(state: Shared, sealed: Mapping[int, bytes], values: NDArray[np.int64]) 
 
 
 def confirm(state: Masked, survivors: Sequence[int]) -> tuple[Confirmed, str]:
-    """Fourth exchange: this node's signature of the list of clients whose masked vectors arrived.
+    """Fifth exchange: this node's signature of the list of clients whose masked vectors arrived.
 
     Args:
         state: of this node.
@@ -251,7 +276,7 @@ def confirm(state: Masked, survivors: Sequence[int]) -> tuple[Confirmed, str]:
 
 
 def reveal(state: Confirmed, signatures: Mapping[int, str]) -> Reveal:
-    """Fifth exchange: shares of the survivors' self-masks, and of the mask keys of those who dropped out before.
+    """Sixth exchange: shares of the survivors' self-masks, and of the mask keys of those who dropped out before.
 
     Args:
         state: of this node.

@@ -31,6 +31,20 @@ class Advertisement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Complaint:
+    """Whose shares a participant cannot use, told before anything is masked.
+
+    Attributes:
+        dealers: clients that sealed shares for it which do not open, or do not fit their hashes.
+        opening: the 32-byte private key of this attempt for sealed shares, with which the server tries them itself;
+            empty without complaints. Who gives it away takes no further part.
+    """
+
+    dealers: tuple[int, ...] = ()
+    opening: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Reveal:
     """What a participant gives away of its peers' seeds: of each peer one of the two, never both.
 

@@ -1,6 +1,7 @@
 """The server's side: it collects each exchange, leaves out by name who does not fit, and recovers the sum.
 
-    collect_advertisements (U1) -> collect_shares (U2) -> collect_masked (U3) -> collect_signatures (U4) -> recover (U5)
+    collect_advertisements (U1) -> collect_shares, collect_checks (U2) -> collect_masked (U3) -> collect_signatures (U4)
+    -> recover (U5)
 
 A client that is missing or sends something malformed is a dropout from there on. Below the threshold every stage raises
 TooFewError. The states hold nothing secret until `recover`; an honest server forgets the seeds after it.
@@ -11,7 +12,7 @@ Source: Bonawitz et al. 2017, Figure 4, the server's steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,18 +22,19 @@ from fedpriv.deployment import keys
 from fedpriv.secure_aggregation import wire
 from fedpriv.secure_aggregation.agreement import DIGEST_BYTES, public_half
 from fedpriv.secure_aggregation.checks import check_advertisement
-from fedpriv.secure_aggregation.errors import ProtocolError, TooFewError
+from fedpriv.secure_aggregation.errors import DealerError, ProtocolError, TooFewError
 from fedpriv.secure_aggregation.identities import Verify
 from fedpriv.secure_aggregation.masks import Words, pairwise_mask, self_mask, to_centred, word_dtype
 from fedpriv.secure_aggregation.messages import (
     Advertisement,
+    Complaint,
     Reveal,
     confirmed,
     mask_private_key,
     self_commitment,
     transcript_of,
 )
-from fedpriv.secure_aggregation.shares import Route, combine, share_hash
+from fedpriv.secure_aggregation.shares import Route, combine, share_hash, unseal
 from fedpriv.secure_aggregation.terms import Terms
 
 M = TypeVar("M")
@@ -65,11 +67,20 @@ class Advertisements:
 
 @dataclass(frozen=True, kw_only=True)
 class Dealt:
-    """After the second exchange; `dealt` is {dealer in U2: {holder in U1: sealed shares}}."""
+    """After the second exchange, and again after its holders have checked the shares.
+
+    Attributes:
+        before: the state before.
+        dealt: {dealer in U2: {holder in U1: sealed shares}}.
+        refused: see `Advertisements`.
+        dishonest: {client: what it did}, of those that dealt shares of no use, or complained of shares that are; if
+            there are any, the attempt is over, and another one is to be made without them.
+    """
 
     before: Advertisements
     dealt: Mapping[int, Mapping[int, bytes]]
     refused: Mapping[int, str]
+    dishonest: Mapping[int, str] = field(default_factory=dict)
 
     def message(self, client: int) -> str:
         """What a client in U2 is sent: the shares that all others in U2 sealed for it."""
@@ -78,7 +89,7 @@ class Dealt:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedSum:
-    """After the third exchange: who sent a vector, and the vectors' sum modulo 2^m; none is kept by itself.
+    """After the fourth exchange: who sent a vector, and the vectors' sum modulo 2^m; none is kept by itself.
 
     Attributes:
         before: the state before.
@@ -99,7 +110,7 @@ class MaskedSum:
 
 @dataclass(frozen=True, kw_only=True)
 class Signed:
-    """After the fourth exchange; `signatures` is {client in U4: its signature of the survivors}."""
+    """After the fifth exchange; `signatures` is {client in U4: its signature of the survivors}."""
 
     before: MaskedSum
     signatures: Mapping[int, str]
@@ -168,6 +179,51 @@ def collect_shares(state: Advertisements, received: Mapping[int, str]) -> Dealt:
     return Dealt(before=state, dealt=dealt, refused=refused)
 
 
+def collect_checks(state: Dealt, received: Mapping[int, str]) -> Dealt:
+    """U2 less those who did not answer, from {client: text}, and who dealt or complained dishonestly.
+
+    The server opens the shares in question with the key that a complaint holds: what a client says of another decides
+    nothing.
+
+    Raises:
+        TooFewError: nobody was dishonest, and fewer than t clients are left.
+    """
+    dishonest: dict[int, str] = {}
+
+    def read(client: int, text: str) -> None:
+        complaint = wire.complaint_from_text(text)
+        dishonest.update(_judged(state, client, complaint))
+        if complaint.dealers:
+            raise ProtocolError(f"client {client}: complained of client {complaint.dealers[0]}; its part is over")
+
+    kept, refused = _collected("checks", received, state.dealt, state.before.terms, read, enough=False)
+    if not dishonest:
+        _check_enough("checks", len(kept), state.before.terms, refused)
+    dealt = {client: state.dealt[client] for client in kept if client not in dishonest}
+    return replace(state, dealt=dealt, refused=refused, dishonest=dishonest)
+
+
+def _judged(state: Dealt, client: int, complaint: Complaint) -> dict[int, str]:
+    """{client: what it did} of those whom a complaint shows to be dishonest: the dealers, or who complains."""
+    shown = state.before.shown
+    if not complaint.dealers:
+        return {}
+    if public_half(complaint.opening) != shown[client].encryption_key:
+        return {client: f"client {client}: complained of shares that it does not open"}
+    found = {}
+    for dealer in complaint.dealers:
+        if dealer == client or dealer not in state.dealt:
+            return {client: f"client {client}: complained of shares that nobody dealt"}
+        route = Route(transcript=state.before.transcript, dealer=dealer, holder=client)
+        try:
+            unseal(state.dealt[dealer][client], route, complaint.opening, shown[dealer].encryption_key)
+        except ProtocolError as error:
+            found[dealer] = f"client {dealer}: dealt shares of no use: {error}"
+        else:
+            return {client: f"client {client}: complained of shares from client {dealer} that are sound"}
+    return found
+
+
 def collect_masked(state: Dealt, received: Mapping[int, NDArray[Any]]) -> MaskedSum:
     """U3 and the masked sum, from {client: words [d]}.
 
@@ -218,7 +274,7 @@ def recover(state: Signed, received: Mapping[int, str]) -> Recovered:
 
     Raises:
         TooFewError: fewer than t clients revealed what they were dealt.
-        ProtocolError: the shares that a client dealt do not give the seed that it advertised; names it.
+        DealerError: the shares that a client dealt do not give the seed that it advertised.
     """
     masked = state.before
     advertisements, terms = masked.before.before, masked.before.before.terms
@@ -236,13 +292,13 @@ def recover(state: Signed, received: Mapping[int, str]) -> Recovered:
     for client in masked.survivors:
         seed = combine({holder: reveals[holder].self_shares[client] for holder in holders}, terms)
         if self_commitment(seed, client, terms) != advertisements.shown[client].self_commitment:
-            raise ProtocolError(f"client {client}: the shares that it dealt do not give the seed that it advertised")
+            raise DealerError(client, "seed")
         total -= self_mask(seed, client, terms)
     for client in dropped:
         seed = combine({holder: reveals[holder].mask_shares[client] for holder in holders}, terms)
         private = mask_private_key(seed, client, terms)
         if public_half(private) != advertisements.shown[client].mask_key:
-            raise ProtocolError(f"client {client}: the shares that it dealt do not give the key that it advertised")
+            raise DealerError(client, "key")
         # Its mask for a survivor is the negative of the survivor's for it.
         for peer in masked.survivors:
             total += pairwise_mask(private, client, advertisements.shown[peer].mask_key, peer, terms)
@@ -265,12 +321,18 @@ def _check_reveal(
 
 
 def _collected(
-    name: str, received: Mapping[int, P], among: Any, terms: Terms, read: Callable[[int, P], M]
+    name: str,
+    received: Mapping[int, P],
+    among: Any,
+    terms: Terms,
+    read: Callable[[int, P], M],
+    *,
+    enough: bool = True,
 ) -> tuple[dict[int, M], dict[int, str]]:
     """{client: what was read of it} in ascending order, and {client: why it was refused}.
 
     Raises:
-        TooFewError: fewer than t were read.
+        TooFewError: fewer than t were read, where as many are asked for.
     """
     kept: dict[int, M] = {}
     refused: dict[int, str] = {}
@@ -281,7 +343,12 @@ def _collected(
             kept[client] = read(client, received[client])
         except ProtocolError as error:
             refused[client] = str(error)
-    if len(kept) < terms.threshold:
-        named = f"; refused: {'; '.join(refused.values())}" if refused else ""
-        raise TooFewError(f"{name}: came from {len(kept)} clients, must come from at least {terms.threshold}{named}")
+    if enough:
+        _check_enough(name, len(kept), terms, refused)
     return kept, refused
+
+
+def _check_enough(name: str, num: int, terms: Terms, refused: Mapping[int, str]) -> None:
+    if num < terms.threshold:
+        named = f"; refused: {'; '.join(refused.values())}" if refused else ""
+        raise TooFewError(f"{name}: came from {num} clients, must come from at least {terms.threshold}{named}")

@@ -96,6 +96,24 @@ class Session:
             wire.sealed_text,
         )
 
+    def check(self, sealed: str) -> str:
+        """Whose shares this node cannot use; the session is over if there are any, and else stays where it is.
+
+        Args:
+            sealed: as for `mask`.
+
+        Raises:
+            ProtocolError: see `fedpriv.secure_aggregation.client.check`; the session is over.
+        """
+        state = self._state
+        if not isinstance(state, node.Shared):
+            self.end()
+            raise ProtocolError("check: out of order, this session does not stand before `mask`")
+        self.end()
+        complaint = node.check(state, wire.sealed_from_text(sealed))
+        self._state = None if complaint.dealers else state
+        return wire.complaint_text(complaint)
+
     def check_sealed(self, sealed: str) -> None:
         """Refuse shares that `mask` would refuse, before what it masks is paid for; the session stays where it is.
 

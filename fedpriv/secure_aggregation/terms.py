@@ -11,10 +11,12 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+from fedpriv.accounting.views import num_readers
 from fedpriv.deployment import keys
 from fedpriv.secure_aggregation.errors import ProtocolError
 from fedpriv.secure_aggregation.strict import parsed_object, shown
 
+MIN_PARTICIPANTS = 3
 MAX_PARTICIPANTS = 1000
 MAX_DIMENSION = 2**27
 MAX_CLIENT = 2**31
@@ -71,8 +73,8 @@ class Terms:
         round: >= 1.
         attempt: 16 to 64 random hexadecimal digits; a repeated round is a new attempt.
         participants: ordered by client; no client and no identity occurs twice.
-        threshold: t, survivors that a sum needs, with t <= K, 2 t > K + c and t >= c + 2.
-        colluding: c, clients that may collude with the server.
+        threshold: t, survivors that a sum needs, with t <= K, 2 t > K + c and t >= max(c, 1) + 2.
+        colluding: c, clients that may collude with the server; any other participant may read sums by itself.
         modulus_bits: m, 32 or 64: sums are modulo 2^m.
         grid_exponent: gamma = 2^grid_exponent grid steps make one unit of the gradient.
         dimension: d, values in a vector.
@@ -172,8 +174,8 @@ def terms_from_text(text: str) -> Terms:
 
 
 def smallest_threshold(num_participants: int, colluding: int) -> int:
-    """The smallest t with 2 t > K + c and t >= c + 2; above K where no threshold is allowed."""
-    return max((num_participants + colluding) // 2 + 1, colluding + 2)
+    """The smallest t with 2 t > K + c and t >= max(c, 1) + 2; above K where no threshold is allowed."""
+    return max((num_participants + colluding) // 2 + 1, num_readers(colluding) + 2)
 
 
 def _exactly(name: str, value: Any, record: type) -> dict[str, Any]:
@@ -190,8 +192,11 @@ def _exactly(name: str, value: Any, record: type) -> dict[str, Any]:
 def _check_participants(participants: tuple[Participant, ...]) -> None:
     if type(participants) is not tuple or not all(type(entry) is Participant for entry in participants):
         raise ProtocolError("participants: must be a tuple of Participant")
-    if not 2 <= len(participants) <= MAX_PARTICIPANTS:
-        raise ProtocolError(f"participants: are {len(participants)}, must be 2 to {MAX_PARTICIPANTS}")
+    if not MIN_PARTICIPANTS <= len(participants) <= MAX_PARTICIPANTS:
+        raise ProtocolError(
+            f"participants: are {len(participants)}, must be {MIN_PARTICIPANTS} to {MAX_PARTICIPANTS}: of the sum of "
+            "two, each reads the other's vector"
+        )
     for before, after in pairwise(participants):
         if before.client == after.client:
             raise ProtocolError(f"participants: client {after.client} is listed twice")
@@ -207,7 +212,7 @@ def _check_participants(participants: tuple[Participant, ...]) -> None:
 
 def _check_threshold(threshold: int, colluding: int, num_participants: int) -> None:
     _integer("colluding", colluding, 0, MAX_PARTICIPANTS)
-    _integer("threshold", threshold, 2, MAX_PARTICIPANTS)
+    _integer("threshold", threshold, 1, MAX_PARTICIPANTS)
     # Two lists of survivors with t signatures each would need 2 (t - c) of the K - c honest clients.
     smallest = smallest_threshold(num_participants, colluding)
     if not smallest <= threshold <= num_participants:

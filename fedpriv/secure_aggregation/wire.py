@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from fedpriv.secure_aggregation.agreement import DIGEST_BYTES, KEY_BYTES, SEED_BYTES
 from fedpriv.secure_aggregation.errors import ProtocolError
-from fedpriv.secure_aggregation.messages import Advertisement, Reveal
+from fedpriv.secure_aggregation.messages import Advertisement, Complaint, Reveal
 from fedpriv.secure_aggregation.shares import COMMITMENT_BYTES, SEALED_BYTES
 from fedpriv.secure_aggregation.strict import parsed_object, shown
 from fedpriv.secure_aggregation.terms import MAX_CLIENT, MAX_PARTICIPANTS
@@ -86,6 +86,23 @@ def sealed_from_text(text: str) -> dict[int, bytes]:
     return _by_client("shares", text, lambda peer, part: _bytes(f"shares from client {peer}", part, SEALED_BYTES))
 
 
+def complaint_text(complaint: Complaint) -> str:
+    """Whose shares a node cannot use, from node to server."""
+    return _dumps({"dealers": list(complaint.dealers), "opening": _encoded(complaint.opening)})
+
+
+def complaint_from_text(text: str) -> Complaint:
+    """What `complaint_text` wrote.
+
+    Raises:
+        ProtocolError: the text is malformed.
+    """
+    values = _exactly("complaint", parsed_object("complaint", text), {"dealers", "opening"})
+    dealers = _listed("dealers", values["dealers"])
+    opening = _bytes("complaint: opening", values["opening"], KEY_BYTES if dealers else 0)
+    return Complaint(dealers=tuple(dealers), opening=opening)
+
+
 def survivors_text(survivors: Iterable[int]) -> str:
     """The list of survivors, from server to nodes."""
     return _dumps({"survivors": sorted(survivors)})
@@ -97,10 +114,7 @@ def survivors_from_text(text: str) -> list[int]:
     Raises:
         ProtocolError: the text is malformed.
     """
-    listed = _exactly("survivors", parsed_object("survivors", text), {"survivors"})["survivors"]
-    if type(listed) is not list or len(listed) > MAX_PARTICIPANTS:
-        raise ProtocolError(f"survivors = {shown(listed)}: must be a list of at most {MAX_PARTICIPANTS}")
-    return [_integer("survivors: client", client) for client in listed]
+    return _listed("survivors", _exactly("survivors", parsed_object("survivors", text), {"survivors"})["survivors"])
 
 
 def signature_text(signature: str) -> str:
@@ -222,6 +236,13 @@ def _integer(name: str, value: Any) -> int:
     if type(value) is not int or not 0 <= value <= MAX_CLIENT:
         raise ProtocolError(f"{name} = {shown(value)}: must be an integer from 0 to {MAX_CLIENT}")
     return value
+
+
+def _listed(name: str, clients: Any) -> list[int]:
+    """Clients in any order."""
+    if type(clients) is not list or len(clients) > MAX_PARTICIPANTS:
+        raise ProtocolError(f"{name} = {shown(clients)}: must be a list of at most {MAX_PARTICIPANTS}")
+    return [_integer(f"{name}: client", client) for client in clients]
 
 
 def _by_client(name: str, text: str, read: Callable[[int, Any], T]) -> dict[int, T]:

@@ -35,6 +35,7 @@ from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.vault import guard, records, reply_times, summed
 from fedpriv.vault.frames import (
     ADVERTISE,
+    CHECK,
     CONFIRM,
     EVALUATE,
     FAILED,
@@ -291,6 +292,7 @@ _ANSWERS: Mapping[str, Callable[[Request, Holder], Response]] = {
     EVALUATE: evaluate,
     ADVERTISE: summed.advertise,
     SHARE: summed.share,
+    CHECK: summed.check,
     CONFIRM: summed.confirm,
     REVEAL: summed.reveal,
 }

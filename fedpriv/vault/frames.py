@@ -26,6 +26,7 @@ TRAIN = "train"
 EVALUATE = "evaluate"
 ADVERTISE = "advertise"
 SHARE = "share"
+CHECK = "check"
 CONFIRM = "confirm"
 REVEAL = "reveal"
 

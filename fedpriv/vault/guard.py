@@ -73,7 +73,8 @@ class NodePolicy:
         limits: what an instruction may ask for; None allows every valid instruction.
         budget_view: `local`, or `aggregate`, where an upload under secure aggregation costs what the sum shows.
         min_survivors: t; terms under which fewer uploads make a sum are refused.
-        colluding_clients: c, how many others may reveal their noise to the server; none of theirs counts.
+        colluding_clients: c, how many others may reveal their noise to the server; terms that count on fewer are
+            refused.
         watch: notices that the ledger is an old copy; None without a ledger, or a key that signs.
         data_set: that was registered when this process read where the records are, so that no other one pays for
             them; empty if none was. None where a run brings the records.
@@ -91,7 +92,7 @@ class NodePolicy:
     delta: float | None = None
     limits: Limits | None = field(default_factory=Limits)
     budget_view: PlannedView = "local"
-    min_survivors: int = 2
+    min_survivors: int = 3
     colluding_clients: int = 0
     watch: Watch | None = None
     data_set: str | None = None

@@ -34,7 +34,8 @@ class VaultSettings:
         budget_view: what the budget counts: `local`, what the server could learn from this node's uploads if it saw
             each, or `aggregate`, what it learns from sums under secure aggregation.
         min_survivors: t; the node takes part in no sum of fewer uploads.
-        colluding_clients: c; the noise of so many others is not counted.
+        colluding_clients: c; the node takes part only where the noise of so many others is not counted. That of one
+            never is: every participant reads the sum and knows its own noise.
         ledger_file: None stands for ledger.sqlite in the folder.
         memory_limit_mb: for one forward and backward pass, and as much again for the prefix cache.
         device: that trains: `auto`, `cpu` or `cuda:0`. `auto` is the CPU, unless records may be coupled.
@@ -64,7 +65,7 @@ class VaultSettings:
     budget_epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     delta: Annotated[float, Field(gt=0, lt=1)] | None = None
     budget_view: PlannedView = "local"
-    min_survivors: Annotated[int, Field(ge=2)] = 2
+    min_survivors: Annotated[int, Field(ge=3)] = 3
     colluding_clients: Annotated[int, Field(ge=0)] = 0
     ledger_file: Path | None = None
     memory_limit_mb: Annotated[int, Field(ge=1)] = 1024

@@ -20,7 +20,7 @@ from torch import Tensor
 from fedpriv import protocol
 from fedpriv.accounting.discrete_gaussian import MIN_STDDEV
 from fedpriv.accounting.events import Event
-from fedpriv.accounting.views import Release, aggregate_objections, smallest_aggregate_scales
+from fedpriv.accounting.views import Release, aggregate_objections, num_readers, smallest_aggregate_scales
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.config import RunConfig
 from fedpriv.deployment import keys
@@ -66,7 +66,8 @@ class Part:
         terms: that all participants sign.
         client: whose part it is.
         grid: of its integers.
-        aggregate_scale: the noise of any sum that is seen over its own, at least; >= 1.
+        aggregate_scale: the noise over its own, at least, of what the terms' colluders, or any one other participant,
+            can read in a sum; >= 1.
         session: masks the integers; None in a simulation that leaves out what would cancel out.
         sealed: its peers' shares, for the session.
     """
@@ -86,7 +87,12 @@ class Part:
 
     def release(self, event: Event) -> Release:
         """What the part costs that the event pays for."""
-        return Release(event=event, rho_bar=1.0, aggregate_scale=self.aggregate_scale)
+        return Release(
+            event=event,
+            rho_bar=1.0,
+            aggregate_scale=self.aggregate_scale,
+            num_readers=num_readers(self.terms.colluding),
+        )
 
     @property
     def num_records(self) -> int:
@@ -182,7 +188,7 @@ def part_of(
         aggregate_scale=smallest_aggregate_scales(
             {participant.client: participant.scale for participant in terms.participants},
             threshold=terms.threshold,
-            colluding=holder.policy.colluding_clients,
+            colluding=terms.colluding,
         )[client],
         session=session,
         sealed=sealed,
@@ -197,11 +203,15 @@ def check_policy(terms: Terms, client: int, policy: NodePolicy) -> None:
     """
     if client not in terms.by_client:
         raise RefusedError(f"terms: client {client}, this node, is not among the participants")
-    least = max(policy.min_survivors, smallest_threshold(len(terms.participants), policy.colluding_clients))
+    if terms.colluding < policy.colluding_clients:
+        raise RefusedError(
+            f"terms: colluding = {terms.colluding}: this node counts on {policy.colluding_clients} that may collude"
+        )
+    least = max(policy.min_survivors, smallest_threshold(len(terms.participants), terms.colluding))
     if terms.threshold < least:
         raise RefusedError(
             f"terms: threshold = {terms.threshold}: this node needs at least {least} survivors among "
-            f"{len(terms.participants)} participants, of whom {policy.colluding_clients} may collude"
+            f"{len(terms.participants)} participants, of whom {terms.colluding} may collude"
         )
 
 
@@ -271,6 +281,11 @@ def advertise(request: Request, holder: Holder) -> Response:
 def share(request: Request, holder: Holder) -> Response:
     """Shares of the node's seeds, sealed for its peers; raises like `advertise`."""
     return _step(partial(_share, holder), request, holder)
+
+
+def check(request: Request, holder: Holder) -> Response:
+    """Whose shares the node cannot use, before anything is charged for the sum; raises like `advertise`."""
+    return _step(Session.check, request, holder)
 
 
 def confirm(request: Request, holder: Holder) -> Response:

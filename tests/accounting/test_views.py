@@ -121,15 +121,16 @@ def test_aggregate_noise_is_that_of_the_sum_relative_to_the_clients_own_weight()
     weights, sizes = [3 / 12, 4 / 12, 5 / 12], {0: 3, 1: 4, 2: 5}
     noise = math.hypot(*(weight * 2.0 for weight in weights)) / (weights[1] * math.sqrt(2))
     assert noise == pytest.approx(2 / math.sqrt(2) * math.sqrt(50) / 4)
-    assert aggregate_scale(sizes, 1) == pytest.approx(math.sqrt(50) / 4)
-    release = Release(event=EVENT, rho_bar=0.6, aggregate_scale=aggregate_scale(sizes, 1))
+    release = Release(event=EVENT, rho_bar=0.6, aggregate_scale=math.sqrt(50) / 4)
     assert release.seen_by("aggregate").noise_multiplier == pytest.approx(1.88 * math.sqrt(50) / 4)
+    # The loudest other reads the sum, and knows its own noise.
+    assert [aggregate_scale(sizes, client) for client in sizes] == pytest.approx([5 / 3, 5 / 4, math.sqrt(34) / 5])
 
 
 def test_colluding_clients_take_their_noise_with_them():
     sizes = {0: 3, 1: 4, 2: 5}
     scales = [aggregate_scale(sizes, 0, colluding=num) for num in range(4)]
-    assert scales == pytest.approx([math.sqrt(50) / 3, 5 / 3, 1.0, 1.0])
+    assert scales == pytest.approx([5 / 3, 5 / 3, 1.0, 1.0]), "one that colludes with nobody reads the sum too"
 
 
 @given(
@@ -138,16 +139,16 @@ def test_colluding_clients_take_their_noise_with_them():
     st.integers(0, 3),
 )
 def test_smallest_aggregate_scale_is_the_minimum_over_all_sums_that_are_seen(weights, threshold, colluding):
-    """Against every set of at least `threshold` survivors, and every set of so many of them that collude."""
+    """Against every set of at least `threshold` survivors, and every set of those among them who read the sum."""
     clients = dict(enumerate(weights))
     smallest = smallest_aggregate_scales(clients, threshold=threshold, colluding=colluding)
     for client, own in clients.items():
         others = [other for other in clients if other != client]
         every = [
-            math.sqrt(own**2 + sum(clients[c] ** 2 for c in rest if c not in traitors)) / own
+            math.sqrt(own**2 + sum(clients[c] ** 2 for c in rest if c not in readers)) / own
             for num in range(min(threshold - 1, len(others)), len(others) + 1)
             for rest in itertools.combinations(others, num)
-            for traitors in itertools.combinations(rest, min(colluding, num))
+            for readers in itertools.combinations(rest, min(max(colluding, 1), num))
         ]
         assert smallest[client] == pytest.approx(min(every), rel=1e-9)
         assert smallest[client] <= max(1.0, min(every)), "never above a value that can occur"
@@ -166,7 +167,16 @@ def test_whoever_survives_a_round_it_costs_at_most_its_worst_case(threshold):
 
 def test_equal_clients_share_their_noise_up_to_the_threshold():
     equal = dict.fromkeys(range(5), 0.3)
-    for threshold, colluding, honest in ((1, 0, 1), (3, 0, 3), (5, 0, 5), (9, 0, 5), (9, 2, 3), (5, 2, 3), (3, 4, 1)):
+    for threshold, colluding, honest in (
+        (1, 0, 1),
+        (3, 0, 2),
+        (3, 1, 2),
+        (5, 0, 4),
+        (9, 0, 4),
+        (9, 2, 3),
+        (5, 2, 3),
+        (3, 4, 1),
+    ):
         scales = smallest_aggregate_scales(equal, threshold=threshold, colluding=colluding)
         assert list(scales.values()) == pytest.approx([math.sqrt(honest)] * 5)
 

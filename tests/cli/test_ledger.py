@@ -11,8 +11,9 @@ import pytest
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.views import Release
-from fedpriv.ledger.entries import Charge, Key
+from fedpriv.ledger.entries import Charge, Key, entries
 from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.reader import reading
 from tests.cli.command_line import as_json, fedpriv
 from tests.cli.inputs import write_ledger
 
@@ -46,7 +47,7 @@ def test_the_aggregate_view_counts_what_sums_showed_and_single_uploads_in_full(t
         data_set = ledger.register("0", 100, 1e-5).id
         for round_, scale in enumerate(scales, start=1):
             key = Key(run="run", client="0", round=round_, request="x")
-            release = Release(event=event, rho_bar=1.0, aggregate_scale=scale)
+            release = Release(event=event, rho_bar=1.0, aggregate_scale=scale, num_readers=1)
             ledger.charge([Charge(key=key, data_set=data_set, release=release, noise_source="secure")])
     command = ["ledger", "show", tmp_path / "node.sqlite", "--budget-epsilon", 3]
     (row,) = as_json(*command)["data_sets"]
@@ -61,12 +62,40 @@ def test_the_aggregate_view_counts_what_sums_showed_and_single_uploads_in_full(t
     assert row["remaining_rounds"] < left
     text, _ = fedpriv("ledger", "statement", tmp_path / "node.sqlite", "--client", "0", "--view", "aggregate")
     assert "(aggregate)" in text
-    assert "collude" in text
+    assert "against the server and any one participant" in text
     assert "(aggregate)" not in fedpriv("ledger", "statement", tmp_path / "node.sqlite", "--client", "0")[0]
     assert (
         "must be one of local, aggregate"
         in fedpriv("ledger", "show", tmp_path / "node.sqlite", "--view", "rho", code=2)[1]
     )
+
+
+@pytest.mark.parametrize(
+    ("readers", "against"),
+    [
+        ((2, 1), "the server and any one participant"),
+        ((3, 2), "the server and any 2 participants"),
+        ((0, 1), "the server alone"),
+        ((), "the server and all other participants"),
+    ],
+)
+def test_a_statement_names_the_fewest_against_whom_its_sums_were_charged(tmp_path, readers, against):
+    """Charges of before participants were counted hold no number of them, and are stated as what they were."""
+    path, event = tmp_path / "node.sqlite", SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.1, count=1)
+    with Ledger(path) as ledger:
+        data_set = ledger.register("0", 100, 1e-5).id
+        releases = [Release(event=event, rho_bar=1.0, aggregate_scale=2.0, num_readers=num) for num in readers]
+        releases += [Release(event=event, rho_bar=1.0, aggregate_scale=scale) for scale in (1.0, None)]
+        for round_, release in enumerate(releases, start=1):
+            key = Key(run="run", client="0", round=round_, request="x")
+            ledger.charge([Charge(key=key, data_set=data_set, release=release, noise_source="secure")])
+        assert [each.num_readers for each in ledger.releases_in_order(data_set)] == [*readers, 0, 0]
+    with reading(path) as db:
+        notes = [entry.note for entry in entries(db) if entry.phase == "charged"]
+    assert [note for note in notes if note] == [json.dumps({"num_readers": num}) for num in readers if num]
+    text, _ = fedpriv("ledger", "statement", path, "--client", "0", "--view", "aggregate")
+    assert f"  against {against}\n" in text
+    assert ("earlier versions did not count" in " ".join(text.split())) == (0 in readers)
 
 
 def test_statement_says_what_was_spent_what_it_covers_and_where_to_check(path):

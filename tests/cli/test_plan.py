@@ -11,6 +11,7 @@ from dp_accounting import pld
 
 from fedpriv import planning
 from fedpriv.config import RunConfig, parse
+from fedpriv.errors import InputError
 from fedpriv.planning import Setting
 from fedpriv.training.noise_plan import calibrated, num_lora_values, with_learning_rates
 from fedpriv.training.schedule import Schedule
@@ -57,7 +58,8 @@ def test_start_and_head_have_their_shares_of_the_budget(five):
 def test_every_view_counts_the_noise_that_its_definition_says(five):
     weighted = [math.sqrt(size) * size for size in SIZES]
     bar = math.sqrt(sum((value / sum(weighted)) ** 2 for value in weighted))
-    own = [math.sqrt(sum(SIZES) / size) for size in SIZES]  # sqrt(sum w^2) / w_k with w_k = sqrt(N_k)
+    # sqrt(sum w^2) / w_k with w_k = sqrt(N_k), less the largest other's, which reads the sum.
+    own = [math.sqrt((sum(SIZES) - max(SIZES[:i] + SIZES[i + 1 :])) / size) for i, size in enumerate(SIZES)]
     for client, factor in zip(five["clients"], own, strict=True):
         for view, scale in (("rho", bar), ("aggregate", factor)):
             scaled = [(scale * z, q, rounds) for z, q, rounds in phases(five)]
@@ -97,14 +99,20 @@ def test_a_plan_has_the_noise_and_the_rates_that_a_run_computes(of_view, further
         }
 
 
-@pytest.mark.parametrize("num_clients", [2, 3, 4])
+@pytest.mark.parametrize("num_clients", [3, 4, 5])
 def test_small_federations_have_a_plan_for_their_sum_and_its_alternatives(num_clients):
     setting = Setting.of(SIZES[:num_clients], epsilon=2.0, view="aggregate")
     planned = planning.plan(setting)
     assert max(cost.epsilon_aggregate for cost in planned.costs) <= 2.0
     found = planning.alternatives(setting)
     assert "uploads seen by the server" in found
-    assert any("largest of" in name for name in found) == (num_clients > 2)
+    assert any("largest of" in name for name in found) == (num_clients > 4)
+
+
+def test_two_holders_have_no_plan_for_a_sum_of_which_each_reads_the_others_part():
+    with pytest.raises(InputError, match="min_clients = 3: there are 2 clients"):
+        Setting.of(SIZES[:2], epsilon=2.0, view="aggregate")
+    assert "secure aggregation" not in planning.alternatives(Setting.of(SIZES[:2], epsilon=2.0))
 
 
 def test_the_default_model_has_as_many_lora_values_as_a_plan_assumes(initial):

@@ -15,6 +15,7 @@ from fedpriv.config import parse
 from fedpriv.errors import TooFewClientsError
 from fedpriv.ledger.entries import CHARGED, entries
 from fedpriv.ledger.reader import reading
+from fedpriv.secure_aggregation import wire
 from fedpriv.vault import summed
 from server.observer import LogObserver
 from server.sums import Sums
@@ -107,13 +108,15 @@ def test_who_drops_out_before_its_vector_is_not_in_the_sum_and_who_drops_out_lat
     values, tmp_path, monkeypatch, step
 ):
     Deaf(monkeypatch, step, client=1, round_=2)
-    folder = run(values, tmp_path / "run", secure_masks=True, min_clients=2, sampling_probability=0.25)
+    four = {"num_clients": 4, "client_column": "", "min_clients": 3}
+    folder = run(values, tmp_path / "run", secure_masks=True, sampling_probability=0.25, **four)
     rows = pd.read_csv(folder / "clients.csv").query("round == 2").set_index("client")
-    assert rows["status"].to_dict() == {0: "ok", 1: {"share": "left out", "mask": "failed"}.get(step, "ok"), 2: "ok"}
+    others = dict.fromkeys((0, 2, 3), "ok")
+    assert rows["status"].to_dict() == {1: {"share": "left out", "mask": "failed"}.get(step, "ok"), **others}
     in_round = {client: scale for client, round_, _, scale in charges(folder / "ledger.sqlite") if round_ == 2}
     # Who dealt no shares was not asked for a vector, so it is not charged; whoever was asked is.
-    assert in_round.keys() == ({"0", "2"} if step == "share" else {"0", "1", "2"})
-    assert list(in_round.values()) == pytest.approx([2**0.5] * len(in_round)), "as if two were in it"
+    assert in_round.keys() == ({"0", "2", "3"} if step == "share" else {"0", "1", "2", "3"})
+    assert list(in_round.values()) == pytest.approx([2**0.5] * len(in_round)), "of three, one reads it"
     page = (folder / "report.html").read_text()
     assert ("Round 2 without" in page) == (step in ("share", "mask"))
 
@@ -160,7 +163,7 @@ def test_rounds_without_noise_that_follow_for_comparison_need_no_sum(values, tmp
 
 
 def test_the_figures_of_a_sum_are_those_of_the_same_noise_that_everybody_sees(values, tmp_path):
-    """On the local view hiding the uploads saves nothing; on the sum's view three equal clients have sqrt(3)."""
+    """On the local view hiding the uploads saves nothing; on the sum's view three equal clients have sqrt(2)."""
     equal = {"partition": "iid", "client_column": ""}
     hidden = run(values, tmp_path / "hidden", **equal)
     seen = run({**values, "secure_aggregation": False, "min_clients": 1}, tmp_path / "seen", **equal)
@@ -170,3 +173,79 @@ def test_the_figures_of_a_sum_are_those_of_the_same_noise_that_everybody_sees(va
     assert ours["epsilon_aggregate_max"] < ours["epsilon_local_max"] / 1.5
     assert theirs["epsilon_aggregate_max"] is None
     assert replace(parse(values), secure_masks=True).digest != parse(values).digest
+
+
+FIVE = {"num_clients": 5, "client_column": "", "min_clients": 4}
+
+
+def of_round(folder: Path, round_: int) -> list[str]:
+    """The clients that were charged in a round, once for each charge."""
+    return sorted(client for client, number, *_ in charges(folder / "ledger.sqlite") if number == round_)
+
+
+class Dealer:
+    """A node that deals what it likes; `asked` are the clients that were asked for shares, in order."""
+
+    def __init__(self, monkeypatch, client: int, deal) -> None:
+        self.asked: list[int] = []
+        share = summed.Session.share
+
+        def dealt(session, message):
+            self.asked.append(session.client)
+            return deal(session, message, share) if session.client == client else share(session, message)
+
+        monkeypatch.setattr(summed.Session, "share", dealt)
+
+
+def unreadable(session, message, share):
+    """Shares that no peer can open."""
+    parts = wire.dealt_from_text(share(session, message), session.client)
+    return wire.sealed_text({k: part if k == session.client else bytes(len(part)) for k, part in parts.items()})
+
+
+def inconsistent(session, message, share):
+    """Shares that open and fit their hashes, of another seed than the node masks with."""
+    state = session._state
+    session._state = replace(state, self_seed=bytes(16))
+    text = share(session, message)
+    session._state = replace(session._state, begun=state)
+    return text
+
+
+def test_a_dealer_of_unreadable_shares_is_left_out_before_anyone_is_charged(values, tmp_path, monkeypatch):
+    dealer = Dealer(monkeypatch, 1, unreadable)
+    folder = run(values, tmp_path / "run", secure_masks=True, **FIVE)
+    assert [of_round(folder, round_) for round_ in (1, 2, 3)] == [["0", "2", "3", "4"]] * 3, "each once"
+    rows = pd.read_csv(folder / "clients.csv").query("round == 1").set_index("client")
+    assert rows["status"].to_dict() == {0: "ok", 1: "left out", 2: "ok", 3: "ok", 4: "ok"}
+    assert "dealt shares of no use" in rows["detail"][1]
+    assert dealer.asked.count(1) == 1
+
+
+def test_a_dealer_of_another_seed_costs_a_round_and_is_asked_no_more(values, tmp_path, monkeypatch):
+    dealer = Dealer(monkeypatch, 1, inconsistent)
+    folder = run(values, tmp_path / "run", secure_masks=True, **FIVE)
+    assert of_round(folder, 1) == ["0", "1", "2", "3", "4"], "nobody is charged again for its round"
+    assert [of_round(folder, round_) for round_ in (2, 3)] == [["0", "2", "3", "4"]] * 2
+    summary = json.loads((folder / "summary.json").read_text())
+    assert "the shares that it dealt do not give the seed" in summary["clients"][1]["retired"]
+    assert summary["adapters_moved"]
+    assert dealer.asked.count(1) == 1
+
+
+def test_a_resumed_run_does_not_ask_a_dishonest_dealer_again(values, tmp_path, monkeypatch):
+    dealer, folder = Dealer(monkeypatch, 1, unreadable), tmp_path / "run"
+    with monkeypatch.context() as patch:
+        Deaf(patch, "mask", client=2, round_=2)
+        with pytest.raises(TooFewClientsError, match="round 2: masked vectors: came from 3 clients"):
+            run(values, folder, secure_masks=True, **FIVE)
+    run(values, folder, secure_masks=True, **FIVE, resume=str(folder))
+    assert of_round(folder, 3) == ["0", "2", "3", "4"]
+    assert dealer.asked.count(1) == 1
+
+
+def test_without_a_dishonest_dealer_too_few_may_be_left_and_nobody_is_charged(values, tmp_path, monkeypatch):
+    Dealer(monkeypatch, 1, unreadable)
+    with pytest.raises(TooFewClientsError, match=r"round 1: client 1: dealt shares of no use: .* 4 clients are left"):
+        run(values, tmp_path / "run", secure_masks=True, **{**FIVE, "min_clients": 5})
+    assert charges(tmp_path / "run" / "ledger.sqlite") == []

@@ -12,7 +12,7 @@ from fedpriv.secure_aggregation import client as node_side
 from fedpriv.secure_aggregation import server, shares, wire
 from fedpriv.secure_aggregation.errors import ProtocolError, TooFewError
 from fedpriv.secure_aggregation.identities import verify_once
-from fedpriv.secure_aggregation.messages import advertised
+from fedpriv.secure_aggregation.messages import Complaint, advertised
 from tests.secure_aggregation.attempts import Attempt, attempted, begin, make_terms, make_values, node
 
 TERMS = make_terms(5, threshold=3)
@@ -161,3 +161,64 @@ def test_a_dealer_whose_shares_do_not_fit_their_commitments_is_named_by_the_hold
     attempt.u2 = server.collect_shares(attempt.u1, dealt)
     with pytest.raises(ProtocolError, match="shares from client 1: do not fit the hashes"):
         attempt.sessions[0].mask(attempt.u2.message(0), attempt.values[0])
+
+
+def checks(attempt: Attempt) -> dict[int, str]:
+    """What everyone answers about the shares that it was dealt."""
+    return {client: attempt.sessions[client].check(attempt.u2.message(client)) for client in attempt.u2.dealt}
+
+
+def dealt_badly(attempt: Attempt, holders: tuple[int, ...]) -> None:
+    """The liar's shares for these are nobody's; it cannot know that the server reads no commitments off them yet."""
+    dealt = {dealer: dict(parts) for dealer, parts in attempt.u2.dealt.items()}
+    for holder in holders:
+        dealt[LIAR][holder] = bytes(len(dealt[LIAR][holder]))
+    attempt.u2 = replace(attempt.u2, dealt=dealt)
+
+
+@pytest.mark.parametrize("holders", [(0,), (0, 2, 3, 4)])
+def test_a_dealer_of_unreadable_shares_is_named_before_anything_is_masked(holders):
+    attempt = attempted(TERMS, "share")
+    dealt_badly(attempt, holders)
+    checked = server.collect_checks(attempt.u2, checks(attempt))
+    assert list(checked.dishonest) == [LIAR]
+    assert "client 1: dealt shares of no use: shares from client 1" in checked.dishonest[LIAR]
+    assert list(checked.refused) == list(holders), "who opened its shares takes no further part"
+    for client in holders:
+        with pytest.raises(ProtocolError, match="is over"):
+            attempt.sessions[client].mask(attempt.u2.message(client), attempt.values[client])
+
+
+def test_sound_shares_are_checked_without_effect():
+    attempt = attempted(TERMS, "share")
+    checked = server.collect_checks(attempt.u2, checks(attempt))
+    assert (checked.dishonest, checked.refused, checked.dealt) == ({}, {}, attempt.u2.dealt)
+    np.testing.assert_array_equal(attempt.mask().confirm().reveal().values, expected(attempt, *range(5)))
+
+
+def test_who_complains_of_sound_shares_is_named_in_place_of_their_dealer():
+    attempt = attempted(TERMS, "share")
+    honest, own = checks(attempt), attempt.sessions[LIAR]._state.begun.encryption_private
+    lies = {
+        "that are sound": Complaint(dealers=(2,), opening=own),
+        "that it does not open": Complaint(dealers=(2,), opening=bytes(32)),
+        "that nobody dealt": Complaint(dealers=(9,), opening=own),
+    }
+    for reason, lie in lies.items():
+        checked = server.collect_checks(attempt.u2, honest | {LIAR: wire.complaint_text(lie)})
+        assert list(checked.dishonest) == [LIAR]
+        assert reason in checked.dishonest[LIAR]
+    for text in ("{}", '{"dealers":[2],"opening":""}', '{"dealers":[],"opening":"AAAA"}'):
+        checked = server.collect_checks(attempt.u2, honest | {LIAR: text})
+        assert (list(checked.dishonest), list(checked.refused)) == ([], [LIAR])
+    with pytest.raises(TooFewError, match="checks: came from 2 clients"):
+        server.collect_checks(attempt.u2, {client: honest[client] for client in (0, 2)})
+
+
+def test_a_key_that_agrees_on_zero_is_refused_where_it_is_shown():
+    attempt = Attempt(terms=TERMS)
+    texts = {client: session.advertisement for client, session in attempt.sessions.items()}
+    zero = replace(wire.advertisement_from_text(texts[LIAR]), encryption_key=bytes(32))
+    zero = replace(zero, signature=node(LIAR).sign(advertised(TERMS, zero)))
+    state = server.collect_advertisements(TERMS, texts | {LIAR: wire.advertisement_text(zero)}, verify=verify_once)
+    assert state.refused == {LIAR: "client 1: its X25519 key agrees on zero with everyone"}

@@ -144,8 +144,8 @@ def test_sums_are_centred_and_wrap_around_at_half_the_modulus(bits):
 
 
 def test_values_outside_the_modulus_count_modulo_it():
-    terms = make_terms(2, dimension=2)
-    values = {0: np.array([2**40 + 3, -(2**33)]), 1: np.array([2, 5])}
+    terms = make_terms(3, dimension=2)
+    values = {0: np.array([2**40 + 3, -(2**33)]), 1: np.array([2, 5]), 2: np.array([0, 0])}
     attempt = Attempt(terms=terms, values=values)
     assert attempt.advertise().share().mask().confirm().reveal().values.tolist() == [5, 5]
 

@@ -43,10 +43,10 @@ TERMS = make_terms(4, colluding=1)
         ({"noise_multiplier": -1.0}, "noise_multiplier = -1.0: must be a finite float >= 0"),
         ({"clip_norm": 1e200, "noise_multiplier": 1e200}, r"noise_multiplier = 1e.200: must give finite noise"),
         ({"request": "cd"}, "request = 'cd': must be 64 hexadecimal digits"),
-        ({"participants": TERMS.participants[:1]}, "participants: are 1, must be 2 to 1000"),
+        ({"participants": TERMS.participants[:2]}, "participants: are 2, must be 3 to 1000: of the sum of two"),
         ({"participants": list(TERMS.participants)}, "participants: must be a tuple of Participant"),
         ({"participants": TERMS.participants[::-1]}, "client 2 must stand before client 3"),
-        ({"participants": TERMS.participants[:1] * 2}, "participants: client 0 is listed twice"),
+        ({"participants": TERMS.participants[:1] * 3}, "participants: client 0 is listed twice"),
     ],
 )
 def test_terms_that_are_no_terms_are_refused_by_name(changes, match):
@@ -132,7 +132,8 @@ def test_the_noise_is_the_product_of_gamma_scale_noise_multiplier_and_clip_norm(
 
 
 def test_the_smallest_threshold_is_what_terms_accept():
-    assert [smallest_threshold(count, 0) for count in (2, 3, 4, 5, 10, 100)] == [2, 2, 3, 3, 6, 51]
+    assert [smallest_threshold(count, 0) for count in (2, 3, 4, 5, 10, 100)] == [3, 3, 3, 3, 6, 51]
+    assert [smallest_threshold(count, 1) for count in (2, 3, 4, 5, 10)] == [3, 3, 3, 4, 6]
     assert [smallest_threshold(count, 2) for count in (4, 5, 10)] == [4, 4, 7]
 
 

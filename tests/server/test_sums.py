@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
@@ -15,9 +16,14 @@ from fedpriv.errors import InputError, TooFewClientsError
 from fedpriv.ledger.entries import entries
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
+from fedpriv.mechanisms.discrete_gaussian import integers
 from fedpriv.protocol import Registration
 from fedpriv.run_checks import check_clients
 from fedpriv.secure_aggregation import TooFewError, make_identity
+from fedpriv.training.coordinates import Coordinates
+from fedpriv.training.local_update import UpdateSpec
+from fedpriv.training.summing import mean_of_sum
+from fedpriv.vault import summed
 from server.bookkeeping import Books
 from server.observer import LogObserver
 from server.round_rows import client_rows
@@ -26,12 +32,12 @@ from simulations.engines import federation
 from simulations.engines.flower_private import set_message_id, task_identity
 from simulations.engines.grid import LocalGrid
 
-SIZES = {0: 600, 1: 300, 2: 100}
-LAST_NODE_ID = 4
+SIZES = {0: 600, 1: 300, 2: 100, 3: 200}
+LAST_NODE_ID = 5
 ADAPTER = {"A": torch.zeros(2, 3), "B": torch.zeros(4)}
 VALUES = {
-    **{"rounds": 1, "num_clients": 3, "batch_size": 10, "local_steps": 1, "optimizer": "sgd", "learning_rate": 0.1},
-    **{"noise_multiplier": 4.0, "secure_aggregation": True, "min_clients": 2},
+    **{"rounds": 1, "num_clients": 4, "batch_size": 10, "local_steps": 1, "optimizer": "sgd", "learning_rate": 0.1},
+    **{"noise_multiplier": 4.0, "secure_aggregation": True, "min_clients": 3},
 }
 
 
@@ -78,17 +84,21 @@ def test_who_dropped_out_before_training_is_not_charged_but_stays_in_the_terms(s
         return replace(opened, fields=fields, left_out={2: "no answer in time"})
 
     monkeypatch.setattr(strategy._sums, "open", without_2)
-    assert ask(strategy) == [0, 1]
-    # In the worst case the other survivor is the smallest client that signed, as each node computes it.
-    assert charged(tmp_path) == pytest.approx({k: math.hypot(SIZES[k], 100) / SIZES[k] for k in (0, 1)}, rel=1e-9)
+    assert ask(strategy) == [0, 1, 3]
+    # In the worst case the other survivors are the two smallest clients that signed, as each node computes it, and the
+    # larger of them reads the sum.
+    expected = {k: math.hypot(SIZES[k], 100) / SIZES[k] for k in (0, 1, 3)}
+    assert charged(tmp_path) == pytest.approx(expected, rel=1e-9)
     rows = client_rows(strategy._round, strategy.books, strategy.spec, {})
-    assert [(row.client, row.status) for row in rows] == [(0, "no reply"), (1, "no reply"), (2, "left out")]
-    assert (rows[2].detail, rows[2].epsilon_aggregate) == ("no answer in time", 0)
+    statuses = {0: "no reply", 1: "no reply", 2: "left out", 3: "no reply"}
+    assert {row.client: row.status for row in rows} == statuses
+    (left_out,) = (row for row in rows if row.client == 2)
+    assert (left_out.detail, left_out.epsilon_aggregate) == ("no answer in time", 0)
 
 
 def test_a_sum_that_never_begins_is_charged_to_nobody(strategy, monkeypatch, tmp_path):
     def too_few(*_, **__):
-        raise TooFewError("advertisements: came from 1 clients, must come from at least 2; client 0: refused: closed")
+        raise TooFewError("advertisements: came from 1 clients, must come from at least 3; client 0: refused: closed")
 
     monkeypatch.setattr(strategy._sums, "open", too_few)
     with pytest.raises(TooFewClientsError, match=r"round 1: advertisements: .* client 0: refused: closed; resume"):
@@ -117,24 +127,63 @@ def test_a_node_that_leaves_a_later_question_of_each_sum_unanswered_is_skipped(
 
     monkeypatch.setattr(federation, "LocalGrid", Lossy)
     out, secure = tmp_path / "run", {**VALUES, "secure_masks": True, "rounds": 4, "round_seconds": 0.1}
+    secure["client_column"] = ""
     federation.run(parse({**small_run, **secure, "evaluate_every": 100, "out": str(out)}), LogObserver())
     assert Lossy.asked == 2
     with reading(out / "ledger.sqlite") as db:
         found = [(int(e.client), e.round) for e in entries(db) if e.phase == "charged"]
-    assert [round_ for client, round_ in found if client == 2] == charged_in
+    assert [round_ for client, round_ in found if client == 3] == charged_in
     assert [round_ for client, round_ in found if client == 0] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
     ("changes", "range_"),
     [
-        ({"num_clients": 5, "min_clients": 2}, "needs 3 to 5"),
-        ({"min_clients": 4}, "needs 2 to 3"),
+        ({"num_clients": 6, "min_clients": 3}, "needs 4 to 6"),
+        ({"min_clients": 5}, "needs 3 to 4"),
         ({"colluding_clients": 1, "min_clients": 3, "num_clients": 6}, "needs 4 to 6"),
-        ({"num_clients": 9, "clients_per_round": 4, "min_clients": 2}, "needs 3 to 4"),
+        ({"num_clients": 9, "clients_per_round": 6, "min_clients": 3}, "needs 4 to 6"),
+        ({"num_clients": 2}, "needs 3 to 2"),
     ],
 )
 def test_a_threshold_that_two_disjoint_lists_could_reach_is_refused_before_the_first_round(changes, range_):
     config = parse({**VALUES, **changes})
     with pytest.raises(InputError, match=rf"min_clients = {config.min_clients}: secure_aggregation = true {range_}"):
         check_clients(config, config.num_clients)
+
+
+def test_a_holder_reads_the_others_sum_off_the_next_model_and_each_has_paid_for_that(small_run, tmp_path, monkeypatch):
+    """It knows the broadcasts and its own vector, and asks nobody for anything."""
+    parts, starts = {}, {}
+
+    def noted_part(request, *args, part_of=summed.part_of, **options):
+        part = part_of(request, *args, **options)
+        starts[part.terms.round] = {k: torch.tensor(np.array(v)) for k, v in request.arrays[protocol.ADAPTER].items()}
+        return part
+
+    def noted_vector(part, update, vector=summed.Part.vector):
+        parts[part.terms.round, part.client] = part, integers(update.noised, part.grid.points).numpy()
+        return vector(part, update)
+
+    monkeypatch.setattr(summed, "part_of", noted_part)
+    monkeypatch.setattr(summed.Part, "vector", noted_vector)
+    out, values = tmp_path / "run", {**small_run, **VALUES, "num_clients": 3}
+    config = parse({**values, "server_optimizer": "sgd", "rounds": 2, "out": str(out)})
+    federation.run(config, LogObserver())
+    part, _ = parts[1, 0]
+    spec, terms, sizes = UpdateSpec.of(config), part.terms, {c: p.num_records for c, p in part.terms.by_client.items()}
+    coordinates = Coordinates.of(spec, {name: tensor.shape for name, tensor in starts[1].items()})
+    (before, _), (after, _) = (coordinates.start(starts[round_]) for round_ in (1, 2))
+    unit = mean_of_sum(config, spec, sizes, torch.ones(1), sizes)  # what one step of the grid moves the average by
+    total = ((before.double() - after.double()) / spec.learning_rate / unit).numpy()
+    deviations = {client: terms.noise_stddev(client) for client in sizes}
+    with reading(out / "ledger.sqlite") as db:
+        scales = {int(e.client): e.aggregate_scale for e in entries(db) if e.phase == "charged" and e.round == 1}
+    for reader in sizes:
+        others = [client for client in sizes if client != reader]
+        unknown = total - parts[1, reader][1] - sum(parts[1, client][1] for client in others)
+        assert np.abs(unknown).max() < 1e-5 * deviations[reader], (
+            "it has the others' sum, to the last digits of float32"
+        )
+        for client in others:
+            assert scales[client] * deviations[client] <= math.hypot(*(deviations[k] for k in others))

@@ -74,7 +74,7 @@ def test_the_rho_view_is_defined_under_the_weights_that_are_used():
 @pytest.mark.parametrize("sampling", [{"sampling_probability": 0.25}, {"batch_size": 50}])
 @pytest.mark.parametrize("clipping", ["joint", "batch"])
 def test_noise_of_the_sum_is_that_of_the_design_for_every_kind_of_sampling(weights, sampling, clipping):
-    """sqrt(sum_j w_j^2 z_j^2) / w_k with w_j = rho_j lr_j C_j / B_j, and without B_j under `batch`."""
+    """sqrt(sum_j w_j^2 z_j^2) / w_k with w_j = rho_j lr_j C_j / B_j, and no B_j under `batch`; less one reader's."""
     config, books = make(client_weights=weights, clipping=clipping, **sampling, **{**SUMS, "min_clients": 4})
     settled(books, list(SIZES))
     z, lr, clip = config.noise_multiplier, config.learning_rate, config.clip_norm
@@ -83,7 +83,8 @@ def test_noise_of_the_sum_is_that_of_the_design_for_every_kind_of_sampling(weigh
     size = {c: sampling.get("batch_size") or 0.25 * n for c, n in SIZES.items()}
     w = {c: rho[c] * lr * clip / (1 if clipping == "batch" else size[c]) for c in SIZES}
     for client in SIZES:
-        expected = math.sqrt(sum((w[c] * z) ** 2 for c in SIZES)) / (w[client] * z)
+        reader = max((c for c in SIZES if c != client), key=lambda c: w[c])
+        expected = math.sqrt(sum((w[c] * z) ** 2 for c in SIZES if c != reader)) / (w[client] * z)
         local, hidden = (books.accounts.history(client, view)[0] for view in ("local", "aggregate"))
         assert hidden.noise_multiplier == pytest.approx(local.noise_multiplier * expected)
 
@@ -105,11 +106,11 @@ def test_before_a_round_the_sum_may_be_that_of_the_fewest_uploads_with_the_least
 def test_a_round_costs_its_worst_case_whoever_replied(uploads):
     config, books = make(sampling_probability=0.25, **SUMS)
     settled(books, uploads)
-    assert view_scale(config, list(SIZES.values())) == pytest.approx(math.sqrt(3))
+    assert view_scale(config, list(SIZES.values())) == pytest.approx(math.sqrt(2))
     for client in SIZES:
         (event,) = books.accounts.history(client, "aggregate")
-        assert event.noise_multiplier == pytest.approx(1.5 * math.sqrt(3), rel=1e-4)
-        assert event.noise_multiplier < 1.5 * math.sqrt(3), "rounding costs something"
+        assert event.noise_multiplier == pytest.approx(1.5 * math.sqrt(2), rel=1e-4)
+        assert event.noise_multiplier < 1.5 * math.sqrt(2), "rounding costs something"
 
 
 def answered(strategy: RuleStrategy, message: Message) -> Message:
@@ -147,10 +148,10 @@ def test_of_fewer_uploads_than_the_threshold_nothing_is_summed_or_kept(num_repli
         ({"privacy_view": "local"}, 1.0),
         ({"privacy_view": "rho"}, 0.5),
         ({"privacy_view": "rho", "clients_per_round": 2}, math.sqrt(0.5)),
-        ({**SUMS, "min_clients": 3, "sampling_probability": 0.5}, math.sqrt(3)),
-        ({**SUMS, "min_clients": 4, "sampling_probability": 0.5}, 2.0),
-        # With equal batches v is N: the client of 900 records with the two smallest.
-        ({**SUMS, "batch_size": 50}, math.sqrt(1 + (100**2 + 225**2) / 900**2)),
+        ({**SUMS, "min_clients": 3, "sampling_probability": 0.5}, math.sqrt(2)),
+        ({**SUMS, "min_clients": 4, "sampling_probability": 0.5}, math.sqrt(3)),
+        # With equal batches v is N: the client of 900 records with the smaller of the two smallest; the other reads.
+        ({**SUMS, "batch_size": 50}, math.sqrt(1 + 100**2 / 900**2)),
     ],
 )
 def test_what_a_view_makes_of_every_clients_noise_at_least(changes, scale):

@@ -25,7 +25,7 @@ CELL = Cell(corpus="tiny", arm=AGGREGATE, epsilon=8.0)
 
 @pytest.fixture
 def tiny(tiny_bert, monkeypatch):
-    """A corpus of two clients, and a model that takes seconds."""
+    """A corpus of three clients, and a model that takes seconds."""
 
     monkeypatch.setitem(corpora.CORPORA, "tiny", tiny_corpus())
     monkeypatch.setitem(METHODS, HEAD, {**METHODS[HEAD], "model": str(tiny_bert), "layers": "last-1", "rounds": 3})
@@ -40,8 +40,9 @@ def test_arms_are_federations_with_one_epsilon_and_one_noise_in_all_and_are_run_
     assert 7.5 < local["epsilon_local_max"] <= 8
     assert 7.5 < central["epsilon_local_max"] <= 8
     assert 7.5 < summed["epsilon_aggregate_max"] <= 8 < summed["epsilon_local_max"]
-    assert [line["num_clients"] for line in (local, summed, central)] == [2, 2, 1]
-    assert sqrt(2) * summed["noise_multiplier"] == pytest.approx(central["noise_multiplier"], rel=1e-3)
+    assert [line["num_clients"] for line in (local, summed, central)] == [3, 3, 1]
+    over = sqrt(3) * summed["noise_multiplier"] / central["noise_multiplier"]
+    assert over == pytest.approx(sqrt(3 / 2), rel=1e-3), "the third reads the sum"
     assert {"fedpriv", "torch"} <= summed["software"].keys()
     before = (tmp_path / RUNS).read_bytes()
     run_all(tmp_path / RUNS, tmp_path, tmp_path, chosen)
@@ -95,10 +96,10 @@ def test_the_page_has_the_tables_of_its_lines():
 
 
 def test_five_clients_have_the_epsilons_that_are_quoted_alone_and_in_the_sum():
-    """29.9 and 7.2 are of continuous noise; on the grid it is dearer by less than a hundredth."""
+    """29.9 and 8.6 are of continuous noise; on the grid it is dearer by less than a hundredth."""
     found = colluders.quoted()
     assert found["alone, continuous"] == pytest.approx(29.9, abs=0.05)
-    assert found["sum, continuous"] == pytest.approx(7.2, abs=0.05)
+    assert found["sum, continuous"] == pytest.approx(8.6, abs=0.05)
     for who in ("alone", "sum"):
         assert 1 < found[f"{who}, discrete"] / found[f"{who}, continuous"] < 1.01
 

@@ -46,7 +46,7 @@ def test_a_cell_is_a_federation_within_its_epsilon_and_is_run_once(tiny, tmp_pat
         assert 7.5 < line["epsilon_local_max"] <= 8
     assert 7.5 < summed["epsilon_aggregate_max"] <= 8 < summed["epsilon_local_max"]
     assert without["noise_multiplier"] == 0
-    assert (local["num_clients"], central["num_clients"], probes["num_rounds"]) == (2, 1, 1)
+    assert (local["num_clients"], central["num_clients"], probes["num_rounds"]) == (3, 1, 1)
     assert local["accuracies"][-1] == local["accuracy"]
     before = (tmp_path / RUNS).read_bytes()
     run.run_all(tmp_path / RUNS, tmp_path, tmp_path, chosen)

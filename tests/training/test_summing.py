@@ -21,7 +21,7 @@ SIZES = {0: 20, 1: 45, 2: 90}
 BASE = {
     "recipe": "dp-lora-paper",
     "secure_aggregation": True,
-    "min_clients": 2,
+    "min_clients": 3,
     "num_clients": 3,
     "rounds": 3,
     "local_steps": 1,

@@ -1,4 +1,4 @@
-"""A coordinator that asks three vaults of this process for a sum, honestly or not."""
+"""A coordinator that asks the vaults of this process for a sum, honestly or not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedpriv.training.summing import grid_of
 from fedpriv.training.workbench import workbench
 from fedpriv.vault import guard
 from fedpriv.vault.answer import answer
-from fedpriv.vault.frames import ADVERTISE, CONFIRM, REVEAL, SHARE, TRAIN, Request, Response
+from fedpriv.vault.frames import ADVERTISE, CHECK, CONFIRM, REVEAL, SHARE, TRAIN, Request, Response
 from fedpriv.vault.holder import Holder
 from fedpriv.vault.settings import VaultSettings
 
@@ -93,9 +93,11 @@ class Coordinator:
         return self.ask(client, kind, protocol.pack_step(terms.run, terms.attempt, message))
 
     def open(self, terms: Terms) -> sums.Dealt:
-        """Keys and shares of all participants."""
+        """Keys and shares of all participants, and that all can use them."""
         shown = sums.collect_advertisements(terms, {c: text(self.advertise(c, terms)) for c in terms.by_client})
-        return sums.collect_shares(shown, {c: text(self.step(c, SHARE, terms, shown.message())) for c in shown.shown})
+        dealt = sums.collect_shares(shown, {c: text(self.step(c, SHARE, terms, shown.message())) for c in shown.shown})
+        checks = {c: text(self.step(c, CHECK, terms, dealt.message(c))) for c in dealt.dealt}
+        return sums.collect_checks(dealt, checks)
 
     def train(
         self, client: int, terms: Terms, sealed: str, *, spec: UpdateSpec | None = None, round_: int = 0, **changes: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,13 +27,13 @@ from tests.tiny import LABELS, WORDS
 from tests.vault.sums import Coordinator, vector
 from tests.vaults import make_vault, write_records
 
-SIZES = {0: 30, 1: 42, 2: 54}
+SIZES = {0: 30, 1: 42, 2: 54, 3: 66}
 DELTA = 1e-5
 
 VALUES = {
     "data": ON_NODES,
     "labels": ",".join(LABELS),
-    "num_clients": 3,
+    "num_clients": 4,
     "layers": "last-1",
     "rank": 2,
     "rounds": 5,
@@ -44,14 +45,14 @@ VALUES = {
     "noise_multiplier": 4.0,
     "max_length": 32,
     "secure_aggregation": True,
-    "min_clients": 2,
+    "min_clients": 3,
     "comparison": False,
 }
 
 
 @pytest.fixture(scope="module")
 def make(tiny_bert, table, tmp_path_factory) -> Callable[..., Coordinator]:
-    """Makes three vaults that have approved each other; settings are those of the vault of client 1."""
+    """Makes four vaults that have approved each other; settings are those of the vault of client 1."""
 
     def make(**settings: object) -> Coordinator:
         folder = tmp_path_factory.mktemp("vaults")
@@ -73,7 +74,7 @@ def make(tiny_bert, table, tmp_path_factory) -> Callable[..., Coordinator]:
 
 @pytest.fixture(scope="module")
 def site(make) -> Coordinator:
-    """Three vaults, which each test asks in a run of its own."""
+    """Four vaults, which each test asks in a run of its own."""
     return make()
 
 
@@ -82,13 +83,13 @@ def test_the_server_learns_the_survivors_sum_and_each_vault_pays_for_the_thresho
     monkeypatch.setattr(summed, "integers", lambda *a, whole=summed.integers: sent.append(whole(*a)) or sent[-1])
     terms = site.terms("honest")
     dealt = site.open(terms)
-    answers = {client: site.train(client, terms, dealt.message(client)) for client in (1, 2)}  # 0 drops out
+    answers = {client: site.train(client, terms, dealt.message(client)) for client in (1, 2, 3)}  # 0 drops out
     for answer, values in zip(answers.values(), sent, strict=True):
         assert list(answer.arrays) == [protocol.SUM]
         assert np.mean(vector(answer).astype(np.int64) == values.numpy()) < 0.01, "masked"
     assert np.array_equal(site.close(dealt, answers).values, sum(values.numpy() for values in sent))
-    # v_k = rho_k / B is in proportion to N_k: in the worst case the other survivor is the smallest client.
-    for client in (1, 2):
+    # v_k = rho_k / B is in proportion to N_k: in the worst case the two smallest others survive, and the larger reads.
+    for client in (1, 2, 3):
         (charge,) = site.charges(client, "honest")
         assert charge.aggregate_scale == pytest.approx(math.hypot(SIZES[0], SIZES[client]) / SIZES[client], rel=1e-9)
     assert site.charges(0, "honest") == []
@@ -128,12 +129,12 @@ def refused(site: Coordinator, answer, reason: str, *, run: str, client: int = 1
 def test_terms_of_another_attempt_are_refused(site):
     dealt = site.open(site.terms("other"))
     refused(site, site.train(1, site.terms("other"), dealt.message(1)), "takes no part in it", run="other")
-    changed = replace(dealt.before.terms, colluding=1, threshold=3)
+    changed = replace(dealt.before.terms, colluding=1)
     refused(site, site.train(1, changed, dealt.message(1)), "are not those that this node has signed", run="other")
 
 
 @pytest.mark.parametrize(
-    ("sealed", "reason"), [("", "shares"), ("{}", "shares: are of 1 clients, must be of at least 2")]
+    ("sealed", "reason"), [("", "shares"), ("{}", "shares: are of 1 clients, must be of at least 3")]
 )
 def test_sealed_shares_that_are_missing_are_refused_before_the_charge(site, sealed, reason):
     terms = site.terms("unsealed")
@@ -205,11 +206,22 @@ def test_an_update_whose_sum_hides_less_than_the_terms_say_is_refused(site, chan
 
 
 def test_fewer_survivors_than_the_operator_wants_are_refused(make):
-    site = make(min_survivors=3)
-    refused(site, site.advertise(1, site.terms("few")), "needs at least 3 survivors", run="few")
-    assert not site.advertise(1, site.terms("few", threshold=3)).code
+    site = make(min_survivors=4)
+    refused(site, site.advertise(1, site.terms("few")), "needs at least 4 survivors", run="few")
+    assert not site.advertise(1, site.terms("few", threshold=4)).code
+
+
+def test_terms_that_count_on_fewer_colluders_than_the_operator_are_refused_and_those_of_the_terms_are_charged(make):
     site = make(colluding_clients=1)
-    refused(site, site.advertise(1, site.terms("few")), "needs at least 3 survivors", run="few")
+    refused(
+        site, site.advertise(1, site.terms("trusting", threshold=4)), "counts on 1 that may collude", run="trusting"
+    )
+    terms = site.terms("wary", colluding=2, threshold=4)
+    assert not site.train(1, terms, site.open(terms).message(1)).code
+    (charge,) = site.charges(1, "wary")
+    # Of the three others, those with the least noise but two.
+    assert charge.aggregate_scale == pytest.approx(math.hypot(SIZES[0], SIZES[1]) / SIZES[1], rel=1e-9)
+    assert json.loads(charge.note) == {"num_readers": 2}
 
 
 def test_a_stranger_is_refused_and_an_approval_holds_from_the_next_attempt_on(make):
@@ -230,14 +242,14 @@ def test_a_list_of_survivors_is_confirmed_and_revealed_once_and_after_the_vector
     for kind in (CONFIRM, REVEAL):
         terms = site.terms("order")
         dealt = site.open(terms)
-        message = '{"survivors":[0,1,2]}'
+        message = '{"survivors":[0,1,2,3]}'
         refused(site, site.step(1, kind, terms, message), "out of order", run="order")
         refused(site, site.train(1, terms, dealt.message(1)), "is over", run="order")
     terms = site.terms("order")
     dealt = site.open(terms)
     assert not site.train(1, terms, dealt.message(1)).code
-    assert not site.step(1, CONFIRM, terms, '{"survivors":[1,2]}').code
-    assert "out of order" in site.step(1, CONFIRM, terms, '{"survivors":[0,1]}').reason
+    assert not site.step(1, CONFIRM, terms, '{"survivors":[1,2,3]}').code
+    assert "out of order" in site.step(1, CONFIRM, terms, '{"survivors":[0,1,2]}').reason
     assert "out of order" in site.step(1, REVEAL, terms, "{}").reason
     assert "takes no part" in site.step(1, SHARE, site.terms("order"), "{}").reason
 

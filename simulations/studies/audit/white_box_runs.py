@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.views import Release, aggregate_scale
+from fedpriv.accounting.views import Release
 from fedpriv.audit.bounds import Array, num_correct, one_run_audit
 from fedpriv.audit.canaries import inclusions
 from fedpriv.audit.harness import Setup, observe, observe_clients, update_spec
@@ -97,9 +97,8 @@ def view_run(schedule: Schedule, seed: int) -> dict[str, Any]:
     directions = own_coordinates(VIEW_CANARIES, VIEW_DIMENSION, disjoint=True)
     seen = observe(audited, directions, included, num_clients=CLIENTS)
     rho_bar = CLIENTS**-0.5
-    release = Release(
-        event=audited.event, rho_bar=rho_bar, aggregate_scale=aggregate_scale(dict.fromkeys(range(CLIENTS), 1), 0)
-    )
+    # Who takes no part in the sums faces the noise of all clients.
+    release = Release(event=audited.event, rho_bar=rho_bar, aggregate_scale=CLIENTS**0.5)
     bounds = {}
     for view, inner, factor in (("local", seen.local, 1.0), ("aggregate", seen.aggregate, CLIENTS**0.5)):
         scores = matched_scores(

@@ -18,7 +18,7 @@ from matplotlib.ticker import NullFormatter, ScalarFormatter
 from fedpriv.accounting.accountants import PrivacySpent, epsilon_of
 from fedpriv.accounting.calibration import calibrate, noise_multiplier_for
 from fedpriv.accounting.events import Event, SubsampledGaussian
-from fedpriv.accounting.views import Release, smallest_aggregate_scales
+from fedpriv.accounting.views import Release, num_readers, smallest_aggregate_scales
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.mechanisms.request import NoiseRequest
 from fedpriv.secure_aggregation.grid import largest_number_included, sum_grid
@@ -37,9 +37,9 @@ class Sum:
     """Who is in a sum, and who of them may collude.
 
     Attributes:
-        clients: K >= 2, whose noise the accuracy pays for.
+        clients: K >= 3, whose noise the accuracy pays for.
         threshold: t <= K, survivors that a sum needs.
-        colluding: c, at most t - 2.
+        colluding: c, at most t - 2; a participant that colludes with nobody reads sums too.
     """
 
     clients: int
@@ -48,12 +48,12 @@ class Sum:
 
     @property
     def honest(self) -> int:
-        """t - c: clients whose noise protects each of them."""
-        return self.threshold - self.colluding
+        """t - max(c, 1): clients whose noise protects each of them from those who read the sum and know their own."""
+        return self.threshold - num_readers(self.colluding)
 
     @property
     def noise_over_central(self) -> float:
-        """sqrt(K / (t - c)): the sum's noise over that of central DP-SGD with the same epsilon, but for the grid."""
+        """sqrt(K / (t - max(c, 1))): the sum's noise over that of central DP-SGD of equal epsilon, but for the grid."""
         return sqrt(self.clients / self.honest)
 
     @property
@@ -126,7 +126,7 @@ def quoted() -> dict[str, float]:
     return {
         "alone, continuous": continuous(QUOTED_NOISE),
         "alone, discrete": epsilon_alone(QUOTED_CLIENTS, QUOTED_NOISE).epsilon,
-        "sum, continuous": continuous(QUOTED_NOISE * sqrt(QUOTED_CLIENTS)),
+        "sum, continuous": continuous(QUOTED_NOISE * sqrt(five.honest)),
         "sum, discrete": epsilon_in(five, QUOTED_NOISE).epsilon,
     }
 
@@ -155,7 +155,7 @@ def plot(path: Path) -> None:
             factors = [each.noise_over_central for each in chosen]
             by_noise.plot(counts, factors, style, color=colour, marker=".", label=label)
     by_epsilon.set(title="epsilon with the noise for c = 0, t = K", xlabel="colluders c", ylabel="epsilon")
-    by_noise.set(title="noise of equal epsilon over central", xlabel="colluders c", ylabel="sqrt(K / (t - c))")
+    by_noise.set(title="noise of equal epsilon over central", xlabel="colluders c", ylabel="sqrt(K / (t - max(c, 1)))")
     for axes in (by_epsilon, by_noise):
         axes.set_xscale("symlog", linthresh=1)
         axes.set_yscale("log")

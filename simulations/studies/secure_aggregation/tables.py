@@ -143,7 +143,7 @@ def assumed(found: Lines) -> str:
         if accuracy:
             rows.append(
                 (
-                    str(colluding),
+                    str(colluding) if colluding else "none counted",
                     _average(_noise_over_central(found, cell), "{:.3f}"),
                     _text(Estimate.of([*accuracy.values()])),
                     _text(difference(accuracy, central), sign=True),
@@ -184,7 +184,7 @@ def by_colluders(counts: Sequence[int] = colluders.NUM_CLIENTS) -> str:
         "epsilon with z of c = 0, t = K",
         "z for epsilon 2",
         "noise over central",
-        "sqrt(K / (t - c))",
+        "sqrt(K / (t - max(c, 1)))",
     )
     return _table(headers, (row for num_clients in counts for row in _sums(num_clients)))
 

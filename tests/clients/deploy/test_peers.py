@@ -107,7 +107,7 @@ def test_the_doctor_counts_peers_where_the_budget_is_for_sums(make_node, own, ke
     node = make_node(**own)
     assert peers_check(node) == (True, "none: takes part in no secure sum")
     assert peers_check(node, budget_view="aggregate")[1].endswith(
-        "0 approved, min_survivors = 2 needs at least 1; run `approve-peer`"
+        "0 approved, min_survivors = 3 needs at least 2; run `approve-peer`"
     )
     for client in (0, 2):
         peers.approve(node.vault, client, key(f"peer-{client}"))
@@ -116,15 +116,17 @@ def test_the_doctor_counts_peers_where_the_budget_is_for_sums(make_node, own, ke
         "adds up with partitions 0, 2, in sums of 3 or more, 0 may collude",
     )
     assert not peers_check(node, budget_view="aggregate", min_survivors=4)[0]
-    ok, reason = peers_check(node, min_survivors=2, colluding_clients=1)
-    assert (ok, reason[:50]) == (False, "min_survivors = 2: must be at least colluding_clients + 2"[:50])
+    ok, reason = peers_check(node, min_survivors=3, colluding_clients=2)
+    assert (ok, reason[:34]) == (False, "min_survivors = 3: must be at least 4"[:34])
 
 
 def test_init_takes_the_terms_of_sums_and_refuses_those_without_an_honest_peer(make_node, own):
     node = make_node("sums", **own, budget_view="aggregate", min_survivors=3, colluding_clients=1)
     vault = Node.read(node.folder).vault
     assert (vault.budget_view, vault.min_survivors, vault.colluding_clients) == ("aggregate", 3, 1)
-    with pytest.raises(InputError, match=r"min_survivors = 2: must be at least colluding_clients \+ 2 = 3"):
-        make_node("alone", **own, colluding_clients=1)
+    with pytest.raises(InputError, match="min_survivors = 3: must be at least 4 with colluding_clients = 2"):
+        make_node("alone", **own, colluding_clients=2)
+    with pytest.raises(InputError, match=r"min_survivors = 2: .* greater than or equal to 3"):
+        make_node("two", **own, min_survivors=2)
     with pytest.raises(InputError, match="budget_view = 'rho'"):
         make_node("wrong", **own, budget_view="rho")
