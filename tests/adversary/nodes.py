@@ -6,8 +6,10 @@ All that knows how a node is set up, and how a question travels, is here.
 from __future__ import annotations
 
 import csv
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from fedpriv import protocol
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.views import default_delta
 from fedpriv.config import ON_NODES, RunConfig, Scalar, parse, to_flower
+from fedpriv.deployment import keys
 from fedpriv.ledger.entries import CHARGED, data_sets, entries, releases
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
@@ -140,9 +143,20 @@ def make_node(
     approved = (ApprovedModel(name=n, folder=str(path), digest=digest_of(path)) for n, path in models.items())
     (folder / "approved-models.toml").write_text(text_of(tuple(approved)))
     (folder / "policy.toml").write_text(tomli_w.dumps(dict(limits or {})))
+    for path, content in zip((node.settings.key, keys.public_path(node.settings.key)), _key_pair(), strict=True):
+        path.write_bytes(content)
     if num_registered is not None:
         register_data(node, num_registered)
     return node
+
+
+@cache
+def _key_pair() -> tuple[bytes, bytes]:
+    """The private and the public file of a vault's key, the same for all nodes, so that two of them answer alike."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "vault.key"
+        keys.make_key_pair(path)
+        return path.read_bytes(), keys.public_path(path).read_bytes()
 
 
 def register_data(node: Node, num_records: int, *, note: str | None = None) -> None:

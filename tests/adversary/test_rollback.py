@@ -51,12 +51,11 @@ LEDGER = ("ledger.sqlite", "ledger.sqlite.head")
 
 @pytest.fixture
 def node(approved, tmp_path) -> Node:
-    return signing(make_node(tmp_path / "node", ROWS, num_registered=N_K, models=approved))
+    return set_up(make_node(tmp_path / "node", ROWS, num_registered=N_K, models=approved))
 
 
-def signing(node: Node, **settings: object) -> Node:
-    """The node with a key of its own, as `init` makes one."""
-    keys.make_key_pair(node.settings.key)
+def set_up(node: Node, **settings: object) -> Node:
+    """The node with further settings, started anew."""
     with (node.folder / FILE).open("a") as file:
         file.write(tomli_w.dumps(settings))
     restart()
@@ -150,7 +149,7 @@ def test_what_a_crash_left_unsent_is_no_rollback(node, starts):
 def test_a_counter_file_stops_a_snapshot_that_nobody_else_knows_of(approved, starts, tmp_path):
     counter = tmp_path / "elsewhere.jsonl"
     node = make_node(tmp_path / "node", ROWS, num_registered=N_K, models=approved)
-    signing(node, counter_file=str(counter))
+    set_up(node, counter_file=str(counter))
     assert asked(node, starts["tiny"], 1).code == frames.REFUSED, "nobody has begun it"
     assert num_charges(node) == 0
     begun(node)
@@ -167,7 +166,7 @@ def test_a_counter_file_stops_a_snapshot_that_nobody_else_knows_of(approved, sta
 def test_a_counter_file_that_cannot_be_used_stops_every_charge(approved, starts, tmp_path, harm, monkeypatch):
     counter = tmp_path / "elsewhere.jsonl"
     node = make_node(tmp_path / "node", ROWS, num_registered=N_K, models=approved)
-    signing(node, counter_file=str(counter))
+    set_up(node, counter_file=str(counter))
     begun(node)
     if harm == "missing":
         counter.unlink()
@@ -190,7 +189,7 @@ def test_no_request_makes_a_counter_file_that_is_missing(approved, starts, tmp_p
     """A snapshot comes back before the counter's disk is mounted: only the operator's command may begin a file."""
     counter = tmp_path / "elsewhere.jsonl"
     node = make_node(tmp_path / "node", ROWS, num_registered=N_K, models=approved)
-    signing(node, counter_file=str(counter))
+    set_up(node, counter_file=str(counter))
     begun(node)
     asked(node, starts["tiny"], 1)
     backup = copied(node, tmp_path / "backup")
@@ -290,7 +289,7 @@ def test_neighbouring_worlds_have_the_same_links(approved, starts, tmp_path):
     """Their records differ, and one notes a change of its content that the other has not."""
     links = []
     for name, rows, later in (("one", ROWS, ROWS), ("other", [*ROWS, ("jane", LABELS[0])], ROWS[:9])):
-        node = signing(make_node(tmp_path / name, rows, num_registered=N_K, models=approved))
+        node = set_up(make_node(tmp_path / name, rows, num_registered=N_K, models=approved))
         answers = [asked(node, starts["tiny"], 1)]
         write_rows(node.records, later)
         restart()
