@@ -5,9 +5,9 @@ Bonawitz et al. 2017 with the consistency round, against a server that may devia
 
 >>> import numpy as np
 >>> from fedpriv.secure_aggregation import Participant, Session, Terms, make_identity, server
->>> nodes = {client: make_identity() for client in range(3)}
+>>> nodes = {client: make_identity() for client in range(4)}
 >>> terms = Terms(
-...     run="trial", round=1, attempt="00" * 16, threshold=2, colluding=0, modulus_bits=32, grid_exponent=10,
+...     run="trial", round=1, attempt="00" * 16, threshold=3, colluding=0, modulus_bits=32, grid_exponent=10,
 ...     dimension=4, clip_norm=1.0, noise_multiplier=1.0, request="00" * 32,
 ...     participants=tuple(
 ...         Participant(client=client, identity=node.public_line, num_records=9, sampling_probability=1.0, scale=1.0)
@@ -17,11 +17,12 @@ Bonawitz et al. 2017 with the consistency round, against a server that may devia
 >>> sessions = {k: Session(terms, k, sign=node.sign, approved=None) for k, node in nodes.items()}
 >>> u1 = server.collect_advertisements(terms, {k: session.advertisement for k, session in sessions.items()})
 >>> u2 = server.collect_shares(u1, {k: session.share(u1.message()) for k, session in sessions.items()})
+>>> u2 = server.collect_checks(u2, {k: session.check(u2.message(k)) for k, session in sessions.items()})
 >>> masked = {k: session.mask(u2.message(k), np.full(4, -5 * k)) for k, session in sessions.items()}
->>> u3 = server.collect_masked(u2, {k: masked[k] for k in (1, 2)})  # client 0 has dropped out
+>>> u3 = server.collect_masked(u2, {k: masked[k] for k in (1, 2, 3)})  # client 0 has dropped out
 >>> u4 = server.collect_signatures(u3, {k: sessions[k].confirm(u3.message()) for k in u3.survivors})
 >>> server.recover(u4, {k: sessions[k].reveal(u4.message()) for k in u3.survivors}).values
-array([-15, -15, -15, -15])
+array([-30, -30, -30, -30])
 """
 
 from typing import TYPE_CHECKING

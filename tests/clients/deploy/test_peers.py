@@ -84,7 +84,8 @@ def test_what_an_earlier_version_approved_approves_nobody_until_it_is_replaced(m
     ok, reason = peers_check(node)
     assert (ok, "2.pub: is the key of that node's SuperNode, which signs no sums" in reason) == (False, True)
     approve(node, 2, key("clara"))
-    assert approved(node.vault.peers).keys() == {2}
+    approve(node, 3, key("bob"))
+    assert approved(node.vault.peers).keys() == {2, 3}
     assert peers_check(node)[0]
 
 
