@@ -89,6 +89,10 @@ def attempt(identities: Sequence[Identity], dimension: int, *, dropouts: bool) -
         u2 = server.collect_shares(u1, dealt)
         sealed = {k: u2.message(k) for k in sessions}
     with costs.of("nodes"):
+        checked = {k: session.check(sealed[k]) for k, session in sessions.items()}
+    with costs.of("server"):
+        u2 = server.collect_checks(u2, checked)
+    with costs.of("nodes"):
         masked = {k: sessions[k].mask(sealed[k], values[k]) for k in staying}
     with costs.of("server"):
         u3 = server.collect_masked(u2, masked)
@@ -104,8 +108,9 @@ def attempt(identities: Sequence[Identity], dimension: int, *, dropouts: bool) -
         total = server.recover(u4, revealed)
     if not np.array_equal(total.values, sum(values[k] for k in staying)):
         raise RuntimeError("the masked sum is not the sum")
-    costs.received = sum(map(len, (terms.text(), advertisements, sealed[0], survivors, signatures)))
-    costs.sent = sum(map(len, (sessions[0].advertisement, dealt[0], signed[0], revealed[0]))) + masked[0].nbytes
+    costs.received = sum(map(len, (terms.text(), advertisements, sealed[0], sealed[0], survivors, signatures)))
+    texts = (sessions[0].advertisement, dealt[0], checked[0], signed[0], revealed[0])
+    costs.sent = sum(map(len, texts)) + masked[0].nbytes
     return costs
 
 

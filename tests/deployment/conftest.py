@@ -23,14 +23,14 @@ def hospitals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
     federation.stop()
 
 
-def holdings(folder: Path, table: Path, *more: str) -> dict[int, list[str]]:
-    """{client: options of `init`} of three nodes with a file of records each, and further options for all."""
+def holdings(folder: Path, table: Path, *more: str, num_nodes: int = 3) -> dict[int, list[str]]:
+    """{client: options of `init`} of nodes with a file of records each, and further options for all."""
     with table.open(newline="") as file:
         rows = list(csv.DictReader(file))
     options = {}
-    for client in range(3):
+    for client in range(num_nodes):
         path = folder / f"records-{client}.csv"
-        own = [[row["text"], row["label"]] for row in rows if row["site"] == f"site-{client}"]
+        own = [[row["text"], row["label"]] for row in rows if row["site"] == f"site-{client % 3}"]
         with path.open("w", newline="") as file:
             csv.writer(file).writerows([["note", "ward"], *own])
         columns = ["--text-column", "note", "--label-column", "ward", "--labels", ",".join(LABELS)]

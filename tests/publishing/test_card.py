@@ -103,3 +103,12 @@ def test_the_command_prints_it_or_writes_it_anew(run):
     assert "What one data holder uploaded" in text
     assert "| rho |" not in text, "an upload is seen by itself"
     fedpriv("card", run / "variants", code=2)
+
+
+@pytest.mark.parametrize(
+    ("said", "against"),
+    [({"num_readers": 1}, "the server and any one participant"), ({}, "the server alone")],
+)
+def test_it_says_against_whom_sums_hold_and_of_older_runs_no_more_than_was_counted(run, tmp_path, said, against):
+    text = card.text(with_summary(run, tmp_path, epsilon_aggregate_max=1.0, **said))
+    assert f"| aggregate | 1 | 1e-5 | {against}, who saw sums of uploads alone |" in text
