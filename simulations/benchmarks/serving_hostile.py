@@ -27,6 +27,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fedpriv.deployment.certificates import make_ca, make_server_certificate
 from fedpriv.serving.http.tokens import add_new
@@ -61,6 +62,15 @@ class Target:
 
 Attack = Callable[[Target], Awaitable[None]]
 
+# Of the attacker's process: connections that it opened, and answers that it read.
+_done: Any = None
+
+
+def count() -> None:
+    """One more."""
+    if _done is not None:
+        _done.value += 1
+
 
 def posted(token: str, value: object) -> bytes:
     """A whole request."""
@@ -78,6 +88,7 @@ def head(token: str, *headers: str) -> bytes:
 async def connected(target: Target, *, tls: bool = True) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A connection of the attacker's."""
     name = {"ssl": target.trust, "server_hostname": "localhost"} if tls else {}
+    count()
     return await asyncio.open_connection("127.0.0.1", target.port, local_addr=(ATTACKER, 0), **name)  # type: ignore[arg-type]
 
 
@@ -86,6 +97,7 @@ async def answered(reader: asyncio.StreamReader) -> None:
     lines = (await reader.readuntil(b"\r\n\r\n")).lower().split(b"\r\n")
     length = next(int(line.partition(b":")[2]) for line in lines if line.startswith(b"content-length:"))
     await reader.readexactly(length)
+    count()
     if b"connection: close" in lines:
         raise ConnectionError
 
@@ -167,20 +179,26 @@ ATTACKS: dict[str, Attack] = {
 }
 
 
-def attacking(name: str, target: Target) -> None:
+def attacking(name: str, target: Target, done: Any) -> None:
     """Attack until killed."""
+    global _done
+    _done = done
     os.nice(19)
     asyncio.run(ATTACKS[name](target))  # type: ignore[arg-type]
 
 
 @contextmanager
-def attacked(name: str, target: Target) -> Iterator[None]:
-    """Within this context the attack goes on."""
-    process = multiprocessing.get_context("spawn").Process(target=attacking, args=(name, target), daemon=True)
+def attacked(name: str, target: Target) -> Iterator[Any]:
+    """Within this context the attack goes on; counts the connections that it opens and the answers that it reads."""
+    context = multiprocessing.get_context("spawn")
+    done = context.Value("q", 0, lock=False)
+    process = context.Process(target=attacking, args=(name, target, done), daemon=True)
     process.start()
-    time.sleep(3.0)  # it imports, and begins
+    while not done.value:
+        time.sleep(0.1)
+    time.sleep(1.0)
     try:
-        yield
+        yield done
     finally:
         process.kill()
         process.join()
@@ -257,13 +275,14 @@ def main() -> None:
         quiet = 0.0
         with server(Path(name)) as target:
             latencies(target, 2.0)
-            for attack in ("", *arguments.attacks):
-                with attacked(attack, target) if attack else contextlib.nullcontext():
+            for attack in ("", *arguments.attacks, ""):
+                with attacked(attack, target) if attack else contextlib.nullcontext() as done:
                     found, failed = latencies(target, arguments.seconds)
+                    num_done = done.value if done is not None else 0
                 p50, p99 = (found[int(share * (len(found) - 1))] for share in (0.5, 0.99))
                 quiet = quiet or p99
                 line = {"attack": attack or "none", "p50_ms": round(1e3 * p50, 1), "p99_ms": round(1e3 * p99, 1)}
-                line |= {"num": len(found), "failed": failed, "ratio": round(p99 / quiet, 1)}
+                line |= {"num": len(found), "failed": failed, "attacker": num_done, "ratio": round(p99 / quiet, 1)}
                 print(json.dumps({**line, "met": p99 <= TARGET * quiet and not failed}), flush=True)
                 time.sleep(1.0)
 
