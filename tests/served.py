@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -91,3 +91,13 @@ class Asked:
     @property
     def is_silent(self) -> bool:
         return self._events.empty()
+
+
+def to_classify(scheduler: Scheduler, variant: str, texts: Sequence[str]) -> Classify:
+    """A request for texts, tokenised."""
+    return Classify(variant=variant, texts=tuple(map(scheduler.encode, texts)))
+
+
+def ask_classes(scheduler: Scheduler, variant: str, texts: Sequence[str]) -> Asked:
+    """Submit it."""
+    return Asked(scheduler, to_classify(scheduler, variant, texts))

@@ -60,6 +60,10 @@ def run(
     inputs_per_token: Annotated[
         int, typer.Option(help="Texts or prompts of one token's requests that are under way, together.", min=1)
     ] = 128,
+    connections_per_address: Annotated[
+        int,
+        typer.Option(help="Connections of one address without a valid token; more where many share one.", min=1),
+    ] = 64,
     drain_seconds: Annotated[
         float, typer.Option(help="After SIGTERM, how long to finish what is under way.", min=0.1)
     ] = 30.0,
@@ -82,6 +86,7 @@ def run(
         max_new_tokens=max_new_tokens,
         requests_per_token=requests_per_token,
         inputs_per_token=inputs_per_token,
+        connections_per_address=connections_per_address,
         drain_seconds=drain_seconds,
     )
     address = server.Address(host=host, port=port, certificate=certificate, key=key)

@@ -13,7 +13,7 @@ from fedpriv.serving.http.limits import Limits
 from fedpriv.serving.http.server import Address, ListeningServer
 
 # Streams stay open; next to them there is room for as many pages and reports.
-LIMITS = Limits(num_connections=4 * MOST_STREAMS)
+LIMITS = Limits(num_connections=4 * MOST_STREAMS, connections_per_address=4 * MOST_STREAMS)
 
 
 class WatchServer(ListeningServer):

@@ -35,12 +35,12 @@ class Classify:
 
     Attributes:
         variant: its name.
-        texts: at least one.
+        texts: tokens of each; at least one.
         client: who asks; clients take turns, whatever their number of requests.
     """
 
     variant: str
-    texts: tuple[str, ...]
+    texts: tuple[Tokens, ...]
     client: str = ""
 
 
@@ -152,6 +152,8 @@ class Serving(Protocol):
         labels: of a classifier, in the order of its probabilities; none for a causal model.
         model_name: of the base.
         max_tokens: that a prompt and its answer may have together, or a text to classify.
+        quick_characters: of a prompt or chat, up to which it is tokenised in a time that `max_tokens` bounds, and
+            waits for no longer one.
     """
 
     names: tuple[str, ...]
@@ -159,14 +161,21 @@ class Serving(Protocol):
     labels: tuple[str, ...]
     model_name: str
     max_tokens: int
+    quick_characters: int
 
     def encode(self, text: str) -> Tokens:
-        """The tokens of a bare prompt."""
+        """The tokens of a bare prompt, or of a text to classify.
+
+        Raises:
+            TooLongError: it has more than `max_tokens`, as is known before it is tokenised whole.
+            ServingError: the tokenizer refuses the text.
+        """
 
     def encode_chat(self, messages: tuple[tuple[str, str], ...]) -> Tokens:
         """The tokens of a chat, a role and a content each, with the model's own template, up to the answer.
 
         Raises:
+            TooLongError: as of `encode`.
             ServingError: the template refuses the messages.
         """
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedpriv.config import RunConfig
 from fedpriv.config_types import BaseFormat
-from fedpriv.data import records
-from fedpriv.data.chat import ChatFormat
 from fedpriv.data.encoding import chat_format_of
-from fedpriv.data.instructions import ROLES
-from fedpriv.data.records import RESPONSE_MASK
 from fedpriv.serving import sources
 from fedpriv.serving.classification import Classification
 from fedpriv.serving.desk import Counter, Desk, tell
@@ -36,14 +30,14 @@ from fedpriv.serving.requests import (
     UnknownVariantError,
 )
 from fedpriv.serving.sources import LoadedBase, Source
+from fedpriv.serving.tokenizing import Tokenizing
 from fedpriv.serving.waiting import Job, Waiting
 
 log = logging.getLogger(__name__)
 
 _CLOSED = "the server stopped before it had answered"
 
-# Tokens: of a chat that is not cut here, and what a classifier takes whatever its limits.
-_NO_LIMIT = 2**30
+# Tokens that a classifier takes whatever its limits.
 _SHORT = 512
 
 
@@ -77,14 +71,12 @@ class Scheduler:
         limits: of what it takes on.
 
     Attributes:
-        names, task, labels, model_name, max_tokens: see `Serving`.
+        names, task, labels, model_name, max_tokens, quick_characters: see `Serving`.
     """
 
     def __init__(self, source: Source, loaded: LoadedBase, limits: Limits | None = None) -> None:
         limits = limits or Limits()
-        self._config: RunConfig = source.config
-        self._readers, self._tokenizer = source.readers, loaded.tokenizer
-        self._tokenizing = threading.Lock()  # tokenizers keep the length at which they cut
+        self._readers = source.readers
         base = SharedBase(loaded.model)
         self._num_embeddings = base.num_embeddings
         self.names = tuple(source.readers)
@@ -92,6 +84,8 @@ class Scheduler:
         self.labels = source.labels
         self.model_name = source.config.model
         self.max_tokens = _most_tokens(base, limits, loaded.tokenizer, self.task)
+        self._tokenizing = Tokenizing(loaded.tokenizer, self.model_name, chat_format_of(source.config), self.max_tokens)
+        self.quick_characters = self._tokenizing.quick_characters
         self._memory = Memory(source.readers, base.weights, limits.memory_bytes)
         self._waiting = Waiting(limits.waiting)
         self._counter = Counter(base, self._memory, self._waiting, limits)
@@ -105,30 +99,12 @@ class Scheduler:
         self._thread.start()
 
     def encode(self, text: str) -> Tokens:
-        """See `Serving`.
-
-        Raises:
-            ServingError: the tokenizer refuses the text.
-        """
-        return self._encode((text,))[0]
+        """See `Serving`."""
+        return self._tokenizing.encode(text)
 
     def encode_chat(self, messages: tuple[tuple[str, str], ...]) -> Tokens:
-        """See `Serving`; a run's system prompt and prompt template are put as in training."""
-        if not getattr(self._tokenizer, "chat_template", None):
-            raise ServingError(f"model {self.model_name} has no chat template; ask for a completion")
-        if unknown := next((role for role, _ in messages if role not in ROLES), None):
-            raise ServingError(f"messages: role {unknown[:100]!r} is none of {', '.join(ROLES)}")
-        chat = chat_format_of(self._config)
-        try:
-            if len(messages) == 1 and messages[0][0] == "user" and chat.prompt_template:
-                return self._prompt(replace(chat, has_messages=False), messages[0][1])
-            return self._prompt(replace(chat, has_messages=True), json.dumps(messages))
-        except ServingError:
-            raise
-        except Exception as error:  # templates raise what they like
-            # By its kind alone: what a template says of a message may repeat it.
-            log.warning("a chat cannot be put to the model: %s", type(error).__name__)
-            raise ServingError("messages: the model's chat template does not take them") from None
+        """See `Serving`."""
+        return self._tokenizing.encode_chat(messages)
 
     def submit(self, request: Classify | Generate, on_event: Callable[[Event], None]) -> _Ticket:
         """See `Serving`.
@@ -142,7 +118,7 @@ class Scheduler:
             raise UnknownVariantError(f"there is no variant {request.variant[:100]!r}")
         if isinstance(request, Generate) != (self.task == "CAUSAL_LM"):
             raise ServingError(f"model {self.model_name} does not {type(request).__name__.lower()}")
-        texts = self._encode(request.texts) if isinstance(request, Classify) else (request.prompt,)
+        texts = request.texts if isinstance(request, Classify) else (request.prompt,)
         further = 0 if isinstance(request, Classify) else _checked(request)
         for text in texts:
             self._check(text, further)
@@ -202,22 +178,6 @@ class Scheduler:
             raise TooLongError(f"more than {self.max_tokens} tokens: the text has {len(text)} or more{answer}")
         if min(text) < 0 or max(text) >= self._num_embeddings:
             raise ServingError(f"a token is none of the model's, which are 0 to {self._num_embeddings - 1}")
-
-    def _encode(self, texts: Sequence[str]) -> tuple[Tokens, ...]:
-        """The tokens of texts, cut where they are too long already."""
-        with self._tokenizing:
-            rows = records.encode(self._tokenizer, texts, None, self.max_tokens + 1)
-        if any(row is None for row in rows):
-            raise ServingError("a text cannot be read by the model's tokenizer")
-        return tuple(tuple(row["input_ids"]) for row in rows if row is not None)
-
-    def _prompt(self, chat: ChatFormat, text: str) -> Tokens:
-        """What precedes the response of a chat, as in training."""
-        with self._tokenizing:
-            (row,) = chat.encode(self._tokenizer, [text], ["x"], _NO_LIMIT)
-        if row is None:
-            raise ServingError("messages: the model's chat template does not take these roles or texts")
-        return tuple(row["input_ids"][: row[RESPONSE_MASK].index(1)])
 
 
 class _Ticket:

@@ -7,7 +7,7 @@ variant no other's of the same client.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -45,6 +45,8 @@ _Turns = OrderedDict[str, deque[Job]]
 class Waiting:
     """A bounded queue of jobs for each client and variant. Safe to use from any thread.
 
+    No client may have more new jobs than there are places left: one alone has half of them, of two each has a third.
+
     Args:
         most: jobs that no pass has begun with.
     """
@@ -52,7 +54,7 @@ class Waiting:
     def __init__(self, most: int) -> None:
         self._most = most
         self._by_client: OrderedDict[str, _Turns] = OrderedDict()
-        self._num_new = 0
+        self._num_new: Counter[str] = Counter()
         self._open = True
         self._changed = threading.Condition()
 
@@ -63,26 +65,27 @@ class Waiting:
     @property
     def num_new(self) -> int:
         """Jobs that no pass has begun with."""
-        return self._num_new
+        return self._num_new.total()
 
     def add(self, job: Job) -> None:
         """Let a new job wait.
 
         Raises:
-            BusyError: as many wait as may, or no more are accepted.
+            BusyError: as many of this client wait as may, or no more are accepted.
         """
         with self._changed:
             if not self._open:
                 raise BusyError("the server is about to stop; ask again later")
-            if self._num_new >= self._most:
-                raise BusyError(f"{self._most} requests wait already; ask again later")
-            self._num_new += 1
+            own = self._num_new[job.request.client]
+            if own >= self._most - self._num_new.total():
+                raise BusyError(f"{own} of your requests wait already; ask again later")
+            self._num_new[job.request.client] += 1
             self._put(job)
 
     def put_back(self, job: Job, *, first: bool = False) -> None:
         """Let a job wait that was taken: behind the others of its client and variant, or before all others."""
         with self._changed:
-            self._num_new += not job.begun
+            self._num_new[job.request.client] += not job.begun
             self._put(job, first=first)
 
     def _put(self, job: Job, *, first: bool = False) -> None:
@@ -107,7 +110,7 @@ class Waiting:
             turns.move_to_end(variant)
             self._by_client.move_to_end(client)
             self._forget_empty(job)
-            self._num_new -= not job.begun
+            self._count_out(job)
             return job
 
     def remove(self, job: Job) -> None:
@@ -116,9 +119,15 @@ class Waiting:
             of_variant = self._by_client.get(job.request.client, OrderedDict()).get(job.variant, deque())
             if job in of_variant:
                 of_variant.remove(job)
-                self._num_new -= not job.begun
+                self._count_out(job)
                 self._forget_empty(job)
             self._changed.notify_all()
+
+    def _count_out(self, job: Job) -> None:
+        client = job.request.client
+        self._num_new[client] -= not job.begun
+        if not self._num_new[client]:
+            del self._num_new[client]
 
     def _forget_empty(self, job: Job) -> None:
         """Forget the client and the variant of a job that was taken out, if nothing else of theirs waits."""

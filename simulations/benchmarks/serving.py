@@ -171,9 +171,14 @@ def rivals(run: Path) -> dict[str, Callable[[Sequence[Query]], Any]]:
     return {"set_adapter": one_by_one, "adapter_names": mixed, "bare base": without_variants}
 
 
+def to_classify(serving: Serving, query: Query) -> Classify:
+    """The server's request for a query, tokenised."""
+    return Classify(variant=query.variant, texts=(serving.encode(query.text),))
+
+
 def shared(serving: Serving, asked: Sequence[Query]) -> list[Any]:
     """The server's answers to requests."""
-    requests = [Classify(variant=query.variant, texts=(query.text,)) for query in asked]
+    requests = [to_classify(serving, query) for query in asked]
     return [events[-1] for events in answer_all(serving, requests)]
 
 
@@ -256,7 +261,7 @@ def latency(run: Path, num_variants: int, num_requests: int, num_clients: int = 
     with served(run) as serving:
 
         def ask(number: int) -> None:
-            answer_all(serving, [Classify(variant=asked[number].variant, texts=(asked[number].text,))])
+            answer_all(serving, [to_classify(serving, asked[number])])
 
         found = latencies(ask, num_clients, len(asked))
         at_work = serving.statistics()

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from fedpriv.serving.requests import Classified, Classify
-from simulations.benchmarks.serving import MINILM, Query, answer_all, make_run, queries, rivals, served
+from fedpriv.serving.requests import Classified
+from simulations.benchmarks.serving import MINILM, Query, answer_all, make_run, queries, rivals, served, to_classify
 
 
 def soak(run: Path, num_variants: int, minutes: float, num_clients: int = 4) -> list[dict[str, Any]]:
@@ -36,7 +36,7 @@ def soak(run: Path, num_variants: int, minutes: float, num_clients: int = 4) -> 
     del plain
     generator = random.Random(3)
     with served(run) as serving:
-        answer_all(serving, [Classify(variant="client-0", texts=(texts[0],))])
+        answer_all(serving, [to_classify(serving, Query(variant="client-0", text=texts[0]))])
         of_one = serving.statistics().bytes_in_memory
     room = num_variants // 3
     ends, next_print, wrong, num = time.monotonic() + 60 * minutes, 0.0, 0, 0
@@ -48,7 +48,8 @@ def soak(run: Path, num_variants: int, minutes: float, num_clients: int = 4) -> 
             chosen = [min(int(generator.expovariate(4 / num_variants)), num_variants - 1) for _ in range(num_clients)]
             places = [generator.randrange(len(texts)) for _ in chosen]
             lru.ask(chosen)
-            requests = [Classify(variant=f"client-{n}", texts=(texts[p],)) for n, p in zip(chosen, places, strict=True)]
+            asked = [Query(variant=f"client-{n}", text=texts[p]) for n, p in zip(chosen, places, strict=True)]
+            requests = [to_classify(serving, query) for query in asked]
             for number, place, events in zip(chosen, places, answer_all(serving, requests), strict=True):
                 found = events[-1]
                 assert isinstance(found, Classified), found

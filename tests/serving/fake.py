@@ -54,6 +54,7 @@ class FakeServing:
     names: tuple[str, ...] = NAMES
     model_name: str = "fake-base"
     max_tokens: int = 512
+    quick_characters: int = 4096
     seconds: float = 0.0
     max_waiting: int = 1000
     damaged: tuple[str, ...] = ()
@@ -119,7 +120,7 @@ class FakeServing:
         if request.variant in self.damaged:
             yield requests.Failed(error=requests.DamagedVariantError(f"/srv/{request.variant}/blocks.3.npy"))
         elif isinstance(request, Classify):
-            rows = tuple(probabilities(request.variant, text) for text in request.texts)
+            rows = tuple(probabilities(request.variant, bytes(text).decode()) for text in request.texts)
             yield requests.Classified(probabilities=rows, num_tokens=sum(map(len, request.texts)))
         else:
             said = words(request.variant, bytes(request.prompt).decode(), request.max_new_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,14 +48,19 @@ def running(
         ready.set()
 
     server = Server(app, serving, tokens, limits, Address(**{"host": "127.0.0.1", "port": 0, **address}), on_ready)
-    thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve()), daemon=True)
+
+    def serve() -> None:
+        # As `asyncio.run` does: tasks that were cancelled have their say.
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(server.serve())
+
+    thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     assert ready.wait(10)
     try:
         yield Running(found[0], server, loop)
     finally:
-        if thread.is_alive():
+        with contextlib.suppress(RuntimeError):  # it has ended already
             loop.call_soon_threadsafe(server.begin_to_drain)
         thread.join(20)
         assert not thread.is_alive()
-        loop.close()

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+import h11
 import httpx
 import pytest
 
+from fedpriv.deployment.certificates import make_ca, make_server_certificate
 from fedpriv.serving.http.limits import InFlight, Limits, read_body
 from fedpriv.serving.http.refusals import RefusalError
+from fedpriv.serving.http.tokens import Tokens, add_new
 from tests.serving.fake import FakeServing
-from tests.serving.running import running
+from tests.serving.running import Running, running
 
 GOOD = {"model": "global", "prompt": "x", "max_tokens": 2}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -148,6 +155,104 @@ def test_an_answer_that_nobody_reads_is_given_up():
         assert eventually(lambda: bool(serving.tickets))
         assert eventually(serving.tickets[0].cancelled.is_set)
         client.close()
+
+
+@contextmanager
+def two_tokens(folder: Path, serving: FakeServing, **limits: Any) -> Iterator[tuple[Running, list[dict[str, str]]]]:
+    """A server, and the headers of two callers."""
+    file = folder / "tokens.toml"
+    headers = [{"Authorization": f"Bearer {add_new(file, name, ['*'])}"} for name in ("greedy", "modest")]
+    with running(serving, tokens=Tokens(file), limits=Limits(**{"drain_seconds": 5, **limits})) as server:
+        yield server, headers
+
+
+def test_one_caller_s_long_texts_hold_up_no_other_s_short_one_nor_the_end(tmp_path):
+    go, serving = threading.Event(), FakeServing()
+    with two_tokens(tmp_path, serving, drain_seconds=0.5) as (server, (greedy, modest)), ThreadPoolExecutor(16) as pool:
+        encode = serving.encode
+        serving.encode = lambda text: go.wait(60) and () if len(text) > 4096 else encode(text)
+        address = f"{server.url}/v1/completions"
+        long = {**GOOD, "prompt": "a" * 10_000}
+        asked = [pool.submit(httpx.post, address, json=long, headers=greedy, timeout=60) for _ in range(16)]
+        assert eventually(lambda: server.server._in_flight.num_requests == 16)
+        assert httpx.post(address, json=GOOD, headers=modest, timeout=5).status_code == 200
+        started = time.monotonic()
+        server.loop.call_soon_threadsafe(server.server.begin_to_drain)
+        assert {each.result().status_code for each in asked} == {503}
+        assert time.monotonic() - started < 5
+        go.set()
+
+
+def test_of_a_body_that_may_not_be_sent_nothing_is_parsed_and_the_connection_ends(tmp_path, monkeypatch):
+    parsed: list[h11.Event] = []
+    inner = h11.Connection.next_event
+
+    def next_event(self):
+        event = inner(self)
+        parsed.append(event)
+        return event
+
+    monkeypatch.setattr(h11.Connection, "next_event", next_event)
+    chunks, chunked = b"1\r\nx\r\n" * 20_000, b"Transfer-Encoding: chunked\r\n\r\n"
+    bearer = b""
+    with two_tokens(tmp_path, FakeServing()) as (server, (greedy, _)):
+        for status in (b"401", b"411"):
+            with socket.create_connection(server.address) as client:
+                client.sendall(HEAD + bearer + chunked + chunks)
+                client.settimeout(10)
+                answer = b""
+                with contextlib.suppress(ConnectionError):
+                    while more := client.recv(4096):
+                        answer += more
+                assert answer.startswith(b"HTTP/1.1 " + status)
+                assert b"connection: close" in answer.lower()
+            bearer = f"Authorization: {greedy['Authorization']}\r\n".encode()
+    assert not [event for event in parsed if isinstance(event, h11.Data)]
+
+
+def test_a_stranger_has_one_answer_a_connection_and_a_caller_many(tmp_path):
+    with two_tokens(tmp_path, FakeServing()) as (server, (greedy, _)), httpx.Client() as client:
+        for path in ("/v1/models", "/health", "/nowhere"):
+            assert client.get(f"{server.url}{path}").headers["connection"] == "close"
+        assert "connection" not in client.get(f"{server.url}/v1/models", headers=greedy).headers
+
+
+def test_silent_connections_of_one_address_leave_places_for_others(tmp_path):
+    limits = {"num_connections": 40, "connections_per_address": 20}
+    with two_tokens(tmp_path, FakeServing(), **limits) as (server, (_, modest)), contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(server.address)) for _ in range(30)]
+        for each in silent[:20]:
+            each.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                each.recv(1)
+        for each in silent[20:]:
+            each.settimeout(5)
+            with contextlib.suppress(ConnectionResetError):
+                assert each.recv(1) == b""
+        elsewhere = httpx.HTTPTransport(local_address="127.0.0.2")
+        with httpx.Client(transport=elsewhere, headers=modest) as client:
+            assert client.post(f"{server.url}/v1/completions", json=GOOD).status_code == 200
+
+
+def test_tls_that_does_not_begin_is_closed_within_seconds(tmp_path):
+    make_ca(tmp_path, 10)
+    make_server_certificate(tmp_path, ["localhost"], 10)
+    files = {"certificate": tmp_path / "server.crt", "key": tmp_path / "server.key"}
+    with running(FakeServing(), limits=Limits(handshake_seconds=0.2, drain_seconds=5), **files) as server:
+        for said in (b"", b"\x16\x03\x01\x02\x00\x01"):
+            with socket.create_connection(server.address) as client:
+                client.sendall(said)
+                client.settimeout(5)
+                with contextlib.suppress(ConnectionResetError):
+                    assert client.recv(1) == b""
+
+
+def test_a_long_head_of_short_headers_is_refused_before_it_is_parsed():
+    with running(FakeServing()) as server, socket.create_connection(server.address) as client:
+        client.settimeout(5)
+        with contextlib.suppress(ConnectionError):
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a:b\r\n" * 50_000 + b"\r\n")
+        assert client.recv(12) == b"HTTP/1.1 400"
 
 
 def test_beyond_the_queue_and_beyond_a_token_s_share_is_a_429_that_says_when_to_try_again():

@@ -19,7 +19,10 @@ NEVER_SAID = (b"Traceback", b"site-packages", b".py", b"fedpriv/", b"/srv", b"cl
 
 def test_a_thousand_hostile_requests_are_refused_clearly_and_the_server_goes_on(tmp_path: Path) -> None:
     secret = add_new(tmp_path / "tokens.toml", "clinic", ["global", "client-*"])
-    limits, serving = Limits(body_seconds=0.3, header_seconds=0.3, drain_seconds=5), FakeServing()
+    limits, serving = (
+        Limits(body_seconds=0.3, header_seconds=0.3, drain_seconds=5, connections_per_address=2000),
+        FakeServing(),
+    )
     with running(serving, tokens=Tokens(tmp_path / "tokens.toml"), limits=limits) as server:
         answers = ask_all(server.address, Attacker(0, secret).requests(1000, slow=20))
         headers = {"Authorization": f"Bearer {secret}"}

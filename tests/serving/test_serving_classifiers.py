@@ -13,9 +13,9 @@ from fedpriv.adapters.base_models import load_tokenizer
 from fedpriv.serving import classification
 from fedpriv.serving.classification import together
 from fedpriv.serving.engine import SharedBase
-from fedpriv.serving.requests import BusyError, Classify, Failed, TooLongError, UnknownVariantError
+from fedpriv.serving.requests import BusyError, Failed, TooLongError, UnknownVariantError
 from fedpriv.serving.sources import find, load
-from tests.served import LABELS, Asked, save_run, serving
+from tests.served import LABELS, ask_classes, save_run, serving, to_classify
 from tests.tiny import WORDS
 
 NAMES = ("global", "client-2", "client-10", "client-1")
@@ -71,7 +71,7 @@ def test_mixed_requests_answer_as_each_variant_alone_in_plain_peft(run, plain):
         assert scheduler.names == ("global", "client-1", "client-2", "client-10")
         assert scheduler.labels == LABELS
         asked = {
-            (name, length): Asked(scheduler, Classify(variant=name, texts=(text(length), text(length + 1))))
+            (name, length): ask_classes(scheduler, name, (text(length), text(length + 1)))
             for length in LENGTHS
             for name in NAMES
         }
@@ -136,7 +136,7 @@ def test_a_row_that_breaks_its_pass_fails_alone(run, monkeypatch):
             return classify(self, rows, texts)
 
         monkeypatch.setattr(SharedBase, "classify", breaks)
-        asked = [Asked(scheduler, Classify(variant=name, texts=("a rash",))) for name in (*NAMES, *NAMES)]
+        asked = [ask_classes(scheduler, name, ("a rash",)) for name in (*NAMES, *NAMES)]
         answers = [found.last() for found in asked]
     failed = [answer for answer in answers if isinstance(answer, Failed)]
     assert [str(answer.error) for answer in failed] == ["variant 'client-1' failed on this request"] * 2
@@ -151,7 +151,7 @@ def test_an_answer_that_is_no_number_is_its_own_requests_failure(run, monkeypatc
             return read(self, variant, {name: factor * tensor for name, tensor in tensors.items()})
 
         scheduler._memory._weights = poisoned.__get__(scheduler._counter.base)
-        asked = [Asked(scheduler, Classify(variant=name, texts=("a rash", "pain"))) for name in NAMES]
+        asked = [ask_classes(scheduler, name, ("a rash", "pain")) for name in NAMES]
         answers = dict(zip(NAMES, (found.last() for found in asked), strict=True))
     assert "no finite answer" in str(answers.pop("client-2").error)
     assert all(math.isclose(sum(p), 1) for answer in answers.values() for p in answer.probabilities)
@@ -161,7 +161,7 @@ def test_a_name_is_looked_up_and_never_a_path(run):
     with serving(run) as scheduler:
         for name in ("nobody", "", "../global", "/etc/passwd", "global/../global", "global\x00", "a" * 10**6):
             with pytest.raises(UnknownVariantError) as caught:
-                scheduler.submit(Classify(variant=name, texts=("x",)), print)
+                scheduler.submit(to_classify(scheduler, name, ("x",)), print)
             assert len(str(caught.value)) < 200
 
 
@@ -169,22 +169,22 @@ def test_what_is_too_long_or_empty_is_refused_before_it_waits(run):
     with serving(run) as scheduler:
         assert scheduler.max_tokens == 64
         fits, too_long = "a " * 62, "a " * 63  # beside the tokenizer's two
-        assert Asked(scheduler, Classify(variant="global", texts=(fits,))).last().num_tokens == 64
+        assert ask_classes(scheduler, "global", (fits,)).last().num_tokens == 64
         with pytest.raises(TooLongError, match="64 tokens"):
-            scheduler.submit(Classify(variant="global", texts=("a", too_long)), print)
+            scheduler.submit(to_classify(scheduler, "global", ("a", too_long)), print)
         assert scheduler.statistics().num_waiting == 0
 
 
 def test_a_full_queue_is_busy_and_a_cancelled_request_makes_room_at_once(run, monkeypatch):
-    with serving(run, waiting=2) as scheduler:
+    with serving(run, waiting=4) as scheduler:
         stopped, go = hold(monkeypatch)
-        first = Asked(scheduler, Classify(variant="global", texts=("pain",)))
+        first = ask_classes(scheduler, "global", ("pain",))
         assert stopped.wait(30)
-        waiting = [Asked(scheduler, Classify(variant="client-1", texts=("pain",))) for _ in range(2)]
+        waiting = [ask_classes(scheduler, "client-1", ("pain",)) for _ in range(2)]
         with pytest.raises(BusyError):
-            scheduler.submit(Classify(variant="global", texts=("pain",)), print)
+            scheduler.submit(to_classify(scheduler, "global", ("pain",)), print)
         waiting[0].ticket.cancel()
-        third = Asked(scheduler, Classify(variant="global", texts=("pain",)))
+        third = ask_classes(scheduler, "global", ("pain",))
         go.set()
         assert [len(found.last().probabilities) for found in (first, waiting[1], third)] == [1, 1, 1]
         assert waiting[0].is_silent
@@ -193,8 +193,8 @@ def test_a_full_queue_is_busy_and_a_cancelled_request_makes_room_at_once(run, mo
 def test_one_request_of_many_texts_holds_up_no_other(run):
     with serving(run, rows=4) as scheduler:
         order: list[str] = []
-        many = Classify(variant="global", texts=("a patient has pain",) * 300)
-        few = [Classify(variant=name, texts=("the rash",)) for name in ("global", "client-1")]
+        many = to_classify(scheduler, "global", ("a patient has pain",) * 300)
+        few = [to_classify(scheduler, name, ("the rash",)) for name in ("global", "client-1")]
         tickets = [scheduler.submit(many, lambda _: order.append("many"))]
         tickets += [scheduler.submit(request, lambda _: order.append("few")) for request in few]
         assert scheduler.drain(60)
@@ -203,15 +203,15 @@ def test_one_request_of_many_texts_holds_up_no_other(run):
 
 def test_draining_finishes_and_closing_gives_up(run, monkeypatch):
     with serving(run) as scheduler:
-        asked = [Asked(scheduler, Classify(variant=name, texts=("pain",) * 40)) for name in NAMES]
+        asked = [ask_classes(scheduler, name, ("pain",) * 40) for name in NAMES]
         assert scheduler.drain(60)
         assert all(len(found.last().probabilities) == 40 for found in asked)
         with pytest.raises(BusyError):
-            scheduler.submit(Classify(variant="global", texts=("pain",)), print)
+            scheduler.submit(to_classify(scheduler, "global", ("pain",)), print)
         assert scheduler.statistics().bytes_in_memory == 0
     with serving(run, rows=1) as scheduler:
         stopped, go = hold(monkeypatch)
-        asked = [Asked(scheduler, Classify(variant=name, texts=("pain",))) for name in NAMES]
+        asked = [ask_classes(scheduler, name, ("pain",)) for name in NAMES]
         assert stopped.wait(30)
         scheduler._is_closing.set()
         go.set()
@@ -254,9 +254,9 @@ def test_a_step_that_fails_as_a_whole_is_told_to_all_and_the_next_requests_are_a
 
         with monkeypatch.context() as patched:
             patched.setattr(classification, "together", breaks)
-            failed = Asked(scheduler, Classify(variant="global", texts=("pain",))).last()
+            failed = ask_classes(scheduler, "global", ("pain",)).last()
             assert str(failed.error) == "the server failed"
-        assert Asked(scheduler, Classify(variant="global", texts=("pain",))).last().num_tokens == 3
+        assert ask_classes(scheduler, "global", ("pain",)).last().num_tokens == 3
 
 
 def test_a_reader_that_raises_is_given_up_and_the_others_go_on(run):
@@ -265,5 +265,5 @@ def test_a_reader_that_raises_is_given_up_and_the_others_go_on(run):
         def raises(_event):
             raise RuntimeError("gone")
 
-        scheduler.submit(Classify(variant="global", texts=("pain",)), raises)
-        assert Asked(scheduler, Classify(variant="global", texts=("pain",))).last().num_tokens == 3
+        scheduler.submit(to_classify(scheduler, "global", ("pain",)), raises)
+        assert ask_classes(scheduler, "global", ("pain",)).last().num_tokens == 3

@@ -18,9 +18,9 @@ from fedpriv.dedup.variants import read_tensors
 from fedpriv.errors import InputError
 from fedpriv.serving.engine import Weights
 from fedpriv.serving.paging import Memory, NoRoomError
-from fedpriv.serving.requests import Classify, DamagedVariantError, Failed, ServingError, UnknownVariantError
+from fedpriv.serving.requests import DamagedVariantError, Failed, ServingError, UnknownVariantError
 from fedpriv.serving.sources import find
-from tests.served import LABELS, Asked, save_run, serving
+from tests.served import LABELS, ask_classes, save_run, serving
 
 NAMES = ("global", "client-2", "client-10")
 
@@ -47,7 +47,7 @@ def store_of(run, path, names=NAMES, block_size=64):
 
 def answers(folder, names=NAMES, **limits):
     with serving(folder, **limits) as scheduler:
-        return [Asked(scheduler, Classify(variant=name, texts=("the rash",))).last() for name in names]
+        return [ask_classes(scheduler, name, ("the rash",)).last() for name in names]
 
 
 def test_a_store_serves_the_same_answers_as_the_files(run, tmp_path, tiny_bert):
@@ -204,14 +204,14 @@ def test_a_variant_in_use_stays_and_what_has_no_room_says_so():
 
 def test_requests_beyond_the_memory_wait_for_it(run):
     with serving(run) as scheduler:
-        Asked(scheduler, Classify(variant="global", texts=("x",))).last()
+        ask_classes(scheduler, "global", ("x",)).last()
         one = scheduler.statistics().bytes_in_memory
     with serving(run, memory_bytes=one) as scheduler:
-        asked = [Asked(scheduler, Classify(variant=name, texts=("x", "y"))) for name in NAMES * 5]
+        asked = [ask_classes(scheduler, name, ("x", "y")) for name in NAMES * 5]
         assert all(len(found.last().probabilities) == 2 for found in asked)
         statistics = scheduler.statistics()
     assert statistics.bytes_in_memory == one
     assert statistics.hits + statistics.misses == 15
     with serving(run, memory_bytes=one - 1) as scheduler:
-        failed = Asked(scheduler, Classify(variant="global", texts=("x",))).last()
+        failed = ask_classes(scheduler, "global", ("x",)).last()
         assert "needs" in str(failed.error)

@@ -9,7 +9,7 @@ from fedpriv.serving.waiting import Job, Waiting
 
 
 def job(client: str, variant: str) -> Job:
-    request = Classify(variant=variant, texts=("x",), client=client)
+    request = Classify(variant=variant, texts=((1,),), client=client)
     return Job(request=request, texts=((1,),), on_event=lambda event: None)
 
 
@@ -53,3 +53,20 @@ def test_what_is_put_back_first_comes_before_all_others_and_what_was_removed_nev
     assert (len(waiting), waiting.num_new) == (2, 2)
     assert waiting.take() is first
     assert waiting.take() is jobs[1]
+
+
+def test_one_client_cannot_fill_the_room_and_what_it_leaves_is_shared_again():
+    waiting = Waiting(12)
+
+    def most(client: str) -> int:
+        for number in range(13):
+            try:
+                waiting.add(job(client, "a"))
+            except BusyError:
+                return number
+        return 13
+
+    assert [most(client) for client in ("greedy", "other", "third")] == [6, 3, 2]
+    assert waiting.take().request.client == "greedy"
+    assert most("fourth") == 1
+    assert waiting.num_new == 11

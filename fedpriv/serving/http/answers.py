@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -69,24 +69,6 @@ class Answers:
         """Called from the engine's thread; a loop that was closed has nobody to tell."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._events.put_nowait, (number, event))
-
-
-async def submitted(serving: Serving, make: Callable[[], Sequence[Request]]) -> Answers:
-    """Requests made and submitted in a thread, since tokenising a long text takes a while.
-
-    Raises:
-        ServingError: the engine refuses one of them.
-    """
-    loop = asyncio.get_running_loop()
-    answers = Answers(await loop.run_in_executor(None, make))
-    work = loop.run_in_executor(None, answers.submit_to, serving)
-    try:
-        await asyncio.shield(work)
-    except asyncio.CancelledError:
-        # The thread goes on; what it submits is given up once it is there.
-        work.add_done_callback(lambda _: answers.cancel())
-        raise
-    return answers
 
 
 async def unless_hung_up(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

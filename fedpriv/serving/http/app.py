@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -15,18 +14,24 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from fedpriv.serving.http import generation, openai_api, page
-from fedpriv.serving.http.answers import Answers, HungUpError, submitted, unless_hung_up
+from fedpriv.serving.http.answers import Answers, HungUpError, unless_hung_up
 from fedpriv.serving.http.entrance import Entrance
 from fedpriv.serving.http.limits import InFlight, Limits
 from fedpriv.serving.http.metrics import CONTENT_TYPE, Metrics
-from fedpriv.serving.http.openai_api import ChatRequest, ClassifyRequest, CompletionRequest
+from fedpriv.serving.http.openai_api import ChatRequest, ClassifyRequest, CompletionRequest, Shape
+from fedpriv.serving.http.places import Places
 from fedpriv.serving.http.refusals import RefusalError, busy, of_engine, unknown_model
 from fedpriv.serving.http.tokens import Token, Tokens
+from fedpriv.serving.http.turns import Turns
 from fedpriv.serving.requests import Classified, Classify, Generate, Serving, ServingError
+from fedpriv.serving.requests import Tokens as Encoded
 
 log = logging.getLogger("fedpriv")
 
 T = TypeVar("T")
+
+_Chat = tuple[tuple[str, str], ...]
+"""A role and a content each."""
 
 # Requests for costs that wait for the one thread which computes them: of all clients, and of one.
 _MOST_WAITING_FOR_COSTS = 16
@@ -47,7 +52,8 @@ class CostCards(Protocol):
 def create_app(serving: Serving, cards: CostCards, tokens: Tokens, limits: Limits) -> FastAPI:
     """The ASGI application of a server.
 
-    `state.in_flight` of the result counts the requests under way, and closes the server to new ones.
+    `state.in_flight` of the result counts the requests under way, and closes the server to new ones; `state.places`
+    are those of its connections.
 
     Args:
         serving: the engine.
@@ -58,8 +64,9 @@ def create_app(serving: Serving, cards: CostCards, tokens: Tokens, limits: Limit
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     in_flight = InFlight(limits.requests_per_token, limits.inputs_per_token)
     metrics = Metrics(serving.statistics, lambda: in_flight.num_requests)
-    app.state.in_flight = in_flight
-    app.add_middleware(Entrance, tokens=tokens, limits=limits, in_flight=in_flight, metrics=metrics)
+    places = Places(limits.num_connections, limits.connections_per_address)
+    app.state.in_flight, app.state.places = in_flight, places
+    app.add_middleware(Entrance, tokens=tokens, limits=limits, in_flight=in_flight, places=places, metrics=metrics)
     _Routes(serving, cards, limits, in_flight, metrics).add_to(app)
     app.add_exception_handler(RefusalError, _refused)
     app.add_exception_handler(HTTPException, _no_route)
@@ -78,8 +85,8 @@ class _Routes:
         self._in_flight, self._metrics = in_flight, metrics
         self._created = int(time.time())
         self._names = frozenset(serving.names)
-        # One thread: costs wait for each other, never a request for an answer.
-        self._accountant = ThreadPoolExecutor(1, "costs")
+        # Costs and long texts wait for each other, never another request for an answer.
+        self._quick, self._long, self._accountant = Turns("quick"), Turns("long texts"), Turns("costs")
         self._num_waiting: Counter[str] = Counter()
 
     def add_to(self, app: FastAPI) -> None:
@@ -145,26 +152,27 @@ class _Routes:
 
     async def classify(self, request: Request) -> Response:
         """Labels with probabilities, for each text."""
-        asked = openai_api.parsed(ClassifyRequest, await request.body())
+        asked = await self._parsed(request, ClassifyRequest)
         self._check_inputs(len(asked.texts), "input")
         self._check_allowed(request, asked.model)
         self._check_task("SEQ_CLS")
         request.scope["count_inputs"](len(asked.texts))
-        wanted = Classify(variant=asked.model, texts=asked.texts, client=_token(request).name)
-        answers = await self._submitted(asked.model, lambda: [wanted])
+        texts = await self._encoded(request, asked.model, asked.texts)
+        wanted = Classify(variant=asked.model, texts=texts, client=_token(request).name)
+        answers = self._submitted(asked.model, lambda: [wanted])
         event = await self._answered(request, answers, asked.model, _first_classified(answers))
         labels = self._serving.labels
         return JSONResponse(openai_api.classified(asked.model, labels, event.probabilities, event.num_tokens))
 
     async def completions(self, request: Request) -> Response:
         """Prompts continued."""
-        asked = openai_api.parsed(CompletionRequest, await request.body())
+        asked = await self._parsed(request, CompletionRequest)
         self._check_inputs(len(asked.prompts), "prompt")
         return await self._generated(request, asked)
 
     async def chat(self, request: Request) -> Response:
         """A chat's next turn."""
-        return await self._generated(request, openai_api.parsed(ChatRequest, await request.body()))
+        return await self._generated(request, await self._parsed(request, ChatRequest))
 
     async def _generated(self, request: Request, asked: generation.Asked) -> Response:
         generation.check_length(asked, self._limits.max_new_tokens)
@@ -173,19 +181,51 @@ class _Routes:
         self._check_allowed(request, asked.model)
         self._check_task("CAUSAL_LM")
         request.scope["count_inputs"](1 if isinstance(asked, ChatRequest) else len(asked.prompts))
-        serving, limit, client = self._serving, self._limits.max_new_tokens, _token(request).name
-        answers = await self._submitted(asked.model, lambda: generation.engine_requests(serving, asked, limit, client))
+        said = [tuple(m.as_pair for m in asked.messages)] if isinstance(asked, ChatRequest) else asked.prompts
+        prompts = await self._encoded(request, asked.model, said)
+        rest = {"limit": self._limits.max_new_tokens, "max_tokens": self._serving.max_tokens}
+        answers = self._submitted(
+            asked.model,
+            lambda: generation.engine_requests(asked, prompts, **rest, client=_token(request).name),
+        )
         if asked.stream:
             return generation.EventStream(
                 answers, generation.streamed(answers, asked, lambda error: self._refusal(error, asked.model))
             )
         return JSONResponse(await self._answered(request, answers, asked.model, generation.collected(answers, asked)))
 
-    async def _submitted(self, name: str, make: Callable[[], Sequence[Classify | Generate]]) -> Answers:
+    async def _parsed(self, request: Request, shape: type[Shape]) -> Shape:
+        body = await request.body()
+        return await self._quick.run(_token(request).name, lambda: openai_api.parsed(shape, body))
+
+    async def _encoded(self, request: Request, name: str, said: Sequence[str | _Chat]) -> tuple[Encoded, ...]:
+        """The tokens of texts or chats, each at a turn of the token's own; a short one waits for no long one."""
+
+        async def all_of_them() -> tuple[Encoded, ...]:
+            return tuple([await self._encoded_one(_token(request).name, each) for each in said])
+
         try:
-            return await submitted(self._serving, make)
+            return await unless_hung_up(request.receive, all_of_them())
         except ServingError as error:
             raise self._refusal(error, name) from None
+
+    async def _encoded_one(self, client: str, said: str | _Chat) -> Encoded:
+        work: Callable[[], Encoded]
+        if isinstance(said, str):
+            num_characters, work = len(said), partial(self._serving.encode, said)
+        else:
+            num_characters = sum(len(content) for _, content in said)
+            work = partial(self._serving.encode_chat, said)
+        turns = self._quick if num_characters <= self._serving.quick_characters else self._long
+        return await turns.run(client, work)
+
+    def _submitted(self, name: str, make: Callable[[], Sequence[Classify | Generate]]) -> Answers:
+        try:
+            answers = Answers(make())
+            answers.submit_to(self._serving)
+        except ServingError as error:
+            raise self._refusal(error, name) from None
+        return answers
 
     async def _answered(self, request: Request, answers: Answers, name: str, work: Coroutine[Any, Any, T]) -> T:
         """The result of the work, unless the client leaves; then, or if it fails, nothing goes on for it."""
@@ -206,8 +246,7 @@ class _Routes:
             raise busy(5)
         self._num_waiting[token] += 1
         try:
-            work = asyncio.get_running_loop().run_in_executor(self._accountant, compute)
-            return await unless_hung_up(request.receive, _awaited(work))
+            return await unless_hung_up(request.receive, self._accountant.run(token, compute))
         finally:
             self._num_waiting[token] -= 1
 
@@ -245,10 +284,6 @@ async def _first_classified(answers: Answers) -> Classified:
         if isinstance(event, Classified):
             return event
     raise ServingError("The engine ended without an answer.")
-
-
-async def _awaited(work: asyncio.Future[T]) -> T:
-    return await work
 
 
 def _token(request: Request) -> Token:

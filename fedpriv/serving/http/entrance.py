@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import nullcontext
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fedpriv.serving.http.heads import check_head, check_local_name, values_of, with_headers
 from fedpriv.serving.http.limits import InFlight, Limits, read_body, replaying
 from fedpriv.serving.http.metrics import Metrics
+from fedpriv.serving.http.places import Places
 from fedpriv.serving.http.refusals import RefusalError, stopping
 from fedpriv.serving.http.tokens import ANYONE, Token, Tokens
 
@@ -29,12 +29,15 @@ class Entrance:
         tokens: who may ask.
         limits: of each.
         in_flight: the requests under way.
+        places: of the connections.
         metrics: are told of every request.
     """
 
-    def __init__(self, app: ASGIApp, tokens: Tokens, limits: Limits, in_flight: InFlight, metrics: Metrics) -> None:
+    def __init__(
+        self, app: ASGIApp, tokens: Tokens, limits: Limits, in_flight: InFlight, places: Places, metrics: Metrics
+    ) -> None:
         self._app, self._tokens, self._limits = app, tokens, limits
-        self._in_flight, self._metrics = in_flight, metrics
+        self._in_flight, self._places, self._metrics = in_flight, places, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in, or refuse it."""
@@ -47,6 +50,8 @@ class Entrance:
             await self._admit(scope, receive, answer)
         except RefusalError as refusal:
             scope["refused"] = refusal.code
+            # A connection without an admitted request is not worth keeping: the next one counts against its address.
+            refusal.headers["Connection"] = "close"
             await refusal.response()(scope, receive, answer)
         except asyncio.CancelledError:
             # The server's time to stop is over. An answer that has begun breaks off.
@@ -65,16 +70,23 @@ class Entrance:
         check_head(scope)
         if not self._tokens.are_required:  # a page elsewhere has no token
             check_local_name(scope)
-        is_open = scope["path"] in OPEN
-        token = ANYONE if is_open else self._bearer(scope)
-        scope["token"] = token
-        with nullcontext() if is_open else self._in_flight.one_more(token.name) as count_inputs:
+        if scope["path"] in OPEN:
+            closing = {"Connection": "close"} if self._tokens.are_required else {}
+            await self._let_in(scope, receive, with_headers(send, lambda status: None, closing), ANYONE)
+            return
+        token = self._bearer(scope)
+        with self._in_flight.one_more(token.name) as count_inputs:
             scope["count_inputs"] = count_inputs
             if scope["method"] == "POST":
                 _check_content_type(scope)
-            body = await read_body(scope, receive, self._limits)
-            if body is not None:
-                await self._app(scope, replaying(body, receive), send)
+            with self._places.kept(tuple(scope.get("client") or ("", 0))):
+                await self._let_in(scope, receive, send, token)
+
+    async def _let_in(self, scope: Scope, receive: Receive, send: Send, token: Token) -> None:
+        scope["token"] = token
+        body = await read_body(scope, receive, self._limits)
+        if body is not None:
+            await self._app(scope, replaying(body, receive), send)
 
     def _bearer(self, scope: Scope) -> Token:
         token = self._tokens.bearer(values_of(scope, b"authorization"))

@@ -15,7 +15,7 @@ from fedpriv.serving.http import openai_api
 from fedpriv.serving.http.answers import Answers
 from fedpriv.serving.http.openai_api import ChatRequest, CompletionRequest, Object
 from fedpriv.serving.http.refusals import RefusalError
-from fedpriv.serving.requests import Finished, Generate, Piece, Serving, ServingError, Tokens, TooLongError
+from fedpriv.serving.requests import Finished, Generate, Piece, ServingError, Tokens, TooLongError
 
 # OpenAI's own defaults: of `temperature`, and of `max_tokens` for a bare prompt.
 _TEMPERATURE = 1.0
@@ -39,26 +39,25 @@ class EventStream(StreamingResponse):
             self._answers.cancel()
 
 
-def engine_requests(serving: Serving, asked: Asked, limit: int, client: str = "") -> list[Generate]:
-    """What the engine is asked, tokenised.
+def engine_requests(
+    asked: Asked, prompts: Sequence[Tokens], *, limit: int, max_tokens: int, client: str = ""
+) -> list[Generate]:
+    """What the engine is asked.
 
     Args:
-        serving: the engine.
         asked: by the client.
+        prompts: its prompts, or its chat.
         limit: new tokens of an answer.
+        max_tokens: of a prompt and its answer.
         client: who asks.
 
     Raises:
         TooLongError: a prompt leaves no room for an answer, or not for as many tokens as it asks for.
-        ServingError: the template refuses the chat, or a prompt has no token.
+        ServingError: a prompt has no token.
     """
-    prompts: list[Tokens]
+    wanted, usual = asked.max_tokens, min(limit, _COMPLETION_TOKENS)
     if isinstance(asked, ChatRequest):
-        prompts = [serving.encode_chat(tuple(message.as_pair for message in asked.messages))]
         wanted, usual = asked.max_completion_tokens or asked.max_tokens, limit
-    else:
-        prompts = [serving.encode(prompt) for prompt in asked.prompts]
-        wanted, usual = asked.max_tokens, min(limit, _COMPLETION_TOKENS)
     return [
         Generate(
             variant=asked.model,
@@ -70,7 +69,7 @@ def engine_requests(serving: Serving, asked: Asked, limit: int, client: str = ""
             stop=asked.stops,
             client=client,
         )
-        for prompt, room in [(prompt, _room(serving, prompt, wanted or 1)) for prompt in prompts]
+        for prompt, room in [(prompt, _room(max_tokens, prompt, wanted or 1)) for prompt in prompts]
     ]
 
 
@@ -148,7 +147,7 @@ async def streamed(
     yield "data: [DONE]\n\n"
 
 
-def _room(serving: Serving, prompt: Tokens, least: int) -> int:
+def _room(max_tokens: int, prompt: Tokens, least: int) -> int:
     """How many tokens may follow a prompt.
 
     Raises:
@@ -156,10 +155,10 @@ def _room(serving: Serving, prompt: Tokens, least: int) -> int:
     """
     if not prompt:
         raise ServingError("The prompt has no token.")
-    room = serving.max_tokens - len(prompt)
+    room = max_tokens - len(prompt)
     if room < least:
         raise TooLongError(
-            f"The prompt has {len(prompt)} tokens and the answer {least}; there is room for {serving.max_tokens}."
+            f"The prompt has {len(prompt)} tokens and the answer {least}; there is room for {max_tokens}."
         )
     return room
 

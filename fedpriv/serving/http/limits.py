@@ -22,6 +22,7 @@ class Limits:
         body_bytes: of one request.
         body_seconds: in which the whole body must have come.
         header_seconds: in which a request's head must have come.
+        handshake_seconds: in which TLS must have begun.
         write_seconds: for which a client may leave an answer unread.
         keep_alive_seconds: for which a connection without a request stays open.
         num_inputs: texts or prompts of one request.
@@ -29,6 +30,7 @@ class Limits:
         requests_per_token: under way at once; without tokens, of all clients together.
         inputs_per_token: texts or prompts of these requests together. One request alone may have `num_inputs`.
         num_connections: open at once.
+        connections_per_address: open at once, or begun within some seconds, through which no valid token came.
         drain_seconds: for which a server that is told to stop works on.
 
     Raises:
@@ -38,6 +40,7 @@ class Limits:
     body_bytes: int = 2**20
     body_seconds: float = 10.0
     header_seconds: float = 10.0
+    handshake_seconds: float = 5.0
     write_seconds: float = 30.0
     keep_alive_seconds: int = 5
     num_inputs: int = 64
@@ -45,6 +48,7 @@ class Limits:
     requests_per_token: int = 64
     inputs_per_token: int = 128
     num_connections: int = 512
+    connections_per_address: int = 64
     drain_seconds: float = 30.0
 
     def __post_init__(self) -> None:
@@ -122,8 +126,11 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes | N
     """The request's whole body, or None if the client is gone; whatever is longer is refused as soon as that is known.
 
     Raises:
-        RefusalError: it is too long, or does not come in time.
+        RefusalError: it is too long, states no length, or does not come in time.
     """
+    if any(name == b"transfer-encoding" for name, _ in scope["headers"]):
+        # A chunk for each byte would cost seconds of the event loop.
+        raise RefusalError(411, "The body's length must be stated, in Content-Length.", code="no_length")
     if _stated_length(scope) > limits.body_bytes:
         raise _too_large(limits)
     body = bytearray()
@@ -140,7 +147,7 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes | N
                     return bytes(body)
     except TimeoutError:
         text = f"The body did not come within {limits.body_seconds:g} s."
-        raise RefusalError(408, text, code="slow_body", headers={"Connection": "close"}) from None
+        raise RefusalError(408, text, code="slow_body") from None
 
 
 def replaying(body: bytes, receive: Receive) -> Receive:
@@ -154,7 +161,7 @@ def replaying(body: bytes, receive: Receive) -> Receive:
 
 
 def _stated_length(scope: Scope) -> int:
-    """The length that the head states; 0 if it states none, as a chunked body's does."""
+    """The length that the head states; 0 if it states none: there is no body."""
     stated = [value for name, value in scope["headers"] if name == b"content-length"]
     # The protocol's parser let only digits through; a very long number is not read as one.
     return 0 if not stated else int(stated[0]) if len(stated[0]) < 20 else 2**63

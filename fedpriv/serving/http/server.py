@@ -12,8 +12,10 @@ import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -22,10 +24,17 @@ from starlette.types import ASGIApp
 from fedpriv.errors import InputError
 from fedpriv.serving.http.connections import connection_class
 from fedpriv.serving.http.limits import InFlight, Limits
+from fedpriv.serving.http.places import Places, listeners
 from fedpriv.serving.http.tokens import Tokens
+from fedpriv.serving.http.turns import Turns
 from fedpriv.serving.requests import Serving
 
 log = logging.getLogger("fedpriv")
+
+# Connections that the system takes up before they get a place here, each time round the event loop.
+_BACKLOG = 128
+# For a client that does not say the end of TLS.
+_TLS_END_SECONDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,17 +87,49 @@ class ListeningServer(uvicorn.Server):
         limits: of connections.
         address: where to listen.
         on_ready: is told the URL once clients can connect.
+        places: of its connections; by default new ones by `limits`.
     """
 
-    def __init__(self, app: ASGIApp, limits: Limits, address: Address, on_ready: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: Limits,
+        address: Address,
+        on_ready: Callable[[str], None],
+        places: Places | None = None,
+    ) -> None:
         super().__init__(_config(app, limits, address))
-        self._address, self._on_ready = address, on_ready
+        self._limits, self._address, self._on_ready = limits, address, on_ready
+        self._places = places or Places(limits.num_connections, limits.connections_per_address)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and tell where."""
-        await super().startup(sockets)
-        if self.started:
-            self._on_ready(self.url)
+        """Listen, and tell where. uvicorn's own gives TLS a minute for its handshake.
+
+        Raises:
+            InputError: the address cannot be listened on.
+        """
+        loop, config = asyncio.get_running_loop(), self.config
+
+        def connection() -> asyncio.Protocol:
+            protocol: Any = config.http_protocol_class
+            state = self.lifespan.state
+            return protocol(config=config, server_state=self.server_state, app_state=state, _loop=loop)  # type: ignore[no-any-return]
+
+        tls: dict[str, Any] = {}
+        if config.ssl is not None:
+            tls = {
+                "ssl": config.ssl,
+                "ssl_handshake_timeout": self._limits.handshake_seconds,
+                "ssl_shutdown_timeout": _TLS_END_SECONDS,
+            }
+        try:
+            bound = listeners(config.host, config.port, self._places)
+            self.servers = [await loop.create_server(connection, sock=each, backlog=_BACKLOG, **tls) for each in bound]
+        except OSError:
+            host, port = config.host, config.port
+            raise InputError(f"host, port = {host}, {port}: cannot listen there; is the port taken?") from None
+        self.started = True
+        self._on_ready(self.url)
 
     @property
     def url(self) -> str:
@@ -103,11 +144,7 @@ class ListeningServer(uvicorn.Server):
         Raises:
             InputError: the address cannot be listened on.
         """
-        try:
-            self.run()
-        except SystemExit:
-            host, port = self.config.host, self.config.port
-            raise InputError(f"host, port = {host}, {port}: cannot listen there; is the port taken?") from None
+        self.run()
 
 
 class Server(ListeningServer):
@@ -131,8 +168,8 @@ class Server(ListeningServer):
         address: Address,
         on_ready: Callable[[str], None],
     ) -> None:
-        super().__init__(app, limits, address, on_ready)
-        self._serving, self._tokens, self._limits = serving, tokens, limits
+        super().__init__(app, limits, address, on_ready, app.state.places)
+        self._serving, self._tokens = serving, tokens
         self._in_flight: InFlight = app.state.in_flight
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
@@ -165,7 +202,8 @@ class Server(ListeningServer):
     async def _finish(self) -> None:
         end = time.monotonic() + self._limits.drain_seconds
         log.info("stopping: %s requests under way", self._in_flight.num_requests)
-        is_done = await asyncio.to_thread(self._serving.drain, self._limits.drain_seconds)
+        # In a thread of its own: what clients wait for could be long before it in another.
+        is_done = await Turns("drain").run("", partial(self._serving.drain, self._limits.drain_seconds))
         # The engine is done; the last words are still on their way to the clients.
         is_done &= await self._in_flight.wait_until_none(max(0.5, end - time.monotonic()))
         if not is_done:
@@ -202,7 +240,6 @@ def _config(app: ASGIApp, limits: Limits, address: Address) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=limits.num_connections,
         timeout_keep_alive=limits.keep_alive_seconds,
         timeout_graceful_shutdown=1,
     )

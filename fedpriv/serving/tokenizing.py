@@ -1,0 +1,133 @@
+"""Texts to tokens, within a time that the model's room bounds: of a text far too long for it, most is never read."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import threading
+from dataclasses import replace
+from typing import Any
+
+from fedpriv.data import records
+from fedpriv.data.chat import ChatFormat
+from fedpriv.data.instructions import ROLES
+from fedpriv.data.records import RESPONSE_MASK
+from fedpriv.serving.requests import ServingError, Tokens, TooLongError
+
+log = logging.getLogger(__name__)
+
+# A text with more characters for each token that there is room for is a long one. English has four to five.
+_CHARACTERS_PER_TOKEN = 8
+# Words at the end of a text that its continuation may change: tokenizers look a word ahead, and at white space two.
+_UNSETTLED = 3
+# Tokens: of a chat that is not cut here.
+_NO_LIMIT = 2**30
+
+
+class Tokenizing:
+    """The tokenizer of a served model. Short texts never wait for long ones.
+
+    The beginning of a long text is tokenised first. Its words, but for the last few, are words of the whole text, so
+    that the text is refused if these alone have too many tokens. Else it is tokenised whole: one token may stand for
+    any number of spaces or unknown characters, so that no bound on characters alone is right.
+
+    Args:
+        tokenizer: a transformers tokenizer; this object changes its settings.
+        model_name: to show in errors.
+        chat: how the model's run put prompts to it.
+        max_tokens: of a text.
+
+    Attributes:
+        quick_characters: of a text, up to which it is a short one.
+    """
+
+    def __init__(self, tokenizer: Any, model_name: str, chat: ChatFormat, max_tokens: int) -> None:
+        self.quick_characters = _CHARACTERS_PER_TOKEN * max_tokens
+        self._model_name, self._chat, self._max_tokens = model_name, chat, max_tokens
+        # Tokenizers keep the length at which they cut, so that each is used by one thread at a time.
+        self._short, self._long = _Locked(tokenizer), _Locked(copy.deepcopy(tokenizer))
+
+    def encode(self, text: str) -> Tokens:
+        """The tokens of a text, cut where it is too long already.
+
+        Raises:
+            TooLongError: it is long, and its beginning has too many tokens.
+            ServingError: the tokenizer refuses it.
+        """
+        with self._for(text) as tokenizer:
+            (row,) = records.encode(tokenizer, [text], None, self._max_tokens + 1)
+        if row is None:
+            raise ServingError("a text cannot be read by the model's tokenizer")
+        return tuple(row["input_ids"])
+
+    def encode_chat(self, messages: tuple[tuple[str, str], ...]) -> Tokens:
+        """The tokens of a chat up to its answer; a run's system prompt and prompt template are put as in training.
+
+        Raises:
+            TooLongError: it is long, and the beginnings of its texts have too many tokens.
+            ServingError: the model has no chat template, or template or tokenizer refuse the messages.
+        """
+        if not getattr(self._short.tokenizer, "chat_template", None):
+            raise ServingError(f"model {self._model_name} has no chat template; ask for a completion")
+        if unknown := next((role for role, _ in messages if role not in ROLES), None):
+            raise ServingError(f"messages: role {unknown[:100]!r} is none of {', '.join(ROLES)}")
+        try:
+            with self._for(*(content for _, content in messages)) as tokenizer:
+                if len(messages) == 1 and messages[0][0] == "user" and self._chat.prompt_template:
+                    return _prompt(replace(self._chat, has_messages=False), tokenizer, messages[0][1])
+                return _prompt(replace(self._chat, has_messages=True), tokenizer, json.dumps(messages))
+        except ServingError:
+            raise
+        except Exception as error:  # templates raise what they like
+            # By its kind alone: what a template says of a message may repeat it.
+            log.warning("a chat cannot be put to the model: %s", type(error).__name__)
+            raise ServingError("messages: the model's chat template does not take them") from None
+
+    def _for(self, *texts: str) -> _Locked:
+        """The tokenizer for texts.
+
+        Raises:
+            TooLongError: their beginnings have too many tokens.
+        """
+        if sum(map(len, texts)) <= self.quick_characters:
+            return self._short
+        with self._long as tokenizer:
+            if sum(_least(tokenizer, text[: self.quick_characters]) for text in texts) > self._max_tokens:
+                raise TooLongError(f"more than {self._max_tokens} tokens, by the beginning of the text alone")
+        return self._long
+
+
+class _Locked:
+    """A tokenizer for one thread at a time."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self._lock = tokenizer, threading.Lock()
+
+    def __enter__(self) -> Any:
+        self._lock.acquire()
+        return self.tokenizer
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def _least(tokenizer: Any, beginning: str) -> int:
+    """Tokens that a text has at least, from its beginning; 0 where the tokenizer does not tell words apart."""
+    try:
+        words = tokenizer([beginning], add_special_tokens=False).word_ids(0)
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException:  # as in `records.encode`; without a tokenizer.json there are no words
+        return 0
+    last = max((word for word in words if word is not None), default=0) - _UNSETTLED
+    # A template may change the first word.
+    return sum(word is not None and 0 < word <= last for word in words)
+
+
+def _prompt(chat: ChatFormat, tokenizer: Any, text: str) -> Tokens:
+    """What precedes the response of a chat, as in training."""
+    (row,) = chat.encode(tokenizer, [text], ["x"], _NO_LIMIT)
+    if row is None:
+        raise ServingError("messages: the model's chat template does not take these roles or texts")
+    return tuple(row["input_ids"][: row[RESPONSE_MASK].index(1)])

@@ -1,0 +1,291 @@
+"""What others wait for while one caller, or one stranger, does its worst to a server.
+
+    python -m simulations.benchmarks.serving_hostile [--seconds 8] [ATTACK ...]
+
+`fedpriv serve` runs in a process of its own, with TLS, tokens and MiniLM classifiers. Two others ask it one text after
+the other from 127.0.0.2: one over one connection, one over a new connection each time. The attacker is a third process
+at 127.0.0.1, of low priority, since it would run on another machine. The latencies of the others are printed without an
+attack and during each one, in one run, with the ratio of their p99 to that without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import http.client
+import json
+import multiprocessing
+import os
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedpriv.deployment.certificates import make_ca, make_server_certificate
+from fedpriv.serving.http.tokens import add_new
+from simulations.benchmarks.serving import MINILM, make_run
+
+ATTACKER, OTHERS = "127.0.0.1", "127.0.0.2"
+TARGET = 5.0
+WORDS = "the patient has had pain in the chest since this morning and a rash on both arms " * 6
+MIB = 2**20 - 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A server, and what its callers need.
+
+    Attributes:
+        port: of loopback.
+        authority: PEM file of the certificate that signs its own.
+        greedy, modest: tokens.
+    """
+
+    port: int
+    authority: str
+    greedy: str
+    modest: str
+
+    @property
+    def trust(self) -> ssl.SSLContext:
+        """Of its clients."""
+        return ssl.create_default_context(cafile=self.authority)
+
+
+Attack = Callable[[Target], Awaitable[None]]
+
+# Of the attacker's process: connections that it opened, and answers that it read.
+_done: Any = None
+
+
+def count() -> None:
+    """One more."""
+    if _done is not None:
+        _done.value += 1
+
+
+def posted(token: str, value: object) -> bytes:
+    """A whole request."""
+    body = json.dumps(value).encode()
+    return head(token, f"Content-Length: {len(body)}") + body
+
+
+def head(token: str, *headers: str) -> bytes:
+    """Of a post."""
+    lines = ["POST /v1/classify HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    lines += [f"Authorization: Bearer {token}"] if token else []
+    return "\r\n".join([*lines, *headers, "", ""]).encode()
+
+
+async def connected(target: Target, *, tls: bool = True) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection of the attacker's."""
+    name = {"ssl": target.trust, "server_hostname": "localhost"} if tls else {}
+    count()
+    return await asyncio.open_connection("127.0.0.1", target.port, local_addr=(ATTACKER, 0), **name)  # type: ignore[arg-type]
+
+
+async def answered(reader: asyncio.StreamReader) -> None:
+    """Read one whole answer."""
+    lines = (await reader.readuntil(b"\r\n\r\n")).lower().split(b"\r\n")
+    length = next(int(line.partition(b":")[2]) for line in lines if line.startswith(b"content-length:"))
+    await reader.readexactly(length)
+    count()
+    if b"connection: close" in lines:
+        raise ConnectionError
+
+
+def again(data: bytes, num: int, *, reads: bool = True, tls: bool = True, pause: float = 0.0) -> Attack:
+    """The attack of sending this through so many connections, again and again."""
+
+    async def one(target: Target) -> None:
+        while True:
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError, StopIteration):
+                reader, writer = await connected(target, tls=tls)
+                try:
+                    while True:
+                        writer.write(data)
+                        await writer.drain()
+                        if reads:
+                            await answered(reader)
+                        elif not data:
+                            await reader.read()
+                        if pause or not reads:
+                            break
+                finally:
+                    writer.transport.abort()
+            await asyncio.sleep(pause or 0.001)
+
+    async def attack(target: Target) -> None:
+        await asyncio.gather(*(one(target) for _ in range(num)))
+
+    return attack
+
+
+def trickle(token_of: Callable[[Target], str]) -> Attack:
+    """The attack of a body without end, in chunks of a byte."""
+
+    async def attack(target: Target) -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                _, writer = await connected(target)
+                writer.write(head(token_of(target), "Transfer-Encoding: chunked"))
+                while not writer.transport.is_closing():
+                    writer.write(b"1\r\nx\r\n" * 10_000)
+                    await writer.drain()
+                    await asyncio.sleep(0.08)
+            await asyncio.sleep(0.01)
+
+    return attack
+
+
+def by_token(make: Callable[[str], Attack]) -> Attack:
+    """An attack that needs the greedy token."""
+
+    async def attack(target: Target) -> None:
+        await make(target.greedy)(target)
+
+    return attack
+
+
+def texts(*given: str) -> dict[str, object]:
+    """A request to classify them."""
+    return {"model": "client-0", "input": list(given)}
+
+
+ATTACKS: dict[str, Attack] = {
+    "caller: 32 texts of 1 MiB": by_token(lambda t: again(posted(t, texts("a b " * (MIB // 4))), 32)),
+    "caller: 32 texts of 1 MiB of spaces": by_token(lambda t: again(posted(t, texts("a" + " " * MIB + "b")), 32)),
+    "caller: 32 lists of 64 long texts": by_token(lambda t: again(posted(t, texts(*["a b " * 1000] * 64)), 32)),
+    "caller: 32 lists of 10^5 texts": by_token(lambda t: again(posted(t, texts(*["a"] * 150_000)), 32)),
+    "caller: full texts, 64 at once": by_token(lambda t: again(posted(t, texts("a b " * 250)), 64)),
+    "caller: 400 connections": by_token(
+        lambda t: again(f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {t}\r\n\r\n".encode(), 400)
+    ),
+    "caller: cancels at once": by_token(lambda t: again(posted(t, texts(WORDS)), 64, reads=False)),
+    "caller: chunks of a byte": trickle(lambda target: target.greedy),
+    "stranger: chunks of a byte": trickle(lambda target: ""),
+    "stranger: 64 connections, GET": again(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", 64),
+    "stranger: long heads": again(b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a:b\r\n" * 50_000 + b"\r\n", 64),
+    "stranger: 900 silent sockets": again(b"", 900, reads=False, tls=False, pause=0.5),
+    "stranger: handshakes": again(b"", 64, reads=True, pause=0.001),
+}
+
+
+def attacking(name: str, target: Target, done: Any) -> None:
+    """Attack until killed."""
+    global _done
+    _done = done
+    os.nice(19)
+    asyncio.run(ATTACKS[name](target))  # type: ignore[arg-type]
+
+
+@contextmanager
+def attacked(name: str, target: Target) -> Iterator[Any]:
+    """Within this context the attack goes on; counts the connections that it opens and the answers that it reads."""
+    context = multiprocessing.get_context("spawn")
+    done = context.Value("q", 0, lock=False)
+    process = context.Process(target=attacking, args=(name, target, done), daemon=True)
+    process.start()
+    while not done.value:
+        time.sleep(0.1)
+    time.sleep(1.0)
+    try:
+        yield done
+    finally:
+        process.kill()
+        process.join()
+
+
+def latencies(target: Target, seconds: float) -> tuple[list[float], int]:
+    """Of the others, and how many of their requests were not answered."""
+    found: list[float] = []
+    failed = 0
+    body = json.dumps(texts(WORDS))
+    headers = {"Authorization": f"Bearer {target.modest}", "Content-Type": "application/json"}
+    ends = time.monotonic() + seconds
+
+    def ask(*, keeps: bool) -> None:
+        nonlocal failed
+        connection: http.client.HTTPSConnection | None = None
+        while time.monotonic() < ends:
+            started = time.perf_counter()
+            try:
+                if connection is None:
+                    connection = http.client.HTTPSConnection(
+                        "localhost", target.port, context=target.trust, timeout=60, source_address=(OTHERS, 0)
+                    )
+                connection.request("POST", "/v1/classify", body, headers)
+                answer = connection.getresponse()
+                answer.read()
+                failed += answer.status != 200
+            except (OSError, http.client.HTTPException):
+                failed, connection = failed + 1, None
+            found.append(time.perf_counter() - started)
+            if not keeps and connection is not None:
+                connection.close()
+                connection = None
+            time.sleep(0.01)
+
+    threads = [threading.Thread(target=ask, kwargs={"keeps": keeps}) for keeps in (True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sorted(found), failed
+
+
+@contextmanager
+def server(folder: Path) -> Iterator[Target]:
+    """A server in a process of its own."""
+    run = make_run(folder / "run", 4, {"model": MINILM})
+    make_ca(folder, 10)
+    make_server_certificate(folder, ["localhost"], 10)
+    tokens = [add_new(folder / "tokens.toml", name, ["*"]) for name in ("greedy", "modest")]
+    options = {"--tokens": "tokens.toml", "--certificate": "server.crt", "--key": "server.key"}
+    files = [word for option, name in options.items() for word in (option, str(folder / name))]
+    code = "from fedpriv.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "serve", "run", str(run), "--port", "0", "--json", *files]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+    assert process.stdout is not None
+    try:
+        port = int(json.loads(process.stdout.readline())["url"].rpartition(":")[2])
+        yield Target(port=port, authority=str(folder / "ca.crt"), greedy=tokens[0], modest=tokens[1])
+    finally:
+        process.kill()
+        process.wait()
+
+
+def main() -> None:
+    """Print a JSON line for the quiet server and for each attack."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("attacks", nargs="*", default=list(ATTACKS), metavar="ATTACK")
+    parser.add_argument("--seconds", type=float, default=8.0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        quiet = 0.0
+        with server(Path(name)) as target:
+            latencies(target, 2.0)
+            for attack in ("", *arguments.attacks, ""):
+                with attacked(attack, target) if attack else contextlib.nullcontext() as done:
+                    found, failed = latencies(target, arguments.seconds)
+                    num_done = done.value if done is not None else 0
+                p50, p99 = (found[int(share * (len(found) - 1))] for share in (0.5, 0.99))
+                quiet = quiet or p99
+                line = {"attack": attack or "none", "p50_ms": round(1e3 * p50, 1), "p99_ms": round(1e3 * p99, 1)}
+                line |= {"num": len(found), "failed": failed, "attacker": num_done, "ratio": round(p99 / quiet, 1)}
+                print(json.dumps({**line, "met": p99 <= TARGET * quiet and not failed}), flush=True)
+                time.sleep(1.0)
+
+
+if __name__ == "__main__":
+    main()
