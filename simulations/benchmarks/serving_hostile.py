@@ -35,7 +35,7 @@ from simulations.benchmarks.serving import MINILM, make_run
 
 ATTACKER, OTHERS = "127.0.0.1", "127.0.0.2"
 TARGET = 5.0
-WORDS = "the patient has had pain in the chest since this morning and a rash on both arms " * 6
+WORDS = "the patient has had pain in the chest since this morning and a rash on both arms " * 15  # 257 tokens
 MIB = 2**20 - 200
 
 
