@@ -1,8 +1,9 @@
-"""Texts of many requests in shared passes: the oldest text first, beside others of about its length."""
+"""Texts of many requests in shared passes: the oldest of the client whose turn it is, beside others of its length."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter as Counts
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -43,6 +44,10 @@ class _Row:
     def text(self) -> Tokens:
         return self.of.job.texts[self.number]
 
+    @property
+    def client(self) -> str:
+        return self.of.job.request.client
+
 
 class Classification:
     """A `fedpriv.serving.desk.Desk` for `Classify`."""
@@ -51,6 +56,8 @@ class Classification:
         self._counter = counter
         self._open: list[_Open] = []
         self._rows: list[_Row] = []
+        # {client with texts in places: number of the last pass with one of them}.
+        self._last: dict[str, int] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -64,10 +71,8 @@ class Classification:
         self._take_in()
         if not self._rows:
             return
-        chosen = together([len(row.text) for row in self._rows], self._counter.rows, self._counter.limits.pass_tokens)
-        rows = [self._rows[place] for place in chosen]
-        taken = set(chosen)
-        self._rows = [row for place, row in enumerate(self._rows) if place not in taken]
+        rows = self._chosen()
+        self._rows = [row for row in self._rows if row not in rows]
         for row, answer in zip(rows, self._logits(rows), strict=True):
             if isinstance(answer, ServingError):
                 tell(row.of.job, Failed(error=answer))
@@ -83,6 +88,18 @@ class Classification:
         self._open, self._rows = [], []
         self._counter.fail(error)
 
+    def _chosen(self) -> list[_Row]:
+        """The texts of the next pass, those first whose client has been in none for longest."""
+        number, present = self._counter.passes.num_passes, {row.client for row in self._rows}
+        self._last = {client: last for client, last in self._last.items() if client in present}
+        order = sorted(self._rows, key=lambda row: self._last.get(row.client, -1))
+        limits, lengths = self._counter.limits, [len(row.text) for row in order]
+        clients = [row.client for row in order]
+        chosen = together(lengths, clients, self._counter.rows, limits.pass_tokens, limits.client_tokens)
+        rows = [order[place] for place in chosen]
+        self._last |= {row.client: number for row in rows}
+        return rows
+
     def _take_in(self) -> None:
         """Give places to texts while there are some: to a new request and to one that has had a turn, by turns."""
         places = _PLACES * self._counter.rows
@@ -96,6 +113,9 @@ class Classification:
                 self._place(earlier)
             if begun is None and earlier is None:
                 return
+        # However many places others have taken, a client without one gets one.
+        while (begun := self._counter.next(but_of={row.client for row in self._rows})) is not None:
+            self._place(_Open(*begun))
 
     def _place(self, found: _Open) -> None:
         """Give a request its turn, and put it behind the others."""
@@ -137,24 +157,35 @@ def _checked(variant: str, logits: Tensor) -> Tensor | ServingError:
     return logits
 
 
-def together(lengths: Sequence[int], most_rows: int, most_tokens: int) -> list[int]:
+def together(
+    lengths: Sequence[int], clients: Sequence[str], most_rows: int, most_tokens: int, most_of_client: int
+) -> list[int]:
     """Positions of the texts of the next pass: the first one's, and those of others that are about as long.
 
     Args:
-        lengths: of the texts, those first that have waited longest; at least one.
+        lengths: of the texts, the one first that must be in the pass; at least one.
+        clients: of the texts; one without a name stands for all, and is not bounded.
         most_rows: of a pass, >= 1.
         most_tokens: of a pass, with padding; the first text is in it, however long it is.
+        most_of_client: tokens of one client among them.
     """
     first = _size(lengths[0])
     order = sorted(range(len(lengths)), key=lambda place: (abs(_size(lengths[place]) - first), place))
     chosen = order[:1]
     longest = lengths[0]
+    num_rows = Counts(clients[:1])
     for place in order[1:]:
-        longest = max(longest, lengths[place])
+        padded, client = max(longest, lengths[place]), clients[place]
         is_other = _size(lengths[place]) != first
-        if len(chosen) == most_rows or longest * (len(chosen) + 1) > most_tokens or (is_other and len(chosen) >= _FEW):
+        if client and padded * (num_rows[client] + 1) > most_of_client:
+            continue
+        if client != clients[0] and padded > _PADDING * lengths[0]:
+            continue  # nobody's long text makes another's pass longer
+        if len(chosen) == most_rows or padded * (len(chosen) + 1) > most_tokens or (is_other and len(chosen) >= _FEW):
             break
         chosen.append(place)
+        longest = padded
+        num_rows[client] += 1
     return chosen
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,9 +69,16 @@ class Counter:
         self._is_blocked = False
         self._under_way: set[Job] = set()
 
-    def next(self, can_begin: Callable[[Job], bool] = lambda job: True) -> tuple[Job, Weights] | None:
-        """The next job, with its variant, which is to be given back; None if there is none that can begin now."""
-        while not self._is_blocked and (job := self.waiting.take()) is not None:
+    def next(
+        self, can_begin: Callable[[Job], bool] = lambda job: True, *, but_of: Collection[str] = ()
+    ) -> tuple[Job, Weights] | None:
+        """The next job, with its variant, which is to be given back; None if there is none that can begin now.
+
+        Args:
+            can_begin: whether there is room for a job.
+            but_of: clients that have no turn now.
+        """
+        while not self._is_blocked and (job := self.waiting.take(but_of=but_of)) is not None:
             if job.over:
                 continue
             # Nobody overtakes it: else small requests for other variants could keep it waiting for ever.

@@ -16,6 +16,7 @@ class Limits:
         waiting: requests that no pass has begun with.
         rows: of a pass.
         pass_tokens: of a pass, with padding; a longer text has a pass of its own.
+        client_tokens: of a pass, with padding, that are of one client with a name; a longer text may come first alone.
         cached_tokens: whose keys and values are kept, with padding; no prompt and answer may have more.
         turn_tokens: that an answer gets before it makes room for others that wait.
 
@@ -27,6 +28,7 @@ class Limits:
     waiting: int = 256
     rows: int = 32
     pass_tokens: int = 2048
+    client_tokens: int = 512
     cached_tokens: int = 16_384
     turn_tokens: int = 64
 

@@ -36,7 +36,7 @@ class Classify:
     Attributes:
         variant: its name.
         texts: tokens of each; at least one.
-        client: who asks; clients take turns, whatever their number of requests.
+        client: who asks; clients take turns, whatever their number of requests. Empty where it is the only one.
     """
 
     variant: str
@@ -56,7 +56,7 @@ class Generate:
         top_p: in (0, 1]: the least set of tokens with this probability is drawn from.
         seed: of the draws; None draws a new one.
         stop: texts before which the answer ends.
-        client: who asks; clients take turns, whatever their number of requests.
+        client: who asks; clients take turns, whatever their number of requests. Empty where it is the only one.
     """
 
     variant: str

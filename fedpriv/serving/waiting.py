@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from fedpriv.serving.requests import BusyError, Classify, Event, Generate, Tokens
@@ -99,12 +99,17 @@ class Waiting:
             of_variant.append(job)
         self._changed.notify_all()
 
-    def take(self) -> Job | None:
-        """The next job of the client, and of its variant, whose turn it is; None if nothing waits."""
+    def take(self, *, but_of: Collection[str] = ()) -> Job | None:
+        """The next job of the client, and of its variant, whose turn it is; None if nothing waits.
+
+        Args:
+            but_of: clients that have no turn now.
+        """
         with self._changed:
-            if not self._by_client:
+            client = next((client for client in self._by_client if client not in but_of), None)
+            if client is None:
                 return None
-            client, turns = next(iter(self._by_client.items()))
+            turns = self._by_client[client]
             variant, of_variant = next(iter(turns.items()))
             job = of_variant.popleft()
             turns.move_to_end(variant)

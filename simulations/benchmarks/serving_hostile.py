@@ -35,7 +35,7 @@ from simulations.benchmarks.serving import MINILM, make_run
 
 ATTACKER, OTHERS = "127.0.0.1", "127.0.0.2"
 TARGET = 5.0
-WORDS = "the patient has had pain in the chest since this morning and a rash on both arms " * 6
+WORDS = "the patient has had pain in the chest since this morning and a rash on both arms " * 15  # 257 tokens
 MIB = 2**20 - 200
 
 
@@ -174,7 +174,7 @@ ATTACKS: dict[str, Attack] = {
     "stranger: chunks of a byte": trickle(lambda target: ""),
     "stranger: 64 connections, GET": again(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", 64),
     "stranger: long heads": again(b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a:b\r\n" * 50_000 + b"\r\n", 64),
-    "stranger: 900 silent sockets": again(b"", 900, reads=False, tls=False, pause=0.5),
+    "stranger: 1300 silent sockets": again(b"", 1300, reads=False, tls=False, pause=0.5),
     "stranger: handshakes": again(b"", 64, reads=True, pause=0.001),
 }
 
@@ -254,6 +254,8 @@ def server(folder: Path) -> Iterator[Target]:
     code = "from fedpriv.cli.main import main; main()"
     command = [sys.executable, "-c", code, "serve", "run", str(run), "--port", "0", "--json", *files]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # As many files as a login shell gives.
+    command = ["bash", "-c", 'ulimit -n 1024; exec "$@"', "serve", *command]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
     assert process.stdout is not None

@@ -281,3 +281,24 @@ def test_many_clients_each_get_their_own_answer():
         with ThreadPoolExecutor(8) as pool:
             assert all(pool.map(one, range(40)))
     assert threading.active_count() < 50
+
+
+def test_of_one_token_s_long_bodies_few_are_read_at_once():
+    async def all_of_them() -> list[str]:
+        in_flight, scope, begun = InFlight(64, 128), {"headers": [(b"content-length", b"99999")]}, list[str]()
+
+        async def one(token: str, scope: dict[str, object]) -> None:
+            async with in_flight.reading(token, scope):
+                begun.append(token)
+                await asyncio.sleep(60)
+
+        short = {"headers": [(b"content-length", b"9")]}
+        tasks = [asyncio.create_task(one("greedy", scope)) for _ in range(9)]
+        tasks += [asyncio.create_task(one("modest", scope)), asyncio.create_task(one("greedy", short))]
+        await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return begun
+
+    assert asyncio.run(all_of_them()) == ["greedy", "greedy", "modest", "greedy"]

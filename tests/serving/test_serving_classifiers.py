@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import queue
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from fedpriv.serving.classification import together
 from fedpriv.serving.engine import SharedBase
 from fedpriv.serving.requests import BusyError, Failed, TooLongError, UnknownVariantError
 from fedpriv.serving.sources import find, load
-from tests.served import LABELS, ask_classes, save_run, serving, to_classify
+from tests.served import LABELS, Asked, ask_classes, save_run, serving, to_classify
 from tests.tiny import WORDS
 
 NAMES = ("global", "client-2", "client-10", "client-1")
@@ -233,15 +235,43 @@ def hold(monkeypatch):
     return stopped, go
 
 
+def alone(lengths: list[int], rows: int, most: int) -> list[int]:
+    """The next pass of a server with one client."""
+    return together(lengths, [""] * len(lengths), rows, most, 1)
+
+
+def test_no_client_fills_a_pass_or_makes_another_s_longer():
+    greedy, modest = ["greedy"] * 40, ["modest"] * 3
+    assert len(together([100] * 40, greedy, 32, 2048, 512)) == 5
+    assert together([500] * 40, greedy, 32, 2048, 512) == [0]
+    assert together([100, *[500] * 40], ["modest", *greedy], 32, 2048, 512) == [0]
+    mixed = together([100] * 43, [*modest, *greedy], 32, 2048, 512)
+    assert sorted(mixed) == [*range(8)], "three of one, five of the other"
+
+
+def test_a_client_s_first_text_has_one_pass_of_each_other_client_before_it(run, monkeypatch):
+    with serving(run, client_tokens=32) as scheduler:
+        stopped, go = hold(monkeypatch)
+        many = to_classify(scheduler, "global", (text(28),) * 16)
+        greedy = [Asked(scheduler, replace(many, client="greedy")) for _ in range(10)]
+        assert stopped.wait(30)
+        few, passes = replace(to_classify(scheduler, "client-1", ("pain",)), client="modest"), queue.Queue()
+        scheduler.submit(few, lambda _: passes.put(scheduler.statistics().num_passes))
+        go.set()
+        assert passes.get(timeout=30) == 2
+        for each in greedy:
+            each.ticket.cancel()
+
+
 def test_a_pass_has_the_oldest_text_and_others_of_its_length():
     lengths = [30, 200, 31, 10, 29, 500, 28]
-    assert together(lengths, 8, 2048)[:4] == [0, 2, 4, 6]
-    assert together([500, 8, 8], 8, 400) == [0]
-    assert set(together([32] * 100, 16, 10**6)) <= set(range(16))
-    many = together([32] * 30 + [100] * 30, 64, 10**6)
+    assert alone(lengths, 8, 2048)[:4] == [0, 2, 4, 6]
+    assert alone([500, 8, 8], 8, 400) == [0]
+    assert set(alone([32] * 100, 16, 10**6)) <= set(range(16))
+    many = alone([32] * 30 + [100] * 30, 64, 10**6)
     assert sorted(many) == list(range(30)), "enough of one length: no other is padded to it"
     for most in (64, 300, 1000):
-        chosen = together([8 + 7 * n % 90 for n in range(60)], 32, most)
+        chosen = alone([8 + 7 * n % 90 for n in range(60)], 32, most)
         assert chosen[0] == 0
         assert len(chosen) * max(8 + 7 * n % 90 for n in chosen) <= max(most, 8)
 

@@ -21,7 +21,7 @@ from fedpriv.serving.http.metrics import CONTENT_TYPE, Metrics
 from fedpriv.serving.http.openai_api import ChatRequest, ClassifyRequest, CompletionRequest, Shape
 from fedpriv.serving.http.places import Places
 from fedpriv.serving.http.refusals import RefusalError, busy, of_engine, unknown_model
-from fedpriv.serving.http.tokens import Token, Tokens
+from fedpriv.serving.http.tokens import ANYONE, Token, Tokens
 from fedpriv.serving.http.turns import Turns
 from fedpriv.serving.requests import Classified, Classify, Generate, Serving, ServingError
 from fedpriv.serving.requests import Tokens as Encoded
@@ -158,7 +158,7 @@ class _Routes:
         self._check_task("SEQ_CLS")
         request.scope["count_inputs"](len(asked.texts))
         texts = await self._encoded(request, asked.model, asked.texts)
-        wanted = Classify(variant=asked.model, texts=texts, client=_token(request).name)
+        wanted = Classify(variant=asked.model, texts=texts, client=_client(request))
         answers = self._submitted(asked.model, lambda: [wanted])
         event = await self._answered(request, answers, asked.model, _first_classified(answers))
         labels = self._serving.labels
@@ -186,7 +186,7 @@ class _Routes:
         rest = {"limit": self._limits.max_new_tokens, "max_tokens": self._serving.max_tokens}
         answers = self._submitted(
             asked.model,
-            lambda: generation.engine_requests(asked, prompts, **rest, client=_token(request).name),
+            lambda: generation.engine_requests(asked, prompts, **rest, client=_client(request)),
         )
         if asked.stream:
             return generation.EventStream(
@@ -289,6 +289,12 @@ async def _first_classified(answers: Answers) -> Classified:
 def _token(request: Request) -> Token:
     token: Token = request.scope["token"]
     return token
+
+
+def _client(request: Request) -> str:
+    """Who shares the engine's passes with others; nobody does on a server without tokens."""
+    token = _token(request)
+    return "" if token is ANYONE else token.name
 
 
 async def _refused(request: Request, error: Exception) -> Response:

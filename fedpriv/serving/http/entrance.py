@@ -84,7 +84,8 @@ class Entrance:
 
     async def _let_in(self, scope: Scope, receive: Receive, send: Send, token: Token) -> None:
         scope["token"] = token
-        body = await read_body(scope, receive, self._limits)
+        async with self._in_flight.reading(token.name, scope):
+            body = await read_body(scope, receive, self._limits)
         if body is not None:
             await self._app(scope, replaying(body, receive), send)
 

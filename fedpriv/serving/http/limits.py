@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
+from weakref import WeakValueDictionary
 
 from starlette.types import Message, Receive, Scope
 
 from fedpriv.errors import InputError
 from fedpriv.serving.http.refusals import RefusalError, stopping
+
+# Long bodies of one token that are read at once, and bytes beyond which one is long: a round of the event loop takes up
+# a part of every connection that has one, and so must not have many.
+_LONG_BODIES_AT_ONCE = 2
+_LONG_BODY = 2**14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +79,16 @@ class InFlight:
         self._per_token, self._inputs_per_token = per_token, inputs_per_token
         self._counts: Counter[str] = Counter()
         self._inputs: Counter[str] = Counter()
+        self._readers: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    def reading(self, token: str, scope: Scope) -> AbstractAsyncContextManager[object]:
+        """The turn of a request's body to be read: of long ones, a token has few at once."""
+        if _stated_length(scope) <= _LONG_BODY:
+            return nullcontext()
+        readers = self._readers.get(token)
+        if readers is None:
+            readers = self._readers[token] = asyncio.Semaphore(_LONG_BODIES_AT_ONCE)
+        return readers
 
     @property
     def num_requests(self) -> int:
