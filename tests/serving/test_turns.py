@@ -14,9 +14,14 @@ def test_clients_take_turns_whatever_each_has_waiting():
     done: list[str] = []
 
     async def all_of_them() -> None:
-        turns, go = Turns("test"), threading.Event()
-        first = asyncio.create_task(turns.run("greedy", go.wait))
-        await asyncio.sleep(0)
+        turns, begun, go = Turns("test"), threading.Event(), threading.Event()
+
+        def begin() -> None:
+            begun.set()
+            go.wait()
+
+        first = asyncio.create_task(turns.run("greedy", begin))
+        await asyncio.to_thread(begun.wait)  # else it still counts as waiting
         asked = ["greedy"] * 32 + ["modest"] * 2 + ["other"]
         rest = [asyncio.create_task(turns.run(client, lambda client=client: done.append(client))) for client in asked]
         await asyncio.sleep(0)
