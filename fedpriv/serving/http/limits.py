@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, fields
 from weakref import WeakValueDictionary
 
@@ -15,8 +15,10 @@ from fedpriv.errors import InputError
 from fedpriv.serving.http.refusals import RefusalError, stopping
 
 # Long bodies of one token that are read at once, and bytes beyond which one is long: a round of the event loop takes up
-# a part of every connection that has one, and so must not have many.
+# a part of every connection that has one, and so must not have many. Each keeps its turn for some seconds more, as it
+# is parsed with the interpreter's lock held: 20 a second leave others most of it.
 _LONG_BODIES_AT_ONCE = 2
+_SECONDS_OF_A_LONG_BODY = 0.1
 _LONG_BODY = 2**14
 
 
@@ -81,14 +83,20 @@ class InFlight:
         self._inputs: Counter[str] = Counter()
         self._readers: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
-    def reading(self, token: str, scope: Scope) -> AbstractAsyncContextManager[object]:
-        """The turn of a request's body to be read: of long ones, a token has few at once."""
+    @asynccontextmanager
+    async def reading(self, token: str, scope: Scope) -> AsyncIterator[None]:
+        """The turn of a request's body to be read: of long ones, a token has few at once and few in a second."""
         if _stated_length(scope) <= _LONG_BODY:
-            return nullcontext()
+            yield
+            return
         readers = self._readers.get(token)
         if readers is None:
             readers = self._readers[token] = asyncio.Semaphore(_LONG_BODIES_AT_ONCE)
-        return readers
+        await readers.acquire()
+        try:
+            yield
+        finally:
+            asyncio.get_running_loop().call_later(_SECONDS_OF_A_LONG_BODY, readers.release)
 
     @property
     def num_requests(self) -> int:
