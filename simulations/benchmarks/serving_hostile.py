@@ -175,7 +175,7 @@ ATTACKS: dict[str, Attack] = {
     "stranger: 64 connections, GET": again(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", 64),
     "stranger: long heads": again(b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a:b\r\n" * 50_000 + b"\r\n", 64),
     "stranger: 1300 silent sockets": again(b"", 1300, reads=False, tls=False, pause=0.5),
-    "stranger: handshakes": again(b"", 64, reads=True, pause=0.001),
+    "stranger: handshakes": again(b"x", 64, reads=False),
 }
 
 
