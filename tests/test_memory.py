@@ -175,6 +175,7 @@ def test_sizes_are_read_in_either_unit():
             parse_bytes(text)
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_same_for_readers_and_programs(folder):
     arguments = ("plan", folder, "--bits", 32, "--max-length", 32, "--layers", "1,2", "--device", "cpu")
     values = as_json(*arguments, "--memory", "2GB")

@@ -164,6 +164,7 @@ def test_the_image_installs_as_the_page_says() -> None:
     assert [" ".join(each.split()) for each in found] == commands
 
 
+@pytest.mark.slow
 def test_the_bill_of_materials_has_what_a_node_installs_and_nothing_else(tmp_path: Path) -> None:
     (options,) = re.findall(r"-m cyclonedx_py (.*)", (ROOT / "Makefile").read_text())
     assert "--no-validate" not in options

@@ -39,6 +39,7 @@ def test_the_second_process_maps_the_first_ones_file(folder, weights):
         assert found["a"].data_ptr() != weights["a"].data_ptr()
 
 
+@pytest.mark.slow
 def test_pages_are_shared_between_processes(folder):
     """The proportional size of a mapping that two processes hold is half its size."""
     code = (

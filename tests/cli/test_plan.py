@@ -42,6 +42,7 @@ def phases(plan):
     return [(p["noise_multiplier"], p["sampling_probability"], p["rounds"]) for p in plan["phases"]]
 
 
+@pytest.mark.slow
 def test_start_and_steps_spend_the_budget_and_no_more(five):
     assert [(q, rounds) for _, q, rounds in phases(five)] == [(1.0, 1), (1.0, 35), (0.125, 4)]
     assert composed(*phases(five)) == pytest.approx(2.0, abs=2e-3)
@@ -55,6 +56,7 @@ def test_start_and_head_have_their_shares_of_the_budget(five):
     assert 35 * (1.99381 / head[0]) ** 2 == pytest.approx(0.83, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_every_view_counts_the_noise_that_its_definition_says(five):
     weighted = [math.sqrt(size) * size for size in SIZES]
     bar = math.sqrt(sum((value / sum(weighted)) ** 2 for value in weighted))
@@ -99,7 +101,7 @@ def test_a_plan_has_the_noise_and_the_rates_that_a_run_computes(of_view, further
         }
 
 
-@pytest.mark.parametrize("num_clients", [3, 4, 5])
+@pytest.mark.parametrize("num_clients", [3, *(pytest.param(k, marks=pytest.mark.slow) for k in (4, 5))])
 def test_small_federations_have_a_plan_for_their_sum_and_its_alternatives(num_clients):
     setting = Setting.of(SIZES[:num_clients], epsilon=2.0, view="aggregate")
     planned = planning.plan(setting)

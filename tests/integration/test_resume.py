@@ -59,6 +59,7 @@ def kill_and_resume(values: dict[str, object], folder: Path, kills: int) -> None
     assert min(result["phases"].values()) >= 1, result
 
 
+@pytest.mark.slow
 def test_a_run_killed_once_in_every_phase_ends_as_if_nobody_had_killed_it(small_run, tmp_path):
     kill_and_resume({**small_run, "rounds": 4, "local_steps": 1, **IN_PROCESS, **FLORA, **LEDGERS}, tmp_path, kills=1)
 

@@ -145,6 +145,7 @@ def records():
     return compare(Budget(epsilon=1.0, delta=1e-6), epsilons=(0.5, 2.0), dimensions=(1, 10_000))
 
 
+@pytest.mark.slow
 def test_all_noises_of_a_comparison_cost_the_same(records):
     for record in records:
         budget = Budget(epsilon=record["epsilon"], delta=1e-6, dimension=record["dimension"])

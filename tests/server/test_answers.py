@@ -88,6 +88,7 @@ def finished(values, tmp_path_factory) -> Path:
     return run(values, tmp_path_factory.mktemp("runs") / "one")
 
 
+@pytest.mark.slow
 def test_samples_are_the_first_distinct_prompts_with_what_the_saved_models_answer(finished, values):
     found = samples.read(finished / "samples.jsonl")
     test = workbench(parse(values)).test.features["input_ids"]

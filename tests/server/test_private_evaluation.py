@@ -172,7 +172,8 @@ def test_an_evaluation_that_costs_the_whole_target_is_refused_beforehand(private
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("view", ["local", "rho"])  # counted by rounds, and composed
+# Counted by rounds, and composed.
+@pytest.mark.parametrize("view", ["local", pytest.param("rho", marks=pytest.mark.slow)])
 def test_a_budget_keeps_what_the_evaluation_costs(private, tmp_path, view):
     budget = {"local": 3.6, "rho": 9.0}[view]
     settings = {"rounds": 12, "budget_epsilon": budget, "privacy_view": view}

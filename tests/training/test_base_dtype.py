@@ -52,7 +52,7 @@ def gradients(model, records, *, cached=False):
 
 def cases():
     kinds = [kind for kind in (*ENCODERS, *DECODERS) if kind not in WITHOUT and kind != "mixtral"]
-    return [pytest.param(kind, marks=[] if kind in ("bert", "llama") else pytest.mark.slow) for kind in kinds]
+    return [pytest.param(kind, marks=[] if kind == "bert" else pytest.mark.slow) for kind in kinds]
 
 
 @pytest.mark.parametrize("kind", cases())

@@ -146,7 +146,14 @@ def test_other_values_are_tried_on_one_record(model, computed, changes):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"clipping": "batch"}, {"batch_size": 9}, {"local_steps": 1}, {"optimizer": "adamw"}]
+    "changes",
+    [
+        {"local_steps": 1},
+        *(
+            pytest.param(changes, marks=pytest.mark.slow)
+            for changes in ({"clipping": "batch"}, {"batch_size": 9}, {"optimizer": "adamw"})
+        ),
+    ],
 )
 def test_what_computes_in_another_way_is_rehearsed_in_full(model, computed, changes):
     run(model)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from fedpriv.training import speed
 from fedpriv.training.footprint import RECORDS_OF_A_STEP
 
 
+@pytest.mark.slow
 def test_the_speed_is_the_records_of_all_timed_updates_over_their_time(monkeypatch):
     updates = []
     compute = speed.local_update

@@ -262,6 +262,7 @@ print(int((torch.full((2**20,), 1e-39) * 0.5).count_nonzero()))
     assert done.stdout.split() == ["0"]
 
 
+@pytest.mark.slow
 def test_meanwhile_no_other_question_is_answered(node, start):
     """Its answer would tell when the work was done."""
     own = node(reply_seconds=1.5)
