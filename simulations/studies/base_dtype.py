@@ -1,4 +1,4 @@
-"""What a frozen base in bfloat16 costs in accuracy: the same seeded federations in both formats.
+"""The accuracy that a frozen base in bfloat16 costs: the same seeded federations in both formats.
 
     python -m simulations.studies.base_dtype --data FOLDER [--seeds 0,1,2] [--corpora "embedded;SST-2 iid"]
 

@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def row(name: str, store: Store) -> str:
-    """What the store says of its variants, as a row of the table."""
+    """The store's own figures on its variants, as a row of the table."""
     outcomes = [store.manifest(each).provenance["outcome"] for each in store.names]
     targets = [outcome for outcome in outcomes if outcome["bases"]]
     drop = max((each["correct_before"] - each["correct_after"]) / each["num_records"] for each in outcomes)
@@ -76,7 +76,7 @@ def row(name: str, store: Store) -> str:
 def check(
     store: Store, run: Path, described: Mapping[str, Description], bench: Workbench, chosen: list[int]
 ) -> Iterator[str]:
-    """What is wrong with the store's variants."""
+    """The faults of the store's variants, in words; empty if there is none."""
     for name, description in described.items():
         outcome = store.manifest(name).provenance["outcome"]
         correct = count_correct(store, run, name, bench, chosen)

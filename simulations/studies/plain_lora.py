@@ -1,10 +1,10 @@
-"""What a user would do with all records in one place: LoRA by AdamW, without clipping, noise or federation.
+"""LoRA by AdamW on all records in one place, without clipping, noise or federation: a user's alternative.
 
     python -m simulations.studies.plain_lora simulations/configs/medical-answers.toml -c data=medquad.csv.gz
 
 The same model, layers, records and test set as the configuration's run, and the loop that a tutorial of peft would
-show: shuffled batches, mean loss, a falling rate. With allowed answers TF-IDF stands beside it, which needs no language
-model at all. Everything here reads records as they are: for public data.
+show: shuffled batches, mean loss, a falling rate. With allowed answers TF-IDF, which needs no
+language model, is a second comparison. Everything here reads records as they are: for public data.
 """
 
 from __future__ import annotations

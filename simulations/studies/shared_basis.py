@@ -1,4 +1,4 @@
-"""A federation's LoRA variants by shared bases of several sizes, beside `drd` and plain files: a table and a plot.
+"""A federation's LoRA variants by shared bases of several sizes, and by `drd` and plain files: a table and a plot.
 
     python -m simulations.studies.shared_basis RUN OUT
 
@@ -112,7 +112,7 @@ class _Counted:
 
 
 def _point(name: str, store: Store, models: Mapping[str, Any], evaluator: _Counted) -> Point:
-    """What a sound store holds, from the tensors that it gives back."""
+    """The description of a sound store, from the tensors that it gives back."""
     if problems := store.verify():
         raise SystemExit(f"{name}: {problems[0]}")
     bases = [store.manifest(each).provenance.get("basis") for each in models]

@@ -38,7 +38,7 @@ LMO_CANARIES, LMO_DIMENSION, LMO_NUM_GUESSES = 2048, 2048, 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What a detector said: flagged where `value` is beyond `limit`."""
+    """A detector's finding: flagged where `value` is beyond `limit`."""
 
     flagged: bool
     value: float
@@ -230,13 +230,13 @@ def cases() -> Iterator[Case]:
 
 
 def finding(case: Case, seed: int) -> Finding:
-    """What the case's detector says of its broken mechanism."""
+    """The finding of the case's detector on its broken mechanism."""
     with case.breaking():
         return case.detect(seed)
 
 
 def finding_of_correct(case: Case, seed: int) -> Finding:
-    """What it says of the correct one; for LMO, of the same noise under `sound` accounting."""
+    """Its finding on the correct mechanism; for LMO, on the same noise under `sound` accounting."""
     if case.detect is audit_of_lmo:
         return audit_of_lmo(seed, accounting="sound")
     return case.detect(seed)

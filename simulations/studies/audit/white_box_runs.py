@@ -46,7 +46,7 @@ def local_runs() -> Iterator[tuple[str, Any]]:
 
 
 def local_run(schedule: Schedule, epsilon: float, num: int, seed: int) -> dict[str, Any]:
-    """Audit one run of the engine by what the server sees, and an ideal attacker with other coins beside it."""
+    """Audit one run of the engine by what the server sees, together with an ideal attacker that has other coins."""
     began = time.perf_counter()
     dimension = num // CLIENTS
     audited = setup(schedule, epsilon, seed, dimension)

@@ -1,1 +1,1 @@
-"""What secure aggregation is worth: accuracy at equal epsilon, and what colluders cost."""
+"""The worth of secure aggregation: accuracy at equal epsilon, and the cost of colluders."""

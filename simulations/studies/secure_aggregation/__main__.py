@@ -1,4 +1,4 @@
-"""What secure aggregation is worth beside uploads that the server sees, and beside one holder of all records.
+"""Compare secure sums with uploads that the server sees, and with one holder of all records.
 
     python -m simulations.studies.secure_aggregation run --data FOLDER [--minutes M]
     python -m simulations.studies.secure_aggregation tables

@@ -1,4 +1,4 @@
-"""What colluders and a threshold cost: epsilon against whoever sees sums, and the noise that equal epsilon needs.
+"""The cost of colluders and of a threshold: epsilon against a reader of sums, and the noise that equal epsilon needs.
 
 Equal clients, and the law of the discrete mechanism on the grid that they would have. A client is protected by its own
 noise and that of the honest others among t survivors: t - c noises in all, of the K that the accuracy pays for.
@@ -63,7 +63,7 @@ class Sum:
 
 
 def client_event(num_clients: int, noise_multiplier: float) -> Event:
-    """What each client's releases cost against whoever sees its own, on the grid that as many equal clients have."""
+    """The epsilon of each client against a reader of its own uploads, on the grid that as many equal clients have."""
     clients = range(num_clients)
     grid = sum_grid(
         clip_norm=_CLIP_NORM,
@@ -85,7 +85,7 @@ def client_event(num_clients: int, noise_multiplier: float) -> Event:
 
 
 def events_in(each: Sum, noise_multiplier: float) -> list[Event]:
-    """A client's releases as whoever sees the sums and the colluders' noise sees them."""
+    """A client's releases as a reader of the sums sees them who knows the colluders' noise."""
     weights = dict.fromkeys(range(each.clients), 1.0)
     scale = smallest_aggregate_scales(weights, threshold=each.threshold, colluding=each.colluding)[0]
     event = client_event(each.clients, noise_multiplier)
@@ -94,12 +94,12 @@ def events_in(each: Sum, noise_multiplier: float) -> list[Event]:
 
 @cache
 def epsilon_in(each: Sum, noise_multiplier: float) -> PrivacySpent:
-    """What the sums cost a client at delta 1e-5."""
+    """The epsilon that the sums cost a client at delta 1e-5."""
     return epsilon_of(events_in(each, noise_multiplier), DELTA)
 
 
 def epsilon_alone(num_clients: int, noise_multiplier: float) -> PrivacySpent:
-    """The same against whoever sees the client's own uploads, as with more colluders than were assumed."""
+    """The same against a reader of the client's own uploads, as with more colluders than were assumed."""
     return epsilon_of([client_event(num_clients, noise_multiplier)], DELTA)
 
 

@@ -59,7 +59,7 @@ def by_seed(found: Lines, cell: Cell, seeds: Iterable[int] = SEEDS, *, figure: s
 
 
 def claims(found: Lines) -> str:
-    """What was asked of the embedded corpus at epsilon 2."""
+    """The accuracies asked of the embedded corpus at epsilon 2, and those measured."""
     return _table(("embedded, epsilon 2", "asked", "measured", "met"), _claims(found))
 
 
@@ -124,7 +124,7 @@ def _noise_over_central(found: Lines, cell: Cell) -> dict[int, float]:
 
 
 def outside(found: Lines, utility: Results) -> str:
-    """What stands beside the accuracies: always guessing, and a linear probe without privacy."""
+    """Accuracies for comparison: of the largest class, and of a linear probe without privacy."""
     rows = []
     for corpus in CORPORA:
         largest = by_seed(found, Cell(corpus=corpus, arm=LOCAL, epsilon=2.0), figure="majority_accuracy")

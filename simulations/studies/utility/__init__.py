@@ -1,1 +1,1 @@
-"""What the recipes are worth beside what a user would do without a federation: results/utility.md."""
+"""The accuracy of the recipes compared with a user's alternatives without a federation: results/utility.md."""

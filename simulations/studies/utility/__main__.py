@@ -1,4 +1,4 @@
-"""What private models are worth, beside what a user would do without a federation.
+"""Compare private models with what a user would do without a federation.
 
     python -m simulations.studies.utility run|tables [--data FOLDER] [--runs results/utility.jsonl]
 

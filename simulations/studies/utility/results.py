@@ -23,7 +23,7 @@ class Estimate:
 
     @staticmethod
     def of(values: Sequence[float]) -> Estimate | None:
-        """Of one value for each run; None if there are none."""
+        """The mean and its error of one value for each run; None if there are none."""
         if not values:
             return None
         error = stdev(values) / sqrt(len(values)) if len(values) > 1 else None
