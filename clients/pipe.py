@@ -13,8 +13,7 @@ from typing import cast
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 
-from fedpriv.vault.frames import FAILED, Request, Response, Scalar, check_arrays
-from fedpriv.vault.socket import ask
+from fedpriv.vault.frames import FAILED, Request, Response, Scalar, ask, check_arrays
 
 log = logging.getLogger("flwr")
 

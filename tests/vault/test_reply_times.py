@@ -246,7 +246,7 @@ def test_no_broadcast_makes_the_processor_slow(node):
     code = """
 import sys
 from pathlib import Path
-from fedpriv.vault.worker import run_worker
+from fedpriv.vault.service import run_worker
 
 class Closed:
     def recv_bytes(self):
