@@ -155,13 +155,13 @@ def _peers(vault: VaultSettings) -> Check:
 
 def _models(vault: VaultSettings) -> Check:
     try:
-        known = models.read(vault.models)
+        known = models.read_models(vault.models)
     except InputError as error:
         return Check("models", False, str(error))
     if not known:
         return Check("models", False, f"{vault.models}: no model may run here yet; run `approve-model`")
     for model in known:
-        if not models.is_unchanged(model):
+        if not models.is_unchanged_model(model):
             return Check("models", False, f"{model.name}: its files changed; look at them, `approve-model --replace`")
     return Check("models", True, ", ".join(f"{model.name} ({model.digest[:12]}...)" for model in known))
 

@@ -176,7 +176,7 @@ def make(folder: Path, *, ca: Path, superlink: str, port: int = DEFAULT_PORT, **
         (new / FILE).write_text(_NODE_HEADER + tomli_w.dumps(connection))
         (new / vault_settings.FILE).write_text(_VAULT_HEADER + tomli_w.dumps(_plain(values)))
         (new / vault.policy.name).write_text(policy_text())
-        (new / vault.models.name).write_text(models.text_of(()))
+        (new / vault.models.name).write_text(models.models_text(()))
         (new / node.approved.name).write_text(_APPROVED_HEADER)
         (new / node.flower_home.name).mkdir()
         ledger = vault.ledger_file or new / vault.ledger.name

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from fedpriv.adapters.locations import model_state
 from fedpriv.config import EMBEDDED, ON_NODES, RunConfig, parse
 from fedpriv.data.text import DataSource
 from fedpriv.errors import LedgerError
@@ -211,10 +212,10 @@ def _on_terms(config: RunConfig, terms: Terms, policy: NodePolicy) -> RunConfig:
         raise RefusedError("labels: are not those that this node's operator agreed to, in their order")
     if config.max_length > terms.limits.max_length:
         raise RefusedError(f"max_length = {config.max_length}: above this node's maximum {terms.limits.max_length}")
-    model = models.approved(config.model, models.read(terms.models))
+    model = models.approved_model(config.model, models.read_models(terms.models))
     if model is None:
         raise RefusedError(f"model = {config.model!r}: this node's operator has not approved it")
-    if not _is_unchanged(model, models.state_of(Path(model.folder))):
+    if not _is_unchanged(model, model_state(Path(model.folder))):
         raise RefusedError(f"model = {config.model!r}: its files changed since this node's operator approved them")
     return replace(
         config,
@@ -231,4 +232,4 @@ def _on_terms(config: RunConfig, terms: Terms, policy: NodePolicy) -> RunConfig:
 @lru_cache(maxsize=8)
 def _is_unchanged(model: ApprovedModel, _state: object) -> bool:
     """Whether a model's files are those that were approved; read again only if their sizes or times changed."""
-    return models.is_unchanged(model)
+    return models.is_unchanged_model(model)

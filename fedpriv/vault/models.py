@@ -6,7 +6,6 @@ neither may come from a run's configuration. That names an approved model, or no
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,9 +14,10 @@ from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
 from fedpriv import config as configuration
+from fedpriv.adapters.locations import model_digest
 from fedpriv.errors import InputError
 
-_HEADER = "# The models that this node runs; `approve-model` adds them. A run names one of them.\n"
+_MODELS_HEADER = "# The models that this node runs; `approve-model` adds them. A run names one of them.\n"
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -27,7 +27,7 @@ class ApprovedModel:
     Attributes:
         name: by which a run's configuration asks for it.
         folder: with its weights, configuration and tokenizer.
-        digest: SHA-256 of all files there, from `digest_of`.
+        digest: SHA-256 of all files there, from `model_digest`.
     """
 
     name: str
@@ -35,28 +35,7 @@ class ApprovedModel:
     digest: str
 
 
-def digest_of(folder: Path, *, weights: bool = True) -> str:
-    """SHA-256, in hex, of the names and contents of all files in a model's folder; hidden files do not count.
-
-    Args:
-        folder: of the model.
-        weights: False leaves out the safetensors files: what remains decides how texts are tokenised.
-
-    Raises:
-        InputError: it is not a folder with files.
-    """
-    files = [file for file in _files(folder) if weights or file.suffix != ".safetensors"]
-    if not files:
-        raise InputError(f"model = {str(folder)!r}: must be a folder with a model's files")
-    digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as content:
-            inner = hashlib.file_digest(content, "sha256").hexdigest()
-        digest.update(f"{file.relative_to(folder).as_posix()}\0{inner}\0".encode())
-    return digest.hexdigest()
-
-
-def read(path: Path) -> tuple[ApprovedModel, ...]:
+def read_models(path: Path) -> tuple[ApprovedModel, ...]:
     """The models that a file approves; none if there is no such file.
 
     Raises:
@@ -71,34 +50,19 @@ def read(path: Path) -> tuple[ApprovedModel, ...]:
         raise InputError(f"{path}: each [[model]] needs name, folder and digest, and nothing else") from None
 
 
-def text_of(models: tuple[ApprovedModel, ...]) -> str:
+def models_text(models: tuple[ApprovedModel, ...]) -> str:
     """The content of the file that approves these models."""
-    return _HEADER + (tomli_w.dumps({"model": [asdict(model) for model in models]}) if models else "")
+    return _MODELS_HEADER + (tomli_w.dumps({"model": [asdict(model) for model in models]}) if models else "")
 
 
-def approved(name: str, models: tuple[ApprovedModel, ...]) -> ApprovedModel | None:
+def approved_model(name: str, models: tuple[ApprovedModel, ...]) -> ApprovedModel | None:
     """The approved model of this name or digest; None if there is none."""
     return next((model for model in models if name in (model.name, model.digest)), None)
 
 
-def state_of(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
-    """Name, inode, size and time of every file in a model's folder: cheap to compare, and different after a change."""
-    states = ((file, file.stat()) for file in _files(folder))
-    return tuple((str(file), state.st_ino, state.st_size, state.st_mtime_ns) for file, state in states)
-
-
-def is_unchanged(model: ApprovedModel) -> bool:
+def is_unchanged_model(model: ApprovedModel) -> bool:
     """Whether the files in an approved model's folder are still those that were approved."""
     try:
-        return digest_of(Path(model.folder)) == model.digest
+        return model_digest(Path(model.folder)) == model.digest
     except (InputError, OSError):
         return False
-
-
-def _files(folder: Path) -> list[Path]:
-    """The files of a model's folder, in order; hidden ones do not count."""
-    return sorted(
-        file
-        for file in folder.rglob("*")
-        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts)
-    )

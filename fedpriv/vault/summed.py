@@ -267,7 +267,7 @@ def advertise(request: Request, holder: Holder) -> Response:
             client,
             sign=identity_of(holder, client).sign,
             # A simulation's nodes have no operator who knows the others.
-            approved=peers.approved(holder.terms.peers) if holder.terms else None,
+            approved=peers.approved_peers(holder.terms.peers) if holder.terms else None,
             # A simulation's nodes all check the same signatures.
             verify=keys.verify if holder.terms is not None else verify_once,
             receipts=_passed_on(holder, terms, client),

@@ -48,7 +48,7 @@ def test_init_makes_keys_settings_and_policy(tmp_path, ca):
     assert (vault.partition_id, vault.name, vault.budget_epsilon, vault.data) == (1, "node-1", 4.0, None)
     assert node.ca_certificate.read_bytes() == ca.read_bytes()
     assert Limits.read(vault.policy) == Limits()
-    assert models.read(vault.models) == ()
+    assert models.read_models(vault.models) == ()
     assert approvals.approved(node.approved) == frozenset()
     for key, kind in ((node.key, keys.NODE), (vault.key, keys.VAULT)):
         assert keys.public_line(key) in done.stdout

@@ -11,7 +11,7 @@ import pytest
 from clients.deploy import models
 from clients.deploy.__main__ import app
 from fedpriv.errors import InputError
-from fedpriv.vault.models import approved, is_unchanged, read
+from fedpriv.vault.models import approved_model, is_unchanged_model, read_models
 from simulations.processes import run_in_process
 
 
@@ -29,26 +29,26 @@ def test_a_folder_is_approved_by_its_path_and_its_digest(vault, model):
     approval = models.approve(vault, str(model))
     assert approval.is_new
     assert approval.num_bytes == sum(file.stat().st_size for file in model.rglob("*"))
-    (known,) = read(vault.models)
+    (known,) = read_models(vault.models)
     assert known == approval.model
     assert known.name == known.folder == str(model)
-    assert approved(known.digest, (known,)) == known
-    assert is_unchanged(known)
+    assert approved_model(known.digest, (known,)) == known
+    assert is_unchanged_model(known)
     assert not models.approve(vault, str(model)).is_new
 
 
 def test_a_name_stands_for_other_files_only_on_demand(vault, model):
     first = models.approve(vault, str(model), name="ours").model
     (model / "vocab.txt").open("a").write("more\n")
-    assert not is_unchanged(first)
+    assert not is_unchanged_model(first)
     with pytest.raises(InputError, match=r"model = 'ours': is approved with other files, .* --replace"):
         models.approve(vault, str(model), name="ours")
-    assert read(vault.models) == (first,)
+    assert read_models(vault.models) == (first,)
     second = models.approve(vault, str(model), name="ours", replace_old=True).model
-    assert read(vault.models) == (second,)
+    assert read_models(vault.models) == (second,)
     assert second.digest != first.digest
     other = models.approve(vault, str(model), name="another").model
-    assert read(vault.models) == (second, other)
+    assert read_models(vault.models) == (second, other)
 
 
 def test_the_bundled_encoder_is_found_by_its_name(vault):
@@ -73,7 +73,7 @@ def test_code_pickles_and_halves_of_models_are_refused(vault, model, spoil):
         (model / "config.json").unlink()
     with pytest.raises(InputError, match="model = "):
         models.approve(vault, str(model))
-    assert read(vault.models) == ()
+    assert read_models(vault.models) == ()
 
 
 def test_a_hub_name_without_the_hub_is_one_line(vault, monkeypatch):
@@ -86,5 +86,5 @@ def test_a_hub_name_without_the_hub_is_one_line(vault, monkeypatch):
 def test_the_command_says_digest_and_size(vault, model):
     done = run_in_process(app, "python -m clients.deploy", "approve-model", vault.folder, model)
     assert done.returncode == 0, done.stderr
-    (known,) = read(vault.models)
+    (known,) = read_models(vault.models)
     assert f"{model} is approved: digest {known.digest}, " in done.stdout
