@@ -12,8 +12,7 @@ from fedpriv.config import EMBEDDED, RunConfig
 from fedpriv.journal import Journal
 from fedpriv.vault.guard import NodePolicy
 from fedpriv.vault.holder import Holder, parsed
-from fedpriv.vault.policy import Limits
-from fedpriv.vault.settings import VaultSettings
+from fedpriv.vault.settings import Limits, VaultSettings
 
 # A node whose operator also starts the runs, as in a simulation, may take data and rules from the run's configuration.
 TRUST_KEY = "trust-run-config"

@@ -27,9 +27,8 @@ from fedpriv.errors import InputError, LedgerError
 from fedpriv.ledger import entries, statement
 from fedpriv.ledger.reader import reading
 from fedpriv.ledger.receipts import chains_of
-from fedpriv.vault import models
 from fedpriv.vault.rollback import Watch
-from fedpriv.vault.settings import VaultSettings
+from fedpriv.vault.settings import VaultSettings, is_unchanged_model, read_models
 
 _MIN_DISK_BYTES = 2**30
 _ANSWER_SECONDS = 5.0
@@ -155,13 +154,13 @@ def _peers(vault: VaultSettings) -> Check:
 
 def _models(vault: VaultSettings) -> Check:
     try:
-        known = models.read_models(vault.models)
+        known = read_models(vault.models)
     except InputError as error:
         return Check("models", False, str(error))
     if not known:
         return Check("models", False, f"{vault.models}: no model may run here yet; run `approve-model`")
     for model in known:
-        if not models.is_unchanged_model(model):
+        if not is_unchanged_model(model):
             return Check("models", False, f"{model.name}: its files changed; look at them, `approve-model --replace`")
     return Check("models", True, ", ".join(f"{model.name} ({model.digest[:12]}...)" for model in known))
 

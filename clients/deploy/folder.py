@@ -19,11 +19,9 @@ from fedpriv.deployment.files import new_folder
 from fedpriv.deployment.settings import read_settings, split_address, validated
 from fedpriv.errors import InputError
 from fedpriv.ledger.entries import DataSet
-from fedpriv.vault import models
 from fedpriv.vault import settings as vault_settings
-from fedpriv.vault.policy import Limits
 from fedpriv.vault.rollback import Watch
-from fedpriv.vault.settings import VaultSettings
+from fedpriv.vault.settings import Limits, VaultSettings, models_text
 
 # This checkout, whose bundle a run sends.
 ROOT = Path(__file__).resolve().parents[2]
@@ -176,7 +174,7 @@ def make(folder: Path, *, ca: Path, superlink: str, port: int = DEFAULT_PORT, **
         (new / FILE).write_text(_NODE_HEADER + tomli_w.dumps(connection))
         (new / vault_settings.FILE).write_text(_VAULT_HEADER + tomli_w.dumps(_plain(values)))
         (new / vault.policy.name).write_text(policy_text())
-        (new / vault.models.name).write_text(models.models_text(()))
+        (new / vault.models.name).write_text(models_text(()))
         (new / node.approved.name).write_text(_APPROVED_HEADER)
         (new / node.flower_home.name).mkdir()
         ledger = vault.ledger_file or new / vault.ledger.name

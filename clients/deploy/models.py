@@ -9,9 +9,7 @@ from pathlib import Path
 from fedpriv.adapters.locations import model_digest
 from fedpriv.deployment.files import replace
 from fedpriv.errors import InputError
-from fedpriv.vault import models
-from fedpriv.vault.models import ApprovedModel
-from fedpriv.vault.settings import VaultSettings
+from fedpriv.vault.settings import ApprovedModel, VaultSettings, models_text, read_models
 
 # Configuration, weights and tokenizer; no code, and no pickled weights.
 _HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
@@ -48,14 +46,14 @@ def approve(vault: VaultSettings, source: str, *, name: str | None = None, repla
     _refuse_code(folder)
     name = name or (str(Path(source).expanduser().absolute()) if Path(source).expanduser().exists() else source)
     model = ApprovedModel(name=name, folder=str(folder), digest=model_digest(folder))
-    known = models.read_models(vault.models)
+    known = read_models(vault.models)
     old = next((other for other in known if other.name == name), None)
     if old is not None and old.digest != model.digest and not replace_old:
         raise InputError(
             f"model = {name!r}: is approved with other files, of digest {old.digest[:16]}...; give --replace, or --name"
         )
     others = tuple(other for other in known if other.name != name)
-    replace(vault.models, models.models_text((*others, model)).encode())
+    replace(vault.models, models_text((*others, model)).encode())
     num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return Approval(model=model, num_bytes=num_bytes, is_new=old is None or old.digest != model.digest)
 

@@ -8,8 +8,7 @@ from fedpriv.accounting.views import num_readers
 from fedpriv.deployment import keys
 from fedpriv.deployment.files import replace
 from fedpriv.errors import InputError
-from fedpriv.vault import peers
-from fedpriv.vault.settings import VaultSettings
+from fedpriv.vault.settings import PEER_SUFFIX, VaultSettings, approved_peers, peers_of_earlier_versions
 
 
 def approve(vault: VaultSettings, client: int, key: Path, *, replace_old: bool = False) -> bool:
@@ -26,8 +25,8 @@ def approve(vault: VaultSettings, client: int, key: Path, *, replace_old: bool =
             another key was approved for this partition id.
     """
     line = keys.read_public_line(key)
-    known = peers.approved_peers(vault.peers)
-    file = vault.peers / f"{client}{peers.PEER_SUFFIX}"
+    known = approved_peers(vault.peers)
+    file = vault.peers / f"{client}{PEER_SUFFIX}"
     if client == vault.partition_id:
         raise InputError(f"PARTITION-ID = {client}: is this node's own; approve the others")
     if line == keys.public_line(vault.key):
@@ -66,8 +65,8 @@ def summary(vault: VaultSettings) -> str:
         InputError: fewer are approved than a sum needs beside this node, the threshold leaves no honest peer, a
             file is no public key of a vault, or one key stands for two holders.
     """
-    known = peers.approved_peers(vault.peers)
-    if old := peers.peers_of_earlier_versions(vault.peers):
+    known = approved_peers(vault.peers)
+    if old := peers_of_earlier_versions(vault.peers):
         raise InputError(
             f"{old[0]}: is the key of that node's SuperNode, which signs no sums; get its vault.key.pub from its "
             "operator, and run `approve-peer` with that"

@@ -22,7 +22,7 @@ from fedpriv.deployment.users import can_read, user_named
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.ledger import entries, reader
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.vault.policy import Limits
+from fedpriv.vault.settings import Limits
 
 _TIMEOUT_SECONDS = 5.0
 

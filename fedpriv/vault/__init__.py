@@ -25,6 +25,6 @@ if TYPE_CHECKING:
     from fedpriv.vault.guard import RetiredError as RetiredError
     from fedpriv.vault.guard import check_instruction as check_instruction
     from fedpriv.vault.guard import check_limits as check_limits
-    from fedpriv.vault.policy import Limits as Limits
+    from fedpriv.vault.settings import Limits as Limits
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -27,8 +27,8 @@ from fedpriv.protocol import Broadcast
 from fedpriv.training.local_update import OBJECTIVES, OPTIMIZERS, QUANTIZATIONS, TRAINED_PARTS, UpdateSpec
 from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.vault import budget
-from fedpriv.vault.policy import Limits
 from fedpriv.vault.rollback import Watch
+from fedpriv.vault.settings import Limits
 
 log = logging.getLogger(__name__)
 

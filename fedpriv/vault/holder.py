@@ -15,13 +15,10 @@ from fedpriv.journal import Journal
 from fedpriv.ledger import entries
 from fedpriv.ledger.reader import reading
 from fedpriv.training.workbench import Workbench, workbench
-from fedpriv.vault import models
 from fedpriv.vault.frames import Scalar
 from fedpriv.vault.guard import NodePolicy, RefusedError
-from fedpriv.vault.models import ApprovedModel
-from fedpriv.vault.policy import Limits
 from fedpriv.vault.rollback import Watch
-from fedpriv.vault.settings import VaultSettings
+from fedpriv.vault.settings import ApprovedModel, Limits, VaultSettings, approved_model, is_unchanged_model, read_models
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +209,7 @@ def _on_terms(config: RunConfig, terms: Terms, policy: NodePolicy) -> RunConfig:
         raise RefusedError("labels: are not those that this node's operator agreed to, in their order")
     if config.max_length > terms.limits.max_length:
         raise RefusedError(f"max_length = {config.max_length}: above this node's maximum {terms.limits.max_length}")
-    model = models.approved_model(config.model, models.read_models(terms.models))
+    model = approved_model(config.model, read_models(terms.models))
     if model is None:
         raise RefusedError(f"model = {config.model!r}: this node's operator has not approved it")
     if not _is_unchanged(model, model_state(Path(model.folder))):
@@ -232,4 +229,4 @@ def _on_terms(config: RunConfig, terms: Terms, policy: NodePolicy) -> RunConfig:
 @lru_cache(maxsize=8)
 def _is_unchanged(model: ApprovedModel, _state: object) -> bool:
     """Whether a model's files are those that were approved; read again only if their sizes or times changed."""
-    return models.is_unchanged_model(model)
+    return is_unchanged_model(model)

@@ -43,10 +43,11 @@ from fedpriv.secure_aggregation.wire import MAX_RECEIPT, MAX_RECEIPTS
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec
 from fedpriv.training.summing import num_included
 from fedpriv.training.trained import num_trained_values
-from fedpriv.vault import guard, peers
+from fedpriv.vault import guard
 from fedpriv.vault.frames import Request, Response
 from fedpriv.vault.guard import NodePolicy, RefusedError
 from fedpriv.vault.holder import Holder, bench_of, run_of
+from fedpriv.vault.settings import approved_peers
 
 log = logging.getLogger(__name__)
 
@@ -267,7 +268,7 @@ def advertise(request: Request, holder: Holder) -> Response:
             client,
             sign=identity_of(holder, client).sign,
             # A simulation's nodes have no operator who knows the others.
-            approved=peers.approved_peers(holder.terms.peers) if holder.terms else None,
+            approved=approved_peers(holder.terms.peers) if holder.terms else None,
             # A simulation's nodes all check the same signatures.
             verify=keys.verify if holder.terms is not None else verify_once,
             receipts=_passed_on(holder, terms, client),

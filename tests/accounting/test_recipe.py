@@ -23,7 +23,7 @@ from fedpriv.accounting.recipe import (
     start_noise_beside,
     start_noise_multiplier,
 )
-from fedpriv.vault.policy import Limits
+from fedpriv.vault.settings import Limits
 
 DELTA = 1e-5
 SIZES = (1200, 1000, 800, 600, 400)

@@ -31,8 +31,7 @@ from fedpriv.vault import frames
 from fedpriv.vault.answer import answer
 from fedpriv.vault.frames import FrameError, Request, Response
 from fedpriv.vault.holder import Holder
-from fedpriv.vault.models import ApprovedModel, models_text
-from fedpriv.vault.settings import FILE, VaultSettings
+from fedpriv.vault.settings import FILE, ApprovedModel, VaultSettings, models_text
 from tests.tiny import LABELS
 from tests.vaults import UNTIMED
 

@@ -25,7 +25,7 @@ from fedpriv.training.workbench import workbench
 from fedpriv.vault import guard
 from fedpriv.vault.answer import refused
 from fedpriv.vault.frames import REGISTER
-from fedpriv.vault.policy import Limits
+from fedpriv.vault.settings import Limits
 from simulations.engines.flower_private import task_identity
 
 

@@ -22,7 +22,7 @@ from fedpriv.training.local_update import UpdateSpec, planned_event
 from fedpriv.training.noise_plan import calibrated
 from fedpriv.training.workbench import workbench
 from fedpriv.vault import guard
-from fedpriv.vault.policy import Limits
+from fedpriv.vault.settings import Limits
 from server.observer import LogObserver
 from simulations.engines import federation
 

@@ -11,7 +11,7 @@ from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
 from fedpriv.training.local_update import UpdateSpec, planned_event
 from fedpriv.vault import guard
-from fedpriv.vault.policy import Limits
+from fedpriv.vault.settings import Limits
 
 SPEC = UpdateSpec.of(RunConfig(recipe="dp-lora-paper"))
 ADAPTER = {name: torch.zeros(2, 3) for name in ("x.lora_A.weight", "x.lora_B.weight")}

@@ -11,7 +11,7 @@ import pytest
 from clients.deploy import models
 from clients.deploy.__main__ import app
 from fedpriv.errors import InputError
-from fedpriv.vault.models import approved_model, is_unchanged_model, read_models
+from fedpriv.vault.settings import approved_model, is_unchanged_model, read_models
 from simulations.processes import run_in_process
 
 

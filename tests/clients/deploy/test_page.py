@@ -10,7 +10,7 @@ import pytest
 
 from fedpriv.config import RunConfig
 from fedpriv.training.local_update import UpdateSpec
-from fedpriv.vault.policy import Limits
+from fedpriv.vault.settings import Limits
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 DECIDERS = {"operator", "coordinator, within bounds", "coordinator, freely", "ignored"}

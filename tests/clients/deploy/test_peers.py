@@ -12,7 +12,7 @@ from clients.deploy.__main__ import app
 from clients.deploy.folder import Node
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError
-from fedpriv.vault.peers import approved_peers
+from fedpriv.vault.settings import approved_peers
 from simulations.processes import run_in_process
 
 
