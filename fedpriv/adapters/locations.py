@@ -7,7 +7,6 @@ import hashlib
 import importlib.util
 from pathlib import Path
 
-from fedpriv import hub
 from fedpriv.errors import InputError
 
 BUNDLED_ENCODER = "all-MiniLM-L6-v2"
@@ -55,6 +54,8 @@ def check(name: str) -> None:
     Raises:
         InputError: as in `locate`, or the Hub's cache lacks it and the Hub does too, or cannot be reached.
     """
+    from fedpriv import hub  # loads the Hub's client, which the other functions do without
+
     if locate(name) is not None or not (problem := hub.problem(name, "model")):
         return
     close = difflib.get_close_matches(name, (BUNDLED_ENCODER, BUNDLED_LANGUAGE_MODEL), n=1)

@@ -31,15 +31,15 @@ from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
     from fedpriv.secure_aggregation import server as server
-    from fedpriv.secure_aggregation.errors import DealerError as DealerError
-    from fedpriv.secure_aggregation.errors import ProtocolError as ProtocolError
-    from fedpriv.secure_aggregation.errors import TooFewError as TooFewError
-    from fedpriv.secure_aggregation.identities import Identity as Identity
-    from fedpriv.secure_aggregation.identities import make_identity as make_identity
+    from fedpriv.secure_aggregation.agreement import Identity as Identity
+    from fedpriv.secure_aggregation.agreement import make_identity as make_identity
     from fedpriv.secure_aggregation.session import Session as Session
     from fedpriv.secure_aggregation.session import Sessions as Sessions
+    from fedpriv.secure_aggregation.terms import DealerError as DealerError
     from fedpriv.secure_aggregation.terms import Participant as Participant
+    from fedpriv.secure_aggregation.terms import ProtocolError as ProtocolError
     from fedpriv.secure_aggregation.terms import Terms as Terms
+    from fedpriv.secure_aggregation.terms import TooFewError as TooFewError
     from fedpriv.secure_aggregation.terms import smallest_threshold as smallest_threshold
     from fedpriv.secure_aggregation.terms import terms_from_text as terms_from_text
 else:

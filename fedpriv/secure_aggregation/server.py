@@ -20,22 +20,29 @@ from numpy.typing import NDArray
 
 from fedpriv.deployment import keys
 from fedpriv.secure_aggregation import wire
-from fedpriv.secure_aggregation.agreement import DIGEST_BYTES, public_half
-from fedpriv.secure_aggregation.checks import check_advertisement
-from fedpriv.secure_aggregation.errors import DealerError, ProtocolError, TooFewError
-from fedpriv.secure_aggregation.identities import Verify
-from fedpriv.secure_aggregation.masks import Words, pairwise_mask, self_mask, to_centred, word_dtype
+from fedpriv.secure_aggregation.agreement import DIGEST_BYTES, Verify, public_half
+from fedpriv.secure_aggregation.masks import (
+    Route,
+    Words,
+    combine,
+    pairwise_mask,
+    self_mask,
+    share_hash,
+    to_centred,
+    unseal,
+    word_dtype,
+)
 from fedpriv.secure_aggregation.messages import (
     Advertisement,
     Complaint,
     Reveal,
+    check_advertisement,
     confirmed,
     mask_private_key,
     self_commitment,
     transcript_of,
 )
-from fedpriv.secure_aggregation.shares import Route, combine, share_hash, unseal
-from fedpriv.secure_aggregation.terms import Terms
+from fedpriv.secure_aggregation.terms import DealerError, ProtocolError, Terms, TooFewError
 
 M = TypeVar("M")
 P = TypeVar("P")

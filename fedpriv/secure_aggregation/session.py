@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from fedpriv.deployment import keys
 from fedpriv.secure_aggregation import client as node
 from fedpriv.secure_aggregation import wire
-from fedpriv.secure_aggregation.errors import ProtocolError
-from fedpriv.secure_aggregation.identities import Sign, Verify
+from fedpriv.secure_aggregation.agreement import Sign, Verify
 from fedpriv.secure_aggregation.masks import Words
-from fedpriv.secure_aggregation.terms import Terms
+from fedpriv.secure_aggregation.terms import ProtocolError, Terms
 
 State = node.Advertised | node.Shared | node.Masked | node.Confirmed
 S = TypeVar("S", node.Advertised, node.Shared, node.Masked, node.Confirmed)

@@ -14,11 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from fedpriv.secure_aggregation.agreement import DIGEST_BYTES, KEY_BYTES, SEED_BYTES
-from fedpriv.secure_aggregation.errors import ProtocolError
+from fedpriv.secure_aggregation.masks import COMMITMENT_BYTES, SEALED_BYTES
 from fedpriv.secure_aggregation.messages import Advertisement, Complaint, Reveal
-from fedpriv.secure_aggregation.shares import COMMITMENT_BYTES, SEALED_BYTES
-from fedpriv.secure_aggregation.strict import parsed_object, shown
-from fedpriv.secure_aggregation.terms import MAX_CLIENT, MAX_PARTICIPANTS
+from fedpriv.secure_aggregation.terms import MAX_CLIENT, MAX_PARTICIPANTS, ProtocolError, parsed_object, shown
 
 MAX_SIGNATURE = 200
 MAX_RECEIPTS = 8

@@ -49,6 +49,14 @@ Arrays = Mapping[str, Mapping[str, np.ndarray]]
 """{record's name: {array's name: array}}"""
 
 
+# How long a ClientApp waits for a vault that is being restarted.
+_RETRY_SECONDS = 60.0
+_RETRY_DELAY_SECONDS = 0.2
+
+# struct ucred: pid, uid, gid.
+_CREDENTIALS = struct.Struct("3i")
+
+
 class FrameError(ValueError):
     """A frame that this code does not read; one line that says why, without any of its content."""
 
@@ -240,14 +248,6 @@ def _scalars(values: Mapping[str, Any], name: str) -> dict[str, Scalar]:
         if not isinstance(value, (str, int, float, bool)):
             raise FrameError(f"{name}: must hold scalars alone")
     return dict(values)
-
-
-# How long a ClientApp waits for a vault that is being restarted.
-_RETRY_SECONDS = 60.0
-_RETRY_DELAY_SECONDS = 0.2
-
-# struct ucred: pid, uid, gid.
-_CREDENTIALS = struct.Struct("3i")
 
 
 def ask(path: Path, request: Request, *, retry_seconds: float = _RETRY_SECONDS) -> Response:

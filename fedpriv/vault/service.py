@@ -54,6 +54,14 @@ _IDLE_SECONDS = 30.0
 _MAX_PATH_BYTES = 107
 
 
+# The first byte of what the worker sends: the request is charged and records will be touched next; or the response.
+CHARGED = b"c"
+ANSWERED = b"a"
+
+# After CHARGED: the seconds after which, or after a multiple of which, the response may leave; 0 for at once.
+SECONDS = struct.Struct("!d")
+
+
 class _Hold:
     """Until when an answer must wait: the next multiple of T after its first charge; not at all without a charge."""
 
@@ -228,13 +236,6 @@ def _listener(path: Path, *, mode: int) -> socket.socket:
         os.umask(old)
     listener.listen(_MAX_CONNECTIONS)
     return listener
-
-
-# The first byte of what the worker sends: the request is charged and records will be touched next; or the response.
-CHARGED = b"c"
-ANSWERED = b"a"
-# After CHARGED: the seconds after which, or after a multiple of which, the response may leave; 0 for at once.
-SECONDS = struct.Struct("!d")
 
 
 def run_worker(connection: Connection, folder: Path) -> None:

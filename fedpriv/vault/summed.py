@@ -36,8 +36,8 @@ from fedpriv.secure_aggregation import (
     smallest_threshold,
     terms_from_text,
 )
+from fedpriv.secure_aggregation.agreement import Identity, verify_once
 from fedpriv.secure_aggregation.grid import DEVIATIONS, RANGE_BITS, ClientGrid
-from fedpriv.secure_aggregation.identities import Identity, verify_once
 from fedpriv.secure_aggregation.masks import to_words
 from fedpriv.secure_aggregation.wire import MAX_RECEIPT, MAX_RECEIPTS
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec

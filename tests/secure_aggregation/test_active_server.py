@@ -11,11 +11,10 @@ import pytest
 
 from fedpriv.secure_aggregation import client as node_side
 from fedpriv.secure_aggregation import wire
-from fedpriv.secure_aggregation.errors import ProtocolError, TooFewError
-from fedpriv.secure_aggregation.identities import verify_once
+from fedpriv.secure_aggregation.agreement import verify_once
 from fedpriv.secure_aggregation.messages import advertised
 from fedpriv.secure_aggregation.session import Session, Sessions
-from fedpriv.secure_aggregation.terms import smallest_threshold
+from fedpriv.secure_aggregation.terms import ProtocolError, TooFewError, smallest_threshold
 from tests.secure_aggregation.attempts import Attempt, attempted, begin, make_terms, node, with_participant
 
 TERMS = make_terms(5, colluding=0, threshold=4)

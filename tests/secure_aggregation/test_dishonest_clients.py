@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from fedpriv.secure_aggregation import client as node_side
-from fedpriv.secure_aggregation import server, shares, wire
-from fedpriv.secure_aggregation.errors import ProtocolError, TooFewError
-from fedpriv.secure_aggregation.identities import verify_once
+from fedpriv.secure_aggregation import masks, server, wire
+from fedpriv.secure_aggregation.agreement import verify_once
 from fedpriv.secure_aggregation.messages import Complaint, advertised
+from fedpriv.secure_aggregation.terms import ProtocolError, TooFewError
 from tests.secure_aggregation.attempts import Attempt, attempted, begin, make_terms, make_values, node
 
 TERMS = make_terms(5, threshold=3)
@@ -155,7 +155,7 @@ def test_a_dealer_whose_shares_give_another_seed_is_named_and_no_sum_is_made(see
 def test_a_dealer_whose_shares_do_not_fit_their_commitments_is_named_by_the_holder(monkeypatch):
     attempt = attempted(TERMS, "advertise")
     with monkeypatch.context() as lying:
-        lying.setattr(shares, "commitments", lambda shared, route: bytes(64))
+        lying.setattr(masks, "commitments", lambda shared, route: bytes(64))
         dealt = {LIAR: attempt.sessions[LIAR].share(attempt.u1.message())}
     dealt |= {k: attempt.sessions[k].share(attempt.u1.message()) for k in range(5) if k != LIAR}
     attempt.u2 = server.collect_shares(attempt.u1, dealt)

@@ -14,9 +14,8 @@ import pytest
 
 from fedpriv.secure_aggregation import client as node_side
 from fedpriv.secure_aggregation import server, wire
-from fedpriv.secure_aggregation.errors import TooFewError
-from fedpriv.secure_aggregation.identities import verify_once
-from fedpriv.secure_aggregation.terms import Terms, smallest_threshold
+from fedpriv.secure_aggregation.agreement import verify_once
+from fedpriv.secure_aggregation.terms import Terms, TooFewError, smallest_threshold
 from tests.secure_aggregation.attempts import Attempt, make_terms, make_values, node
 
 Group = frozenset[int]
