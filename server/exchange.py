@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from fedpriv.deployment import polling
+from fedpriv.deployment.flower import seconds_to_pause
 
 log = logging.getLogger("flwr")
 
@@ -51,7 +51,7 @@ class Exchange:
                     yield reply
             if not unanswered or waited >= seconds:
                 break
-            time.sleep(polling.pause(waited, shortest=_SHORTEST_PAUSE_SECONDS, longest=_LONGEST_PAUSE_SECONDS))
+            time.sleep(seconds_to_pause(waited, shortest=_SHORTEST_PAUSE_SECONDS, longest=_LONGEST_PAUSE_SECONDS))
         self._overdue |= unanswered
 
     def pop_num_late(self) -> int:

@@ -46,7 +46,8 @@ from flwr.supernode.cli import flower_supernode
 from flwr.supernode.runtime.run_clientapp import run_clientapp
 from flwr.supernode.servicer.runtime import runtime_handlers
 
-from fedpriv.deployment import approvals, polling
+from fedpriv.deployment import approvals
+from fedpriv.deployment.flower import seconds_to_pause
 
 log = logging.getLogger("flwr")
 
@@ -121,7 +122,7 @@ def keep_pace(on_message: Callable[[], None]) -> None:
         return run_id
 
     def sleep(seconds: float) -> None:
-        time.sleep(polling.pause(time.monotonic() - last, shortest=_SHORTEST_PAUSE_SECONDS, longest=seconds))
+        time.sleep(seconds_to_pause(time.monotonic() - last, shortest=_SHORTEST_PAUSE_SECONDS, longest=seconds))
 
     # As above; and of the module `time`, Flower's file uses `sleep` alone.
     start_client_internal._pull_and_store_message = pull_reported  # type: ignore[assignment]

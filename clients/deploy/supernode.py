@@ -16,10 +16,16 @@ import tomli_w
 from clients.deploy import separate_users, vault_process
 from clients.deploy.folder import ROOT, Node
 from clients.deploy.separate_users import Users
-from fedpriv.deployment import polling
 from fedpriv.deployment.checks import check_port_free
 from fedpriv.deployment.files import replace
-from fedpriv.deployment.flower import EXIT_CODES, environment, logged_exit_code, run_in_foreground, settings
+from fedpriv.deployment.flower import (
+    EXIT_CODES,
+    environment,
+    logged_exit_code,
+    run_in_foreground,
+    seconds_to_pause,
+    settings,
+)
 from fedpriv.errors import InputError
 
 # Where Flower's processes on this machine find each other.
@@ -75,7 +81,7 @@ def start(node: Node, say: Callable[[str], None]) -> int:
         started = time.monotonic()
         while (ending := _run(node, users, environ, say)).not_admitted:
             waited = time.monotonic() - started
-            pause = polling.pause(waited, shortest=_SHORTEST_RETRY_SECONDS, longest=_LONGEST_RETRY_SECONDS)
+            pause = seconds_to_pause(waited, shortest=_SHORTEST_RETRY_SECONDS, longest=_LONGEST_RETRY_SECONDS)
             say(
                 f"not admitted yet, after {waited:.0f} s: waiting until the coordinator registers its keys, "
                 "or until the place of a node that was killed is free (up to a minute); "

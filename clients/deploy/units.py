@@ -7,8 +7,8 @@ import sys
 
 from clients.deploy import separate_users, supernode
 from clients.deploy.folder import ROOT, Node
+from fedpriv.deployment.command_line import Unit, unit_name
 from fedpriv.deployment.flower import program_folder
-from fedpriv.deployment.systemd import Unit, unit_name
 from fedpriv.deployment.users import owner_of
 from fedpriv.errors import InputError
 

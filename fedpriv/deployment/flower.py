@@ -38,6 +38,8 @@ EXIT_CODES: Mapping[int, str] = {
     606: "SuperLink and node have different versions of Flower",
 }
 
+_SHARE = 0.1
+
 
 class FlowerError(RuntimeError):
     """Flower failed or refused; one line with the reason. Command lines print it and exit with 1."""
@@ -205,3 +207,16 @@ def _one_line(text: str) -> str:
     """The reason, without the lines in which flwr announces what it is about to do."""
     lines = [line.strip() for line in text.splitlines()]
     return " ".join(line for line in lines if line and not line.startswith("Using SuperLink:") and line[-3:] != "...")
+
+
+def seconds_to_pause(waited: float, *, shortest: float, longest: float) -> float:
+    """Seconds until the next question: a tenth of the time already waited, within bounds.
+
+    What comes after a wait of t is therefore seen at 1.1 t or at t + `shortest`, unless `longest` cuts that short.
+
+    Args:
+        waited: seconds since the wait began, >= 0.
+        shortest: that a pause lasts, in seconds.
+        longest: the same; where the two conflict, it counts.
+    """
+    return min(longest, max(shortest, _SHARE * waited))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from fedpriv.deployment.systemd import Unit, unit_name
+from fedpriv.deployment.command_line import Unit, unit_name
 from fedpriv.deployment.users import owner_of
 from server.deploy.folder import ROOT, Coordinator
 
