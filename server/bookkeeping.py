@@ -1,4 +1,4 @@
-"""The coordinator's books: every client's account and budget, and the ledger behind both."""
+"""The coordinator's books: every client's account and budget, the ledger behind both, and how many rounds they allow."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from fedpriv.errors import InputError
 from fedpriv.ledger.accounts import Accounts
 from fedpriv.ledger.entries import RELEASED, Charge, Key
 from fedpriv.ledger.ledger import Ledger
+from fedpriv.names import holder_label
 from fedpriv.protocol import Registration
-from server.costs import Costs
-from server.earlier_charges import EarlierCharges
+from server.costs import Costs, EarlierCharges
+from server.observer import Observer
 from server.registration import check_registered
 
 log = logging.getLogger("flwr")
@@ -355,3 +356,27 @@ class Books:
         clients = list(clients)
         beside = clients if self._config.secure_aggregation else [*self.active, *self._charged]
         return self.costs.worst(round_, clients, beside=beside)
+
+
+def announce_budgets(books: Books, config: RunConfig, names: Mapping[int, str], observer: Observer) -> None:
+    """Tell the observer, before the first round, which budgets end before the run does, and after how many rounds.
+
+    Raises:
+        InputError: fewer clients than the run needs can take part in even one round.
+    """
+    allowed = books.rounds_allowed
+    short = {client: rounds for client, rounds in allowed.items() if rounds < config.rounds}
+    if len(books.sizes) < config.min_clients:
+        raise InputError(f"min_clients = {config.min_clients}: only {len(books.sizes)} clients are registered")
+    num_able = len(books.sizes) - sum(rounds == 0 for rounds in allowed.values())
+    if num_able < config.min_clients:
+        raise InputError(
+            f"budget_epsilon = {list(config.budget_epsilon)}: allows {num_able} of {len(books.sizes)} clients a round, "
+            f"min_clients = {config.min_clients}; use more noise, or a larger budget"
+        )
+    if short:
+        each = ", ".join(f"{holder_label(client, names[client])}: {rounds}" for client, rounds in sorted(short.items()))
+        observer.notice(
+            f"budget_epsilon allows fewer than the {config.rounds} rounds of this run, on the {config.privacy_view} "
+            f"view and whichever clients drop out: {each}; these clients then retire"
+        )

@@ -1,7 +1,11 @@
-"""What a round costs each client: events, weights and the worst case over who else is in its sum."""
+"""Costs of a round for each client: events, weights and the worst case over who else is in its sum.
+
+A run that was interrupted has charges in the ledger already, which count as they stand there.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -12,6 +16,7 @@ from fedpriv.accounting.events import Event, Unit
 from fedpriv.accounting.views import Release, num_readers, rho_bar, smallest_aggregate_scales, smallest_rho_bars
 from fedpriv.aggregation.fedavg import weights_by_size
 from fedpriv.config import RunConfig
+from fedpriv.ledger.entries import Key
 from fedpriv.secure_aggregation.grid import SumGrid
 from fedpriv.training.client_weights import client_masses
 from fedpriv.training.local_update import UpdateSpec, planned_event
@@ -164,3 +169,52 @@ class Costs:
         On the `aggregate` view it stays what was charged: for exactly as many survivors as a sum needs.
         """
         return replace(charged, rho_bar=rho_bar(self.weights({*uploads, client}).values()))
+
+
+class EarlierCharges:
+    """Earlier charges of a run; each of them pays for at most one request after the run is resumed."""
+
+    def __init__(self) -> None:
+        self._keys: set[Key] = set()
+        self._reusable: dict[Key, Release] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._keys
+
+    def add(self, key: Key, release: Release, *, reusable: bool) -> None:
+        """Remember a charge.
+
+        Args:
+            key: of the charge.
+            release: that was charged.
+            reusable: whether its client repeats the reply to the byte when it gets the same request again.
+        """
+        self._keys.add(key)
+        if reusable:
+            self._reusable[key] = release
+
+    def key_for(self, key: Key) -> tuple[Key, bool]:
+        """The key to charge a request under, and whether an earlier charge pays for it.
+
+        A client that got the same request before the interruption, and does not repeat its reply, computes another
+        release, which needs another key.
+        """
+        if self._reusable.pop(key, None) is not None:
+            return key, True
+        while key in self._keys:
+            key = replace(key, request=hashlib.sha256(f"{key.request} again".encode()).hexdigest())
+        return key, False
+
+    def beside(self, requests: Mapping[int, str], round_: int) -> dict[int, list[Release]]:
+        """{client: its reusable charges of the round that its request, of this digest, does not use}, if it has any."""
+        unused: dict[int, list[Release]] = {}
+        for key, release in self._reusable.items():
+            client = int(key.client)
+            if key.round == round_ and client in requests and key.request != requests[client]:
+                unused.setdefault(client, []).append(release)
+        return unused
+
+    def pop_unused(self, up_to: int) -> list[tuple[int, Release]]:
+        """(client, release) of each reusable charge of rounds up to this one that no request has used."""
+        keys = [key for key in self._reusable if key.round <= up_to]
+        return [(int(key.client), self._reusable.pop(key)) for key in keys]

@@ -19,11 +19,8 @@ from fedpriv.protocol import Broadcast, EvaluationRelease
 from fedpriv.training.private_evaluation import EvaluationSpec, planned_event
 from fedpriv.vault import guard
 from server.bookkeeping import Books
-from server.exchange import Exchange
-from server.receipts import Receipts
-from server.registration import Nodes
-from server.replies import MalformedError, reason_of
-from server.wire import wire_bytes
+from server.exchange import Exchange, MalformedError, reason_of, wire_bytes
+from server.registration import Nodes, Receipts
 
 log = logging.getLogger("flwr")
 

@@ -26,13 +26,12 @@ from fedpriv.training.noise_plan import derived_learning_rate, with_learning_rat
 from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.training.workbench import Workbench
 from server import checkpoint, registry
-from server.absence import ROUNDS_WITHOUT_ANSWER, Absences
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
 from server.evaluation import PrivateEvaluation, evaluate_privately
 from server.observer import Observer
-from server.receipts import Receipts
-from server.registration import Nodes
+from server.registration import Nodes, Receipts
+from server.round import ROUNDS_WITHOUT_ANSWER, Absences
 from server.strategy import RuleStrategy
 from server.summary import Outcome
 

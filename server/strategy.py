@@ -36,18 +36,13 @@ from fedpriv.training.schedule import Schedule
 from fedpriv.training.summing import mean_of_sum, mean_upload
 from fedpriv.training.trained import num_trained_values, trained_names
 from fedpriv.vault import guard
-from server.absence import ROUNDS_WITHOUT_ANSWER, Absences
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
-from server.exchange import Exchange
+from server.exchange import Exchange, ExpectedReply, Vector, read_reply, read_sum, wire_bytes
 from server.observer import Follow, answers
-from server.receipts import Receipts
-from server.registration import Nodes
-from server.replies import ExpectedReply, Vector, read_reply, read_sum
-from server.round import Request, Round
-from server.round_rows import client_rows, round_row
+from server.registration import Nodes, Receipts
+from server.round import ROUNDS_WITHOUT_ANSWER, Absences, Request, Round, client_rows, round_row
 from server.sums import Opened, Sums
-from server.wire import wire_bytes
 
 log = logging.getLogger("flwr")
 

@@ -31,10 +31,8 @@ from fedpriv.secure_aggregation.server import (
     recover,
 )
 from fedpriv.training.local_update import UpdateSpec
-from server.exchange import Exchange
-from server.replies import Vector, reason_of
+from server.exchange import Exchange, Vector, reason_of, wire_bytes
 from server.round import Round
-from server.wire import wire_bytes
 
 log = logging.getLogger("flwr")
 

@@ -16,8 +16,8 @@ from fedpriv.training.local_update import Execute
 from fedpriv.training.stacked import clients_at_once, execute_one_by_one, execute_stacked
 from fedpriv.training.workbench import workbench
 from server.app import make_app
+from server.checkpoint import with_base_dtype
 from server.observer import Observer, Progress
-from server.resume import with_base_dtype
 from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid
 from simulations.engines.progress import following

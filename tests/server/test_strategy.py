@@ -20,7 +20,7 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration, Release
 from fedpriv.training.evaluation import Evaluation
 from server.bookkeeping import Books
-from server.replies import MalformedError, read_reply
+from server.exchange import MalformedError, read_reply
 from server.strategy import RuleStrategy
 from simulations.engines.flower_private import SERVER_NODE_ID, set_message_id, task_identity
 

@@ -26,7 +26,7 @@ from fedpriv.training.summing import mean_of_sum
 from fedpriv.vault import summed
 from server.bookkeeping import Books
 from server.observer import LogObserver
-from server.round_rows import client_rows
+from server.round import client_rows
 from server.strategy import RuleStrategy
 from simulations.engines import federation
 from simulations.engines.flower_private import set_message_id, task_identity
