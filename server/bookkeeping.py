@@ -1,4 +1,4 @@
-"""The coordinator's books: every client's account and budget, the ledger behind both, and how many rounds they allow."""
+"""The coordinator's books: every client's account and budget, the ledger behind both, and the rounds they allow."""
 
 from __future__ import annotations
 

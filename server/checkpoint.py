@@ -1,7 +1,8 @@
 """Checkpoints, which a run needs to resume after its server died: written after every round, all or nothing.
 
 A checkpoint holds only what was uploaded or is public: no record, no state of a secure stream, and not which records
-were sampled. What was spent is in the ledger alone. A run that is resumed must have its beginning's configuration, nodes and folder.
+were sampled. What was spent is in the ledger alone. A run that is resumed must have its
+beginning's configuration, nodes and folder.
 """
 
 from __future__ import annotations

@@ -9,9 +9,8 @@ from typing import Annotated
 
 import typer
 
+from clients.deploy import admission, folder, records, supernode
 from clients.deploy import doctor as node_doctor
-from clients.deploy import folder, models, new_key, peers, records, supernode
-from clients.deploy import units as node_units
 from clients.deploy.folder import ROOT, Made, Node
 from fedpriv.deployment import approvals
 from fedpriv.deployment.checks import print_checks
@@ -217,7 +216,7 @@ def approve_model(
 
     Example: python -m clients.deploy approve-model ~/node all-MiniLM-L6-v2
     """
-    approval = models.approve(Node.read(dir_).vault, model, name=name, replace_old=replace)
+    approval = admission.approve_model(Node.read(dir_).vault, model, name=name, replace_old=replace)
     state = "is approved" if approval.is_new else "was approved before"
     typer.echo(f"{approval.model.name} {state}: digest {approval.model.digest}, {approval.num_bytes} bytes")
     typer.echo(f"in {approval.model.folder}; the node refuses it once a file there changes")
@@ -258,7 +257,7 @@ def approve_peer(
     Example: python -m clients.deploy approve-peer ~/node 2 clara.pub
     """
     vault = Node.read(dir_).vault
-    is_new = peers.approve(vault, partition_id, key, replace_old=replace)
+    is_new = admission.approve_peer(vault, partition_id, key, replace_old=replace)
     typer.echo(f"partition {partition_id} {'is approved' if is_new else 'was approved before'} as a peer")
     typer.echo(f"its key is in {vault.peers}; it counts from the next sum on, without a restart")
 
@@ -282,9 +281,9 @@ def new_key_(
     """
     node = Node.read(dir_)
     if of_node:
-        new_key.replace_node_key(node)
+        folder.replace_node_key(node)
     else:
-        new_key.replace_vault_key(node, sources or [])
+        folder.replace_vault_key(node, sources or [])
         typer.echo(f"approve-peer --replace at each peer: {node.public_keys[1]}")
     _tell_keys(node)
     id_ = node.vault.partition_id
@@ -308,7 +307,7 @@ def units(dir_: Folder, out: UnitFolder = None) -> None:
 
     Example: python -m clients.deploy units ~/node --out /etc/systemd/system
     """
-    give_units(node_units.units(Node.read(dir_)), out)
+    give_units(supernode.units(Node.read(dir_)), out)
 
 
 @app.command(hidden=True)

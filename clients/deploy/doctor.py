@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from clients.deploy import peers, records, separate_users
+from clients.deploy import records, separate_users
+from clients.deploy.admission import peers_summary
 from clients.deploy.folder import Node
 from fedpriv.deployment.approvals import approved
 from fedpriv.deployment.checks import (
@@ -149,7 +150,7 @@ def _device(vault: VaultSettings) -> str:
 
 def _peers(vault: VaultSettings) -> Check:
     try:
-        return Check("peers", True, peers.summary(vault))
+        return Check("peers", True, peers_summary(vault))
     except InputError as error:
         return Check("peers", False, str(error))
 

@@ -9,8 +9,9 @@ import pytest
 import tomli_w
 import torch
 
-from clients.deploy import doctor, models, separate_users, supernode
+from clients.deploy import doctor, separate_users, supernode
 from clients.deploy.__main__ import app
+from clients.deploy.admission import approve_model
 from clients.deploy.folder import Node
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.views import Release
@@ -40,7 +41,7 @@ def node(make_node, own, tmp_path, tiny_bert) -> Node:
     data.chmod(0o600)
     columns = {"text_column": "note", "label_column": "department"}
     node = make_node(**(own | columns | {"data": data}), superlink=f"127.0.0.1:{free_port()}")
-    models.approve(node.vault, str(tiny_bert))
+    approve_model(node.vault, str(tiny_bert))
     approvals.approve(node.approved, "a" * 64)
     return node
 
@@ -161,7 +162,7 @@ def test_a_model_that_changed(node, tiny_bert, tmp_path):
     changed.mkdir()
     for file in tiny_bert.iterdir():
         (changed / file.name).write_bytes(file.read_bytes())
-    models.approve(node.vault, str(changed), name="ours")
+    approve_model(node.vault, str(changed), name="ours")
     assert failed(node) == {}
     (changed / "vocab.txt").open("a").write("more\n")
     assert "ours: its files changed" in failed(node)["models"]

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from clients.deploy import doctor, peers
+from clients.deploy import doctor
 from clients.deploy.__main__ import app
+from clients.deploy.admission import approve_peer
 from clients.deploy.folder import Node
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError
@@ -111,7 +112,7 @@ def test_the_doctor_counts_peers_where_the_budget_is_for_sums(make_node, own, ke
         "0 approved, min_survivors = 3 needs at least 2; run `approve-peer`"
     )
     for client in (0, 2):
-        peers.approve(node.vault, client, key(f"peer-{client}"))
+        approve_peer(node.vault, client, key(f"peer-{client}"))
     assert peers_check(node, budget_view="aggregate", min_survivors=3) == (
         True,
         "adds up with partitions 0, 2, in sums of 3 or more, 0 may collude",
