@@ -10,8 +10,8 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
-from clients import handler
 from clients import node as node_keys
+from clients.node import answered, prepare, reply
 from fedpriv import protocol
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.config import parse, to_flower
@@ -53,10 +53,10 @@ class Node:
 
     def ask(self, message: Message) -> Message:
         try:
-            task = handler.prepare(message, self.context)
+            task = prepare(message, self.context)
         except Exception as error:
-            return handler.reply(message, self.context, error)
-        return handler.reply(message, self.context, self.execute([task])[0])
+            return reply(message, self.context, error)
+        return reply(message, self.context, self.execute([task])[0])
 
     @property
     def num_charged(self) -> int:
@@ -102,8 +102,8 @@ def test_anything_else_that_is_asked_is_another_charge(node):
 
 def test_a_task_that_failed_after_its_charge_is_noise_alone_and_never_computed_again(node):
     message = node.message()
-    assert len(handler.prepare(message, node.context).data)
-    failed = uploaded(handler.reply(message, node.context, RuntimeError("out of memory")))
+    assert len(prepare(message, node.context).data)
+    failed = uploaded(reply(message, node.context, RuntimeError("out of memory")))
     assert uploaded(node.ask(message)) == failed
     assert node.num_charged == 1
 
@@ -111,18 +111,18 @@ def test_a_task_that_failed_after_its_charge_is_noise_alone_and_never_computed_a
 def test_a_charge_without_a_reply_is_honoured_with_noise_alone(node):
     """A crash in between may have had its cause in a record; a second attempt would tell."""
     message = node.message()
-    handler.prepare(message, node.context)
-    assert not len(handler.prepare(message, node.context).data)
+    prepare(message, node.context)
+    assert not len(prepare(message, node.context).data)
     assert uploaded(node.ask(message))
     assert node.num_charged == 1
 
 
 def test_two_computations_of_one_charge_release_one_result(node):
     message = node.message()
-    tasks = [handler.prepare(message, node.context) for _ in range(2)]
+    tasks = [prepare(message, node.context) for _ in range(2)]
     updates = node.execute(tasks)
     assert not torch.equal(*(next(iter(update.adapter.values())) for update in updates)), "noise differs"
-    assert len({uploaded(handler.reply(message, node.context, update)) for update in updates}) == 1
+    assert len({uploaded(reply(message, node.context, update)) for update in updates}) == 1
     assert node.num_charged == 1
 
 
@@ -160,7 +160,7 @@ def test_the_registered_number_of_records_stays_when_the_file_changes(small_run,
     table = tmp_path / "records.csv"
     table.write_text(Path(str(small_run["data"])).read_text())
     node = Node(small_run | {"data": str(table)}, tmp_path / "node.sqlite")
-    ask = partial(handler.answered, REGISTER, Message(RecordDict(), 7, protocol.REGISTER, group_id="0"))
+    ask = partial(answered, REGISTER, Message(RecordDict(), 7, protocol.REGISTER, group_id="0"))
     first = protocol.unpack_registration(ask(node.context).content[protocol.REGISTRATION])
     rows = list(csv.reader(table.open()))
     with table.open("w", newline="") as file:
@@ -208,10 +208,10 @@ def test_a_ledger_that_cannot_be_used_stops_every_release(node, harm, caplog):
 
 def test_an_upload_that_cannot_be_stored_is_not_sent(node):
     message = node.message()
-    (update,) = node.execute([handler.prepare(message, node.context)])
+    (update,) = node.execute([prepare(message, node.context)])
     with Ledger(node.ledger):
-        assert handler.reply(message, node.context, update).error.code == protocol.REFUSED
-    assert uploaded(handler.reply(message, node.context, update))
+        assert reply(message, node.context, update).error.code == protocol.REFUSED
+    assert uploaded(reply(message, node.context, update))
 
 
 HOSTILE = {
@@ -269,7 +269,7 @@ def test_a_refusal_quotes_no_more_than_a_line_of_what_was_sent():
 def test_a_charge_without_a_reply_is_not_honoured_by_another_data_set(node):
     """Its upload would be paid by data that it does not touch."""
     message = node.message()
-    handler.prepare(message, node.context)
+    prepare(message, node.context)
     with Ledger(node.ledger) as ledger:
         ledger.register("0", 52, 1e-3, note="a new study, no record in common")
     reply = node.ask(message)

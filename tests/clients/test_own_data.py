@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
-from clients import handler, node
+from clients import node
 from clients.app import app
 from fedpriv import protocol
 from fedpriv.config import ON_NODES, parse, to_flower
@@ -83,9 +83,9 @@ def test_it_trains_on_them_and_notes_what_it_did(context, settings):
     )
     message = Message(content, 7, "train", group_id="1")
     assert "data" not in vars(bench), "nothing reads records before the charge"
-    task = handler.prepare(message, context)
+    task = node.prepare(message, context)
     assert len(task.data) == registration(context).num_records
-    reply = handler.reply(message, context, execute_one_by_one(bench.model, [task])[0])
+    reply = node.reply(message, context, execute_one_by_one(bench.model, [task])[0])
     assert protocol.ADAPTER in reply.content
     with Ledger(settings.ledger) as ledger:
         assert [key.round for key, _ in ledger.releases_of(ledger.data_set().id, "run")] == [1]
