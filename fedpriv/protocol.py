@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -23,9 +24,6 @@ from fedpriv.ledger.receipts import FIELD, from_text
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.private_evaluation import EvaluationSpec, NoisedCounts
-from fedpriv.vault.frames import FAILED as FAILED
-from fedpriv.vault.frames import REFUSED as REFUSED
-from fedpriv.vault.frames import RETIRED as RETIRED
 
 # Names of a message's records. The server sends the arrays adapter, merged and signs; a client sends adapter alone.
 ADAPTER = "adapter"
@@ -88,8 +86,18 @@ class Broadcast:
         return {ADAPTER: self.adapter, MERGED: merged.to_tensors(self.merged), SIGNS: self.signs}
 
 
+def request_digest(broadcast: Broadcast, spec: UpdateSpec | EvaluationSpec) -> str:
+    """SHA-256, in hex, of all that a release depends on, except the data, the noise and the key's other parts."""
+    digest = hashlib.sha256(repr(sorted(asdict(spec).items())).encode())
+    for part, tensors in broadcast.tensors().items():
+        for name, tensor in sorted(tensors.items()):
+            digest.update(f"{part} {name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
 @dataclass(frozen=True, kw_only=True)
-class Release:
+class UploadRelease:
     """What a client states about its upload.
 
     Attributes:
@@ -281,19 +289,19 @@ def _reference(broadcast: Broadcast, spec: UpdateSpec, initial: Adapter) -> Adap
     return initial if spec.quantization == "ternary" else broadcast.adapter
 
 
-def pack_release(release: Release) -> dict[str, Any]:
+def pack_release(release: UploadRelease) -> dict[str, Any]:
     """What a client states about its upload, as scalars."""
     return _with_receipt({"version": VERSION, **asdict(release), "event": events.to_json(release.event)})
 
 
-def unpack_release(fields: Mapping[str, Any]) -> Release:
+def unpack_release(fields: Mapping[str, Any]) -> UploadRelease:
     """What a client states about its upload.
 
     Raises:
         ValueError: another version, or a missing, unknown or mistyped field.
     """
     rest = _without_version(fields)
-    release = Release(
+    release = UploadRelease(
         round=_typed(rest, "round", int),
         event=events.from_json(_typed(rest, "event", str)),
         num_records=_typed(rest, "num_records", int),
@@ -304,12 +312,12 @@ def unpack_release(fields: Mapping[str, Any]) -> Release:
     return release
 
 
-def pack_reply(release: Release, arrays: Mapping[str, Tensor]) -> bytes:
+def pack_reply(release: UploadRelease, arrays: Mapping[str, Tensor]) -> bytes:
     """A reply as bytes, to be stored before it is sent: scalars as JSON, a newline, and the arrays as safetensors."""
     return f"{json.dumps(pack_release(release), sort_keys=True)}\n".encode() + safetensors.torch.save(dict(arrays))
 
 
-def unpack_reply(content: bytes) -> tuple[Release, dict[str, Tensor]]:
+def unpack_reply(content: bytes) -> tuple[UploadRelease, dict[str, Tensor]]:
     """The scalars and arrays of a stored reply."""
     release, _, arrays = content.partition(b"\n")
     return unpack_release(json.loads(release)), safetensors.torch.load(arrays)

@@ -17,7 +17,6 @@ from fedpriv.accounting.intervals import AccuracyEstimate, accuracy_from_counts
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.protocol import Broadcast, EvaluationRelease
 from fedpriv.training.private_evaluation import EvaluationSpec, planned_event
-from fedpriv.vault import guard
 from server.bookkeeping import Books
 from server.exchange import Exchange, MalformedError, reason_of, wire_bytes
 from server.registration import Nodes, Receipts
@@ -88,7 +87,7 @@ def evaluate_privately(
         )
         for client in clients
     }
-    books.charge_evaluation(round_, dict.fromkeys(clients, guard.request_digest(broadcast, spec)))
+    books.charge_evaluation(round_, dict.fromkeys(clients, protocol.request_digest(broadcast, spec)))
     by_node = {nodes[client][0]: client for client in clients}
     messages = [
         Message(contents[client], node_id, protocol.EVALUATE, group_id=str(round_))

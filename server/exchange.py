@@ -23,7 +23,7 @@ from fedpriv import protocol
 from fedpriv.accounting.events import Event
 from fedpriv.adapters.arithmetic import Adapter, difference, norm
 from fedpriv.deployment.flower import seconds_to_pause
-from fedpriv.protocol import Broadcast, Release
+from fedpriv.protocol import Broadcast, UploadRelease
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.vault.frames import check_arrays
 
@@ -198,14 +198,14 @@ def _malformed_by_name() -> Iterator[None]:
         raise MalformedError(f"malformed reply: {error}") from None
 
 
-def _release_of(reply: Message, expected: ExpectedReply) -> Release:
+def _release_of(reply: Message, expected: ExpectedReply) -> UploadRelease:
     """What the reply states, which is what was expected."""
     release = protocol.unpack_release(reply.content.config_records[protocol.RELEASE])
     _check_release(release, expected)
     return release
 
 
-def _check_release(release: Release, expected: ExpectedReply) -> None:
+def _check_release(release: UploadRelease, expected: ExpectedReply) -> None:
     if release.round != expected.round:
         raise MalformedError(f"reply of round {release.round} in round {expected.round}")
     if release.event != expected.event:
@@ -216,5 +216,5 @@ def _check_release(release: Release, expected: ExpectedReply) -> None:
         raise MalformedError("silent, though it was not asked to judge its update")
 
 
-def _digest(release: Release, arrays: dict[str, torch.Tensor]) -> str:
+def _digest(release: UploadRelease, arrays: dict[str, torch.Tensor]) -> str:
     return hashlib.sha256(protocol.pack_reply(release, arrays)).hexdigest()

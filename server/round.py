@@ -24,6 +24,7 @@ from fedpriv.protocol import Broadcast
 from fedpriv.runs.rows import USABLE, ClientRow, RoundRow
 from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.local_update import UpdateSpec
+from fedpriv.vault.frames import REFUSED, RETIRED
 from server.bookkeeping import Books
 from server.exchange import MalformedError, Vector, reason_of, wire_bytes
 from server.registration import NO_NODE, Inquiry, Nodes, check_same, read_registration
@@ -32,7 +33,7 @@ log = logging.getLogger("flwr")
 
 Read = Callable[[int, Message], tuple[Adapter | Vector | None, str]]
 
-_STATUS_OF_ERROR = {protocol.REFUSED: "refused", protocol.RETIRED: "retired"}
+_STATUS_OF_ERROR = {REFUSED: "refused", RETIRED: "retired"}
 
 
 ROUNDS_WITHOUT_ANSWER = 2

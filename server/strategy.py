@@ -35,7 +35,6 @@ from fedpriv.training.noise_plan import start_noise
 from fedpriv.training.schedule import Schedule
 from fedpriv.training.summing import mean_of_sum, mean_upload
 from fedpriv.training.trained import num_trained_values, trained_names
-from fedpriv.vault import guard
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
 from server.exchange import Exchange, ExpectedReply, Vector, read_reply, read_sum, wire_bytes
@@ -226,7 +225,7 @@ class RuleStrategy(Strategy):
         broadcast = protocol.unpack_broadcast(arrays, self.spec, model.initial)
         records = {name: ArrayRecord(dict(tensors)) for name, tensors in arrays.items()}
         content = RecordDict({**records, protocol.INSTRUCTION: instruction})
-        return Request(broadcast, content, wire_bytes(content), guard.request_digest(broadcast, self.spec))
+        return Request(broadcast, content, wire_bytes(content), protocol.request_digest(broadcast, self.spec))
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

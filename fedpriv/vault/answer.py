@@ -27,7 +27,7 @@ from fedpriv.errors import InputError, LedgerError
 from fedpriv.journal import trace_without_message
 from fedpriv.ledger.entries import DataSet, Key
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
-from fedpriv.protocol import Broadcast, EvaluationRelease, Release
+from fedpriv.protocol import Broadcast, EvaluationRelease, UploadRelease
 from fedpriv.training import private_evaluation
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
 from fedpriv.training.rehearsal import synthetic_records
@@ -251,7 +251,7 @@ def evaluate(request: Request, holder: Holder) -> Response:
     client, policy = holder.partition(bench.num_clients), holder.policy
     run, round_, spec = protocol.unpack_evaluation(request.fields)
     broadcast = protocol.unpack_model({record: _tensors(named) for record, named in request.arrays.items()})
-    key = _key(config, client, run, round_, guard.request_digest(broadcast, spec))
+    key = _key(config, client, run, round_, protocol.request_digest(broadcast, spec))
     data_set, _ = records.registered(config, bench, holder)
     guard.check_evaluation(spec, round_, policy, noise_source=config.noise_source)
     guard.check_broadcast(broadcast, policy.limits)
@@ -349,7 +349,7 @@ def _instruction(
     run, round_, spec = protocol.unpack_instruction(request.fields)
     arrays = {record: _tensors(named) for record, named in request.arrays.items()}
     broadcast = protocol.unpack_broadcast(arrays, spec, initial)
-    digest = guard.request_digest(broadcast, spec)
+    digest = protocol.request_digest(broadcast, spec)
     part = summed.part_of(request, config, holder, client, spec=spec, digest=digest, initial=initial)
     if part and (part.terms.run, part.terms.round) != (run, round_):
         raise RefusedError(f"terms: run, round = {part.terms.run}, {part.terms.round}: are not those of the request")
@@ -382,7 +382,7 @@ def _settled(request: Request, holder: Holder, update: ClientUpdate) -> Response
         rounding = _source(config, client, key.round, "rounding")
         arrays = protocol.pack_upload(update.adapter, broadcast, spec, bench.initial, rounding)
     data_set, _ = records.registered(config, bench, holder)
-    release = Release(
+    release = UploadRelease(
         round=key.round,
         event=update.event,
         num_records=update.num_records,

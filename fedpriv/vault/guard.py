@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -265,16 +264,6 @@ def check_broadcast(broadcast: Broadcast, limits: Limits | None) -> None:
                 raise RefusedError(f"{part}: holds NaN or infinity")
             if tensor.numel() and float(tensor.abs().max()) > limits.max_broadcast_value:
                 raise RefusedError(f"{part}: holds a value above this node's maximum {limits.max_broadcast_value:g}")
-
-
-def request_digest(broadcast: Broadcast, spec: UpdateSpec | EvaluationSpec) -> str:
-    """SHA-256, in hex, of all that a release depends on, except the data, the noise and the key's other parts."""
-    digest = hashlib.sha256(repr(sorted(asdict(spec).items())).encode())
-    for part, tensors in broadcast.tensors().items():
-        for name, tensor in sorted(tensors.items()):
-            digest.update(f"{part} {name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def registered_data_set(policy: NodePolicy, client: str, num_records: int | None) -> DataSet | None:

@@ -24,7 +24,7 @@ from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.training.workbench import workbench
 from fedpriv.vault import guard
 from fedpriv.vault.answer import refused
-from fedpriv.vault.frames import REGISTER
+from fedpriv.vault.frames import FAILED, REFUSED, REGISTER, RETIRED
 from fedpriv.vault.settings import Limits
 from simulations.engines.flower_private import task_identity
 
@@ -130,7 +130,7 @@ def test_a_reply_that_is_no_longer_kept_is_refused_not_recomputed(node):
     for round_ in (1, 2):
         uploaded(node.ask(node.message(round_)))
     reply = node.ask(node.message(1))
-    assert reply.error.code == protocol.REFUSED
+    assert reply.error.code == REFUSED
     assert "no longer kept" in reply.error.reason
     assert node.num_charged == 2
 
@@ -142,17 +142,17 @@ def test_the_node_retires_by_itself_and_never_passes_its_budget(small_run, tmp_p
         reply = node.ask(node.message(round_, num_rounds=30))
         codes.append(reply.error.code if reply.has_error() else 0)
         assert node.epsilon <= 2.0
-    assert set(codes) == {0, protocol.RETIRED}
+    assert set(codes) == {0, RETIRED}
     assert codes == sorted(codes), "once retired, always retired"
     assert node.num_charged == codes.count(0)
     # A coordinator that asks for less noise, or under the name of another run, gets no more.
-    assert node.ask(node.message(1, run="again")).error.code == protocol.RETIRED
+    assert node.ask(node.message(1, run="again")).error.code == RETIRED
 
 
 @pytest.mark.parametrize("budget", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_budget_that_bounds_nothing_stops_the_node(small_run, tmp_path, budget):
     node = Node(small_run, tmp_path / "node.sqlite", **{node_keys.BUDGET_KEY: budget})
-    assert node.ask(node.message()).error.code == protocol.FAILED
+    assert node.ask(node.message()).error.code == FAILED
     assert not node.ledger.exists()
 
 
@@ -199,7 +199,7 @@ def test_a_ledger_that_cannot_be_used_stops_every_release(node, harm, caplog):
         assert content.count(b"subsampled_gaussian") >= 1
         node.ledger.write_bytes(content.replace(b"subsampled_gaussian", b"subsampled_gaussiam"))
     reply = node.ask(node.message(2))
-    assert reply.error.code == protocol.REFUSED
+    assert reply.error.code == REFUSED
     assert reply.error.reason == "refused: this node's ledger cannot be used; its log says why"
     assert str(node.ledger) in caplog.text
     if holder:
@@ -210,7 +210,7 @@ def test_an_upload_that_cannot_be_stored_is_not_sent(node):
     message = node.message()
     (update,) = node.execute([prepare(message, node.context)])
     with Ledger(node.ledger):
-        assert reply(message, node.context, update).error.code == protocol.REFUSED
+        assert reply(message, node.context, update).error.code == REFUSED
     assert uploaded(reply(message, node.context, update))
 
 
@@ -232,7 +232,7 @@ def test_a_coordinator_that_asks_for_less_privacy_is_refused_and_nothing_is_char
     node = Node(small_run, tmp_path / "node.sqlite", **{node_keys.POLICY_KEY: str(file)})
     assert not node.ask(node.message(run="honest")).has_error()
     reply = node.ask(node.message(**HOSTILE[case]))
-    assert reply.error.code == protocol.REFUSED
+    assert reply.error.code == REFUSED
     assert node.num_charged == 1
 
 
@@ -255,14 +255,14 @@ def test_an_adapter_that_does_not_fit_is_refused_before_anything_is_charged(node
     else:
         message.content[protocol.MERGED] = ArrayRecord({"no.such.layer.left": arrays[name]})
     message.content[protocol.ADAPTER] = ArrayRecord(arrays)
-    assert node.ask(message).error.code == protocol.FAILED
+    assert node.ask(message).error.code == FAILED
     assert node.num_charged == 0
     assert not node.ask(node.message()).has_error()
 
 
 def test_a_refusal_quotes_no_more_than_a_line_of_what_was_sent():
     response = refused(guard.RefusedError("clipping = " + "x" * 10**6))
-    assert response.code == protocol.REFUSED
+    assert response.code == REFUSED
     assert len(response.reason) == 300
 
 
@@ -273,5 +273,5 @@ def test_a_charge_without_a_reply_is_not_honoured_by_another_data_set(node):
     with Ledger(node.ledger) as ledger:
         ledger.register("0", 52, 1e-3, note="a new study, no record in common")
     reply = node.ask(message)
-    assert reply.error.code == protocol.REFUSED
+    assert reply.error.code == REFUSED
     assert "was charged to another data set" in reply.error.reason

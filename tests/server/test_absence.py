@@ -18,7 +18,7 @@ from fedpriv.errors import TooFewClientsError
 from fedpriv.ledger.entries import entries
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
-from fedpriv.protocol import Registration, Release
+from fedpriv.protocol import Registration, UploadRelease
 from server import app
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
@@ -107,7 +107,7 @@ class Nodes:
             error.metadata.__dict__["_src_node_id"] = LINK
             return error
         honest = {"round": self.round, "event": self.strategy.event(client), "num_records": SIZES[client]}
-        release = ConfigRecord(protocol.pack_release(Release(**honest)))
+        release = ConfigRecord(protocol.pack_release(UploadRelease(**honest)))
         adapter = ArrayRecord({name: torch.ones_like(t) for name, t in ADAPTER.items()})
         return Message(RecordDict({protocol.RELEASE: release, protocol.ADAPTER: adapter}), reply_to=message)
 

@@ -18,7 +18,7 @@ from fedpriv.ledger.entries import entries
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.protocol import Broadcast
+from fedpriv.protocol import Broadcast, request_digest
 from fedpriv.training import private_evaluation, workbench
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.model import TrainingModel
@@ -27,7 +27,6 @@ from fedpriv.vault import answer as answering
 from fedpriv.vault import guard
 from fedpriv.vault.answer import answer
 from fedpriv.vault.frames import EVALUATE, FAILED, REFUSED, RETIRED, Request, Response
-from fedpriv.vault.guard import request_digest
 from fedpriv.vault.holder import Holder, bench_of, run_of
 from simulations.engines.flower_private import task_identity
 from tests.tiny import LABELS, WORDS
