@@ -32,7 +32,8 @@ from fedpriv.training import private_evaluation
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
 from fedpriv.training.rehearsal import synthetic_records
 from fedpriv.training.stacked import execute_one_by_one
-from fedpriv.vault import guard, records, reply_times, summed
+from fedpriv.vault import charging, guard, records, reply_times, summed
+from fedpriv.vault.charging import AlreadyReleasedError, RefusedError, RetiredError
 from fedpriv.vault.frames import (
     ADVERTISE,
     CHECK,
@@ -48,8 +49,7 @@ from fedpriv.vault.frames import (
     Request,
     Response,
 )
-from fedpriv.vault.guard import AlreadyReleasedError, RefusedError, RetiredError
-from fedpriv.vault.holder import Holder, bench_of, run_of
+from fedpriv.vault.holder import Holder, NodeHolder, bench_of, run_of
 from fedpriv.vault.summed import Part
 
 log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ def prepare(request: Request, holder: Holder) -> UpdateTask:
     bench.model.check({name: tensor.shape for name, tensor in broadcast.adapter.items()})
     bench.model.check_merged(broadcast.merged)
     reply = None
-    if holder.terms is not None and data_set is not None:
+    if isinstance(holder, NodeHolder) and data_set is not None:
         reply = reply_times.of_update(
             spec=spec,
             broadcast=broadcast,
@@ -206,14 +206,14 @@ def register(request: Request, holder: Holder) -> Response:
         InputError: the run's configuration or, in a simulation, its data cannot be used.
     """
     config = run_of(request.run_config, holder)
-    bench = None if holder.terms else bench_of(config, holder)
+    bench = None if isinstance(holder, NodeHolder) else bench_of(config, holder)
     client = holder.partition(bench.num_clients if bench else config.num_clients)
     data_set, num_registered = records.registered(config, bench, holder)
     name = holder.name
     if bench is not None:
         name = name or bench.data.client_names[client]
         if data_set is not None:
-            guard.log_content(
+            charging.log_content(
                 holder.policy, data_set, repr(bench.data.clients[client]).encode(), records.size(bench, client)
             )
     signs = holder.identity_key is not None or config.secure_aggregation
@@ -257,7 +257,7 @@ def evaluate(request: Request, holder: Holder) -> Response:
     guard.check_broadcast(broadcast, policy.limits)
     private_evaluation.check_fits(bench.model, broadcast.adapter, broadcast.merged)
     reply_seconds = 0.0
-    if holder.terms is not None and data_set is not None:
+    if isinstance(holder, NodeHolder) and data_set is not None:
         classes = len(bench.label_names)
         synthetic = synthetic_records(
             bench.model, max_length=config.max_length, num_labels=classes, features=bench.features
@@ -281,7 +281,7 @@ def evaluate(request: Request, holder: Holder) -> Response:
     exact = records.counts(bench, holder, broadcast, data_set) if may_read else private_evaluation.NO_COUNTS
     counts, event = private_evaluation.noised(exact, spec, _source(config, client, round_, "evaluation"))
     release = EvaluationRelease(round=round_, event=event, counts=counts, receipt=_receipt(request, holder, data_set))
-    content = guard.store_reply(policy, key, event, protocol.pack_evaluation_reply(release))
+    content = charging.store_reply(policy, key, event, protocol.pack_evaluation_reply(release))
     _journal(request, holder, "released")
     return _counts(content)
 
@@ -312,12 +312,14 @@ def _charged(
     From here on until `reply_seconds` have passed, nothing may leave.
 
     Raises:
-        Exception: see `guard.charge`.
+        Exception: see `charging.charge`.
     """
     shown = str(request.fields.get(protocol.RECEIPT, ""))
-    is_new = guard.charge(holder.policy, key, release, data_set, noise_source=config.noise_source, shown=shown)
+    is_new, receipt = charging.charge(
+        holder.policy, key, release, data_set, noise_source=config.noise_source, shown=shown
+    )
     holder.before_records(reply_seconds)
-    paid = {protocol.RECEIPT: guard.signed_receipt(holder.policy, data_set)} if is_new else {}
+    paid = {protocol.RECEIPT: receipt} if is_new else {}
     holder.journal.write("charged", run=key.run, round=key.round, recorded=data_set is not None, **paid)
     # In a simulation, which protects nobody, a resumed run computes again, so that it stays equal to the bit.
     return is_new or config.simulate
@@ -325,7 +327,7 @@ def _charged(
 
 def _receipt(request: Request, holder: Holder, data_set: DataSet | None) -> str:
     """The node's newest receipt, for a coordinator that asks for it; older ones do not know the field."""
-    return guard.signed_receipt(holder.policy, data_set) if protocol.RECEIPT in request.fields else ""
+    return charging.signed_receipt(holder.policy, data_set) if protocol.RECEIPT in request.fields else ""
 
 
 def _refused(error: Exception, request: Request, holder: Holder) -> Response:
@@ -391,7 +393,7 @@ def _settled(request: Request, holder: Holder, update: ClientUpdate) -> Response
     )
     content = protocol.pack_reply(release, arrays)
     if holder.policy.ledger is not None:
-        content = guard.store_reply(holder.policy, key, update.event, content)
+        content = charging.store_reply(holder.policy, key, update.event, content)
     _journal(request, holder, "released")
     return _upload(content)
 

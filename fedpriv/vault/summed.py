@@ -43,10 +43,10 @@ from fedpriv.secure_aggregation.wire import MAX_RECEIPT, MAX_RECEIPTS
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec
 from fedpriv.training.summing import num_included
 from fedpriv.training.trained import num_trained_values
-from fedpriv.vault import guard
+from fedpriv.vault import charging
+from fedpriv.vault.charging import NodePolicy, RefusedError
 from fedpriv.vault.frames import Request, Response
-from fedpriv.vault.guard import NodePolicy, RefusedError
-from fedpriv.vault.holder import Holder, bench_of, run_of
+from fedpriv.vault.holder import Holder, NodeHolder, bench_of, run_of
 from fedpriv.vault.settings import approved_peers
 
 log = logging.getLogger(__name__)
@@ -178,7 +178,7 @@ def part_of(
     sealed = str(request.fields.get(protocol.SEALED, ""))
     if config.masks:
         session = _session_of(terms, client, sealed)
-    elif holder.terms is None and (holder.trusts_run or holder.policy.allow_not_private):
+    elif not isinstance(holder, NodeHolder) and (holder.trusts_run or holder.policy.allow_not_private):
         session = None
     else:
         raise RefusedError("secure_masks = false: this node sends no vector without masks; only simulations do")
@@ -268,9 +268,9 @@ def advertise(request: Request, holder: Holder) -> Response:
             client,
             sign=identity_of(holder, client).sign,
             # A simulation's nodes have no operator who knows the others.
-            approved=approved_peers(holder.terms.peers) if holder.terms else None,
+            approved=approved_peers(holder.settings.peers) if isinstance(holder, NodeHolder) else None,
             # A simulation's nodes all check the same signatures.
-            verify=keys.verify if holder.terms is not None else verify_once,
+            verify=keys.verify if isinstance(holder, NodeHolder) else verify_once,
             receipts=_passed_on(holder, terms, client),
         )
     except ProtocolError as error:
@@ -329,7 +329,7 @@ def _passed_on(holder: Holder, terms: Terms, client: int) -> list[str]:
     watch = holder.policy.watch
     if watch is None:
         return []
-    own = guard.signed_receipt(holder.policy, guard.registered_data_set(holder.policy, str(client), None))
+    own = charging.signed_receipt(holder.policy, charging.registered_data_set(holder.policy, str(client), None))
     order = sorted(terms.participants, key=lambda each: (each.client <= client, each.client))
     peers = [each.identity for each in order if each.client != client]
     texts = watch.passed_on(from_text(own), peers, min(MAX_RECEIPTS, _RECEIPTS_OF_ALL // len(terms.participants)))
@@ -337,7 +337,8 @@ def _passed_on(holder: Holder, terms: Terms, client: int) -> list[str]:
 
 
 def _client(config: RunConfig, holder: Holder) -> int:
-    return holder.partition(config.num_clients if holder.terms else bench_of(config, holder).num_clients)
+    is_own = isinstance(holder, NodeHolder)
+    return holder.partition(config.num_clients if is_own else bench_of(config, holder).num_clients)
 
 
 def _terms(request: Request) -> Terms:

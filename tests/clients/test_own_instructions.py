@@ -134,7 +134,7 @@ def test_kept_tokens_are_those_of_the_runs_own_prompts(node, folder):
     holder = Holder.of(node())
     config = run_of(to_flower(config_of(folder, system_prompt="You are kind.")), holder)
     data_set, _ = records.registered(config, bench_of(config, holder), holder)
-    file = records._encode(config, bench_of(config, holder), holder.terms, data_set).__self__
+    file = records._encode(config, bench_of(config, holder), holder.settings, data_set).__self__
     assert isinstance(file, TokenFile)
     assert file.encoder == ChatFormat(system_prompt="You are kind.")
 

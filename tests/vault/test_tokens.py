@@ -16,7 +16,7 @@ from fedpriv.data import records
 from fedpriv.data.chat import ChatFormat
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training.workbench import load_model
-from fedpriv.vault import answer, guard, tokens
+from fedpriv.vault import answer, charging, tokens
 from fedpriv.vault.frames import REFUSED
 from fedpriv.vault.tokens import TokenFile
 from tests.adversary.nodes import Node, ask, make_node, restart, run_config, training, write_rows
@@ -238,8 +238,8 @@ def test_tokens_that_do_not_fit_the_file_are_used_all_the_same(node, without, st
 
 def test_it_is_opened_after_the_charge_alone(node, start, monkeypatch):
     uploaded(node, start)
-    order, charge, read = [], guard.charge, tokens._read
-    monkeypatch.setattr(guard, "charge", lambda *a, **k: (order.append("charge"), charge(*a, **k))[1])
+    order, charge, read = [], charging.charge, tokens._read
+    monkeypatch.setattr(charging, "charge", lambda *a, **k: (order.append("charge"), charge(*a, **k))[1])
     monkeypatch.setattr(tokens, "_read", lambda *a: (order.append("read"), read(*a))[1])
     uploaded(node, start, round_=2)
     assert order == ["charge", "read"]

@@ -22,8 +22,7 @@ from fedpriv.ledger.entries import Key
 from fedpriv.ledger.head import head_path
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.receipts import ReceiptLog
-from fedpriv.vault.guard import NodePolicy, charge
-from fedpriv.vault.holder import Holder
+from fedpriv.vault.charging import NodePolicy, charge
 from fedpriv.vault.rollback import Watch
 from fedpriv.vault.settings import VaultSettings
 from simulations.processes import free_port, run_in_process
@@ -224,7 +223,7 @@ def test_a_vaults_key_that_is_missing_or_that_the_supernodes_user_can_read(node,
 
 def test_a_gpu_needs_a_word_on_what_it_gives_up(node, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert Holder.of(node.vault).terms.device == "cpu"
+    assert Holder.of(node.vault).settings.training_device == "cpu"
     path = node.folder / "vault.toml"
     before = path.read_text()
     path.write_text(f'{before}\ndevice = "cuda:0"\n')
@@ -232,8 +231,8 @@ def test_a_gpu_needs_a_word_on_what_it_gives_up(node, monkeypatch):
         VaultSettings.read(node.folder)
     assert "\n" not in str(refused.value)
     path.write_text(f'{before}\ndevice = "cuda:0"\ndevice_couples_records = true\n')
-    assert Holder.of(VaultSettings.read(node.folder)).terms.device == "cuda:0"
+    assert Holder.of(VaultSettings.read(node.folder)).settings.training_device == "cuda:0"
     (said,) = [check.detail for check in doctor.checks(Node.read(node.folder)) if check.name == "device"]
     assert "records of a pass touch each other" in said
     path.write_text(f"{before}\ndevice_couples_records = true\n")
-    assert Holder.of(VaultSettings.read(node.folder)).terms.device == "auto"
+    assert Holder.of(VaultSettings.read(node.folder)).settings.training_device == "auto"
