@@ -23,6 +23,7 @@ from fedpriv.ledger.head import head_path
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.receipts import ReceiptLog
 from fedpriv.vault.charging import NodePolicy, charge
+from fedpriv.vault.holder import Holder
 from fedpriv.vault.rollback import Watch
 from fedpriv.vault.settings import VaultSettings
 from simulations.processes import free_port, run_in_process
