@@ -18,9 +18,8 @@ from flwr.serverapp import Grid
 from fedpriv import protocol
 from fedpriv.config import RunConfig
 from fedpriv.protocol import Registration
-from fedpriv.secure_aggregation import Participant, Terms, TooFewError
+from fedpriv.secure_aggregation import Participant, Terms, TooFewError, to_centred, word_dtype
 from fedpriv.secure_aggregation.grid import SumGrid
-from fedpriv.secure_aggregation.masks import to_centred, word_dtype
 from fedpriv.secure_aggregation.server import (
     Dealt,
     collect_advertisements,

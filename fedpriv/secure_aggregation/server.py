@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.deployment import keys
-from fedpriv.secure_aggregation import wire
-from fedpriv.secure_aggregation.agreement import DIGEST_BYTES, Verify, public_half
-from fedpriv.secure_aggregation.masks import (
+from fedpriv.secure_aggregation import _wire
+from fedpriv.secure_aggregation._agreement import DIGEST_BYTES, Verify, public_half
+from fedpriv.secure_aggregation._masks import (
     Route,
     Words,
     combine,
@@ -32,7 +32,7 @@ from fedpriv.secure_aggregation.masks import (
     unseal,
     word_dtype,
 )
-from fedpriv.secure_aggregation.messages import (
+from fedpriv.secure_aggregation._messages import (
     Advertisement,
     Complaint,
     Reveal,
@@ -42,7 +42,7 @@ from fedpriv.secure_aggregation.messages import (
     self_commitment,
     transcript_of,
 )
-from fedpriv.secure_aggregation.terms import DealerError, ProtocolError, Terms, TooFewError
+from fedpriv.secure_aggregation._terms import DealerError, ProtocolError, Terms, TooFewError
 
 M = TypeVar("M")
 P = TypeVar("P")
@@ -69,7 +69,7 @@ class Advertisements:
 
     def message(self) -> str:
         """What every client in U1 is sent."""
-        return wire.advertisements_text(self.shown)
+        return _wire.advertisements_text(self.shown)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class Dealt:
 
     def message(self, client: int) -> str:
         """What a client in U2 is sent: the shares that all others in U2 sealed for it."""
-        return wire.sealed_text({dealer: parts[client] for dealer, parts in self.dealt.items() if dealer != client})
+        return _wire.sealed_text({dealer: parts[client] for dealer, parts in self.dealt.items() if dealer != client})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class MaskedSum:
 
     def message(self) -> str:
         """What every client in U3 is sent."""
-        return wire.survivors_text(self.survivors)
+        return _wire.survivors_text(self.survivors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ class Signed:
     def message(self) -> str:
         """What every client in U4 is sent: t signatures."""
         first = sorted(self.signatures)[: self.before.before.before.terms.threshold]
-        return wire.signatures_text({client: self.signatures[client] for client in first})
+        return _wire.signatures_text({client: self.signatures[client] for client in first})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,7 @@ def collect_advertisements(
     seen: set[bytes] = set()
 
     def read(client: int, text: str) -> Advertisement:
-        shown = wire.advertisement_from_text(text)
+        shown = _wire.advertisement_from_text(text)
         check_advertisement(terms, client, shown, verify)
         keys_shown = {shown.encryption_key, shown.mask_key}
         if len(keys_shown) < 2 or keys_shown & seen:
@@ -177,7 +177,7 @@ def collect_shares(state: Advertisements, received: Mapping[int, str]) -> Dealt:
     """
 
     def read(client: int, text: str) -> dict[int, bytes]:
-        parts = wire.dealt_from_text(text, client)
+        parts = _wire.dealt_from_text(text, client)
         if parts.keys() != state.shown.keys():
             raise ProtocolError(f"client {client}: its shares must be for exactly those who advertised")
         return parts
@@ -198,7 +198,7 @@ def collect_checks(state: Dealt, received: Mapping[int, str]) -> Dealt:
     dishonest: dict[int, str] = {}
 
     def read(client: int, text: str) -> None:
-        complaint = wire.complaint_from_text(text)
+        complaint = _wire.complaint_from_text(text)
         dishonest.update(_judged(state, client, complaint))
         if complaint.dealers:
             raise ProtocolError(f"client {client}: complained of client {complaint.dealers[0]}; its part is over")
@@ -264,7 +264,7 @@ def collect_signatures(state: MaskedSum, received: Mapping[int, str], *, verify:
     message = confirmed(advertisements.transcript, state.survivors)
 
     def read(client: int, text: str) -> str:
-        signature = wire.signature_from_text(text)
+        signature = _wire.signature_from_text(text)
         if not verify(advertisements.terms.participant(client).identity, message, signature):
             raise ProtocolError(f"client {client}: it did not sign this list of survivors")
         return signature
@@ -289,7 +289,7 @@ def recover(state: Signed, received: Mapping[int, str]) -> Recovered:
     dropped = tuple(client for client in masked.before.dealt if client not in masked.survivors)
 
     def read(client: int, text: str) -> Reveal:
-        revealed = wire.reveal_from_text(text)
+        revealed = _wire.reveal_from_text(text)
         _check_reveal(masked, transcript, client, dropped, revealed)
         return revealed
 

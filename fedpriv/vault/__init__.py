@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
+    from fedpriv.vault._guard import check_instruction as check_instruction
+    from fedpriv.vault._guard import check_limits as check_limits
     from fedpriv.vault.charging import AlreadyReleasedError as AlreadyReleasedError
     from fedpriv.vault.charging import NodePolicy as NodePolicy
     from fedpriv.vault.charging import RefusedError as RefusedError
     from fedpriv.vault.charging import RetiredError as RetiredError
-    from fedpriv.vault.guard import check_instruction as check_instruction
-    from fedpriv.vault.guard import check_limits as check_limits
     from fedpriv.vault.settings import Limits as Limits
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

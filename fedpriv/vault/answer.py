@@ -32,7 +32,9 @@ from fedpriv.training import private_evaluation
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
 from fedpriv.training.rehearsal import synthetic_records
 from fedpriv.training.stacked import execute_one_by_one
-from fedpriv.vault import charging, guard, records, reply_times, summed
+from fedpriv.vault import _records, _reply_times, _summed, charging
+from fedpriv.vault._guard import check_broadcast, check_evaluation, check_instruction, check_limits
+from fedpriv.vault._summed import Part
 from fedpriv.vault.charging import AlreadyReleasedError, RefusedError, RetiredError
 from fedpriv.vault.frames import (
     ADVERTISE,
@@ -50,7 +52,6 @@ from fedpriv.vault.frames import (
     Response,
 )
 from fedpriv.vault.holder import Holder, NodeHolder, bench_of, run_of
-from fedpriv.vault.summed import Part
 
 log = logging.getLogger(__name__)
 
@@ -108,10 +109,10 @@ def prepare(request: Request, holder: Holder) -> UpdateTask:
     bench = bench_of(config, holder)
     client, policy = holder.partition(bench.num_clients), holder.policy
     key, spec, broadcast, part = _instruction(request, config, holder, client, bench.initial)
-    data_set, num_registered = records.registered(config, bench, holder)
+    data_set, num_registered = _records.registered(config, bench, holder)
     if part and part.num_records != num_registered:
         raise RefusedError(f"terms: num_records = {part.num_records}: this node registered {num_registered}")
-    guard.check_instruction(
+    check_instruction(
         spec,
         policy,
         noise_source=config.noise_source,
@@ -123,13 +124,13 @@ def prepare(request: Request, holder: Holder) -> UpdateTask:
     event = planned_event(spec, sampler.sampling_probability, bench.initial, grid)
     # A node knows of no other noise than its own, but under the terms that its peers have signed.
     release = part.release(event) if part else accounting.Release(event=event, rho_bar=1.0)
-    guard.check_limits(spec, release.charged_on(policy.budget_view), key.round, policy.limits)
-    guard.check_broadcast(broadcast, policy.limits)
+    check_limits(spec, release.charged_on(policy.budget_view), key.round, policy.limits)
+    check_broadcast(broadcast, policy.limits)
     bench.model.check({name: tensor.shape for name, tensor in broadcast.adapter.items()})
     bench.model.check_merged(broadcast.merged)
     reply = None
     if isinstance(holder, NodeHolder) and data_set is not None:
-        reply = reply_times.of_update(
+        reply = _reply_times.of_update(
             spec=spec,
             broadcast=broadcast,
             sampler=sampler,
@@ -141,9 +142,9 @@ def prepare(request: Request, holder: Holder) -> UpdateTask:
         )
     may_read = _charged(request, config, holder, key, release, data_set, reply.seconds if reply else 0.0)
     if reply and may_read:
-        reply_times.charged(reply, bench)
+        _reply_times.charged(reply, bench)
     may_begin = reply is None or reply.is_first
-    data = records.of_client(config, bench, holder, data_set, may_begin=may_begin) if may_read else bench.no_records
+    data = _records.of_client(config, bench, holder, data_set, may_begin=may_begin) if may_read else bench.no_records
     return UpdateTask(
         adapter=broadcast.adapter,
         merged=broadcast.merged,
@@ -208,16 +209,16 @@ def register(request: Request, holder: Holder) -> Response:
     config = run_of(request.run_config, holder)
     bench = None if isinstance(holder, NodeHolder) else bench_of(config, holder)
     client = holder.partition(bench.num_clients if bench else config.num_clients)
-    data_set, num_registered = records.registered(config, bench, holder)
+    data_set, num_registered = _records.registered(config, bench, holder)
     name = holder.name
     if bench is not None:
         name = name or bench.data.client_names[client]
         if data_set is not None:
             charging.log_content(
-                holder.policy, data_set, repr(bench.data.clients[client]).encode(), records.size(bench, client)
+                holder.policy, data_set, repr(bench.data.clients[client]).encode(), _records.size(bench, client)
             )
     signs = holder.identity_key is not None or config.secure_aggregation
-    identity = summed.identity_of(holder, client) if signs else None
+    identity = _summed.identity_of(holder, client) if signs else None
     registration = protocol.Registration(
         client=client,
         num_records=num_registered,
@@ -252,9 +253,9 @@ def evaluate(request: Request, holder: Holder) -> Response:
     run, round_, spec = protocol.unpack_evaluation(request.fields)
     broadcast = protocol.unpack_model({record: _tensors(named) for record, named in request.arrays.items()})
     key = _key(config, client, run, round_, protocol.request_digest(broadcast, spec))
-    data_set, _ = records.registered(config, bench, holder)
-    guard.check_evaluation(spec, round_, policy, noise_source=config.noise_source)
-    guard.check_broadcast(broadcast, policy.limits)
+    data_set, _ = _records.registered(config, bench, holder)
+    check_evaluation(spec, round_, policy, noise_source=config.noise_source)
+    check_broadcast(broadcast, policy.limits)
     private_evaluation.check_fits(bench.model, broadcast.adapter, broadcast.merged)
     reply_seconds = 0.0
     if isinstance(holder, NodeHolder) and data_set is not None:
@@ -262,7 +263,7 @@ def evaluate(request: Request, holder: Holder) -> Response:
         synthetic = synthetic_records(
             bench.model, max_length=config.max_length, num_labels=classes, features=bench.features
         )
-        reply_seconds = reply_times.of_evaluation(
+        reply_seconds = _reply_times.of_evaluation(
             private_evaluation.rehearse(bench.model, broadcast.adapter, broadcast.merged, synthetic),
             adapter=broadcast.adapter,
             config=config,
@@ -278,7 +279,7 @@ def evaluate(request: Request, holder: Holder) -> Response:
     except AlreadyReleasedError as released:
         _journal(request, holder, "sent_again")
         return _counts(released.content)
-    exact = records.counts(bench, holder, broadcast, data_set) if may_read else private_evaluation.NO_COUNTS
+    exact = _records.counts(bench, holder, broadcast, data_set) if may_read else private_evaluation.NO_COUNTS
     counts, event = private_evaluation.noised(exact, spec, _source(config, client, round_, "evaluation"))
     release = EvaluationRelease(round=round_, event=event, counts=counts, receipt=_receipt(request, holder, data_set))
     content = charging.store_reply(policy, key, event, protocol.pack_evaluation_reply(release))
@@ -290,11 +291,11 @@ _ANSWERS: Mapping[str, Callable[[Request, Holder], Response]] = {
     REGISTER: register,
     TRAIN: train,
     EVALUATE: evaluate,
-    ADVERTISE: summed.advertise,
-    SHARE: summed.share,
-    CHECK: summed.check,
-    CONFIRM: summed.confirm,
-    REVEAL: summed.reveal,
+    ADVERTISE: _summed.advertise,
+    SHARE: _summed.share,
+    CHECK: _summed.check,
+    CONFIRM: _summed.confirm,
+    REVEAL: _summed.reveal,
 }
 
 
@@ -352,7 +353,7 @@ def _instruction(
     arrays = {record: _tensors(named) for record, named in request.arrays.items()}
     broadcast = protocol.unpack_broadcast(arrays, spec, initial)
     digest = protocol.request_digest(broadcast, spec)
-    part = summed.part_of(request, config, holder, client, spec=spec, digest=digest, initial=initial)
+    part = _summed.part_of(request, config, holder, client, spec=spec, digest=digest, initial=initial)
     if part and (part.terms.run, part.terms.round) != (run, round_):
         raise RefusedError(f"terms: run, round = {part.terms.run}, {part.terms.round}: are not those of the request")
     return _key(config, client, run, round_, f"{digest} {part.digest}" if part else digest), spec, broadcast, part
@@ -383,7 +384,7 @@ def _settled(request: Request, holder: Holder, update: ClientUpdate) -> Response
     else:
         rounding = _source(config, client, key.round, "rounding")
         arrays = protocol.pack_upload(update.adapter, broadcast, spec, bench.initial, rounding)
-    data_set, _ = records.registered(config, bench, holder)
+    data_set, _ = _records.registered(config, bench, holder)
     release = UploadRelease(
         round=key.round,
         event=update.event,

@@ -13,7 +13,7 @@ from fedpriv.errors import InputError
 from fedpriv.training import clipping, stacked
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.shapes import Pass
-from fedpriv.vault import answer, charging, holder, records
+from fedpriv.vault import _records, answer, charging, holder
 from tests.adversary.exchanges import play
 from tests.adversary.questions import ATTACKS
 
@@ -65,7 +65,7 @@ def free_retry(patch):
 
 def the_coordinators_labels(patch):
     """They take the place of the operator's, and decide which records there are before anything is paid for."""
-    of_node, registered = holder._of_node, records.registered
+    of_node, registered = holder._of_node, _records.registered
 
     def with_labels_of_run(run, settings, policy):
         return of_node(run, replace(settings, labels=run.labels), policy)
@@ -76,7 +76,7 @@ def the_coordinators_labels(patch):
         return registered(config, bench, own)
 
     patch.setattr(holder, "_of_node", with_labels_of_run)
-    patch.setattr(records, "registered", only_with_records)
+    patch.setattr(_records, "registered", only_with_records)
 
 
 BROKEN: dict[str, tuple[Break, str]] = {

@@ -15,8 +15,8 @@ from fedpriv.config import parse
 from fedpriv.errors import TooFewClientsError
 from fedpriv.ledger.entries import CHARGED, entries
 from fedpriv.ledger.reader import reading
-from fedpriv.secure_aggregation import wire
-from fedpriv.vault import summed
+from fedpriv.secure_aggregation import _wire
+from fedpriv.vault import _summed
 from server.observer import LogObserver
 from server.sums import Sums
 from simulations.engines import federation
@@ -91,7 +91,7 @@ class Deaf:
     def __init__(self, monkeypatch, step: str, client: int, round_: int) -> None:
         self.step, self.client, self.round = step, client, round_
         for name in ("share", "mask", "confirm", "reveal"):
-            monkeypatch.setattr(summed.Session, name, self.wrapped(name, getattr(summed.Session, name)))
+            monkeypatch.setattr(_summed.Session, name, self.wrapped(name, getattr(_summed.Session, name)))
 
     def wrapped(self, name, method):
         def step(session, *args):
@@ -188,19 +188,19 @@ class Dealer:
 
     def __init__(self, monkeypatch, client: int, deal) -> None:
         self.asked: list[int] = []
-        share = summed.Session.share
+        share = _summed.Session.share
 
         def dealt(session, message):
             self.asked.append(session.client)
             return deal(session, message, share) if session.client == client else share(session, message)
 
-        monkeypatch.setattr(summed.Session, "share", dealt)
+        monkeypatch.setattr(_summed.Session, "share", dealt)
 
 
 def unreadable(session, message, share):
     """Shares that no peer can open."""
-    parts = wire.dealt_from_text(share(session, message), session.client)
-    return wire.sealed_text({k: part if k == session.client else bytes(len(part)) for k, part in parts.items()})
+    parts = _wire.dealt_from_text(share(session, message), session.client)
+    return _wire.sealed_text({k: part if k == session.client else bytes(len(part)) for k, part in parts.items()})
 
 
 def inconsistent(session, message, share):

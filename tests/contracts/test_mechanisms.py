@@ -30,7 +30,7 @@ from fedpriv.recipes import BY_RECIPE
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.noise_plan import calibrated
 from fedpriv.training.workbench import workbench
-from fedpriv.vault import charging, guard
+from fedpriv.vault import _guard, charging
 from server.observer import LogObserver
 from simulations.engines import federation
 from tests.contracts.laplace import Laplace, SubsampledLaplace
@@ -307,7 +307,7 @@ def test_a_noise_multiplier_out_of_range_is_refused_before_anything_is_planned(m
         noise_multiplier=multiplier,
     )
     with pytest.raises(charging.RefusedError, match="noise_multiplier = "):
-        guard.check_instruction(
+        _guard.check_instruction(
             spec, charging.NodePolicy(allow_unrecorded=True), noise_source="secure", num_registered=100
         )
 
@@ -319,7 +319,7 @@ def test_an_unknown_mechanism_is_refused_by_config_and_guard():
         parse({"mechanism": "quantum"})
     spec = dataclasses.replace(PLAIN, mechanism="quantum")
     with pytest.raises(charging.RefusedError, match="mechanism = 'quantum': must be one of"):
-        guard.check_instruction(
+        _guard.check_instruction(
             spec, charging.NodePolicy(allow_unrecorded=True), noise_source="secure", num_registered=100
         )
 
@@ -328,7 +328,7 @@ def test_a_node_limits_every_mechanism_by_its_effective_noise_multiplier(name):
     spec = PLAIN
     weak = event_of(name, noise_multiplier=1e-3)
     with pytest.raises(charging.RefusedError, match="its effective value"):
-        guard.check_limits(spec, weak, 1, guard.Limits())
+        _guard.check_limits(spec, weak, 1, _guard.Limits())
 
 
 def test_keys_of_former_versions_are_read_if_they_still_have_an_equivalent():
@@ -372,7 +372,7 @@ def test_parameters_of_a_hostile_coordinator_are_refused_in_one_short_line(param
     spec = dataclasses.replace(PLAIN, mechanism="lmo", mechanism_parameters=parameters)
     policy = charging.NodePolicy(allow_unrecorded=True)
     with pytest.raises(charging.RefusedError) as refusal:
-        guard.check_instruction(spec, policy, noise_source="secure", num_registered=100)
+        _guard.check_instruction(spec, policy, noise_source="secure", num_registered=100)
     assert len(str(refusal.value)) < 300
 
 

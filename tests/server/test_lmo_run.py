@@ -21,7 +21,7 @@ from fedpriv.recipes import BY_RECIPE
 from fedpriv.training.local_update import UpdateSpec, planned_event
 from fedpriv.training.noise_plan import calibrated
 from fedpriv.training.workbench import workbench
-from fedpriv.vault import charging, guard
+from fedpriv.vault import _guard, charging
 from fedpriv.vault.settings import Limits
 from server.observer import LogObserver
 from simulations.engines import federation
@@ -138,9 +138,9 @@ OWN = charging.NodePolicy(allow_unrecorded=True)
     ],
 )
 def test_a_node_refuses_noise_that_protects_nothing(changes, message):
-    guard.check_instruction(SPEC, OWN, noise_source="secure", num_registered=100)
+    _guard.check_instruction(SPEC, OWN, noise_source="secure", num_registered=100)
     with pytest.raises(charging.RefusedError, match=message):
-        guard.check_instruction(replace(SPEC, **changes), OWN, noise_source="secure", num_registered=100)
+        _guard.check_instruction(replace(SPEC, **changes), OWN, noise_source="secure", num_registered=100)
 
 
 def test_a_node_limits_lmo_noise_by_its_gaussian_equal(small_run):
@@ -149,7 +149,7 @@ def test_a_node_limits_lmo_noise_by_its_gaussian_equal(small_run):
         event = planned_event(replace(SPEC, noise_multiplier=multiplier), 0.1, initial)
         limits = Limits(min_effective_noise_multiplier=1.0)
         if passes:
-            guard.check_limits(SPEC, event, 1, limits)
+            _guard.check_limits(SPEC, event, 1, limits)
         else:
             with pytest.raises(charging.RefusedError, match="its effective value"):
-                guard.check_limits(SPEC, event, 1, limits)
+                _guard.check_limits(SPEC, event, 1, limits)

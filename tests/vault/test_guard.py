@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fedpriv.accounting.sensitivity import CLIPPING_RULES
 from fedpriv.config import RunConfig
 from fedpriv.training.local_update import UpdateSpec
-from fedpriv.vault import charging, guard
+from fedpriv.vault import _guard, charging
 
 SPEC = UpdateSpec.of(RunConfig(recipe="dp-lora-paper"))
 STRICT = charging.NodePolicy(allow_unrecorded=True)
@@ -21,7 +21,7 @@ OPEN = charging.NodePolicy(allow_unrecorded=True, allow_not_private=True)
 
 def check(policy=STRICT, *, noise_source="secure", num_registered=100, has_labels=True, **changes):
     spec = dataclasses.replace(SPEC, **changes)
-    guard.check_instruction(
+    _guard.check_instruction(
         spec, policy, noise_source=noise_source, num_registered=num_registered, has_labels=has_labels
     )
 

@@ -10,7 +10,7 @@ import torch
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
 from fedpriv.training.local_update import UpdateSpec, planned_event
-from fedpriv.vault import charging, guard
+from fedpriv.vault import _guard, charging
 from fedpriv.vault.settings import Limits
 
 SPEC = UpdateSpec.of(RunConfig(recipe="dp-lora-paper"))
@@ -19,7 +19,7 @@ ADAPTER = {name: torch.zeros(2, 3) for name in ("x.lora_A.weight", "x.lora_B.wei
 
 def check(limits: Limits | None = Limits(), *, probability=0.1, round_=1, **changes) -> None:  # noqa: B008
     spec = dataclasses.replace(SPEC, **changes)
-    guard.check_limits(spec, planned_event(spec, probability, ADAPTER), round_, limits)
+    _guard.check_limits(spec, planned_event(spec, probability, ADAPTER), round_, limits)
 
 
 @pytest.mark.parametrize(

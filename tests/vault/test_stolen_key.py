@@ -27,7 +27,7 @@ from fedpriv.ledger.receipts import Receipt
 from fedpriv.protocol import Registration
 from fedpriv.secure_aggregation import Session, Terms
 from fedpriv.secure_aggregation import server as sums
-from fedpriv.vault import summed
+from fedpriv.vault import _summed
 from fedpriv.vault.frames import ADVERTISE, REFUSED, REGISTER, SHARE
 from fedpriv.vault.rollback import Watch
 from fedpriv.vault.settings import VaultSettings
@@ -156,7 +156,7 @@ def victims_vector(site: Coordinator, terms: Terms, private: Mapping[int, Path])
 def test_the_thief_plays_no_peer_of_a_victim(site, stolen, monkeypatch):
     """Where the vaults signed with node.key, every value of the victim's own vector was read in this way."""
     sent = []
-    monkeypatch.setattr(summed, "integers", lambda *a, whole=summed.integers: sent.append(whole(*a)) or sent[-1])
+    monkeypatch.setattr(_summed, "integers", lambda *a, whole=_summed.integers: sent.append(whole(*a)) or sent[-1])
     private = {client: next(iter(found.values())) for client, found in stolen.items()}
     try:
         learned = victims_vector(site, site.terms("stolen"), private)

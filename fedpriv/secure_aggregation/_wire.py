@@ -13,14 +13,17 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from fedpriv.secure_aggregation.agreement import DIGEST_BYTES, KEY_BYTES, SEED_BYTES
-from fedpriv.secure_aggregation.masks import COMMITMENT_BYTES, SEALED_BYTES
-from fedpriv.secure_aggregation.messages import Advertisement, Complaint, Reveal
-from fedpriv.secure_aggregation.terms import MAX_CLIENT, MAX_PARTICIPANTS, ProtocolError, parsed_object, shown
+from fedpriv.secure_aggregation._agreement import DIGEST_BYTES, KEY_BYTES, SEED_BYTES
+from fedpriv.secure_aggregation._masks import COMMITMENT_BYTES, SEALED_BYTES
+from fedpriv.secure_aggregation._messages import Advertisement, Complaint, Reveal
+from fedpriv.secure_aggregation._terms import MAX_CLIENT, MAX_PARTICIPANTS, ProtocolError, parsed_object, shown
 
 MAX_SIGNATURE = 200
 MAX_RECEIPTS = 8
+"""Receipts that an advertisement holds at most."""
+
 MAX_RECEIPT = 1500
+"""Characters of one such receipt at most."""
 
 _CLIENT = re.compile(r"0|[1-9][0-9]{0,9}")
 T = TypeVar("T")

@@ -23,8 +23,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from numpy.typing import NDArray
 
-from fedpriv.secure_aggregation.agreement import DIGEST_BYTES, SEED_BYTES, agree, context, derive, digest
-from fedpriv.secure_aggregation.terms import ProtocolError, Terms
+from fedpriv.secure_aggregation._agreement import DIGEST_BYTES, SEED_BYTES, agree, context, derive, digest
+from fedpriv.secure_aggregation._terms import ProtocolError, Terms
 
 Words = NDArray[Any]
 """uint32 or uint64 [d]: integers modulo 2^m, m = 32 or 64"""

@@ -16,10 +16,10 @@ from fedpriv.protocol import Broadcast
 from fedpriv.training import private_evaluation
 from fedpriv.training.workbench import Workbench
 from fedpriv.vault import charging
+from fedpriv.vault._tokens import TokenFile
 from fedpriv.vault.charging import RefusedError
 from fedpriv.vault.holder import Holder, NodeHolder
 from fedpriv.vault.settings import VaultSettings
-from fedpriv.vault.tokens import TokenFile
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedpriv.deployment import keys
-from fedpriv.secure_aggregation.terms import ProtocolError
+from fedpriv.secure_aggregation._terms import ProtocolError
 
 KEY_BYTES = 32
 SEED_BYTES = 16

@@ -2,7 +2,7 @@
 
     advertise -> Advertised -> share -> Shared -> check; mask -> Masked -> confirm -> Confirmed -> reveal
 
-A state may be used once: `fedpriv.secure_aggregation.session` sees to that, these functions do not. Everything that a
+A state may be used once: `fedpriv.secure_aggregation._session` sees to that, these functions do not. Everything that a
 node is told may come from a server that is not honest; what does not fit is refused with a ProtocolError that names the
 client or the field.
 
@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.deployment import keys
-from fedpriv.secure_aggregation.agreement import KEY_BYTES, SEED_BYTES, Sign, Verify, public_half
-from fedpriv.secure_aggregation.masks import (
+from fedpriv.secure_aggregation._agreement import KEY_BYTES, SEED_BYTES, Sign, Verify, public_half
+from fedpriv.secure_aggregation._masks import (
     Route,
     Shares,
     Words,
@@ -32,7 +32,7 @@ from fedpriv.secure_aggregation.masks import (
     to_words,
     unseal,
 )
-from fedpriv.secure_aggregation.messages import (
+from fedpriv.secure_aggregation._messages import (
     Advertisement,
     Complaint,
     Reveal,
@@ -46,7 +46,7 @@ from fedpriv.secure_aggregation.messages import (
     self_commitment,
     transcript_of,
 )
-from fedpriv.secure_aggregation.terms import ProtocolError, Terms
+from fedpriv.secure_aggregation._terms import ProtocolError, Terms
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,9 @@ from fedpriv.ledger.receipts import from_text
 from fedpriv.mechanisms.discrete_gaussian import integers
 from fedpriv.mechanisms.discrete_sampler import MAX_SIGMA
 from fedpriv.secure_aggregation import (
+    MAX_RECEIPT,
+    MAX_RECEIPTS,
+    Identity,
     ProtocolError,
     Session,
     Sessions,
@@ -35,11 +38,10 @@ from fedpriv.secure_aggregation import (
     make_identity,
     smallest_threshold,
     terms_from_text,
+    to_words,
+    verify_once,
 )
-from fedpriv.secure_aggregation.agreement import Identity, verify_once
 from fedpriv.secure_aggregation.grid import DEVIATIONS, RANGE_BITS, ClientGrid
-from fedpriv.secure_aggregation.masks import to_words
-from fedpriv.secure_aggregation.wire import MAX_RECEIPT, MAX_RECEIPTS
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec
 from fedpriv.training.summing import num_included
 from fedpriv.training.trained import num_trained_values

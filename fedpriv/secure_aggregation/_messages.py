@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.secure_aggregation.agreement import DIGEST_BYTES, KEY_BYTES, Verify, agree, context, derive, digest
-from fedpriv.secure_aggregation.terms import ProtocolError, Terms, TooFewError
+from fedpriv.secure_aggregation._agreement import DIGEST_BYTES, KEY_BYTES, Verify, agree, context, derive, digest
+from fedpriv.secure_aggregation._terms import ProtocolError, Terms, TooFewError
 
 # The public keys that agree on zero do so with every private key, and so with this one.
 _ANY_PRIVATE_KEY = bytes(KEY_BYTES)
