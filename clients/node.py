@@ -19,7 +19,7 @@ from fedpriv.vault import answer as vault
 from fedpriv.vault.charging import NodePolicy
 from fedpriv.vault.frames import TRAIN, Request
 from fedpriv.vault.holder import Holder, parsed
-from fedpriv.vault.settings import Limits, VaultSettings
+from fedpriv.vault.settings import NodeLimits, VaultSettings
 
 # A node whose operator also starts the runs, as in a simulation, may take data and rules from the run's configuration.
 TRUST_KEY = "trust-run-config"
@@ -70,7 +70,7 @@ def _policy(config: RunConfig, context: Context) -> NodePolicy:
     node = context.node_config
     ledger = Path(str(node[LEDGER_KEY])) if LEDGER_KEY in node else None
     open_ = config.data == EMBEDDED or trusted
-    limits = Limits.read(Path(str(node[POLICY_KEY]))) if POLICY_KEY in node else None if open_ else Limits()
+    limits = NodeLimits.read(Path(str(node[POLICY_KEY]))) if POLICY_KEY in node else None if open_ else NodeLimits()
     policy = NodePolicy(
         allow_not_private=config.data == EMBEDDED or (trusted and (config.simulate or config.public_data)),
         allow_unrecorded=open_,

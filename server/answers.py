@@ -24,7 +24,7 @@ from fedpriv.training.decoding import Tokens, ends_of_turn, greedy_answers, prom
 from fedpriv.training.perplexity import mean_of
 from fedpriv.training.workbench import Workbench
 from server.observer import Observer
-from server.summary import Outcome
+from server.summary import SeriesOutcome
 
 log = logging.getLogger("flwr")
 
@@ -49,8 +49,8 @@ class _Questions:
 def answered(
     config: RunConfig,
     bench: Workbench,
-    outcome: Outcome,
-    comparison: Outcome | None,
+    outcome: SeriesOutcome,
+    comparison: SeriesOutcome | None,
     writer: RunWriter,
     observer: Observer,
 ) -> dict[str, Any]:

@@ -34,10 +34,10 @@ from fedpriv.training.workbench import Workbench, workbench
 from server import answers, checkpoint, registry
 from server.bookkeeping import announce_budgets
 from server.checkpoint import Checkpoint
-from server.observer import LogObserver, Observer, Progress
+from server.observer import LogObserver, Observer, RunProgress
 from server.registration import NO_NODE, Nodes, Receipts, register_nodes
 from server.series import Series
-from server.summary import Outcome, summarize
+from server.summary import SeriesOutcome, summarize
 
 if TYPE_CHECKING:
     from fedpriv.baselines import Baselines
@@ -76,7 +76,7 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     config = with_mechanism_parameters(config)
     config = checkpoint.with_base_dtype(config)
     checkpoint.check_configuration(config)
-    observer.progressed(Progress(what="loading model and data"))
+    observer.progressed(RunProgress(what="loading model and data"))
     bench = workbench(config)
     check_clients(config, bench.num_clients)
     if not config.resume:
@@ -93,12 +93,12 @@ def _begun(grid: Grid, config: RunConfig, bench: Workbench, resumed: Checkpoint 
     config, reason = decided(config, sizes, bench.initial)
     if reason:
         observer.notice(reason)
-    observer.progressed(Progress(what="calibrating the noise"))
+    observer.progressed(RunProgress(what="calibrating the noise"))
     # A run that goes on has its noise: shares of a target that are calibrated anew differ in their last digits.
     if resumed is None or config.digest != resumed.digest:
         config = calibrated(config, sizes, bench.initial)
     if config.computes_baselines:
-        observer.progressed(Progress(what="training the baselines"))
+        observer.progressed(RunProgress(what="training the baselines"))
     plain = _baselines(config, bench) if config.computes_baselines else None
     with ExitStack() as stack:
         if resumed:
@@ -144,23 +144,23 @@ def _carry_out(
         head = ledger.head
     comparison = _comparison(grid, config, bench, nodes, writer, observer, outcome) if config.compares else None
     spoken = answers.answered(config, bench, outcome, comparison, writer, observer)
-    observer.progressed(Progress(what="keeping the variants"))
+    observer.progressed(RunProgress(what="keeping the variants"))
     registry.keep(config, bench, writer, outcome, series.registrations, uploads)
     integral = registry.keep_recurring(config, bench, writer, outcome, series.registrations, uploads)
-    observer.progressed(Progress(what="accounting by pld"))
+    observer.progressed(RunProgress(what="accounting by pld"))
     summary = summarize(config, bench, outcome, comparison, plain)
     summary |= spoken | {"ledger_head": head, "integral": integral}
     claimed = math.inf if summary["epsilon_local_max"] is None else summary["epsilon_local_max"]
     if config.audit:
-        observer.progressed(Progress(what="auditing by canaries"))
+        observer.progressed(RunProgress(what="auditing by canaries"))
     final = outcome.strategy.model.adapter
     summary["audit"] = audit_of(config, bench, final, delta=summary["delta_max"], claimed_epsilon=claimed)
     writer.finish(summary)
     card.write(writer.path)
     if config.dedup:
-        observer.progressed(Progress(what="deduplicating"))
+        observer.progressed(RunProgress(what="deduplicating"))
         registry.deduplicate(config, bench, writer)
-    observer.progressed(Progress(what="writing the report"))
+    observer.progressed(RunProgress(what="writing the report"))
     _write_report(writer.path)
     observer.finished(writer.path, summary)
 
@@ -197,8 +197,8 @@ def _comparison(
     nodes: Nodes,
     writer: RunWriter,
     observer: Observer,
-    private: Outcome,
-) -> Outcome:
+    private: SeriesOutcome,
+) -> SeriesOutcome:
     """The rounds without noise, in a folder of their own within the run's."""
     path, plain = writer.path / files.COMPARISON, config.without_noise
     shutil.rmtree(path, ignore_errors=True)  # it has no ledger, so an interrupted one starts over

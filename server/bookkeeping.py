@@ -23,7 +23,7 @@ from fedpriv.ledger.entries import RELEASED, Charge, Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.names import holder_label
 from fedpriv.protocol import Registration
-from server.costs import Costs, EarlierCharges
+from server.costs import EarlierCharges, RoundCosts
 from server.observer import Observer
 from server.registration import check_registered
 
@@ -73,7 +73,7 @@ class Books:
             c: sum(known.run != run for known in ledger.runs(d)) if ledger else 0 for c, d in self._data_sets.items()
         }
         self.accounts = Accounts(self.sizes, config.delta, self._earlier)
-        self.costs = Costs(config, self.sizes, initial)
+        self.costs = RoundCosts(config, self.sizes, initial)
         self.num_evaluations: Counter[int] = Counter()
         self._budgets = {client: config.budget_of(client) for client in self.sizes}
         self._round = 0

@@ -27,7 +27,7 @@ from fedpriv.training.schedule import Schedule
 from fedpriv.training.summing import grid_of
 
 
-class Costs:
+class RoundCosts:
     """Costs of a run's rounds, from its configuration and the registered sizes alone.
 
     Args:

@@ -25,7 +25,7 @@ _PAUSE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class RunProgress:
     """What a run is doing right now: to be shown, never to be stored or sent.
 
     A coordinator counts answers. In a simulation, where nothing is private from whoever runs it, it is also how far
@@ -58,12 +58,12 @@ class Progress:
         return f"{self.what} {self.done:,.0f}/{self.total:,.0f}" if self.is_count else f"{self.what} {self.share:.0%}"
 
 
-Follow = Callable[[Progress], None]
+Follow = Callable[[RunProgress], None]
 
 
-def answers(round_: int, num_answers: int, num_asked: int) -> Progress:
+def answers(round_: int, num_answers: int, num_asked: int) -> RunProgress:
     """How many of those that were asked in a round have answered."""
-    return Progress(what="answers", done=num_answers, total=num_asked, round=round_, is_count=True)
+    return RunProgress(what="answers", done=num_answers, total=num_asked, round=round_, is_count=True)
 
 
 class Observer(Protocol):
@@ -83,7 +83,7 @@ class Observer(Protocol):
     def notice(self, text: str) -> None:
         """Something that whoever started the run should know before it goes on."""
 
-    def progressed(self, progress: Progress) -> None:
+    def progressed(self, progress: RunProgress) -> None:
         """Something is going on, in a round or outside; this comes often, and may be ignored."""
 
     def round_done(self, row: RoundRow) -> None:
@@ -124,7 +124,7 @@ class LogObserver:
         """Log the text as a warning."""
         log.warning("%s", text)
 
-    def progressed(self, progress: Progress) -> None:
+    def progressed(self, progress: RunProgress) -> None:
         """Log how far a long round is, now and then."""
         now = time.monotonic()
         if progress.round is not None and now - self._last_line >= _PAUSE_SECONDS:

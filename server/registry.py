@@ -36,7 +36,7 @@ from fedpriv.protocol import Registration
 from fedpriv.runs import files
 from fedpriv.runs.writer import RunWriter
 from fedpriv.training.workbench import Workbench
-from server.summary import Outcome
+from server.summary import SeriesOutcome
 
 log = logging.getLogger("flwr")
 
@@ -62,7 +62,7 @@ def keep(
     config: RunConfig,
     bench: Workbench,
     writer: RunWriter,
-    outcome: Outcome,
+    outcome: SeriesOutcome,
     registrations: Iterable[Registration],
     uploads: Iterable[Upload],
 ) -> None:
@@ -101,7 +101,7 @@ def keep_recurring(
     config: RunConfig,
     bench: Workbench,
     writer: RunWriter,
-    outcome: Outcome,
+    outcome: SeriesOutcome,
     registrations: Iterable[Registration],
     uploads: Iterable[Upload],
 ) -> dict[str, Any] | None:
@@ -207,7 +207,7 @@ def _shapes_digest(tensors: Mapping[str, NDArray[np.generic]]) -> str:
     return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:12]
 
 
-def recurring(config: RunConfig, outcome: Outcome) -> list[RecurringVariants]:
+def recurring(config: RunConfig, outcome: SeriesOutcome) -> list[RecurringVariants]:
     """Clusters of the clients whose uploads the last round used, most recurrent first; none without a threshold.
 
     All uploads of a round were trained from one model, so they are compared by what they add to it.

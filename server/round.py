@@ -44,7 +44,7 @@ OnChange = Callable[[Literal["skipped", "returned"], int, int], None]
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
+class RoundRequest:
     """What all clients of one rank are sent in a round.
 
     Attributes:
@@ -59,7 +59,7 @@ class Request:
     num_bytes: int
     digest: str
 
-    def with_fields(self, fields: Mapping[str, str], terms: bytes = b"") -> Request:
+    def with_fields(self, fields: Mapping[str, str], terms: bytes = b"") -> RoundRequest:
         """The request with the terms of a sum, and for one client with what its peers sealed for it, or its receipt.
 
         Args:
@@ -79,7 +79,7 @@ class Status(NamedTuple):
     detail: str = ""
 
 
-class Upload(NamedTuple):
+class RoundUpload(NamedTuple):
     """What a client uploaded, an adapter or its part in a sum, and the digest of its reply."""
 
     content: Adapter | Vector
@@ -104,11 +104,11 @@ class Round:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[int, RoundRequest] = {}
         self.messages: dict[int, Message] = {}
         self.replies: dict[int, Message] = {}
         self.statuses: dict[int, Status] = {}
-        self.uploads: dict[int, Upload] = {}
+        self.uploads: dict[int, RoundUpload] = {}
         self.heard: set[int] = set()
         self.bytes_up: Counter[int] = Counter()
         self.bytes_down: Counter[int] = Counter()
@@ -118,7 +118,7 @@ class Round:
         """How many replies the round can use; one from a client that stays silent is among them."""
         return sum(status.name in USABLE for status in self.statuses.values())
 
-    def message_to(self, client: int, node_id: int, request: Request) -> Message:
+    def message_to(self, client: int, node_id: int, request: RoundRequest) -> Message:
         """The message that carries the request to the client, which counts as asked from now on."""
         message = Message(request.content, node_id, "train", group_id=str(self.number))
         self.requests[client], self.messages[client] = request, message
@@ -168,7 +168,7 @@ class Round:
             return Status("malformed", str(error))
         if content is None:
             return Status("silent")
-        self.uploads[client] = Upload(content, digest)
+        self.uploads[client] = RoundUpload(content, digest)
         return Status("ok")
 
     def _subject_of(self, error: Message) -> int | None:

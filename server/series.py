@@ -33,7 +33,7 @@ from server.observer import Observer
 from server.registration import Nodes, Receipts
 from server.round import ROUNDS_WITHOUT_ANSWER, Absences
 from server.strategy import RuleStrategy
-from server.summary import Outcome
+from server.summary import SeriesOutcome
 
 
 class Series:
@@ -79,7 +79,7 @@ class Series:
         self._after = resumed.round if resumed else 0
         self._untrained, self._receipts = untrained, receipts
 
-    def run(self, grid: Grid, writer: RunWriter, observer: Observer) -> Outcome:
+    def run(self, grid: Grid, writer: RunWriter, observer: Observer) -> SeriesOutcome:
         """Run all rounds and write them to the run's folder, with a checkpoint after each if there is a ledger."""
         bench = self._bench
         last: tuple[GlobalModel | None, Evaluation | None] = None, None
@@ -142,7 +142,7 @@ class Series:
         self.books.count_unused(self._config.rounds + 1)
         if strategy.stopped:
             observer.notice(f"the run ended early: {strategy.stopped}")
-        return Outcome(
+        return SeriesOutcome(
             run_id=self.run_id,
             rows=writer.rounds,
             client_rows=writer.clients,

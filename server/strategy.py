@@ -40,8 +40,8 @@ from server.checkpoint import Checkpoint
 from server.exchange import Exchange, ExpectedReply, Vector, read_reply, read_sum, wire_bytes
 from server.observer import Follow, answers
 from server.registration import Nodes, Receipts
-from server.round import ROUNDS_WITHOUT_ANSWER, Absences, Request, Round, client_rows, round_row
-from server.sums import Opened, Sums
+from server.round import ROUNDS_WITHOUT_ANSWER, Absences, Round, RoundRequest, client_rows, round_row
+from server.sums import Opened, SecureSums
 
 log = logging.getLogger("flwr")
 
@@ -97,7 +97,7 @@ class RuleStrategy(Strategy):
         self._follow = follow
         self._receipts = receipts
         self._exchange = Exchange()
-        self._sums = Sums(config, nodes, run=run, exchange=self._exchange) if config.secure_aggregation else None
+        self._sums = SecureSums(config, nodes, run=run, exchange=self._exchange) if config.secure_aggregation else None
         self._attempt: Opened | None = None
         self._no_sum: ProtocolError | None = None
         self._round = Round(0)
@@ -164,7 +164,7 @@ class RuleStrategy(Strategy):
             requests |= {client: requests[client].with_fields(fields) for client, fields in shown.items() if fields}
         return [round_.message_to(client, self._nodes[client][0], requests[client]) for client in requests]
 
-    def _opened(self, requests: Mapping[int, Request], sums: Sums) -> dict[int, Request]:
+    def _opened(self, requests: Mapping[int, RoundRequest], sums: SecureSums) -> dict[int, RoundRequest]:
         """The requests of the clients that are still in the attempt once keys and shares have been exchanged.
 
         Raises:
@@ -194,7 +194,7 @@ class RuleStrategy(Strategy):
             round_.leave_out(client, reason)
         return {client: request.with_fields(fields, digest) for client, fields in self._attempt.fields.items()}
 
-    def _without(self, dishonest: Mapping[int, str], requests: Mapping[int, Request]) -> dict[int, Request]:
+    def _without(self, dishonest: Mapping[int, str], requests: Mapping[int, RoundRequest]) -> dict[int, RoundRequest]:
         """The requests of the others; the run asks the dishonest no more, and nobody was charged yet.
 
         Raises:
@@ -211,7 +211,7 @@ class RuleStrategy(Strategy):
             )
         return others
 
-    def _request(self, rank: int, instruction: ConfigRecord) -> Request:
+    def _request(self, rank: int, instruction: ConfigRecord) -> RoundRequest:
         """What a client of this rank is sent in the current round."""
         model, round_ = self.model, self._round.number
         adapter = model.adapter
@@ -225,7 +225,7 @@ class RuleStrategy(Strategy):
         broadcast = protocol.unpack_broadcast(arrays, self.spec, model.initial)
         records = {name: ArrayRecord(dict(tensors)) for name, tensors in arrays.items()}
         content = RecordDict({**records, protocol.INSTRUCTION: instruction})
-        return Request(broadcast, content, wire_bytes(content), protocol.request_digest(broadcast, self.spec))
+        return RoundRequest(broadcast, content, wire_bytes(content), protocol.request_digest(broadcast, self.spec))
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

@@ -36,7 +36,7 @@ _STANDARD_ERRORS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class SeriesOutcome:
     """One series of rounds; `test` and `untrained` are of its last and first model, if the server has a test set."""
 
     run_id: str
@@ -53,8 +53,8 @@ class Outcome:
 def summarize(
     config: RunConfig,
     bench: Workbench,
-    outcome: Outcome,
-    comparison: Outcome | None,
+    outcome: SeriesOutcome,
+    comparison: SeriesOutcome | None,
     baselines: Baselines | None = None,
 ) -> dict[str, Any]:
     """The figures of a run; epsilons by pld, each from its client's whole history, earlier runs included."""
@@ -113,7 +113,7 @@ def summarize(
     }
 
 
-def _client(client: int, costs: Costs, outcome: Outcome) -> dict[str, Any]:
+def _client(client: int, costs: Costs, outcome: SeriesOutcome) -> dict[str, Any]:
     books, evaluation = outcome.strategy.books, outcome.evaluation
     up = evaluation.bytes_up.get(client, 0) if evaluation else 0
     down = evaluation.bytes_down.get(client, 0) if evaluation else 0
@@ -138,7 +138,7 @@ def _frozen_bytes(bench: Workbench) -> int:
     return 4 * num_values
 
 
-def _unproven(outcome: Outcome) -> float:
+def _unproven(outcome: SeriesOutcome) -> float:
     """The largest figure that an accounting without proof gives a client; no guarantee."""
     accounts = outcome.strategy.books.accounts
     return max(

@@ -58,7 +58,7 @@ class Opened:
     dishonest: Mapping[int, str] = field(default_factory=dict)
 
 
-class Sums:
+class SecureSums:
     """The exchanges of a run's sums.
 
     Args:

@@ -37,7 +37,7 @@ def walked() -> Iterator[set[str]]:
             files.add(frame.f_code.co_filename)
 
     def profile(function: Callable[..., Any] | None) -> None:
-        threading.setprofile_all_threads(function)
+        threading.setprofile(function)  # type: ignore[arg-type]
         sys.setprofile(function)
 
     def ask(*arguments: Any) -> Any:

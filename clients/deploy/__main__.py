@@ -16,7 +16,7 @@ from fedpriv.deployment import approvals
 from fedpriv.deployment.checks import print_checks
 from fedpriv.deployment.command_line import UnitFolder, give_units, run_command_line
 from fedpriv.errors import InputError
-from fedpriv.vault.rollback import Watch
+from fedpriv.vault.rollback import ReceiptWatch
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -198,7 +198,7 @@ def begin_counter(dir_: Folder) -> None:
     Example: python -m clients.deploy begin-counter ~/node
     """
     vault = Node.read(dir_).vault
-    watch = Watch.of(vault)
+    watch = ReceiptWatch.of(vault)
     if watch is None:
         raise InputError(f"key = {vault.key}: no such file; only what is signed can be counted; run `new-key`")
     watch.begin_counter_file(vault.ledger)

@@ -28,8 +28,8 @@ from fedpriv.ledger import entries, statement
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from fedpriv.ledger.receipts import chains_of
-from fedpriv.vault.rollback import Watch
-from fedpriv.vault.settings import Limits, VaultSettings, is_unchanged_model, read_models
+from fedpriv.vault.rollback import ReceiptWatch
+from fedpriv.vault.settings import NodeLimits, VaultSettings, is_unchanged_model, read_models
 
 _MIN_DISK_BYTES = 2**30
 _ANSWER_SECONDS = 5.0
@@ -96,7 +96,7 @@ def _newest(vault: VaultSettings) -> Check:
         with reading(vault.ledger) as db:
             chains = chains_of(db)
             recovered = statement.recovery_lines(statement.recoveries(db))
-        watch = Watch.of(vault)
+        watch = ReceiptWatch.of(vault)
         lost = watch.lost(chains) if watch and chains else None
     except (InputError, LedgerError) as error:
         return Check("newest", False, str(error))
@@ -261,7 +261,7 @@ def check_files(paths: Iterable[Path], stranger: str = "") -> Check:
 def check_policy(path: Path) -> Check:
     """Whether a node's policy file can be read; the limits that it sets."""
     try:
-        limits = Limits.read(path)
+        limits = NodeLimits.read(path)
     except InputError as error:
         return Check("policy", False, str(error))
     return Check("policy", True, ", ".join(f"{name} = {value:g}" for name, value in asdict(limits).items()))

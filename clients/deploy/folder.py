@@ -30,8 +30,8 @@ from fedpriv.ledger.entries import DataSet
 from fedpriv.ledger.reader import reading
 from fedpriv.ledger.receipts import chains_of
 from fedpriv.vault import settings as vault_settings
-from fedpriv.vault.rollback import Watch
-from fedpriv.vault.settings import Limits, VaultSettings, models_text
+from fedpriv.vault.rollback import ReceiptWatch
+from fedpriv.vault.settings import NodeLimits, VaultSettings, models_text
 
 # This checkout, whose bundle a run sends.
 ROOT = Path(__file__).resolve().parents[2]
@@ -190,15 +190,15 @@ def make(folder: Path, *, ca: Path, superlink: str, port: int = DEFAULT_PORT, **
         ledger = vault.ledger_file or new / vault.ledger.name
         data_set = records.register(vault, ledger, found) if found else None
         if vault.counter_file is not None:
-            watch = Watch(new / vault.key.name, vault.receipts, vault.receipts_of_peers, vault.counter_file)
+            watch = ReceiptWatch(new / vault.key.name, vault.receipts, vault.receipts_of_peers, vault.counter_file)
             watch.begin_counter_file(ledger)
     return Made(node, found, data_set)
 
 
 def policy_text() -> str:
     """The text of a policy file with every limit at its default, and its meaning."""
-    defaults = Limits()
-    parts = [f"# {_POLICY_COMMENTS[f.name]}\n{f.name} = {getattr(defaults, f.name)}\n" for f in fields(Limits)]
+    defaults = NodeLimits()
+    parts = [f"# {_POLICY_COMMENTS[f.name]}\n{f.name} = {getattr(defaults, f.name)}\n" for f in fields(NodeLimits)]
     return "\n".join([_POLICY_HEADER, *parts])
 
 
@@ -219,7 +219,7 @@ def replace_vault_key(node: Node, sources: Sequence[Path]) -> None:
     """
     vault = node.vault
     old = vault.key if vault.key.exists() else node.key
-    watch = Watch.signed_by(old, vault)
+    watch = ReceiptWatch.signed_by(old, vault)
     if vault.ledger.exists():
         with reading(vault.ledger) as db:
             if (chains := chains_of(db)) and (watch.lost(chains) or any(recovery.missing(db, sources, watch.signers))):

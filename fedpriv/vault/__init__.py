@@ -5,10 +5,10 @@ An instruction with less noise than the holder allows is refused before anything
 >>> from fedpriv import RunConfig
 >>> from fedpriv.accounting import SubsampledGaussian
 >>> from fedpriv.training import UpdateSpec
->>> from fedpriv.vault import Limits, RefusedError, check_limits
+>>> from fedpriv.vault import NodeLimits, RefusedError, check_limits
 >>> event = SubsampledGaussian(noise_multiplier=0.1, sampling_probability=0.05)
 >>> try:
-...     check_limits(UpdateSpec.of(RunConfig(recipe="dp-lora-paper")), event, 1, Limits())
+...     check_limits(UpdateSpec.of(RunConfig(recipe="dp-lora-paper")), event, 1, NodeLimits())
 ... except RefusedError as refusal:
 ...     print(refusal)
 noise_multiplier: its effective value 0.1 is below this node's minimum 0.3
@@ -25,6 +25,6 @@ if TYPE_CHECKING:
     from fedpriv.vault.charging import NodePolicy as NodePolicy
     from fedpriv.vault.charging import RefusedError as RefusedError
     from fedpriv.vault.charging import RetiredError as RetiredError
-    from fedpriv.vault.settings import Limits as Limits
+    from fedpriv.vault.settings import NodeLimits as NodeLimits
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -15,7 +15,7 @@ from fedpriv.protocol import Broadcast
 from fedpriv.training.local_update import OBJECTIVES, OPTIMIZERS, QUANTIZATIONS, TRAINED_PARTS, UpdateSpec
 from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.vault.charging import NodePolicy, RefusedError
-from fedpriv.vault.settings import Limits
+from fedpriv.vault.settings import NodeLimits
 
 # Accountants take a larger one for this, and near the largest float an upload would overflow after its charge.
 _LARGEST_NOISE_MULTIPLIER = 1e6
@@ -91,7 +91,7 @@ def _check_mechanism(spec: UpdateSpec) -> None:
         raise RefusedError(str(error)) from None
 
 
-def check_limits(spec: UpdateSpec, event: Event, round_: int, limits: Limits | None) -> None:
+def check_limits(spec: UpdateSpec, event: Event, round_: int, limits: NodeLimits | None) -> None:
     """Refuse an instruction that is less private than the data holder agreed to.
 
     Args:
@@ -164,7 +164,7 @@ def check_evaluation(spec: EvaluationSpec, round_: int, policy: NodePolicy, *, n
         raise RefusedError(f"noise source = {noise_source}: this node releases nothing with seeded noise")
 
 
-def check_broadcast(broadcast: Broadcast, limits: Limits | None) -> None:
+def check_broadcast(broadcast: Broadcast, limits: NodeLimits | None) -> None:
     """Refuse tensors of the server that are not finite, or larger than the data holder agreed to.
 
     Args:

@@ -23,8 +23,8 @@ from fedpriv.ledger.entries import CHARGED, RELEASED, Charge, DataSet, Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from fedpriv.ledger.receipts import chain_of
-from fedpriv.vault.rollback import Watch
-from fedpriv.vault.settings import Limits
+from fedpriv.vault.rollback import ReceiptWatch
+from fedpriv.vault.settings import NodeLimits
 
 log = logging.getLogger(__name__)
 
@@ -83,11 +83,11 @@ class NodePolicy:
     allow_unrecorded: bool = False
     budget_epsilon: float | None = None
     delta: float | None = None
-    limits: Limits | None = field(default_factory=Limits)
+    limits: NodeLimits | None = field(default_factory=NodeLimits)
     budget_view: PlannedView = "local"
     min_survivors: int = 3
     colluding_clients: int = 0
-    watch: Watch | None = None
+    watch: ReceiptWatch | None = None
     data_set: str | None = None
     fixed_schedule: bool = False
 

@@ -20,8 +20,15 @@ from fedpriv.ledger.reader import reading
 from fedpriv.training.workbench import Workbench, workbench
 from fedpriv.vault.charging import NodePolicy, RefusedError
 from fedpriv.vault.frames import Scalar
-from fedpriv.vault.rollback import Watch
-from fedpriv.vault.settings import ApprovedModel, Limits, VaultSettings, approved_model, is_unchanged_model, read_models
+from fedpriv.vault.rollback import ReceiptWatch
+from fedpriv.vault.settings import (
+    ApprovedModel,
+    NodeLimits,
+    VaultSettings,
+    approved_model,
+    is_unchanged_model,
+    read_models,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +65,14 @@ class Holder:
         policy = NodePolicy(
             allow_not_private=not is_own,
             allow_unrecorded=not is_own,
-            limits=Limits.read(settings.policy) if settings.policy.is_file() else Limits(),
+            limits=NodeLimits.read(settings.policy) if settings.policy.is_file() else NodeLimits(),
             ledger=settings.ledger,
             budget_epsilon=settings.budget_epsilon,
             delta=settings.delta,
             budget_view=settings.budget_view,
             min_survivors=settings.min_survivors,
             colluding_clients=settings.colluding_clients,
-            watch=Watch.of(settings),
+            watch=ReceiptWatch.of(settings),
             data_set=_registered(settings.ledger) if is_own else None,
         )
         holder = Holder(

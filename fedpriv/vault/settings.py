@@ -197,7 +197,7 @@ class VaultSettings:
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
-class Limits:
+class NodeLimits:
     """What a data holder lets a coordinator ask for; the node's policy file overrides it key by key.
 
     Attributes:
@@ -228,7 +228,7 @@ class Limits:
     max_length: _Count = 512
 
     @staticmethod
-    def read(path: Path) -> Limits:
+    def read(path: Path) -> NodeLimits:
         """The limits in a policy file: TOML with any of these keys; the others keep their defaults.
 
         Raises:
@@ -236,7 +236,7 @@ class Limits:
         """
         values = configuration.read(path)
         try:
-            return Limits(**values)
+            return NodeLimits(**values)
         except ValidationError as error:
             first = error.errors()[0]
             key = str(first["loc"][0])

@@ -17,7 +17,7 @@ from fedpriv.protocol import Registration
 from fedpriv.runs import files
 from fedpriv.runs.rows import RoundRow
 from fedpriv.runs.sweeps import UNFINISHED
-from server.observer import Progress
+from server.observer import RunProgress
 from simulations.engines import federation, ray_actors
 from simulations.sweeps.plan import PlannedRun, Sweep
 
@@ -85,7 +85,7 @@ class _Silent:
         """Into the log."""
         logging.getLogger("flwr").info("%s", text)
 
-    def progressed(self, progress: Progress) -> None:
+    def progressed(self, progress: RunProgress) -> None:
         """Something is going on."""
 
     def round_done(self, row: RoundRow) -> None:

@@ -23,7 +23,7 @@ from fedpriv.ledger.receipts import Receipt, ReceiptLog, from_text
 from fedpriv.vault import frames
 from fedpriv.vault.answer import answer
 from fedpriv.vault.holder import Holder
-from fedpriv.vault.rollback import Watch
+from fedpriv.vault.rollback import ReceiptWatch
 from fedpriv.vault.settings import FILE
 from server.bookkeeping import Books
 from server.registration import Receipts, register_nodes
@@ -63,7 +63,7 @@ def set_up(node: Node, **settings: object) -> Node:
 
 def begun(node: Node) -> None:
     """The counter file, as the operator's command begins it."""
-    Watch.of(node.settings).begin_counter_file(node.settings.ledger)
+    ReceiptWatch.of(node.settings).begin_counter_file(node.settings.ledger)
 
 
 def asked(node: Node, start, round_: int, shown: str | None = "", **fields):

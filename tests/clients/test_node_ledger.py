@@ -25,7 +25,7 @@ from fedpriv.training.workbench import workbench
 from fedpriv.vault import charging
 from fedpriv.vault.answer import refused
 from fedpriv.vault.frames import FAILED, REFUSED, REGISTER, RETIRED
-from fedpriv.vault.settings import Limits
+from fedpriv.vault.settings import NodeLimits
 from simulations.engines.flower_private import task_identity
 
 
@@ -240,7 +240,7 @@ def test_a_node_that_trusts_nobody_has_limits_without_a_policy_file(small_run, t
     node = Node(small_run, tmp_path / "node.sqlite")
     assert node_keys.holder_of(node.context).policy.limits is None
     node.context.node_config[node_keys.TRUST_KEY] = False
-    assert node_keys.holder_of(node.context).policy.limits == Limits()
+    assert node_keys.holder_of(node.context).policy.limits == NodeLimits()
 
 
 @pytest.mark.parametrize("harm", ["shape", "extra layer", "missing"])

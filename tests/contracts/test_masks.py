@@ -18,7 +18,7 @@ from fedpriv.ledger.reader import reading
 from fedpriv.secure_aggregation import _wire
 from fedpriv.vault import _summed
 from server.observer import LogObserver
-from server.sums import Sums
+from server.sums import SecureSums
 from simulations.engines import federation
 
 SUMS = {"secure_aggregation": True, "min_clients": 3, "local_steps": 1, "num_clients": 3, "rounds": 3}
@@ -135,7 +135,7 @@ def test_a_round_with_too_few_ends_by_name_and_its_charges_stand(values, tmp_pat
 
 
 def test_a_round_that_is_repeated_after_a_crash_is_a_new_attempt_with_charges_of_its_own(values, tmp_path, monkeypatch):
-    close, attempts = Sums.close, []
+    close, attempts = SecureSums.close, []
 
     def crash(self, link, round_, opened, vectors):
         attempts.append(opened.terms.attempt)
@@ -143,7 +143,7 @@ def test_a_round_that_is_repeated_after_a_crash_is_a_new_attempt_with_charges_of
             raise RuntimeError("the server's machine loses power")
         return close(self, link, round_, opened, vectors)
 
-    monkeypatch.setattr(Sums, "close", crash)
+    monkeypatch.setattr(SecureSums, "close", crash)
     with pytest.raises(RuntimeError, match="power"):
         run(values, tmp_path / "run", secure_masks=True)
     run(values, tmp_path / "run", secure_masks=True, resume=str(tmp_path / "run"))

@@ -22,7 +22,7 @@ from fedpriv.training.local_update import UpdateSpec, planned_event
 from fedpriv.training.noise_plan import calibrated
 from fedpriv.training.workbench import workbench
 from fedpriv.vault import _guard, charging
-from fedpriv.vault.settings import Limits
+from fedpriv.vault.settings import NodeLimits
 from server.observer import LogObserver
 from simulations.engines import federation
 
@@ -147,7 +147,7 @@ def test_a_node_limits_lmo_noise_by_its_gaussian_equal(small_run):
     initial = workbench(parse(small_run)).initial
     for multiplier, passes in ((1.0, True), (0.05, False)):
         event = planned_event(replace(SPEC, noise_multiplier=multiplier), 0.1, initial)
-        limits = Limits(min_effective_noise_multiplier=1.0)
+        limits = NodeLimits(min_effective_noise_multiplier=1.0)
         if passes:
             _guard.check_limits(SPEC, event, 1, limits)
         else:

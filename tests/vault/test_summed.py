@@ -22,7 +22,7 @@ from fedpriv.secure_aggregation import Terms, _wire
 from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.vault import _records, _summed
 from fedpriv.vault.frames import CONFIRM, EVALUATE, FAILED, REFUSED, RETIRED, REVEAL, SHARE, TRAIN
-from fedpriv.vault.rollback import Watch
+from fedpriv.vault.rollback import ReceiptWatch
 from tests.tiny import LABELS, WORDS
 from tests.vault.sums import Coordinator, vector
 from tests.vaults import make_vault, write_records
@@ -270,7 +270,7 @@ def test_the_charge_is_written_before_any_record_is_read(site, monkeypatch):
 @pytest.fixture
 def exchanged(site, monkeypatch):
     """Ledgers may be exchanged under a vault, as these tests do: it would see that its folder knows of more charges."""
-    monkeypatch.setattr(Watch, "lost", lambda *_: None)
+    monkeypatch.setattr(ReceiptWatch, "lost", lambda *_: None)
     yield
     for vault in site.vaults.values():
         vault.receipts.unlink(missing_ok=True)
@@ -382,7 +382,7 @@ def test_what_a_peer_says_of_receipts_cannot_be_changed_on_its_way(site, lie):
 
 def test_peers_keep_only_what_its_signer_signed_and_little_of_each(site, tmp_path):
     own, peer = site.vaults[1], site.vaults[0]
-    watch = Watch(own.key, tmp_path / "own", tmp_path / "of peers")
+    watch = ReceiptWatch(own.key, tmp_path / "own", tmp_path / "of peers")
     link = Receipt(data_set="d" * 32, counter=5)
     signed, stranger = link.signed(peer.key), link.signed(site.vaults[2].key)
     forged = replace(signed, counter=7)

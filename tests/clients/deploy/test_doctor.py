@@ -24,7 +24,7 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.receipts import ReceiptLog
 from fedpriv.vault.charging import NodePolicy, charge
 from fedpriv.vault.holder import Holder
-from fedpriv.vault.rollback import Watch
+from fedpriv.vault.rollback import ReceiptWatch
 from fedpriv.vault.settings import VaultSettings
 from simulations.processes import free_port, run_in_process
 from tests.cli.command_line import fedpriv
@@ -88,7 +88,7 @@ def charged(node: Node, round_: int) -> None:
     paid = Release(event=SubsampledGaussian(noise_multiplier=1.0, sampling_probability=0.1), rho_bar=1.0)
     with Ledger(vault.ledger) as ledger:
         data_set = ledger.data_set()
-    policy = NodePolicy(ledger=vault.ledger, budget_epsilon=9.0, watch=Watch.of(vault))
+    policy = NodePolicy(ledger=vault.ledger, budget_epsilon=9.0, watch=ReceiptWatch.of(vault))
     charge(policy, key, paid, data_set, noise_source="secure")
 
 

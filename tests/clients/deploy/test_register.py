@@ -25,7 +25,7 @@ from fedpriv.ledger.entries import Charge, Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.vault import charging
 from fedpriv.vault.holder import Holder
-from server.costs import Costs
+from server.costs import RoundCosts
 
 STEP = SubsampledGaussian(noise_multiplier=8.0, sampling_probability=0.5)
 
@@ -238,7 +238,7 @@ def test_a_plan_that_costs_all_of_the_budget_is_committed_and_releases(node, pla
 def test_a_run_by_the_plan_finds_a_slot_for_each_round_on_each_node(view):
     sizes = (500, 300, 300)
     found = planning.plan(planning.Setting.of(sizes, epsilon=2.0, view=view, rounds=6, delta=1e-5))
-    costs = Costs(found.setting.config, dict(enumerate(sizes)), found.setting.adapter)
+    costs = RoundCosts(found.setting.config, dict(enumerate(sizes)), found.setting.adapter)
     for client in range(len(sizes)):
         plans = CommittedPlans(plans=(CommittedPlan.of(found.releases(client), 1e-5),))
         assert plans.epsilon <= 2.0
