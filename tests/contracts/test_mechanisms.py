@@ -328,7 +328,7 @@ def test_a_node_limits_every_mechanism_by_its_effective_noise_multiplier(name):
     spec = PLAIN
     weak = event_of(name, noise_multiplier=1e-3)
     with pytest.raises(charging.RefusedError, match="its effective value"):
-        _guard.check_limits(spec, weak, 1, _guard.Limits())
+        _guard.check_limits(spec, weak, 1, _guard.NodeLimits())
 
 
 def test_keys_of_former_versions_are_read_if_they_still_have_an_equivalent():
