@@ -61,7 +61,7 @@ def trusts_run_config(context: Context) -> bool:
 
 
 def _policy(config: RunConfig, context: Context) -> NodePolicy:
-    """What the node allows: anything on the synthetic corpus, and on other data only what the holder agreed to.
+    """The policy of the node: anything on the synthetic corpus, and on other data only what the holder agreed to.
 
     Ledger, budget, delta and policy file are the holder's own. A node that trusts the run takes from it what the holder
     left open.

@@ -40,7 +40,7 @@ EVALUATE = "query.evaluate"
 # it. A node sends its own in answers to requests that have the field, and one that is older does not know it.
 RECEIPT = FIELD
 
-# What a train message and its reply hold beside these under secure aggregation: terms and sealed shares, as texts, and
+# What a train message and its reply hold besides these under secure aggregation: terms and sealed shares, as texts, and
 # the masked vector in place of the adapter.
 TERMS = "terms"
 SEALED = "sealed"
@@ -69,7 +69,7 @@ Arrays = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Broadcast:
-    """What a client learns of the global model.
+    """The global model as a client learns it.
 
     Attributes:
         adapter: the tensors that the client starts from.
@@ -98,7 +98,7 @@ def request_digest(broadcast: Broadcast, spec: UpdateSpec | EvaluationSpec) -> s
 
 @dataclass(frozen=True, kw_only=True)
 class UploadRelease:
-    """What a client states about its upload.
+    """A client's statement about its upload.
 
     Attributes:
         round: the run's round, from 1.
@@ -117,7 +117,7 @@ class UploadRelease:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRelease:
-    """What a client answers to an evaluation.
+    """A client's answer to an evaluation.
 
     Attributes:
         round: the round that the request named.
@@ -134,7 +134,7 @@ class EvaluationRelease:
 
 @dataclass(frozen=True, kw_only=True)
 class Registration:
-    """What a client states once, before training; all of it is public.
+    """A client's statement before training, made once; all of it is public.
 
     Attributes:
         client: the partition id, by which the server samples clients.
@@ -290,12 +290,12 @@ def _reference(broadcast: Broadcast, spec: UpdateSpec, initial: Adapter) -> Adap
 
 
 def pack_release(release: UploadRelease) -> dict[str, Any]:
-    """What a client states about its upload, as scalars."""
+    """A client's statement about its upload, as scalars."""
     return _with_receipt({"version": VERSION, **asdict(release), "event": events.to_json(release.event)})
 
 
 def unpack_release(fields: Mapping[str, Any]) -> UploadRelease:
-    """What a client states about its upload.
+    """A client's statement about its upload.
 
     Raises:
         ValueError: another version, or a missing, unknown or mistyped field.

@@ -1,4 +1,4 @@
-"""What the models of a run answer to prompts of the server's test set: untrained, private and not private."""
+"""Answers of a run's models to prompts of the server's test set: untrained, private and not private."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _questions(config: RunConfig, bench: Workbench) -> _Questions:
 
 
 def _in_words(config: RunConfig, text: str) -> str:
-    """What a record asks: its prompt, or what was said before its response, a line for each turn."""
+    """The question of a record: its prompt, or what was said before its response, a line for each turn."""
     return "\n".join(f"{role}: {said}" for role, said in turns_of(text)) if config.messages_column else text
 
 

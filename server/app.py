@@ -94,7 +94,7 @@ def _begun(grid: Grid, config: RunConfig, bench: Workbench, resumed: Checkpoint 
     if reason:
         observer.notice(reason)
     observer.progressed(RunProgress(what="calibrating the noise"))
-    # A run that goes on has its noise: shares of a target that are calibrated anew differ in their last digits.
+    # A run that goes on has its noise: shares of a target that are calibrated again differ in their last digits.
     if resumed is None or config.digest != resumed.digest:
         config = calibrated(config, sizes, bench.initial)
     if config.computes_baselines:

@@ -185,7 +185,7 @@ class Books:
         }
 
     def _spent_after(self, client: int, num_rounds: int) -> list[Event]:
-        """What a client that takes part in the next rounds will have released, on the view of the budget."""
+        """The releases of a client that takes part in the next rounds, on the view of the budget."""
         before = [*self.accounts.history(client, self._config.privacy_view), *self.costs.reserved]
         return [*before, *self.costs.worst_events(client, self._after, num_rounds)]
 
@@ -203,7 +203,7 @@ class Books:
         return [client for client in selected if client not in self.retired]
 
     def retired_by_request(self, round_: int, requests: Mapping[int, str]) -> list[int]:
-        """The clients, now retired, whose budget allows the round, but not beside what it was charged for already.
+        """The clients, now retired, whose budget allows the round, but not with what it was charged for already.
 
         A request that differs from the one that the client was sent in this round before an interruption is another
         release; both count.
@@ -348,7 +348,7 @@ class Books:
             self.accounts.record(client, release)
 
     def _at_worst(self, round_: int, clients: Iterable[int]) -> dict[int, Release]:
-        """What a round costs in the worst case over all that may still be asked.
+        """The cost of a round in the worst case over all that may still be asked.
 
         A round with too few replies asks others, and its uploads then count less each. Nobody joins a sum that is made
         in secret.

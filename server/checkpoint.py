@@ -300,7 +300,7 @@ def first_registrations(nodes: Nodes, resumed: Checkpoint) -> Nodes:
         raise InputError(f"partition-id {', '.join(map(str, changed))}: the run that is resumed began with other nodes")
     for client, (_, now) in nodes.items():
         check_same(before[client], now)
-    # A simulated node makes its key anew when it starts.
+    # A simulated node makes a new key when it starts.
     here = {
         client: (node_id, replace(before[client], identity=now.identity, signature=now.signature))
         for client, (node_id, now) in nodes.items()

@@ -53,7 +53,7 @@ class RoundCosts:
         self._evaluation = planned_evaluation(evaluation) if evaluation else None
 
     def event(self, client: int, round_: int) -> Event:
-        """What a round, from 1, costs the client on the `local` view."""
+        """The event that a round, from 1, costs the client on the `local` view."""
         return self._events[client][self._schedule.spec(round_)]
 
     def is_same_each_round(self, client: int) -> bool:
@@ -61,7 +61,7 @@ class RoundCosts:
         return len(self._events[client]) == 1
 
     def events(self, client: int, after: int, num_rounds: int) -> list[Event]:
-        """What the next rounds after a finished one cost the client on the `local` view if it takes part in each."""
+        """The events that the rounds after a finished one cost a client on the `local` view if it takes part in each."""
         own = self._events[client]
         counts = self._schedule.counts(after, num_rounds)
         return [own[spec].with_count(count * own[spec].count) for spec, count in counts.items()]
@@ -90,7 +90,7 @@ class RoundCosts:
 
     @property
     def units(self) -> set[Unit]:
-        """What the run's releases protect: a single unit, since all clients follow the same instruction."""
+        """The unit that the run's releases protect: a single one, since all clients follow the same instruction."""
         return {event.unit for event in self._all_events}
 
     @property
@@ -99,7 +99,7 @@ class RoundCosts:
 
     @property
     def reserved(self) -> list[Event]:
-        """What budgets keep for the evaluation after the last round; the same on every view."""
+        """The release that budgets keep for the evaluation after the last round; the same on every view."""
         return [self._evaluation] if self._evaluation else []
 
     @property
@@ -110,7 +110,7 @@ class RoundCosts:
 
     @cached_property
     def calibrated_scale(self) -> float:
-        """What calibration took every client's noise to be multiplied by, at least, on the run's view."""
+        """The factor by which calibration took every client's noise to be multiplied, at least, on the run's view."""
         return view_scale(self._config, list(self._sizes.values()))
 
     def worst(self, round_: int, clients: Iterable[int], *, beside: Iterable[int]) -> dict[int, Release]:
@@ -142,7 +142,7 @@ class RoundCosts:
 
     @property
     def _most_in_a_sum(self) -> int | None:
-        """How many uploads a client's release can be weighed with, its own among them; None if there is no limit.
+        """The number of uploads that a client's release can be weighed with, its own included; None without a limit.
 
         A round asks `clients_per_round` more only while fewer than `min_clients` have replied, and replies to what it
         asked before no longer count then. A client that failed pays as if its upload were in the sum too.

@@ -26,7 +26,7 @@ log = logging.getLogger("flwr")
 
 @dataclass(frozen=True, kw_only=True)
 class PrivateEvaluation:
-    """What the holders' noised counts said.
+    """The result of the holders' noised counts.
 
     Attributes:
         estimate: of the accuracy on the records of all holders that answered.
@@ -140,7 +140,7 @@ def _read(reply: Message, round_: int, event: Event) -> EvaluationRelease:
 
 
 def _digests(releases: Mapping[int, EvaluationRelease]) -> dict[int, str]:
-    """What the ledger records of each reply."""
+    """The digests of the replies, which the ledger records."""
     return {
         client: hashlib.sha256(protocol.pack_evaluation_reply(release)).hexdigest()
         for client, release in releases.items()

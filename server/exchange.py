@@ -73,7 +73,7 @@ class Exchange:
         self._overdue |= unanswered
 
     def pop_num_late(self) -> int:
-        """How many late replies were discarded since the last call."""
+        """The number of late replies that were discarded since the last call."""
         num_late, self._num_late = self._num_late, 0
         return num_late
 
@@ -104,7 +104,7 @@ class MalformedError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpectedReply:
-    """What a client's reply must match, given what the client was asked.
+    """The values that a client's reply must match, given what the client was asked.
 
     Attributes:
         round: that the reply must state.
@@ -199,7 +199,7 @@ def _malformed_by_name() -> Iterator[None]:
 
 
 def _release_of(reply: Message, expected: ExpectedReply) -> UploadRelease:
-    """What the reply states, which is what was expected."""
+    """The statement of the reply, which is what was expected."""
     release = protocol.unpack_release(reply.content.config_records[protocol.RELEASE])
     _check_release(release, expected)
     return release

@@ -62,7 +62,7 @@ class Inquiry:
 
 
 def _question() -> RecordDict:
-    """What a node is asked: its registration, and the receipt of its last charge."""
+    """The question to a node: its registration, and the receipt of its last charge."""
     return RecordDict({protocol.INSTRUCTION: ConfigRecord({protocol.RECEIPT: ""})})
 
 
@@ -238,7 +238,7 @@ class Receipts:
         return Receipts(path, _signers(config, nodes), nodes)
 
     def shown_to(self, client: int) -> dict[str, str]:
-        """What a request to the client holds beside its instruction; empty for a node that has sent no receipt."""
+        """The fields of a request to the client besides its instruction; empty for a node that has sent no receipt."""
         newest = self._newest.get(client)
         return {} if newest is None else {protocol.RECEIPT: newest.text()}
 

@@ -106,7 +106,7 @@ def keep_recurring(
     uploads: Iterable[Upload],
 ) -> dict[str, Any] | None:
     """Store the mean of the most recurrent variants of the last round as a variant; returns the summary's entry."""
-    clusters = recurring(config, outcome)
+    clusters = _recurring(config, outcome)
     if clusters:
         # All were trained from one model, so what had been merged into that model belongs to the mean as well.
         client = int(clusters[0].clients[0].removeprefix("client-"))
@@ -115,7 +115,7 @@ def keep_recurring(
         ancestors = global_ancestors(uploads, outcome.run_id, outcome.rows[-1].round)
         deltas = {r.data_set: outcome.strategy.books.accounts.deltas[r.client] for r in registrations}
         _describe(config, path, History(name=path.name, ancestors=ancestors), deltas, None)
-    return as_summary(config, clusters, RECURRING)
+    return _recurrence_summary(config, clusters, RECURRING)
 
 
 def deduplicate(config: RunConfig, bench: Workbench, writer: RunWriter) -> None:
@@ -207,7 +207,7 @@ def _shapes_digest(tensors: Mapping[str, NDArray[np.generic]]) -> str:
     return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:12]
 
 
-def recurring(config: RunConfig, outcome: SeriesOutcome) -> list[RecurringVariants]:
+def _recurring(config: RunConfig, outcome: SeriesOutcome) -> list[RecurringVariants]:
     """Clusters of the clients whose uploads the last round used, most recurrent first; none without a threshold.
 
     All uploads of a round were trained from one model, so they are compared by what they add to it.
@@ -225,7 +225,7 @@ def recurring(config: RunConfig, outcome: SeriesOutcome) -> list[RecurringVarian
     )
 
 
-def as_summary(config: RunConfig, clusters: Iterable[RecurringVariants], mean: str) -> dict[str, Any] | None:
+def _recurrence_summary(config: RunConfig, clusters: Iterable[RecurringVariants], mean: str) -> dict[str, Any] | None:
     """The entry for the run's summary; None without a threshold.
 
     Args:

@@ -45,7 +45,7 @@ OnChange = Callable[[Literal["skipped", "returned"], int, int], None]
 
 @dataclass(frozen=True, eq=False)
 class RoundRequest:
-    """What all clients of one rank are sent in a round.
+    """The request that all clients of one rank are sent in a round.
 
     Attributes:
         broadcast: the model as these clients read it.
@@ -72,15 +72,15 @@ class RoundRequest:
         return replace(self, content=content, num_bytes=wire_bytes(content), digest=digest)
 
 
-class Status(NamedTuple):
-    """How a round ended for a client; see `ClientRow`."""
+class _Status(NamedTuple):
+    """The end of a round for a client; see `ClientRow`."""
 
     name: str
     detail: str = ""
 
 
-class RoundUpload(NamedTuple):
-    """What a client uploaded, an adapter or its part in a sum, and the digest of its reply."""
+class _RoundUpload(NamedTuple):
+    """The upload of a client, an adapter or its part in a sum, and the digest of its reply."""
 
     content: Adapter | Vector
     digest: str
@@ -107,28 +107,28 @@ class Round:
         self.requests: dict[int, RoundRequest] = {}
         self.messages: dict[int, Message] = {}
         self.replies: dict[int, Message] = {}
-        self.statuses: dict[int, Status] = {}
-        self.uploads: dict[int, RoundUpload] = {}
+        self.statuses: dict[int, _Status] = {}
+        self.uploads: dict[int, _RoundUpload] = {}
         self.heard: set[int] = set()
         self.bytes_up: Counter[int] = Counter()
         self.bytes_down: Counter[int] = Counter()
 
     @property
     def num_usable(self) -> int:
-        """How many replies the round can use; one from a client that stays silent is among them."""
+        """The number of replies that the round can use; one from a client that stays silent is among them."""
         return sum(status.name in USABLE for status in self.statuses.values())
 
     def message_to(self, client: int, node_id: int, request: RoundRequest) -> Message:
         """The message that carries the request to the client, which counts as asked from now on."""
         message = Message(request.content, node_id, "train", group_id=str(self.number))
         self.requests[client], self.messages[client] = request, message
-        self.statuses[client] = Status("no reply")
+        self.statuses[client] = _Status("no reply")
         self.heard.discard(client)
         return message
 
     def leave_out(self, client: int, reason: str) -> None:
         """Note that the client dropped out of the round's sum before it was asked, so that it is not charged."""
-        self.statuses[client] = Status("left out", reason)
+        self.statuses[client] = _Status("left out", reason)
 
     def collect(self, replies: Iterable[Message], read: Read) -> dict[int, str]:
         """Judge replies; of each client only the first one counts.
@@ -158,18 +158,18 @@ class Round:
                 log.warning("round %s, client %s: %s", self.number, client, status.detail)
         return retired
 
-    def _judge(self, client: int, reply: Message, read: Read) -> Status:
+    def _judge(self, client: int, reply: Message, read: Read) -> _Status:
         """The status that a reply gives its client; a sound upload is kept."""
         if reply.has_error():
-            return Status(_STATUS_OF_ERROR.get(reply.error.code, "failed"), reason_of(reply))
+            return _Status(_STATUS_OF_ERROR.get(reply.error.code, "failed"), reason_of(reply))
         try:
             content, digest = read(client, reply)
         except MalformedError as error:
-            return Status("malformed", str(error))
+            return _Status("malformed", str(error))
         if content is None:
-            return Status("silent")
-        self.uploads[client] = RoundUpload(content, digest)
-        return Status("ok")
+            return _Status("silent")
+        self.uploads[client] = _RoundUpload(content, digest)
+        return _Status("ok")
 
     def _subject_of(self, error: Message) -> int | None:
         """The client whose message an error answers: when the link gives up on a node, it replies in its own name."""
@@ -180,7 +180,7 @@ class Round:
 
 
 class Absences:
-    """Who is skipped; it depends on which answers arrived, and on nothing that they say.
+    """The clients that are skipped; that depends on which answers arrived, and on nothing that they say.
 
     An answer is whatever the node itself sends, errors included; what the link says in its name is none.
 

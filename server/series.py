@@ -155,7 +155,7 @@ class Series:
         )
 
     def _tested(self, model: GlobalModel, choices: Choices | None) -> Evaluation:
-        """How well the model does on the server's test set; the untrained one is tested once."""
+        """The evaluation of the model on the server's test set; the untrained one is tested once."""
         is_untrained = _is_untrained(model)
         if is_untrained and self._untrained is not None:
             return self._untrained
@@ -168,7 +168,7 @@ class Series:
         return tested
 
     def _start(self, choices: Choices | None) -> Evaluation | None:
-        """The test of the untrained model, which a resumed run makes anew if something is compared with it."""
+        """The test of the untrained model, which a resumed run makes again if something is compared with it."""
         if self._untrained is None and self._config.task == "CAUSAL_LM" and len(self._bench.test):
             start = self._bench.initial
             with with_adapter(self._bench.model, start, {}):
@@ -224,7 +224,7 @@ class Series:
 
 
 def _told(event: Literal["skipped", "returned"], name: str, client: int, round_: int) -> str:
-    """Who is not asked any more, or is asked again."""
+    """A line on a client that is not asked any more, or is asked again."""
     who = holder_label(client, name)
     if event == "returned":
         return f"{who} has registered again, and is asked from round {round_} on"

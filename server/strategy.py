@@ -123,12 +123,12 @@ class RuleStrategy(Strategy):
         return sorted(np.random.default_rng(seed).choice(clients, size=num, replace=False).tolist())
 
     def event(self, client: int) -> Event:
-        """What the current round costs the client on the local view."""
+        """The event that the current round costs the client on the local view."""
         return self.books.costs.event(client, self._round.number)
 
     @property
     def spec(self) -> UpdateSpec:
-        """What the clients of the current round are asked, and before the first one, those of the first."""
+        """The update that the current round asks for; before the first round, that of the first."""
         return self.schedule.spec(self._round.number)
 
     def configure_train(
@@ -212,7 +212,7 @@ class RuleStrategy(Strategy):
         return others
 
     def _request(self, rank: int, instruction: ConfigRecord) -> RoundRequest:
-        """What a client of this rank is sent in the current round."""
+        """The request to clients of this rank in the current round."""
         model, round_ = self.model, self._round.number
         adapter = model.adapter
         if self._rule.restarts:
@@ -250,7 +250,7 @@ class RuleStrategy(Strategy):
             yield reply
 
     def _read(self, client: int, reply: Message) -> tuple[Adapter | Vector | None, str]:
-        """What a client's reply holds, and the digest that the client's ledger records."""
+        """The content of a client's reply, and the digest that the client's ledger records."""
         expected = self._expected_reply(client)
         if self._attempt is None:
             read: tuple[Adapter | Vector | None, str] = read_reply(reply, expected)
@@ -278,7 +278,7 @@ class RuleStrategy(Strategy):
         return ArrayRecord(self.model.adapter)
 
     def _adapters(self, contents: Mapping[int, Adapter | Vector]) -> list[Adapter] | None:
-        """What the rule averages: the uploads or, where only their sum is known, what stands for their average.
+        """The adapters that the rule averages: the uploads or, if only their sum is known, what stands for their average.
 
         None if there is no sum; then `_no_sum` says why.
         """

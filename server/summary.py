@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fedpriv.baselines import Baselines
 
 
-Costs = Mapping[str, Mapping[int, PrivacySpent | None]]
+_CostsByView = Mapping[str, Mapping[int, PrivacySpent | None]]
 
 _STANDARD_ERRORS = 2
 
@@ -113,7 +113,7 @@ def summarize(
     }
 
 
-def _client(client: int, costs: Costs, outcome: SeriesOutcome) -> dict[str, Any]:
+def _client(client: int, costs: _CostsByView, outcome: SeriesOutcome) -> dict[str, Any]:
     books, evaluation = outcome.strategy.books, outcome.evaluation
     up = evaluation.bytes_up.get(client, 0) if evaluation else 0
     down = evaluation.bytes_down.get(client, 0) if evaluation else 0
@@ -225,7 +225,7 @@ def warnings_of(
     loss_initial: float | None,
     loss: float | None,
 ) -> list[str]:
-    """What a user must not overlook, a line each. Nothing is compared with what is not known.
+    """Warnings that a user must not overlook, a line each. Nothing is compared with what is not known.
 
     Args:
         accuracy: of the final model, in [0, 1].

@@ -44,7 +44,7 @@ class Opened:
 
     Attributes:
         terms: of the attempt.
-        fields: {client: what its train message holds beside the instruction}, of those that are still in it.
+        fields: {client: what its train message holds besides the instruction}, of those that are still in it.
         dealt: the state of the protocol; None in a simulation that leaves out what would cancel out.
         left_out: {client of the terms: why it is not in it any more}.
         dishonest: {client of the terms: what it did}; if there are any, nobody may be asked, and another attempt is to

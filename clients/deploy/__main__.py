@@ -97,7 +97,7 @@ def init(
 
 
 def _tell(made: Made, quoted: str) -> None:
-    """What was made, and what is left to do."""
+    """Tell what was made, and what is left to do."""
     node = made.node
     typer.echo(f"created {node.folder}; keep {node.key} and {node.vault.key} secret, review {node.vault.policy}")
     if made.found is not None and made.data_set is not None:
@@ -115,14 +115,14 @@ def _tell(made: Made, quoted: str) -> None:
 
 
 def _tell_keys(node: Node) -> None:
-    """What the coordinator must get."""
+    """Tell what the coordinator must get."""
     typer.echo(f"send to the coordinator: {' and '.join(map(str, node.public_keys))}")
     for file in node.public_keys:
         typer.echo(file.read_text().strip())
 
 
 def _asked(option: str, question: str) -> str:
-    """The answer of whoever sits at the terminal.
+    """The answer of the person at the terminal.
 
     Raises:
         InputError: nobody does.

@@ -64,7 +64,7 @@ def check_survivors(vault: VaultSettings) -> None:
     """Refuse sums in which nobody else's noise need count.
 
     Raises:
-        InputError: `min_survivors` leaves no honest node beside this one and those that read the sum.
+        InputError: `min_survivors` leaves no honest node but this one and those that read the sum.
     """
     least, colluding = vault.min_survivors, vault.colluding_clients
     needed = num_readers(colluding) + 2
@@ -76,10 +76,10 @@ def check_survivors(vault: VaultSettings) -> None:
 
 
 def peers_summary(vault: VaultSettings) -> str:
-    """With whom the node adds up, for its operator.
+    """The peers with which the node adds up, for its operator.
 
     Raises:
-        InputError: fewer are approved than a sum needs beside this node, the threshold leaves no honest peer, a
+        InputError: fewer are approved than a sum needs besides this node, the threshold leaves no honest peer, a
             file is no public key of a vault, or one key stands for two holders.
     """
     known = approved_peers(vault.peers)

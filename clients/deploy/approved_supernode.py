@@ -69,7 +69,7 @@ def require_approval(path: Path) -> None:
     """Make every SuperNode of this process refuse bundles that the file does not approve.
 
     Flower 1.41 calls `_verify_fab` on a bundle that has verifications if trusted entities are configured. This function
-    supplies both, and lets the file decide, which is read anew for each run.
+    supplies both, and lets the file decide, which is read again for each run.
     """
     pull: Callable[..., Any] = start_client_internal._pull_and_store_message
 

@@ -113,7 +113,7 @@ def _newest(vault: VaultSettings) -> Check:
 
 
 def _columns(vault: VaultSettings) -> str:
-    """What of a record is read."""
+    """The columns of a record that are read."""
     if vault.messages_column:
         return f"chats in {vault.messages_column!r}"
     if vault.prompt_column:
@@ -130,7 +130,7 @@ def _of(name: str, check: Callable[[], None], detail: str) -> Check:
 
 
 def _enforced(vault: VaultSettings) -> Check:
-    """What enforces the budget, and how much of it is used."""
+    """The rule that enforces the budget, and how much of it is used."""
     try:
         with reading(vault.ledger) as db:
             enforced = statement.enforcement(db, entries.data_set(db, None), vault.budget_epsilon, vault.budget_view)

@@ -122,7 +122,7 @@ class Node:
 
     @property
     def public_keys(self) -> tuple[Path, Path]:
-        """What the coordinator registers: the public lines of `key`, and of the vault's key."""
+        """The files that the coordinator registers: the public lines of `key`, and of the vault's key."""
         return keys.public_path(self.key), keys.public_path(self.vault.key)
 
     @property
@@ -244,5 +244,5 @@ def replace_node_key(node: Node) -> None:
 
 
 def _owner(node: Node) -> User | None:
-    """Whose the files are to be, if root makes them."""
+    """The user who is to own the files, if root makes them."""
     return owner_of(node.folder) if os.geteuid() == 0 else None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a file of records holds.
+    """The figures of a file of records.
 
     Attributes:
         num_records: N_k, of the whole file, whatever label a record has.
@@ -39,7 +39,7 @@ class Found:
     content: bytes = field(repr=False)
 
     def lines(self) -> list[str]:
-        """What to tell the operator."""
+        """The lines that tell the operator."""
         found = [f"found {self.num_records} records, {self.num_empty} of them empty"]
         if self.counts:
             found.append("labels: " + ", ".join(f"{label} {number}" for label, number in self.counts.items()))
@@ -115,7 +115,7 @@ def check_labels(vault: VaultSettings) -> None:
 
 
 def find(vault: VaultSettings) -> Found:
-    """What the node's file holds; every record of it must be readable.
+    """The figures of the node's file, of which every record must be readable.
 
     Raises:
         InputError: the file, a column or a record cannot be used.
@@ -138,7 +138,7 @@ def find(vault: VaultSettings) -> Found:
 
 
 def _content(records: Sequence[OwnRecord], vault: VaultSettings) -> bytes:
-    """What `fedpriv.data.federated.load_own` makes of the records, so that a run's note and this one agree."""
+    """The records as `fedpriv.data.federated.load_own` makes them, so that a run's note and this one agree."""
     from fedpriv.data.text import TextData
 
     source = vault.source
@@ -239,7 +239,7 @@ def bound(vault: VaultSettings, *, plan: Path | None, filter_: str | None, plan_
 def _choice(
     vault: VaultSettings, data_set: DataSet, plan: Path | None, filter_: str | None, plan_delta: float | None
 ) -> Choice | None:
-    """What the operator chose to enforce a data set's budget; None if nothing."""
+    """The rule that the operator chose to enforce a data set's budget; None if none."""
     from fedpriv.vault import charging
 
     if plan is not None and filter_ is not None:

@@ -124,7 +124,7 @@ def prepare(node: Node) -> Users:
 
 @dataclass(frozen=True)
 class _Ending:
-    """How a SuperNode ended: its exit code, its meaning, and whether the SuperLink refused to admit the node."""
+    """The end of a SuperNode: exit code, its meaning, and whether the SuperLink refused to admit the node."""
 
     code: int
     meaning: str
@@ -150,7 +150,7 @@ def _run(node: Node, users: Users, environ: Mapping[str, str], say: Callable[[st
 
 
 def variables(node: Node) -> dict[str, str]:
-    """What the SuperNode is told by its environment, this checkout's modules among it."""
+    """The variables by which the SuperNode is told of its home and of this checkout's modules."""
     return {**settings(node.flower_home), "PYTHONPATH": python_path(ROOT)}
 
 

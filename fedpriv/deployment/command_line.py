@@ -81,7 +81,7 @@ class Unit:
         prepared_by: a command that root runs before each start; empty for none.
         folder: to run it in.
         user: whose process it is.
-        variables: its environment, beside what systemd gives.
+        variables: its environment, besides what systemd gives.
         writable: what it may write; the rest of the file system is read-only, or not seen.
         read_only: what within that it may only read.
         hidden: what it must not even read.

@@ -20,7 +20,7 @@ CONNECTION = "federation"
 
 _ANSWER_SECONDS = 120.0
 
-# Flower colours its log, whoever reads it.
+# Flower colours its log, even where no terminal shows it.
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 # Flower logs these codes; its processes themselves always exit with 1. See flwr/supercore/exit/exit_code.py, 1.41.
@@ -57,7 +57,7 @@ def environment(home: Path, **extra: str) -> dict[str, str]:
 
 
 def settings(home: Path) -> dict[str, str]:
-    """What Flower's programs are told by their environment alone."""
+    """The variables that Flower's programs take from their environment alone."""
     return {
         "FLWR_HOME": str(home),
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",

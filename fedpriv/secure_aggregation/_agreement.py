@@ -65,7 +65,7 @@ def public_half(private: bytes) -> bytes:
 
 
 def agree(private: bytes, public: bytes, peer: int) -> bytes:
-    """What X25519 makes of a private and a peer's public key [32 bytes].
+    """The secret that X25519 makes of a private and a peer's public key [32 bytes].
 
     Raises:
         ProtocolError: the public key is one of the few with which every agreement is zero; names the peer.

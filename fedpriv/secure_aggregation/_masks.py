@@ -66,7 +66,7 @@ def self_mask(seed: bytes, client: int, terms: Terms) -> Words:
 
 
 def pairwise_mask(private: bytes, client: int, public: bytes, peer: int, terms: Terms) -> Words:
-    """What client k adds for peer j: PRG(s_kj) if k < j, and its negative if k > j, words [d]; the two cancel.
+    """The mask that client k adds for peer j: PRG(s_kj) if k < j, and its negative if k > j, words [d]; the two cancel.
 
     Args:
         private: k's mask key, 32 bytes.
@@ -101,7 +101,7 @@ class Shares:
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """From whom shares go to whom, and in which exchange.
+    """The way of shares from their dealer to their holder in one exchange.
 
     Attributes:
         transcript: digest of the terms and of all advertisements, 32 bytes.

@@ -42,7 +42,7 @@ class Advertisement:
 
 @dataclass(frozen=True, kw_only=True)
 class Complaint:
-    """Whose shares a participant cannot use, told before anything is masked.
+    """The dealers whose shares a participant cannot use, told before anything is masked.
 
     Attributes:
         dealers: clients that sealed shares for it which do not open, or do not fit their hashes.
@@ -56,7 +56,7 @@ class Complaint:
 
 @dataclass(frozen=True, kw_only=True)
 class Reveal:
-    """What a participant gives away of its peers' seeds: of each peer one of the two, never both.
+    """The shares of its peers' seeds that a participant gives away: of each peer one of the two, never both.
 
     Attributes:
         client: who reveals.
@@ -70,7 +70,7 @@ class Reveal:
 
 
 def advertised(terms: Terms, advertisement: Advertisement) -> bytes:
-    """What the signature of an advertisement signs: the attempt, all its terms, the client and its keys."""
+    """The bytes that the signature of an advertisement signs: the attempt, all its terms, the client and its keys."""
     return context(
         "advertisement",
         terms.run.encode(),
@@ -99,7 +99,7 @@ def transcript_of(terms: Terms, advertisements: Mapping[int, Advertisement]) -> 
 
 
 def confirmed(transcript: bytes, survivors: Iterable[int]) -> bytes:
-    """What a participant signs when it confirms a list of survivors."""
+    """The bytes that a participant signs when it confirms a list of survivors."""
     return context("survivors", transcript, *sorted(survivors))
 
 

@@ -2,7 +2,7 @@
 
 The steps take and return the texts of `fedpriv.secure_aggregation._wire`. Whatever is refused ends the session: its
 secrets are forgotten, and the node has dropped out of the attempt. They live in memory only. (Python cannot overwrite
-them: they are gone for this program, and for whoever reads its memory as soon as it is used anew.)
+them: they are gone for this program, and for anyone who reads its memory as soon as it is used again.)
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Session:
 
     @property
     def receipts(self) -> tuple[str, ...]:
-        """What the peers' advertisements hold beside keys, once `share` has checked that they have signed it."""
+        """The receipts in the peers' advertisements, once `share` has checked that they have signed it."""
         state = self._state
         shown = state.advertisements if isinstance(state, node.Shared) else {}
         return tuple(text for peer, each in shown.items() if peer != self.client for text in each.receipts)
@@ -96,7 +96,7 @@ class Session:
         )
 
     def check(self, sealed: str) -> str:
-        """Whose shares this node cannot use; the session is over if there are any, and else stays where it is.
+        """The clients whose shares this node cannot use; if there are any, the session is over.
 
         Args:
             sealed: as for `mask`.
@@ -152,7 +152,7 @@ class Session:
         )
 
     def reveal(self, signatures: str) -> str:
-        """What is revealed of the peers' seeds; the session is over.
+        """The shares of the peers' seeds that this node reveals; the session is over.
 
         Args:
             signatures: {client: signature of the survivors}, at least t.

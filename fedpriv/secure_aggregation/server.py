@@ -68,7 +68,7 @@ class Advertisements:
         return transcript_of(self.terms, self.shown)
 
     def message(self) -> str:
-        """What every client in U1 is sent."""
+        """The text that every client in U1 is sent."""
         return _wire.advertisements_text(self.shown)
 
 
@@ -90,7 +90,7 @@ class Dealt:
     dishonest: Mapping[int, str] = field(default_factory=dict)
 
     def message(self, client: int) -> str:
-        """What a client in U2 is sent: the shares that all others in U2 sealed for it."""
+        """The text that a client in U2 is sent: the shares that all others in U2 sealed for it."""
         return _wire.sealed_text({dealer: parts[client] for dealer, parts in self.dealt.items() if dealer != client})
 
 
@@ -111,7 +111,7 @@ class MaskedSum:
     refused: Mapping[int, str]
 
     def message(self) -> str:
-        """What every client in U3 is sent."""
+        """The text that every client in U3 is sent."""
         return _wire.survivors_text(self.survivors)
 
 
@@ -124,7 +124,7 @@ class Signed:
     refused: Mapping[int, str]
 
     def message(self) -> str:
-        """What every client in U4 is sent: t signatures."""
+        """The text that every client in U4 is sent: t signatures."""
         first = sorted(self.signatures)[: self.before.before.before.terms.threshold]
         return _wire.signatures_text({client: self.signatures[client] for client in first})
 

@@ -1,4 +1,4 @@
-"""What stands between a data holder's records and a coordinator: the holder's policy, and the guard that enforces it.
+"""The vault between a data holder's records and a coordinator: the holder's policy, and the guard that enforces it.
 
 An instruction with less noise than the holder allows is refused before anything is computed:
 

@@ -1,4 +1,4 @@
-"""What protects a data holder: its own rules, budget and ledger, whatever the coordinator says."""
+"""The guard refuses instructions that would not protect a data holder as its own policy says."""
 
 from __future__ import annotations
 

@@ -44,14 +44,14 @@ def registered(config: RunConfig, bench: Workbench | None, holder: Holder) -> tu
 
 
 def size(bench: Workbench, client: int) -> int:
-    """How many records the client has, by its index in the bench's data."""
+    """The number of records that a client has, by its index in the bench's data."""
     return len(bench.data.clients[client])
 
 
 def of_client(
     config: RunConfig, bench: Workbench, holder: Holder, data_set: DataSet | None, *, may_begin: bool = True
 ) -> Records:
-    """What the client trains on; in an audited run, with the canaries that are included.
+    """The records on which the client trains; in an audited run, with the canaries that are included.
 
     A node's own records that cannot be read are none: the charge is made, so the upload is noise alone.
 
@@ -86,7 +86,7 @@ def _read_own(bench: Workbench, holder: Holder, data_set: DataSet | None) -> Non
 
 
 def _encode(config: RunConfig, bench: Workbench, settings: VaultSettings, data_set: DataSet | None) -> Encode:
-    """What tokenises a node's own records, which keeps their tokens if the operator lets it."""
+    """The function that tokenises a node's own records, and keeps their tokens if the operator lets it."""
     if not settings.keep_tokens or data_set is None:
         return bench.encoder.encode
     return TokenFile(
@@ -114,5 +114,5 @@ def counts(bench: Workbench, holder: Holder, broadcast: Broadcast, data_set: Dat
 
 
 def _reason(error: Exception) -> str:
-    """What a node's log says: our own words, or where the error arose, since its text may hold a record."""
+    """The reason for a node's log: our own words, or where the error arose, since its text may hold a record."""
     return str(error) if isinstance(error, RefusedError) else trace_without_message(error)

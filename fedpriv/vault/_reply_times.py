@@ -80,7 +80,7 @@ class ReplyTime:
 
 @dataclass(frozen=True, kw_only=True)
 class _Ledger:
-    """What a reply's time has to know of the ledger.
+    """The facts of the ledger on which a reply's time depends.
 
     Attributes:
         num_charges: of the data set so far.
@@ -257,7 +257,7 @@ def _body(bench: Workbench, spec: UpdateSpec, broadcast: Broadcast) -> str:
 
 
 def _seconds_of_text(bench: Workbench, config: RunConfig) -> float:
-    """What it takes to read, split and tokenise a text of `_CHARACTERS` random letters, measured once."""
+    """The seconds that it takes to read, split and tokenise a text of `_CHARACTERS` random letters, measured once."""
     if bench not in _text_seconds:
         letters = random.Random(0)
 

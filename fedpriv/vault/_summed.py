@@ -89,7 +89,7 @@ class Part:
         return hashlib.sha256(self.terms.digest() + keys_shown.encode()).hexdigest()
 
     def release(self, event: Event) -> Release:
-        """What the part costs that the event pays for."""
+        """The release that the part is, and that the event pays for."""
         return Release(
             event=event,
             rho_bar=1.0,
@@ -103,7 +103,7 @@ class Part:
         return self.terms.participant(self.client).num_records
 
     def vector(self, update: ClientUpdate) -> Tensor:
-        """What leaves the node, int32 or int64 [values]: the integers modulo 2^bits, under the masks if there are any.
+        """The vector that leaves the node, int32 or int64 [values]: integers modulo 2^bits, masked unless there are no masks.
 
         Args:
             update: on this part's grid.
@@ -122,7 +122,7 @@ class Part:
 
 
 def identity_of(holder: Holder, client: int) -> Identity:
-    """Who signs for the node: its vault's key or, in a simulation, one made in memory."""
+    """The key that signs for the node: its vault's or, in a simulation, one made in memory."""
     if holder.identity_key is not None:
         return Identity(public_line=keys.public_line(holder.identity_key), sign=partial(keys.sign, holder.identity_key))
     if client not in _identities:
@@ -287,7 +287,7 @@ def share(request: Request, holder: Holder) -> Response:
 
 
 def check(request: Request, holder: Holder) -> Response:
-    """Whose shares the node cannot use, before anything is charged for the sum; raises like `advertise`."""
+    """The clients whose shares the node cannot use, before anything is charged for the sum; raises like `advertise`."""
     return _step(Session.check, request, holder)
 
 
@@ -324,7 +324,7 @@ def _share(holder: Holder, session: Session, message: str) -> str:
 
 
 def _passed_on(holder: Holder, terms: Terms, client: int) -> list[str]:
-    """What the node tells its peers of receipts: its own, and those of the next participants after it, round about.
+    """The receipts that the node passes on: its own, and those of the next participants after it, in a circle.
 
     All texts of an attempt travel in one message, so each node tells of fewer where there are many.
     """

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 _FORMAT = 1
 # The length of a record that the tokenizer refuses.
 _REFUSED = -1
-# Of a safetensors file, beside its arrays.
+# Of a safetensors file, without its arrays.
 _MOST_HEADER_BYTES = 4096
 
 _Arrays = dict[str, npt.NDArray[Any]]
@@ -43,7 +43,7 @@ _Digest = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFile:
-    """Where the tokens of one set of records are kept.
+    """The file that keeps the tokens of one set of records.
 
     Attributes:
         path: of the file, in a folder of the node's.
@@ -60,7 +60,7 @@ class TokenFile:
     encoder: Encoder = field(default_factory=PlainText)
 
     def encode(self, tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int) -> list[Row]:
-        """What the encoder returns; from the file if it holds just that, else the file is written anew."""
+        """The rows that the encoder returns; from the file if it holds just these, else the file is written again."""
         n = self.num_records
         kept = self._first(tokenizer, texts[:n], None if pairs is None else pairs[:n], max_length)
         return kept + self._made(tokenizer, texts[n:], None if pairs is None else pairs[n:], max_length)

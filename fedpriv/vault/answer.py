@@ -60,7 +60,7 @@ _secure = SecureSource()
 # Characters of a refusal, which may quote what a coordinator sent.
 _LONGEST_REASON = 300
 
-# The run's keys that decide what is computed, beside those in a request.
+# The run's keys that decide what is computed, besides those in a request.
 _MODEL_KEYS = (
     *("model", "task", "labels", "max_length", "seed", "aggregation", "rank", "alpha", "target_modules", "layers"),
     *("normalize_features", "train"),
@@ -348,7 +348,7 @@ def _journal(request: Request, holder: Holder, event: str, **fields: str) -> Non
 def _instruction(
     request: Request, config: RunConfig, holder: Holder, client: int, initial: Adapter
 ) -> tuple[Key, UpdateSpec, Broadcast, Part | None]:
-    """What a train request asks for, the key under which it counts as one release, and the node's part in a sum."""
+    """The update that a train request asks for, its key as one release, and the node's part in a sum."""
     run, round_, spec = protocol.unpack_instruction(request.fields)
     arrays = {record: _tensors(named) for record, named in request.arrays.items()}
     broadcast = protocol.unpack_broadcast(arrays, spec, initial)

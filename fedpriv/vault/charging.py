@@ -29,7 +29,7 @@ from fedpriv.vault.settings import NodeLimits
 log = logging.getLogger(__name__)
 
 Choice = RenyiFilter | GaussianFilter | CommittedPlan
-"""What an operator can choose at once."""
+"""A rule that an operator can choose at once."""
 
 
 class RefusedError(Exception):
@@ -235,7 +235,7 @@ def _sign_newest(policy: NodePolicy, ledger: Ledger, data_set: DataSet) -> str:
 
 
 def _check_budget(policy: NodePolicy, ledger: Ledger, release: Release, data_set: DataSet) -> None:
-    """Refuse a release that the budget does not allow beside all earlier ones, however a coordinator chose them.
+    """Refuse a release that the budget does not allow after all earlier ones, however a coordinator chose them.
 
     Raises:
         RefusedError, RetiredError: see `charge`.
@@ -294,7 +294,7 @@ def store_reply(policy: NodePolicy, key: Key, event: Event, content: bytes) -> b
 
 
 def note_of(rule: Choice | None, epsilon: float, delta: float, notes: Sequence[str] = ()) -> str:
-    """What a ledger notes of what enforces a budget.
+    """The note in a ledger on the rule that enforces a budget.
 
     Args:
         rule: what the operator chose; None stands for the Renyi filter whose order epsilon and delta decide.
@@ -316,7 +316,7 @@ def note_of(rule: Choice | None, epsilon: float, delta: float, notes: Sequence[s
 
 
 def settled_rule(ledger: Ledger, data_set: DataSet, epsilon: float) -> Rule:
-    """How the budget is enforced. A ledger that does not say, since it is older, says so from now on.
+    """The rule that enforces the budget. A ledger that notes none, since it is older, notes one from now on.
 
     Its order depends on epsilon and delta, which no upload decided, so the history counts under the filter as well.
 

@@ -1,4 +1,4 @@
-"""What passes between a ClientApp and the vault: requests and responses, and their bytes on a socket.
+"""Frames between a ClientApp and the vault: requests and responses, their bytes, and the socket that carries them.
 
 A frame is a header of JSON and arrays as safetensors, each preceded by its length; nothing is ever unpickled. This
 module loads neither torch nor anything that reads records, so a process that only carries frames stays small.
@@ -63,7 +63,7 @@ class FrameError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """What a coordinator asks of a node; every part of it is the coordinator's choice.
+    """A coordinator's request to a node; every part of it is the coordinator's choice.
 
     Attributes:
         kind: `register`, `train`, `evaluate` or, around a train request under secure aggregation, `advertise`,
@@ -166,7 +166,7 @@ def unpack_response(frame: bytes) -> Response:
 
 
 def frame_length(prefix: bytes) -> int:
-    """How many bytes follow a frame's first `PREFIX_BYTES`.
+    """The number of bytes that follow a frame's first `PREFIX_BYTES`.
 
     Raises:
         FrameError: more than a frame may hold.

@@ -146,7 +146,7 @@ class ReceiptWatch:
                 self._keep_of_peer(receipt)
 
     def passed_on(self, own: Receipt, peers: Sequence[str], most: int) -> list[str]:
-        """What the node tells its peers: its own newest receipt, and the newest of some of them, at most so many.
+        """The receipts for the node's peers: its own newest one, and the newest of some of them, at most so many.
 
         Args:
             own: of the last charge.

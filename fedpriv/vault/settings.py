@@ -121,7 +121,7 @@ class VaultSettings:
 
     @property
     def source(self) -> DataSource:
-        """Where the node's own records are."""
+        """The place of the node's own records, and their columns."""
         return DataSource(
             data=str(self.data),
             text_column=self.text_column,
@@ -198,7 +198,7 @@ class VaultSettings:
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class NodeLimits:
-    """What a data holder lets a coordinator ask for; the node's policy file overrides it key by key.
+    """Limits on what a coordinator may ask for; the node's policy file overrides them key by key.
 
     Attributes:
         min_effective_noise_multiplier: noise relative to the sensitivity under the clipping rule.
@@ -247,7 +247,7 @@ def approved_peers(folder: Path) -> dict[int, str]:
     """{partition id: public line} of the holders that the operator approved, ascending; empty without a folder.
 
     Read whenever an attempt at a sum begins, so that an approval, and its end, hold from the next attempt on. What an
-    earlier version approved, the keys of SuperNodes, approves nobody: a program beside the vault has a copy of each.
+    earlier version approved, the keys of SuperNodes, approves nobody: programs other than the vault have a copy.
 
     Args:
         folder: holds a file PARTITION-ID.pub for each of them.

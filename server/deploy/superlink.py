@@ -251,7 +251,7 @@ def _nodes_online(coordinator: Coordinator) -> Check:
 
 
 def _nodes(coordinator: Coordinator, online: str) -> Check:
-    """How many nodes are registered, and whether each is with both its keys."""
+    """The number of nodes that are registered, and whether each is with both its keys."""
     known = coordinator.registered()
     if without := sorted(known.keys() - coordinator.registered(VAULT).keys()):
         named = ", ".join(map(str, without))
