@@ -61,7 +61,7 @@ class RoundCosts:
         return len(self._events[client]) == 1
 
     def events(self, client: int, after: int, num_rounds: int) -> list[Event]:
-        """The events that the rounds after a finished one cost a client on the `local` view if it takes part in each."""
+        """The events that rounds after a finished one cost a client on the `local` view if it takes part in each."""
         own = self._events[client]
         counts = self._schedule.counts(after, num_rounds)
         return [own[spec].with_count(count * own[spec].count) for spec, count in counts.items()]

@@ -278,7 +278,7 @@ class RuleStrategy(Strategy):
         return ArrayRecord(self.model.adapter)
 
     def _adapters(self, contents: Mapping[int, Adapter | Vector]) -> list[Adapter] | None:
-        """The adapters that the rule averages: the uploads or, if only their sum is known, what stands for their average.
+        """The adapters that the rule averages: the uploads or, if only a sum is known, what stands for their average.
 
         None if there is no sum; then `_no_sum` says why.
         """

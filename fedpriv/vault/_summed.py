@@ -103,7 +103,7 @@ class Part:
         return self.terms.participant(self.client).num_records
 
     def vector(self, update: ClientUpdate) -> Tensor:
-        """The vector that leaves the node, int32 or int64 [values]: integers modulo 2^bits, masked unless there are no masks.
+        """The vector that leaves the node, int32 or int64 [values]: integers modulo 2^bits, masked if a session masks.
 
         Args:
             update: on this part's grid.
@@ -132,10 +132,8 @@ def identity_of(holder: Holder, client: int) -> Identity:
 
 def part_of(
     request: Request, config: RunConfig, holder: Holder, client: int, *, spec: UpdateSpec, digest: str, initial: Adapter
-) -> Part | None:
-    """The node's part in the sum that a train request is for; None if the server is to see the upload itself.
-
-    That it may ask for in any run, such as in rounds without noise on public data; it is charged in full.
+) -> Part:
+    """The node's part in the sum that a train request is for.
 
     Args:
         request: with the terms and its peers' shares.
@@ -149,8 +147,6 @@ def part_of(
     Raises:
         RefusedError: the terms are not for this request or not what the operator agreed to, or the node takes no part.
     """
-    if not config.secure_aggregation or protocol.TERMS not in request.fields:
-        return None
     terms = _terms(request)
     check_policy(terms, client, holder.policy)
     dimension = num_trained_values(initial, spec.trains)

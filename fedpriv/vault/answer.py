@@ -353,7 +353,10 @@ def _instruction(
     arrays = {record: _tensors(named) for record, named in request.arrays.items()}
     broadcast = protocol.unpack_broadcast(arrays, spec, initial)
     digest = protocol.request_digest(broadcast, spec)
-    part = _summed.part_of(request, config, holder, client, spec=spec, digest=digest, initial=initial)
+    part = None
+    # Without terms the server is to see the upload itself, as it may ask for in any run: that is charged in full.
+    if config.secure_aggregation and protocol.TERMS in request.fields:
+        part = _summed.part_of(request, config, holder, client, spec=spec, digest=digest, initial=initial)
     if part and (part.terms.run, part.terms.round) != (run, round_):
         raise RefusedError(f"terms: run, round = {part.terms.run}, {part.terms.round}: are not those of the request")
     return _key(config, client, run, round_, f"{digest} {part.digest}" if part else digest), spec, broadcast, part

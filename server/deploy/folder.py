@@ -69,7 +69,7 @@ class Coordinator:
 
     @property
     def bind_host(self) -> str:
-        """The address on which the SuperLink listens: every one, or loopback if the whole federation is on this machine."""
+        """The address on which the SuperLink listens: every one, or loopback if the federation is on this machine."""
         try:
             address = ipaddress.ip_address("127.0.0.1" if self.host == "localhost" else self.host)
         except ValueError:
