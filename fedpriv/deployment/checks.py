@@ -8,7 +8,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from http.client import HTTPException, HTTPSConnection
@@ -16,8 +16,9 @@ from importlib import metadata
 from pathlib import Path
 
 from fedpriv.deployment import keys
+from fedpriv.deployment.flower import FlowerError
 from fedpriv.deployment.keys import Kind
-from fedpriv.errors import InputError
+from fedpriv.errors import InputError, LedgerError
 
 _TIMEOUT_SECONDS = 5.0
 
@@ -54,6 +55,14 @@ class Check:
     name: str
     ok: bool
     detail: str
+
+    @staticmethod
+    def of(name: str, find: Callable[[], str]) -> Check:
+        """A check that is ok with the text that `find` returns, and not ok with the error that it raises."""
+        try:
+            return Check(name, True, find())
+        except (ValueError, LedgerError, FlowerError) as error:
+            return Check(name, False, str(error))
 
 
 def print_checks(checks: Iterable[Check]) -> bool:
