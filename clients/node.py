@@ -15,8 +15,8 @@ from clients.app import message_of, request_of
 from fedpriv.config import EMBEDDED, RunConfig
 from fedpriv.journal import Journal
 from fedpriv.training.local_update import ClientUpdate, UpdateTask
+from fedpriv.vault import NodePolicy
 from fedpriv.vault import answer as vault
-from fedpriv.vault.charging import NodePolicy
 from fedpriv.vault.frames import TRAIN, Request
 from fedpriv.vault.holder import Holder, parsed
 from fedpriv.vault.settings import NodeLimits, VaultSettings

@@ -35,7 +35,8 @@ from server import answers, checkpoint, registry
 from server.bookkeeping import announce_budgets
 from server.checkpoint import Checkpoint
 from server.observer import LogObserver, Observer, RunProgress
-from server.registration import NO_NODE, Nodes, Receipts, register_nodes
+from server.registration import NO_NODE, Nodes, register_nodes
+from server.round import Receipts
 from server.series import Series
 from server.summary import SeriesOutcome, summarize
 

@@ -19,7 +19,8 @@ from fedpriv.protocol import Broadcast, EvaluationRelease
 from fedpriv.training.private_evaluation import EvaluationSpec, planned_event
 from server.bookkeeping import Books
 from server.exchange import Exchange, MalformedError, reason_of, wire_bytes
-from server.registration import Nodes, Receipts
+from server.registration import Nodes
+from server.round import Receipts
 
 log = logging.getLogger("flwr")
 

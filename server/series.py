@@ -30,8 +30,8 @@ from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
 from server.evaluation import PrivateEvaluation, evaluate_privately
 from server.observer import Observer
-from server.registration import Nodes, Receipts
-from server.round import ROUNDS_WITHOUT_ANSWER, Absences
+from server.registration import Nodes
+from server.round import ROUNDS_WITHOUT_ANSWER, Absences, Receipts
 from server.strategy import RuleStrategy
 from server.summary import SeriesOutcome
 

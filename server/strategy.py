@@ -39,8 +39,8 @@ from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
 from server.exchange import Exchange, ExpectedReply, Vector, read_reply, read_sum, wire_bytes
 from server.observer import Follow, answers
-from server.registration import Nodes, Receipts
-from server.round import ROUNDS_WITHOUT_ANSWER, Absences, Round, RoundRequest, client_rows, round_row
+from server.registration import Nodes
+from server.round import ROUNDS_WITHOUT_ANSWER, Absences, Receipts, Round, RoundRequest, client_rows, round_row
 from server.sums import Opened, SecureSums
 
 log = logging.getLogger("flwr")

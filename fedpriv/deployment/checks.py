@@ -76,7 +76,7 @@ def print_checks(checks: Iterable[Check]) -> bool:
 
 def check_versions() -> Check:
     """Whether the version of Flower that this fedpriv requires is installed."""
-    pinned = pinned_flower()
+    pinned = _pinned_flower()
     try:
         flower = metadata.version("flwr")
     except metadata.PackageNotFoundError:
@@ -87,7 +87,7 @@ def check_versions() -> Check:
     return Check("versions", True, f"flwr {flower}, {others}")
 
 
-def pinned_flower() -> str:
+def _pinned_flower() -> str:
     """The version of Flower that fedpriv's own metadata requires."""
     requirement = next(line for line in metadata.requires("fedpriv") or () if line.startswith("flwr=="))
     return requirement.partition(";")[0].removeprefix("flwr==").strip()

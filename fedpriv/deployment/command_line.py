@@ -63,9 +63,9 @@ def give_units(units: Sequence[Unit], out: Path | None) -> None:
         InputError: the folder does not exist, or holds a file of that name; nothing was written.
     """
     if out is None:
-        typer.echo(shown_units(units), nl=False)
+        typer.echo(_shown_units(units), nl=False)
         return
-    for path in write_units(units, out):
+    for path in _write_units(units, out):
         typer.echo(f"wrote {path}")
     typer.echo(f"next: systemctl daemon-reload && systemctl enable --now {' '.join(unit.name for unit in units)}")
 
@@ -137,7 +137,7 @@ def unit_name(service: str, folder: Path) -> str:
     return f"fedpriv-{service}-{re.sub(r'[^A-Za-z0-9_.]', '-', folder.absolute().name)}"
 
 
-def write_units(units: Sequence[Unit], out: Path) -> list[Path]:
+def _write_units(units: Sequence[Unit], out: Path) -> list[Path]:
     """Write each unit as NAME.service, none of them if one cannot be written.
 
     Raises:
@@ -154,7 +154,7 @@ def write_units(units: Sequence[Unit], out: Path) -> list[Path]:
     return list(files)
 
 
-def shown_units(units: Sequence[Unit]) -> str:
+def _shown_units(units: Sequence[Unit]) -> str:
     """The units one after the other, each under the name of its file."""
     return "\n".join(f"# {unit.name}.service\n{unit.text()}" for unit in units)
 

@@ -14,7 +14,7 @@ from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.protocol import Broadcast
 from fedpriv.training.local_update import OBJECTIVES, OPTIMIZERS, QUANTIZATIONS, TRAINED_PARTS, UpdateSpec
 from fedpriv.training.private_evaluation import EvaluationSpec
-from fedpriv.vault.charging import NodePolicy, RefusedError
+from fedpriv.vault._charging import NodePolicy, RefusedError
 from fedpriv.vault.settings import NodeLimits
 
 # Accountants take a larger one for this, and near the largest float an upload would overflow after its charge.

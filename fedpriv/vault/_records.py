@@ -15,9 +15,9 @@ from fedpriv.ledger.entries import DataSet
 from fedpriv.protocol import Broadcast
 from fedpriv.training import private_evaluation
 from fedpriv.training.workbench import Workbench
-from fedpriv.vault import charging
+from fedpriv.vault import _charging
+from fedpriv.vault._charging import RefusedError
 from fedpriv.vault._tokens import TokenFile
-from fedpriv.vault.charging import RefusedError
 from fedpriv.vault.holder import Holder, NodeHolder
 from fedpriv.vault.settings import VaultSettings
 
@@ -32,14 +32,14 @@ def registered(config: RunConfig, bench: Workbench | None, holder: Holder) -> tu
         LedgerError: the ledger cannot be used.
     """
     if bench is None or isinstance(holder, NodeHolder):
-        data_set = charging.registered_data_set(holder.policy, str(holder.client), None)
+        data_set = _charging.registered_data_set(holder.policy, str(holder.client), None)
         if data_set is None:
             raise RefusedError("ledger: this node has none, and releases nothing that it cannot record")
         return data_set, data_set.num_records
     client = holder.partition(bench.num_clients)
     canaries = audited(config, bench, client)
     num_records = canaries.num_registered if canaries else size(bench, client)
-    data_set = charging.registered_data_set(holder.policy, str(client), num_records)
+    data_set = _charging.registered_data_set(holder.policy, str(client), num_records)
     return data_set, data_set.num_records if data_set else num_records
 
 
@@ -80,8 +80,10 @@ def _read_own(bench: Workbench, holder: Holder, data_set: DataSet | None) -> Non
     if data_set is None or bench.read_for == data_set.id:
         return
     bench.forget_records()
-    bench.coin_key = charging.coin_key(holder.policy, data_set)  # before what is noted of the records may fill the disk
-    charging.log_content(holder.policy, data_set, repr(bench.data.clients[0]).encode(), size(bench, 0))
+    bench.coin_key = _charging.coin_key(
+        holder.policy, data_set
+    )  # before what is noted of the records may fill the disk
+    _charging.log_content(holder.policy, data_set, repr(bench.data.clients[0]).encode(), size(bench, 0))
     bench.read_for = data_set.id
 
 

@@ -45,8 +45,8 @@ from fedpriv.secure_aggregation.grid import DEVIATIONS, RANGE_BITS, ClientGrid
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec
 from fedpriv.training.summing import num_included
 from fedpriv.training.trained import num_trained_values
-from fedpriv.vault import charging
-from fedpriv.vault.charging import NodePolicy, RefusedError
+from fedpriv.vault import _charging
+from fedpriv.vault._charging import NodePolicy, RefusedError
 from fedpriv.vault.frames import Request, Response
 from fedpriv.vault.holder import Holder, NodeHolder, bench_of, run_of
 from fedpriv.vault.settings import approved_peers
@@ -327,7 +327,7 @@ def _passed_on(holder: Holder, terms: Terms, client: int) -> list[str]:
     watch = holder.policy.watch
     if watch is None:
         return []
-    own = charging.signed_receipt(holder.policy, charging.registered_data_set(holder.policy, str(client), None))
+    own = _charging.signed_receipt(holder.policy, _charging.registered_data_set(holder.policy, str(client), None))
     order = sorted(terms.participants, key=lambda each: (each.client <= client, each.client))
     peers = [each.identity for each in order if each.client != client]
     texts = watch.passed_on(from_text(own), peers, min(MAX_RECEIPTS, _RECEIPTS_OF_ALL // len(terms.participants)))

@@ -32,10 +32,10 @@ from fedpriv.training import private_evaluation
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
 from fedpriv.training.rehearsal import synthetic_records
 from fedpriv.training.stacked import execute_one_by_one
-from fedpriv.vault import _records, _reply_times, _summed, charging
+from fedpriv.vault import _charging, _records, _reply_times, _summed
+from fedpriv.vault._charging import AlreadyReleasedError, RefusedError, RetiredError
 from fedpriv.vault._guard import check_broadcast, check_evaluation, check_instruction, check_limits
 from fedpriv.vault._summed import Part
-from fedpriv.vault.charging import AlreadyReleasedError, RefusedError, RetiredError
 from fedpriv.vault.frames import (
     ADVERTISE,
     CHECK,
@@ -79,7 +79,7 @@ def answer(request: Request, holder: Holder) -> Response:
         return _refused(error, request, holder)
 
 
-def train(request: Request, holder: Holder) -> Response:
+def _train(request: Request, holder: Holder) -> Response:
     """The upload of one local update.
 
     Raises:
@@ -198,7 +198,7 @@ def refused(error: Exception) -> Response:
     return Response(code=FAILED, reason="failed; this node's log says why")
 
 
-def register(request: Request, holder: Holder) -> Response:
+def _register(request: Request, holder: Holder) -> Response:
     """The client's registration: partition id, registered number of records, display name and data set id.
 
     Raises:
@@ -214,7 +214,7 @@ def register(request: Request, holder: Holder) -> Response:
     if bench is not None:
         name = name or bench.data.client_names[client]
         if data_set is not None:
-            charging.log_content(
+            _charging.log_content(
                 holder.policy, data_set, repr(bench.data.clients[client]).encode(), _records.size(bench, client)
             )
     signs = holder.identity_key is not None or config.secure_aggregation
@@ -236,7 +236,7 @@ def register(request: Request, holder: Holder) -> Response:
     return Response(record=protocol.REGISTRATION, fields=protocol.pack_registration(registration))
 
 
-def evaluate(request: Request, holder: Holder) -> Response:
+def _evaluate(request: Request, holder: Holder) -> Response:
     """Noised counts of the records that are set aside on which a model is right and wrong.
 
     Whatever raises here was decided by public inputs, as in `prepare`. After the charge the answer is noise alone where
@@ -282,15 +282,15 @@ def evaluate(request: Request, holder: Holder) -> Response:
     exact = _records.counts(bench, holder, broadcast, data_set) if may_read else private_evaluation.NO_COUNTS
     counts, event = private_evaluation.noised(exact, spec, _source(config, client, round_, "evaluation"))
     release = EvaluationRelease(round=round_, event=event, counts=counts, receipt=_receipt(request, holder, data_set))
-    content = charging.store_reply(policy, key, event, protocol.pack_evaluation_reply(release))
+    content = _charging.store_reply(policy, key, event, protocol.pack_evaluation_reply(release))
     _journal(request, holder, "released")
     return _counts(content)
 
 
 _ANSWERS: Mapping[str, Callable[[Request, Holder], Response]] = {
-    REGISTER: register,
-    TRAIN: train,
-    EVALUATE: evaluate,
+    REGISTER: _register,
+    TRAIN: _train,
+    EVALUATE: _evaluate,
     ADVERTISE: _summed.advertise,
     SHARE: _summed.share,
     CHECK: _summed.check,
@@ -316,7 +316,7 @@ def _charged(
         Exception: see `charging.charge`.
     """
     shown = str(request.fields.get(protocol.RECEIPT, ""))
-    is_new, receipt = charging.charge(
+    is_new, receipt = _charging.charge(
         holder.policy, key, release, data_set, noise_source=config.noise_source, shown=shown
     )
     holder.before_records(reply_seconds)
@@ -328,7 +328,7 @@ def _charged(
 
 def _receipt(request: Request, holder: Holder, data_set: DataSet | None) -> str:
     """The node's newest receipt, for a coordinator that asks for it; older ones do not know the field."""
-    return charging.signed_receipt(holder.policy, data_set) if protocol.RECEIPT in request.fields else ""
+    return _charging.signed_receipt(holder.policy, data_set) if protocol.RECEIPT in request.fields else ""
 
 
 def _refused(error: Exception, request: Request, holder: Holder) -> Response:
@@ -397,7 +397,7 @@ def _settled(request: Request, holder: Holder, update: ClientUpdate) -> Response
     )
     content = protocol.pack_reply(release, arrays)
     if holder.policy.ledger is not None:
-        content = charging.store_reply(holder.policy, key, update.event, content)
+        content = _charging.store_reply(holder.policy, key, update.event, content)
     _journal(request, holder, "released")
     return _upload(content)
 

@@ -18,7 +18,7 @@ from fedpriv.journal import Journal
 from fedpriv.ledger import entries
 from fedpriv.ledger.reader import reading
 from fedpriv.training.workbench import Workbench, workbench
-from fedpriv.vault.charging import NodePolicy, RefusedError
+from fedpriv.vault._charging import NodePolicy, RefusedError
 from fedpriv.vault.frames import Scalar
 from fedpriv.vault.rollback import ReceiptWatch
 from fedpriv.vault.settings import (

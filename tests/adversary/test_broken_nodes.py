@@ -13,7 +13,7 @@ from fedpriv.errors import InputError
 from fedpriv.training import clipping, stacked
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.shapes import Pass
-from fedpriv.vault import _records, answer, charging, holder
+from fedpriv.vault import _charging, _records, answer, holder
 from tests.adversary.exchanges import play
 from tests.adversary.questions import ATTACKS
 
@@ -59,8 +59,8 @@ def shared_padding(patch):
 
 
 def free_retry(patch):
-    charge = charging.charge
-    patch.setattr(charging, "charge", lambda *args, **options: (True, charge(*args, **options)[1]))
+    charge = _charging.charge
+    patch.setattr(_charging, "charge", lambda *args, **options: (True, charge(*args, **options)[1]))
 
 
 def the_coordinators_labels(patch):

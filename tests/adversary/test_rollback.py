@@ -26,7 +26,8 @@ from fedpriv.vault.holder import Holder
 from fedpriv.vault.rollback import ReceiptWatch
 from fedpriv.vault.settings import FILE
 from server.bookkeeping import Books
-from server.registration import Receipts, register_nodes
+from server.registration import register_nodes
+from server.round import Receipts
 from server.strategy import RuleStrategy
 from simulations.engines.flower_private import task_identity
 from tests.adversary.exchanges import N_K, ROWS

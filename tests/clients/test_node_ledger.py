@@ -22,7 +22,7 @@ from fedpriv.training import workbench as workbench_module
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.training.workbench import workbench
-from fedpriv.vault import charging
+from fedpriv.vault import _charging
 from fedpriv.vault.answer import refused
 from fedpriv.vault.frames import FAILED, REFUSED, REGISTER, RETIRED
 from fedpriv.vault.settings import NodeLimits
@@ -261,7 +261,7 @@ def test_an_adapter_that_does_not_fit_is_refused_before_anything_is_charged(node
 
 
 def test_a_refusal_quotes_no_more_than_a_line_of_what_was_sent():
-    response = refused(charging.RefusedError("clipping = " + "x" * 10**6))
+    response = refused(_charging.RefusedError("clipping = " + "x" * 10**6))
     assert response.code == REFUSED
     assert len(response.reason) == 300
 

@@ -209,7 +209,7 @@ def test_disk(tmp_path):
 def test_versions_name_the_pinned_flower():
     found = checks.check_versions()
     assert found.ok, found
-    assert f"flwr {checks.pinned_flower()}" in found.detail
+    assert f"flwr {checks._pinned_flower()}" in found.detail
     assert checks.check_python().ok
 
 

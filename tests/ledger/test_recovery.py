@@ -24,7 +24,7 @@ from fedpriv.ledger.entries import Charge, Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading, verify_with_head
 from fedpriv.ledger.receipts import Receipt, ReceiptLog, chain_of
-from fedpriv.vault.charging import NodePolicy, RefusedError, RetiredError, charge
+from fedpriv.vault._charging import NodePolicy, RefusedError, RetiredError, charge
 from fedpriv.vault.rollback import ReceiptWatch
 from tests.cli.command_line import as_json, fedpriv
 from tests.ledger.test_ledger import edited

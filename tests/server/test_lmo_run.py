@@ -21,7 +21,7 @@ from fedpriv.recipes import BY_RECIPE
 from fedpriv.training.local_update import UpdateSpec, planned_event
 from fedpriv.training.noise_plan import calibrated
 from fedpriv.training.workbench import workbench
-from fedpriv.vault import _guard, charging
+from fedpriv.vault import _charging, _guard
 from fedpriv.vault.settings import NodeLimits
 from server.observer import LogObserver
 from simulations.engines import federation
@@ -125,7 +125,7 @@ def test_a_budget_retires_who_would_pass_it(small_run, tmp_path):
 
 
 SPEC = UpdateSpec.of(parse({"data": "x.csv", **LMO}))
-OWN = charging.NodePolicy(allow_unrecorded=True)
+OWN = _charging.NodePolicy(allow_unrecorded=True)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ OWN = charging.NodePolicy(allow_unrecorded=True)
 )
 def test_a_node_refuses_noise_that_protects_nothing(changes, message):
     _guard.check_instruction(SPEC, OWN, noise_source="secure", num_registered=100)
-    with pytest.raises(charging.RefusedError, match=message):
+    with pytest.raises(_charging.RefusedError, match=message):
         _guard.check_instruction(replace(SPEC, **changes), OWN, noise_source="secure", num_registered=100)
 
 
@@ -151,5 +151,5 @@ def test_a_node_limits_lmo_noise_by_its_gaussian_equal(small_run):
         if passes:
             _guard.check_limits(SPEC, event, 1, limits)
         else:
-            with pytest.raises(charging.RefusedError, match="its effective value"):
+            with pytest.raises(_charging.RefusedError, match="its effective value"):
                 _guard.check_limits(SPEC, event, 1, limits)

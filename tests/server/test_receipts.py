@@ -14,7 +14,7 @@ from fedpriv.deployment import keys
 from fedpriv.errors import LedgerError
 from fedpriv.ledger.receipts import Receipt, ReceiptLog, from_text
 from fedpriv.protocol import Registration, UploadRelease
-from server.registration import Receipts
+from server.round import Receipts
 from simulations.engines.flower_private import task_identity
 
 EVENT = SubsampledGaussian(noise_multiplier=1.0, sampling_probability=0.1)

@@ -23,8 +23,8 @@ from fedpriv.training import private_evaluation, workbench
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.private_evaluation import EvaluationSpec, planned_event
+from fedpriv.vault import _charging
 from fedpriv.vault import answer as answering
-from fedpriv.vault import charging
 from fedpriv.vault.answer import answer
 from fedpriv.vault.frames import EVALUATE, FAILED, REFUSED, RETIRED, Request, Response
 from fedpriv.vault.holder import Holder, bench_of, run_of
@@ -86,7 +86,7 @@ def make(tiny_bert, tmp_path):
 @pytest.fixture
 def same_noise(monkeypatch):
     """Two nodes have the same secrets."""
-    monkeypatch.setattr(charging, "coin_key", lambda policy, data_set: b"coins")
+    monkeypatch.setattr(_charging, "coin_key", lambda policy, data_set: b"coins")
     monkeypatch.setattr(answering, "_source", lambda config, client, round_, purpose: SeededSource(5, purpose))
 
 

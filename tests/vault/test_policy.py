@@ -10,7 +10,7 @@ import torch
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
 from fedpriv.training.local_update import UpdateSpec, planned_event
-from fedpriv.vault import _guard, charging
+from fedpriv.vault import _charging, _guard
 from fedpriv.vault.settings import NodeLimits
 
 SPEC = UpdateSpec.of(RunConfig(recipe="dp-lora-paper"))
@@ -36,14 +36,14 @@ def check(limits: NodeLimits | None = NodeLimits(), *, probability=0.1, round_=1
     ],
 )
 def test_an_instruction_less_private_than_agreed_is_refused_by_name(changes, message):
-    with pytest.raises(charging.RefusedError, match=message) as caught:
+    with pytest.raises(_charging.RefusedError, match=message) as caught:
         check(**changes)
     assert "\n" not in str(caught.value)
 
 
 def test_a_sampling_probability_above_the_node_s_own_maximum_is_refused():
     with pytest.raises(
-        charging.RefusedError, match=r"sampling_probability: its value 0\.3 is above this node's maximum 0"
+        _charging.RefusedError, match=r"sampling_probability: its value 0\.3 is above this node's maximum 0"
     ):
         check(NodeLimits(max_sampling_probability=0.25), probability=0.3)
 
@@ -55,13 +55,13 @@ def test_an_instruction_exactly_at_the_limits_passes():
 
 def test_noise_on_the_upload_is_judged_by_its_own_factor_and_needs_no_sampling():
     check(noise_on="upload", noise_multiplier=0.61, probability=1.0)
-    with pytest.raises(charging.RefusedError, match=r"effective value 0\.295"):
+    with pytest.raises(_charging.RefusedError, match=r"effective value 0\.295"):
         check(noise_on="upload", noise_multiplier=0.59)
 
 
 def test_without_limits_only_an_impossible_round_is_refused():
     check(None, noise_multiplier=0.0, probability=1.0, local_steps=10**6, clip_norm=1e9)
-    with pytest.raises(charging.RefusedError, match="round = 11"):
+    with pytest.raises(_charging.RefusedError, match="round = 11"):
         check(None, round_=11)
 
 

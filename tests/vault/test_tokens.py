@@ -16,7 +16,7 @@ from fedpriv.data import records
 from fedpriv.data.chat import ChatFormat
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training.workbench import load_model
-from fedpriv.vault import _tokens, answer, charging
+from fedpriv.vault import _charging, _tokens, answer
 from fedpriv.vault._tokens import TokenFile
 from fedpriv.vault.frames import REFUSED
 from tests.adversary.nodes import Node, ask, make_node, restart, run_config, training, write_rows
@@ -238,8 +238,8 @@ def test_tokens_that_do_not_fit_the_file_are_used_all_the_same(node, without, st
 
 def test_it_is_opened_after_the_charge_alone(node, start, monkeypatch):
     uploaded(node, start)
-    order, charge, read = [], charging.charge, _tokens._read
-    monkeypatch.setattr(charging, "charge", lambda *a, **k: (order.append("charge"), charge(*a, **k))[1])
+    order, charge, read = [], _charging.charge, _tokens._read
+    monkeypatch.setattr(_charging, "charge", lambda *a, **k: (order.append("charge"), charge(*a, **k))[1])
     monkeypatch.setattr(_tokens, "_read", lambda *a: (order.append("read"), read(*a))[1])
     uploaded(node, start, round_=2)
     assert order == ["charge", "read"]

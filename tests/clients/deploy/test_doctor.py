@@ -22,7 +22,7 @@ from fedpriv.ledger.entries import Key
 from fedpriv.ledger.head import head_path
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.receipts import ReceiptLog
-from fedpriv.vault.charging import NodePolicy, charge
+from fedpriv.vault._charging import NodePolicy, charge
 from fedpriv.vault.holder import Holder
 from fedpriv.vault.rollback import ReceiptWatch
 from fedpriv.vault.settings import VaultSettings

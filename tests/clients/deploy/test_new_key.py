@@ -17,7 +17,7 @@ from fedpriv.ledger.entries import Key
 from fedpriv.ledger.head import head_path
 from fedpriv.ledger.reader import reading
 from fedpriv.ledger.receipts import ReceiptLog, chains_of
-from fedpriv.vault.charging import charge, registered_data_set
+from fedpriv.vault._charging import charge, registered_data_set
 from fedpriv.vault.holder import Holder
 from fedpriv.vault.rollback import ReceiptWatch
 from simulations.processes import run_in_process

@@ -293,7 +293,7 @@ def store_reply(policy: NodePolicy, key: Key, event: Event, content: bytes) -> b
         return ledger.store(key, content)
 
 
-def note_of(rule: Choice | None, epsilon: float, delta: float, notes: Sequence[str] = ()) -> str:
+def rule_note(rule: Choice | None, epsilon: float, delta: float, notes: Sequence[str] = ()) -> str:
     """The note in a ledger on the rule that enforces a budget.
 
     Args:
@@ -332,7 +332,7 @@ def settled_rule(ledger: Ledger, data_set: DataSet, epsilon: float) -> Rule:
     return rule
 
 
-def choose(ledger: Ledger, data_set: DataSet, rule: Choice, epsilon: float) -> Rule:
+def choose_rule(ledger: Ledger, data_set: DataSet, rule: Choice, epsilon: float) -> Rule:
     """Note how the operator wants the budget to be enforced, and return all that holds then.
 
     Args:
@@ -348,7 +348,7 @@ def choose(ledger: Ledger, data_set: DataSet, rule: Choice, epsilon: float) -> R
     adds = isinstance(rule, CommittedPlan) and isinstance(filters.rule_of(notes), CommittedPlans)
     if ledger.chain(data_set.id).newest.counter and not adds:
         raise InputError(f"data set {data_set.id}: something is charged to it, so what enforces its budget stays")
-    ledger.bound(data_set, note_of(rule, epsilon, data_set.delta_for_releases, notes))
+    ledger.bound(data_set, rule_note(rule, epsilon, data_set.delta_for_releases, notes))
     return settled_rule(ledger, data_set, epsilon)
 
 
