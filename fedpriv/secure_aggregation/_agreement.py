@@ -90,8 +90,12 @@ def make_identity() -> Identity:
     return Identity(public_line=keys.line_of(key), sign=lambda message: base64.b64encode(key.sign(message)).decode())
 
 
-@lru_cache(maxsize=2**16)
 def verify_once(public_line: str, message: bytes, signature: str) -> bool:
     """`fedpriv.deployment.keys.verify`, which is pure, remembered: where all nodes share a process, each of K nodes
     would check the same K signatures."""
+    return _verified(public_line, message, signature)
+
+
+@lru_cache(maxsize=2**16)
+def _verified(public_line: str, message: bytes, signature: str) -> bool:
     return keys.verify(public_line, message, signature)
