@@ -1,4 +1,7 @@
-"""What the configuration of a simulated node says; the vault of a node with records of its own has its own settings."""
+"""A simulated data holder in this process: what its node's configuration says, and its side of a round.
+
+The vault's functions answer, behind Flower's messages. The vault of a node with records of its own has its settings.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,17 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from flwr.app import Context
+from flwr.app import Context, Message
 
+from clients.app import message_of, request_of
 from fedpriv.config import EMBEDDED, RunConfig
 from fedpriv.journal import Journal
-from fedpriv.vault.guard import NodePolicy
+from fedpriv.training.local_update import ClientUpdate, UpdateTask
+from fedpriv.vault import NodePolicy
+from fedpriv.vault import answer as vault
+from fedpriv.vault.frames import TRAIN, Request
 from fedpriv.vault.holder import Holder, parsed
-from fedpriv.vault.policy import Limits
-from fedpriv.vault.settings import VaultSettings
+from fedpriv.vault.settings import NodeLimits, VaultSettings
 
 # A node whose operator also starts the runs, as in a simulation, may take data and rules from the run's configuration.
 TRUST_KEY = "trust-run-config"
@@ -55,7 +61,7 @@ def trusts_run_config(context: Context) -> bool:
 
 
 def _policy(config: RunConfig, context: Context) -> NodePolicy:
-    """What the node allows: anything on the synthetic corpus, and on other data only what the holder agreed to.
+    """The policy of the node: anything on the synthetic corpus, and on other data only what the holder agreed to.
 
     Ledger, budget, delta and policy file are the holder's own. A node that trusts the run takes from it what the holder
     left open.
@@ -64,7 +70,7 @@ def _policy(config: RunConfig, context: Context) -> NodePolicy:
     node = context.node_config
     ledger = Path(str(node[LEDGER_KEY])) if LEDGER_KEY in node else None
     open_ = config.data == EMBEDDED or trusted
-    limits = Limits.read(Path(str(node[POLICY_KEY]))) if POLICY_KEY in node else None if open_ else Limits()
+    limits = NodeLimits.read(Path(str(node[POLICY_KEY]))) if POLICY_KEY in node else None if open_ else NodeLimits()
     policy = NodePolicy(
         allow_not_private=config.data == EMBEDDED or (trusted and (config.simulate or config.public_data)),
         allow_unrecorded=open_,
@@ -88,3 +94,35 @@ def _policy(config: RunConfig, context: Context) -> NodePolicy:
         delta=policy.delta if policy.delta is not None else config.delta,
         fixed_schedule=True,
     )
+
+
+def answered(kind: str, message: Message, context: Context) -> Message:
+    """The reply to a message of any kind."""
+    try:
+        return message_of(vault.answer(*_request_and_holder(kind, message, context)), message)
+    except Exception as error:  # its text must not leave the node
+        return message_of(vault.refused(error), message)
+
+
+def prepare(message: Message, context: Context) -> UpdateTask:
+    """The task that a train message asks for, after the guard has checked and charged it.
+
+    Raises:
+        AlreadyReleasedError: the message was answered before; `reply` sends the stored answer again.
+        RefusedError: the guard does not allow it.
+        LedgerError: the node's ledger cannot be used.
+        ValueError: the message is malformed.
+    """
+    return vault.prepare(*_request_and_holder(TRAIN, message, context))
+
+
+def reply(message: Message, context: Context, update: ClientUpdate | Exception) -> Message:
+    """The upload, once it is stored, or an error that says only that the guard refused or that training failed."""
+    try:
+        return message_of(vault.settle(*_request_and_holder(TRAIN, message, context), update), message)
+    except Exception as error:  # as above
+        return message_of(vault.refused(error), message)
+
+
+def _request_and_holder(kind: str, message: Message, context: Context) -> tuple[Request, Holder]:
+    return request_of(kind, message, context), holder_of(context)

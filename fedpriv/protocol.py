@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -23,9 +24,6 @@ from fedpriv.ledger.receipts import FIELD, from_text
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.private_evaluation import EvaluationSpec, NoisedCounts
-from fedpriv.vault.frames import FAILED as FAILED
-from fedpriv.vault.frames import REFUSED as REFUSED
-from fedpriv.vault.frames import RETIRED as RETIRED
 
 # Names of a message's records. The server sends the arrays adapter, merged and signs; a client sends adapter alone.
 ADAPTER = "adapter"
@@ -42,7 +40,7 @@ EVALUATE = "query.evaluate"
 # it. A node sends its own in answers to requests that have the field, and one that is older does not know it.
 RECEIPT = FIELD
 
-# What a train message and its reply hold beside these under secure aggregation: terms and sealed shares, as texts, and
+# What a train message and its reply hold besides these under secure aggregation: terms and sealed shares, as texts, and
 # the masked vector in place of the adapter.
 TERMS = "terms"
 SEALED = "sealed"
@@ -71,7 +69,7 @@ Arrays = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Broadcast:
-    """What a client learns of the global model.
+    """The global model as a client learns it.
 
     Attributes:
         adapter: the tensors that the client starts from.
@@ -88,9 +86,19 @@ class Broadcast:
         return {ADAPTER: self.adapter, MERGED: merged.to_tensors(self.merged), SIGNS: self.signs}
 
 
+def request_digest(broadcast: Broadcast, spec: UpdateSpec | EvaluationSpec) -> str:
+    """SHA-256, in hex, of all that a release depends on, except the data, the noise and the key's other parts."""
+    digest = hashlib.sha256(repr(sorted(asdict(spec).items())).encode())
+    for part, tensors in broadcast.tensors().items():
+        for name, tensor in sorted(tensors.items()):
+            digest.update(f"{part} {name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
 @dataclass(frozen=True, kw_only=True)
-class Release:
-    """What a client states about its upload.
+class UploadRelease:
+    """A client's statement about its upload.
 
     Attributes:
         round: the run's round, from 1.
@@ -109,7 +117,7 @@ class Release:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRelease:
-    """What a client answers to an evaluation.
+    """A client's answer to an evaluation.
 
     Attributes:
         round: the round that the request named.
@@ -126,7 +134,7 @@ class EvaluationRelease:
 
 @dataclass(frozen=True, kw_only=True)
 class Registration:
-    """What a client states once, before training; all of it is public.
+    """A client's statement before training, made once; all of it is public.
 
     Attributes:
         client: the partition id, by which the server samples clients.
@@ -281,19 +289,19 @@ def _reference(broadcast: Broadcast, spec: UpdateSpec, initial: Adapter) -> Adap
     return initial if spec.quantization == "ternary" else broadcast.adapter
 
 
-def pack_release(release: Release) -> dict[str, Any]:
-    """What a client states about its upload, as scalars."""
+def pack_release(release: UploadRelease) -> dict[str, Any]:
+    """A client's statement about its upload, as scalars."""
     return _with_receipt({"version": VERSION, **asdict(release), "event": events.to_json(release.event)})
 
 
-def unpack_release(fields: Mapping[str, Any]) -> Release:
-    """What a client states about its upload.
+def unpack_release(fields: Mapping[str, Any]) -> UploadRelease:
+    """A client's statement about its upload.
 
     Raises:
         ValueError: another version, or a missing, unknown or mistyped field.
     """
     rest = _without_version(fields)
-    release = Release(
+    release = UploadRelease(
         round=_typed(rest, "round", int),
         event=events.from_json(_typed(rest, "event", str)),
         num_records=_typed(rest, "num_records", int),
@@ -304,12 +312,12 @@ def unpack_release(fields: Mapping[str, Any]) -> Release:
     return release
 
 
-def pack_reply(release: Release, arrays: Mapping[str, Tensor]) -> bytes:
+def pack_reply(release: UploadRelease, arrays: Mapping[str, Tensor]) -> bytes:
     """A reply as bytes, to be stored before it is sent: scalars as JSON, a newline, and the arrays as safetensors."""
     return f"{json.dumps(pack_release(release), sort_keys=True)}\n".encode() + safetensors.torch.save(dict(arrays))
 
 
-def unpack_reply(content: bytes) -> tuple[Release, dict[str, Tensor]]:
+def unpack_reply(content: bytes) -> tuple[UploadRelease, dict[str, Tensor]]:
     """The scalars and arrays of a stored reply."""
     release, _, arrays = content.partition(b"\n")
     return unpack_release(json.loads(release)), safetensors.torch.load(arrays)

@@ -1,4 +1,4 @@
-"""What the models of a run answer to prompts of the server's test set: untrained, private and not private."""
+"""Answers of a run's models to prompts of the server's test set: untrained, private and not private."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fedpriv.training.decoding import Tokens, ends_of_turn, greedy_answers, prom
 from fedpriv.training.perplexity import mean_of
 from fedpriv.training.workbench import Workbench
 from server.observer import Observer
-from server.summary import Outcome
+from server.summary import SeriesOutcome
 
 log = logging.getLogger("flwr")
 
@@ -49,8 +49,8 @@ class _Questions:
 def answered(
     config: RunConfig,
     bench: Workbench,
-    outcome: Outcome,
-    comparison: Outcome | None,
+    outcome: SeriesOutcome,
+    comparison: SeriesOutcome | None,
     writer: RunWriter,
     observer: Observer,
 ) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _questions(config: RunConfig, bench: Workbench) -> _Questions:
 
 
 def _in_words(config: RunConfig, text: str) -> str:
-    """What a record asks: its prompt, or what was said before its response, a line for each turn."""
+    """The question of a record: its prompt, or what was said before its response, a line for each turn."""
     return "\n".join(f"{role}: {said}" for role, said in turns_of(text)) if config.messages_column else text
 
 

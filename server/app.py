@@ -1,18 +1,48 @@
-"""The Flower ServerApp of the coordinator."""
+"""The Flower ServerApp of the coordinator, and the whole run that it carries out.
+
+A run is registration, the private rounds, the comparison without noise, variants, summary and report.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
+import shutil
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 import fedpriv
-from fedpriv.config import parse
+from fedpriv.audit.run_canaries import audit_of
+from fedpriv.config import RunConfig, parse
 from fedpriv.errors import InputError
-from server.coordinator import run
-from server.observer import LogObserver, Observer
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.mechanism_parameters import with_mechanism_parameters
+from fedpriv.names import holder_label
+from fedpriv.publishing import card
+from fedpriv.run_checks import check_clients, check_run
+from fedpriv.runs import files, presence
+from fedpriv.runs.writer import RunWriter
+from fedpriv.tracking.following import following_run
+from fedpriv.tracking.protocol import check_installed
+from fedpriv.training.lora_choice import decided
+from fedpriv.training.noise_plan import calibrated
+from fedpriv.training.workbench import Workbench, workbench
+from server import answers, checkpoint, registry
+from server.bookkeeping import announce_budgets
+from server.checkpoint import Checkpoint
+from server.observer import LogObserver, Observer, RunProgress
+from server.registration import NO_NODE, Nodes, register_nodes
+from server.round import Receipts
+from server.series import Series
+from server.summary import SeriesOutcome, summarize
+
+if TYPE_CHECKING:
+    from fedpriv.baselines import Baselines
+
 
 log = logging.getLogger("flwr")
 
@@ -33,6 +63,150 @@ def make_app(observer: Observer) -> ServerApp:
         run(grid, config, observer)
 
     return app
+
+
+def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
+    """Carry out the run over the grid's nodes and return its folder.
+
+    Raises:
+        InputError: something in the configuration, the data or the federation cannot be used.
+        TooFewClientsError: a round had fewer usable replies than `min_clients`.
+    """
+    check_run(config)
+    check_installed(config.track)
+    config = with_mechanism_parameters(config)
+    config = checkpoint.with_base_dtype(config)
+    checkpoint.check_configuration(config)
+    observer.progressed(RunProgress(what="loading model and data"))
+    bench = workbench(config)
+    check_clients(config, bench.num_clients)
+    if not config.resume:
+        return _begun(grid, config, bench, None, observer)
+    # Held before anything of the folder is read: no checkpoint is stale, and no row is dropped of a run that lives.
+    with presence.held(files.run_folder_of(Path(config.resume))):
+        return _begun(grid, config, bench, checkpoint.read_last(Path(config.resume), bench.initial), observer)
+
+
+def _begun(grid: Grid, config: RunConfig, bench: Workbench, resumed: Checkpoint | None, observer: Observer) -> Path:
+    """Carry out a run from its registration on, in a new folder, or in that of the resumed run, which is held."""
+    nodes = _nodes(grid, config, bench, resumed)
+    sizes = [registration.num_records for _, registration in nodes.values()]
+    config, reason = decided(config, sizes, bench.initial)
+    if reason:
+        observer.notice(reason)
+    observer.progressed(RunProgress(what="calibrating the noise"))
+    # A run that goes on has its noise: shares of a target that are calibrated again differ in their last digits.
+    if resumed is None or config.digest != resumed.digest:
+        config = calibrated(config, sizes, bench.initial)
+    if config.computes_baselines:
+        observer.progressed(RunProgress(what="training the baselines"))
+    plain = _baselines(config, bench) if config.computes_baselines else None
+    with ExitStack() as stack:
+        if resumed:
+            writer = checkpoint.reopened_folder(config, resumed)
+        else:
+            writer = RunWriter.created(Path(config.out).absolute(), config)
+            stack.enter_context(presence.held(writer.path))
+        stack.enter_context(following_run(writer.path, config, observer.notice))
+        _carry_out(grid, config, bench, nodes, resumed, plain, writer, observer)
+    return writer.path
+
+
+def _carry_out(
+    grid: Grid,
+    config: RunConfig,
+    bench: Workbench,
+    nodes: Nodes,
+    resumed: Checkpoint | None,
+    plain: Baselines | None,
+    writer: RunWriter,
+    observer: Observer,
+) -> None:
+    """The rounds, and all that follows them, into the run's folder."""
+    path = Path(config.ledger) if config.ledger else writer.ledger
+    with checkpoint.reopened_ledger(path, resumed) if resumed else Ledger(path) as ledger:
+        series = Series(config, bench, nodes, ledger, resumed, receipts=Receipts.of(config, writer.path, nodes))
+        writer.write_registrations(series.registrations)
+        if series.books.costs.caveat:
+            observer.notice(f"{series.books.costs.caveat}; this run has NO privacy guarantee")
+        announce_budgets(series.books, config, series.names, observer)
+        if resumed:
+            gone = [
+                holder_label(client, series.names[client])
+                for client, (node_id, _) in nodes.items()
+                if node_id == NO_NODE
+            ]
+            without = f" without {', '.join(gone)}, skipped until the node registers again" if gone else ""
+            observer.notice(f"the run resumes after round {resumed.round}{without}")
+        outcome = series.run(grid, writer, observer)
+        uploads = registry.uploads_in(ledger, series.run_id, series.registrations)
+        if config.ledger:
+            ledger.copy(writer.ledger)
+        head = ledger.head
+    comparison = _comparison(grid, config, bench, nodes, writer, observer, outcome) if config.compares else None
+    spoken = answers.answered(config, bench, outcome, comparison, writer, observer)
+    observer.progressed(RunProgress(what="keeping the variants"))
+    registry.keep(config, bench, writer, outcome, series.registrations, uploads)
+    integral = registry.keep_recurring(config, bench, writer, outcome, series.registrations, uploads)
+    observer.progressed(RunProgress(what="accounting by pld"))
+    summary = summarize(config, bench, outcome, comparison, plain)
+    summary |= spoken | {"ledger_head": head, "integral": integral}
+    claimed = math.inf if summary["epsilon_local_max"] is None else summary["epsilon_local_max"]
+    if config.audit:
+        observer.progressed(RunProgress(what="auditing by canaries"))
+    final = outcome.strategy.model.adapter
+    summary["audit"] = audit_of(config, bench, final, delta=summary["delta_max"], claimed_epsilon=claimed)
+    writer.finish(summary)
+    card.write(writer.path)
+    if config.dedup:
+        observer.progressed(RunProgress(what="deduplicating"))
+        registry.deduplicate(config, bench, writer)
+    observer.progressed(RunProgress(what="writing the report"))
+    _write_report(writer.path)
+    observer.finished(writer.path, summary)
+
+
+def _baselines(config: RunConfig, bench: Workbench) -> Baselines | None:
+    from fedpriv import baselines  # deferred: scikit-learn is not needed without them
+
+    return baselines.compute(config, bench)
+
+
+def _write_report(path: Path) -> None:
+    from fedpriv.reports.page import write_report  # deferred: matplotlib is needed at the end alone
+
+    write_report(path)
+
+
+def _nodes(grid: Grid, config: RunConfig, bench: Workbench, resumed: Checkpoint | None) -> Nodes:
+    """The nodes that take part."""
+    nodes = register_nodes(
+        grid,
+        num_expected=bench.num_clients,
+        wait=config.registration_seconds,
+        node_keys=Path(config.node_keys) if config.node_keys else None,
+        may_be_missing=checkpoint.may_be_missing(resumed, config.min_clients) if resumed else (),
+        secure_aggregation=config.secure_aggregation,
+    )
+    return checkpoint.first_registrations(nodes, resumed) if resumed else nodes
+
+
+def _comparison(
+    grid: Grid,
+    config: RunConfig,
+    bench: Workbench,
+    nodes: Nodes,
+    writer: RunWriter,
+    observer: Observer,
+    private: SeriesOutcome,
+) -> SeriesOutcome:
+    """The rounds without noise, in a folder of their own within the run's."""
+    path, plain = writer.path / files.COMPARISON, config.without_noise
+    shutil.rmtree(path, ignore_errors=True)  # it has no ledger, so an interrupted one starts over
+    inner = RunWriter.created(path, plain)
+    outcome = Series(plain, bench, nodes, None, untrained=private.untrained).run(grid, inner, observer)
+    inner.finish(summarize(plain, bench, outcome, None))
+    return outcome
 
 
 app = make_app(LogObserver())

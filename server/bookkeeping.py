@@ -1,4 +1,4 @@
-"""The coordinator's books: every client's account and budget, and the ledger behind both."""
+"""The coordinator's books: every client's account and budget, the ledger behind both, and the rounds they allow."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from fedpriv.errors import InputError
 from fedpriv.ledger.accounts import Accounts
 from fedpriv.ledger.entries import RELEASED, Charge, Key
 from fedpriv.ledger.ledger import Ledger
+from fedpriv.names import holder_label
 from fedpriv.protocol import Registration
-from server.costs import Costs
-from server.earlier_charges import EarlierCharges
+from server.costs import EarlierCharges, RoundCosts
+from server.observer import Observer
 from server.registration import check_registered
 
 log = logging.getLogger("flwr")
@@ -72,7 +73,7 @@ class Books:
             c: sum(known.run != run for known in ledger.runs(d)) if ledger else 0 for c, d in self._data_sets.items()
         }
         self.accounts = Accounts(self.sizes, config.delta, self._earlier)
-        self.costs = Costs(config, self.sizes, initial)
+        self.costs = RoundCosts(config, self.sizes, initial)
         self.num_evaluations: Counter[int] = Counter()
         self._budgets = {client: config.budget_of(client) for client in self.sizes}
         self._round = 0
@@ -184,7 +185,7 @@ class Books:
         }
 
     def _spent_after(self, client: int, num_rounds: int) -> list[Event]:
-        """What a client that takes part in the next rounds will have released, on the view of the budget."""
+        """The releases of a client that takes part in the next rounds, on the view of the budget."""
         before = [*self.accounts.history(client, self._config.privacy_view), *self.costs.reserved]
         return [*before, *self.costs.worst_events(client, self._after, num_rounds)]
 
@@ -202,7 +203,7 @@ class Books:
         return [client for client in selected if client not in self.retired]
 
     def retired_by_request(self, round_: int, requests: Mapping[int, str]) -> list[int]:
-        """The clients, now retired, whose budget allows the round, but not beside what it was charged for already.
+        """The clients, now retired, whose budget allows the round, but not with what it was charged for already.
 
         A request that differs from the one that the client was sent in this round before an interruption is another
         release; both count.
@@ -347,7 +348,7 @@ class Books:
             self.accounts.record(client, release)
 
     def _at_worst(self, round_: int, clients: Iterable[int]) -> dict[int, Release]:
-        """What a round costs in the worst case over all that may still be asked.
+        """The cost of a round in the worst case over all that may still be asked.
 
         A round with too few replies asks others, and its uploads then count less each. Nobody joins a sum that is made
         in secret.
@@ -355,3 +356,27 @@ class Books:
         clients = list(clients)
         beside = clients if self._config.secure_aggregation else [*self.active, *self._charged]
         return self.costs.worst(round_, clients, beside=beside)
+
+
+def announce_budgets(books: Books, config: RunConfig, names: Mapping[int, str], observer: Observer) -> None:
+    """Tell the observer, before the first round, which budgets end before the run does, and after how many rounds.
+
+    Raises:
+        InputError: fewer clients than the run needs can take part in even one round.
+    """
+    allowed = books.rounds_allowed
+    short = {client: rounds for client, rounds in allowed.items() if rounds < config.rounds}
+    if len(books.sizes) < config.min_clients:
+        raise InputError(f"min_clients = {config.min_clients}: only {len(books.sizes)} clients are registered")
+    num_able = len(books.sizes) - sum(rounds == 0 for rounds in allowed.values())
+    if num_able < config.min_clients:
+        raise InputError(
+            f"budget_epsilon = {list(config.budget_epsilon)}: allows {num_able} of {len(books.sizes)} clients a round, "
+            f"min_clients = {config.min_clients}; use more noise, or a larger budget"
+        )
+    if short:
+        each = ", ".join(f"{holder_label(client, names[client])}: {rounds}" for client, rounds in sorted(short.items()))
+        observer.notice(
+            f"budget_epsilon allows fewer than the {config.rounds} rounds of this run, on the {config.privacy_view} "
+            f"view and whichever clients drop out: {each}; these clients then retire"
+        )

@@ -1,7 +1,11 @@
-"""What a round costs each client: events, weights and the worst case over who else is in its sum."""
+"""Costs of a round for each client: events, weights and the worst case over who else is in its sum.
+
+A run that was interrupted has charges in the ledger already, which count as they stand there.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -12,6 +16,7 @@ from fedpriv.accounting.events import Event, Unit
 from fedpriv.accounting.views import Release, num_readers, rho_bar, smallest_aggregate_scales, smallest_rho_bars
 from fedpriv.aggregation.fedavg import weights_by_size
 from fedpriv.config import RunConfig
+from fedpriv.ledger.entries import Key
 from fedpriv.secure_aggregation.grid import SumGrid
 from fedpriv.training.client_weights import client_masses
 from fedpriv.training.local_update import UpdateSpec, planned_event
@@ -22,7 +27,7 @@ from fedpriv.training.schedule import Schedule
 from fedpriv.training.summing import grid_of
 
 
-class Costs:
+class RoundCosts:
     """Costs of a run's rounds, from its configuration and the registered sizes alone.
 
     Args:
@@ -48,7 +53,7 @@ class Costs:
         self._evaluation = planned_evaluation(evaluation) if evaluation else None
 
     def event(self, client: int, round_: int) -> Event:
-        """What a round, from 1, costs the client on the `local` view."""
+        """The event that a round, from 1, costs the client on the `local` view."""
         return self._events[client][self._schedule.spec(round_)]
 
     def is_same_each_round(self, client: int) -> bool:
@@ -56,7 +61,7 @@ class Costs:
         return len(self._events[client]) == 1
 
     def events(self, client: int, after: int, num_rounds: int) -> list[Event]:
-        """What the next rounds after a finished one cost the client on the `local` view if it takes part in each."""
+        """The events that rounds after a finished one cost a client on the `local` view if it takes part in each."""
         own = self._events[client]
         counts = self._schedule.counts(after, num_rounds)
         return [own[spec].with_count(count * own[spec].count) for spec, count in counts.items()]
@@ -85,7 +90,7 @@ class Costs:
 
     @property
     def units(self) -> set[Unit]:
-        """What the run's releases protect: a single unit, since all clients follow the same instruction."""
+        """The unit that the run's releases protect: a single one, since all clients follow the same instruction."""
         return {event.unit for event in self._all_events}
 
     @property
@@ -94,7 +99,7 @@ class Costs:
 
     @property
     def reserved(self) -> list[Event]:
-        """What budgets keep for the evaluation after the last round; the same on every view."""
+        """The release that budgets keep for the evaluation after the last round; the same on every view."""
         return [self._evaluation] if self._evaluation else []
 
     @property
@@ -105,7 +110,7 @@ class Costs:
 
     @cached_property
     def calibrated_scale(self) -> float:
-        """What calibration took every client's noise to be multiplied by, at least, on the run's view."""
+        """The factor by which calibration took every client's noise to be multiplied, at least, on the run's view."""
         return view_scale(self._config, list(self._sizes.values()))
 
     def worst(self, round_: int, clients: Iterable[int], *, beside: Iterable[int]) -> dict[int, Release]:
@@ -137,7 +142,7 @@ class Costs:
 
     @property
     def _most_in_a_sum(self) -> int | None:
-        """How many uploads a client's release can be weighed with, its own among them; None if there is no limit.
+        """The number of uploads that a client's release can be weighed with, its own included; None without a limit.
 
         A round asks `clients_per_round` more only while fewer than `min_clients` have replied, and replies to what it
         asked before no longer count then. A client that failed pays as if its upload were in the sum too.
@@ -164,3 +169,52 @@ class Costs:
         On the `aggregate` view it stays what was charged: for exactly as many survivors as a sum needs.
         """
         return replace(charged, rho_bar=rho_bar(self.weights({*uploads, client}).values()))
+
+
+class EarlierCharges:
+    """Earlier charges of a run; each of them pays for at most one request after the run is resumed."""
+
+    def __init__(self) -> None:
+        self._keys: set[Key] = set()
+        self._reusable: dict[Key, Release] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._keys
+
+    def add(self, key: Key, release: Release, *, reusable: bool) -> None:
+        """Remember a charge.
+
+        Args:
+            key: of the charge.
+            release: that was charged.
+            reusable: whether its client repeats the reply to the byte when it gets the same request again.
+        """
+        self._keys.add(key)
+        if reusable:
+            self._reusable[key] = release
+
+    def key_for(self, key: Key) -> tuple[Key, bool]:
+        """The key to charge a request under, and whether an earlier charge pays for it.
+
+        A client that got the same request before the interruption, and does not repeat its reply, computes another
+        release, which needs another key.
+        """
+        if self._reusable.pop(key, None) is not None:
+            return key, True
+        while key in self._keys:
+            key = replace(key, request=hashlib.sha256(f"{key.request} again".encode()).hexdigest())
+        return key, False
+
+    def beside(self, requests: Mapping[int, str], round_: int) -> dict[int, list[Release]]:
+        """{client: its reusable charges of the round that its request, of this digest, does not use}, if it has any."""
+        unused: dict[int, list[Release]] = {}
+        for key, release in self._reusable.items():
+            client = int(key.client)
+            if key.round == round_ and client in requests and key.request != requests[client]:
+                unused.setdefault(client, []).append(release)
+        return unused
+
+    def pop_unused(self, up_to: int) -> list[tuple[int, Release]]:
+        """(client, release) of each reusable charge of rounds up to this one that no request has used."""
+        keys = [key for key in self._reusable if key.round <= up_to]
+        return [(int(key.client), self._reusable.pop(key)) for key in keys]

@@ -17,20 +17,17 @@ from fedpriv.accounting.intervals import AccuracyEstimate, accuracy_from_counts
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.protocol import Broadcast, EvaluationRelease
 from fedpriv.training.private_evaluation import EvaluationSpec, planned_event
-from fedpriv.vault import guard
 from server.bookkeeping import Books
-from server.exchange import Exchange
-from server.receipts import Receipts
+from server.exchange import Exchange, MalformedError, reason_of, wire_bytes
 from server.registration import Nodes
-from server.replies import MalformedError, reason_of
-from server.wire import wire_bytes
+from server.round import Receipts
 
 log = logging.getLogger("flwr")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrivateEvaluation:
-    """What the holders' noised counts said.
+    """The result of the holders' noised counts.
 
     Attributes:
         estimate: of the accuracy on the records of all holders that answered.
@@ -91,7 +88,7 @@ def evaluate_privately(
         )
         for client in clients
     }
-    books.charge_evaluation(round_, dict.fromkeys(clients, guard.request_digest(broadcast, spec)))
+    books.charge_evaluation(round_, dict.fromkeys(clients, protocol.request_digest(broadcast, spec)))
     by_node = {nodes[client][0]: client for client in clients}
     messages = [
         Message(contents[client], node_id, protocol.EVALUATE, group_id=str(round_))
@@ -144,7 +141,7 @@ def _read(reply: Message, round_: int, event: Event) -> EvaluationRelease:
 
 
 def _digests(releases: Mapping[int, EvaluationRelease]) -> dict[int, str]:
-    """What the ledger records of each reply."""
+    """The digests of the replies, which the ledger records."""
     return {
         client: hashlib.sha256(protocol.pack_evaluation_reply(release)).hexdigest()
         for client, release in releases.items()

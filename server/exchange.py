@@ -1,15 +1,31 @@
-"""Messages to clients and their replies, over a link on which a reply may be late, repeated or missing."""
+"""Messages to clients, their size, and their replies, over a link on which a reply may be late, repeated or missing.
+
+A reply that is malformed is refused by name.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
-from flwr.app import Message
+import numpy as np
+import numpy.typing as npt
+import torch
+from flwr.app import Array, ArrayRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedpriv.deployment import polling
+from fedpriv import protocol
+from fedpriv.accounting.events import Event
+from fedpriv.adapters.arithmetic import Adapter, difference, norm
+from fedpriv.deployment.flower import seconds_to_pause
+from fedpriv.protocol import Broadcast, UploadRelease
+from fedpriv.training.local_update import UpdateSpec
+from fedpriv.vault.frames import check_arrays
 
 log = logging.getLogger("flwr")
 
@@ -17,6 +33,8 @@ log = logging.getLogger("flwr")
 # the mean delay, p / 2 + 0.05 / p * 1 s, is least at p = 0.3 s.
 _SHORTEST_PAUSE_SECONDS = 0.3
 _LONGEST_PAUSE_SECONDS = 1.0
+
+Vector = npt.NDArray[np.unsignedinteger]
 
 
 class Exchange:
@@ -51,10 +69,152 @@ class Exchange:
                     yield reply
             if not unanswered or waited >= seconds:
                 break
-            time.sleep(polling.pause(waited, shortest=_SHORTEST_PAUSE_SECONDS, longest=_LONGEST_PAUSE_SECONDS))
+            time.sleep(seconds_to_pause(waited, shortest=_SHORTEST_PAUSE_SECONDS, longest=_LONGEST_PAUSE_SECONDS))
         self._overdue |= unanswered
 
     def pop_num_late(self) -> int:
-        """How many late replies were discarded since the last call."""
+        """The number of late replies that were discarded since the last call."""
         num_late, self._num_late = self._num_late, 0
         return num_late
+
+
+def wire_bytes(content: RecordDict) -> int:
+    """Bytes of all objects that Flower's link sends for these records: records, arrays and chunks of arrays.
+
+    Arrays of equal content are sent once, and count once.
+    """
+    return _deflated_bytes(RecordDict({name: _unsliced(record) for name, record in content.items()}))
+
+
+def _unsliced(record: Any) -> Any:
+    """The record with fresh arrays of the same bytes: those from Flower hold chunks that cannot be copied again."""
+    if not isinstance(record, ArrayRecord):
+        return record
+    arrays = {name: Array(a.dtype, a.shape, a.stype, a.data) for name, a in record.items()}
+    return ArrayRecord(arrays)
+
+
+def _deflated_bytes(part: Any) -> int:
+    return len(part.deflate()) + sum(map(_deflated_bytes, (part.children or {}).values()))
+
+
+class MalformedError(ValueError):
+    """A reply that is not aggregated."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExpectedReply:
+    """The values that a client's reply must match, given what the client was asked.
+
+    Attributes:
+        round: that the reply must state.
+        event: that the reply must state, which is what the instruction costs.
+        num_records: that the reply must state, which is N_k as registered.
+        spec: says how the upload is encoded.
+        broadcast: has the names and shapes that the upload must have.
+        initial: the tensors at the start of the run.
+        max_norm: the largest L2 norm that the update may have; None for any.
+    """
+
+    round: int
+    event: Event
+    num_records: int
+    spec: UpdateSpec
+    broadcast: Broadcast
+    initial: Adapter
+    max_norm: float | None = None
+
+
+def read_reply(reply: Message, expected: ExpectedReply) -> tuple[Adapter | None, str]:
+    """The uploaded adapter, or None from a client that stays silent; and the digest that the client's ledger records.
+
+    Args:
+        reply: one without an error.
+        expected: of its client.
+
+    Raises:
+        MalformedError: one line that names what is wrong.
+    """
+    with _malformed_by_name():
+        release = _release_of(reply, expected)
+        records = reply.content.array_records
+        if release.silent:
+            if records:
+                raise MalformedError(f"silent, but sends {', '.join(records)}")
+            return None, _digest(release, {})
+        if records.keys() != {protocol.ADAPTER}:
+            raise MalformedError(f"records {', '.join(records) or 'none'}, not {protocol.ADAPTER}")
+        check_arrays({name: array.data for name, array in records[protocol.ADAPTER].items()})
+        arrays = dict(records[protocol.ADAPTER].to_torch_state_dict())
+        adapter = protocol.unpack_upload(arrays, expected.broadcast, expected.spec, expected.initial)
+    for name, tensor in adapter.items():
+        if not torch.isfinite(tensor).all():
+            raise MalformedError(f"{name}: holds NaN or infinity")
+    size = norm(difference(adapter, expected.broadcast.adapter))
+    if expected.max_norm is not None and size > expected.max_norm:
+        raise MalformedError(f"its update has norm {size:.4g}, max_update_norm is {expected.max_norm:g}")
+    return adapter, _digest(release, arrays)
+
+
+def read_sum(reply: Message, expected: ExpectedReply, *, dimension: int, modulus_bits: int) -> tuple[Vector, str]:
+    """A client's part in a sum, uint32 or uint64 [values], and the digest that the client's ledger records.
+
+    Args:
+        reply: one without an error.
+        expected: of its client.
+        dimension: number of values.
+        modulus_bits: 32 or 64.
+
+    Raises:
+        MalformedError: one line that names what is wrong.
+    """
+    with _malformed_by_name():
+        release = _release_of(reply, expected)
+        records = reply.content.array_records
+        if {name: list(record) for name, record in records.items()} != {protocol.ADAPTER: [protocol.SUM]}:
+            raise MalformedError(f"records {', '.join(records) or 'none'}: must hold {protocol.SUM} alone")
+        array = records[protocol.ADAPTER][protocol.SUM]
+        check_arrays({protocol.SUM: array.data})
+        vector = array.numpy()
+    if vector.dtype != np.dtype(f"int{modulus_bits}") or vector.shape != (dimension,):
+        raise MalformedError(f"{protocol.SUM}: {vector.dtype} {vector.shape}, must be int{modulus_bits} ({dimension},)")
+    digest = _digest(release, {protocol.SUM: torch.from_numpy(vector)})
+    return vector.view(np.dtype(f"uint{modulus_bits}")), digest
+
+
+def reason_of(reply: Message) -> str:
+    """Why a node, or the link, replied with an error, in one line."""
+    return " ".join((reply.error.reason or "").split())
+
+
+@contextmanager
+def _malformed_by_name() -> Iterator[None]:
+    """Whatever goes wrong while a reply is read makes it a malformed one."""
+    try:
+        yield
+    except MalformedError:
+        raise
+    except (KeyError, ValueError, TypeError, EOFError, OSError) as error:
+        raise MalformedError(f"malformed reply: {error}") from None
+
+
+def _release_of(reply: Message, expected: ExpectedReply) -> UploadRelease:
+    """The statement of the reply, which is what was expected."""
+    release = protocol.unpack_release(reply.content.config_records[protocol.RELEASE])
+    _check_release(release, expected)
+    return release
+
+
+def _check_release(release: UploadRelease, expected: ExpectedReply) -> None:
+    if release.round != expected.round:
+        raise MalformedError(f"reply of round {release.round} in round {expected.round}")
+    if release.event != expected.event:
+        raise MalformedError(f"reply paid {release.event}, the instruction costs {expected.event}")
+    if release.num_records != expected.num_records:
+        raise MalformedError(f"reply claims {release.num_records} records, registered are {expected.num_records}")
+    if release.silent and not expected.broadcast.signs:
+        raise MalformedError("silent, though it was not asked to judge its update")
+
+
+def _digest(release: UploadRelease, arrays: dict[str, torch.Tensor]) -> str:
+    return hashlib.sha256(protocol.pack_reply(release, arrays)).hexdigest()

@@ -25,10 +25,10 @@ _PAUSE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
-    """What a run is doing right now: to be shown, never to be stored or sent.
+class RunProgress:
+    """The step that a run is at right now: to be shown, never to be stored or sent.
 
-    A coordinator counts answers. In a simulation, where nothing is private from whoever runs it, it is also how far
+    A coordinator counts answers. In a simulation, where nothing is private from the one who runs it, it is also how far
     the clients' training is.
 
     Attributes:
@@ -47,7 +47,7 @@ class Progress:
 
     @property
     def share(self) -> float | None:
-        """How much is done, in [0, 1]; None if there is nothing to count."""
+        """The share that is done, in [0, 1]; None if there is nothing to count."""
         return min(self.done / self.total, 1.0) if self.total else None
 
     @property
@@ -58,12 +58,12 @@ class Progress:
         return f"{self.what} {self.done:,.0f}/{self.total:,.0f}" if self.is_count else f"{self.what} {self.share:.0%}"
 
 
-Follow = Callable[[Progress], None]
+Follow = Callable[[RunProgress], None]
 
 
-def answers(round_: int, num_answers: int, num_asked: int) -> Progress:
-    """How many of those that were asked in a round have answered."""
-    return Progress(what="answers", done=num_answers, total=num_asked, round=round_, is_count=True)
+def answers(round_: int, num_answers: int, num_asked: int) -> RunProgress:
+    """The number of those asked in a round that have answered."""
+    return RunProgress(what="answers", done=num_answers, total=num_asked, round=round_, is_count=True)
 
 
 class Observer(Protocol):
@@ -81,9 +81,9 @@ class Observer(Protocol):
         """
 
     def notice(self, text: str) -> None:
-        """Something that whoever started the run should know before it goes on."""
+        """Something that the user who started the run should know before it goes on."""
 
-    def progressed(self, progress: Progress) -> None:
+    def progressed(self, progress: RunProgress) -> None:
         """Something is going on, in a round or outside; this comes often, and may be ignored."""
 
     def round_done(self, row: RoundRow) -> None:
@@ -94,7 +94,7 @@ class Observer(Protocol):
 
 
 def described(rate: LearningRate) -> str:
-    """A derived learning rate with its terms, for whoever started the run."""
+    """A derived learning rate with its terms, for the user who started the run."""
     return (
         f"learning rate {rate.learning_rate:.4g} = tau / T, "
         f"tau = min({rate.largest_learning_rate:g} T, 0.487 / (a nu)) = {rate.total_step:.4g}, "
@@ -124,7 +124,7 @@ class LogObserver:
         """Log the text as a warning."""
         log.warning("%s", text)
 
-    def progressed(self, progress: Progress) -> None:
+    def progressed(self, progress: RunProgress) -> None:
         """Log how far a long round is, now and then."""
         now = time.monotonic()
         if progress.round is not None and now - self._last_line >= _PAUSE_SECONDS:

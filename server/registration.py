@@ -15,7 +15,7 @@ from fedpriv.deployment import keys
 from fedpriv.errors import InputError
 from fedpriv.ledger.entries import DataSet
 from fedpriv.protocol import Registration
-from server.replies import reason_of
+from server.exchange import reason_of
 
 log = logging.getLogger("flwr")
 
@@ -56,7 +56,7 @@ class Inquiry:
 
 
 def _question() -> RecordDict:
-    """What a node is asked: its registration, and the receipt of its last charge."""
+    """The question to a node: its registration, and the receipt of its last charge."""
     return RecordDict({protocol.INSTRUCTION: ConfigRecord({protocol.RECEIPT: ""})})
 
 

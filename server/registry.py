@@ -1,4 +1,7 @@
-"""The variants of a run: stored as peft adapters, described by the uploads that went into them, and deduplicated."""
+"""The variants of a run: stored as peft adapters, described by the uploads that went into them, and deduplicated.
+
+Clients' variants of the last round that recur stand with the run's epsilons: integral privacy in a federation.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,13 @@ from fedpriv.dedup.resumption import validation_digest
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.variants import Described
 from fedpriv.errors import InputError, StoreError
+from fedpriv.integral.adapters import RecurringVariants, recurring_adapters
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
 from fedpriv.runs import files
 from fedpriv.runs.writer import RunWriter
 from fedpriv.training.workbench import Workbench
-from server import recurrence
-from server.summary import Outcome
+from server.summary import SeriesOutcome
 
 log = logging.getLogger("flwr")
 
@@ -59,7 +62,7 @@ def keep(
     config: RunConfig,
     bench: Workbench,
     writer: RunWriter,
-    outcome: Outcome,
+    outcome: SeriesOutcome,
     registrations: Iterable[Registration],
     uploads: Iterable[Upload],
 ) -> None:
@@ -98,12 +101,12 @@ def keep_recurring(
     config: RunConfig,
     bench: Workbench,
     writer: RunWriter,
-    outcome: Outcome,
+    outcome: SeriesOutcome,
     registrations: Iterable[Registration],
     uploads: Iterable[Upload],
 ) -> dict[str, Any] | None:
     """Store the mean of the most recurrent variants of the last round as a variant; returns the summary's entry."""
-    clusters = recurrence.recurring(config, outcome)
+    clusters = _recurring(config, outcome)
     if clusters:
         # All were trained from one model, so what had been merged into that model belongs to the mean as well.
         client = int(clusters[0].clients[0].removeprefix("client-"))
@@ -112,7 +115,7 @@ def keep_recurring(
         ancestors = global_ancestors(uploads, outcome.run_id, outcome.rows[-1].round)
         deltas = {r.data_set: outcome.strategy.books.accounts.deltas[r.client] for r in registrations}
         _describe(config, path, History(name=path.name, ancestors=ancestors), deltas, None)
-    return recurrence.as_summary(config, clusters, RECURRING)
+    return _recurrence_summary(config, clusters, RECURRING)
 
 
 def deduplicate(config: RunConfig, bench: Workbench, writer: RunWriter) -> None:
@@ -202,3 +205,43 @@ def _shapes_digest(tensors: Mapping[str, NDArray[np.generic]]) -> str:
     """A digest of the tensors' shapes: adapters of one model share blocks only if these are equal."""
     shapes = {name: tensors[name].shape for name in sorted(tensors)}
     return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:12]
+
+
+def _recurring(config: RunConfig, outcome: SeriesOutcome) -> list[RecurringVariants]:
+    """Clusters of the clients whose uploads the last round used, most recurrent first; none without a threshold.
+
+    All uploads of a round were trained from one model, so they are compared by what they add to it.
+    """
+    if config.integral_epsilon is None:
+        return []
+    last = outcome.rows[-1].round
+    clients = sorted(row.client for row in outcome.client_rows if row.round == last and row.status == "ok")
+    uploads = outcome.strategy.uploads
+    adapters: dict[str, Adapter] = {f"client-{client}": uploads[client][0] for client in clients if client in uploads}
+    if not adapters:
+        return []
+    return recurring_adapters(
+        adapters, config.integral_epsilon, clustering="complete", scale=config.alpha / config.rank
+    )
+
+
+def _recurrence_summary(config: RunConfig, clusters: Iterable[RecurringVariants], mean: str) -> dict[str, Any] | None:
+    """The entry for the run's summary; None without a threshold.
+
+    Args:
+        config: of the run.
+        clusters: from `recurring`.
+        mean: name of the variant that holds the mean of the first cluster.
+    """
+    if config.integral_epsilon is None:
+        return None
+    entries = [
+        {
+            "clients": list(cluster.clients),
+            "recurrence": cluster.recurrence,
+            "k": cluster.k,
+            "largest_difference": cluster.largest_difference,
+        }
+        for cluster in clusters
+    ]
+    return {"epsilon": config.integral_epsilon, "mean": mean if entries else None, "clusters": entries}

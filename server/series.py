@@ -26,15 +26,14 @@ from fedpriv.training.noise_plan import derived_learning_rate, with_learning_rat
 from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.training.workbench import Workbench
 from server import checkpoint, registry
-from server.absence import ROUNDS_WITHOUT_ANSWER, Absences
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
 from server.evaluation import PrivateEvaluation, evaluate_privately
 from server.observer import Observer
-from server.receipts import Receipts
 from server.registration import Nodes
+from server.round import ROUNDS_WITHOUT_ANSWER, Absences, Receipts
 from server.strategy import RuleStrategy
-from server.summary import Outcome
+from server.summary import SeriesOutcome
 
 
 class Series:
@@ -80,7 +79,7 @@ class Series:
         self._after = resumed.round if resumed else 0
         self._untrained, self._receipts = untrained, receipts
 
-    def run(self, grid: Grid, writer: RunWriter, observer: Observer) -> Outcome:
+    def run(self, grid: Grid, writer: RunWriter, observer: Observer) -> SeriesOutcome:
         """Run all rounds and write them to the run's folder, with a checkpoint after each if there is a ledger."""
         bench = self._bench
         last: tuple[GlobalModel | None, Evaluation | None] = None, None
@@ -143,7 +142,7 @@ class Series:
         self.books.count_unused(self._config.rounds + 1)
         if strategy.stopped:
             observer.notice(f"the run ended early: {strategy.stopped}")
-        return Outcome(
+        return SeriesOutcome(
             run_id=self.run_id,
             rows=writer.rounds,
             client_rows=writer.clients,
@@ -156,7 +155,7 @@ class Series:
         )
 
     def _tested(self, model: GlobalModel, choices: Choices | None) -> Evaluation:
-        """How well the model does on the server's test set; the untrained one is tested once."""
+        """The evaluation of the model on the server's test set; the untrained one is tested once."""
         is_untrained = _is_untrained(model)
         if is_untrained and self._untrained is not None:
             return self._untrained
@@ -169,7 +168,7 @@ class Series:
         return tested
 
     def _start(self, choices: Choices | None) -> Evaluation | None:
-        """The test of the untrained model, which a resumed run makes anew if something is compared with it."""
+        """The test of the untrained model, which a resumed run makes again if something is compared with it."""
         if self._untrained is None and self._config.task == "CAUSAL_LM" and len(self._bench.test):
             start = self._bench.initial
             with with_adapter(self._bench.model, start, {}):
@@ -225,7 +224,7 @@ class Series:
 
 
 def _told(event: Literal["skipped", "returned"], name: str, client: int, round_: int) -> str:
-    """Who is not asked any more, or is asked again."""
+    """A line on a client that is not asked any more, or is asked again."""
     who = holder_label(client, name)
     if event == "returned":
         return f"{who} has registered again, and is asked from round {round_} on"

@@ -35,19 +35,13 @@ from fedpriv.training.noise_plan import start_noise
 from fedpriv.training.schedule import Schedule
 from fedpriv.training.summing import mean_of_sum, mean_upload
 from fedpriv.training.trained import num_trained_values, trained_names
-from fedpriv.vault import guard
-from server.absence import ROUNDS_WITHOUT_ANSWER, Absences
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
-from server.exchange import Exchange
+from server.exchange import Exchange, ExpectedReply, Vector, read_reply, read_sum, wire_bytes
 from server.observer import Follow, answers
-from server.receipts import Receipts
 from server.registration import Nodes
-from server.replies import ExpectedReply, Vector, read_reply, read_sum
-from server.round import Request, Round
-from server.round_rows import client_rows, round_row
-from server.sums import Opened, Sums
-from server.wire import wire_bytes
+from server.round import ROUNDS_WITHOUT_ANSWER, Absences, Receipts, Round, RoundRequest, client_rows, round_row
+from server.sums import Opened, SecureSums
 
 log = logging.getLogger("flwr")
 
@@ -103,7 +97,7 @@ class RuleStrategy(Strategy):
         self._follow = follow
         self._receipts = receipts
         self._exchange = Exchange()
-        self._sums = Sums(config, nodes, run=run, exchange=self._exchange) if config.secure_aggregation else None
+        self._sums = SecureSums(config, nodes, run=run, exchange=self._exchange) if config.secure_aggregation else None
         self._attempt: Opened | None = None
         self._no_sum: ProtocolError | None = None
         self._round = Round(0)
@@ -129,12 +123,12 @@ class RuleStrategy(Strategy):
         return sorted(np.random.default_rng(seed).choice(clients, size=num, replace=False).tolist())
 
     def event(self, client: int) -> Event:
-        """What the current round costs the client on the local view."""
+        """The event that the current round costs the client on the local view."""
         return self.books.costs.event(client, self._round.number)
 
     @property
     def spec(self) -> UpdateSpec:
-        """What the clients of the current round are asked, and before the first one, those of the first."""
+        """The update that the current round asks for; before the first round, that of the first."""
         return self.schedule.spec(self._round.number)
 
     def configure_train(
@@ -170,7 +164,7 @@ class RuleStrategy(Strategy):
             requests |= {client: requests[client].with_fields(fields) for client, fields in shown.items() if fields}
         return [round_.message_to(client, self._nodes[client][0], requests[client]) for client in requests]
 
-    def _opened(self, requests: Mapping[int, Request], sums: Sums) -> dict[int, Request]:
+    def _opened(self, requests: Mapping[int, RoundRequest], sums: SecureSums) -> dict[int, RoundRequest]:
         """The requests of the clients that are still in the attempt once keys and shares have been exchanged.
 
         Raises:
@@ -200,7 +194,7 @@ class RuleStrategy(Strategy):
             round_.leave_out(client, reason)
         return {client: request.with_fields(fields, digest) for client, fields in self._attempt.fields.items()}
 
-    def _without(self, dishonest: Mapping[int, str], requests: Mapping[int, Request]) -> dict[int, Request]:
+    def _without(self, dishonest: Mapping[int, str], requests: Mapping[int, RoundRequest]) -> dict[int, RoundRequest]:
         """The requests of the others; the run asks the dishonest no more, and nobody was charged yet.
 
         Raises:
@@ -217,8 +211,8 @@ class RuleStrategy(Strategy):
             )
         return others
 
-    def _request(self, rank: int, instruction: ConfigRecord) -> Request:
-        """What a client of this rank is sent in the current round."""
+    def _request(self, rank: int, instruction: ConfigRecord) -> RoundRequest:
+        """The request to clients of this rank in the current round."""
         model, round_ = self.model, self._round.number
         adapter = model.adapter
         if self._rule.restarts:
@@ -231,7 +225,7 @@ class RuleStrategy(Strategy):
         broadcast = protocol.unpack_broadcast(arrays, self.spec, model.initial)
         records = {name: ArrayRecord(dict(tensors)) for name, tensors in arrays.items()}
         content = RecordDict({**records, protocol.INSTRUCTION: instruction})
-        return Request(broadcast, content, wire_bytes(content), guard.request_digest(broadcast, self.spec))
+        return RoundRequest(broadcast, content, wire_bytes(content), protocol.request_digest(broadcast, self.spec))
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -256,7 +250,7 @@ class RuleStrategy(Strategy):
             yield reply
 
     def _read(self, client: int, reply: Message) -> tuple[Adapter | Vector | None, str]:
-        """What a client's reply holds, and the digest that the client's ledger records."""
+        """The content of a client's reply, and the digest that the client's ledger records."""
         expected = self._expected_reply(client)
         if self._attempt is None:
             read: tuple[Adapter | Vector | None, str] = read_reply(reply, expected)
@@ -284,7 +278,7 @@ class RuleStrategy(Strategy):
         return ArrayRecord(self.model.adapter)
 
     def _adapters(self, contents: Mapping[int, Adapter | Vector]) -> list[Adapter] | None:
-        """What the rule averages: the uploads or, where only their sum is known, what stands for their average.
+        """The adapters that the rule averages: the uploads or, if only a sum is known, what stands for their average.
 
         None if there is no sum; then `_no_sum` says why.
         """

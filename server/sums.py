@@ -18,9 +18,8 @@ from flwr.serverapp import Grid
 from fedpriv import protocol
 from fedpriv.config import RunConfig
 from fedpriv.protocol import Registration
-from fedpriv.secure_aggregation import Participant, Terms, TooFewError
+from fedpriv.secure_aggregation import Participant, Terms, TooFewError, to_centred, word_dtype
 from fedpriv.secure_aggregation.grid import SumGrid
-from fedpriv.secure_aggregation.masks import to_centred, word_dtype
 from fedpriv.secure_aggregation.server import (
     Dealt,
     collect_advertisements,
@@ -31,10 +30,8 @@ from fedpriv.secure_aggregation.server import (
     recover,
 )
 from fedpriv.training.local_update import UpdateSpec
-from server.exchange import Exchange
-from server.replies import Vector, reason_of
+from server.exchange import Exchange, Vector, reason_of, wire_bytes
 from server.round import Round
-from server.wire import wire_bytes
 
 log = logging.getLogger("flwr")
 
@@ -47,7 +44,7 @@ class Opened:
 
     Attributes:
         terms: of the attempt.
-        fields: {client: what its train message holds beside the instruction}, of those that are still in it.
+        fields: {client: what its train message holds besides the instruction}, of those that are still in it.
         dealt: the state of the protocol; None in a simulation that leaves out what would cancel out.
         left_out: {client of the terms: why it is not in it any more}.
         dishonest: {client of the terms: what it did}; if there are any, nobody may be asked, and another attempt is to
@@ -61,7 +58,7 @@ class Opened:
     dishonest: Mapping[int, str] = field(default_factory=dict)
 
 
-class Sums:
+class SecureSums:
     """The exchanges of a run's sums.
 
     Args:

@@ -21,7 +21,7 @@ from fedpriv.reports.spending import limit_of, views_text
 from fedpriv.reports.tables import format_bytes, format_delta, format_seconds
 from fedpriv.runs.rows import RoundRow
 from fedpriv.training.schedule import num_lora_rounds
-from server.observer import Progress, described
+from server.observer import RunProgress, described
 from simulations.closing import closing
 from simulations.live_line import Screen, screen_of
 from simulations.time_left import phases_of, time_left
@@ -46,7 +46,7 @@ class TerminalObserver:
         self._seconds: dict[str, list[float]] = {}
         self._bytes, self._delta = 0, 0.0
         self._round, self._figures = 0, ""
-        self._stage, self._now = "", Progress(what="preparing")
+        self._stage, self._now = "", RunProgress(what="preparing")
         self._began = self._round_began = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -97,7 +97,7 @@ class TerminalObserver:
         """Show a line that must not be missed."""
         self._console.print(f"[bold yellow]note[/] {escape(printable(text))}", highlight=False, soft_wrap=True)
 
-    def progressed(self, progress: Progress) -> None:
+    def progressed(self, progress: RunProgress) -> None:
         """Show what is going on."""
         if not progress.total:
             self._stage, self._began = progress.what, time.monotonic()
@@ -117,7 +117,7 @@ class TerminalObserver:
             self._seconds.setdefault(self._phase(row.round), []).append(row.seconds)
         self._bytes += row.bytes_up + row.bytes_down
         self._figures = self._figures_of(row)
-        self._now = Progress(what="")
+        self._now = RunProgress(what="")
         self._round_began = time.monotonic()
         is_last = self._config is not None and row.round == self._config.rounds
         if self._screen is None or is_last:

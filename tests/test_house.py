@@ -145,7 +145,7 @@ def imported_by(package: str) -> dict[str, set[str]]:
         ),
         ("fedpriv/adapters", ("fedpriv.training", "fedpriv.data", "fedpriv.accounting")),
         ("fedpriv/runs", ("fedpriv.reports", "fedpriv.training.workbench")),
-        ("fedpriv/dedup", ("fedpriv.data", "fedpriv.reports", "fedpriv.vault.guard", "fedpriv.training.workbench")),
+        ("fedpriv/dedup", ("fedpriv.data", "fedpriv.reports", "fedpriv.vault._guard", "fedpriv.training.workbench")),
         ("clients", ("server", "simulations")),
         ("server", ("clients", "simulations")),
     ],

@@ -51,7 +51,7 @@ COMMANDS = {
 EVERY_DAY = ("--help", " ".join(ACCOUNT), "ledger verify ledger.sqlite", "status begun")
 
 MODULES = {
-    "fedpriv.vault.service": LIGHT | EPSILON,
+    "fedpriv.vault._service": LIGHT | EPSILON,
     # Both apps and the vault's answers.
     "simulations.engines.federation": TABLES | PLOTS | {"ray", "dp_accounting"},
 }

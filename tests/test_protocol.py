@@ -24,7 +24,7 @@ EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.25, coun
 MESSAGES = {
     "instruction": (protocol.pack_instruction("run", 3, SPEC), protocol.unpack_instruction),
     "release": (
-        protocol.pack_release(protocol.Release(round=3, event=EVENT, num_records=40)),
+        protocol.pack_release(protocol.UploadRelease(round=3, event=EVENT, num_records=40)),
         protocol.unpack_release,
     ),
     "registration": (
@@ -53,7 +53,7 @@ def test_instruction_reads_back_exactly():
 @given(st.integers(1, 10**6), st.floats(0, 1e6), st.floats(0, 1), st.integers(1, 10**9), st.booleans())
 def test_release_reads_back_exactly(round_, z, q, count, silent):
     event = SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=count)
-    release = protocol.Release(round=round_, event=event, num_records=count, silent=silent)
+    release = protocol.UploadRelease(round=round_, event=event, num_records=count, silent=silent)
     assert protocol.unpack_release(protocol.pack_release(release)) == release
 
 

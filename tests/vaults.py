@@ -9,11 +9,10 @@ from pathlib import Path
 import tomli_w
 
 from fedpriv.accounting.views import default_delta
+from fedpriv.adapters.locations import model_digest
 from fedpriv.deployment import keys
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.vault import models
-from fedpriv.vault.models import ApprovedModel, digest_of
-from fedpriv.vault.settings import FILE, VaultSettings
+from fedpriv.vault.settings import FILE, ApprovedModel, VaultSettings, models_text
 from tests.tiny import LABELS
 
 # Deriving when a reply leaves takes most of a short test, and where the vault is a process, its replies leave late.
@@ -56,7 +55,7 @@ def make_vault(
     made = VaultSettings.read(folder)
     made.policy.write_text(policy)
     made.models.write_text(
-        models.text_of((ApprovedModel(name=str(model), folder=str(model), digest=digest_of(model)),))
+        models_text((ApprovedModel(name=str(model), folder=str(model), digest=model_digest(model)),))
     )
     if not made.key.exists():
         keys.make_key_pair(made.key)

@@ -1,1 +1,1 @@
-"""What a data holder does on its machine: make a node, approve models and code, take part."""
+"""A data holder's kit for its machine: make a node, approve models and code, take part."""

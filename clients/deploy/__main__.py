@@ -9,15 +9,14 @@ from typing import Annotated
 
 import typer
 
+from clients.deploy import admission, folder, records, supernode
 from clients.deploy import doctor as node_doctor
-from clients.deploy import folder, models, new_key, peers, records, supernode
-from clients.deploy import units as node_units
 from clients.deploy.folder import ROOT, Made, Node
 from fedpriv.deployment import approvals
 from fedpriv.deployment.checks import print_checks
 from fedpriv.deployment.command_line import UnitFolder, give_units, run_command_line
 from fedpriv.errors import InputError
-from fedpriv.vault.rollback import Watch
+from fedpriv.vault.rollback import ReceiptWatch
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -98,7 +97,7 @@ def init(
 
 
 def _tell(made: Made, quoted: str) -> None:
-    """What was made, and what is left to do."""
+    """Tell what was made, and what is left to do."""
     node = made.node
     typer.echo(f"created {node.folder}; keep {node.key} and {node.vault.key} secret, review {node.vault.policy}")
     if made.found is not None and made.data_set is not None:
@@ -116,14 +115,14 @@ def _tell(made: Made, quoted: str) -> None:
 
 
 def _tell_keys(node: Node) -> None:
-    """What the coordinator must get."""
+    """Tell what the coordinator must get."""
     typer.echo(f"send to the coordinator: {' and '.join(map(str, node.public_keys))}")
     for file in node.public_keys:
         typer.echo(file.read_text().strip())
 
 
 def _asked(option: str, question: str) -> str:
-    """The answer of whoever sits at the terminal.
+    """The answer of the person at the terminal.
 
     Raises:
         InputError: nobody does.
@@ -199,7 +198,7 @@ def begin_counter(dir_: Folder) -> None:
     Example: python -m clients.deploy begin-counter ~/node
     """
     vault = Node.read(dir_).vault
-    watch = Watch.of(vault)
+    watch = ReceiptWatch.of(vault)
     if watch is None:
         raise InputError(f"key = {vault.key}: no such file; only what is signed can be counted; run `new-key`")
     watch.begin_counter_file(vault.ledger)
@@ -217,7 +216,7 @@ def approve_model(
 
     Example: python -m clients.deploy approve-model ~/node all-MiniLM-L6-v2
     """
-    approval = models.approve(Node.read(dir_).vault, model, name=name, replace_old=replace)
+    approval = admission.approve_model(Node.read(dir_).vault, model, name=name, replace_old=replace)
     state = "is approved" if approval.is_new else "was approved before"
     typer.echo(f"{approval.model.name} {state}: digest {approval.model.digest}, {approval.num_bytes} bytes")
     typer.echo(f"in {approval.model.folder}; the node refuses it once a file there changes")
@@ -258,7 +257,7 @@ def approve_peer(
     Example: python -m clients.deploy approve-peer ~/node 2 clara.pub
     """
     vault = Node.read(dir_).vault
-    is_new = peers.approve(vault, partition_id, key, replace_old=replace)
+    is_new = admission.approve_peer(vault, partition_id, key, replace_old=replace)
     typer.echo(f"partition {partition_id} {'is approved' if is_new else 'was approved before'} as a peer")
     typer.echo(f"its key is in {vault.peers}; it counts from the next sum on, without a restart")
 
@@ -282,9 +281,9 @@ def new_key_(
     """
     node = Node.read(dir_)
     if of_node:
-        new_key.replace_node_key(node)
+        folder.replace_node_key(node)
     else:
-        new_key.replace_vault_key(node, sources or [])
+        folder.replace_vault_key(node, sources or [])
         typer.echo(f"approve-peer --replace at each peer: {node.public_keys[1]}")
     _tell_keys(node)
     id_ = node.vault.partition_id
@@ -308,7 +307,7 @@ def units(dir_: Folder, out: UnitFolder = None) -> None:
 
     Example: python -m clients.deploy units ~/node --out /etc/systemd/system
     """
-    give_units(node_units.units(Node.read(dir_)), out)
+    give_units(supernode.units(Node.read(dir_)), out)
 
 
 @app.command(hidden=True)

@@ -46,13 +46,14 @@ from flwr.supernode.cli import flower_supernode
 from flwr.supernode.runtime.run_clientapp import run_clientapp
 from flwr.supernode.servicer.runtime import runtime_handlers
 
-from fedpriv.deployment import approvals, polling
+from fedpriv.deployment import approvals
+from fedpriv.deployment.flower import seconds_to_pause
 
 log = logging.getLogger("flwr")
 
 # What a task's process needs of what the operator has installed. Nothing of `clients`: a task takes that from the
 # bundle, and would take what is already imported instead.
-_PRELOADED = ["flwr.supernode.runtime.run_clientapp", "flwr.clientapp", "fedpriv.vault.socket"]
+_PRELOADED = ["flwr.supernode.runtime.run_clientapp", "flwr.clientapp", "fedpriv.vault.frames"]
 
 # The SuperExec asks when it is told to, and else after this time; Flower makes it pause after each question besides.
 _UNTOLD_SECONDS = 1.0
@@ -68,7 +69,7 @@ def require_approval(path: Path) -> None:
     """Make every SuperNode of this process refuse bundles that the file does not approve.
 
     Flower 1.41 calls `_verify_fab` on a bundle that has verifications if trusted entities are configured. This function
-    supplies both, and lets the file decide, which is read anew for each run.
+    supplies both, and lets the file decide, which is read again for each run.
     """
     pull: Callable[..., Any] = start_client_internal._pull_and_store_message
 
@@ -121,7 +122,7 @@ def keep_pace(on_message: Callable[[], None]) -> None:
         return run_id
 
     def sleep(seconds: float) -> None:
-        time.sleep(polling.pause(time.monotonic() - last, shortest=_SHORTEST_PAUSE_SECONDS, longest=seconds))
+        time.sleep(seconds_to_pause(time.monotonic() - last, shortest=_SHORTEST_PAUSE_SECONDS, longest=seconds))
 
     # As above; and of the module `time`, Flower's file uses `sleep` alone.
     start_client_internal._pull_and_store_message = pull_reported  # type: ignore[assignment]

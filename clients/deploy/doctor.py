@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
 
-from clients.deploy import peers, records, separate_users
+from clients.deploy import records, separate_users
+from clients.deploy.admission import peers_summary
 from clients.deploy.folder import Node
 from fedpriv.deployment.approvals import approved
 from fedpriv.deployment.checks import (
     Check,
     check_clock,
-    check_data,
     check_disk,
     check_door,
-    check_files,
-    check_ledger,
-    check_policy,
     check_port_free,
     check_python,
-    check_registered,
     check_tls,
     check_versions,
 )
+from fedpriv.deployment.users import can_read, user_named
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.ledger import entries, statement
+from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from fedpriv.ledger.receipts import chains_of
-from fedpriv.vault import models
-from fedpriv.vault.rollback import Watch
-from fedpriv.vault.settings import VaultSettings
+from fedpriv.vault.rollback import ReceiptWatch
+from fedpriv.vault.settings import NodeLimits, VaultSettings, is_unchanged_model, read_models
 
 _MIN_DISK_BYTES = 2**30
 _ANSWER_SECONDS = 5.0
+
+_UNREGISTERED = "holds no data set; restore the ledger that `init` made, or make a new folder with `init`"
 
 
 def checks(node: Node) -> Iterator[Check]:
@@ -49,7 +51,7 @@ def checks(node: Node) -> Iterator[Check]:
     yield check_ledger(vault.ledger)
     yield from _own_records(vault) if vault.data else _corpus()
     yield _closed(vault)
-    yield _approved(node)
+    yield Check.of("approved", lambda: _approved(node))
     yield check_disk(node.folder, _MIN_DISK_BYTES)
 
 
@@ -75,43 +77,38 @@ def _own_records(vault: VaultSettings) -> Iterator[Check]:
     yield check_data(vault.data)
     counted = [vault.counter_file] if vault.counter_file else []
     yield check_files((vault.data, vault.ledger, vault.events, vault.tokens, *counted), vault.client_user)
-    yield _of("columns", lambda: records.check_columns(vault), _columns(vault))
-    yield _of("labels", lambda: records.check_labels(vault), ", ".join(vault.labels) or "none, for causal models")
-    budget = f"epsilon {vault.budget_epsilon} for all runs together, on the {vault.budget_view} view"
-    yield _of("budget", lambda: records.check_budget(vault), budget)
-    yield _peers(vault)
+    yield Check.of("columns", lambda: _columns(vault))
+    yield Check.of("labels", lambda: _labels(vault))
+    yield Check.of("budget", lambda: _budget(vault))
+    yield Check.of("peers", lambda: peers_summary(vault))
     yield Check("device", True, _device(vault))
     yield check_registered(vault.ledger)
-    yield _newest(vault)
-    yield _enforced(vault)
-    yield _models(vault)
+    yield Check.of("newest", lambda: _newest(vault))
+    yield Check.of("enforced", lambda: _enforced(vault))
+    yield Check.of("models", lambda: _models(vault))
 
 
-def _newest(vault: VaultSettings) -> Check:
-    """Whether the ledger has all that the node has signed, as far as its folder and its counter file know."""
+def _newest(vault: VaultSettings) -> str:
+    """Refuse a ledger that lacks what the node has signed, as far as its folder and its counter file know."""
     sources = [path for path in (vault.receipts, vault.counter_file) if path is not None and path.exists()]
-    try:
-        with reading(vault.ledger) as db:
-            chains = chains_of(db)
-            recovered = statement.recovery_lines(statement.recoveries(db))
-        watch = Watch.of(vault)
-        lost = watch.lost(chains) if watch and chains else None
-    except (InputError, LedgerError) as error:
-        return Check("newest", False, str(error))
+    with reading(vault.ledger) as db:
+        chains = chains_of(db)
+        recovered = statement.recovery_lines(statement.recoveries(db))
+    watch = ReceiptWatch.of(vault)
+    lost = watch.lost(chains) if watch and chains else None
     if lost is not None:
         known = " ".join(f"--from {path}" for path in sources)
-        return Check(
-            "newest",
-            False,
+        raise LedgerError(
             f"a restored copy: this node has signed charge {lost.counter}, which {vault.ledger} lacks; stop the node, "
-            f"run `fedpriv ledger recover {vault.ledger} {known}`, and add what coordinator and peers keep",
+            f"run `fedpriv ledger recover {vault.ledger} {known}`, and add what coordinator and peers keep"
         )
     number = chains[-1].newest.counter if chains else 0
-    return Check("newest", True, "; ".join([f"{number} charges, none is known that the ledger lacks", *recovered]))
+    return "; ".join([f"{number} charges, none is known that the ledger lacks", *recovered])
 
 
 def _columns(vault: VaultSettings) -> str:
-    """What of a record is read."""
+    """The columns of a record that are read."""
+    records.check_columns(vault)
     if vault.messages_column:
         return f"chats in {vault.messages_column!r}"
     if vault.prompt_column:
@@ -119,22 +116,20 @@ def _columns(vault: VaultSettings) -> str:
     return f"texts in {vault.text_column!r}"
 
 
-def _of(name: str, check: Callable[[], None], detail: str) -> Check:
-    try:
-        check()
-    except InputError as error:
-        return Check(name, False, str(error))
-    return Check(name, True, detail)
+def _labels(vault: VaultSettings) -> str:
+    records.check_labels(vault)
+    return ", ".join(vault.labels) or "none, for causal models"
 
 
-def _enforced(vault: VaultSettings) -> Check:
-    """What enforces the budget, and how much of it is used."""
-    try:
-        with reading(vault.ledger) as db:
-            enforced = statement.enforcement(db, entries.data_set(db, None), vault.budget_epsilon, vault.budget_view)
-    except (LedgerError, ValueError) as error:
-        return Check("enforced", False, str(error))
-    return Check("enforced", True, enforced)
+def _budget(vault: VaultSettings) -> str:
+    records.check_budget(vault)
+    return f"epsilon {vault.budget_epsilon} for all runs together, on the {vault.budget_view} view"
+
+
+def _enforced(vault: VaultSettings) -> str:
+    """The rule that enforces the budget, and how much of it is used."""
+    with reading(vault.ledger) as db:
+        return statement.enforcement(db, entries.data_set(db, None), vault.budget_epsilon, vault.budget_view)
 
 
 def _device(vault: VaultSettings) -> str:
@@ -146,24 +141,15 @@ def _device(vault: VaultSettings) -> str:
     return f"{vault.training_device}, on which records cannot touch each other"
 
 
-def _peers(vault: VaultSettings) -> Check:
-    try:
-        return Check("peers", True, peers.summary(vault))
-    except InputError as error:
-        return Check("peers", False, str(error))
-
-
-def _models(vault: VaultSettings) -> Check:
-    try:
-        known = models.read(vault.models)
-    except InputError as error:
-        return Check("models", False, str(error))
+def _models(vault: VaultSettings) -> str:
+    """The approved models, of which there must be one, and each unchanged."""
+    known = read_models(vault.models)
     if not known:
-        return Check("models", False, f"{vault.models}: no model may run here yet; run `approve-model`")
+        raise InputError(f"{vault.models}: no model may run here yet; run `approve-model`")
     for model in known:
-        if not models.is_unchanged(model):
-            return Check("models", False, f"{model.name}: its files changed; look at them, `approve-model --replace`")
-    return Check("models", True, ", ".join(f"{model.name} ({model.digest[:12]}...)" for model in known))
+        if not is_unchanged_model(model):
+            raise InputError(f"{model.name}: its files changed; look at them, `approve-model --replace`")
+    return ", ".join(f"{model.name} ({model.digest[:12]}...)" for model in known)
 
 
 def _closed(vault: VaultSettings) -> Check:
@@ -189,11 +175,76 @@ def reopen(vault: VaultSettings) -> str:
     return reason
 
 
-def _approved(node: Node) -> Check:
-    try:
-        number = len(approved(node.approved))
-    except InputError as error:
-        return Check("approved", False, str(error))
+def _approved(node: Node) -> str:
+    number = len(approved(node.approved))
     if not number:
-        return Check("approved", False, f"{node.approved}: no bundle may run here yet; run `approve`")
-    return Check("approved", True, f"{number} bundle{'s' if number > 1 else ''} may run here")
+        raise InputError(f"{node.approved}: no bundle may run here yet; run `approve`")
+    return f"{number} bundle{'s' if number > 1 else ''} may run here"
+
+
+def check_ledger(path: Path) -> Check:
+    """Whether the node can write its ledger and its chain is intact; if there is none, whether it can be created."""
+    if not path.exists():
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+            return Check("ledger", False, f"{path}: cannot be created, {folder} is not writable")
+        return Check("ledger", True, f"{path}: none yet, can be created")
+
+    def opened() -> str:
+        with Ledger(path) as ledger:
+            return f"{path}: {ledger.last[0]} entries, chain intact"
+
+    return Check.of("ledger", opened)
+
+
+def check_registered(path: Path) -> Check:
+    """Whether a data set is registered in the node's ledger; its N_k and id."""
+
+    def registered() -> str:
+        data_set = None
+        if path.is_file():
+            with reading(path) as db:
+                data_set = entries.data_set(db, None)
+        if data_set is None:
+            raise InputError(f"{path}: {_UNREGISTERED}")
+        return f"N_k = {data_set.num_records}, data set {data_set.id}"
+
+    return Check.of("registered", registered)
+
+
+def check_data(path: Path) -> Check:
+    """Whether the file of records is there and can be read; it is not opened."""
+    if not path.is_file():
+        return Check("data", False, f"{path}: no such file")
+    if not os.access(path, os.R_OK):
+        return Check("data", False, f"{path}: this user may not read it")
+    return Check("data", True, f"{path}: {path.stat().st_size} bytes")
+
+
+def check_files(paths: Iterable[Path], stranger: str = "") -> Check:
+    """Whether files are closed to all users but their owner and group; files that do not exist are.
+
+    Args:
+        paths: of the files.
+        stranger: a user who must not read them as owner or by group either; empty for none.
+    """
+    try:
+        user = user_named(stranger) if stranger else None
+        existing = [path for path in paths if path.is_file()]
+        for path in existing:
+            if (mode := path.stat().st_mode & 0o777) & 0o007:
+                return Check("files", False, f"{path}: mode {mode:o} lets everybody in; chmod 600 {path}")
+            if user is not None and can_read(user, path):
+                return Check("files", False, f"{path}: user {stranger} can read it; change its owner, then chmod 600")
+    except InputError as error:
+        return Check("files", False, str(error))
+    return Check("files", True, f"{len(existing)} files, closed to others")
+
+
+def check_policy(path: Path) -> Check:
+    """Whether a node's policy file can be read; the limits that it sets."""
+
+    def limits() -> str:
+        return ", ".join(f"{name} = {value:g}" for name, value in asdict(NodeLimits.read(path)).items())
+
+    return Check.of("policy", limits)

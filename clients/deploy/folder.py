@@ -1,8 +1,13 @@
-"""A node's folder: its keys, its policy, its ledger, its vault's settings, and what it knows about the coordinator."""
+"""A node's folder: its keys, its policy, its ledger, its vault's settings, and what it knows about the coordinator.
+
+A node that is stopped can get new keys; whatever the old ones have signed of its charges still counts. A ledger that
+lacks a charge which the old key has signed gets no new one: else a restored copy would pass as whole.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import fields
 from pathlib import Path
@@ -12,18 +17,21 @@ import tomli_w
 from pydantic import ConfigDict, Field, field_validator
 from pydantic.dataclasses import dataclass
 
-from clients.deploy import peers, records
+from clients.deploy import records
+from clients.deploy.admission import check_survivors
 from clients.deploy.records import Found
 from fedpriv.deployment import certificates, keys
 from fedpriv.deployment.files import new_folder
 from fedpriv.deployment.settings import read_settings, split_address, validated
+from fedpriv.deployment.users import User, owner_of
 from fedpriv.errors import InputError
+from fedpriv.ledger import recovery
 from fedpriv.ledger.entries import DataSet
-from fedpriv.vault import models
+from fedpriv.ledger.reader import reading
+from fedpriv.ledger.receipts import chains_of
 from fedpriv.vault import settings as vault_settings
-from fedpriv.vault.policy import Limits
-from fedpriv.vault.rollback import Watch
-from fedpriv.vault.settings import VaultSettings
+from fedpriv.vault.rollback import ReceiptWatch
+from fedpriv.vault.settings import NodeLimits, VaultSettings, models_text
 
 # This checkout, whose bundle a run sends.
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,7 +122,7 @@ class Node:
 
     @property
     def public_keys(self) -> tuple[Path, Path]:
-        """What the coordinator registers: the public lines of `key`, and of the vault's key."""
+        """The files that the coordinator registers: the public lines of `key`, and of the vault's key."""
         return keys.public_path(self.key), keys.public_path(self.vault.key)
 
     @property
@@ -167,7 +175,7 @@ def make(folder: Path, *, ca: Path, superlink: str, port: int = DEFAULT_PORT, **
     node = validated(Node, connection, vault=vault)
     certificates.valid_until(ca)
     records.check_terms(vault)
-    peers.check_survivors(vault)
+    check_survivors(vault)
     found = records.find(vault) if vault.data else None
     with new_folder(node.folder) as new:
         keys.make_key_pair(new / node.key.name, keys.NODE)
@@ -176,23 +184,65 @@ def make(folder: Path, *, ca: Path, superlink: str, port: int = DEFAULT_PORT, **
         (new / FILE).write_text(_NODE_HEADER + tomli_w.dumps(connection))
         (new / vault_settings.FILE).write_text(_VAULT_HEADER + tomli_w.dumps(_plain(values)))
         (new / vault.policy.name).write_text(policy_text())
-        (new / vault.models.name).write_text(models.text_of(()))
+        (new / vault.models.name).write_text(models_text(()))
         (new / node.approved.name).write_text(_APPROVED_HEADER)
         (new / node.flower_home.name).mkdir()
         ledger = vault.ledger_file or new / vault.ledger.name
         data_set = records.register(vault, ledger, found) if found else None
         if vault.counter_file is not None:
-            watch = Watch(new / vault.key.name, vault.receipts, vault.receipts_of_peers, vault.counter_file)
+            watch = ReceiptWatch(new / vault.key.name, vault.receipts, vault.receipts_of_peers, vault.counter_file)
             watch.begin_counter_file(ledger)
     return Made(node, found, data_set)
 
 
 def policy_text() -> str:
     """The text of a policy file with every limit at its default, and its meaning."""
-    defaults = Limits()
-    parts = [f"# {_POLICY_COMMENTS[f.name]}\n{f.name} = {getattr(defaults, f.name)}\n" for f in fields(Limits)]
+    defaults = NodeLimits()
+    parts = [f"# {_POLICY_COMMENTS[f.name]}\n{f.name} = {getattr(defaults, f.name)}\n" for f in fields(NodeLimits)]
     return "\n".join([_POLICY_HEADER, *parts])
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
+
+
+def replace_vault_key(node: Node, sources: Sequence[Path]) -> None:
+    """Give a node's vault a new key; the node of an earlier version, which signed with node.key, gets its first.
+
+    Args:
+        node: that is stopped.
+        sources: of receipts, besides those in the node's folder and its counter file; see `recovery.missing`.
+
+    Raises:
+        InputError: the old key or a source cannot be used, or the ledger lacks what the old key has signed.
+        LedgerError: the ledger or the counter file cannot be used.
+    """
+    vault = node.vault
+    old = vault.key if vault.key.exists() else node.key
+    watch = ReceiptWatch.signed_by(old, vault)
+    if vault.ledger.exists():
+        with reading(vault.ledger) as db:
+            if (chains := chains_of(db)) and (watch.lost(chains) or any(recovery.missing(db, sources, watch.signers))):
+                raise InputError(
+                    f"{vault.ledger}: lacks charges that the node has signed; first run `fedpriv ledger recover` on it "
+                    f"with --key {keys.public_path(old)}, see `doctor`"
+                )
+    owner = _owner(node)
+    keys.add_line(vault.earlier_keys, watch.signer, owner=owner)
+    keys.replace_key_pair(vault.key, keys.VAULT, owner=owner)
+
+
+def replace_node_key(node: Node) -> None:
+    """Give a node's SuperNode a new key.
+
+    Raises:
+        InputError: the node of an earlier version still signs with the old one.
+    """
+    if not node.vault.key.exists():
+        raise InputError(f"{node.vault.key}: is missing; run `new-key` without --node first, or receipts would be lost")
+    keys.replace_key_pair(node.key, keys.NODE, owner=_owner(node))
+
+
+def _owner(node: Node) -> User | None:
+    """The user who is to own the files, if root makes them."""
+    return owner_of(node.folder) if os.geteuid() == 0 else None

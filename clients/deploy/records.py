@@ -15,12 +15,12 @@ from fedpriv.vault.settings import VaultSettings
 if TYPE_CHECKING:
     from fedpriv.accounting.filters import Rule
     from fedpriv.data.own import OwnRecord
-    from fedpriv.vault.budget import Choice
+    from fedpriv.vault import Choice
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a file of records holds.
+    """The figures of a file of records.
 
     Attributes:
         num_records: N_k, of the whole file, whatever label a record has.
@@ -39,7 +39,7 @@ class Found:
     content: bytes = field(repr=False)
 
     def lines(self) -> list[str]:
-        """What to tell the operator."""
+        """The lines that tell the operator."""
         found = [f"found {self.num_records} records, {self.num_empty} of them empty"]
         if self.counts:
             found.append("labels: " + ", ".join(f"{label} {number}" for label, number in self.counts.items()))
@@ -115,7 +115,7 @@ def check_labels(vault: VaultSettings) -> None:
 
 
 def find(vault: VaultSettings) -> Found:
-    """What the node's file holds; every record of it must be readable.
+    """The figures of the node's file, of which every record must be readable.
 
     Raises:
         InputError: the file, a column or a record cannot be used.
@@ -138,7 +138,7 @@ def find(vault: VaultSettings) -> Found:
 
 
 def _content(records: Sequence[OwnRecord], vault: VaultSettings) -> bytes:
-    """What `fedpriv.data.federated.load_own` makes of the records, so that a run's note and this one agree."""
+    """The records as `fedpriv.data.federated.load_own` makes them, so that a run's note and this one agree."""
     from fedpriv.data.text import TextData
 
     source = vault.source
@@ -178,7 +178,7 @@ def register(
     """
     from fedpriv.accounting.views import default_delta  # slow to import
     from fedpriv.ledger.ledger import Ledger
-    from fedpriv.vault import budget
+    from fedpriv.vault import rule_note
 
     client, delta = str(vault.partition_id), vault.delta or default_delta(found.num_records)
     planned = DataSet(id="", client=client, num_records=found.num_records, delta=delta)
@@ -187,7 +187,7 @@ def register(
         if vault.budget_epsilon is None:
             return None
         chosen = _choice(vault, planned, plan, filter_, plan_delta)
-        return budget.note_of(chosen, vault.budget_epsilon, planned.delta_for_releases)
+        return rule_note(chosen, vault.budget_epsilon, planned.delta_for_releases)
 
     is_new = not ledger.exists()
     if is_new:
@@ -222,7 +222,7 @@ def bound(vault: VaultSettings, *, plan: Path | None, filter_: str | None, plan_
         LedgerError: the ledger cannot be used.
     """
     from fedpriv.ledger.ledger import Ledger  # slow to import
-    from fedpriv.vault import budget
+    from fedpriv.vault import choose_rule
 
     check_budget(vault)
     if vault.budget_epsilon is None or not vault.ledger.is_file():
@@ -233,17 +233,17 @@ def bound(vault: VaultSettings, *, plan: Path | None, filter_: str | None, plan_
         chosen = _choice(vault, data_set, plan, filter_, plan_delta)
         if chosen is None:
             raise InputError("register: give --plan FILE, --filter renyi:ORDER or gaussian, or --disjoint TEXT")
-        return budget.choose(ledger, data_set, chosen, vault.budget_epsilon)
+        return choose_rule(ledger, data_set, chosen, vault.budget_epsilon)
 
 
 def _choice(
     vault: VaultSettings, data_set: DataSet, plan: Path | None, filter_: str | None, plan_delta: float | None
 ) -> Choice | None:
-    """What the operator chose to enforce a data set's budget; None if nothing."""
-    from fedpriv.vault import budget
+    """The rule that the operator chose to enforce a data set's budget; None if none."""
+    from fedpriv.vault import read_plan, read_rule
 
     if plan is not None and filter_ is not None:
         raise InputError("register: give either --plan FILE or --filter renyi:ORDER or gaussian")
     if plan is not None:
-        return budget.read_plan(plan, vault.partition_id, data_set, vault.budget_view, plan_delta)
-    return None if filter_ is None else budget.read_rule(filter_)
+        return read_plan(plan, vault.partition_id, data_set, vault.budget_view, plan_delta)
+    return None if filter_ is None else read_rule(filter_)

@@ -29,7 +29,7 @@ _PROBE = "import sys, clients.deploy.approved_supernode; [open(path).close() for
 
 @dataclass(frozen=True, kw_only=True)
 class Users:
-    """Whose processes the vault and the SuperNode are.
+    """The users whose processes the vault and the SuperNode are.
 
     Attributes:
         vault: None stands for the user of this process.

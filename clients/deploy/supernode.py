@@ -1,10 +1,15 @@
-"""A data holder's vault and its SuperNode: they run in the foreground and show their logs."""
+"""A data holder's vault and its SuperNode, which run in the foreground and show their logs, or as systemd units.
+
+The vault is started first, ended last, and started again if it dies. As a unit it has no network, and the SuperNode
+sees no record.
+"""
 
 from __future__ import annotations
 
 import os
-import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,13 +18,23 @@ from pathlib import Path
 
 import tomli_w
 
-from clients.deploy import separate_users, vault_process
+from clients.deploy import separate_users
 from clients.deploy.folder import ROOT, Node
 from clients.deploy.separate_users import Users
-from fedpriv.deployment import polling
 from fedpriv.deployment.checks import check_port_free
+from fedpriv.deployment.command_line import Unit, unit_name
 from fedpriv.deployment.files import replace
-from fedpriv.deployment.flower import EXIT_CODES, environment, logged_exit_code, run_in_foreground, settings
+from fedpriv.deployment.flower import (
+    FlowerError,
+    environment,
+    program_folder,
+    python_path,
+    run_and_explain,
+    seconds_to_pause,
+    settings,
+    signals_handled_by,
+)
+from fedpriv.deployment.users import User, owner_of
 from fedpriv.errors import InputError
 
 # Where Flower's processes on this machine find each other.
@@ -30,6 +45,13 @@ _HOST = "127.0.0.1"
 _NOT_ADMITTED = "Failed to activate SuperNode"
 _SHORTEST_RETRY_SECONDS = 10.0
 _LONGEST_RETRY_SECONDS = 60.0
+
+
+# Its first line once it can be asked.
+_READY = "vault listens on"
+_READY_SECONDS = 120.0
+_RESTART_SECONDS = 2.0
+_END_SECONDS = 30.0
 
 
 def program(node: Node) -> list[str]:
@@ -70,12 +92,12 @@ def start(node: Node, say: Callable[[str], None]) -> int:
         raise InputError(f"{free.name} = {free.detail}")
     environ = _environment(node)
     users = prepare(node)
-    with _ended_by_signals(), vault_process.running(node, say, variables=environ, user=users.vault):
+    with signals_handled_by(_end), running_vault(node, say, variables=environ, user=users.vault):
         say(f"SuperNode started for {node.superlink}, partition {node.vault.partition_id}; its log follows")
         started = time.monotonic()
         while (ending := _run(node, users, environ, say)).not_admitted:
             waited = time.monotonic() - started
-            pause = polling.pause(waited, shortest=_SHORTEST_RETRY_SECONDS, longest=_LONGEST_RETRY_SECONDS)
+            pause = seconds_to_pause(waited, shortest=_SHORTEST_RETRY_SECONDS, longest=_LONGEST_RETRY_SECONDS)
             say(
                 f"not admitted yet, after {waited:.0f} s: waiting until the coordinator registers its keys, "
                 "or until the place of a node that was killed is free (up to a minute); "
@@ -102,7 +124,7 @@ def prepare(node: Node) -> Users:
 
 @dataclass(frozen=True)
 class _Ending:
-    """How a SuperNode ended: its exit code, its meaning, and whether the SuperLink refused to admit the node."""
+    """The end of a SuperNode: exit code, its meaning, and whether the SuperLink refused to admit the node."""
 
     code: int
     meaning: str
@@ -110,31 +132,26 @@ class _Ending:
 
 
 def _run(node: Node, users: Users, environ: Mapping[str, str], say: Callable[[str], None]) -> _Ending:
-    reasons: list[int] = []
     refusals: list[str] = []
 
     def on_line(line: str) -> None:
         say(line)
-        if (code := logged_exit_code(line)) is not None:
-            reasons.append(code)
         if _NOT_ADMITTED in line:
             refusals.append(line)
 
-    code = run_in_foreground(
+    code, meaning = run_and_explain(
         command(node, users.key),
         variables=users.client_variables(environ),
         folder=node.flower_home,
         on_line=on_line,
         user=users.client,
     )
-    meaning = "".join(f": {EXIT_CODES[reason]}" for reason in reasons[-1:] if reason in EXIT_CODES)
     return _Ending(code, meaning, bool(refusals) and code != 0)
 
 
 def variables(node: Node) -> dict[str, str]:
-    """What the SuperNode is told by its environment, this checkout's modules among it."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**settings(node.flower_home), "PYTHONPATH": os.pathsep.join(paths)}
+    """The variables by which the SuperNode is told of its home and of this checkout's modules."""
+    return {**settings(node.flower_home), "PYTHONPATH": python_path(ROOT)}
 
 
 def _environment(node: Node) -> dict[str, str]:
@@ -142,16 +159,152 @@ def _environment(node: Node) -> dict[str, str]:
     return environment(node.flower_home, **variables(node))
 
 
+def _end(*_: object) -> None:
+    """End this process, and the vault with it: while no SuperNode runs, SIGTERM does as SIGINT does."""
+    raise SystemExit(0)
+
+
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """While no SuperNode runs, SIGTERM ends this process as SIGINT does, so that the vault is ended too."""
+def running_vault(
+    node: Node, say: Callable[[str], None], *, variables: Mapping[str, str], user: User | None
+) -> Iterator[None]:
+    """The node's vault, as long as the block runs; its output is shown behind `vault: `.
 
-    def end(*_: object) -> None:
-        raise SystemExit(0)
+    Args:
+        node: whose vault to run.
+        say: prints a line, from other threads too.
+        variables: environment of the vault.
+        user: whose process it is; None stands for the user of this process.
 
-    previous = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    Raises:
+        FlowerError: it ends before it can be asked, or takes too long.
+    """
+    vault = _Vault(node, say, variables=variables, user=user)
+    vault.start()
     try:
+        vault.wait_until_ready()
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        vault.end()
+
+
+class _Vault:
+    """Keeps one vault running until it is told to end it."""
+
+    def __init__(
+        self, node: Node, say: Callable[[str], None], *, variables: Mapping[str, str], user: User | None
+    ) -> None:
+        self._node, self._say = node, say
+        self._variables, self._user = dict(variables), user
+        self._ready, self._ending = threading.Event(), threading.Event()
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._keeper = threading.Thread(target=self._keep, daemon=True)
+
+    def start(self) -> None:
+        self._keeper.start()
+
+    def wait_until_ready(self) -> None:
+        if not self._ready.wait(_READY_SECONDS):
+            raise FlowerError(f"vault: does not listen within {_READY_SECONDS:g} s")
+        if self._ending.is_set():
+            raise FlowerError("vault: ended before it could be asked; the lines above say why")
+
+    def end(self) -> None:
+        """End the vault; it is not started again."""
+        with self._lock:
+            self._ending.set()
+            process = self._process
+        if process is not None and process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        self._keeper.join(_END_SECONDS)
+
+    def _keep(self) -> None:
+        """Start the vault whenever there is none; one that never was ready is not started again."""
+        while (process := self._started()) is not None:
+            for line in process.stdout or ():
+                self._say(f"vault: {line.rstrip()}")
+                if line.startswith(_READY):
+                    self._ready.set()
+            code = process.wait()
+            if not self._ready.is_set() or self._ending.is_set():
+                break
+            self._say(f"vault: ended with code {code}; it is started again in {_RESTART_SECONDS:g} s")
+            self._ending.wait(_RESTART_SECONDS)
+        self._ending.set()
+        self._ready.set()
+
+    def _started(self) -> subprocess.Popen[str] | None:
+        """A new process; None once the vault is to end, or if the system does not let it start."""
+        with self._lock:
+            if self._ending.is_set():
+                return None
+            try:
+                self._process = self._popen()
+            except OSError as error:
+                self._say(f"vault: cannot be started ({error.strerror})")
+                return None
+            return self._process
+
+    def _popen(self) -> subprocess.Popen[str]:
+        # In its own process group: otherwise Ctrl-C would end it before the SuperNode. What it writes is its own. If
+        # this process is killed, the pipe to the vault's standard input closes: it ends too, and gives its place free.
+        return subprocess.Popen(
+            [sys.executable, "-m", "fedpriv.vault", "--with-parent", str(self._node.folder)],
+            cwd=self._node.folder,
+            env=self._variables,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            process_group=0,
+            umask=0o077,
+            **(self._user.popen_options if self._user else {}),
+        )
+
+
+def units(node: Node) -> list[Unit]:
+    """The services of a node's machine: the vault as the folder's owner, the SuperNode as `client_user`.
+
+    Raises:
+        InputError: there is no `client_user`, or it is root or the owner.
+    """
+    vault, folder = node.vault, node.folder
+    if not vault.client_user:
+        raise InputError(
+            f"client_user = '': name a user of this machine in {folder / 'vault.toml'}, as whom the SuperNode runs"
+        )
+    client = separate_users.client_of(node)
+    name = unit_name("vault", folder)
+    data = [vault.data] if vault.data else []
+    path = os.pathsep.join([str(program_folder()), os.defpath])  # Flower starts its programs by name
+    return [
+        Unit(
+            name=name,
+            description=f"fedpriv vault of {folder}",
+            command=[sys.executable, "-m", "fedpriv.vault", str(folder)],
+            folder=folder,
+            user=owner_of(folder).name,
+            variables={"PYTHONUNBUFFERED": "1", "FEDPRIV_CACHE": str(folder / "cache")},
+            writable=[folder, *([vault.counter_file] if vault.counter_file else [])],
+            read_only=data,
+            networked=False,
+        ),
+        Unit(
+            name=unit_name("supernode", folder),
+            description=f"fedpriv SuperNode of {folder}",
+            command=command(node, separate_users.client_key(node)),
+            prepared_by=[sys.executable, "-m", "clients.deploy", "prepare", str(folder)],
+            folder=ROOT,
+            user=client.name,
+            variables={"HOME": str(node.flower_home), "PATH": path, **variables(node)},
+            writable=[node.flower_home],
+            hidden=[*data, vault.ledger, vault.tokens, node.key, vault.key, vault.policy, vault.events, vault.receipts],
+            after=[f"{name}.service"],
+        ),
+    ]

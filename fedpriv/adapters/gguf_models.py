@@ -24,10 +24,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fedpriv.adapters.locations import model_digest
 from fedpriv.adapters.shared_pages import cache_folder
 from fedpriv.deployment.files import new_folder
 from fedpriv.errors import InputError
-from fedpriv.vault.models import digest_of
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def _make(folder: Path, file: Path, name: str) -> None:
             model, tokenizer = _read(file, temporary, name)
             model.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
-            (temporary / _DIGEST_FILE).write_text(digest_of(temporary))
+            (temporary / _DIGEST_FILE).write_text(model_digest(temporary))
     except OSError as error:
         if not folder.is_dir():  # else another process was faster
             raise InputError(
@@ -135,7 +135,7 @@ def _verify(folder: Path) -> None:
     if state.st_uid != os.geteuid() or state.st_mode & 0o077:
         raise InputError(f"{folder}: must belong to you alone (chmod 700), since a model is read from it; or delete it")
     try:
-        is_unchanged = (folder / _DIGEST_FILE).read_text() == digest_of(folder)
+        is_unchanged = (folder / _DIGEST_FILE).read_text() == model_digest(folder)
     except OSError:
         is_unchanged = False
     if not is_unchanged:

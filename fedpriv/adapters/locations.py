@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib.util
 from pathlib import Path
 
-from fedpriv import hub
 from fedpriv.errors import InputError
 
 BUNDLED_ENCODER = "all-MiniLM-L6-v2"
@@ -54,6 +54,8 @@ def check(name: str) -> None:
     Raises:
         InputError: as in `locate`, or the Hub's cache lacks it and the Hub does too, or cannot be reached.
     """
+    from fedpriv import hub  # loads the Hub's client, which the other functions do without
+
     if locate(name) is not None or not (problem := hub.problem(name, "model")):
         return
     close = difflib.get_close_matches(name, (BUNDLED_ENCODER, BUNDLED_LANGUAGE_MODEL), n=1)
@@ -73,3 +75,39 @@ def _package(name: str) -> Path | None:
     """The folder of an installed package, which is not imported."""
     found = importlib.util.find_spec(name)
     return Path(found.origin).parent if found is not None and found.origin is not None else None
+
+
+def model_digest(folder: Path, *, weights: bool = True) -> str:
+    """SHA-256, in hex, of the names and contents of all files in a model's folder; hidden files do not count.
+
+    Args:
+        folder: of the model.
+        weights: False leaves out the safetensors files: what remains decides how texts are tokenised.
+
+    Raises:
+        InputError: it is not a folder with files.
+    """
+    files = [file for file in _model_files(folder) if weights or file.suffix != ".safetensors"]
+    if not files:
+        raise InputError(f"model = {str(folder)!r}: must be a folder with a model's files")
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as content:
+            inner = hashlib.file_digest(content, "sha256").hexdigest()
+        digest.update(f"{file.relative_to(folder).as_posix()}\0{inner}\0".encode())
+    return digest.hexdigest()
+
+
+def model_state(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
+    """Name, inode, size and time of every file in a model's folder: cheap to compare, and different after a change."""
+    states = ((file, file.stat()) for file in _model_files(folder))
+    return tuple((str(file), state.st_ino, state.st_size, state.st_mtime_ns) for file, state in states)
+
+
+def _model_files(folder: Path) -> list[Path]:
+    """The files of a model's folder, in order; hidden ones do not count."""
+    return sorted(
+        file
+        for file in folder.rglob("*")
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    )

@@ -216,7 +216,7 @@ def plan(
 
 
 def _committed(found: Plan) -> dict[str, Any]:
-    """Each client's releases as `fedpriv.vault.budget.read_plan` reads them, and what a filter would need for them."""
+    """Each client's releases as `fedpriv.vault._charging.read_plan` reads them, and what a filter needs for them."""
     from fedpriv.accounting import events
     from fedpriv.accounting.filters import filtered_epsilon
 

@@ -1,1 +1,1 @@
-"""What coordinator and data holder need to run a federation on their own machines: keys, certificates, checks."""
+"""The means to run a federation across machines, for coordinator and data holder: keys, certificates, checks."""

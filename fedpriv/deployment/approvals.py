@@ -1,4 +1,4 @@
-"""Which code may run on a machine: the SHA-256 of each app bundle (FAB) that its operator has approved."""
+"""Approvals of code that may run on a machine: the SHA-256 of each app bundle (FAB) that its operator has approved."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def install(content: bytes, folder: Path) -> None:
 
 
 def _within(folder: Path, folders: Set[Path]) -> Iterator[Path]:
-    """What is in a folder: of these folders all, of others and of links no more than their own path."""
+    """The paths in a folder: of these folders all, of others and of links no more than their own path."""
     for path in folder.iterdir() if folder.is_dir() and not folder.is_symlink() else ():
         yield path
         if path in folders:

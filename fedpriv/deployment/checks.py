@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import socket
 import ssl
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from http.client import HTTPException, HTTPSConnection
 from importlib import metadata
 from pathlib import Path
 
 from fedpriv.deployment import keys
+from fedpriv.deployment.flower import FlowerError
 from fedpriv.deployment.keys import Kind
-from fedpriv.deployment.users import can_read, user_named
 from fedpriv.errors import InputError, LedgerError
-from fedpriv.ledger import entries, reader
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.vault.policy import Limits
 
 _TIMEOUT_SECONDS = 5.0
 
-_UNREGISTERED = "holds no data set; restore the ledger that `init` made, or make a new folder with `init`"
 
 # X509_V_ERR_... of OpenSSL: https://docs.openssl.org/master/man3/X509_STORE_CTX_get_error/
 _NOT_YET_VALID, _EXPIRED = 9, 10
@@ -61,6 +56,14 @@ class Check:
     ok: bool
     detail: str
 
+    @staticmethod
+    def of(name: str, find: Callable[[], str]) -> Check:
+        """A check that is ok with the text that `find` returns, and not ok with the error that it raises."""
+        try:
+            return Check(name, True, find())
+        except (ValueError, LedgerError, FlowerError) as error:
+            return Check(name, False, str(error))
+
 
 def print_checks(checks: Iterable[Check]) -> bool:
     """Print one line per check as it is done, and return whether all are ok."""
@@ -73,7 +76,7 @@ def print_checks(checks: Iterable[Check]) -> bool:
 
 def check_versions() -> Check:
     """Whether the version of Flower that this fedpriv requires is installed."""
-    pinned = pinned_flower()
+    pinned = _pinned_flower()
     try:
         flower = metadata.version("flwr")
     except metadata.PackageNotFoundError:
@@ -84,7 +87,7 @@ def check_versions() -> Check:
     return Check("versions", True, f"flwr {flower}, {others}")
 
 
-def pinned_flower() -> str:
+def _pinned_flower() -> str:
     """The version of Flower that fedpriv's own metadata requires."""
     requirement = next(line for line in metadata.requires("fedpriv") or () if line.startswith("flwr=="))
     return requirement.partition(";")[0].removeprefix("flwr==").strip()
@@ -181,43 +184,6 @@ def check_port_free(host: str, port: int) -> Check:
     return Check("port", True, f"{host}:{port} is free")
 
 
-def check_ledger(path: Path) -> Check:
-    """Whether the node can write its ledger and its chain is intact; if there is none, whether it can be created."""
-    if not path.exists():
-        folder = next(parent for parent in path.absolute().parents if parent.exists())
-        if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-            return Check("ledger", False, f"{path}: cannot be created, {folder} is not writable")
-        return Check("ledger", True, f"{path}: none yet, can be created")
-    try:
-        with Ledger(path) as opened:
-            return Check("ledger", True, f"{path}: {opened.last[0]} entries, chain intact")
-    except LedgerError as error:
-        return Check("ledger", False, str(error))
-
-
-def check_registered(path: Path) -> Check:
-    """Whether a data set is registered in the node's ledger; its N_k and id."""
-    if not path.is_file():
-        return Check("registered", False, f"{path}: {_UNREGISTERED}")
-    try:
-        with reader.reading(path) as db:
-            data_set = entries.data_set(db, None)
-    except LedgerError as error:
-        return Check("registered", False, str(error))
-    if data_set is None:
-        return Check("registered", False, f"{path}: {_UNREGISTERED}")
-    return Check("registered", True, f"N_k = {data_set.num_records}, data set {data_set.id}")
-
-
-def check_data(path: Path) -> Check:
-    """Whether the file of records is there and can be read; it is not opened."""
-    if not path.is_file():
-        return Check("data", False, f"{path}: no such file")
-    if not os.access(path, os.R_OK):
-        return Check("data", False, f"{path}: this user may not read it")
-    return Check("data", True, f"{path}: {path.stat().st_size} bytes")
-
-
 def check_key(path: Path, kind: Kind) -> Check:
     """Whether a private key of a node can be used and is of its kind, and only its owner can read it."""
     try:
@@ -239,35 +205,6 @@ def check_private(path: Path) -> Check:
     if mode & 0o077:
         return Check("key", False, f"{path}: mode {mode:o} lets others read it; chmod 600 {path}")
     return Check("key", True, f"{path}: mode {mode:o}")
-
-
-def check_files(paths: Iterable[Path], stranger: str = "") -> Check:
-    """Whether files are closed to all users but their owner and group; files that do not exist are.
-
-    Args:
-        paths: of the files.
-        stranger: a user who must not read them as owner or by group either; empty for none.
-    """
-    try:
-        user = user_named(stranger) if stranger else None
-        existing = [path for path in paths if path.is_file()]
-        for path in existing:
-            if (mode := path.stat().st_mode & 0o777) & 0o007:
-                return Check("files", False, f"{path}: mode {mode:o} lets everybody in; chmod 600 {path}")
-            if user is not None and can_read(user, path):
-                return Check("files", False, f"{path}: user {stranger} can read it; change its owner, then chmod 600")
-    except InputError as error:
-        return Check("files", False, str(error))
-    return Check("files", True, f"{len(existing)} files, closed to others")
-
-
-def check_policy(path: Path) -> Check:
-    """Whether a node's policy file can be read; the limits that it sets."""
-    try:
-        limits = Limits.read(path)
-    except InputError as error:
-        return Check("policy", False, str(error))
-    return Check("policy", True, ", ".join(f"{name} = {value:g}" for name, value in asdict(limits).items()))
 
 
 def check_disk(path: Path, min_bytes: int) -> Check:

@@ -1,19 +1,47 @@
-"""How the command lines of a deployment report errors and exit, and hand out systemd units."""
+"""Command lines of a deployment: how they report errors and exit, and the systemd units that they hand out.
+
+A unit is text, and takes from its service all that the service does not need.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from fedpriv.deployment.files import write_new
 from fedpriv.deployment.flower import FlowerError
-from fedpriv.deployment.systemd import Unit, shown, write_units
-from fedpriv.errors import LedgerError
+from fedpriv.errors import InputError, LedgerError
 
 UnitFolder = Annotated[Path | None, typer.Option("--out", help="Folder for the files; without it they are printed.")]
+
+
+# What none of these services does. No PrivateDevices: a GPU is a device.
+_HARDENING = """\
+NoNewPrivileges=yes
+CapabilityBoundingSet=
+AmbientCapabilities=
+ProtectSystem=strict
+ProtectHome=read-only
+PrivateTmp=yes
+ProtectClock=yes
+ProtectControlGroups=yes
+ProtectHostname=yes
+ProtectKernelLogs=yes
+ProtectKernelModules=yes
+ProtectKernelTunables=yes
+ProtectProc=invisible
+LockPersonality=yes
+RestrictNamespaces=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+SystemCallArchitectures=native
+UMask=0077"""
 
 
 def run_command_line(app: typer.Typer, name: str) -> None:
@@ -35,8 +63,112 @@ def give_units(units: Sequence[Unit], out: Path | None) -> None:
         InputError: the folder does not exist, or holds a file of that name; nothing was written.
     """
     if out is None:
-        typer.echo(shown(units), nl=False)
+        typer.echo(_shown_units(units), nl=False)
         return
-    for path in write_units(units, out):
+    for path in _write_units(units, out):
         typer.echo(f"wrote {path}")
     typer.echo(f"next: systemctl daemon-reload && systemctl enable --now {' '.join(unit.name for unit in units)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """A service in the foreground, restarted when it fails.
+
+    Attributes:
+        name: of the file, without `.service`.
+        description: one line.
+        command: absolute path of a program, and its arguments.
+        prepared_by: a command that root runs before each start; empty for none.
+        folder: to run it in.
+        user: whose process it is.
+        variables: its environment, besides what systemd gives.
+        writable: what it may write; the rest of the file system is read-only, or not seen.
+        read_only: what within that it may only read.
+        hidden: what it must not even read.
+        networked: whether it has any network; without, Unix sockets are all that it reaches.
+        after: further units to start first.
+    """
+
+    name: str
+    description: str
+    command: Sequence[str]
+    prepared_by: Sequence[str] = ()
+    folder: Path
+    user: str
+    variables: Mapping[str, str]
+    writable: Sequence[Path]
+    read_only: Sequence[Path] = ()
+    hidden: Sequence[Path] = ()
+    networked: bool = True
+    after: Sequence[str] = ()
+
+    def text(self) -> str:
+        """The unit's file.
+
+        Raises:
+            InputError: a path or a value holds a line break or another control character.
+        """
+        after = " ".join(["network-online.target" if self.networked else "local-fs.target", *self.after])
+        lines = [
+            *("[Unit]", f"Description={_escaped(self.description)}", f"After={after}"),
+            *(["Wants=network-online.target"] if self.networked else []),
+            *(f"Wants={name}" for name in self.after),
+            "# A service that waits for somebody, for its registration for instance, is never given up.",
+            "StartLimitIntervalSec=0",
+            *("", "[Service]", "Type=exec"),
+            *([f"ExecStartPre=+{_command_line(self.prepared_by)}"] if self.prepared_by else []),
+            f"ExecStart={_command_line(self.command)}",
+            f"WorkingDirectory={_escaped(str(self.folder))}",
+            f"User={_escaped(self.user)}",
+            *(f"Environment={_quoted(f'{name}={value}')}" for name, value in self.variables.items()),
+            *("Restart=on-failure", "RestartSec=10", "TimeoutStopSec=90", "KillMode=mixed", _HARDENING),
+            *([] if self.networked else ["PrivateNetwork=yes"]),
+            f"RestrictAddressFamilies=AF_UNIX{' AF_INET AF_INET6' if self.networked else ''}",
+            *(f"ReadWritePaths={_quoted(str(path))}" for path in self.writable),
+            *(f"ReadOnlyPaths={_quoted(str(path))}" for path in self.read_only),
+            *(f"InaccessiblePaths={_quoted(f'-{path}')}" for path in self.hidden),
+            *("", "[Install]", "WantedBy=multi-user.target", ""),
+        ]
+        return "\n".join(lines)
+
+
+def unit_name(service: str, folder: Path) -> str:
+    """The name of a service's unit for a folder: `fedpriv-superlink-federation`."""
+    return f"fedpriv-{service}-{re.sub(r'[^A-Za-z0-9_.]', '-', folder.absolute().name)}"
+
+
+def _write_units(units: Sequence[Unit], out: Path) -> list[Path]:
+    """Write each unit as NAME.service, none of them if one cannot be written.
+
+    Raises:
+        InputError: the folder does not exist, or holds a file of that name.
+    """
+    if not out.is_dir():
+        raise InputError(f"--out = {out}: no such folder")
+    files = {out / f"{unit.name}.service": unit.text().encode() for unit in units}
+    for path in files:
+        if path.exists():
+            raise InputError(f"{path}: exists; give another folder, or move it away first")
+    for path, content in files.items():
+        write_new(path, content)
+    return list(files)
+
+
+def _shown_units(units: Sequence[Unit]) -> str:
+    """The units one after the other, each under the name of its file."""
+    return "\n".join(f"# {unit.name}.service\n{unit.text()}" for unit in units)
+
+
+def _command_line(arguments: Sequence[str]) -> str:
+    return " ".join(_quoted(argument).replace("$", "$$") for argument in arguments)
+
+
+def _quoted(text: str) -> str:
+    escaped = _escaped(text).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _escaped(text: str) -> str:
+    if not text.isprintable():
+        raise InputError(f"{text!r}: holds a control character, which no unit can name")
+    return text.replace("%", "%%")

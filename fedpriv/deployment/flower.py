@@ -20,12 +20,12 @@ CONNECTION = "federation"
 
 _ANSWER_SECONDS = 120.0
 
-# Flower colours its log, whoever reads it.
+# Flower colours its log, even where no terminal shows it.
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 # Flower logs these codes; its processes themselves always exit with 1. See flwr/supercore/exit/exit_code.py, 1.41.
 _EXIT_CODE = re.compile(r"Exit Code: (\d+)")
-EXIT_CODES: Mapping[int, str] = {
+_EXIT_CODES: Mapping[int, str] = {
     101: "the SuperLink's license is invalid",
     104: "Flower does not know these arguments",
     105: "state.db was written by another version of Flower; move it away and register the nodes again",
@@ -37,6 +37,8 @@ EXIT_CODES: Mapping[int, str] = {
     605: "the server's certificate or key cannot be used",
     606: "SuperLink and node have different versions of Flower",
 }
+
+_SHARE = 0.1
 
 
 class FlowerError(RuntimeError):
@@ -55,13 +57,18 @@ def environment(home: Path, **extra: str) -> dict[str, str]:
 
 
 def settings(home: Path) -> dict[str, str]:
-    """What Flower's programs are told by their environment alone."""
+    """The variables that Flower's programs take from their environment alone."""
     return {
         "FLWR_HOME": str(home),
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_TELEMETRY_ENABLED": "0",
     }
+
+
+def python_path(checkout: Path) -> str:
+    """The PYTHONPATH with which a program finds this checkout's modules first."""
+    return os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def program_folder() -> Path:
@@ -132,7 +139,7 @@ def run_in_foreground(
         user: whose process it is; None stands for the user of this process.
     """
     forwarder = _SignalForwarder()
-    with _handled_by(forwarder):
+    with signals_handled_by(forwarder):
         # In its own process group: otherwise Ctrl-C would reach it twice, from the terminal and from here.
         child = subprocess.Popen(
             command,
@@ -156,12 +163,32 @@ def run_in_foreground(
     return code if code >= 0 else 128 - code
 
 
+def run_and_explain(
+    command: Sequence[str],
+    *,
+    variables: Mapping[str, str],
+    folder: Path,
+    on_line: Callable[[str], None],
+    user: User | None = None,
+) -> tuple[int, str]:
+    """Run one of Flower's programs as `run_in_foreground` does; its exit code, and `: MEANING` if its log says why."""
+    reasons: list[int] = []
+
+    def noted(line: str) -> None:
+        on_line(line)
+        if (code := _logged_exit_code(line)) is not None:
+            reasons.append(code)
+
+    code = run_in_foreground(command, variables=variables, folder=folder, on_line=noted, user=user)
+    return code, "".join(f": {_EXIT_CODES[reason]}" for reason in reasons[-1:] if reason in _EXIT_CODES)
+
+
 def plain(line: str) -> str:
     """A line of Flower's log without colours."""
     return _COLOUR.sub("", line)
 
 
-def logged_exit_code(line: str) -> int | None:
+def _logged_exit_code(line: str) -> int | None:
     """Flower's own exit code, if a line of its log states it."""
     match = _EXIT_CODE.search(line)
     return int(match[1]) if match else None
@@ -192,7 +219,8 @@ class _SignalForwarder:
 
 
 @contextmanager
-def _handled_by(handler: Callable[[int, Any], None]) -> Iterator[None]:
+def signals_handled_by(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Give SIGINT and SIGTERM to a handler while the block runs."""
     previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -205,3 +233,16 @@ def _one_line(text: str) -> str:
     """The reason, without the lines in which flwr announces what it is about to do."""
     lines = [line.strip() for line in text.splitlines()]
     return " ".join(line for line in lines if line and not line.startswith("Using SuperLink:") and line[-3:] != "...")
+
+
+def seconds_to_pause(waited: float, *, shortest: float, longest: float) -> float:
+    """Seconds until the next question: a tenth of the time already waited, within bounds.
+
+    What comes after a wait of t is therefore seen at 1.1 t or at t + `shortest`, unless `longest` cuts that short.
+
+    Args:
+        waited: seconds since the wait began, >= 0.
+        shortest: that a pause lasts, in seconds.
+        longest: the same; where the two conflict, it counts.
+    """
+    return min(longest, max(shortest, _SHARE * waited))

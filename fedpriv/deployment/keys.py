@@ -32,10 +32,10 @@ Kind = Literal["ecdsa-sha2-nistp384", "ssh-ed25519"]
 """The type of a key, with which its public line begins."""
 
 NODE: Kind = "ecdsa-sha2-nistp384"
-"""Of node.key, with which the SuperNode connects: ECDSA on secp384r1, which Flower's authentication accepts."""
+"""The kind of node.key, with which the SuperNode connects: ECDSA on secp384r1, as Flower's authentication wants."""
 
 VAULT: Kind = "ssh-ed25519"
-"""Of vault.key, which never leaves the vault and signs all that it says."""
+"""The kind of vault.key, which never leaves the vault and signs all that it says."""
 
 EARLIER = ".earlier"
 """In place of `.pub`, ends the name of a file with the public lines of a node's earlier keys, which signed for it."""
@@ -133,7 +133,7 @@ def add_line(path: Path, public_line: str, *, owner: User | None = None) -> None
 
 
 def kind_of(public_line: str) -> Kind:
-    """Of a public line that `read_public_line` returned."""
+    """The kind of the key in a public line that `read_public_line` returned."""
     return NODE if public_line.startswith(f"{NODE} ") else VAULT
 
 

@@ -182,7 +182,7 @@ class Ledger:
         return registered
 
     def bound(self, data_set: DataSet, note: str) -> None:
-        """Record how the budget of a data set is enforced; `fedpriv.vault.budget` decides whether that may be.
+        """Record how the budget of a data set is enforced; `fedpriv.vault._charging` decides whether that may be.
 
         Args:
             data_set: registered here.

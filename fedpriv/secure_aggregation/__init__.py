@@ -31,16 +31,22 @@ from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
     from fedpriv.secure_aggregation import server as server
-    from fedpriv.secure_aggregation.errors import DealerError as DealerError
-    from fedpriv.secure_aggregation.errors import ProtocolError as ProtocolError
-    from fedpriv.secure_aggregation.errors import TooFewError as TooFewError
-    from fedpriv.secure_aggregation.identities import Identity as Identity
-    from fedpriv.secure_aggregation.identities import make_identity as make_identity
-    from fedpriv.secure_aggregation.session import Session as Session
-    from fedpriv.secure_aggregation.session import Sessions as Sessions
-    from fedpriv.secure_aggregation.terms import Participant as Participant
-    from fedpriv.secure_aggregation.terms import Terms as Terms
-    from fedpriv.secure_aggregation.terms import smallest_threshold as smallest_threshold
-    from fedpriv.secure_aggregation.terms import terms_from_text as terms_from_text
+    from fedpriv.secure_aggregation._agreement import Identity as Identity
+    from fedpriv.secure_aggregation._agreement import make_identity as make_identity
+    from fedpriv.secure_aggregation._agreement import verify_once as verify_once
+    from fedpriv.secure_aggregation._masks import to_centred as to_centred
+    from fedpriv.secure_aggregation._masks import to_words as to_words
+    from fedpriv.secure_aggregation._masks import word_dtype as word_dtype
+    from fedpriv.secure_aggregation._session import Session as Session
+    from fedpriv.secure_aggregation._session import Sessions as Sessions
+    from fedpriv.secure_aggregation._terms import DealerError as DealerError
+    from fedpriv.secure_aggregation._terms import Participant as Participant
+    from fedpriv.secure_aggregation._terms import ProtocolError as ProtocolError
+    from fedpriv.secure_aggregation._terms import Terms as Terms
+    from fedpriv.secure_aggregation._terms import TooFewError as TooFewError
+    from fedpriv.secure_aggregation._terms import smallest_threshold as smallest_threshold
+    from fedpriv.secure_aggregation._terms import terms_from_text as terms_from_text
+    from fedpriv.secure_aggregation._wire import MAX_RECEIPT as MAX_RECEIPT
+    from fedpriv.secure_aggregation._wire import MAX_RECEIPTS as MAX_RECEIPTS
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

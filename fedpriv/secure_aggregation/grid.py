@@ -16,7 +16,7 @@ RANGE_BITS = {32: 31, 64: 52}
 
 @dataclass(frozen=True, kw_only=True)
 class ClientGrid:
-    """How one client's sum becomes integers.
+    """The grid on which one client's sum becomes integers.
 
     Attributes:
         points: gamma c_k > 0, grid points per unit of the sum.
@@ -29,7 +29,7 @@ class ClientGrid:
 
 @dataclass(frozen=True, kw_only=True)
 class SumGrid:
-    """How all clients' sums become integers that can be added modulo 2^bits.
+    """The grid on which all clients' sums become integers that can be added modulo 2^bits.
 
     Attributes:
         modulus_bits: m, 32 or 64.

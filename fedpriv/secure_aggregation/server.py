@@ -19,23 +19,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.deployment import keys
-from fedpriv.secure_aggregation import wire
-from fedpriv.secure_aggregation.agreement import DIGEST_BYTES, public_half
-from fedpriv.secure_aggregation.checks import check_advertisement
-from fedpriv.secure_aggregation.errors import DealerError, ProtocolError, TooFewError
-from fedpriv.secure_aggregation.identities import Verify
-from fedpriv.secure_aggregation.masks import Words, pairwise_mask, self_mask, to_centred, word_dtype
-from fedpriv.secure_aggregation.messages import (
+from fedpriv.secure_aggregation import _wire
+from fedpriv.secure_aggregation._agreement import DIGEST_BYTES, Verify, public_half
+from fedpriv.secure_aggregation._masks import (
+    Route,
+    Words,
+    combine,
+    pairwise_mask,
+    self_mask,
+    share_hash,
+    to_centred,
+    unseal,
+    word_dtype,
+)
+from fedpriv.secure_aggregation._messages import (
     Advertisement,
     Complaint,
     Reveal,
+    check_advertisement,
     confirmed,
     mask_private_key,
     self_commitment,
     transcript_of,
 )
-from fedpriv.secure_aggregation.shares import Route, combine, share_hash, unseal
-from fedpriv.secure_aggregation.terms import Terms
+from fedpriv.secure_aggregation._terms import DealerError, ProtocolError, Terms, TooFewError
 
 M = TypeVar("M")
 P = TypeVar("P")
@@ -61,8 +68,8 @@ class Advertisements:
         return transcript_of(self.terms, self.shown)
 
     def message(self) -> str:
-        """What every client in U1 is sent."""
-        return wire.advertisements_text(self.shown)
+        """The text that every client in U1 is sent."""
+        return _wire.advertisements_text(self.shown)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +90,8 @@ class Dealt:
     dishonest: Mapping[int, str] = field(default_factory=dict)
 
     def message(self, client: int) -> str:
-        """What a client in U2 is sent: the shares that all others in U2 sealed for it."""
-        return wire.sealed_text({dealer: parts[client] for dealer, parts in self.dealt.items() if dealer != client})
+        """The text that a client in U2 is sent: the shares that all others in U2 sealed for it."""
+        return _wire.sealed_text({dealer: parts[client] for dealer, parts in self.dealt.items() if dealer != client})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +111,8 @@ class MaskedSum:
     refused: Mapping[int, str]
 
     def message(self) -> str:
-        """What every client in U3 is sent."""
-        return wire.survivors_text(self.survivors)
+        """The text that every client in U3 is sent."""
+        return _wire.survivors_text(self.survivors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +124,9 @@ class Signed:
     refused: Mapping[int, str]
 
     def message(self) -> str:
-        """What every client in U4 is sent: t signatures."""
+        """The text that every client in U4 is sent: t signatures."""
         first = sorted(self.signatures)[: self.before.before.before.terms.threshold]
-        return wire.signatures_text({client: self.signatures[client] for client in first})
+        return _wire.signatures_text({client: self.signatures[client] for client in first})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +157,7 @@ def collect_advertisements(
     seen: set[bytes] = set()
 
     def read(client: int, text: str) -> Advertisement:
-        shown = wire.advertisement_from_text(text)
+        shown = _wire.advertisement_from_text(text)
         check_advertisement(terms, client, shown, verify)
         keys_shown = {shown.encryption_key, shown.mask_key}
         if len(keys_shown) < 2 or keys_shown & seen:
@@ -170,7 +177,7 @@ def collect_shares(state: Advertisements, received: Mapping[int, str]) -> Dealt:
     """
 
     def read(client: int, text: str) -> dict[int, bytes]:
-        parts = wire.dealt_from_text(text, client)
+        parts = _wire.dealt_from_text(text, client)
         if parts.keys() != state.shown.keys():
             raise ProtocolError(f"client {client}: its shares must be for exactly those who advertised")
         return parts
@@ -191,7 +198,7 @@ def collect_checks(state: Dealt, received: Mapping[int, str]) -> Dealt:
     dishonest: dict[int, str] = {}
 
     def read(client: int, text: str) -> None:
-        complaint = wire.complaint_from_text(text)
+        complaint = _wire.complaint_from_text(text)
         dishonest.update(_judged(state, client, complaint))
         if complaint.dealers:
             raise ProtocolError(f"client {client}: complained of client {complaint.dealers[0]}; its part is over")
@@ -257,7 +264,7 @@ def collect_signatures(state: MaskedSum, received: Mapping[int, str], *, verify:
     message = confirmed(advertisements.transcript, state.survivors)
 
     def read(client: int, text: str) -> str:
-        signature = wire.signature_from_text(text)
+        signature = _wire.signature_from_text(text)
         if not verify(advertisements.terms.participant(client).identity, message, signature):
             raise ProtocolError(f"client {client}: it did not sign this list of survivors")
         return signature
@@ -282,7 +289,7 @@ def recover(state: Signed, received: Mapping[int, str]) -> Recovered:
     dropped = tuple(client for client in masked.before.dealt if client not in masked.survivors)
 
     def read(client: int, text: str) -> Reveal:
-        revealed = wire.reveal_from_text(text)
+        revealed = _wire.reveal_from_text(text)
         _check_reveal(masked, transcript, client, dropped, revealed)
         return revealed
 

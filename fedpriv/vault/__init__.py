@@ -1,14 +1,14 @@
-"""What stands between a data holder's records and a coordinator: the holder's policy, and the guard that enforces it.
+"""The vault between a data holder's records and a coordinator: the holder's policy, and the guard that enforces it.
 
 An instruction with less noise than the holder allows is refused before anything is computed:
 
 >>> from fedpriv import RunConfig
 >>> from fedpriv.accounting import SubsampledGaussian
 >>> from fedpriv.training import UpdateSpec
->>> from fedpriv.vault import Limits, RefusedError, check_limits
+>>> from fedpriv.vault import NodeLimits, RefusedError, check_limits
 >>> event = SubsampledGaussian(noise_multiplier=0.1, sampling_probability=0.05)
 >>> try:
-...     check_limits(UpdateSpec.of(RunConfig(recipe="dp-lora-paper")), event, 1, Limits())
+...     check_limits(UpdateSpec.of(RunConfig(recipe="dp-lora-paper")), event, 1, NodeLimits())
 ... except RefusedError as refusal:
 ...     print(refusal)
 noise_multiplier: its effective value 0.1 is below this node's minimum 0.3
@@ -19,12 +19,17 @@ from typing import TYPE_CHECKING
 from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from fedpriv.vault.guard import AlreadyReleasedError as AlreadyReleasedError
-    from fedpriv.vault.guard import NodePolicy as NodePolicy
-    from fedpriv.vault.guard import RefusedError as RefusedError
-    from fedpriv.vault.guard import RetiredError as RetiredError
-    from fedpriv.vault.guard import check_instruction as check_instruction
-    from fedpriv.vault.guard import check_limits as check_limits
-    from fedpriv.vault.policy import Limits as Limits
+    from fedpriv.vault._charging import AlreadyReleasedError as AlreadyReleasedError
+    from fedpriv.vault._charging import Choice as Choice
+    from fedpriv.vault._charging import NodePolicy as NodePolicy
+    from fedpriv.vault._charging import RefusedError as RefusedError
+    from fedpriv.vault._charging import RetiredError as RetiredError
+    from fedpriv.vault._charging import choose_rule as choose_rule
+    from fedpriv.vault._charging import read_plan as read_plan
+    from fedpriv.vault._charging import read_rule as read_rule
+    from fedpriv.vault._charging import rule_note as rule_note
+    from fedpriv.vault._guard import check_instruction as check_instruction
+    from fedpriv.vault._guard import check_limits as check_limits
+    from fedpriv.vault.settings import NodeLimits as NodeLimits
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

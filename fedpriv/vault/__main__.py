@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from fedpriv.deployment.command_line import run_command_line
-from fedpriv.vault.service import serve
+from fedpriv.vault._service import serve
 from fedpriv.vault.settings import VaultSettings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

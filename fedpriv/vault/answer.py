@@ -27,12 +27,15 @@ from fedpriv.errors import InputError, LedgerError
 from fedpriv.journal import trace_without_message
 from fedpriv.ledger.entries import DataSet, Key
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
-from fedpriv.protocol import Broadcast, EvaluationRelease, Release
+from fedpriv.protocol import Broadcast, EvaluationRelease, UploadRelease
 from fedpriv.training import private_evaluation
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
 from fedpriv.training.rehearsal import synthetic_records
 from fedpriv.training.stacked import execute_one_by_one
-from fedpriv.vault import guard, records, reply_times, summed
+from fedpriv.vault import _charging, _records, _reply_times, _summed
+from fedpriv.vault._charging import AlreadyReleasedError, RefusedError, RetiredError
+from fedpriv.vault._guard import check_broadcast, check_evaluation, check_instruction, check_limits
+from fedpriv.vault._summed import Part
 from fedpriv.vault.frames import (
     ADVERTISE,
     CHECK,
@@ -48,9 +51,7 @@ from fedpriv.vault.frames import (
     Request,
     Response,
 )
-from fedpriv.vault.guard import AlreadyReleasedError, RefusedError, RetiredError
-from fedpriv.vault.holder import Holder, bench_of, run_of
-from fedpriv.vault.summed import Part
+from fedpriv.vault.holder import Holder, NodeHolder, bench_of, run_of
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ _secure = SecureSource()
 # Characters of a refusal, which may quote what a coordinator sent.
 _LONGEST_REASON = 300
 
-# The run's keys that decide what is computed, beside those in a request.
+# The run's keys that decide what is computed, besides those in a request.
 _MODEL_KEYS = (
     *("model", "task", "labels", "max_length", "seed", "aggregation", "rank", "alpha", "target_modules", "layers"),
     *("normalize_features", "train"),
@@ -78,7 +79,7 @@ def answer(request: Request, holder: Holder) -> Response:
         return _refused(error, request, holder)
 
 
-def train(request: Request, holder: Holder) -> Response:
+def _train(request: Request, holder: Holder) -> Response:
     """The upload of one local update.
 
     Raises:
@@ -108,10 +109,10 @@ def prepare(request: Request, holder: Holder) -> UpdateTask:
     bench = bench_of(config, holder)
     client, policy = holder.partition(bench.num_clients), holder.policy
     key, spec, broadcast, part = _instruction(request, config, holder, client, bench.initial)
-    data_set, num_registered = records.registered(config, bench, holder)
+    data_set, num_registered = _records.registered(config, bench, holder)
     if part and part.num_records != num_registered:
         raise RefusedError(f"terms: num_records = {part.num_records}: this node registered {num_registered}")
-    guard.check_instruction(
+    check_instruction(
         spec,
         policy,
         noise_source=config.noise_source,
@@ -123,13 +124,13 @@ def prepare(request: Request, holder: Holder) -> UpdateTask:
     event = planned_event(spec, sampler.sampling_probability, bench.initial, grid)
     # A node knows of no other noise than its own, but under the terms that its peers have signed.
     release = part.release(event) if part else accounting.Release(event=event, rho_bar=1.0)
-    guard.check_limits(spec, release.charged_on(policy.budget_view), key.round, policy.limits)
-    guard.check_broadcast(broadcast, policy.limits)
+    check_limits(spec, release.charged_on(policy.budget_view), key.round, policy.limits)
+    check_broadcast(broadcast, policy.limits)
     bench.model.check({name: tensor.shape for name, tensor in broadcast.adapter.items()})
     bench.model.check_merged(broadcast.merged)
     reply = None
-    if holder.terms is not None and data_set is not None:
-        reply = reply_times.of_update(
+    if isinstance(holder, NodeHolder) and data_set is not None:
+        reply = _reply_times.of_update(
             spec=spec,
             broadcast=broadcast,
             sampler=sampler,
@@ -141,9 +142,9 @@ def prepare(request: Request, holder: Holder) -> UpdateTask:
         )
     may_read = _charged(request, config, holder, key, release, data_set, reply.seconds if reply else 0.0)
     if reply and may_read:
-        reply_times.charged(reply, bench)
+        _reply_times.charged(reply, bench)
     may_begin = reply is None or reply.is_first
-    data = records.of_client(config, bench, holder, data_set, may_begin=may_begin) if may_read else bench.no_records
+    data = _records.of_client(config, bench, holder, data_set, may_begin=may_begin) if may_read else bench.no_records
     return UpdateTask(
         adapter=broadcast.adapter,
         merged=broadcast.merged,
@@ -197,7 +198,7 @@ def refused(error: Exception) -> Response:
     return Response(code=FAILED, reason="failed; this node's log says why")
 
 
-def register(request: Request, holder: Holder) -> Response:
+def _register(request: Request, holder: Holder) -> Response:
     """The client's registration: partition id, registered number of records, display name and data set id.
 
     Raises:
@@ -206,18 +207,18 @@ def register(request: Request, holder: Holder) -> Response:
         InputError: the run's configuration or, in a simulation, its data cannot be used.
     """
     config = run_of(request.run_config, holder)
-    bench = None if holder.terms else bench_of(config, holder)
+    bench = None if isinstance(holder, NodeHolder) else bench_of(config, holder)
     client = holder.partition(bench.num_clients if bench else config.num_clients)
-    data_set, num_registered = records.registered(config, bench, holder)
+    data_set, num_registered = _records.registered(config, bench, holder)
     name = holder.name
     if bench is not None:
         name = name or bench.data.client_names[client]
         if data_set is not None:
-            guard.log_content(
-                holder.policy, data_set, repr(bench.data.clients[client]).encode(), records.size(bench, client)
+            _charging.log_content(
+                holder.policy, data_set, repr(bench.data.clients[client]).encode(), _records.size(bench, client)
             )
     signs = holder.identity_key is not None or config.secure_aggregation
-    identity = summed.identity_of(holder, client) if signs else None
+    identity = _summed.identity_of(holder, client) if signs else None
     registration = protocol.Registration(
         client=client,
         num_records=num_registered,
@@ -235,7 +236,7 @@ def register(request: Request, holder: Holder) -> Response:
     return Response(record=protocol.REGISTRATION, fields=protocol.pack_registration(registration))
 
 
-def evaluate(request: Request, holder: Holder) -> Response:
+def _evaluate(request: Request, holder: Holder) -> Response:
     """Noised counts of the records that are set aside on which a model is right and wrong.
 
     Whatever raises here was decided by public inputs, as in `prepare`. After the charge the answer is noise alone where
@@ -251,18 +252,18 @@ def evaluate(request: Request, holder: Holder) -> Response:
     client, policy = holder.partition(bench.num_clients), holder.policy
     run, round_, spec = protocol.unpack_evaluation(request.fields)
     broadcast = protocol.unpack_model({record: _tensors(named) for record, named in request.arrays.items()})
-    key = _key(config, client, run, round_, guard.request_digest(broadcast, spec))
-    data_set, _ = records.registered(config, bench, holder)
-    guard.check_evaluation(spec, round_, policy, noise_source=config.noise_source)
-    guard.check_broadcast(broadcast, policy.limits)
+    key = _key(config, client, run, round_, protocol.request_digest(broadcast, spec))
+    data_set, _ = _records.registered(config, bench, holder)
+    check_evaluation(spec, round_, policy, noise_source=config.noise_source)
+    check_broadcast(broadcast, policy.limits)
     private_evaluation.check_fits(bench.model, broadcast.adapter, broadcast.merged)
     reply_seconds = 0.0
-    if holder.terms is not None and data_set is not None:
+    if isinstance(holder, NodeHolder) and data_set is not None:
         classes = len(bench.label_names)
         synthetic = synthetic_records(
             bench.model, max_length=config.max_length, num_labels=classes, features=bench.features
         )
-        reply_seconds = reply_times.of_evaluation(
+        reply_seconds = _reply_times.of_evaluation(
             private_evaluation.rehearse(bench.model, broadcast.adapter, broadcast.merged, synthetic),
             adapter=broadcast.adapter,
             config=config,
@@ -278,23 +279,23 @@ def evaluate(request: Request, holder: Holder) -> Response:
     except AlreadyReleasedError as released:
         _journal(request, holder, "sent_again")
         return _counts(released.content)
-    exact = records.counts(bench, holder, broadcast, data_set) if may_read else private_evaluation.NO_COUNTS
+    exact = _records.counts(bench, holder, broadcast, data_set) if may_read else private_evaluation.NO_COUNTS
     counts, event = private_evaluation.noised(exact, spec, _source(config, client, round_, "evaluation"))
     release = EvaluationRelease(round=round_, event=event, counts=counts, receipt=_receipt(request, holder, data_set))
-    content = guard.store_reply(policy, key, event, protocol.pack_evaluation_reply(release))
+    content = _charging.store_reply(policy, key, event, protocol.pack_evaluation_reply(release))
     _journal(request, holder, "released")
     return _counts(content)
 
 
 _ANSWERS: Mapping[str, Callable[[Request, Holder], Response]] = {
-    REGISTER: register,
-    TRAIN: train,
-    EVALUATE: evaluate,
-    ADVERTISE: summed.advertise,
-    SHARE: summed.share,
-    CHECK: summed.check,
-    CONFIRM: summed.confirm,
-    REVEAL: summed.reveal,
+    REGISTER: _register,
+    TRAIN: _train,
+    EVALUATE: _evaluate,
+    ADVERTISE: _summed.advertise,
+    SHARE: _summed.share,
+    CHECK: _summed.check,
+    CONFIRM: _summed.confirm,
+    REVEAL: _summed.reveal,
 }
 
 
@@ -312,12 +313,14 @@ def _charged(
     From here on until `reply_seconds` have passed, nothing may leave.
 
     Raises:
-        Exception: see `guard.charge`.
+        Exception: see `charging.charge`.
     """
     shown = str(request.fields.get(protocol.RECEIPT, ""))
-    is_new = guard.charge(holder.policy, key, release, data_set, noise_source=config.noise_source, shown=shown)
+    is_new, receipt = _charging.charge(
+        holder.policy, key, release, data_set, noise_source=config.noise_source, shown=shown
+    )
     holder.before_records(reply_seconds)
-    paid = {protocol.RECEIPT: guard.signed_receipt(holder.policy, data_set)} if is_new else {}
+    paid = {protocol.RECEIPT: receipt} if is_new else {}
     holder.journal.write("charged", run=key.run, round=key.round, recorded=data_set is not None, **paid)
     # In a simulation, which protects nobody, a resumed run computes again, so that it stays equal to the bit.
     return is_new or config.simulate
@@ -325,7 +328,7 @@ def _charged(
 
 def _receipt(request: Request, holder: Holder, data_set: DataSet | None) -> str:
     """The node's newest receipt, for a coordinator that asks for it; older ones do not know the field."""
-    return guard.signed_receipt(holder.policy, data_set) if protocol.RECEIPT in request.fields else ""
+    return _charging.signed_receipt(holder.policy, data_set) if protocol.RECEIPT in request.fields else ""
 
 
 def _refused(error: Exception, request: Request, holder: Holder) -> Response:
@@ -345,12 +348,15 @@ def _journal(request: Request, holder: Holder, event: str, **fields: str) -> Non
 def _instruction(
     request: Request, config: RunConfig, holder: Holder, client: int, initial: Adapter
 ) -> tuple[Key, UpdateSpec, Broadcast, Part | None]:
-    """What a train request asks for, the key under which it counts as one release, and the node's part in a sum."""
+    """The update that a train request asks for, its key as one release, and the node's part in a sum."""
     run, round_, spec = protocol.unpack_instruction(request.fields)
     arrays = {record: _tensors(named) for record, named in request.arrays.items()}
     broadcast = protocol.unpack_broadcast(arrays, spec, initial)
-    digest = guard.request_digest(broadcast, spec)
-    part = summed.part_of(request, config, holder, client, spec=spec, digest=digest, initial=initial)
+    digest = protocol.request_digest(broadcast, spec)
+    part = None
+    # Without terms the server is to see the upload itself, as it may ask for in any run: that is charged in full.
+    if config.secure_aggregation and protocol.TERMS in request.fields:
+        part = _summed.part_of(request, config, holder, client, spec=spec, digest=digest, initial=initial)
     if part and (part.terms.run, part.terms.round) != (run, round_):
         raise RefusedError(f"terms: run, round = {part.terms.run}, {part.terms.round}: are not those of the request")
     return _key(config, client, run, round_, f"{digest} {part.digest}" if part else digest), spec, broadcast, part
@@ -381,8 +387,8 @@ def _settled(request: Request, holder: Holder, update: ClientUpdate) -> Response
     else:
         rounding = _source(config, client, key.round, "rounding")
         arrays = protocol.pack_upload(update.adapter, broadcast, spec, bench.initial, rounding)
-    data_set, _ = records.registered(config, bench, holder)
-    release = Release(
+    data_set, _ = _records.registered(config, bench, holder)
+    release = UploadRelease(
         round=key.round,
         event=update.event,
         num_records=update.num_records,
@@ -391,7 +397,7 @@ def _settled(request: Request, holder: Holder, update: ClientUpdate) -> Response
     )
     content = protocol.pack_reply(release, arrays)
     if holder.policy.ledger is not None:
-        content = guard.store_reply(holder.policy, key, update.event, content)
+        content = _charging.store_reply(holder.policy, key, update.event, content)
     _journal(request, holder, "released")
     return _upload(content)
 

@@ -1,4 +1,4 @@
-"""What passes between a ClientApp and the vault: requests and responses, and their bytes on a socket.
+"""Frames between a ClientApp and the vault: requests and responses, their bytes, and the socket that carries them.
 
 A frame is a header of JSON and arrays as safetensors, each preceded by its length; nothing is ever unpickled. This
 module loads neither torch nor anything that reads records, so a process that only carries frames stays small.
@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import struct
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,13 +49,21 @@ Arrays = Mapping[str, Mapping[str, np.ndarray]]
 """{record's name: {array's name: array}}"""
 
 
+# How long a ClientApp waits for a vault that is being restarted.
+_RETRY_SECONDS = 60.0
+_RETRY_DELAY_SECONDS = 0.2
+
+# struct ucred: pid, uid, gid.
+_CREDENTIALS = struct.Struct("3i")
+
+
 class FrameError(ValueError):
     """A frame that this code does not read; one line that says why, without any of its content."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """What a coordinator asks of a node; every part of it is the coordinator's choice.
+    """A coordinator's request to a node; every part of it is the coordinator's choice.
 
     Attributes:
         kind: `register`, `train`, `evaluate` or, around a train request under secure aggregation, `advertise`,
@@ -155,7 +166,7 @@ def unpack_response(frame: bytes) -> Response:
 
 
 def frame_length(prefix: bytes) -> int:
-    """How many bytes follow a frame's first `PREFIX_BYTES`.
+    """The number of bytes that follow a frame's first `PREFIX_BYTES`.
 
     Raises:
         FrameError: more than a frame may hold.
@@ -237,3 +248,76 @@ def _scalars(values: Mapping[str, Any], name: str) -> dict[str, Scalar]:
         if not isinstance(value, (str, int, float, bool)):
             raise FrameError(f"{name}: must hold scalars alone")
     return dict(values)
+
+
+def ask(path: Path, request: Request, *, retry_seconds: float = _RETRY_SECONDS) -> Response:
+    """The vault's response to a request.
+
+    A vault that dies meanwhile is asked again once it is back: one charge buys one release, so repeating is safe.
+
+    Args:
+        path: of the vault's socket.
+        request: what to ask.
+        retry_seconds: for how long to look for a vault that does not listen.
+
+    Raises:
+        FrameError: the request does not fit a frame, or what came back is not a response.
+        OSError: no vault listens.
+    """
+    frame = pack_request(request)
+    deadline = time.monotonic() + retry_seconds
+    while True:
+        try:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(str(path))
+                deadline = math.inf  # it listens; should it die, however late, it gets the same time to come back
+                connection.sendall(frame)
+                answer = receive(connection)
+            if answer is not None:
+                return unpack_response(answer)
+            raise ConnectionResetError("the vault ended before it answered")
+        except OSError:
+            if deadline == math.inf:
+                deadline = time.monotonic() + retry_seconds
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_RETRY_DELAY_SECONDS)
+
+
+def receive(connection: socket.socket, *, seconds: float = math.inf) -> bytes | None:
+    """The next frame; None if the other side has closed the connection, before or within one.
+
+    Args:
+        connection: where to read.
+        seconds: within which the whole frame must arrive.
+
+    Raises:
+        FrameError: the frame is longer than a frame may be.
+        OSError: the connection failed, or timed out.
+    """
+    deadline = time.monotonic() + seconds
+    prefix = _exactly(connection, PREFIX_BYTES, deadline)
+    if prefix is None:
+        return None
+    rest = _exactly(connection, frame_length(prefix), deadline)
+    return None if rest is None else prefix + rest
+
+
+def _exactly(connection: socket.socket, length: int, deadline: float) -> bytes | None:
+    """So many bytes, or None if the connection ends before; memory grows with what arrives, not with the claim."""
+    content = bytearray()
+    while len(content) < length:
+        if deadline < math.inf:
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        piece = connection.recv(min(length - len(content), 2**20))
+        if not piece:
+            return None
+        content += piece
+    return bytes(content)
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """The user at the other end of a Unix socket, as the kernel knows it."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(credentials)
+    return int(uid)

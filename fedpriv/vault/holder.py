@@ -1,4 +1,8 @@
-"""A data holder as its own node knows it, and the runs in which it takes part."""
+"""A data holder as its own node knows it, and the runs in which it takes part.
+
+A `NodeHolder` has records of its own, and its operator's settings stand above any run's configuration. Any other
+`Holder` takes its records from the run.
+"""
 
 from __future__ import annotations
 
@@ -7,61 +11,33 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from fedpriv.adapters.locations import model_state
 from fedpriv.config import EMBEDDED, ON_NODES, RunConfig, parse
-from fedpriv.data.text import DataSource
 from fedpriv.errors import LedgerError
 from fedpriv.journal import Journal
 from fedpriv.ledger import entries
 from fedpriv.ledger.reader import reading
 from fedpriv.training.workbench import Workbench, workbench
-from fedpriv.vault import models
+from fedpriv.vault._charging import NodePolicy, RefusedError
 from fedpriv.vault.frames import Scalar
-from fedpriv.vault.guard import NodePolicy, RefusedError
-from fedpriv.vault.models import ApprovedModel
-from fedpriv.vault.policy import Limits
-from fedpriv.vault.rollback import Watch
-from fedpriv.vault.settings import VaultSettings
-
-
-@dataclass(frozen=True, kw_only=True)
-class Terms:
-    """What the operator of a node with records of its own decides; no run's configuration changes it.
-
-    Attributes:
-        source: where the records are, and their columns.
-        labels: the classes in order; empty for causal models.
-        models: the file with the approved models.
-        peers: the folder with the keys of the holders with which the node adds up.
-        limits: on what a coordinator may ask for.
-        memory_limit_mb: for one pass.
-        device: that trains.
-        closed: the file that closes the node while it exists.
-        tokens: the file that keeps the records' tokens; None keeps none.
-        reply_seconds: between a charge and its reply; None derives them.
-        max_records: that derived times allow for; None stands for N_k.
-    """
-
-    source: DataSource
-    labels: tuple[str, ...]
-    models: Path
-    peers: Path
-    limits: Limits
-    memory_limit_mb: int
-    device: str
-    closed: Path
-    tokens: Path | None
-    reply_seconds: float | None
-    max_records: int | None
+from fedpriv.vault.rollback import ReceiptWatch
+from fedpriv.vault.settings import (
+    ApprovedModel,
+    NodeLimits,
+    VaultSettings,
+    approved_model,
+    is_unchanged_model,
+    read_models,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """A data holder.
+    """A data holder that takes its records from the run, as in a simulation.
 
     Attributes:
         client: the partition id; anything but a valid one is refused.
         policy: what may be released, and what records it.
-        terms: of a node with records of its own; None for one that takes its records from the run.
         trusts_run: the holder also starts the runs, as in a simulation.
         name: for display; empty takes that of the run's data.
         identity_key: file of the vault's key, which signs what the node says; None signs nothing.
@@ -72,7 +48,6 @@ class Holder:
 
     client: object
     policy: NodePolicy
-    terms: Terms | None = None
     trusts_run: bool = False
     name: str = ""
     identity_key: Path | None = None
@@ -81,46 +56,33 @@ class Holder:
 
     @staticmethod
     def of(settings: VaultSettings) -> Holder:
-        """The holder of a node's folder.
+        """The holder of a node's folder; a `NodeHolder` if the settings name records of its own.
 
         Raises:
             InputError: the policy file is wrong.
         """
-        limits = Limits.read(settings.policy) if settings.policy.is_file() else Limits()
         is_own = settings.data is not None
-        terms = Terms(
-            source=settings.source,
-            labels=settings.labels,
-            models=settings.models,
-            peers=settings.peers,
-            limits=limits,
-            memory_limit_mb=settings.memory_limit_mb,
-            device=settings.training_device,
-            closed=settings.closed,
-            tokens=settings.tokens if settings.keep_tokens else None,
-            reply_seconds=settings.reply_seconds,
-            max_records=settings.max_records,
+        policy = NodePolicy(
+            allow_not_private=not is_own,
+            allow_unrecorded=not is_own,
+            limits=NodeLimits.read(settings.policy) if settings.policy.is_file() else NodeLimits(),
+            ledger=settings.ledger,
+            budget_epsilon=settings.budget_epsilon,
+            delta=settings.delta,
+            budget_view=settings.budget_view,
+            min_survivors=settings.min_survivors,
+            colluding_clients=settings.colluding_clients,
+            watch=ReceiptWatch.of(settings),
+            data_set=_registered(settings.ledger) if is_own else None,
         )
-        return Holder(
+        holder = Holder(
             client=settings.partition_id,
-            policy=NodePolicy(
-                allow_not_private=not is_own,
-                allow_unrecorded=not is_own,
-                limits=limits,
-                ledger=settings.ledger,
-                budget_epsilon=settings.budget_epsilon,
-                delta=settings.delta,
-                budget_view=settings.budget_view,
-                min_survivors=settings.min_survivors,
-                colluding_clients=settings.colluding_clients,
-                watch=Watch.of(settings),
-                data_set=_registered(settings.ledger) if is_own else None,
-            ),
-            terms=terms if is_own else None,
+            policy=policy,
             name=settings.name,
             identity_key=settings.key if settings.key.is_file() else None,
             journal=Journal(settings.events, client=settings.partition_id),
         )
+        return NodeHolder(**vars(holder), settings=settings) if is_own else holder
 
     def partition(self, num_clients: int) -> int:
         """The partition id.
@@ -133,6 +95,17 @@ class Holder:
                 f"partition-id = {self.client!r}: must lie in 0..{num_clients - 1}, the clients of this run"
             )
         return self.client
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeHolder(Holder):
+    """A data holder with records of its own, whose operator decides in the node's settings.
+
+    Attributes:
+        settings: of the node; no run's configuration changes them.
+    """
+
+    settings: VaultSettings
 
 
 def _registered(ledger: Path) -> str:
@@ -153,13 +126,13 @@ def run_of(run_config: Mapping[str, Scalar], holder: Holder) -> RunConfig:
         InputError: the configuration is invalid.
     """
     config = parsed(run_config)
-    if holder.terms is not None:
+    if isinstance(holder, NodeHolder):
         # Without it there would be no receipts, by which a restored ledger is noticed, nor a registration that counts.
         if holder.identity_key is None:
             raise RefusedError(
                 "vault.key: this node has none; its operator must stop it and run `python -m clients.deploy new-key`"
             )
-        return _on_terms(config, holder.terms, holder.policy)
+        return _of_node(config, holder.settings, holder.policy)
     if config.data == ON_NODES:
         raise RefusedError(f"data = {ON_NODES}: this node has no records of its own")
     if config.data != EMBEDDED and not holder.trusts_run:
@@ -172,7 +145,7 @@ def run_of(run_config: Mapping[str, Scalar], holder: Holder) -> RunConfig:
 
 def bench_of(config: RunConfig, holder: Holder) -> Workbench:
     """Model and records of the node in a run; the records of its own are not read yet."""
-    return workbench(config, holder.terms.source if holder.terms else None)
+    return workbench(config, holder.settings.source if isinstance(holder, NodeHolder) else None)
 
 
 def parsed(run_config: Mapping[str, Scalar]) -> RunConfig:
@@ -189,9 +162,9 @@ def _parsed(items: tuple[tuple[str, Scalar], ...]) -> RunConfig:
     return parse(dict(items))
 
 
-def _on_terms(config: RunConfig, terms: Terms, policy: NodePolicy) -> RunConfig:
+def _of_node(config: RunConfig, settings: VaultSettings, policy: NodePolicy) -> RunConfig:
     """The run's configuration as a node with records of its own carries it out."""
-    if terms.closed.exists():
+    if settings.closed.exists():
         raise RefusedError("closed: this node takes part in nothing until its operator has looked at it")
     if policy.budget_epsilon is None:
         raise RefusedError("budget_epsilon: this node has records of its own but no budget; its operator must set one")
@@ -199,22 +172,22 @@ def _on_terms(config: RunConfig, terms: Terms, policy: NodePolicy) -> RunConfig:
         raise RefusedError(
             f"data = {config.data!r}: this node holds records of its own; the run needs data = {ON_NODES}"
         )
-    source = terms.source
-    if config.task != ("SEQ_CLS" if terms.labels and not source.instructs else "CAUSAL_LM"):
+    source = settings.source
+    if config.task != ("SEQ_CLS" if settings.labels and not source.instructs else "CAUSAL_LM"):
         raise RefusedError(f"task = {config.task}: does not suit this node's records")
     if config.instructs != source.instructs:
         held = "prompts with responses" if source.instructs else "plain texts"
         raise RefusedError(f"prompt_column, messages_column: this node's records are {held}; the run is for others")
     if source.messages_column and config.prompt_template:
         raise RefusedError("prompt_template: this node's records are whole chats, with no place for it")
-    if config.labels != terms.labels:
+    if config.labels != settings.labels:
         raise RefusedError("labels: are not those that this node's operator agreed to, in their order")
-    if config.max_length > terms.limits.max_length:
-        raise RefusedError(f"max_length = {config.max_length}: above this node's maximum {terms.limits.max_length}")
-    model = models.approved(config.model, models.read(terms.models))
+    if policy.limits is not None and config.max_length > policy.limits.max_length:
+        raise RefusedError(f"max_length = {config.max_length}: above this node's maximum {policy.limits.max_length}")
+    model = approved_model(config.model, read_models(settings.models))
     if model is None:
         raise RefusedError(f"model = {config.model!r}: this node's operator has not approved it")
-    if not _is_unchanged(model, models.state_of(Path(model.folder))):
+    if not _is_unchanged(model, model_state(Path(model.folder))):
         raise RefusedError(f"model = {config.model!r}: its files changed since this node's operator approved them")
     return replace(
         config,
@@ -223,12 +196,12 @@ def _on_terms(config: RunConfig, terms: Terms, policy: NodePolicy) -> RunConfig:
         prompt_column=source.prompt_column,
         response_column=source.response_column,
         messages_column=source.messages_column,
-        memory_limit_mb=terms.memory_limit_mb,
-        device=terms.device,
+        memory_limit_mb=settings.memory_limit_mb,
+        device=settings.training_device,
     )
 
 
 @lru_cache(maxsize=8)
 def _is_unchanged(model: ApprovedModel, _state: object) -> bool:
     """Whether a model's files are those that were approved; read again only if their sizes or times changed."""
-    return models.is_unchanged(model)
+    return is_unchanged_model(model)

@@ -30,7 +30,7 @@ _DATA_SETS_OF_A_PEER = 4
 
 
 @dataclass(frozen=True)
-class Watch:
+class ReceiptWatch:
     """A node's own receipts, and where they are kept.
 
     Attributes:
@@ -48,14 +48,16 @@ class Watch:
     earlier_keys: Path | None = None
 
     @staticmethod
-    def of(settings: VaultSettings) -> Watch | None:
+    def of(settings: VaultSettings) -> ReceiptWatch | None:
         """That of a node's folder; None if its vault has no key."""
-        return Watch.signed_by(settings.key, settings) if settings.key.is_file() else None
+        return ReceiptWatch.signed_by(settings.key, settings) if settings.key.is_file() else None
 
     @staticmethod
-    def signed_by(key: Path, settings: VaultSettings) -> Watch:
+    def signed_by(key: Path, settings: VaultSettings) -> ReceiptWatch:
         """That of a node's folder, whose receipts this private key signs."""
-        return Watch(key, settings.receipts, settings.receipts_of_peers, settings.counter_file, settings.earlier_keys)
+        return ReceiptWatch(
+            key, settings.receipts, settings.receipts_of_peers, settings.counter_file, settings.earlier_keys
+        )
 
     @cached_property
     def signer(self) -> str:
@@ -144,7 +146,7 @@ class Watch:
                 self._keep_of_peer(receipt)
 
     def passed_on(self, own: Receipt, peers: Sequence[str], most: int) -> list[str]:
-        """What the node tells its peers: its own newest receipt, and the newest of some of them, at most so many.
+        """The receipts for the node's peers: its own newest one, and the newest of some of them, at most so many.
 
         Args:
             own: of the last charge.

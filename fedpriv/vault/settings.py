@@ -1,19 +1,38 @@
-"""What the operator of a node decides, in a file of its own that no coordinator sees."""
+"""The files in which a node's operator decides, which no coordinator sees or changes.
+
+`vault.toml` holds the settings, `policy.toml` the limits on what a coordinator may ask for, `peers/` the public keys of
+the holders with which the node adds up, and `approved-models.toml` the models that it runs, each with its digest. A
+model names its tokenizer, and a tokenizer can be written such that it fails on texts of a coordinator's choosing, so
+neither may come from a run's configuration. That names an approved model, or nothing is computed.
+"""
 
 from __future__ import annotations
 
+import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import ConfigDict, Field, model_validator
+import tomli_w
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
+from fedpriv import config as configuration
 from fedpriv.accounting.views import PlannedView
+from fedpriv.adapters.locations import model_digest
 from fedpriv.data.text import DataSource
 from fedpriv.deployment import keys
 from fedpriv.deployment.settings import read_settings
+from fedpriv.errors import InputError
 
 FILE = "vault.toml"
+PEER_SUFFIX = ".pub"
+
+_PEER_ID = re.compile(r"0|[1-9][0-9]{0,8}")
+_MODELS_HEADER = "# The models that this node runs; `approve-model` adds them. A run names one of them.\n"
+
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Count = Annotated[int, Field(ge=1)]
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -102,7 +121,7 @@ class VaultSettings:
 
     @property
     def source(self) -> DataSource:
-        """Where the node's own records are."""
+        """The place of the node's own records, and their columns."""
         return DataSource(
             data=str(self.data),
             text_column=self.text_column,
@@ -175,3 +194,127 @@ class VaultSettings:
     def socket(self) -> Path:
         """The Unix socket that the vault listens on."""
         return self.folder / "vault.sock"
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class NodeLimits:
+    """Limits on what a coordinator may ask for; the node's policy file overrides them key by key.
+
+    Attributes:
+        min_effective_noise_multiplier: noise relative to the sensitivity under the clipping rule.
+        max_effective_noise_multiplier: of the same. A release with more costs next to nothing, and could be asked for
+            again and again for the sake of what it costs the node to compute it.
+        max_releases: charges on a data set, whatever each costs; one of which nothing was released counts too.
+        max_sampling_probability: of q. A full batch, q = 1, is no less private: what it costs is charged.
+        max_local_steps: noisy steps in a round.
+        max_rounds: rounds in a run.
+        min_clip_norm: of C; far below it, clipping would work on rounding errors.
+        max_clip_norm: of C; a larger one would hardly clip anything.
+        max_learning_rate: of the local optimizer.
+        max_broadcast_value: magnitude of any value that the server sends; also finite.
+        max_length: tokens of a record.
+    """
+
+    min_effective_noise_multiplier: _Positive = 0.3
+    max_effective_noise_multiplier: _Positive = 1000.0
+    max_releases: _Count = 10_000
+    max_sampling_probability: Annotated[float, Field(gt=0, le=1)] = 1.0
+    max_local_steps: _Count = 100
+    max_rounds: _Count = 1000
+    min_clip_norm: _Positive = 1e-4
+    max_clip_norm: _Positive = 100.0
+    max_learning_rate: _Positive = 1000.0
+    max_broadcast_value: _Positive = 1e4
+    max_length: _Count = 512
+
+    @staticmethod
+    def read(path: Path) -> NodeLimits:
+        """The limits in a policy file: TOML with any of these keys; the others keep their defaults.
+
+        Raises:
+            InputError: one line that names the file, and the key and value that are wrong.
+        """
+        values = configuration.read(path)
+        try:
+            return NodeLimits(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = str(first["loc"][0])
+            raise InputError(f"{path}: {key} = {values.get(key)!r}: {first['msg'].lower()}") from None
+
+
+def approved_peers(folder: Path) -> dict[int, str]:
+    """{partition id: public line} of the holders that the operator approved, ascending; empty without a folder.
+
+    Read whenever an attempt at a sum begins, so that an approval, and its end, hold from the next attempt on. What an
+    earlier version approved, the keys of SuperNodes, approves nobody: programs other than the vault have a copy.
+
+    Args:
+        folder: holds a file PARTITION-ID.pub for each of them.
+
+    Raises:
+        InputError: a file is no public key, or is not named by a partition id.
+    """
+    return {int(path.stem): line for path, line in _peer_lines(folder) if keys.kind_of(line) == keys.VAULT}
+
+
+def peers_of_earlier_versions(folder: Path) -> list[Path]:
+    """The files that hold the key of a SuperNode; raises like `approved_peers`."""
+    return [path for path, line in _peer_lines(folder) if keys.kind_of(line) != keys.VAULT]
+
+
+def _peer_lines(folder: Path) -> list[tuple[Path, str]]:
+    """Each file and the public line in it, in the order of the partition ids."""
+    found = list(folder.glob(f"*{PEER_SUFFIX}"))
+    for path in found:
+        if not _PEER_ID.fullmatch(path.stem):
+            raise InputError(f"{path}: must be named PARTITION-ID{PEER_SUFFIX}, such as 2{PEER_SUFFIX}")
+    return [(path, keys.read_public_line(path, None)) for path in sorted(found, key=lambda path: int(path.stem))]
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class ApprovedModel:
+    """A model that an operator has approved.
+
+    Attributes:
+        name: by which a run's configuration asks for it.
+        folder: with its weights, configuration and tokenizer.
+        digest: SHA-256 of all files there, from `model_digest`.
+    """
+
+    name: str
+    folder: str
+    digest: str
+
+
+def read_models(path: Path) -> tuple[ApprovedModel, ...]:
+    """The models that a file approves; none if there is no such file.
+
+    Raises:
+        InputError: the file is malformed.
+    """
+    if not path.is_file():
+        return ()
+    entries = configuration.read(path).get("model", [])
+    try:
+        return tuple(ApprovedModel(**entry) for entry in entries)
+    except (TypeError, ValidationError):
+        raise InputError(f"{path}: each [[model]] needs name, folder and digest, and nothing else") from None
+
+
+def models_text(models: tuple[ApprovedModel, ...]) -> str:
+    """The content of the file that approves these models."""
+    return _MODELS_HEADER + (tomli_w.dumps({"model": [asdict(model) for model in models]}) if models else "")
+
+
+def approved_model(name: str, models: tuple[ApprovedModel, ...]) -> ApprovedModel | None:
+    """The approved model of this name or digest; None if there is none."""
+    return next((model for model in models if name in (model.name, model.digest)), None)
+
+
+def is_unchanged_model(model: ApprovedModel) -> bool:
+    """Whether the files in an approved model's folder are still those that were approved."""
+    try:
+        return model_digest(Path(model.folder)) == model.digest
+    except (InputError, OSError):
+        return False

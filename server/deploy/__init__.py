@@ -1,1 +1,1 @@
-"""What a coordinator does on its machine: make a federation, let nodes in, start runs."""
+"""A coordinator's kit for its machine: make a federation, let nodes in, start runs."""

@@ -14,10 +14,8 @@ from fedpriv.deployment import certificates
 from fedpriv.deployment.checks import check_tls, print_checks
 from fedpriv.deployment.command_line import UnitFolder, give_units, run_command_line
 from fedpriv.errors import InputError
-from server.deploy import doctor as coordinator_doctor
 from server.deploy import folder as folders
-from server.deploy import registration, runs, superlink
-from server.deploy import units as coordinator_units
+from server.deploy import runs, superlink
 from server.deploy.folder import Coordinator
 
 _MIN_PASSPHRASE = 12
@@ -97,7 +95,7 @@ def units(folder: Folder, out: UnitFolder = None) -> None:
 
     Example: python -m server.deploy units ~/federation --out /etc/systemd/system
     """
-    give_units(coordinator_units.units(Coordinator.read(folder)), out)
+    give_units(superlink.units(Coordinator.read(folder)), out)
 
 
 @app.command()
@@ -112,7 +110,7 @@ def register(
 
     Example: python -m server.deploy register ~/federation 0 node.key.pub vault.key.pub
     """
-    is_new = registration.register(Coordinator.read(folder), partition_id, node_key, vault_key, replace_old=replace)
+    is_new = folders.register(Coordinator.read(folder), partition_id, node_key, vault_key, replace_old=replace)
     typer.echo(f"node {partition_id} {'is registered' if is_new else 'was registered before'}")
 
 
@@ -193,7 +191,7 @@ def doctor(folder: Folder) -> None:
 
     Example: python -m server.deploy doctor ~/federation
     """
-    raise typer.Exit(0 if print_checks(coordinator_doctor.checks(Coordinator.read(folder))) else 1)
+    raise typer.Exit(0 if print_checks(superlink.checks(Coordinator.read(folder))) else 1)
 
 
 if __name__ == "__main__":

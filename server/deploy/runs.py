@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,15 @@ import tomli_w
 
 from fedpriv import config as configuration
 from fedpriv.deployment import approvals
-from fedpriv.deployment.flower import CONNECTION, FlowerError, environment, flwr, plain, program_folder
+from fedpriv.deployment.flower import (
+    CONNECTION,
+    FlowerError,
+    environment,
+    flwr,
+    plain,
+    program_folder,
+    signals_handled_by,
+)
 from fedpriv.runs.files import CONFIG, run_folder_of
 from fedpriv.tracking.protocol import check_installed
 from server.deploy.folder import ROOT, Coordinator
@@ -46,7 +52,7 @@ def run(coordinator: Coordinator, overrides: Sequence[str], say: Callable[[str],
     run_id = _submit(coordinator, values, say)
     say(f"run {run_id} writes {values['out']}")
     try:
-        with _signals_as_interrupt():
+        with signals_handled_by(_interrupt):
             _follow(coordinator, run_id)
             status, details = _end(coordinator, run_id)
     except KeyboardInterrupt:
@@ -149,16 +155,6 @@ def _flwr(coordinator: Coordinator, *arguments: str) -> dict[str, Any]:
     return flwr(coordinator.flower_home, arguments, folder=ROOT)
 
 
-@contextmanager
-def _signals_as_interrupt() -> Iterator[None]:
+def _interrupt(number: int, frame: object) -> None:
     """Treat SIGTERM like Ctrl-C, and SIGINT too if the starting shell ignored it."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    raise KeyboardInterrupt

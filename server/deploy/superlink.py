@@ -1,4 +1,7 @@
-"""The SuperLink of a federation: it runs in the foreground and reports how many nodes are online."""
+"""The SuperLink of a federation: it runs in the foreground or as a systemd unit, and reports how many nodes are online.
+
+It starts the server app of each run. `checks` looks at the machine on which it runs.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,35 @@ import re
 import shlex
 import sys
 import threading
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from fedpriv.deployment import certificates
-from fedpriv.deployment.checks import Check, check_port_free, check_tls
+from fedpriv.deployment.checks import (
+    Check,
+    check_clock,
+    check_disk,
+    check_door,
+    check_port_free,
+    check_private,
+    check_python,
+    check_tls,
+    check_versions,
+)
+from fedpriv.deployment.command_line import Unit, unit_name
 from fedpriv.deployment.flower import (
-    EXIT_CODES,
+    CONNECTION,
     FlowerError,
     environment,
-    logged_exit_code,
     num_online,
-    run_in_foreground,
+    python_path,
+    run_and_explain,
 )
+from fedpriv.deployment.keys import VAULT
+from fedpriv.deployment.users import owner_of
 from fedpriv.errors import InputError
 from server.deploy.folder import ROOT, Coordinator
 
@@ -39,6 +56,8 @@ _SOCKETS = Path("/proc/net/tcp")
 # One line per poll of each node would drown out the others.
 _POLL_LINE = re.compile(r'"(GET|POST|HEAD) \S+ HTTP/[\d.]+" 2\d\d')
 
+_MIN_DISK_BYTES = 2**30
+
 
 def command(coordinator: Coordinator) -> list[str]:
     """The command that starts the SuperLink, behind its door."""
@@ -47,8 +66,7 @@ def command(coordinator: Coordinator) -> list[str]:
 
 def variables(coordinator: Coordinator) -> dict[str, str]:
     """The SuperLink's environment, with this checkout's modules."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return environment(coordinator.flower_home, PYTHONPATH=os.pathsep.join(paths))
+    return environment(coordinator.flower_home, PYTHONPATH=python_path(ROOT))
 
 
 def start(coordinator: Coordinator, say: Callable[[str], None]) -> int:
@@ -78,24 +96,20 @@ def start(coordinator: Coordinator, say: Callable[[str], None]) -> int:
     nodes = _Nodes(coordinator, say)
     nodes.start()
     log = RotatingFileHandler(coordinator.log, maxBytes=_LOG_BYTES, backupCount=_NUM_OLD_LOGS)
-    reasons: list[int] = []
 
     def on_line(line: str) -> None:
         if not _POLL_LINE.search(line):
             log.emit(logging.makeLogRecord({"msg": line}))
         if _COME_OR_GONE.search(line):
             nodes.changed()
-        if (code := logged_exit_code(line)) is not None:
-            reasons.append(code)
 
-    code = run_in_foreground(
+    code, meaning = run_and_explain(
         command(coordinator),
         variables=variables(coordinator),
         folder=coordinator.folder,
         on_line=on_line,
     )
     nodes.end()
-    meaning = "".join(f": {EXIT_CODES[reason]}" for reason in reasons[-1:] if reason in EXIT_CODES)
     say(f"SuperLink ended with exit code {code}{meaning}; its log: {coordinator.log}")
     return code
 
@@ -158,3 +172,82 @@ def _online(coordinator: Coordinator) -> str:
     except FlowerError as error:
         return f"nodes online: unknown ({error})"
     return f"nodes online: {online} of {len(coordinator.registered())} registered"
+
+
+def units(coordinator: Coordinator) -> list[Unit]:
+    """The services of a coordinator's machine, as the folder's owner.
+
+    Raises:
+        InputError: the owner has no name on this machine.
+    """
+    folder = coordinator.folder
+    return [
+        Unit(
+            name=unit_name("superlink", folder),
+            description=f"fedpriv SuperLink of {folder}",
+            command=[sys.executable, "-m", "server.deploy", "start", str(folder)],
+            folder=ROOT,
+            user=owner_of(folder).name,
+            variables={"PYTHONUNBUFFERED": "1", "FEDPRIV_CACHE": str(folder / "cache")},
+            writable=[folder],
+            read_only=[coordinator.ca_certificate, coordinator.nodes],
+            hidden=[coordinator.ca_key],
+        )
+    ]
+
+
+def checks(coordinator: Coordinator) -> Iterator[Check]:
+    """The checks of this machine; without its SuperLink no federation can run."""
+    yield check_python()
+    yield check_versions()
+    yield Check.of("certificate", lambda: _certificate(coordinator))
+    yield check_authority(coordinator)
+    yield check_private(coordinator.server_key)
+    free = check_port_free(coordinator.bind_host, coordinator.port)
+    if free.ok:
+        yield Check("superlink", False, f"not running ({free.detail}); start it with `start`, then ask again")
+        yield Check.of("nodes", lambda: _nodes(coordinator, ""))
+    else:
+        yield check_tls(coordinator.host, coordinator.port, coordinator.ca_certificate)
+        yield check_clock(coordinator.host, coordinator.port, coordinator.ca_certificate)
+        yield check_door(coordinator.host, coordinator.port, coordinator.ca_certificate)
+        yield _connection(coordinator)
+        yield Check.of("nodes", lambda: _nodes_online(coordinator))
+    yield check_disk(coordinator.folder, _MIN_DISK_BYTES)
+
+
+def _certificate(coordinator: Coordinator) -> str:
+    until = certificates.valid_until(coordinator.server_certificate)
+    hosts = certificates.hosts_of(coordinator.server_certificate)
+    if until < datetime.now(UTC):
+        raise InputError(f"expired on {until:%Y-%m-%d}; run `renew` and restart the SuperLink")
+    if missing := [address for address in coordinator.addresses if address not in hosts]:
+        raise InputError(f"not valid for {missing[0]}; run `renew`")
+    if warning := expiry_warning(coordinator):
+        raise InputError(warning)
+    return f"for {', '.join(coordinator.addresses)} until {until:%Y-%m-%d}"
+
+
+def _connection(coordinator: Coordinator) -> Check:
+    file = coordinator.connection_file
+    try:
+        address = tomllib.loads(file.read_text())["superlink"][CONNECTION]["address"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return Check("connection", False, f"{file}: must define connection {CONNECTION}; `start` writes it")
+    if address == coordinator.address:
+        return Check("connection", False, f"{file}: address = {address!r}: is the nodes' own; `start` writes another")
+    return Check("connection", True, f"FLWR_HOME={coordinator.flower_home} flwr ... {CONNECTION}, at {address}")
+
+
+def _nodes_online(coordinator: Coordinator) -> str:
+    online = num_online(coordinator.flower_home, folder=coordinator.folder)
+    return _nodes(coordinator, f"{online} online of ")
+
+
+def _nodes(coordinator: Coordinator, online: str) -> str:
+    """The number of nodes that are registered, and whether each is with both its keys."""
+    known = coordinator.registered()
+    if without := sorted(known.keys() - coordinator.registered(VAULT).keys()):
+        named = ", ".join(map(str, without))
+        raise InputError(f"partitions {named}: are registered without the key of their vaults; `register` them with it")
+    return f"{online}{len(known)} registered"

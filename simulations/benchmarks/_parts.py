@@ -34,7 +34,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "tables": ("server.strategy:RuleStrategy._report",),
     "checkpoints": ("server.checkpoint:write",),
     "variants": ("server.registry:keep",),
-    "report": ("server.coordinator:_write_report",),
+    "report": ("server.app:_write_report",),
 }
 
 

@@ -16,8 +16,8 @@ from fedpriv.training.local_update import Execute
 from fedpriv.training.stacked import clients_at_once, execute_one_by_one, execute_stacked
 from fedpriv.training.workbench import workbench
 from server.app import make_app
-from server.observer import Observer, Progress
-from server.resume import with_base_dtype
+from server.checkpoint import with_base_dtype
+from server.observer import Observer, RunProgress
 from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid
 from simulations.engines.progress import following
@@ -43,10 +43,10 @@ def run(config: RunConfig, observer: Observer) -> None:
 @contextmanager
 def _executor(config: RunConfig, observer: Observer) -> Iterator[Execute]:
     """What trains a round's clients: all that engines differ in."""
-    observer.progressed(Progress(what="loading model and data"))
+    observer.progressed(RunProgress(what="loading model and data"))
     model = workbench(config).model
     if config.engine == "ray":
-        observer.progressed(Progress(what="starting Ray"))
+        observer.progressed(RunProgress(what="starting Ray"))
         with RayExecutor(config) as ray, following(model, ray, observer.progressed) as execute:
             ray.tell = execute.tell
             yield execute

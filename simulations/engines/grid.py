@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
 
-from clients.handler import prepare, reply
+from clients.node import prepare, reply
 from fedpriv.training.local_update import Execute, UpdateTask
 from simulations.engines.flower_private import Run, empty_run, set_message_id
 

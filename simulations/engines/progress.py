@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from fedpriv.training.local_update import ClientUpdate, Execute, UpdateTask
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.progress import TRAINING, unfailing
-from server.observer import Follow, Progress
+from server.observer import Follow, RunProgress
 
 
 class Followed:
@@ -36,9 +36,9 @@ class Followed:
         A stack that fails is trained again, client by client, and counts from where it began.
         """
         if what != TRAINING:
-            self._follow(Progress(what=what, done=done, total=total))
+            self._follow(RunProgress(what=what, done=done, total=total))
             return
-        self._follow(Progress(what=what, done=self._done + done, total=self._total, round=self._round))
+        self._follow(RunProgress(what=what, done=self._done + done, total=self._total, round=self._round))
         if done == total:
             self._done += total
 

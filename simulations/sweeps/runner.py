@@ -17,8 +17,8 @@ from fedpriv.protocol import Registration
 from fedpriv.runs import files
 from fedpriv.runs.rows import RoundRow
 from fedpriv.runs.sweeps import UNFINISHED
-from server.observer import Progress
-from simulations.engines import federation, ray_session
+from server.observer import RunProgress
+from simulations.engines import federation, ray_actors
 from simulations.sweeps.plan import PlannedRun, Sweep
 
 _POLL_SECONDS = 0.5
@@ -85,7 +85,7 @@ class _Silent:
         """Into the log."""
         logging.getLogger("flwr").info("%s", text)
 
-    def progressed(self, progress: Progress) -> None:
+    def progressed(self, progress: RunProgress) -> None:
         """Something is going on."""
 
     def round_done(self, row: RoundRow) -> None:
@@ -124,7 +124,7 @@ def _in_this_process(
 def _on_ray(
     runs: Sequence[PlannedRun], out: Path, at_once: int, states: dict[str, str], on_change: OnChange
 ) -> dict[str, str]:
-    ray = ray_session.connect(runs[0].config.ray_address, num_cpus=at_once)
+    ray = ray_actors.connect(runs[0].config.ray_address, num_cpus=at_once)
     remote = ray.remote(num_cpus=1, max_retries=0)(_on_one_core)
     waiting, errors = list(runs), dict[str, str]()
     active: dict[Any, PlannedRun] = {}

@@ -23,7 +23,7 @@ from fedpriv.accounting.recipe import (
     start_noise_beside,
     start_noise_multiplier,
 )
-from fedpriv.vault.policy import Limits
+from fedpriv.vault.settings import NodeLimits
 
 DELTA = 1e-5
 SIZES = (1200, 1000, 800, 600, 400)
@@ -171,7 +171,7 @@ def test_without_noise_the_rate_is_the_largest():
     for centred, largest in ((False, 75.0), (True, 200.0)):
         rule = learning_rate(federation(), noise_stddev=0.0, sampling_probability=1.0, num_steps=40, centred=centred)
         assert (rule.learning_rate, rule.total_step, rule.final_noise) == (largest, 40 * largest, 0.0)
-        assert largest <= Limits().max_learning_rate, "nodes would refuse it after the start was paid for"
+        assert largest <= NodeLimits().max_learning_rate, "nodes would refuse it after the start was paid for"
 
 
 def test_full_batches_end_as_noisy_as_one_release_with_their_share_of_the_budget():

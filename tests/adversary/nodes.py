@@ -19,6 +19,7 @@ from torch import Tensor
 from fedpriv import protocol
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.views import default_delta
+from fedpriv.adapters.locations import model_digest
 from fedpriv.config import ON_NODES, RunConfig, Scalar, parse, to_flower
 from fedpriv.deployment import keys
 from fedpriv.ledger.entries import CHARGED, data_sets, entries, releases
@@ -30,8 +31,7 @@ from fedpriv.vault import frames
 from fedpriv.vault.answer import answer
 from fedpriv.vault.frames import FrameError, Request, Response
 from fedpriv.vault.holder import Holder
-from fedpriv.vault.models import ApprovedModel, digest_of, text_of
-from fedpriv.vault.settings import FILE, VaultSettings
+from fedpriv.vault.settings import FILE, ApprovedModel, VaultSettings, models_text
 from tests.tiny import LABELS
 from tests.vaults import UNTIMED
 
@@ -140,8 +140,8 @@ def make_node(
     if budget_epsilon is not None:
         values["budget_epsilon"] = budget_epsilon
     (folder / FILE).write_text(tomli_w.dumps({**values, **settings}))
-    approved = (ApprovedModel(name=n, folder=str(path), digest=digest_of(path)) for n, path in models.items())
-    (folder / "approved-models.toml").write_text(text_of(tuple(approved)))
+    approved = (ApprovedModel(name=n, folder=str(path), digest=model_digest(path)) for n, path in models.items())
+    (folder / "approved-models.toml").write_text(models_text(tuple(approved)))
     (folder / "policy.toml").write_text(tomli_w.dumps(dict(limits or {})))
     for path, content in zip((node.settings.key, keys.public_path(node.settings.key)), _key_pair(), strict=True):
         path.write_bytes(content)

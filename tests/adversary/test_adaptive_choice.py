@@ -14,7 +14,7 @@ from fedpriv.accounting.events import Event, SubsampledGaussian
 from fedpriv.accounting.filters import CommittedPlan, CommittedPlans, GaussianFilter, RenyiFilter
 from fedpriv.accounting.views import Release
 from fedpriv.ledger.entries import Key
-from fedpriv.vault import guard
+from fedpriv.vault import _charging
 from tests.adversary.adaptive import Ask, delta_of
 
 DELTA = 1e-5
@@ -35,14 +35,14 @@ def gaussian(q: float, z: float, count: int = 1) -> SubsampledGaussian:
     return SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=count)
 
 
-def accepted(policy: guard.NodePolicy, asked: Sequence[tuple[float, float]]) -> int:
+def accepted(policy: _charging.NodePolicy, asked: Sequence[tuple[float, float]]) -> int:
     """How many of these releases, one after the other, a node charges."""
-    data_set = guard.registered_data_set(policy, "0", 1000)
+    data_set = _charging.registered_data_set(policy, "0", 1000)
     for number, (q, z) in enumerate(asked):
         key = Key(run="run", client="0", round=number + 1, request=f"{number}")
         try:
-            guard.charge(policy, key, Release(event=gaussian(q, z), rho_bar=1.0), data_set, noise_source="secure")
-        except guard.RetiredError:
+            _charging.charge(policy, key, Release(event=gaussian(q, z), rho_bar=1.0), data_set, noise_source="secure")
+        except _charging.RetiredError:
             return number
     return len(asked)
 
@@ -52,7 +52,7 @@ def test_a_choice_between_two_requests_never_exceeds_a_nodes_delta(tmp_path, eps
     left = []
     for number, second in enumerate(branches):
         ledger = tmp_path / f"{number}.sqlite"
-        policy = guard.NodePolicy(ledger=ledger, budget_epsilon=epsilon, delta=DELTA)
+        policy = _charging.NodePolicy(ledger=ledger, budget_epsilon=epsilon, delta=DELTA)
         taken = accepted(policy, [first, second])
         assert taken >= 1, "the first release alone must be allowed, or nothing is tested"
         left += [Ask(*second)] if taken == 2 else []

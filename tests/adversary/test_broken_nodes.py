@@ -13,7 +13,7 @@ from fedpriv.errors import InputError
 from fedpriv.training import clipping, stacked
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.shapes import Pass
-from fedpriv.vault import answer, guard, holder, records
+from fedpriv.vault import _charging, _records, answer, holder
 from tests.adversary.exchanges import play
 from tests.adversary.questions import ATTACKS
 
@@ -59,24 +59,24 @@ def shared_padding(patch):
 
 
 def free_retry(patch):
-    charge = guard.charge
-    patch.setattr(guard, "charge", lambda *args, **options: charge(*args, **options) or True)
+    charge = _charging.charge
+    patch.setattr(_charging, "charge", lambda *args, **options: (True, charge(*args, **options)[1]))
 
 
 def the_coordinators_labels(patch):
     """They take the place of the operator's, and decide which records there are before anything is paid for."""
-    on_terms, registered = holder._on_terms, records.registered
+    of_node, registered = holder._of_node, _records.registered
 
-    def with_labels_of_run(run, terms, policy):
-        return on_terms(run, replace(terms, labels=run.labels), policy)
+    def with_labels_of_run(run, settings, policy):
+        return of_node(run, replace(settings, labels=run.labels), policy)
 
     def only_with_records(config, bench, own):
-        if not len(federated.load_own(config, own.terms.source).clients[0]):
+        if not len(federated.load_own(config, own.settings.source).clients[0]):
             raise InputError("no record has any of these labels")
         return registered(config, bench, own)
 
-    patch.setattr(holder, "_on_terms", with_labels_of_run)
-    patch.setattr(records, "registered", only_with_records)
+    patch.setattr(holder, "_of_node", with_labels_of_run)
+    patch.setattr(_records, "registered", only_with_records)
 
 
 BROKEN: dict[str, tuple[Break, str]] = {

@@ -17,8 +17,8 @@ from fedpriv import protocol
 from fedpriv.config import to_flower
 from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.vault import frames
+from fedpriv.vault._service import Worker
 from fedpriv.vault.frames import Request
-from fedpriv.vault.service import Worker
 from fedpriv.vault.settings import FILE
 from tests.adversary.nodes import Question, make_node, run_config, training
 from tests.tiny import LABELS, WORDS

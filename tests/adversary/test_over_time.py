@@ -10,7 +10,7 @@ import pytest
 from fedpriv import protocol
 from fedpriv.config import RunConfig, to_flower
 from fedpriv.training.private_evaluation import EvaluationSpec
-from fedpriv.vault import frames, reply_times
+from fedpriv.vault import _reply_times, frames
 from tests.adversary.exchanges import N_K, ROWS
 from tests.adversary.nodes import (
     Question,
@@ -64,7 +64,7 @@ def test_what_is_charged_to_a_new_data_set_is_computed_from_it(node, starts):
 
 
 def test_data_registered_between_the_checks_and_the_charge_are_not_used(node, starts, monkeypatch):
-    honest = reply_times.rehearse
+    honest = _reply_times.rehearse
 
     def rehearse(*arguments, **named):
         rehearsed = honest(*arguments, **named)
@@ -72,7 +72,7 @@ def test_data_registered_between_the_checks_and_the_charge_are_not_used(node, st
         register_data(node, N_K, note="other patients")
         return rehearsed
 
-    monkeypatch.setattr(reply_times, "rehearse", rehearse)
+    monkeypatch.setattr(_reply_times, "rehearse", rehearse)
     assert asked(node, training(run_config(), starts["tiny"])) == (frames.REFUSED, False)
     assert num_charges(node) == 0
 

@@ -12,7 +12,7 @@ import pytest
 import tomli_w
 from flwr.app import ArrayRecord, Message
 
-from clients.pipe import message_of, request_of
+from clients.app import message_of, request_of
 from fedpriv import protocol
 from fedpriv.config import RunConfig, to_flower
 from fedpriv.deployment import keys
@@ -23,11 +23,11 @@ from fedpriv.ledger.receipts import Receipt, ReceiptLog, from_text
 from fedpriv.vault import frames
 from fedpriv.vault.answer import answer
 from fedpriv.vault.holder import Holder
-from fedpriv.vault.rollback import Watch
+from fedpriv.vault.rollback import ReceiptWatch
 from fedpriv.vault.settings import FILE
 from server.bookkeeping import Books
-from server.receipts import Receipts
 from server.registration import register_nodes
+from server.round import Receipts
 from server.strategy import RuleStrategy
 from simulations.engines.flower_private import task_identity
 from tests.adversary.exchanges import N_K, ROWS
@@ -64,7 +64,7 @@ def set_up(node: Node, **settings: object) -> Node:
 
 def begun(node: Node) -> None:
     """The counter file, as the operator's command begins it."""
-    Watch.of(node.settings).begin_counter_file(node.settings.ledger)
+    ReceiptWatch.of(node.settings).begin_counter_file(node.settings.ledger)
 
 
 def asked(node: Node, start, round_: int, shown: str | None = "", **fields):

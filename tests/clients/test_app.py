@@ -12,6 +12,7 @@ from clients.app import app
 from clients.node import TRUST_KEY, TRUST_VARIABLE
 from fedpriv import protocol
 from fedpriv.config import parse, to_flower
+from fedpriv.vault.frames import FAILED, REFUSED
 from simulations.engines.flower_private import task_identity
 
 
@@ -40,7 +41,7 @@ def test_a_failure_is_told_without_its_cause(small_run, tmp_path, kind):
     with Path(secret).open("w", newline="") as file:
         csv.writer(file).writerows([["text", "label", "site"], ["Jane Doe has a rash", "only-one-label", "s"]])
     reply = ask({**small_run, "data": str(secret)}, kind, **{TRUST_KEY: True})
-    assert reply.error.code == protocol.FAILED
+    assert reply.error.code == FAILED
     assert "log" in reply.error.reason
     assert not any(word in reply.error.reason for word in ("secret", "label", "Jane", "Traceback"))
 
@@ -49,7 +50,7 @@ def test_a_failure_is_told_without_its_cause(small_run, tmp_path, kind):
 def test_a_node_takes_no_data_path_from_the_coordinator(small_run, monkeypatch, kind):
     monkeypatch.delenv(TRUST_VARIABLE, raising=False)
     reply = ask(small_run, kind)
-    assert reply.error.code == protocol.REFUSED
+    assert reply.error.code == REFUSED
     assert "takes no data from a run's configuration" in reply.error.reason
     monkeypatch.setenv(TRUST_VARIABLE, "1")
     assert not ask(small_run, protocol.REGISTER).has_error()
@@ -57,5 +58,5 @@ def test_a_node_takes_no_data_path_from_the_coordinator(small_run, monkeypatch, 
 
 def test_a_node_without_data_in_this_run_says_so(small_run):
     reply = ask(small_run, protocol.REGISTER, **{TRUST_KEY: True, "partition-id": 9})
-    assert reply.error.code == protocol.REFUSED
+    assert reply.error.code == REFUSED
     assert "partition-id = 9: must lie in 0..2" in reply.error.reason

@@ -10,8 +10,8 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
-from clients import handler
 from clients import node as node_keys
+from clients.node import answered, prepare, reply
 from fedpriv import protocol
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.config import parse, to_flower
@@ -22,10 +22,10 @@ from fedpriv.training import workbench as workbench_module
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.training.workbench import workbench
-from fedpriv.vault import guard
+from fedpriv.vault import _charging
 from fedpriv.vault.answer import refused
-from fedpriv.vault.frames import REGISTER
-from fedpriv.vault.policy import Limits
+from fedpriv.vault.frames import FAILED, REFUSED, REGISTER, RETIRED
+from fedpriv.vault.settings import NodeLimits
 from simulations.engines.flower_private import task_identity
 
 
@@ -53,10 +53,10 @@ class Node:
 
     def ask(self, message: Message) -> Message:
         try:
-            task = handler.prepare(message, self.context)
+            task = prepare(message, self.context)
         except Exception as error:
-            return handler.reply(message, self.context, error)
-        return handler.reply(message, self.context, self.execute([task])[0])
+            return reply(message, self.context, error)
+        return reply(message, self.context, self.execute([task])[0])
 
     @property
     def num_charged(self) -> int:
@@ -102,8 +102,8 @@ def test_anything_else_that_is_asked_is_another_charge(node):
 
 def test_a_task_that_failed_after_its_charge_is_noise_alone_and_never_computed_again(node):
     message = node.message()
-    assert len(handler.prepare(message, node.context).data)
-    failed = uploaded(handler.reply(message, node.context, RuntimeError("out of memory")))
+    assert len(prepare(message, node.context).data)
+    failed = uploaded(reply(message, node.context, RuntimeError("out of memory")))
     assert uploaded(node.ask(message)) == failed
     assert node.num_charged == 1
 
@@ -111,18 +111,18 @@ def test_a_task_that_failed_after_its_charge_is_noise_alone_and_never_computed_a
 def test_a_charge_without_a_reply_is_honoured_with_noise_alone(node):
     """A crash in between may have had its cause in a record; a second attempt would tell."""
     message = node.message()
-    handler.prepare(message, node.context)
-    assert not len(handler.prepare(message, node.context).data)
+    prepare(message, node.context)
+    assert not len(prepare(message, node.context).data)
     assert uploaded(node.ask(message))
     assert node.num_charged == 1
 
 
 def test_two_computations_of_one_charge_release_one_result(node):
     message = node.message()
-    tasks = [handler.prepare(message, node.context) for _ in range(2)]
+    tasks = [prepare(message, node.context) for _ in range(2)]
     updates = node.execute(tasks)
     assert not torch.equal(*(next(iter(update.adapter.values())) for update in updates)), "noise differs"
-    assert len({uploaded(handler.reply(message, node.context, update)) for update in updates}) == 1
+    assert len({uploaded(reply(message, node.context, update)) for update in updates}) == 1
     assert node.num_charged == 1
 
 
@@ -130,7 +130,7 @@ def test_a_reply_that_is_no_longer_kept_is_refused_not_recomputed(node):
     for round_ in (1, 2):
         uploaded(node.ask(node.message(round_)))
     reply = node.ask(node.message(1))
-    assert reply.error.code == protocol.REFUSED
+    assert reply.error.code == REFUSED
     assert "no longer kept" in reply.error.reason
     assert node.num_charged == 2
 
@@ -142,17 +142,17 @@ def test_the_node_retires_by_itself_and_never_passes_its_budget(small_run, tmp_p
         reply = node.ask(node.message(round_, num_rounds=30))
         codes.append(reply.error.code if reply.has_error() else 0)
         assert node.epsilon <= 2.0
-    assert set(codes) == {0, protocol.RETIRED}
+    assert set(codes) == {0, RETIRED}
     assert codes == sorted(codes), "once retired, always retired"
     assert node.num_charged == codes.count(0)
     # A coordinator that asks for less noise, or under the name of another run, gets no more.
-    assert node.ask(node.message(1, run="again")).error.code == protocol.RETIRED
+    assert node.ask(node.message(1, run="again")).error.code == RETIRED
 
 
 @pytest.mark.parametrize("budget", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_budget_that_bounds_nothing_stops_the_node(small_run, tmp_path, budget):
     node = Node(small_run, tmp_path / "node.sqlite", **{node_keys.BUDGET_KEY: budget})
-    assert node.ask(node.message()).error.code == protocol.FAILED
+    assert node.ask(node.message()).error.code == FAILED
     assert not node.ledger.exists()
 
 
@@ -160,7 +160,7 @@ def test_the_registered_number_of_records_stays_when_the_file_changes(small_run,
     table = tmp_path / "records.csv"
     table.write_text(Path(str(small_run["data"])).read_text())
     node = Node(small_run | {"data": str(table)}, tmp_path / "node.sqlite")
-    ask = partial(handler.answered, REGISTER, Message(RecordDict(), 7, protocol.REGISTER, group_id="0"))
+    ask = partial(answered, REGISTER, Message(RecordDict(), 7, protocol.REGISTER, group_id="0"))
     first = protocol.unpack_registration(ask(node.context).content[protocol.REGISTRATION])
     rows = list(csv.reader(table.open()))
     with table.open("w", newline="") as file:
@@ -199,7 +199,7 @@ def test_a_ledger_that_cannot_be_used_stops_every_release(node, harm, caplog):
         assert content.count(b"subsampled_gaussian") >= 1
         node.ledger.write_bytes(content.replace(b"subsampled_gaussian", b"subsampled_gaussiam"))
     reply = node.ask(node.message(2))
-    assert reply.error.code == protocol.REFUSED
+    assert reply.error.code == REFUSED
     assert reply.error.reason == "refused: this node's ledger cannot be used; its log says why"
     assert str(node.ledger) in caplog.text
     if holder:
@@ -208,10 +208,10 @@ def test_a_ledger_that_cannot_be_used_stops_every_release(node, harm, caplog):
 
 def test_an_upload_that_cannot_be_stored_is_not_sent(node):
     message = node.message()
-    (update,) = node.execute([handler.prepare(message, node.context)])
+    (update,) = node.execute([prepare(message, node.context)])
     with Ledger(node.ledger):
-        assert handler.reply(message, node.context, update).error.code == protocol.REFUSED
-    assert uploaded(handler.reply(message, node.context, update))
+        assert reply(message, node.context, update).error.code == REFUSED
+    assert uploaded(reply(message, node.context, update))
 
 
 HOSTILE = {
@@ -232,7 +232,7 @@ def test_a_coordinator_that_asks_for_less_privacy_is_refused_and_nothing_is_char
     node = Node(small_run, tmp_path / "node.sqlite", **{node_keys.POLICY_KEY: str(file)})
     assert not node.ask(node.message(run="honest")).has_error()
     reply = node.ask(node.message(**HOSTILE[case]))
-    assert reply.error.code == protocol.REFUSED
+    assert reply.error.code == REFUSED
     assert node.num_charged == 1
 
 
@@ -240,7 +240,7 @@ def test_a_node_that_trusts_nobody_has_limits_without_a_policy_file(small_run, t
     node = Node(small_run, tmp_path / "node.sqlite")
     assert node_keys.holder_of(node.context).policy.limits is None
     node.context.node_config[node_keys.TRUST_KEY] = False
-    assert node_keys.holder_of(node.context).policy.limits == Limits()
+    assert node_keys.holder_of(node.context).policy.limits == NodeLimits()
 
 
 @pytest.mark.parametrize("harm", ["shape", "extra layer", "missing"])
@@ -255,23 +255,23 @@ def test_an_adapter_that_does_not_fit_is_refused_before_anything_is_charged(node
     else:
         message.content[protocol.MERGED] = ArrayRecord({"no.such.layer.left": arrays[name]})
     message.content[protocol.ADAPTER] = ArrayRecord(arrays)
-    assert node.ask(message).error.code == protocol.FAILED
+    assert node.ask(message).error.code == FAILED
     assert node.num_charged == 0
     assert not node.ask(node.message()).has_error()
 
 
 def test_a_refusal_quotes_no_more_than_a_line_of_what_was_sent():
-    response = refused(guard.RefusedError("clipping = " + "x" * 10**6))
-    assert response.code == protocol.REFUSED
+    response = refused(_charging.RefusedError("clipping = " + "x" * 10**6))
+    assert response.code == REFUSED
     assert len(response.reason) == 300
 
 
 def test_a_charge_without_a_reply_is_not_honoured_by_another_data_set(node):
     """Its upload would be paid by data that it does not touch."""
     message = node.message()
-    handler.prepare(message, node.context)
+    prepare(message, node.context)
     with Ledger(node.ledger) as ledger:
         ledger.register("0", 52, 1e-3, note="a new study, no record in common")
     reply = node.ask(message)
-    assert reply.error.code == protocol.REFUSED
+    assert reply.error.code == REFUSED
     assert "was charged to another data set" in reply.error.reason

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
-from clients import handler, node
+from clients import node
 from clients.app import app
 from fedpriv import protocol
 from fedpriv.config import ON_NODES, parse, to_flower
@@ -18,6 +18,7 @@ from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.stacked import execute_one_by_one
+from fedpriv.vault.frames import REFUSED
 from fedpriv.vault.holder import bench_of, run_of
 from fedpriv.vault.settings import VaultSettings
 from simulations.engines.flower_private import task_identity
@@ -83,9 +84,9 @@ def test_it_trains_on_them_and_notes_what_it_did(context, settings):
     )
     message = Message(content, 7, "train", group_id="1")
     assert "data" not in vars(bench), "nothing reads records before the charge"
-    task = handler.prepare(message, context)
+    task = node.prepare(message, context)
     assert len(task.data) == registration(context).num_records
-    reply = handler.reply(message, context, execute_one_by_one(bench.model, [task])[0])
+    reply = node.reply(message, context, execute_one_by_one(bench.model, [task])[0])
     assert protocol.ADAPTER in reply.content
     with Ledger(settings.ledger) as ledger:
         assert [key.round for key, _ in ledger.releases_of(ledger.data_set().id, "run")] == [1]
@@ -109,7 +110,7 @@ def test_it_trains_on_them_and_notes_what_it_did(context, settings):
 def test_a_run_decides_nothing_that_its_operator_has_decided(context, values, reason):
     moved = Context(1, 7, dict(context.node_config), RecordDict(), {**context.run_config, **values})
     reply = app(Message(RecordDict(), 7, protocol.REGISTER, group_id="0"), moved)
-    assert reply.error.code == protocol.REFUSED
+    assert reply.error.code == REFUSED
     assert reason in reply.error.reason
 
 
@@ -122,7 +123,7 @@ def test_the_runs_columns_do_not_choose_the_nodes(context):
 def test_a_node_without_records_takes_no_part_in_such_a_run(context):
     bare = Context(1, 7, {node.CLIENT_KEY: 1}, RecordDict(), context.run_config)
     reply = app(Message(RecordDict(), 7, protocol.REGISTER, group_id="0"), bare)
-    assert reply.error.code == protocol.REFUSED
+    assert reply.error.code == REFUSED
     assert "no records of its own" in reply.error.reason
 
 
@@ -146,7 +147,7 @@ def test_a_node_that_its_operator_has_not_finished_takes_no_part(context, settin
     else:
         make_vault(settings.folder, settings.data, tiny_bert, budget_epsilon=None)
     reply = app(Message(RecordDict(), 7, protocol.REGISTER, group_id="0"), context)
-    assert reply.error.code == protocol.REFUSED
+    assert reply.error.code == REFUSED
     assert reason in reply.error.reason
 
 
@@ -157,7 +158,7 @@ def test_a_model_whose_files_changed_since_it_was_approved_is_not_run(context, s
     moved = Context(1, 7, dict(context.node_config), RecordDict(), {**context.run_config, "model": str(copy)})
     (copy / "tokenizer.json").write_text("{}")
     reply = app(Message(RecordDict(), 7, protocol.REGISTER, group_id="0"), moved)
-    assert reply.error.code == protocol.REFUSED
+    assert reply.error.code == REFUSED
     assert "changed since this node's operator approved them" in reply.error.reason
 
 

@@ -16,10 +16,10 @@ from fedpriv.ledger.reader import reading
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.workbench import forget, load_model
-from fedpriv.vault import answer, records
+from fedpriv.vault import _records, answer
+from fedpriv.vault._tokens import TokenFile
 from fedpriv.vault.frames import REFUSED, Request
 from fedpriv.vault.holder import Holder, bench_of, run_of
-from fedpriv.vault.tokens import TokenFile
 from tests.chats import chat_model
 from tests.vaults import make_vault, write_records
 
@@ -133,8 +133,8 @@ def test_a_response_that_is_cut_away_wholly_pays_and_moves_nothing(node, folder)
 def test_kept_tokens_are_those_of_the_runs_own_prompts(node, folder):
     holder = Holder.of(node())
     config = run_of(to_flower(config_of(folder, system_prompt="You are kind.")), holder)
-    data_set, _ = records.registered(config, bench_of(config, holder), holder)
-    file = records._encode(config, bench_of(config, holder), holder.terms, data_set).__self__
+    data_set, _ = _records.registered(config, bench_of(config, holder), holder)
+    file = _records._encode(config, bench_of(config, holder), holder.settings, data_set).__self__
     assert isinstance(file, TokenFile)
     assert file.encoder == ChatFormat(system_prompt="You are kind.")
 

@@ -31,7 +31,7 @@ from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import clients_at_once, execute_one_by_one, execute_stacked
 from fedpriv.training.workbench import workbench
 from server.observer import LogObserver
-from simulations.engines import federation, ray_actors, ray_session
+from simulations.engines import federation, ray_actors
 from simulations.engines.ray_actors import RayExecutor
 from simulations.processes import free_port
 from tests.chats import chat_model
@@ -188,7 +188,7 @@ def wait_for(address: str, process: subprocess.Popen) -> str:
     deadline = time.monotonic() + 300
     while True:
         try:
-            ray_session.connect(address).shutdown()
+            ray_actors.connect(address).shutdown()
             return address
         except InputError:
             assert process.poll() is None, "the cluster ended by itself"

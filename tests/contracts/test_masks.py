@@ -15,10 +15,10 @@ from fedpriv.config import parse
 from fedpriv.errors import TooFewClientsError
 from fedpriv.ledger.entries import CHARGED, entries
 from fedpriv.ledger.reader import reading
-from fedpriv.secure_aggregation import wire
-from fedpriv.vault import summed
+from fedpriv.secure_aggregation import _wire
+from fedpriv.vault import _summed
 from server.observer import LogObserver
-from server.sums import Sums
+from server.sums import SecureSums
 from simulations.engines import federation
 
 SUMS = {"secure_aggregation": True, "min_clients": 3, "local_steps": 1, "num_clients": 3, "rounds": 3}
@@ -91,7 +91,7 @@ class Deaf:
     def __init__(self, monkeypatch, step: str, client: int, round_: int) -> None:
         self.step, self.client, self.round = step, client, round_
         for name in ("share", "mask", "confirm", "reveal"):
-            monkeypatch.setattr(summed.Session, name, self.wrapped(name, getattr(summed.Session, name)))
+            monkeypatch.setattr(_summed.Session, name, self.wrapped(name, getattr(_summed.Session, name)))
 
     def wrapped(self, name, method):
         def step(session, *args):
@@ -135,7 +135,7 @@ def test_a_round_with_too_few_ends_by_name_and_its_charges_stand(values, tmp_pat
 
 
 def test_a_round_that_is_repeated_after_a_crash_is_a_new_attempt_with_charges_of_its_own(values, tmp_path, monkeypatch):
-    close, attempts = Sums.close, []
+    close, attempts = SecureSums.close, []
 
     def crash(self, link, round_, opened, vectors):
         attempts.append(opened.terms.attempt)
@@ -143,7 +143,7 @@ def test_a_round_that_is_repeated_after_a_crash_is_a_new_attempt_with_charges_of
             raise RuntimeError("the server's machine loses power")
         return close(self, link, round_, opened, vectors)
 
-    monkeypatch.setattr(Sums, "close", crash)
+    monkeypatch.setattr(SecureSums, "close", crash)
     with pytest.raises(RuntimeError, match="power"):
         run(values, tmp_path / "run", secure_masks=True)
     run(values, tmp_path / "run", secure_masks=True, resume=str(tmp_path / "run"))
@@ -188,19 +188,19 @@ class Dealer:
 
     def __init__(self, monkeypatch, client: int, deal) -> None:
         self.asked: list[int] = []
-        share = summed.Session.share
+        share = _summed.Session.share
 
         def dealt(session, message):
             self.asked.append(session.client)
             return deal(session, message, share) if session.client == client else share(session, message)
 
-        monkeypatch.setattr(summed.Session, "share", dealt)
+        monkeypatch.setattr(_summed.Session, "share", dealt)
 
 
 def unreadable(session, message, share):
     """Shares that no peer can open."""
-    parts = wire.dealt_from_text(share(session, message), session.client)
-    return wire.sealed_text({k: part if k == session.client else bytes(len(part)) for k, part in parts.items()})
+    parts = _wire.dealt_from_text(share(session, message), session.client)
+    return _wire.sealed_text({k: part if k == session.client else bytes(len(part)) for k, part in parts.items()})
 
 
 def inconsistent(session, message, share):

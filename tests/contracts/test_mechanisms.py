@@ -30,7 +30,7 @@ from fedpriv.recipes import BY_RECIPE
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.noise_plan import calibrated
 from fedpriv.training.workbench import workbench
-from fedpriv.vault import guard
+from fedpriv.vault import _charging, _guard
 from server.observer import LogObserver
 from simulations.engines import federation
 from tests.contracts.laplace import Laplace, SubsampledLaplace
@@ -306,9 +306,9 @@ def test_a_noise_multiplier_out_of_range_is_refused_before_anything_is_planned(m
         mechanism_parameters=LMO,
         noise_multiplier=multiplier,
     )
-    with pytest.raises(guard.RefusedError, match="noise_multiplier = "):
-        guard.check_instruction(
-            spec, guard.NodePolicy(allow_unrecorded=True), noise_source="secure", num_registered=100
+    with pytest.raises(_charging.RefusedError, match="noise_multiplier = "):
+        _guard.check_instruction(
+            spec, _charging.NodePolicy(allow_unrecorded=True), noise_source="secure", num_registered=100
         )
 
 
@@ -318,17 +318,17 @@ def test_an_unknown_mechanism_is_refused_by_config_and_guard():
     ):
         parse({"mechanism": "quantum"})
     spec = dataclasses.replace(PLAIN, mechanism="quantum")
-    with pytest.raises(guard.RefusedError, match="mechanism = 'quantum': must be one of"):
-        guard.check_instruction(
-            spec, guard.NodePolicy(allow_unrecorded=True), noise_source="secure", num_registered=100
+    with pytest.raises(_charging.RefusedError, match="mechanism = 'quantum': must be one of"):
+        _guard.check_instruction(
+            spec, _charging.NodePolicy(allow_unrecorded=True), noise_source="secure", num_registered=100
         )
 
 
 def test_a_node_limits_every_mechanism_by_its_effective_noise_multiplier(name):
     spec = PLAIN
     weak = event_of(name, noise_multiplier=1e-3)
-    with pytest.raises(guard.RefusedError, match="its effective value"):
-        guard.check_limits(spec, weak, 1, guard.Limits())
+    with pytest.raises(_charging.RefusedError, match="its effective value"):
+        _guard.check_limits(spec, weak, 1, _guard.NodeLimits())
 
 
 def test_keys_of_former_versions_are_read_if_they_still_have_an_equivalent():
@@ -343,16 +343,16 @@ def test_keys_of_former_versions_are_read_if_they_still_have_an_equivalent():
 
 
 def test_a_node_charges_no_event_that_protects_nobody_whatever_its_mechanism_says(tmp_path):
-    policy = guard.NodePolicy(ledger=tmp_path / "ledger.sqlite")
-    data_set = guard.registered_data_set(policy, "0", 100)
+    policy = _charging.NodePolicy(ledger=tmp_path / "ledger.sqlite")
+    data_set = _charging.registered_data_set(policy, "0", 100)
     key = Key(run="r", client="0", round=1, request="digest")
     published = dataclasses.replace(request_for("lmo", 50), parameters=PUBLISHED)
     for event, message in (
         (event_of("gaussian", noise_multiplier=5e-324), "its effective value is 0"),
         (MECHANISMS["lmo"].planned_events(published)[0], "no privacy guarantee"),
     ):
-        with pytest.raises(guard.RefusedError, match=message):
-            guard.charge(policy, key, Release(event=event, rho_bar=1.0), data_set, noise_source="secure")
+        with pytest.raises(_charging.RefusedError, match=message):
+            _charging.charge(policy, key, Release(event=event, rho_bar=1.0), data_set, noise_source="secure")
     with Ledger(policy.ledger) as ledger:
         assert ledger.releases(data_set.id) == []
 
@@ -370,9 +370,9 @@ def test_a_node_charges_no_event_that_protects_nobody_whatever_its_mechanism_say
 )
 def test_parameters_of_a_hostile_coordinator_are_refused_in_one_short_line(parameters):
     spec = dataclasses.replace(PLAIN, mechanism="lmo", mechanism_parameters=parameters)
-    policy = guard.NodePolicy(allow_unrecorded=True)
-    with pytest.raises(guard.RefusedError) as refusal:
-        guard.check_instruction(spec, policy, noise_source="secure", num_registered=100)
+    policy = _charging.NodePolicy(allow_unrecorded=True)
+    with pytest.raises(_charging.RefusedError) as refusal:
+        _guard.check_instruction(spec, policy, noise_source="secure", num_registered=100)
     assert len(str(refusal.value)) < 300
 
 

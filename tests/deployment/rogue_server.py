@@ -15,8 +15,8 @@ from fedpriv import protocol
 from fedpriv.config import parse
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.workbench import workbench
+from server.exchange import wire_bytes
 from server.registration import register_nodes
-from server.wire import wire_bytes
 
 app = ServerApp()
 

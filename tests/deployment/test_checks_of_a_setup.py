@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from clients.deploy import doctor
 from fedpriv.deployment import certificates, checks, keys
 from fedpriv.deployment.checks import Check
 from fedpriv.deployment.users import User, can_read
@@ -121,31 +122,31 @@ def test_port(folder):
 
 def test_ledger_none_yet_then_whole_then_damaged(tmp_path):
     path = tmp_path / "new" / "ledger.sqlite"
-    assert checks.check_ledger(path).ok
+    assert doctor.check_ledger(path).ok
     assert not path.parent.exists(), "a check makes nothing"
-    assert not checks.check_registered(path).ok
+    assert not doctor.check_registered(path).ok
     with Ledger(path) as ledger:
-        assert not checks.check_registered(path).ok
+        assert not doctor.check_registered(path).ok
         data_set = ledger.register("0", 7, 1e-5)
-    assert "1 entries" in checks.check_ledger(path).detail
-    assert checks.check_registered(path) == Check("registered", True, f"N_k = 7, data set {data_set.id}")
+    assert "1 entries" in doctor.check_ledger(path).detail
+    assert doctor.check_registered(path) == Check("registered", True, f"N_k = 7, data set {data_set.id}")
     path.write_bytes(b"no ledger at all" * 100)
-    assert not checks.check_ledger(path).ok
-    assert not checks.check_registered(path).ok
+    assert not doctor.check_ledger(path).ok
+    assert not doctor.check_registered(path).ok
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
 def test_ledger_in_a_folder_without_permission(tmp_path):
     tmp_path.chmod(0o500)
-    assert not checks.check_ledger(tmp_path / "ledger.sqlite").ok
+    assert not doctor.check_ledger(tmp_path / "ledger.sqlite").ok
 
 
 def test_data_are_there_or_not_and_never_opened(tmp_path):
     file = tmp_path / "records.csv"
     file.write_bytes(b"\xff no table")
-    assert checks.check_data(file) == Check("data", True, f"{file}: 10 bytes")
-    assert not checks.check_data(tmp_path / "none.csv").ok
-    assert not checks.check_data(tmp_path).ok
+    assert doctor.check_data(file) == Check("data", True, f"{file}: 10 bytes")
+    assert not doctor.check_data(tmp_path / "none.csv").ok
+    assert not doctor.check_data(tmp_path).ok
 
 
 @pytest.mark.parametrize(("mode", "ok"), [(0o600, True), (0o640, True), (0o604, False), (0o601, False), (0o666, False)])
@@ -153,7 +154,7 @@ def test_files_are_closed_to_everybody_else(tmp_path, mode, ok):
     file = tmp_path / "ledger.sqlite"
     file.touch()
     file.chmod(mode)
-    found = checks.check_files([file, tmp_path / "none"])
+    found = doctor.check_files([file, tmp_path / "none"])
     assert (found.ok, "chmod 600" in found.detail) == (ok, not ok), found
 
 
@@ -161,9 +162,9 @@ def test_a_named_user_must_not_own_the_files(tmp_path):
     file = tmp_path / "own.csv"
     file.touch(mode=0o600)
     me = pwd.getpwuid(os.geteuid()).pw_name
-    assert "change its owner" in checks.check_files([file], me).detail
-    assert checks.check_files([], me).ok
-    assert "no such user" in checks.check_files([file], "nobody-of-that-name").detail
+    assert "change its owner" in doctor.check_files([file], me).detail
+    assert doctor.check_files([], me).ok
+    assert "no such user" in doctor.check_files([file], "nobody-of-that-name").detail
 
 
 @pytest.mark.parametrize(
@@ -195,9 +196,9 @@ def test_key_must_be_its_owners_alone(tmp_path):
 def test_policy(tmp_path):
     policy = tmp_path / "policy.toml"
     policy.write_text("max_rounds = 3\n")
-    assert "max_rounds = 3," in checks.check_policy(policy).detail
+    assert "max_rounds = 3," in doctor.check_policy(policy).detail
     policy.write_text("max_rouns = 3\n")
-    assert not checks.check_policy(policy).ok
+    assert not doctor.check_policy(policy).ok
 
 
 def test_disk(tmp_path):
@@ -208,7 +209,7 @@ def test_disk(tmp_path):
 def test_versions_name_the_pinned_flower():
     found = checks.check_versions()
     assert found.ok, found
-    assert f"flwr {checks.pinned_flower()}" in found.detail
+    assert f"flwr {checks._pinned_flower()}" in found.detail
     assert checks.check_python().ok
 
 

@@ -69,8 +69,8 @@ def test_child_that_somebody_else_kills_has_failed(tmp_path):
 
 
 def test_flowers_own_exit_code_is_read_from_its_log():
-    assert flower.logged_exit_code("\x1b[91mERROR \x1b[0m:     Exit Code: 305") == 305
-    assert flower.logged_exit_code("INFO: Started server process [305]") is None
+    assert flower._logged_exit_code("\x1b[91mERROR \x1b[0m:     Exit Code: 305") == 305
+    assert flower._logged_exit_code("INFO: Started server process [305]") is None
 
 
 def test_flwr_that_fails_is_one_line(tmp_path):

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
-from clients import handler
+from clients import node
 from clients import node as node_keys
 from fedpriv import protocol
 from fedpriv.accounting.accountants import epsilon_of
@@ -90,9 +90,9 @@ def one_node(config: RunConfig, folder: Path, attempt: int, wire: int) -> None:
             content = RecordDict({protocol.ADAPTER: ArrayRecord(bench.initial), protocol.INSTRUCTION: instruction})
             message = Message(content, 7, "train", group_id="1")
             try:
-                reply = handler.reply(message, context, execute([handler.prepare(message, context)])[0])
+                reply = node.reply(message, context, execute([node.prepare(message, context)])[0])
             except Exception as error:
-                reply = handler.reply(message, context, error)
+                reply = node.reply(message, context, error)
             assert not reply.has_error(), reply.error
             sent(wire, 0, round_, reply)
             (folder / "next").write_text(str(round_ + 1))

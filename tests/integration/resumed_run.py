@@ -33,7 +33,7 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from fedpriv.runs.status import read_status
 from fedpriv.runs.writer import RunWriter
-from fedpriv.vault import guard
+from fedpriv.vault import _charging
 from server import checkpoint, registry
 from server.bookkeeping import Books
 from server.observer import LogObserver
@@ -46,9 +46,9 @@ from tests.pages import without_plots
 WHOLE_RUN = "the whole run"
 # What a run spends its time with; storing is a node's, where it keeps a ledger.
 PHASES = {
-    "charging": [(Books, "charge"), (guard, "charge")],
+    "charging": [(Books, "charge"), (_charging, "charge")],
     "computing": [(federation, "execute_one_by_one"), (federation, "execute_stacked")],
-    "storing the reply": [(guard, "store_reply")],
+    "storing the reply": [(_charging, "store_reply")],
     "aggregating": [(RuleStrategy, "_close_round")],
     "writing tables": [(RunWriter, "add"), (RunWriter, "_write_tables")],
     "writing the checkpoint": [(checkpoint, "write")],

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.deployment.checks import check_ledger
+from clients.deploy.doctor import check_ledger
 from fedpriv.errors import LedgerError
 from fedpriv.ledger.head import EMPTY_CHAIN
 from fedpriv.ledger.ledger import Ledger

@@ -24,8 +24,8 @@ from fedpriv.ledger.entries import Charge, Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading, verify_with_head
 from fedpriv.ledger.receipts import Receipt, ReceiptLog, chain_of
-from fedpriv.vault.guard import NodePolicy, RefusedError, RetiredError, charge
-from fedpriv.vault.rollback import Watch
+from fedpriv.vault._charging import NodePolicy, RefusedError, RetiredError, charge
+from fedpriv.vault.rollback import ReceiptWatch
 from tests.cli.command_line import as_json, fedpriv
 from tests.ledger.test_ledger import edited
 
@@ -53,8 +53,8 @@ class Node:
             self.data_set = ledger.register("0", 100, DELTA)
 
     @property
-    def watch(self) -> Watch:
-        return Watch(self.folder / "vault.key", self.receipts, self.folder / "receipts-of-peers.jsonl")
+    def watch(self) -> ReceiptWatch:
+        return ReceiptWatch(self.folder / "vault.key", self.receipts, self.folder / "receipts-of-peers.jsonl")
 
     @property
     def policy(self) -> NodePolicy:

@@ -15,13 +15,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedpriv.secure_aggregation import client as node_side
-from fedpriv.secure_aggregation.agreement import public_half
-from fedpriv.secure_aggregation.errors import ProtocolError
-from fedpriv.secure_aggregation.identities import verify_once
-from fedpriv.secure_aggregation.masks import Words, pairwise_mask, self_mask, to_centred
-from fedpriv.secure_aggregation.messages import Reveal, mask_private_key
-from fedpriv.secure_aggregation.shares import combine
+from fedpriv.secure_aggregation import _client as node_side
+from fedpriv.secure_aggregation._agreement import public_half, verify_once
+from fedpriv.secure_aggregation._masks import Words, combine, pairwise_mask, self_mask, to_centred
+from fedpriv.secure_aggregation._messages import Reveal, mask_private_key
+from fedpriv.secure_aggregation._terms import ProtocolError
 from tests.secure_aggregation.attempts import make_terms, node
 
 FALSE_ALARM = 1e-9

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from fedpriv.deployment import keys
-from fedpriv.secure_aggregation.errors import ProtocolError
-from fedpriv.secure_aggregation.identities import make_identity, verify_once
-from fedpriv.secure_aggregation.terms import smallest_threshold, terms_from_text
+from fedpriv.secure_aggregation._agreement import make_identity, verify_once
+from fedpriv.secure_aggregation._terms import ProtocolError, smallest_threshold, terms_from_text
 from tests.secure_aggregation.attempts import make_terms, node, with_participant
 
 TERMS = make_terms(4, colluding=1)

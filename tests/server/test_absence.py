@@ -18,12 +18,12 @@ from fedpriv.errors import TooFewClientsError
 from fedpriv.ledger.entries import entries
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
-from fedpriv.protocol import Registration, Release
-from server import coordinator
-from server.absence import Absences
+from fedpriv.protocol import Registration, UploadRelease
+from server import app
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
 from server.registration import NO_NODE
+from server.round import Absences
 from server.strategy import RuleStrategy
 from simulations.engines.flower_private import set_message_id, task_identity
 
@@ -107,7 +107,7 @@ class Nodes:
             error.metadata.__dict__["_src_node_id"] = LINK
             return error
         honest = {"round": self.round, "event": self.strategy.event(client), "num_records": SIZES[client]}
-        release = ConfigRecord(protocol.pack_release(Release(**honest)))
+        release = ConfigRecord(protocol.pack_release(UploadRelease(**honest)))
         adapter = ArrayRecord({name: torch.ones_like(t) for name, t in ADAPTER.items()})
         return Message(RecordDict({protocol.RELEASE: release, protocol.ADAPTER: adapter}), reply_to=message)
 
@@ -235,7 +235,7 @@ def test_a_resumed_run_waits_for_whom_it_skipped_where_it_cannot_do_without(secr
     stated = {"run": "run", "round": 3, "digest": "", "ledger": (0, ""), "registrations": began, "skipped": (2,)}
     resumed = Checkpoint(**stated, retired=retired, model=model, uploads={})
     config = parse({"min_clients": 2, "registration_seconds": 10.0, "node_keys": str(secrets / "nodes")})
-    nodes = coordinator._nodes(Slow(secrets, lambda *_: False), config, SimpleNamespace(num_clients=3), resumed)
+    nodes = app._nodes(Slow(secrets, lambda *_: False), config, SimpleNamespace(num_clients=3), resumed)
     assert nodes[2][0] == found
 
 

@@ -13,7 +13,7 @@ from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.recipes import BY_RECIPE
 from fedpriv.training.workbench import workbench
-from fedpriv.vault.guard import RefusedError
+from fedpriv.vault._charging import RefusedError
 from fedpriv.vault.holder import run_of
 from server.observer import LogObserver
 from simulations.engines import federation

@@ -15,7 +15,7 @@ from fedpriv.ledger.entries import Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
 from server.bookkeeping import Books
-from server.earlier_charges import EarlierCharges
+from server.costs import EarlierCharges
 
 RELEASE = Release(event=SubsampledGaussian(noise_multiplier=1.0, sampling_probability=0.1), rho_bar=1.0)
 

@@ -21,8 +21,8 @@ from fedpriv.recipes import BY_RECIPE
 from fedpriv.training.local_update import UpdateSpec, planned_event
 from fedpriv.training.noise_plan import calibrated
 from fedpriv.training.workbench import workbench
-from fedpriv.vault import guard
-from fedpriv.vault.policy import Limits
+from fedpriv.vault import _charging, _guard
+from fedpriv.vault.settings import NodeLimits
 from server.observer import LogObserver
 from simulations.engines import federation
 
@@ -125,7 +125,7 @@ def test_a_budget_retires_who_would_pass_it(small_run, tmp_path):
 
 
 SPEC = UpdateSpec.of(parse({"data": "x.csv", **LMO}))
-OWN = guard.NodePolicy(allow_unrecorded=True)
+OWN = _charging.NodePolicy(allow_unrecorded=True)
 
 
 @pytest.mark.parametrize(
@@ -138,18 +138,18 @@ OWN = guard.NodePolicy(allow_unrecorded=True)
     ],
 )
 def test_a_node_refuses_noise_that_protects_nothing(changes, message):
-    guard.check_instruction(SPEC, OWN, noise_source="secure", num_registered=100)
-    with pytest.raises(guard.RefusedError, match=message):
-        guard.check_instruction(replace(SPEC, **changes), OWN, noise_source="secure", num_registered=100)
+    _guard.check_instruction(SPEC, OWN, noise_source="secure", num_registered=100)
+    with pytest.raises(_charging.RefusedError, match=message):
+        _guard.check_instruction(replace(SPEC, **changes), OWN, noise_source="secure", num_registered=100)
 
 
 def test_a_node_limits_lmo_noise_by_its_gaussian_equal(small_run):
     initial = workbench(parse(small_run)).initial
     for multiplier, passes in ((1.0, True), (0.05, False)):
         event = planned_event(replace(SPEC, noise_multiplier=multiplier), 0.1, initial)
-        limits = Limits(min_effective_noise_multiplier=1.0)
+        limits = NodeLimits(min_effective_noise_multiplier=1.0)
         if passes:
-            guard.check_limits(SPEC, event, 1, limits)
+            _guard.check_limits(SPEC, event, 1, limits)
         else:
-            with pytest.raises(guard.RefusedError, match="its effective value"):
-                guard.check_limits(SPEC, event, 1, limits)
+            with pytest.raises(_charging.RefusedError, match="its effective value"):
+                _guard.check_limits(SPEC, event, 1, limits)

@@ -14,7 +14,7 @@ from fedpriv import protocol
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.adapters.codecs import CODECS
 from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.protocol import Release
+from fedpriv.protocol import UploadRelease
 from simulations.engines.flower_private import task_identity
 from tests.server.test_strategy import ADAPTER, SIZES, ask, make_strategy
 
@@ -103,7 +103,7 @@ def test_many_malformed_replies(codec, num):
         replies = []
         for client, message in enumerate(messages):
             event = strategy.event(client)
-            release = Release(round=round_, event=event, num_records=SIZES[client])
+            release = UploadRelease(round=round_, event=event, num_records=SIZES[client])
             moved = {name: torch.full_like(tensor, 0.25) for name, tensor in ADAPTER.items()}
             encoded = protocol.pack_upload(moved, broadcast, strategy.spec, ADAPTER, SeededSource(round_, client))
             good = RecordDict(
@@ -128,7 +128,7 @@ def test_an_event_that_costs_less_is_malformed_too():
     strategy = make_strategy()
     message = ask(strategy)[0]
     cheap = SubsampledGaussian(noise_multiplier=50.0, sampling_probability=1e-6)
-    release = protocol.pack_release(Release(round=1, event=cheap, num_records=SIZES[0]))
+    release = protocol.pack_release(UploadRelease(round=1, event=cheap, num_records=SIZES[0]))
     content = {protocol.ADAPTER: ArrayRecord(ADAPTER), protocol.RELEASE: ConfigRecord(release)}
     strategy.aggregate_train(1, [Message(RecordDict(content), reply_to=message)])
     assert strategy._rows[0].status == "malformed"

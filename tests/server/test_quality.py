@@ -11,7 +11,7 @@ import pytest
 from fedpriv.config import parse
 from fedpriv.runs.reader import QUALITY_KEYS
 from server.observer import LogObserver
-from server.quality import warnings_of
+from server.summary import warnings_of
 from simulations.engines import federation
 from tests.tiny import LABELS
 

@@ -13,8 +13,8 @@ from fedpriv.config import parse
 from fedpriv.deployment import keys
 from fedpriv.errors import LedgerError
 from fedpriv.ledger.receipts import Receipt, ReceiptLog, from_text
-from fedpriv.protocol import Registration, Release
-from server.receipts import Receipts
+from fedpriv.protocol import Registration, UploadRelease
+from server.round import Receipts
 from simulations.engines.flower_private import task_identity
 
 EVENT = SubsampledGaussian(noise_multiplier=1.0, sampling_probability=0.1)
@@ -65,7 +65,7 @@ def receipts(folder, *, registered: str = "", node_keys: bool = True) -> Receipt
 
 def reply(receipt: str) -> Message:
     message = Message(RecordDict(), 7, "train", group_id="1")
-    release = protocol.pack_release(Release(round=1, event=EVENT, num_records=40, receipt=receipt))
+    release = protocol.pack_release(UploadRelease(round=1, event=EVENT, num_records=40, receipt=receipt))
     return Message(RecordDict({protocol.RELEASE: ConfigRecord(release)}), reply_to=message)
 
 

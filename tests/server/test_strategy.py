@@ -17,10 +17,10 @@ from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.config import parse
 from fedpriv.errors import TooFewClientsError
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.protocol import Registration, Release
+from fedpriv.protocol import Registration, UploadRelease
 from fedpriv.training.evaluation import Evaluation
 from server.bookkeeping import Books
-from server.replies import MalformedError, read_reply
+from server.exchange import MalformedError, read_reply
 from server.strategy import RuleStrategy
 from simulations.engines.flower_private import SERVER_NODE_ID, set_message_id, task_identity
 
@@ -66,7 +66,7 @@ def answer(strategy: RuleStrategy, message: Message, value: float, *, adapter=No
     client = message.metadata.dst_node_id - 100
     adapter = adapter or ArrayRecord({name: torch.full_like(t, value) for name, t in ADAPTER.items()})
     honest = {"round": 1, "event": strategy.event(client), "num_records": SIZES[client]}
-    content = {protocol.RELEASE: ConfigRecord(protocol.pack_release(Release(**{**honest, **claims})))}
+    content = {protocol.RELEASE: ConfigRecord(protocol.pack_release(UploadRelease(**{**honest, **claims})))}
     if not claims.get("silent"):
         content[protocol.ADAPTER] = adapter
     return Message(RecordDict(content), reply_to=message)

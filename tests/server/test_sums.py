@@ -23,10 +23,10 @@ from fedpriv.secure_aggregation import TooFewError, make_identity
 from fedpriv.training.coordinates import Coordinates
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.summing import mean_of_sum
-from fedpriv.vault import summed
+from fedpriv.vault import _summed
 from server.bookkeeping import Books
 from server.observer import LogObserver
-from server.round_rows import client_rows
+from server.round import client_rows
 from server.strategy import RuleStrategy
 from simulations.engines import federation
 from simulations.engines.flower_private import set_message_id, task_identity
@@ -156,17 +156,17 @@ def test_a_holder_reads_the_others_sum_off_the_next_model_and_each_has_paid_for_
     """It knows the broadcasts and its own vector, and asks nobody for anything."""
     parts, starts = {}, {}
 
-    def noted_part(request, *args, part_of=summed.part_of, **options):
+    def noted_part(request, *args, part_of=_summed.part_of, **options):
         part = part_of(request, *args, **options)
         starts[part.terms.round] = {k: torch.tensor(np.array(v)) for k, v in request.arrays[protocol.ADAPTER].items()}
         return part
 
-    def noted_vector(part, update, vector=summed.Part.vector):
+    def noted_vector(part, update, vector=_summed.Part.vector):
         parts[part.terms.round, part.client] = part, integers(update.noised, part.grid.points).numpy()
         return vector(part, update)
 
-    monkeypatch.setattr(summed, "part_of", noted_part)
-    monkeypatch.setattr(summed.Part, "vector", noted_vector)
+    monkeypatch.setattr(_summed, "part_of", noted_part)
+    monkeypatch.setattr(_summed.Part, "vector", noted_vector)
     out, values = tmp_path / "run", {**small_run, **VALUES, "num_clients": 3}
     config = parse({**values, "server_optimizer": "sgd", "rounds": 2, "out": str(out)})
     federation.run(config, LogObserver())

@@ -18,7 +18,7 @@ from fedpriv import protocol
 from fedpriv.config import RunConfig, parse
 from fedpriv.errors import TooFewClientsError
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.protocol import Registration, Release
+from fedpriv.protocol import Registration, UploadRelease
 from fedpriv.training.evaluation import Evaluation
 from server.bookkeeping import Books
 from server.strategy import RuleStrategy
@@ -96,7 +96,7 @@ def run_of(config: RunConfig, fails) -> tuple[dict[int, list[float]], list[list]
         if fails(asked[round_]):
             return Message(Error(101, "training failed"), reply_to=message), 0
         client = message.metadata.dst_node_id - 100
-        claims = Release(round=round_, event=strategy.event(client), num_records=SIZES[client])
+        claims = UploadRelease(round=round_, event=strategy.event(client), num_records=SIZES[client])
         content = {
             protocol.RELEASE: ConfigRecord(protocol.pack_release(claims)),
             protocol.ADAPTER: ArrayRecord(ADAPTER),

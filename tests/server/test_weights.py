@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from fedpriv import protocol
 from fedpriv.aggregation.fedavg import weights_by_size
 from fedpriv.config import RunConfig, parse
-from fedpriv.protocol import Registration, Release
+from fedpriv.protocol import Registration, UploadRelease
 from fedpriv.secure_aggregation import make_identity
 from fedpriv.training.client_weights import client_masses, record_weights
 from fedpriv.training.noise_plan import view_scale
@@ -115,7 +115,7 @@ def test_a_round_costs_its_worst_case_whoever_replied(uploads):
 
 def answered(strategy: RuleStrategy, message: Message) -> Message:
     client = message.metadata.dst_node_id - 100
-    release = Release(round=1, event=strategy.event(client), num_records=SIZES[client])
+    release = UploadRelease(round=1, event=strategy.event(client), num_records=SIZES[client])
     vector = ArrayRecord({protocol.SUM: torch.full((10,), 2**20, dtype=torch.int32)})
     content = {protocol.RELEASE: ConfigRecord(protocol.pack_release(release)), protocol.ADAPTER: vector}
     return Message(RecordDict(content), reply_to=message)

@@ -6,7 +6,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
-from server.wire import wire_bytes
+from server.exchange import wire_bytes
 
 
 def content(**arrays: np.ndarray) -> RecordDict:

@@ -14,7 +14,7 @@ from rich.console import Console
 from fedpriv.config import RunConfig
 from fedpriv.protocol import Registration
 from fedpriv.runs.rows import RoundRow
-from server.observer import Progress, answers
+from server.observer import RunProgress, answers
 from simulations import live_line
 from simulations.display import TerminalObserver
 
@@ -64,7 +64,7 @@ def pipe(width: int = 80) -> Console:
 def test_a_narrow_terminal_shows_round_and_time_first_and_the_bar_alone_gives_way(width, what):
     observer = observed(pipe(width))
     observer.round_done(row(1))
-    observer.progressed(Progress(what=what, done=3, total=6, round=2))
+    observer.progressed(RunProgress(what=what, done=3, total=6, round=2))
     first, figures = observer.lines().split("\n")
     assert first.startswith("round 2/4  0:00:00")
     assert figures == "accuracy 0.798 | ε ≤ 1.90 of 8 local, 3.80 rho by rdp, δ 1e-5 | 2 MB"
@@ -88,8 +88,8 @@ def test_a_coordinator_shows_answers_and_a_stage_outside_the_rounds_has_no_round
     observer = observed(pipe())
     observer.progressed(answers(3, 1, 3))
     assert observer.lines().startswith("round 3/4  0:00:00  answers 1/3")
-    observer.progressed(Progress(what="deduplicating"))
-    observer.progressed(Progress(what="testing", done=1, total=4))
+    observer.progressed(RunProgress(what="deduplicating"))
+    observer.progressed(RunProgress(what="testing", done=1, total=4))
     assert observer.lines() == "0:00:00  deduplicating: testing 25%"
 
 
@@ -115,7 +115,7 @@ def test_a_terminal_rewrites_its_lines_and_gets_its_cursor_back_however_the_run_
 
     def interrupted() -> None:
         with TerminalObserver(console) as observer:
-            observer.progressed(Progress(what="loading model and data"))
+            observer.progressed(RunProgress(what="loading model and data"))
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

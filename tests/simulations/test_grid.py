@@ -17,6 +17,7 @@ from fedpriv.config import parse, to_flower
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.training.workbench import workbench
+from fedpriv.vault.frames import FAILED, REFUSED
 from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid
 
@@ -70,7 +71,7 @@ def test_one_failing_task_is_one_error_reply_and_tells_nothing(grid, config):
     messages[1].content[protocol.ADAPTER] = ArrayRecord({secret: torch.zeros(2)})
     replies = list(grid.send_and_receive(messages))
     assert [reply.has_error() for reply in replies] == [False, True, False]
-    assert replies[1].error.code == protocol.FAILED
+    assert replies[1].error.code == FAILED
     assert secret not in replies[1].error.reason
 
 
@@ -80,7 +81,7 @@ def test_one_failing_task_is_one_error_reply_and_tells_nothing(grid, config):
 )
 def test_the_guard_refuses_what_does_not_protect(grid, config, change):
     (reply,) = grid.send_and_receive([train_message(config, 10, **change)])
-    assert reply.error.code == protocol.REFUSED
+    assert reply.error.code == REFUSED
     assert next(iter(change)) in reply.error.reason
 
 

@@ -14,7 +14,7 @@ from fedpriv.training.model import TrainingModel
 from fedpriv.training.progress import READING, TESTING, TRAINING, silent
 from fedpriv.training.workbench import forget, workbench
 from server.exchange import Exchange
-from server.observer import LogObserver, Progress, answers
+from server.observer import LogObserver, RunProgress, answers
 from simulations.engines import federation
 from simulations.engines.progress import Followed
 
@@ -23,13 +23,13 @@ FEDPRIV = Path(__file__).resolve().parents[2] / "fedpriv"
 
 class Kept(LogObserver):
     def __init__(self) -> None:
-        self.seen: list[Progress] = []
+        self.seen: list[RunProgress] = []
 
-    def progressed(self, progress: Progress) -> None:
+    def progressed(self, progress: RunProgress) -> None:
         self.seen.append(progress)
 
 
-def shares(seen: list[Progress], round_: int, what: str) -> list[tuple[float, float]]:
+def shares(seen: list[RunProgress], round_: int, what: str) -> list[tuple[float, float]]:
     return [(each.done, each.total) for each in seen if (each.what, each.round) == (what, round_)]
 
 
@@ -53,7 +53,7 @@ def test_an_engine_tells_of_each_step_of_each_client_until_all_are_done(small_ru
 class Failing(Kept):
     """A display that fails whenever a model tells it something."""
 
-    def progressed(self, progress: Progress) -> None:
+    def progressed(self, progress: RunProgress) -> None:
         super().progressed(progress)
         if progress.what in (READING, TRAINING, TESTING):
             raise OSError(f"PRIVATE {progress.done}")
@@ -86,7 +86,7 @@ def test_a_log_says_how_far_a_round_is_once_it_was_silent_for_long(caplog):
 
 
 def test_a_stack_that_fails_is_trained_again_and_never_counts_twice():
-    seen: list[Progress] = []
+    seen: list[RunProgress] = []
     tasks = [SimpleNamespace(round=1, spec=SimpleNamespace(local_steps=2))] * 3
 
     def execute(given):

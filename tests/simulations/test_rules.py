@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 import fedpriv
-from clients import handler
+from clients import node
 from fedpriv import protocol
 from fedpriv.adapter_variants import AdapterEvaluator
 from fedpriv.adapters.inner import INNER_SUFFIX, OUTER_SUFFIX
@@ -187,7 +187,7 @@ def test_mixed_ranks_are_refused_where_there_is_not_one_for_each_client(small_ru
 
 
 def test_a_client_that_sends_nonsense_is_named_in_the_table_and_the_run_goes_on(small_run, tmp_path, monkeypatch):
-    honest = handler.message_of
+    honest = node.message_of
 
     def poisoned(response, message):
         reply = honest(response, message)
@@ -197,7 +197,7 @@ def test_a_client_that_sends_nonsense_is_named_in_the_table_and_the_run_goes_on(
             reply.content[protocol.ADAPTER] = ArrayRecord(arrays)
         return reply
 
-    monkeypatch.setattr(handler, "message_of", poisoned)
+    monkeypatch.setattr(node, "message_of", poisoned)
     folder = run(small_run, tmp_path / "poisoned")
     rows = clients(folder)
     assert set(rows[rows.status == "malformed"].client) == {1}

@@ -18,7 +18,6 @@ from fedpriv.secure_aggregation import server as sums
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.summing import grid_of
 from fedpriv.training.workbench import workbench
-from fedpriv.vault import guard
 from fedpriv.vault.answer import answer
 from fedpriv.vault.frames import ADVERTISE, CHECK, CONFIRM, REVEAL, SHARE, TRAIN, Request, Response
 from fedpriv.vault.holder import Holder
@@ -78,7 +77,7 @@ class Coordinator:
     def digest(self, spec: UpdateSpec) -> str:
         """Of the request for the initial adapter."""
         broadcast = protocol.unpack_broadcast({protocol.ADAPTER: dict(self.initial)}, spec, self.initial)
-        return guard.request_digest(broadcast, spec)
+        return protocol.request_digest(broadcast, spec)
 
     def ask(self, client: int, kind: str, fields: Mapping[str, Any], arrays: Any = None, **changes: Any) -> Response:
         """A vault's answer; it reads its folder anew, as after a restart, but for its sessions."""

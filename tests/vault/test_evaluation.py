@@ -10,8 +10,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
-from clients.app import app
-from clients.pipe import VAULT_KEY
+from clients.app import VAULT_KEY, app
 from fedpriv import protocol
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.config import ON_NODES, parse, to_flower
@@ -19,16 +18,15 @@ from fedpriv.ledger.entries import entries
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.protocol import Broadcast
+from fedpriv.protocol import Broadcast, request_digest
 from fedpriv.training import private_evaluation, workbench
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.private_evaluation import EvaluationSpec, planned_event
+from fedpriv.vault import _charging
 from fedpriv.vault import answer as answering
-from fedpriv.vault import guard
 from fedpriv.vault.answer import answer
 from fedpriv.vault.frames import EVALUATE, FAILED, REFUSED, RETIRED, Request, Response
-from fedpriv.vault.guard import request_digest
 from fedpriv.vault.holder import Holder, bench_of, run_of
 from simulations.engines.flower_private import task_identity
 from tests.tiny import LABELS, WORDS
@@ -88,7 +86,7 @@ def make(tiny_bert, tmp_path):
 @pytest.fixture
 def same_noise(monkeypatch):
     """Two nodes have the same secrets."""
-    monkeypatch.setattr(guard, "coin_key", lambda policy, data_set: b"coins")
+    monkeypatch.setattr(_charging, "coin_key", lambda policy, data_set: b"coins")
     monkeypatch.setattr(answering, "_source", lambda config, client, round_, purpose: SeededSource(5, purpose))
 
 

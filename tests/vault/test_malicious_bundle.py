@@ -34,12 +34,12 @@ from fedpriv.vault.frames import (
     FrameError,
     Request,
     Response,
+    ask,
     frame_length,
     pack_request,
     unpack_response,
 )
 from fedpriv.vault.settings import VaultSettings
-from fedpriv.vault.socket import ask
 from tests.tiny import LABELS, WORDS
 from tests.vault.running import Running
 from tests.vaults import make_vault, write_records

@@ -10,16 +10,16 @@ import torch
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
 from fedpriv.training.local_update import UpdateSpec, planned_event
-from fedpriv.vault import guard
-from fedpriv.vault.policy import Limits
+from fedpriv.vault import _charging, _guard
+from fedpriv.vault.settings import NodeLimits
 
 SPEC = UpdateSpec.of(RunConfig(recipe="dp-lora-paper"))
 ADAPTER = {name: torch.zeros(2, 3) for name in ("x.lora_A.weight", "x.lora_B.weight")}
 
 
-def check(limits: Limits | None = Limits(), *, probability=0.1, round_=1, **changes) -> None:  # noqa: B008
+def check(limits: NodeLimits | None = NodeLimits(), *, probability=0.1, round_=1, **changes) -> None:  # noqa: B008
     spec = dataclasses.replace(SPEC, **changes)
-    guard.check_limits(spec, planned_event(spec, probability, ADAPTER), round_, limits)
+    _guard.check_limits(spec, planned_event(spec, probability, ADAPTER), round_, limits)
 
 
 @pytest.mark.parametrize(
@@ -36,38 +36,38 @@ def check(limits: Limits | None = Limits(), *, probability=0.1, round_=1, **chan
     ],
 )
 def test_an_instruction_less_private_than_agreed_is_refused_by_name(changes, message):
-    with pytest.raises(guard.RefusedError, match=message) as caught:
+    with pytest.raises(_charging.RefusedError, match=message) as caught:
         check(**changes)
     assert "\n" not in str(caught.value)
 
 
 def test_a_sampling_probability_above_the_node_s_own_maximum_is_refused():
     with pytest.raises(
-        guard.RefusedError, match=r"sampling_probability: its value 0\.3 is above this node's maximum 0"
+        _charging.RefusedError, match=r"sampling_probability: its value 0\.3 is above this node's maximum 0"
     ):
-        check(Limits(max_sampling_probability=0.25), probability=0.3)
+        check(NodeLimits(max_sampling_probability=0.25), probability=0.3)
 
 
 def test_an_instruction_exactly_at_the_limits_passes():
-    limits = Limits(min_effective_noise_multiplier=1.0, max_sampling_probability=0.25, max_clip_norm=3.0)
+    limits = NodeLimits(min_effective_noise_multiplier=1.0, max_sampling_probability=0.25, max_clip_norm=3.0)
     check(limits, noise_multiplier=1.0, probability=0.25, local_steps=100, num_rounds=1000, clip_norm=3.0)
 
 
 def test_noise_on_the_upload_is_judged_by_its_own_factor_and_needs_no_sampling():
     check(noise_on="upload", noise_multiplier=0.61, probability=1.0)
-    with pytest.raises(guard.RefusedError, match=r"effective value 0\.295"):
+    with pytest.raises(_charging.RefusedError, match=r"effective value 0\.295"):
         check(noise_on="upload", noise_multiplier=0.59)
 
 
 def test_without_limits_only_an_impossible_round_is_refused():
     check(None, noise_multiplier=0.0, probability=1.0, local_steps=10**6, clip_norm=1e9)
-    with pytest.raises(guard.RefusedError, match="round = 11"):
+    with pytest.raises(_charging.RefusedError, match="round = 11"):
         check(None, round_=11)
 
 
 def test_a_policy_file_replaces_defaults_key_by_key(tmp_path):
     (tmp_path / "policy.toml").write_text("max_rounds = 7\n")
-    assert Limits.read(tmp_path / "policy.toml") == Limits(max_rounds=7)
+    assert NodeLimits.read(tmp_path / "policy.toml") == NodeLimits(max_rounds=7)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +84,6 @@ def test_an_invalid_policy_file_is_refused_in_one_line(tmp_path, text, message):
     path = tmp_path / "policy.toml"
     path.write_text(text)
     with pytest.raises(InputError, match=message) as caught:
-        Limits.read(path)
+        NodeLimits.read(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)

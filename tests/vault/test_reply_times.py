@@ -20,12 +20,12 @@ from fedpriv.ledger.entries import DataSet
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.training import workbench
 from fedpriv.training.model import TrainingModel
+from fedpriv.vault import _reply_times, _service
 from fedpriv.vault import answer as answer_module
-from fedpriv.vault import reply_times, service
+from fedpriv.vault._reply_times import log_odds, most_drawn
 from fedpriv.vault.answer import answer
 from fedpriv.vault.frames import REGISTER, Request, pack_request, unpack_response
 from fedpriv.vault.holder import Holder
-from fedpriv.vault.reply_times import log_odds, most_drawn
 from tests.adversary.nodes import Question, make_node, run_config, training, write_rows
 from tests.tiny import LABELS, WORDS
 from tests.vault.running import ROOT
@@ -70,7 +70,7 @@ def test_a_ledger_that_has_grown_is_given_time(node, start, monkeypatch):
     honest = Ledger.__init__
     monkeypatch.setattr(Ledger, "__init__", lambda *a, **k: (time.sleep(0.4), honest(*a, **k))[1])
     timed_again = WeakKeyDictionary()  # as if there were twice as many charges
-    monkeypatch.setattr(reply_times, "_opening", timed_again, raising=False)
+    monkeypatch.setattr(_reply_times, "_opening", timed_again, raising=False)
     seconds, taken = work(own, everyone(start, 3))
     assert before < seconds
     assert taken < seconds
@@ -155,7 +155,7 @@ def test_a_rehearsal_that_fails_leaves_the_next_request_time_to_fill_the_caches(
         raise InputError("memory_limit_mb = 1: too small")
 
     with monkeypatch.context() as patch:
-        patch.setattr(reply_times, "rehearse", failing)
+        patch.setattr(_reply_times, "rehearse", failing)
         assert answer(everyone(start, 3), Holder.of(own.settings)).code, "it may have emptied them"
     assert work(own, everyone(start, 3))[0] == first > again
 
@@ -216,14 +216,14 @@ def test_the_operator_is_told_of_replies_that_come_after_the_round(node, start, 
 def clock(monkeypatch):
     """A clock that stands still but when somebody sleeps."""
     now = [100.0]
-    monkeypatch.setattr(service.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(service.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(_service.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(_service.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     return now
 
 
 @pytest.mark.parametrize(("taken", "leaves"), [(0.0, 2.0), (0.3, 2.0), (2.0, 2.0), (2.001, 4.0), (9.0, 10.0)])
 def test_an_answer_leaves_at_a_multiple_of_its_time(clock, taken, leaves):
-    hold = service._Hold()
+    hold = _service._Hold()
     hold.begin(2.0)
     clock[0] += taken
     hold.begin(7.0)  # it was tried again
@@ -232,7 +232,7 @@ def test_an_answer_leaves_at_a_multiple_of_its_time(clock, taken, leaves):
 
 
 def test_what_was_not_charged_leaves_at_once(clock):
-    hold = service._Hold()
+    hold = _service._Hold()
     clock[0] += 1.5
     hold.wait()
     hold.begin(0.0)
@@ -246,7 +246,7 @@ def test_no_broadcast_makes_the_processor_slow(node):
     code = """
 import sys
 from pathlib import Path
-from fedpriv.vault.worker import run_worker
+from fedpriv.vault._service import run_worker
 
 class Closed:
     def recv_bytes(self):
@@ -266,7 +266,7 @@ print(int((torch.full((2**20,), 1e-39) * 0.5).count_nonzero()))
 def test_meanwhile_no_other_question_is_answered(node, start):
     """Its answer would tell when the work was done."""
     own = node(reply_seconds=1.5)
-    worker = service.Worker(own.folder, pytest.fail)
+    worker = _service.Worker(own.folder, pytest.fail)
     config = everyone(start).run_config
     register = pack_request(Request(kind=REGISTER, run_config=config))
     try:

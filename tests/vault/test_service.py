@@ -21,9 +21,8 @@ from fedpriv.ledger.entries import entries
 from fedpriv.ledger.reader import reading
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.workbench import workbench
-from fedpriv.vault.frames import REFUSED, REGISTER, TRAIN, Request, Response, pack_request
+from fedpriv.vault.frames import REFUSED, REGISTER, TRAIN, Request, Response, ask, pack_request, receive
 from fedpriv.vault.settings import VaultSettings
-from fedpriv.vault.socket import ask, receive
 from tests.tiny import LABELS, WORDS
 from tests.vault.running import ROOT, Running
 from tests.vaults import make_vault, write_records

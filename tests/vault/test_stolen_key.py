@@ -27,9 +27,9 @@ from fedpriv.ledger.receipts import Receipt
 from fedpriv.protocol import Registration
 from fedpriv.secure_aggregation import Session, Terms
 from fedpriv.secure_aggregation import server as sums
-from fedpriv.vault import summed
+from fedpriv.vault import _summed
 from fedpriv.vault.frames import ADVERTISE, REFUSED, REGISTER, SHARE
-from fedpriv.vault.rollback import Watch
+from fedpriv.vault.rollback import ReceiptWatch
 from fedpriv.vault.settings import VaultSettings
 from server.registration import read_registration
 from simulations.engines.flower_private import task_identity
@@ -156,7 +156,7 @@ def victims_vector(site: Coordinator, terms: Terms, private: Mapping[int, Path])
 def test_the_thief_plays_no_peer_of_a_victim(site, stolen, monkeypatch):
     """Where the vaults signed with node.key, every value of the victim's own vector was read in this way."""
     sent = []
-    monkeypatch.setattr(summed, "integers", lambda *a, whole=summed.integers: sent.append(whole(*a)) or sent[-1])
+    monkeypatch.setattr(_summed, "integers", lambda *a, whole=_summed.integers: sent.append(whole(*a)) or sent[-1])
     private = {client: next(iter(found.values())) for client, found in stolen.items()}
     try:
         learned = victims_vector(site, site.terms("stolen"), private)
@@ -203,7 +203,7 @@ def test_a_registration_under_the_stolen_key_counts_for_nothing(site, stolen, tm
     forged = Registration(client=client, num_records=10**6, name="", data_set="none", identity=line)
     forged = replace(forged, signature=keys.sign(key, protocol.statement_of(forged)))
     told = Receipt(data_set="none", counter=10**6).signed(key)
-    assert Watch.of(vault).lost([], shown=told.text()) is None
+    assert ReceiptWatch.of(vault).lost([], shown=told.text()) is None
     with task_identity(1), pytest.raises(ValueError, match=f"not signed with {client}.pub"):
         read_registration(reply_with(forged), tmp_path)
 

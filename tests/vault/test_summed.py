@@ -18,11 +18,11 @@ from fedpriv.config import ON_NODES, parse
 from fedpriv.deployment import keys
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.receipts import Receipt, ReceiptLog
-from fedpriv.secure_aggregation import Terms, wire
+from fedpriv.secure_aggregation import Terms, _wire
 from fedpriv.training.private_evaluation import EvaluationSpec
-from fedpriv.vault import records, summed
+from fedpriv.vault import _records, _summed
 from fedpriv.vault.frames import CONFIRM, EVALUATE, FAILED, REFUSED, RETIRED, REVEAL, SHARE, TRAIN
-from fedpriv.vault.rollback import Watch
+from fedpriv.vault.rollback import ReceiptWatch
 from tests.tiny import LABELS, WORDS
 from tests.vault.sums import Coordinator, vector
 from tests.vaults import make_vault, write_records
@@ -80,7 +80,7 @@ def site(make) -> Coordinator:
 
 def test_the_server_learns_the_survivors_sum_and_each_vault_pays_for_the_threshold(site, monkeypatch):
     sent = []
-    monkeypatch.setattr(summed, "integers", lambda *a, whole=summed.integers: sent.append(whole(*a)) or sent[-1])
+    monkeypatch.setattr(_summed, "integers", lambda *a, whole=_summed.integers: sent.append(whole(*a)) or sent[-1])
     terms = site.terms("honest")
     dealt = site.open(terms)
     answers = {client: site.train(client, terms, dealt.message(client)) for client in (1, 2, 3)}  # 0 drops out
@@ -114,7 +114,7 @@ def test_the_same_attempt_with_new_keys_is_another_release(site):
 def test_a_vault_that_was_restarted_has_dropped_out(site, monkeypatch):
     terms = site.terms("restarted")
     dealt = site.open(terms)
-    monkeypatch.setattr(summed, "_sessions", type(summed._sessions)(summed.Sessions))
+    monkeypatch.setattr(_summed, "_sessions", type(_summed._sessions)(_summed.Sessions))
     refused(site, site.train(1, terms, dealt.message(1)), "takes no part in it", run="restarted")
 
 
@@ -256,9 +256,9 @@ def test_a_list_of_survivors_is_confirmed_and_revealed_once_and_after_the_vector
 
 def test_the_charge_is_written_before_any_record_is_read(site, monkeypatch):
     seen = []
-    real = records.of_client
+    real = _records.of_client
     monkeypatch.setattr(
-        records,
+        _records,
         "of_client",
         lambda *args, **options: seen.append(len(site.charges(1, "order of things"))) or real(*args, **options),
     )
@@ -270,7 +270,7 @@ def test_the_charge_is_written_before_any_record_is_read(site, monkeypatch):
 @pytest.fixture
 def exchanged(site, monkeypatch):
     """Ledgers may be exchanged under a vault, as these tests do: it would see that its folder knows of more charges."""
-    monkeypatch.setattr(Watch, "lost", lambda *_: None)
+    monkeypatch.setattr(ReceiptWatch, "lost", lambda *_: None)
     yield
     for vault in site.vaults.values():
         vault.receipts.unlink(missing_ok=True)
@@ -371,18 +371,18 @@ def line_of(site: Coordinator, client: int) -> str:
 def test_what_a_peer_says_of_receipts_cannot_be_changed_on_its_way(site, lie):
     terms = site.terms("stripped")
     shown = {client: site.advertise(client, terms).fields[protocol.MESSAGE] for client in terms.by_client}
-    texts = {client: wire.advertisement_from_text(text) for client, text in shown.items()}
+    texts = {client: _wire.advertisement_from_text(text) for client, text in shown.items()}
     assert all(each.receipts for each in texts.values())
     others = texts[0].receipts if lie is None else lie
     texts[2] = replace(texts[2], receipts=tuple(others))
-    answer = site.step(1, SHARE, terms, wire.advertisements_text(texts))
+    answer = site.step(1, SHARE, terms, _wire.advertisements_text(texts))
     assert answer.code == REFUSED
     assert "did not sign these keys" in answer.reason
 
 
 def test_peers_keep_only_what_its_signer_signed_and_little_of_each(site, tmp_path):
     own, peer = site.vaults[1], site.vaults[0]
-    watch = Watch(own.key, tmp_path / "own", tmp_path / "of peers")
+    watch = ReceiptWatch(own.key, tmp_path / "own", tmp_path / "of peers")
     link = Receipt(data_set="d" * 32, counter=5)
     signed, stranger = link.signed(peer.key), link.signed(site.vaults[2].key)
     forged = replace(signed, counter=7)

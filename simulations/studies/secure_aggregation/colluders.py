@@ -21,8 +21,8 @@ from fedpriv.accounting.events import Event, SubsampledGaussian
 from fedpriv.accounting.views import Release, num_readers, smallest_aggregate_scales
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.mechanisms.request import NoiseRequest
+from fedpriv.secure_aggregation import smallest_threshold
 from fedpriv.secure_aggregation.grid import largest_number_included, sum_grid
-from fedpriv.secure_aggregation.terms import smallest_threshold
 
 SAMPLING_PROBABILITY, NUM_STEPS, DELTA = 0.256, 30, 1e-5
 TARGET = 2.0

@@ -25,7 +25,7 @@ from fedpriv.runs.rows import RoundRow
 from fedpriv.training.feature_cache import Body
 from fedpriv.training.noise_plan import calibrated, derived_learning_rate
 from fedpriv.training.workbench import Workbench, workbench
-from server.observer import Progress
+from server.observer import RunProgress
 from simulations.engines import federation
 from simulations.studies.dedup.lines import append, lines
 from simulations.studies.utility import corpora
@@ -87,7 +87,7 @@ class SilentObserver:
         """Show it: a study of many runs has nobody to ask."""
         print(text, flush=True)
 
-    def progressed(self, progress: Progress) -> None:
+    def progressed(self, progress: RunProgress) -> None:
         """Do nothing."""
 
     def round_done(self, row: RoundRow) -> None:

@@ -211,5 +211,5 @@ def test_each_task_has_a_process_with_flower_and_nothing_of_the_bundle_imported(
         assert report["arguments"]["token"] == "secret"
         assert "secret" not in report["command"]
         modules = set(report["modules"])
-        assert {"flwr.supernode.runtime.run_clientapp", "fedpriv.vault.socket"} <= modules
+        assert {"flwr.supernode.runtime.run_clientapp", "fedpriv.vault.frames"} <= modules
         assert not {name for name in modules if name.split(".")[0] in ("clients", "server", "torch")}

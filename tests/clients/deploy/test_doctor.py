@@ -9,8 +9,9 @@ import pytest
 import tomli_w
 import torch
 
-from clients.deploy import doctor, models, separate_users, supernode
+from clients.deploy import doctor, separate_users, supernode
 from clients.deploy.__main__ import app
+from clients.deploy.admission import approve_model
 from clients.deploy.folder import Node
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.views import Release
@@ -21,9 +22,9 @@ from fedpriv.ledger.entries import Key
 from fedpriv.ledger.head import head_path
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.receipts import ReceiptLog
-from fedpriv.vault.guard import NodePolicy, charge
+from fedpriv.vault._charging import NodePolicy, charge
 from fedpriv.vault.holder import Holder
-from fedpriv.vault.rollback import Watch
+from fedpriv.vault.rollback import ReceiptWatch
 from fedpriv.vault.settings import VaultSettings
 from simulations.processes import free_port, run_in_process
 from tests.cli.command_line import fedpriv
@@ -40,7 +41,7 @@ def node(make_node, own, tmp_path, tiny_bert) -> Node:
     data.chmod(0o600)
     columns = {"text_column": "note", "label_column": "department"}
     node = make_node(**(own | columns | {"data": data}), superlink=f"127.0.0.1:{free_port()}")
-    models.approve(node.vault, str(tiny_bert))
+    approve_model(node.vault, str(tiny_bert))
     approvals.approve(node.approved, "a" * 64)
     return node
 
@@ -87,7 +88,7 @@ def charged(node: Node, round_: int) -> None:
     paid = Release(event=SubsampledGaussian(noise_multiplier=1.0, sampling_probability=0.1), rho_bar=1.0)
     with Ledger(vault.ledger) as ledger:
         data_set = ledger.data_set()
-    policy = NodePolicy(ledger=vault.ledger, budget_epsilon=9.0, watch=Watch.of(vault))
+    policy = NodePolicy(ledger=vault.ledger, budget_epsilon=9.0, watch=ReceiptWatch.of(vault))
     charge(policy, key, paid, data_set, noise_source="secure")
 
 
@@ -161,7 +162,7 @@ def test_a_model_that_changed(node, tiny_bert, tmp_path):
     changed.mkdir()
     for file in tiny_bert.iterdir():
         (changed / file.name).write_bytes(file.read_bytes())
-    models.approve(node.vault, str(changed), name="ours")
+    approve_model(node.vault, str(changed), name="ours")
     assert failed(node) == {}
     (changed / "vocab.txt").open("a").write("more\n")
     assert "ours: its files changed" in failed(node)["models"]
@@ -223,7 +224,7 @@ def test_a_vaults_key_that_is_missing_or_that_the_supernodes_user_can_read(node,
 
 def test_a_gpu_needs_a_word_on_what_it_gives_up(node, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert Holder.of(node.vault).terms.device == "cpu"
+    assert Holder.of(node.vault).settings.training_device == "cpu"
     path = node.folder / "vault.toml"
     before = path.read_text()
     path.write_text(f'{before}\ndevice = "cuda:0"\n')
@@ -231,8 +232,8 @@ def test_a_gpu_needs_a_word_on_what_it_gives_up(node, monkeypatch):
         VaultSettings.read(node.folder)
     assert "\n" not in str(refused.value)
     path.write_text(f'{before}\ndevice = "cuda:0"\ndevice_couples_records = true\n')
-    assert Holder.of(VaultSettings.read(node.folder)).terms.device == "cuda:0"
+    assert Holder.of(VaultSettings.read(node.folder)).settings.training_device == "cuda:0"
     (said,) = [check.detail for check in doctor.checks(Node.read(node.folder)) if check.name == "device"]
     assert "records of a pass touch each other" in said
     path.write_text(f"{before}\ndevice_couples_records = true\n")
-    assert Holder.of(VaultSettings.read(node.folder)).terms.device == "auto"
+    assert Holder.of(VaultSettings.read(node.folder)).settings.training_device == "auto"

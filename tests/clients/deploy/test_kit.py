@@ -21,8 +21,7 @@ from clients.deploy.folder import Node
 from fedpriv.deployment import approvals, keys
 from fedpriv.deployment.flower import FlowerError
 from fedpriv.errors import InputError
-from fedpriv.vault import models
-from fedpriv.vault.policy import Limits
+from fedpriv.vault.settings import NodeLimits, read_models
 from simulations.processes import run_in_process
 from tests.tiny import LABELS
 
@@ -47,8 +46,8 @@ def test_init_makes_keys_settings_and_policy(tmp_path, ca):
     vault = node.vault
     assert (vault.partition_id, vault.name, vault.budget_epsilon, vault.data) == (1, "node-1", 4.0, None)
     assert node.ca_certificate.read_bytes() == ca.read_bytes()
-    assert Limits.read(vault.policy) == Limits()
-    assert models.read(vault.models) == ()
+    assert NodeLimits.read(vault.policy) == NodeLimits()
+    assert read_models(vault.models) == ()
     assert approvals.approved(node.approved) == frozenset()
     for key, kind in ((node.key, keys.NODE), (vault.key, keys.VAULT)):
         assert keys.public_line(key) in done.stdout

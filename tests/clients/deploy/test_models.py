@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from clients.deploy import models
 from clients.deploy.__main__ import app
+from clients.deploy.admission import approve_model
 from fedpriv.errors import InputError
-from fedpriv.vault.models import approved, is_unchanged, read
+from fedpriv.vault.settings import approved_model, is_unchanged_model, read_models
 from simulations.processes import run_in_process
 
 
@@ -26,33 +26,33 @@ def model(tiny_bert, tmp_path) -> Path:
 
 
 def test_a_folder_is_approved_by_its_path_and_its_digest(vault, model):
-    approval = models.approve(vault, str(model))
+    approval = approve_model(vault, str(model))
     assert approval.is_new
     assert approval.num_bytes == sum(file.stat().st_size for file in model.rglob("*"))
-    (known,) = read(vault.models)
+    (known,) = read_models(vault.models)
     assert known == approval.model
     assert known.name == known.folder == str(model)
-    assert approved(known.digest, (known,)) == known
-    assert is_unchanged(known)
-    assert not models.approve(vault, str(model)).is_new
+    assert approved_model(known.digest, (known,)) == known
+    assert is_unchanged_model(known)
+    assert not approve_model(vault, str(model)).is_new
 
 
 def test_a_name_stands_for_other_files_only_on_demand(vault, model):
-    first = models.approve(vault, str(model), name="ours").model
+    first = approve_model(vault, str(model), name="ours").model
     (model / "vocab.txt").open("a").write("more\n")
-    assert not is_unchanged(first)
+    assert not is_unchanged_model(first)
     with pytest.raises(InputError, match=r"model = 'ours': is approved with other files, .* --replace"):
-        models.approve(vault, str(model), name="ours")
-    assert read(vault.models) == (first,)
-    second = models.approve(vault, str(model), name="ours", replace_old=True).model
-    assert read(vault.models) == (second,)
+        approve_model(vault, str(model), name="ours")
+    assert read_models(vault.models) == (first,)
+    second = approve_model(vault, str(model), name="ours", replace_old=True).model
+    assert read_models(vault.models) == (second,)
     assert second.digest != first.digest
-    other = models.approve(vault, str(model), name="another").model
-    assert read(vault.models) == (second, other)
+    other = approve_model(vault, str(model), name="another").model
+    assert read_models(vault.models) == (second, other)
 
 
 def test_the_bundled_encoder_is_found_by_its_name(vault):
-    approval = models.approve(vault, "all-MiniLM-L6-v2")
+    approval = approve_model(vault, "all-MiniLM-L6-v2")
     assert approval.model.name == "all-MiniLM-L6-v2"
     assert (Path(approval.model.folder) / "model.safetensors").is_file()
 
@@ -72,19 +72,19 @@ def test_code_pickles_and_halves_of_models_are_refused(vault, model, spoil):
     else:
         (model / "config.json").unlink()
     with pytest.raises(InputError, match="model = "):
-        models.approve(vault, str(model))
-    assert read(vault.models) == ()
+        approve_model(vault, str(model))
+    assert read_models(vault.models) == ()
 
 
 def test_a_hub_name_without_the_hub_is_one_line(vault, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(InputError, match="model = 'nobody/has-this': neither a folder nor a model") as caught:
-        models.approve(vault, "nobody/has-this")
+        approve_model(vault, "nobody/has-this")
     assert "\n" not in str(caught.value)
 
 
 def test_the_command_says_digest_and_size(vault, model):
     done = run_in_process(app, "python -m clients.deploy", "approve-model", vault.folder, model)
     assert done.returncode == 0, done.stderr
-    (known,) = read(vault.models)
+    (known,) = read_models(vault.models)
     assert f"{model} is approved: digest {known.digest}, " in done.stdout

@@ -17,9 +17,9 @@ from fedpriv.ledger.entries import Key
 from fedpriv.ledger.head import head_path
 from fedpriv.ledger.reader import reading
 from fedpriv.ledger.receipts import ReceiptLog, chains_of
-from fedpriv.vault.guard import charge, registered_data_set
+from fedpriv.vault._charging import charge, registered_data_set
 from fedpriv.vault.holder import Holder
-from fedpriv.vault.rollback import Watch
+from fedpriv.vault.rollback import ReceiptWatch
 from simulations.processes import run_in_process
 from tests.cli.command_line import fedpriv
 
@@ -62,7 +62,7 @@ class Backup:
 def lost(node: Node) -> int | None:
     """The number of the charge that the node's folder says its ledger lacks."""
     with reading(node.vault.ledger) as db:
-        found = Watch.of(node.vault).lost(chains_of(db))
+        found = ReceiptWatch.of(node.vault).lost(chains_of(db))
     return found.counter if found else None
 
 

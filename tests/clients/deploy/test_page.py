@@ -10,7 +10,7 @@ import pytest
 
 from fedpriv.config import RunConfig
 from fedpriv.training.local_update import UpdateSpec
-from fedpriv.vault.policy import Limits
+from fedpriv.vault.settings import NodeLimits
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 DECIDERS = {"operator", "coordinator, within bounds", "coordinator, freely", "ignored"}
@@ -37,7 +37,7 @@ def test_every_key_has_one_who_decides_it():
 @pytest.mark.parametrize("page", ["deployment.md", "privacy.md"])
 def test_every_limit_is_named(page):
     text = (DOCS / page).read_text()
-    assert [f.name for f in fields(Limits) if f"`{f.name}`" not in text] == []
+    assert [f.name for f in fields(NodeLimits) if f"`{f.name}`" not in text] == []
 
 
 def test_the_defaults_of_the_limits_are_those_on_the_page():
@@ -51,4 +51,4 @@ def test_the_defaults_of_the_limits_are_those_on_the_page():
             strict=True,
         )
     }
-    assert stated == {f.name: f.default for f in fields(Limits)}
+    assert stated == {f.name: f.default for f in fields(NodeLimits)}

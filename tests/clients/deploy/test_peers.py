@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from clients.deploy import doctor, peers
+from clients.deploy import doctor
 from clients.deploy.__main__ import app
+from clients.deploy.admission import approve_peer
 from clients.deploy.folder import Node
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError
-from fedpriv.vault.peers import approved
+from fedpriv.vault.settings import approved_peers
 from simulations.processes import run_in_process
 
 
@@ -44,7 +45,7 @@ def test_an_approved_key_is_what_the_vault_reads(node, key):
     file.write_text(f"{file.read_text().strip()} clara@clinic\n")
     assert "partition 2 is approved as a peer" in approve(node, 2, file)
     assert "was approved before" in approve(node, 2, file)
-    assert approved(node.vault.peers) == {2: keys.public_line(file.with_suffix(""))}
+    assert approved_peers(node.vault.peers) == {2: keys.public_line(file.with_suffix(""))}
     assert node.vault.peers.stat().st_mode & 0o777 == 0o700
 
 
@@ -66,26 +67,26 @@ def test_what_would_let_one_holder_stand_for_two_is_refused(node, key, tmp_path,
     done = run_in_process(app, "python -m clients.deploy", "approve-peer", node.folder, client, files[name])
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert reason in done.stderr
-    assert approved(node.vault.peers).keys() == {2}
+    assert approved_peers(node.vault.peers).keys() == {2}
 
 
 def test_a_peer_that_exchanged_its_key_is_approved_again(node, key):
     approve(node, 2, key("clara"))
     done = run_in_process(app, "python -m clients.deploy", "approve-peer", node.folder, 2, key("new"), "--replace")
     assert "is approved as a peer" in done.stdout
-    assert approved(node.vault.peers) == {2: keys.public_line(key("other").with_name("new"))}
+    assert approved_peers(node.vault.peers) == {2: keys.public_line(key("other").with_name("new"))}
 
 
 def test_what_an_earlier_version_approved_approves_nobody_until_it_is_replaced(make_node, own, key):
     node = make_node(**own, budget_view="aggregate")
     node.vault.peers.mkdir()
     (node.vault.peers / "2.pub").write_text(node.public_keys[0].read_text())
-    assert approved(node.vault.peers) == {}
+    assert approved_peers(node.vault.peers) == {}
     ok, reason = peers_check(node)
     assert (ok, "2.pub: is the key of that node's SuperNode, which signs no sums" in reason) == (False, True)
     approve(node, 2, key("clara"))
     approve(node, 3, key("bob"))
-    assert approved(node.vault.peers).keys() == {2, 3}
+    assert approved_peers(node.vault.peers).keys() == {2, 3}
     assert peers_check(node)[0]
 
 
@@ -94,7 +95,7 @@ def test_a_file_that_names_no_partition_is_refused(node, key, name):
     node.vault.peers.mkdir()
     (node.vault.peers / name).write_text(key("clara").read_text())
     with pytest.raises(InputError, match=r"must be named PARTITION-ID\.pub"):
-        approved(node.vault.peers)
+        approved_peers(node.vault.peers)
 
 
 def peers_check(node: Node, **settings: object) -> tuple[bool, str]:
@@ -111,7 +112,7 @@ def test_the_doctor_counts_peers_where_the_budget_is_for_sums(make_node, own, ke
         "0 approved, min_survivors = 3 needs at least 2; run `approve-peer`"
     )
     for client in (0, 2):
-        peers.approve(node.vault, client, key(f"peer-{client}"))
+        approve_peer(node.vault, client, key(f"peer-{client}"))
     assert peers_check(node, budget_view="aggregate", min_survivors=3) == (
         True,
         "adds up with partitions 0, 2, in sums of 3 or more, 0 may collude",

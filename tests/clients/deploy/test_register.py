@@ -23,9 +23,9 @@ from fedpriv.errors import InputError
 from fedpriv.ledger import reader, statement
 from fedpriv.ledger.entries import Charge, Key
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.vault import guard
+from fedpriv.vault import _charging
 from fedpriv.vault.holder import Holder
-from server.costs import Costs
+from server.costs import RoundCosts
 
 STEP = SubsampledGaussian(noise_multiplier=8.0, sampling_probability=0.5)
 
@@ -60,9 +60,9 @@ def register(node: Node, *options: object) -> str:
 
 def charge(node: Node, number: int, event: SubsampledGaussian = STEP) -> None:
     policy = replace(Holder.of(node.vault).policy, budget_epsilon=node.vault.budget_epsilon)
-    data_set = guard.registered_data_set(policy, "1", None)
+    data_set = _charging.registered_data_set(policy, "1", None)
     key = Key(run="run", client="1", round=number, request=f"{number}")
-    guard.charge(policy, key, Release(event=event, rho_bar=1.0), data_set, noise_source="secure")
+    _charging.charge(policy, key, Release(event=event, rho_bar=1.0), data_set, noise_source="secure")
 
 
 def enforced(node: Node) -> str:
@@ -94,10 +94,10 @@ def test_an_old_ledger_takes_the_derived_order_with_its_history_at_the_next_char
         assert ledger.bounds(old.id) == [to_json(derived)]
         assert ledger._db.execute("PRAGMA user_version").fetchone() == (3,)
     # The order stays though the operator changes the budget.
-    data_set = guard.registered_data_set(policy, "1", None)
+    data_set = _charging.registered_data_set(policy, "1", None)
     key = Key(run="run", client="1", round=2, request="2")
     raised = replace(policy, budget_epsilon=9.0)
-    guard.charge(raised, key, Release(event=STEP, rho_bar=1.0), data_set, noise_source="secure")
+    _charging.charge(raised, key, Release(event=STEP, rho_bar=1.0), data_set, noise_source="secure")
     with Ledger(node.vault.ledger) as ledger:
         assert ledger.bounds(old.id) == [to_json(derived)]
 
@@ -112,7 +112,7 @@ def test_history_counts_under_the_filter(node):
         key = Key(run="old", client="1", round=1, request="0")
         release = Release(event=spent, rho_bar=1.0)
         ledger.charge([Charge(key=key, data_set=data_set.id, release=release, noise_source="secure")])
-    with pytest.raises(guard.RetiredError):
+    with pytest.raises(_charging.RetiredError):
         charge(node, 1, replace(STEP, sampling_probability=1.0))
 
 
@@ -127,10 +127,10 @@ def test_another_order_and_gaussian_dp_can_be_named_until_something_is_charged(n
 def test_a_committed_plan_is_all_that_a_node_releases(node, plan_of):
     assert "a plan committed for epsilon" in register(node, "--plan", plan_of(2))
     charge(node, 1)
-    with pytest.raises(guard.RefusedError, match=r"allows no such release, of q = 0\.5 and effective noise 7"):
+    with pytest.raises(_charging.RefusedError, match=r"allows no such release, of q = 0\.5 and effective noise 7"):
         charge(node, 2, replace(STEP, noise_multiplier=7.0))
     charge(node, 3)
-    with pytest.raises(guard.RetiredError):
+    with pytest.raises(_charging.RetiredError):
         charge(node, 4)
     assert enforced(node).endswith("100% of it used")
 
@@ -145,7 +145,7 @@ def test_a_later_plan_adds_its_epsilon_and_delta(node, plan_of):
         register(node, "--plan", plan_of(2))
     for number in (2, 3, 4):
         charge(node, number)
-    with pytest.raises(guard.RetiredError):
+    with pytest.raises(_charging.RetiredError):
         charge(node, 5)
 
 
@@ -230,7 +230,7 @@ def test_a_plan_that_costs_all_of_the_budget_is_committed_and_releases(node, pla
     assert "a plan committed for epsilon" in register(exact, "--plan", plan_of(2, delta=data_set.delta))
     for number in (1, 2):
         charge(exact, number)
-    with pytest.raises(guard.RetiredError):
+    with pytest.raises(_charging.RetiredError):
         charge(exact, 3)
 
 
@@ -238,7 +238,7 @@ def test_a_plan_that_costs_all_of_the_budget_is_committed_and_releases(node, pla
 def test_a_run_by_the_plan_finds_a_slot_for_each_round_on_each_node(view):
     sizes = (500, 300, 300)
     found = planning.plan(planning.Setting.of(sizes, epsilon=2.0, view=view, rounds=6, delta=1e-5))
-    costs = Costs(found.setting.config, dict(enumerate(sizes)), found.setting.adapter)
+    costs = RoundCosts(found.setting.config, dict(enumerate(sizes)), found.setting.adapter)
     for client in range(len(sizes)):
         plans = CommittedPlans(plans=(CommittedPlan.of(found.releases(client), 1e-5),))
         assert plans.epsilon <= 2.0

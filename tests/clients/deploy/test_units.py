@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from clients.deploy.folder import Node, make
-from clients.deploy.units import units
+from clients.deploy.supernode import units
 from fedpriv.deployment import certificates
 from fedpriv.errors import InputError
 from simulations.processes import run_in_process

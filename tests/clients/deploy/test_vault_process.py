@@ -14,7 +14,7 @@ import psutil
 import pytest
 import tomli_w
 
-from clients.deploy import separate_users, supernode, vault_process
+from clients.deploy import separate_users, supernode
 from clients.deploy.folder import Node
 from fedpriv.deployment.flower import FlowerError
 from fedpriv.errors import InputError
@@ -55,7 +55,7 @@ def node(make_node) -> Node:
 
 
 def run(node: Node, say: Lines):
-    return vault_process.running(node, say, variables=os.environ, user=None)
+    return supernode.running_vault(node, say, variables=os.environ, user=None)
 
 
 @pytest.mark.slow

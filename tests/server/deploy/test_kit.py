@@ -21,7 +21,7 @@ from fedpriv.config import parse, to_toml
 from fedpriv.deployment import certificates, keys
 from fedpriv.deployment.flower import FlowerError
 from fedpriv.errors import InputError
-from server.deploy import doctor, folder, registration, runs, superlink
+from server.deploy import folder, runs, superlink
 from server.deploy.__main__ import app
 from server.deploy.folder import Coordinator
 from simulations.processes import free_port, run_in_process
@@ -68,7 +68,7 @@ def superlink_of(monkeypatch):
         asked.append([*arguments[:3], *([Path(arguments[2]).read_text()] if arguments[1] == "register" else [])])
         return {"node-id": str(len(asked))}
 
-    monkeypatch.setattr(registration, "flwr", flwr)
+    monkeypatch.setattr(folder, "flwr", flwr)
     return asked
 
 
@@ -179,7 +179,7 @@ def test_key_of_an_earlier_version_is_encrypted_by_one_command(coordinator, pass
     plain = load_pem_private_key(coordinator.ca_key.read_bytes(), PASSPHRASE.encode())
     coordinator.ca_key.write_bytes(plain.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     coordinator.approved.unlink()
-    (failed, _) = [check for check in doctor.checks(coordinator) if not check.ok]
+    (failed, _) = [check for check in superlink.checks(coordinator) if not check.ok]
     assert (failed.name, "run `encrypt-key" in failed.detail) == ("ca.key", True)
     with pytest.raises(InputError, match="the code of a run could read it"):
         superlink.start(coordinator, print)
@@ -197,7 +197,7 @@ def test_key_of_an_earlier_version_is_encrypted_by_one_command(coordinator, pass
 
 
 def test_doctor_misses_nothing_in_a_new_folder_but_its_superlink(coordinator):
-    (missing,) = [check for check in doctor.checks(coordinator) if not check.ok]
+    (missing,) = [check for check in superlink.checks(coordinator) if not check.ok]
     assert (missing.name, missing.detail[:11]) == ("superlink", "not running")
 
 
@@ -213,7 +213,7 @@ def test_doctor_names_an_expired_certificate_and_an_open_key(coordinator):
 
 def test_doctor_names_an_address_that_the_certificate_lacks(coordinator):
     certificate(coordinator, ["127.0.0.1"], 30)
-    check, *_ = [check for check in doctor.checks(coordinator) if not check.ok]
+    check, *_ = [check for check in superlink.checks(coordinator) if not check.ok]
     assert "not valid for fl.example.org" in check.detail
 
 
@@ -239,33 +239,33 @@ def test_superlink_is_not_started_with_an_expired_certificate(coordinator):
 
 def test_node_is_not_kept_when_the_superlink_does_not_answer(coordinator, make_keys):
     with pytest.raises(FlowerError, match="flwr supernode: Connection to the SuperLink is unavailable"):
-        registration.register(coordinator, 0, *make_keys("clinic"))
+        folder.register(coordinator, 0, *make_keys("clinic"))
     assert not [*coordinator.nodes.iterdir(), *coordinator.vaults.iterdir()]
 
 
 def test_one_pair_of_keys_for_one_partition_id(coordinator, superlink_of, make_keys):
     (node, vault), (new_node, new_vault) = make_keys("clinic"), make_keys("other")
-    assert registration.register(coordinator, 0, node, vault)
-    assert not registration.register(coordinator, 0, node, vault)
+    assert folder.register(coordinator, 0, node, vault)
+    assert not folder.register(coordinator, 0, node, vault)
     for pair in ((node, new_vault), (new_node, vault)):
         with pytest.raises(InputError, match="registered for partition id 0"):
-            registration.register(coordinator, 1, *pair)
+            folder.register(coordinator, 1, *pair)
         with pytest.raises(InputError, match="registered with another key"):
-            registration.register(coordinator, 0, *pair)
+            folder.register(coordinator, 0, *pair)
     with pytest.raises(InputError, match="must be >= 0"):
-        registration.register(coordinator, -1, node, vault)
+        folder.register(coordinator, -1, node, vault)
     with pytest.raises(InputError, match=r"as in a vault\.key\.pub; give the node\.key\.pub"):
-        registration.register(coordinator, 1, new_vault, new_node)
+        folder.register(coordinator, 1, new_vault, new_node)
     assert sorted(file.name for file in coordinator.nodes.iterdir()) == ["0.id", "0.pub"]
     assert [file.name for file in coordinator.vaults.iterdir()] == ["0.pub"]
 
 
 def test_an_exchanged_key_ends_and_what_the_vaults_old_one_signed_still_tells(coordinator, superlink_of, make_keys):
     (node, vault), (new_node, new_vault) = make_keys("clinic"), make_keys("new")
-    registration.register(coordinator, 0, node, vault)
-    assert registration.register(coordinator, 0, new_node, vault, replace_old=True)
+    folder.register(coordinator, 0, node, vault)
+    assert folder.register(coordinator, 0, new_node, vault, replace_old=True)
     assert superlink_of[-1] == ["supernode", "unregister", "1"]
-    assert registration.register(coordinator, 0, new_node, new_vault, replace_old=True)
+    assert folder.register(coordinator, 0, new_node, new_vault, replace_old=True)
     assert len(superlink_of) == 3
     assert (coordinator.nodes / "0.pub").read_text() == new_node.read_text()
     assert (coordinator.vaults / "0.pub").read_text() == new_vault.read_text()
@@ -276,14 +276,14 @@ def test_a_node_that_was_admitted_by_one_key_gets_its_second(coordinator, superl
     node, vault = make_keys("clinic")
     shutil.rmtree(coordinator.vaults)
     (coordinator.nodes / "0.pub").write_bytes(node.read_bytes())
-    (failed,) = [check.detail for check in doctor.checks(coordinator) if check.name == "nodes"]
+    (failed,) = [check.detail for check in superlink.checks(coordinator) if check.name == "nodes"]
     assert "partitions 0: are registered without the key of their vaults" in failed
-    assert registration.register(coordinator, 0, node, vault)
+    assert folder.register(coordinator, 0, node, vault)
     assert (coordinator.vaults / "0.earlier").read_text() == node.read_text()
     new_node, _ = make_keys("new")
     (coordinator.nodes / "0.id").unlink()
     with pytest.raises(InputError, match=r"0\.id: is missing, since an earlier version registered this node"):
-        registration.register(coordinator, 0, new_node, vault, replace_old=True)
+        folder.register(coordinator, 0, new_node, vault, replace_old=True)
 
 
 def test_run_gets_a_folder_the_keys_of_the_nodes_and_checked_values(coordinator):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from server.deploy.folder import Coordinator, make
-from server.deploy.units import units
+from server.deploy.superlink import units
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from fedpriv.training.rehearsal import rehearse
 from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import caching_pays_off
 from fedpriv.training.workbench import Workbench
-from fedpriv.vault.holder import Holder
+from fedpriv.vault.holder import NodeHolder
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class ReplyTime:
 
 @dataclass(frozen=True, kw_only=True)
 class _Ledger:
-    """What a reply's time has to know of the ledger.
+    """The facts of the ledger on which a reply's time depends.
 
     Attributes:
         num_charges: of the data set so far.
@@ -91,7 +91,7 @@ class _Ledger:
     seconds: float
 
     @staticmethod
-    def of(bench: Workbench, holder: Holder, data_set: DataSet) -> _Ledger:
+    def of(bench: Workbench, holder: NodeHolder, data_set: DataSet) -> _Ledger:
         """Opened now; timed again when there are twice as many charges."""
         assert holder.policy.ledger is not None, "a node with records of its own keeps one"
         begin = time.perf_counter()
@@ -114,7 +114,7 @@ def of_update(
     num_registered: int,
     config: RunConfig,
     bench: Workbench,
-    holder: Holder,
+    holder: NodeHolder,
     data_set: DataSet,
 ) -> ReplyTime:
     """T of an update, which is rehearsed; it is more where there are records to read, and caches to fill.
@@ -166,7 +166,7 @@ def charged(reply: ReplyTime, bench: Workbench) -> None:
 
 
 def of_evaluation(
-    one_record: float, *, adapter: Adapter, config: RunConfig, bench: Workbench, holder: Holder, data_set: DataSet
+    one_record: float, *, adapter: Adapter, config: RunConfig, bench: Workbench, holder: NodeHolder, data_set: DataSet
 ) -> float:
     """T of an evaluation, in seconds, which may have to read the records first.
 
@@ -239,10 +239,9 @@ def log_odds(number: int, data_set: DataSet) -> float:
     return math.log(2 * number * (number + 1)) - math.log(data_set.delta_of_clocks)
 
 
-def _most_records(holder: Holder, data_set: DataSet) -> int:
+def _most_records(holder: NodeHolder, data_set: DataSet) -> int:
     """The most records that T allows for: one more than N_k, or than the operator says."""
-    assert holder.terms is not None, "others keep no clock"
-    return max(data_set.num_records, holder.terms.max_records or 0) + 1
+    return max(data_set.num_records, holder.settings.max_records or 0) + 1
 
 
 def _body(bench: Workbench, spec: UpdateSpec, broadcast: Broadcast) -> str:
@@ -258,7 +257,7 @@ def _body(bench: Workbench, spec: UpdateSpec, broadcast: Broadcast) -> str:
 
 
 def _seconds_of_text(bench: Workbench, config: RunConfig) -> float:
-    """What it takes to read, split and tokenise a text of `_CHARACTERS` random letters, measured once."""
+    """The seconds that it takes to read, split and tokenise a text of `_CHARACTERS` random letters, measured once."""
     if bench not in _text_seconds:
         letters = random.Random(0)
 
@@ -276,17 +275,15 @@ def _seconds_of_text(bench: Workbench, config: RunConfig) -> float:
     return _text_seconds[bench]
 
 
-def _is_derived(holder: Holder) -> bool:
+def _is_derived(holder: NodeHolder) -> bool:
     """Whether T follows from measurements, since the operator has not set it."""
-    assert holder.terms is not None, "others keep no clock"
-    return holder.terms.reply_seconds is None
+    return holder.settings.reply_seconds is None
 
 
-def _public(work: float, adapter: Adapter, holder: Holder, config: RunConfig) -> float:
+def _public(work: float, adapter: Adapter, holder: NodeHolder, config: RunConfig) -> float:
     """T for so many seconds of work, unless the operator has set it."""
-    assert holder.terms is not None
     settling = _SETTLING_SECONDS + _SETTLING_SECONDS_A_BYTE * sum(tensor.nbytes for tensor in adapter.values())
-    seconds = holder.terms.reply_seconds or _GRID ** math.ceil(math.log(_MARGIN * (work + settling), _GRID))
+    seconds = holder.settings.reply_seconds or _GRID ** math.ceil(math.log(_MARGIN * (work + settling), _GRID))
     if seconds > config.round_seconds:
         log.warning(
             "replies to this run leave %.0f s after their charge, later than its round_seconds = %g: ask for fewer "

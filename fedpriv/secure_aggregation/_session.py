@@ -1,8 +1,8 @@
 """One node's part in one attempt, each step once and in order, and the sessions that a node has at a time.
 
-The steps take and return the texts of `fedpriv.secure_aggregation.wire`. Whatever is refused ends the session: its
+The steps take and return the texts of `fedpriv.secure_aggregation._wire`. Whatever is refused ends the session: its
 secrets are forgotten, and the node has dropped out of the attempt. They live in memory only. (Python cannot overwrite
-them: they are gone for this program, and for whoever reads its memory as soon as it is used anew.)
+them: they are gone for this program, and for anyone who reads its memory as soon as it is used again.)
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.deployment import keys
-from fedpriv.secure_aggregation import client as node
-from fedpriv.secure_aggregation import wire
-from fedpriv.secure_aggregation.errors import ProtocolError
-from fedpriv.secure_aggregation.identities import Sign, Verify
-from fedpriv.secure_aggregation.masks import Words
-from fedpriv.secure_aggregation.terms import Terms
+from fedpriv.secure_aggregation import _client as node
+from fedpriv.secure_aggregation import _wire
+from fedpriv.secure_aggregation._agreement import Sign, Verify
+from fedpriv.secure_aggregation._masks import Words
+from fedpriv.secure_aggregation._terms import ProtocolError, Terms
 
 State = node.Advertised | node.Shared | node.Masked | node.Confirmed
 S = TypeVar("S", node.Advertised, node.Shared, node.Masked, node.Confirmed)
@@ -67,11 +66,11 @@ class Session:
             terms, client, sign=sign, verify=verify, approved=approved, receipts=receipts
         )
         self.terms, self.client = terms, client
-        self.advertisement = wire.advertisement_text(advertisement)
+        self.advertisement = _wire.advertisement_text(advertisement)
 
     @property
     def receipts(self) -> tuple[str, ...]:
-        """What the peers' advertisements hold beside keys, once `share` has checked that they have signed it."""
+        """The receipts in the peers' advertisements, once `share` has checked that they have signed it."""
         state = self._state
         shown = state.advertisements if isinstance(state, node.Shared) else {}
         return tuple(text for peer, each in shown.items() if peer != self.client for text in each.receipts)
@@ -88,41 +87,41 @@ class Session:
             advertisements: {client: keys} of U1.
 
         Raises:
-            ProtocolError: see `fedpriv.secure_aggregation.client.share`; the session is over.
+            ProtocolError: see `fedpriv.secure_aggregation._client.share`; the session is over.
         """
         return self._step(
             node.Advertised,
-            lambda state: node.share(state, wire.advertisements_from_text(advertisements)),
-            wire.sealed_text,
+            lambda state: node.share(state, _wire.advertisements_from_text(advertisements)),
+            _wire.sealed_text,
         )
 
     def check(self, sealed: str) -> str:
-        """Whose shares this node cannot use; the session is over if there are any, and else stays where it is.
+        """The clients whose shares this node cannot use; if there are any, the session is over.
 
         Args:
             sealed: as for `mask`.
 
         Raises:
-            ProtocolError: see `fedpriv.secure_aggregation.client.check`; the session is over.
+            ProtocolError: see `fedpriv.secure_aggregation._client.check`; the session is over.
         """
         state = self._state
         if not isinstance(state, node.Shared):
             self.end()
             raise ProtocolError("check: out of order, this session does not stand before `mask`")
         self.end()
-        complaint = node.check(state, wire.sealed_from_text(sealed))
+        complaint = node.check(state, _wire.sealed_from_text(sealed))
         self._state = None if complaint.dealers else state
-        return wire.complaint_text(complaint)
+        return _wire.complaint_text(complaint)
 
     def check_sealed(self, sealed: str) -> None:
         """Refuse shares that `mask` would refuse, before what it masks is paid for; the session stays where it is.
 
         Raises:
-            ProtocolError: see `fedpriv.secure_aggregation.client.received`; or `mask` is not the step that comes next.
+            ProtocolError: see `fedpriv.secure_aggregation._client.received`; or `mask` is not the step that comes next.
         """
         if not isinstance(self._state, node.Shared):
             raise ProtocolError(f"mask: out of order, this session expects {self.expects or 'nothing, it is over'}")
-        node.received(self._state, wire.sealed_from_text(sealed))
+        node.received(self._state, _wire.sealed_from_text(sealed))
 
     def mask(self, sealed: str, values: NDArray[np.int64]) -> Words:
         """The masked vector, uint32 or uint64 [d].
@@ -132,11 +131,11 @@ class Session:
             values: noised, int64 [d], grid steps.
 
         Raises:
-            ProtocolError: see `fedpriv.secure_aggregation.client.mask`; the session is over.
+            ProtocolError: see `fedpriv.secure_aggregation._client.mask`; the session is over.
         """
         return self._step(
             node.Shared,
-            lambda state: node.mask(state, wire.sealed_from_text(sealed), values),
+            lambda state: node.mask(state, _wire.sealed_from_text(sealed), values),
             lambda masked: masked,
         )
 
@@ -144,27 +143,27 @@ class Session:
         """This node's signature of the survivors U3.
 
         Raises:
-            ProtocolError: see `fedpriv.secure_aggregation.client.confirm`; the session is over.
+            ProtocolError: see `fedpriv.secure_aggregation._client.confirm`; the session is over.
         """
         return self._step(
             node.Masked,
-            lambda state: node.confirm(state, wire.survivors_from_text(survivors)),
-            wire.signature_text,
+            lambda state: node.confirm(state, _wire.survivors_from_text(survivors)),
+            _wire.signature_text,
         )
 
     def reveal(self, signatures: str) -> str:
-        """What is revealed of the peers' seeds; the session is over.
+        """The shares of the peers' seeds that this node reveals; the session is over.
 
         Args:
             signatures: {client: signature of the survivors}, at least t.
 
         Raises:
-            ProtocolError: see `fedpriv.secure_aggregation.client.reveal`.
+            ProtocolError: see `fedpriv.secure_aggregation._client.reveal`.
         """
         return self._step(
             node.Confirmed,
-            lambda state: (None, node.reveal(state, wire.signatures_from_text(signatures))),
-            wire.reveal_text,
+            lambda state: (None, node.reveal(state, _wire.signatures_from_text(signatures))),
+            _wire.reveal_text,
         )
 
     def end(self) -> None:

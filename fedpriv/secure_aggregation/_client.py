@@ -2,7 +2,7 @@
 
     advertise -> Advertised -> share -> Shared -> check; mask -> Masked -> confirm -> Confirmed -> reveal
 
-A state may be used once: `fedpriv.secure_aggregation.session` sees to that, these functions do not. Everything that a
+A state may be used once: `fedpriv.secure_aggregation._session` sees to that, these functions do not. Everything that a
 node is told may come from a server that is not honest; what does not fit is refused with a ProtocolError that names the
 client or the field.
 
@@ -19,23 +19,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.deployment import keys
-from fedpriv.secure_aggregation.agreement import KEY_BYTES, SEED_BYTES, public_half
-from fedpriv.secure_aggregation.checks import check_advertisements, check_approved, check_members, check_values
-from fedpriv.secure_aggregation.errors import ProtocolError
-from fedpriv.secure_aggregation.identities import Sign, Verify
-from fedpriv.secure_aggregation.masks import Words, pairwise_mask, self_mask, to_words
-from fedpriv.secure_aggregation.messages import (
+from fedpriv.secure_aggregation._agreement import KEY_BYTES, SEED_BYTES, Sign, Verify, public_half
+from fedpriv.secure_aggregation._masks import (
+    Route,
+    Shares,
+    Words,
+    commitments,
+    pairwise_mask,
+    seal,
+    self_mask,
+    split,
+    to_words,
+    unseal,
+)
+from fedpriv.secure_aggregation._messages import (
     Advertisement,
     Complaint,
     Reveal,
     advertised,
+    check_advertisements,
+    check_approved,
+    check_members,
+    check_values,
     confirmed,
     mask_private_key,
     self_commitment,
     transcript_of,
 )
-from fedpriv.secure_aggregation.shares import Route, Shares, commitments, seal, split, unseal
-from fedpriv.secure_aggregation.terms import Terms
+from fedpriv.secure_aggregation._terms import ProtocolError, Terms
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,16 +13,17 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from fedpriv.secure_aggregation.agreement import DIGEST_BYTES, KEY_BYTES, SEED_BYTES
-from fedpriv.secure_aggregation.errors import ProtocolError
-from fedpriv.secure_aggregation.messages import Advertisement, Complaint, Reveal
-from fedpriv.secure_aggregation.shares import COMMITMENT_BYTES, SEALED_BYTES
-from fedpriv.secure_aggregation.strict import parsed_object, shown
-from fedpriv.secure_aggregation.terms import MAX_CLIENT, MAX_PARTICIPANTS
+from fedpriv.secure_aggregation._agreement import DIGEST_BYTES, KEY_BYTES, SEED_BYTES
+from fedpriv.secure_aggregation._masks import COMMITMENT_BYTES, SEALED_BYTES
+from fedpriv.secure_aggregation._messages import Advertisement, Complaint, Reveal
+from fedpriv.secure_aggregation._terms import MAX_CLIENT, MAX_PARTICIPANTS, ProtocolError, parsed_object, shown
 
 MAX_SIGNATURE = 200
 MAX_RECEIPTS = 8
+"""Receipts that an advertisement holds at most."""
+
 MAX_RECEIPT = 1500
+"""Characters of one such receipt at most."""
 
 _CLIENT = re.compile(r"0|[1-9][0-9]{0,9}")
 T = TypeVar("T")
@@ -34,7 +35,7 @@ def advertisement_text(advertisement: Advertisement) -> str:
 
 
 def advertisement_from_text(text: str) -> Advertisement:
-    """What `advertisement_text` wrote.
+    """The advertisement that `advertisement_text` wrote.
 
     Raises:
         ProtocolError: the text is malformed.
@@ -87,12 +88,12 @@ def sealed_from_text(text: str) -> dict[int, bytes]:
 
 
 def complaint_text(complaint: Complaint) -> str:
-    """Whose shares a node cannot use, from node to server."""
+    """The dealers whose shares a node cannot use, from node to server."""
     return _dumps({"dealers": list(complaint.dealers), "opening": _encoded(complaint.opening)})
 
 
 def complaint_from_text(text: str) -> Complaint:
-    """What `complaint_text` wrote.
+    """The complaint that `complaint_text` wrote.
 
     Raises:
         ProtocolError: the text is malformed.
@@ -109,7 +110,7 @@ def survivors_text(survivors: Iterable[int]) -> str:
 
 
 def survivors_from_text(text: str) -> list[int]:
-    """What `survivors_text` wrote; whether a client is listed twice is for `confirm` to say.
+    """The clients that `survivors_text` wrote; whether a client is listed twice is for `confirm` to say.
 
     Raises:
         ProtocolError: the text is malformed.
@@ -123,7 +124,7 @@ def signature_text(signature: str) -> str:
 
 
 def signature_from_text(text: str) -> str:
-    """What `signature_text` wrote.
+    """The signature that `signature_text` wrote.
 
     Raises:
         ProtocolError: the text is malformed.
@@ -147,14 +148,14 @@ def signatures_from_text(text: str) -> dict[int, str]:
 
 
 def reveal_text(revealed: Reveal) -> str:
-    """What a node reveals, from node to server."""
+    """The shares that a node reveals, from node to server."""
     parts = {"self_shares": revealed.self_shares, "mask_shares": revealed.mask_shares}
     encoded = {name: {peer: _encoded(share) for peer, share in part.items()} for name, part in parts.items()}
     return _dumps(encoded | {"client": revealed.client})
 
 
 def reveal_from_text(text: str) -> Reveal:
-    """What `reveal_text` wrote.
+    """The shares that `reveal_text` wrote.
 
     Raises:
         ProtocolError: the text is malformed.

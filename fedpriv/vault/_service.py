@@ -18,17 +18,28 @@ import os
 import pwd
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 
 from fedpriv.errors import InputError
-from fedpriv.vault.frames import FAILED, REFUSED, FrameError, Response, pack_response
+from fedpriv.vault.frames import (
+    FAILED,
+    REFUSED,
+    FrameError,
+    Request,
+    Response,
+    pack_response,
+    peer_uid,
+    receive,
+    unpack_request,
+)
 from fedpriv.vault.settings import VaultSettings
-from fedpriv.vault.socket import peer_uid, receive
-from fedpriv.vault.worker import ANSWERED, SECONDS, run_worker
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +52,14 @@ _FRAME_SECONDS = 60.0
 _IDLE_SECONDS = 30.0
 # Of sun_path in sockaddr_un, with its final zero.
 _MAX_PATH_BYTES = 107
+
+
+# The first byte of what the worker sends: the request is charged and records will be touched next; or the response.
+CHARGED = b"c"
+ANSWERED = b"a"
+
+# After CHARGED: the seconds after which, or after a multiple of which, the response may leave; 0 for at once.
+SECONDS = struct.Struct("!d")
 
 
 class _Hold:
@@ -217,3 +236,47 @@ def _listener(path: Path, *, mode: int) -> socket.socket:
         os.umask(old)
     listener.listen(_MAX_CONNECTIONS)
     return listener
+
+
+def run_worker(connection: Connection, folder: Path) -> None:
+    """Answer frames until the other end closes.
+
+    Args:
+        connection: to the service.
+        folder: of the node.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the service decides when its child ends
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    # These load torch, which the service itself does without.
+    import torch
+
+    from fedpriv.vault.answer import answer
+    from fedpriv.vault.holder import Holder
+
+    # Subnormal numbers, which a broadcast may hold or lead to, take a hundred times longer: a reply's public time would
+    # not suffice. Other threads inherit this from the one that starts them.
+    torch.set_flush_denormal(True)
+
+    def charged(reply_seconds: float) -> None:
+        connection.send_bytes(CHARGED + SECONDS.pack(reply_seconds))
+
+    holder = replace(Holder.of(VaultSettings.read(folder)), before_records=charged)
+
+    def answered(request: Request | FrameError) -> Response:
+        if isinstance(request, FrameError):
+            return Response(code=REFUSED, reason=f"refused: {request}")
+        return answer(request, holder)
+
+    while True:
+        try:
+            frame = connection.recv_bytes()
+        except EOFError:
+            return
+        connection.send_bytes(ANSWERED + pack_response(answered(_request(frame))))
+
+
+def _request(frame: bytes) -> Request | FrameError:
+    try:
+        return unpack_request(frame)
+    except FrameError as error:
+        return error

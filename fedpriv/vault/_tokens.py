@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
 
+from fedpriv.adapters.locations import model_digest
 from fedpriv.data.encoding import Encoder, PlainText
 from fedpriv.data.records import Row
-from fedpriv.vault import models
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 _FORMAT = 1
 # The length of a record that the tokenizer refuses.
 _REFUSED = -1
-# Of a safetensors file, beside its arrays.
+# Of a safetensors file, without its arrays.
 _MOST_HEADER_BYTES = 4096
 
 _Arrays = dict[str, npt.NDArray[Any]]
@@ -43,7 +43,7 @@ _Digest = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFile:
-    """Where the tokens of one set of records are kept.
+    """The file that keeps the tokens of one set of records.
 
     Attributes:
         path: of the file, in a folder of the node's.
@@ -60,7 +60,7 @@ class TokenFile:
     encoder: Encoder = field(default_factory=PlainText)
 
     def encode(self, tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int) -> list[Row]:
-        """What the encoder returns; from the file if it holds just that, else the file is written anew."""
+        """The rows that the encoder returns; from the file if it holds just these, else the file is written again."""
         n = self.num_records
         kept = self._first(tokenizer, texts[:n], None if pairs is None else pairs[:n], max_length)
         return kept + self._made(tokenizer, texts[n:], None if pairs is None else pairs[n:], max_length)
@@ -145,7 +145,7 @@ def _in_a_word(token: int) -> int:
 def _key(model: Path, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int, encoder: str = "") -> _Digest:
     """SHA-256 of all that the tokens depend on."""
     software = {name: version(name) for name in ("transformers", "tokenizers")}
-    public = {"format": _FORMAT, "max_length": max_length, "tokenizer": models.digest_of(model, weights=False)}
+    public = {"format": _FORMAT, "max_length": max_length, "tokenizer": model_digest(model, weights=False)}
     digest = hashlib.sha256(json.dumps(public | software | {"encoder": encoder}).encode())
     for column in (texts, () if pairs is None else pairs):
         digest.update(len(column).to_bytes(8))

@@ -1,4 +1,8 @@
-"""What every participant of one attempt at a secure sum agrees on, and the digest by which all of them sign it."""
+"""The terms of one attempt at a secure sum, on which all participants agree, and the digest by which they sign them.
+
+Terms and messages come from parties that are not trusted. They are JSON, read with bounds and without duplicates, and
+refused in one line with the name, the value and what would be right.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,6 @@ from typing import Any
 
 from fedpriv.accounting.views import num_readers
 from fedpriv.deployment import keys
-from fedpriv.secure_aggregation.errors import ProtocolError
-from fedpriv.secure_aggregation.strict import parsed_object, shown
 
 MIN_PARTICIPANTS = 3
 MAX_PARTICIPANTS = 1000
@@ -27,6 +29,8 @@ _DOMAIN = b"fedpriv secure aggregation, terms, 1\n"
 _RUN = re.compile(r"[\x21-\x7e][\x20-\x7e]{0,199}")
 _ATTEMPT = re.compile(r"[0-9a-f]{16,64}")
 _REQUEST = re.compile(r"[0-9a-f]{64}")
+
+MAX_TEXT = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,3 +234,65 @@ def _integer(name: str, value: object, least: int, most: int) -> None:
 def _text(name: str, value: object, pattern: re.Pattern[str], right: str) -> None:
     if type(value) is not str or not pattern.fullmatch(value):
         raise ProtocolError(f"{name} = {shown(value)}: must be {right}")
+
+
+class ProtocolError(ValueError):
+    """A message, or an order of messages, that the protocol refuses; it names the client or the field."""
+
+
+class DealerError(ProtocolError):
+    """A client dealt shares that give another seed than it advertised; what it masked cannot be unmasked.
+
+    Attributes:
+        client: the dealer.
+    """
+
+    def __init__(self, client: int, what: str) -> None:
+        super().__init__(f"client {client}: the shares that it dealt do not give the {what} that it advertised")
+        self.client = client
+
+
+class TooFewError(ProtocolError):
+    """Fewer clients than the threshold are left, so no sum is made and nothing is unmasked."""
+
+
+def shown(value: object) -> str:
+    """A value for an error message, on one line and cut to 60 characters."""
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def parsed_object(name: str, text: str) -> dict[str, Any]:
+    """The JSON object in a text.
+
+    Args:
+        name: of the text, for messages.
+        text: of at most 2^20 characters.
+
+    Raises:
+        ProtocolError: the text is too long, is not one JSON object, or names a key twice.
+    """
+    if type(text) is not str or len(text) > MAX_TEXT:
+        raise ProtocolError(f"{name}: must be a text of at most {MAX_TEXT} characters")
+    try:
+        value = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
+    except ProtocolError as error:
+        raise ProtocolError(f"{name}: {error}") from None
+    except (ValueError, RecursionError):  # ValueError also covers integers of too many digits
+        raise ProtocolError(f"{name}: must be JSON") from None
+    if type(value) is not dict:
+        raise ProtocolError(f"{name}: must be a JSON object")
+    return value
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ProtocolError(f"{shown(key)} is listed twice")
+        found[key] = value
+    return found
+
+
+def _no_constant(constant: str) -> None:
+    raise ProtocolError(f"{constant} is no JSON number")

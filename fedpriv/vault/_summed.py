@@ -28,6 +28,9 @@ from fedpriv.ledger.receipts import from_text
 from fedpriv.mechanisms.discrete_gaussian import integers
 from fedpriv.mechanisms.discrete_sampler import MAX_SIGMA
 from fedpriv.secure_aggregation import (
+    MAX_RECEIPT,
+    MAX_RECEIPTS,
+    Identity,
     ProtocolError,
     Session,
     Sessions,
@@ -35,18 +38,18 @@ from fedpriv.secure_aggregation import (
     make_identity,
     smallest_threshold,
     terms_from_text,
+    to_words,
+    verify_once,
 )
 from fedpriv.secure_aggregation.grid import DEVIATIONS, RANGE_BITS, ClientGrid
-from fedpriv.secure_aggregation.identities import Identity, verify_once
-from fedpriv.secure_aggregation.masks import to_words
-from fedpriv.secure_aggregation.wire import MAX_RECEIPT, MAX_RECEIPTS
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec
 from fedpriv.training.summing import num_included
 from fedpriv.training.trained import num_trained_values
-from fedpriv.vault import guard, peers
+from fedpriv.vault import _charging
+from fedpriv.vault._charging import NodePolicy, RefusedError
 from fedpriv.vault.frames import Request, Response
-from fedpriv.vault.guard import NodePolicy, RefusedError
-from fedpriv.vault.holder import Holder, bench_of, run_of
+from fedpriv.vault.holder import Holder, NodeHolder, bench_of, run_of
+from fedpriv.vault.settings import approved_peers
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +89,7 @@ class Part:
         return hashlib.sha256(self.terms.digest() + keys_shown.encode()).hexdigest()
 
     def release(self, event: Event) -> Release:
-        """What the part costs that the event pays for."""
+        """The release that the part is, and that the event pays for."""
         return Release(
             event=event,
             rho_bar=1.0,
@@ -100,7 +103,7 @@ class Part:
         return self.terms.participant(self.client).num_records
 
     def vector(self, update: ClientUpdate) -> Tensor:
-        """What leaves the node, int32 or int64 [values]: the integers modulo 2^bits, under the masks if there are any.
+        """The vector that leaves the node, int32 or int64 [values]: integers modulo 2^bits, masked if a session masks.
 
         Args:
             update: on this part's grid.
@@ -119,7 +122,7 @@ class Part:
 
 
 def identity_of(holder: Holder, client: int) -> Identity:
-    """Who signs for the node: its vault's key or, in a simulation, one made in memory."""
+    """The key that signs for the node: its vault's or, in a simulation, one made in memory."""
     if holder.identity_key is not None:
         return Identity(public_line=keys.public_line(holder.identity_key), sign=partial(keys.sign, holder.identity_key))
     if client not in _identities:
@@ -129,10 +132,8 @@ def identity_of(holder: Holder, client: int) -> Identity:
 
 def part_of(
     request: Request, config: RunConfig, holder: Holder, client: int, *, spec: UpdateSpec, digest: str, initial: Adapter
-) -> Part | None:
-    """The node's part in the sum that a train request is for; None if the server is to see the upload itself.
-
-    That it may ask for in any run, such as in rounds without noise on public data; it is charged in full.
+) -> Part:
+    """The node's part in the sum that a train request is for.
 
     Args:
         request: with the terms and its peers' shares.
@@ -146,8 +147,6 @@ def part_of(
     Raises:
         RefusedError: the terms are not for this request or not what the operator agreed to, or the node takes no part.
     """
-    if not config.secure_aggregation or protocol.TERMS not in request.fields:
-        return None
     terms = _terms(request)
     check_policy(terms, client, holder.policy)
     dimension = num_trained_values(initial, spec.trains)
@@ -177,7 +176,7 @@ def part_of(
     sealed = str(request.fields.get(protocol.SEALED, ""))
     if config.masks:
         session = _session_of(terms, client, sealed)
-    elif holder.terms is None and (holder.trusts_run or holder.policy.allow_not_private):
+    elif not isinstance(holder, NodeHolder) and (holder.trusts_run or holder.policy.allow_not_private):
         session = None
     else:
         raise RefusedError("secure_masks = false: this node sends no vector without masks; only simulations do")
@@ -267,9 +266,9 @@ def advertise(request: Request, holder: Holder) -> Response:
             client,
             sign=identity_of(holder, client).sign,
             # A simulation's nodes have no operator who knows the others.
-            approved=peers.approved(holder.terms.peers) if holder.terms else None,
+            approved=approved_peers(holder.settings.peers) if isinstance(holder, NodeHolder) else None,
             # A simulation's nodes all check the same signatures.
-            verify=keys.verify if holder.terms is not None else verify_once,
+            verify=keys.verify if isinstance(holder, NodeHolder) else verify_once,
             receipts=_passed_on(holder, terms, client),
         )
     except ProtocolError as error:
@@ -284,7 +283,7 @@ def share(request: Request, holder: Holder) -> Response:
 
 
 def check(request: Request, holder: Holder) -> Response:
-    """Whose shares the node cannot use, before anything is charged for the sum; raises like `advertise`."""
+    """The clients whose shares the node cannot use, before anything is charged for the sum; raises like `advertise`."""
     return _step(Session.check, request, holder)
 
 
@@ -321,14 +320,14 @@ def _share(holder: Holder, session: Session, message: str) -> str:
 
 
 def _passed_on(holder: Holder, terms: Terms, client: int) -> list[str]:
-    """What the node tells its peers of receipts: its own, and those of the next participants after it, round about.
+    """The receipts that the node passes on: its own, and those of the next participants after it, in a circle.
 
     All texts of an attempt travel in one message, so each node tells of fewer where there are many.
     """
     watch = holder.policy.watch
     if watch is None:
         return []
-    own = guard.signed_receipt(holder.policy, guard.registered_data_set(holder.policy, str(client), None))
+    own = _charging.signed_receipt(holder.policy, _charging.registered_data_set(holder.policy, str(client), None))
     order = sorted(terms.participants, key=lambda each: (each.client <= client, each.client))
     peers = [each.identity for each in order if each.client != client]
     texts = watch.passed_on(from_text(own), peers, min(MAX_RECEIPTS, _RECEIPTS_OF_ALL // len(terms.participants)))
@@ -336,7 +335,8 @@ def _passed_on(holder: Holder, terms: Terms, client: int) -> list[str]:
 
 
 def _client(config: RunConfig, holder: Holder) -> int:
-    return holder.partition(config.num_clients if holder.terms else bench_of(config, holder).num_clients)
+    is_own = isinstance(holder, NodeHolder)
+    return holder.partition(config.num_clients if is_own else bench_of(config, holder).num_clients)
 
 
 def _terms(request: Request) -> Terms:
