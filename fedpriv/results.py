@@ -15,12 +15,12 @@ from fedpriv.accounting.views import VIEWS, View
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
 from fedpriv.ledger.frames import entries_frame
-from fedpriv.reports.accuracies import accuracy_table
-from fedpriv.reports.language import counts_next_tokens, language_table
-from fedpriv.reports.tables import MISSING, Table, client_table, format_epsilon, format_percent
 from fedpriv.runs import files
 from fedpriv.runs.reader import FinishedRun, read_run
 from fedpriv.runs.rows import ClientRow, RoundRow, column_types, parse_epsilon, read_rows
+from fedpriv.runs.show.accuracies import accuracy_table
+from fedpriv.runs.show.language import counts_next_tokens, language_table
+from fedpriv.runs.show.tables import MISSING, TextTable, client_table, format_epsilon, format_percent
 
 # What stands beside the run in a report: its row, and the end of its keys in the summary.
 _BESIDE = (
@@ -201,7 +201,7 @@ def page_part(title: str, body: str) -> str:
     return f'<div style="{frame}"><p><b>{html.escape(title)}</b></p>{body}</div>'
 
 
-def _html_table(table: Table) -> str:
+def _html_table(table: TextTable) -> str:
     """A table of text as HTML: names left, figures right."""
     aligned = ["left", *["right"] * (len(table.headers) - 1)]
 

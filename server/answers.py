@@ -78,7 +78,7 @@ def answered(
     references = [text_of(bench.base.tokenizer, tokens) for tokens in questions.references]
     none = [None] * len(references)
     rows = zip(questions.texts, references, texts[UNTRAINED], texts[PRIVATE], texts.get(NON_PRIVATE, none), strict=True)
-    samples.write(
+    samples.write_samples(
         writer.path / files.SAMPLES,
         [
             Sample(

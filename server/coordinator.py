@@ -145,7 +145,7 @@ def _baselines(config: RunConfig, bench: Workbench) -> Baselines | None:
 
 
 def _write_report(path: Path) -> None:
-    from fedpriv.reports.page import write_report  # deferred: matplotlib is needed at the end alone
+    from fedpriv.runs.show.page import write_report  # deferred: matplotlib is needed at the end alone
 
     write_report(path)
 

@@ -11,13 +11,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from fedpriv.reports.accuracies import accuracy_table
-from fedpriv.reports.language import changes, counts_next_tokens, language_table
-from fedpriv.reports.spending import audit_line, closing_line
-from fedpriv.reports.stored_variants import closing_table
-from fedpriv.reports.tables import Table as Content
-from fedpriv.reports.tables import client_table
 from fedpriv.runs.files import REPORT
+from fedpriv.runs.show.accuracies import accuracy_table
+from fedpriv.runs.show.language import changes, counts_next_tokens, language_table
+from fedpriv.runs.show.spending import audit_line, closing_line
+from fedpriv.runs.show.stored_variants import closing_table
+from fedpriv.runs.show.tables import TextTable as Content
+from fedpriv.runs.show.tables import client_table
 from fedpriv.runs.stored_variants import read_stored
 from simulations.paths import from_here
 

@@ -24,7 +24,7 @@ def status(
     """
     from rich.console import Console
 
-    from fedpriv.reports import status_display
+    from fedpriv.runs.show import status_display
     from fedpriv.runs.status import read_status
 
     found = read_status(run_dir, now=time.time())

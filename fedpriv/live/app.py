@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from fedpriv.errors import InputError
 from fedpriv.live.feed import Feed
 from fedpriv.live.pages import LivePage
-from fedpriv.live.templating import page, script
+from fedpriv.live.templating import script, whole_page
 from fedpriv.serving.http.heads import check_head, check_local_name, named_host, values_of, with_headers
 from fedpriv.serving.http.refusals import RefusalError
 
@@ -38,11 +38,11 @@ _REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors
 class _Watched:
     """A folder that is watched."""
 
-    page: LivePage
+    whole_page: LivePage
     feed: Feed
 
 
-class Watch:
+class WatchedPages:
     """The pages of a run; or of a sweep and its runs.
 
     Args:
@@ -82,7 +82,7 @@ class Watch:
         """The page, with all there is by now."""
         watched = self._of(request)
         pieces = await watched.feed.current()
-        text = page(title=watched.page.title, pieces=pieces, up="key" in request.path_params)
+        text = whole_page(title=watched.page.title, pieces=pieces, up="key" in request.path_params)
         return HTMLResponse(text, headers={"Content-Security-Policy": page_policy()})
 
     async def events(self, request: Request) -> Response:

@@ -10,14 +10,14 @@ from pathlib import Path
 from fedpriv.errors import InputError
 from fedpriv.live import run_page, sweep_page
 from fedpriv.live.templating import rendered
-from fedpriv.reports.page import render
 from fedpriv.runs import files, presence
 from fedpriv.runs.reader import read_run
+from fedpriv.runs.show.page import render
 from fedpriv.runs.sweeps import KEY, is_sweep
 
 log = logging.getLogger("fedpriv")
 
-NAMES = tuple(dict.fromkeys([*run_page.NAMES, *sweep_page.NAMES]))
+_PIECES = tuple(dict.fromkeys([*run_page._RUN_PIECES, *sweep_page._SWEEP_PIECES]))
 
 # What a run writes, in its folder or one level below.
 _WATCHED = ("*", f"{files.CHECKPOINTS}/*", f"{files.COMPARISON}/*")
@@ -49,7 +49,7 @@ class LivePage:
         with _drawing:
             seen = self._signature()
             if seen != self._seen:
-                self._pieces, self._seen = dict.fromkeys(NAMES, "") | self._read(), seen
+                self._pieces, self._seen = dict.fromkeys(_PIECES, "") | self._read(), seen
             return self._pieces
 
     def report(self) -> str:
@@ -72,9 +72,9 @@ class LivePage:
         now = time.time()
         try:
             if (self._folder / files.CONFIG).is_file():
-                return run_page.pieces(self._folder, now=now)
+                return run_page.run_pieces(self._folder, now=now)
             if is_sweep(self._folder):
-                return sweep_page.pieces(self._folder, now=now)
+                return sweep_page.sweep_pieces(self._folder, now=now)
             return self._note("Nothing here yet", "No run has begun in this folder. The page shows it once it does.")
         except (InputError, OSError) as error:
             # Also what a run is just writing; the next look may see it whole.

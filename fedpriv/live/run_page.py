@@ -13,17 +13,17 @@ import pandas as pd
 from fedpriv.accounting.views import View
 from fedpriv.live.templating import rendered
 from fedpriv.names import holder_label
-from fedpriv.reports import plots, series, tables
-from fedpriv.reports.page import Panel, panel
-from fedpriv.reports.status_display import event_parts, state_of, trouble_of
 from fedpriv.runs import files
 from fedpriv.runs.rows import ClientRow, RoundRow, parse_epsilon, read_rows
+from fedpriv.runs.show import plots, series, tables
+from fedpriv.runs.show.page import Panel, panel
+from fedpriv.runs.show.status_display import event_parts, state_of, trouble_of
 from fedpriv.runs.status import ClientStatus, RunStatus, read_status
 
 # Beyond them only those in trouble are listed, and then as many.
-MAX_CLIENTS = 200
+_MAX_CLIENTS = 200
 # Of the pieces, in the order of the page.
-NAMES = ("head", "notes", "figures", "clients", "plots", "events")
+_RUN_PIECES = ("head", "notes", "figures", "clients", "plots", "events")
 
 _AGAINST: dict[View, str] = {
     "local": "against the server, which sees every upload",
@@ -33,7 +33,7 @@ _AGAINST: dict[View, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Client:
+class _ClientLine:
     """A client's row.
 
     Attributes:
@@ -70,7 +70,7 @@ class Client:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class _RunPage:
     """A run as its page shows it.
 
     Attributes:
@@ -85,13 +85,13 @@ class Run:
     summary: Mapping[str, Any]
     view: View
     limit_name: str
-    clients: tuple[Client, ...]
+    clients: tuple[_ClientLine, ...]
     rounds: pd.DataFrame
     client_rows: pd.DataFrame
     comparison_rounds: pd.DataFrame | None
 
 
-def pieces(run_dir: Path, *, now: float) -> dict[str, str]:
+def run_pieces(run_dir: Path, *, now: float) -> dict[str, str]:
     """{name: HTML} of the pieces of a run's page; all text from the folder is escaped.
 
     Args:
@@ -101,12 +101,12 @@ def pieces(run_dir: Path, *, now: float) -> dict[str, str]:
     Raises:
         InputError: the folder holds no run, or one of its files is damaged.
     """
-    run = read(run_dir, now=now)
+    run = _read_page(run_dir, now=now)
     status = run.status
     listed = _listed(run.clients)
     return rendered(
         "run.html.j2",
-        NAMES,
+        _RUN_PIECES,
         run=run,
         status=status,
         changed=now - status.seconds_since_change,
@@ -123,7 +123,7 @@ def pieces(run_dir: Path, *, now: float) -> dict[str, str]:
     )
 
 
-def read(run_dir: Path, *, now: float) -> Run:
+def _read_page(run_dir: Path, *, now: float) -> _RunPage:
     """The run in the folder.
 
     Raises:
@@ -135,7 +135,7 @@ def read(run_dir: Path, *, now: float) -> Run:
     view = cast(View, config.get("privacy_view") if config.get("privacy_view") in get_args(View) else "local")
     rows = _table(run_dir / files.CLIENTS, ClientRow, ("round", "client", "status", f"epsilon_{view}"))
     limit_name, limits = _limits(config)
-    return Run(
+    return _RunPage(
         name=run_dir.resolve().name,
         status=status,
         config=config,
@@ -143,7 +143,7 @@ def read(run_dir: Path, *, now: float) -> Run:
         view=view,
         limit_name=limit_name,
         clients=tuple(
-            Client(known=client, epsilon=epsilon, limit=limits[client.client] if len(limits) > 1 else limits[0])
+            _ClientLine(known=client, epsilon=epsilon, limit=limits[client.client] if len(limits) > 1 else limits[0])
             for client, epsilon in zip(status.clients, _spent(status, rows, summary, view), strict=True)
         ),
         rounds=_rounds(run_dir),
@@ -184,13 +184,13 @@ def _spent(status: RunStatus, rows: pd.DataFrame, summary: Mapping[str, Any], vi
     ]
 
 
-def _largest(run: Run) -> str:
+def _largest(run: _RunPage) -> str:
     """The largest epsilon on the run's view, with its delta."""
     spent = [client.epsilon for client in run.clients if client.epsilon is not None]
     return tables.format_epsilon(max(spent), run.status.delta_max) if spent else tables.MISSING
 
 
-def _why_not_private(run: Run) -> str | None:
+def _why_not_private(run: _RunPage) -> str | None:
     """Why nobody is protected, as far as that is known before the end."""
     if run.summary.get("private") is False or run.config.get("simulate"):
         return "its noise and sampling are seeded, or no noise bounds what an upload reveals"
@@ -199,7 +199,7 @@ def _why_not_private(run: Run) -> str | None:
     return None
 
 
-def _doing(run: Run) -> str:
+def _doing(run: _RunPage) -> str:
     """What the run is at."""
     status = run.status
     if status.state == "finished":
@@ -212,14 +212,14 @@ def _doing(run: Run) -> str:
     return f"round {status.num_rounds + 1}" if status.state == "running" else f"after round {status.num_rounds}"
 
 
-def _listed(clients: tuple[Client, ...]) -> list[Client]:
+def _listed(clients: tuple[_ClientLine, ...]) -> list[_ClientLine]:
     """All clients, or only those in trouble if there are many."""
-    if len(clients) <= MAX_CLIENTS:
+    if len(clients) <= _MAX_CLIENTS:
         return list(clients)
-    return [client for client in clients if client.known.is_troubled][:MAX_CLIENTS]
+    return [client for client in clients if client.known.is_troubled][:_MAX_CLIENTS]
 
 
-def _panels(run: Run) -> list[Panel]:
+def _panels(run: _RunPage) -> list[Panel]:
     """The plots of what there is by now."""
     found = []
     if len(run.client_rows):
@@ -250,7 +250,7 @@ def _references(summary: Mapping[str, Any]) -> dict[str, float]:
     return {name: accuracy for name, accuracy in named.items() if accuracy is not None}
 
 
-def _epsilon_panel(run: Run) -> Panel:
+def _epsilon_panel(run: _RunPage) -> Panel:
     frame = series.epsilon(run.client_rows, run.rounds, run.view)
     title = f"ε so far, {run.view} view"
     common = {client.limit for client in run.clients if client.limit is not None}

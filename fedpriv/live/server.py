@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from fedpriv.errors import InputError
-from fedpriv.live.app import MOST_STREAMS, Watch
+from fedpriv.live.app import MOST_STREAMS, WatchedPages
 from fedpriv.serving.http.limits import Limits
 from fedpriv.serving.http.server import Address, ListeningServer
 
@@ -27,7 +27,7 @@ class WatchServer(ListeningServer):
     """
 
     def __init__(
-        self, watch: Watch, address: Address, on_ready: Callable[[str], None], limits: Limits = LIMITS
+        self, watch: WatchedPages, address: Address, on_ready: Callable[[str], None], limits: Limits = LIMITS
     ) -> None:
         super().__init__(watch.application(address.host), limits, address, on_ready)
         self._watch = watch

@@ -6,16 +6,16 @@ from collections import Counter
 from pathlib import Path
 
 from fedpriv.live.templating import rendered
-from fedpriv.reports import tables
+from fedpriv.runs.show import tables
 from fedpriv.runs.sweeps import SweepRun, read_sweep
 
 # Of the pieces, in the order of the page.
-NAMES = ("head", "spending", "runs")
+_SWEEP_PIECES = ("head", "spending", "runs")
 
 _STATES = ("running", "waiting", "finished", "failed", "interrupted", "unknown")
 
 
-def pieces(folder: Path, *, now: float) -> dict[str, str]:
+def sweep_pieces(folder: Path, *, now: float) -> dict[str, str]:
     """{name: HTML} of the pieces of a sweep's page; all text from the folder is escaped.
 
     Args:
@@ -29,7 +29,7 @@ def pieces(folder: Path, *, now: float) -> dict[str, str]:
     counts = Counter(run.state for run in sweep.runs)
     return rendered(
         "sweep.html.j2",
-        NAMES,
+        _SWEEP_PIECES,
         sweep=sweep,
         counts=", ".join(f"{counts[state]} {state}" for state in _STATES if counts[state]),
         num_done=counts["finished"] + counts["failed"],

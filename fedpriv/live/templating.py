@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader
 
-from fedpriv.reports.page import templates
+from fedpriv.runs.show.page import templates
 
 
 def rendered(template: str, names: Sequence[str], **values: Any) -> dict[str, str]:
@@ -18,7 +18,7 @@ def rendered(template: str, names: Sequence[str], **values: Any) -> dict[str, st
     return {name: str(getattr(module, name)()) for name in names}
 
 
-def page(**values: Any) -> str:
+def whole_page(**values: Any) -> str:
     """A whole page, with its first pieces in place."""
     return _environment().get_template("page.html.j2").render(script=script(), **values)
 
@@ -32,4 +32,4 @@ def script() -> str:
 @cache
 def _environment() -> Environment:
     shared = templates()
-    return shared.overlay(loader=ChoiceLoader([PackageLoader("fedpriv.live"), PackageLoader("fedpriv.reports")]))
+    return shared.overlay(loader=ChoiceLoader([PackageLoader("fedpriv.live"), PackageLoader("fedpriv.runs.show")]))

@@ -22,8 +22,8 @@ from fedpriv.publishing import usage
 from fedpriv.publishing.escaping import markdown
 from fedpriv.publishing.saved import SavedVariant, find, names_in
 from fedpriv.publishing.usage import Form
-from fedpriv.reports.tables import format_delta
 from fedpriv.runs import files
+from fedpriv.runs.show.tables import format_delta
 
 FILE = "README.md"
 

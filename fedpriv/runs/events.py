@@ -38,7 +38,7 @@ def read_events(path: Path) -> Events:
         for line in file:
             if not line.endswith(b"\n"):  # still being written, or cut off when the run died
                 break
-            event = _parse(line)
+            event = _parse_event(line)
             if event is None:
                 num_unreadable += 1
             else:
@@ -47,7 +47,7 @@ def read_events(path: Path) -> Events:
     return Events(last=tuple(last), num_events=num_events, num_unreadable=num_unreadable)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse_event(line: bytes) -> dict[str, Any] | None:
     """The event on a line, which is an object of plain values with a time and a name; else None."""
     try:
         event = json.loads(line)

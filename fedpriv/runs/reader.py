@@ -113,7 +113,7 @@ def read_run(run_dir: Path) -> FinishedRun:
         stored=read_stored(run_dir),
         comparison_rounds=_read_comparison_rounds(comparison / files.ROUNDS) if compared else None,
         comparison_summary=_read_comparison(comparison / files.SUMMARY) if compared else None,
-        samples=samples.read(run_dir / files.SAMPLES),
+        samples=samples.read_samples(run_dir / files.SAMPLES),
     )
 
 

@@ -28,14 +28,14 @@ class Sample:
     non_private: str | None
 
 
-def write(path: Path, samples: Sequence[Sample]) -> None:
+def write_samples(path: Path, samples: Sequence[Sample]) -> None:
     """Write the samples atomically."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(f"{json.dumps(asdict(sample))}\n" for sample in samples), encoding="utf-8")
     temporary.replace(path)
 
 
-def read(path: Path) -> tuple[Sample, ...]:
+def read_samples(path: Path) -> tuple[Sample, ...]:
     """The samples of a run; none if it has generated no answers.
 
     Raises:
@@ -44,10 +44,10 @@ def read(path: Path) -> tuple[Sample, ...]:
     if not path.is_file():
         return ()
     lines = path.read_text(encoding="utf-8").splitlines()
-    return tuple(_parsed(path, number, line) for number, line in enumerate(lines, start=1))
+    return tuple(_parse_sample(path, number, line) for number, line in enumerate(lines, start=1))
 
 
-def _parsed(path: Path, number: int, line: str) -> Sample:
+def _parse_sample(path: Path, number: int, line: str) -> Sample:
     names = [field.name for field in fields(Sample)]
     try:
         values = json.loads(line)

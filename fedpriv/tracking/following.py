@@ -13,7 +13,7 @@ from pathlib import Path
 
 import fedpriv
 from fedpriv.config import RunConfig
-from fedpriv.tracking.process import COMPLETE, END_SECONDS, Job
+from fedpriv.tracking.process import COMPLETE, END_SECONDS, FollowedFolder
 
 # Once something did not arrive, and after a run that failed.
 _SHORT_SECONDS = 15.0
@@ -26,12 +26,14 @@ def following_run(
 
     Flower runs the coordinator in a folder of its own, so there, files beside the tracker go beside the run.
     """
-    job = None if config.track == "none" else Job(tracker=config.track, folder=str(folder))
+    job = None if config.track == "none" else FollowedFolder(tracker=config.track, folder=str(folder))
     return following(job, notice, folder=folder.parent if config.engine == "flower" else None)
 
 
 @contextlib.contextmanager
-def following(job: Job | None, notice: Callable[[str], None], *, folder: Path | None = None) -> Iterator[None]:
+def following(
+    job: FollowedFolder | None, notice: Callable[[str], None], *, folder: Path | None = None
+) -> Iterator[None]:
     """Have the job's folder followed by a process of its own while the block runs; nothing happens without a job.
 
     What goes wrong there is told in one notice, from another thread; nothing is raised.
@@ -64,7 +66,7 @@ def following(job: Job | None, notice: Callable[[str], None], *, folder: Path | 
             notice(f"track = {job.tracker}: not everything arrived; {job.folder} holds all of it")
 
 
-def _started(job: Job, folder: Path | None) -> subprocess.Popen[bytes]:
+def _started(job: FollowedFolder, folder: Path | None) -> subprocess.Popen[bytes]:
     # -P: a folder called `wandb` where the run was started is not the package.
     command = [sys.executable, "-P", "-m", "fedpriv.tracking.process", job.to_json()]
     path = [str(Path(fedpriv.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -79,7 +81,9 @@ def _started(job: Job, folder: Path | None) -> subprocess.Popen[bytes]:
     )
 
 
-def _pass_on(process: subprocess.Popen[bytes], job: Job, notice: Callable[[str], None], told: threading.Event) -> None:
+def _pass_on(
+    process: subprocess.Popen[bytes], job: FollowedFolder, notice: Callable[[str], None], told: threading.Event
+) -> None:
     """Tell the first line that the process says."""
     assert process.stdout is not None
     line = process.stdout.readline().decode(errors="replace").strip()

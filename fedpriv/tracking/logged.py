@@ -62,7 +62,7 @@ _NO_VERSIONS = ("fedpriv_file", "commit", "platform", "cpu_count")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class MetricPoint:
     """One value of a metric, after a round."""
 
     metric: str
@@ -121,22 +121,22 @@ def versions(environment: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in environment.items() if key not in _NO_VERSIONS}
 
 
-def round_points(rows: Iterable[Mapping[str, Any]], metrics: Mapping[str, str] = ROUND_METRICS) -> list[Point]:
+def round_points(rows: Iterable[Mapping[str, Any]], metrics: Mapping[str, str] = ROUND_METRICS) -> list[MetricPoint]:
     """The points of rows of rounds.csv, which leave out what is empty or infinite."""
     return [
-        Point(metric=metric, value=float(row[column]), round=row["round"])
+        MetricPoint(metric=metric, value=float(row[column]), round=row["round"])
         for row in rows
         for column, metric in metrics.items()
         if _is_finite(row.get(column))
     ]
 
 
-def client_points(rows: Iterable[Mapping[str, Any]], num_clients: int) -> list[Point]:
+def client_points(rows: Iterable[Mapping[str, Any]], num_clients: int) -> list[MetricPoint]:
     """The points of rows of clients.csv; none if the run has more than MOST_CLIENTS clients."""
     if num_clients > MOST_CLIENTS:
         return []
     return [
-        Point(metric=f"{column}/{client_name(row['client'])}", value=float(row[column]), round=row["round"])
+        MetricPoint(metric=f"{column}/{client_name(row['client'])}", value=float(row[column]), round=row["round"])
         for row in rows
         for column in CLIENT_METRICS
         if _is_finite(row.get(column))

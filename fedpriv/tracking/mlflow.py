@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fedpriv.errors import InputError
-from fedpriv.tracking.logged import Parameter, Point
+from fedpriv.tracking.logged import MetricPoint, Parameter
 from fedpriv.tracking.protocol import EXPERIMENT, Ending, Place
 
 # What MLflow takes in one request.
@@ -39,7 +39,7 @@ class MlflowRun:
         for part in _parts([Param(key, str(value)) for key, value in values.items()], _PARAMETERS_AT_ONCE):
             self._client.log_batch(self._id, params=part)
 
-    def log_points(self, points: Sequence[Point]) -> None:
+    def log_points(self, points: Sequence[MetricPoint]) -> None:
         """With the round as step."""
         from mlflow.entities import Metric
 
@@ -52,7 +52,7 @@ class MlflowRun:
         """Figures as metrics after the last round, words as tags."""
         from mlflow.entities import RunTag
 
-        self.log_points([Point(metric=name, value=value, round=round_) for name, value in figures.items()])
+        self.log_points([MetricPoint(metric=name, value=value, round=round_) for name, value in figures.items()])
         self._client.log_batch(self._id, tags=[RunTag(key, value) for key, value in facts.items()])
 
     def log_files(self, folder: Path) -> None:

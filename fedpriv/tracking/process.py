@@ -32,7 +32,7 @@ _LONGEST_REASON = 200
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class FollowedFolder:
     """What is followed.
 
     Attributes:
@@ -54,7 +54,7 @@ class Job:
         return json.dumps(asdict(self))
 
 
-def follower_of(job: Job) -> RunFollower | SweepFollower:
+def follower_of(job: FollowedFolder) -> RunFollower | SweepFollower:
     """What follows the job's folder."""
     from fedpriv.tracking.follower import RunFollower, SweepFollower
     from fedpriv.tracking.protocol import Place, tracker_of
@@ -65,7 +65,7 @@ def follower_of(job: Job) -> RunFollower | SweepFollower:
     return SweepFollower(tracker, job.tracker, folder, title=job.title, keys=job.keys, names=job.names)
 
 
-def follow(job: Job, end: End, say: Callable[[str], None]) -> bool:
+def follow(job: FollowedFolder, end: _EndOfRun, say: Callable[[str], None]) -> bool:
     """Follow the job's folder until its end, and return whether the last of it arrived.
 
     What fails is said once and tried again.
@@ -86,7 +86,7 @@ def follow(job: Job, end: End, say: Callable[[str], None]) -> bool:
             return arrived
 
 
-class End:
+class _EndOfRun:
     """Waits for the run's end in a thread; from then on the process has END_SECONDS left, whatever hangs."""
 
     def __init__(self) -> None:
@@ -115,13 +115,13 @@ def reason(error: Exception) -> str:
 
 def main() -> None:
     """Follow the job that the argument describes; libraries' own output goes nowhere."""
-    job = Job(**json.loads(sys.argv[1]))
+    job = FollowedFolder(**json.loads(sys.argv[1]))
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     os.nice(5)
-    arrived = follow(job, End(), lambda line: print(line, file=answers))
+    arrived = follow(job, _EndOfRun(), lambda line: print(line, file=answers))
     os._exit(0 if arrived else 1)  # libraries' exit handlers would wait for servers
 
 

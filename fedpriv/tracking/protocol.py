@@ -11,7 +11,7 @@ from typing import Literal, Protocol, cast
 
 from fedpriv.config_types import Track
 from fedpriv.errors import InputError
-from fedpriv.tracking.logged import Parameter, Point
+from fedpriv.tracking.logged import MetricPoint, Parameter
 
 Ending = Literal["finished", "failed"]
 
@@ -48,7 +48,7 @@ class TrackedRun(Protocol):
     def log_parameters(self, values: Mapping[str, Parameter]) -> None:
         """What the run was asked for; repeating it does no harm."""
 
-    def log_points(self, points: Sequence[Point]) -> None:
+    def log_points(self, points: Sequence[MetricPoint]) -> None:
         """Values by round."""
 
     def log_final(self, figures: Mapping[str, float], facts: Mapping[str, str], round_: int) -> None:

@@ -22,9 +22,9 @@ def stage_run(run_folder: Path, into: Path) -> None:
     Raises:
         InputError: a file of the run is missing or damaged.
     """
-    from fedpriv.reports import page  # deferred: matplotlib
     from fedpriv.runs import files
     from fedpriv.runs.reader import read_run
+    from fedpriv.runs.show import page  # deferred: matplotlib
 
     run = read_run(run_folder)
     told = logged.configuration(run.config)

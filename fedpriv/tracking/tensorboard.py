@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedpriv.tracking.logged import Parameter, Point
+from fedpriv.tracking.logged import MetricPoint, Parameter
 from fedpriv.tracking.protocol import Ending, Place
 
 # Where runs are written together; transformers reads the same variable. Without it, a run's folder holds them.
@@ -42,7 +42,7 @@ class TensorboardRun:
         table = "\n".join(["| key | value |", "| --- | --- |", *rows])
         self._write([summary_v2.hparams_pb(dict(values), trial_id=self._name), text_pb("configuration", table)])
 
-    def log_points(self, points: Sequence[Point]) -> None:
+    def log_points(self, points: Sequence[MetricPoint]) -> None:
         """As scalars, of 32 bits, with the round as step."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -57,7 +57,7 @@ class TensorboardRun:
         """Figures as scalars after the last round, words among the texts."""
         from tensorboard.plugins.text.summary_v2 import text_pb
 
-        self.log_points([Point(metric=name, value=value, round=round_) for name, value in figures.items()])
+        self.log_points([MetricPoint(metric=name, value=value, round=round_) for name, value in figures.items()])
         self._write([text_pb(f"final/{key}", value) for key, value in facts.items()], step=round_)
 
     def log_files(self, folder: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedpriv.tracking.logged import Parameter, Point
+from fedpriv.tracking.logged import MetricPoint, Parameter
 from fedpriv.tracking.protocol import EXPERIMENT, Ending, Place
 
 _EXIT_CODES: Mapping[Ending, int] = {"finished": 0, "failed": 1}
@@ -47,7 +47,7 @@ class WandbRun:
         """As the run's configuration."""
         self._run.config.update(dict(values), allow_val_change=True)
 
-    def log_points(self, points: Sequence[Point]) -> None:
+    def log_points(self, points: Sequence[MetricPoint]) -> None:
         """With the round as the axis; W&B's own steps could not go back to the comparison's first round."""
         by_round: dict[int, dict[str, float]] = {}
         for point in points:

@@ -16,9 +16,9 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from fedpriv.reports import tables
 from fedpriv.runs import files
 from fedpriv.runs.rows import RoundRow, read_rows
+from fedpriv.runs.show import tables
 from simulations.sweeps.metrics import Metric
 from simulations.sweeps.plan import PlannedRun, Sweep
 

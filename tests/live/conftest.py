@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fedpriv.config import parse
-from fedpriv.live.app import Watch
+from fedpriv.live.app import WatchedPages
 from fedpriv.live.server import LIMITS, WatchServer
 from fedpriv.runs import files
 from fedpriv.runs.writer import RunWriter, write_json
@@ -76,7 +76,7 @@ def watched(folder: Path, *, limits: Limits = LIMITS, host: str = "127.0.0.1", *
         found.append(url)
         ready.set()
 
-    watch = Watch(folder, **{"seconds": 0.05, **options})
+    watch = WatchedPages(folder, **{"seconds": 0.05, **options})
     server = WatchServer(watch, Address(host=host, port=0), tell, limits)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -4,7 +4,7 @@ import math
 
 import pandas as pd
 
-from fedpriv.reports.series import MAX_LINES, compared, epsilon, merge_equal, traffic
+from fedpriv.runs.show.series import MAX_LINES, compared, epsilon, merge_equal, traffic
 
 ROUNDS = pd.DataFrame({"round": [0, 1, 2, 3]})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedpriv.reports.stored_variants import closing_table
+from fedpriv.runs.show.stored_variants import closing_table
 from fedpriv.runs.stored_variants import StoredVariants
 
 

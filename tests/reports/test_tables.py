@@ -5,7 +5,8 @@ import math
 import pandas as pd
 import pytest
 
-from fedpriv.reports.tables import (
+from fedpriv.runs.rows import parse_epsilon
+from fedpriv.runs.show.tables import (
     format_bound,
     format_bytes,
     format_delta,
@@ -14,7 +15,6 @@ from fedpriv.reports.tables import (
     format_range,
     format_seconds,
 )
-from fedpriv.runs.rows import parse_epsilon
 
 
 def test_an_epsilon_is_shown_with_its_delta_and_rounded_up() -> None:

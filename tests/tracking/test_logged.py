@@ -9,7 +9,7 @@ from dataclasses import asdict, fields
 from fedpriv.config import RunConfig
 from fedpriv.runs.rows import RoundRow
 from fedpriv.tracking import logged
-from fedpriv.tracking.logged import MOST_CLIENTS, ROUND_METRICS, Point
+from fedpriv.tracking.logged import MOST_CLIENTS, ROUND_METRICS, MetricPoint
 from tests.tracking.folders import SECRET, client_row, config, round_row, summary
 
 
@@ -38,8 +38,8 @@ def test_a_row_is_logged_but_for_what_is_empty_or_infinite():
 def test_a_client_s_epsilons_and_nothing_else_of_it_are_logged():
     told = logged.client_points([asdict(client_row(2, 1))], num_clients=2)
     assert told == [
-        Point(metric="epsilon_local/client_01", value=1.5, round=2),
-        Point(metric="epsilon_rho/client_01", value=1.0, round=2),
+        MetricPoint(metric="epsilon_local/client_01", value=1.5, round=2),
+        MetricPoint(metric="epsilon_rho/client_01", value=1.0, round=2),
     ]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from fedpriv.errors import InputError
 from fedpriv.tracking import following, process, protocol
-from fedpriv.tracking.process import Job, follow, reason
+from fedpriv.tracking.process import FollowedFolder, follow, reason
 
 
 class Ended:
@@ -31,7 +31,7 @@ def test_what_fails_is_said_once_and_tried_until_the_end(monkeypatch, tmp_path):
             raise ConnectionError("refused")
 
     monkeypatch.setattr(process, "follower_of", lambda job: Broken())
-    assert not follow(Job(tracker="mlflow", folder=str(tmp_path)), Ended(3), said.append)
+    assert not follow(FollowedFolder(tracker="mlflow", folder=str(tmp_path)), Ended(3), said.append)
     assert said == ["ConnectionError: refused"]
     assert tries == [(False, False)] * 3 + [(True, True)]
 
@@ -50,7 +50,7 @@ def test_without_a_job_nothing_is_started(monkeypatch):
 
 
 def job(tmp_path, track="tensorboard"):
-    return Job(tracker=track, folder=str(tmp_path))
+    return FollowedFolder(tracker=track, folder=str(tmp_path))
 
 
 def started(monkeypatch, code: str) -> None:

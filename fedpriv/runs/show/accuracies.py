@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedpriv.reports.spending import views_text
-from fedpriv.reports.tables import Table, asked_first, format_accuracy, format_delta
+from fedpriv.runs.show.spending import views_text
+from fedpriv.runs.show.tables import TextTable, asked_first, format_accuracy, format_delta
 
 # A larger matrix cannot be read; summary.json has it.
 MOST_CLASSES = 20
 
 
-def accuracy_table(summary: Mapping[str, Any]) -> Table:
+def accuracy_table(summary: Mapping[str, Any]) -> TextTable:
     """The accuracies of a run and of what it has to beat, the run itself first; what was not computed has no row.
 
     Args:
@@ -33,7 +33,7 @@ def accuracy_table(summary: Mapping[str, Any]) -> Table:
         ("private" if summary["private"] else "this run", format_accuracy(summary), _macro_f1(summary), cost),
         *((name, f"{summary[key]:.4f}", "", note) for name, key, note in others if summary[key] is not None),
     ]
-    return Table(caption="Accuracies on one test set", headers=("", "accuracy", "macro F1", ""), rows=tuple(rows))
+    return TextTable(caption="Accuracies on one test set", headers=("", "accuracy", "macro F1", ""), rows=tuple(rows))
 
 
 def _macro_f1(summary: Mapping[str, Any]) -> str:

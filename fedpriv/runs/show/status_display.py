@@ -13,8 +13,8 @@ from rich.text import Text
 
 from fedpriv.names import holder_label
 from fedpriv.names import printable as _printable
-from fedpriv.reports.spending import limit_of
-from fedpriv.reports.tables import (
+from fedpriv.runs.show.spending import limit_of
+from fedpriv.runs.show.tables import (
     MISSING,
     asked_first,
     format_bound,

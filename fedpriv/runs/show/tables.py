@@ -19,7 +19,7 @@ MISSING = "–"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class TextTable:
     """A caption, column headers and rows of text; every row has one cell for each header."""
 
     caption: str
@@ -109,7 +109,7 @@ def asked_first(view: str) -> tuple[str, ...]:
     return (view, *(name for name in ("aggregate", "local", "rho") if name != view))
 
 
-def client_table(clients: Iterable[Mapping[str, Any]], accountant: str, *, view: str) -> Table:
+def client_table(clients: Iterable[Mapping[str, Any]], accountant: str, *, view: str) -> TextTable:
     """What each client sent and spent: the final figures of `summary.json`, a row per client.
 
     Args:
@@ -136,10 +136,10 @@ def client_table(clients: Iterable[Mapping[str, Any]], accountant: str, *, view:
         )
         for client in clients
     )
-    return Table(caption=f"Per client, final figures ({accountant}), ε at the row's δ", headers=headers, rows=rows)
+    return TextTable(caption=f"Per client, final figures ({accountant}), ε at the row's δ", headers=headers, rows=rows)
 
 
-def recurrence_table(clusters: Iterable[Mapping[str, Any]] | None) -> Table | None:
+def recurrence_table(clusters: Iterable[Mapping[str, Any]] | None) -> TextTable | None:
     """The clusters of clients whose variants recur, a row per cluster; None if they were not compared.
 
     Args:
@@ -157,17 +157,17 @@ def recurrence_table(clusters: Iterable[Mapping[str, Any]] | None) -> Table | No
         for cluster in clusters
     )
     headers = ("clients", "recurrence", "k of their mean", "largest difference")
-    return Table(caption="Clusters in which every two variants are near each other", headers=headers, rows=rows)
+    return TextTable(caption="Clusters in which every two variants are near each other", headers=headers, rows=rows)
 
 
-def series_table(frame: pd.DataFrame, caption: str, format_value: Callable[[float], str]) -> Table:
+def series_table(frame: pd.DataFrame, caption: str, format_value: Callable[[float], str]) -> TextTable:
     """The numbers of a plot: a row per round, a column per line."""
     headers = (str(frame.index.name), *map(str, frame.columns))
     rows = tuple(
         (f"{index:g}", *map(format_value, values))
         for index, values in zip(frame.index, frame.to_numpy(float), strict=True)
     )
-    return Table(caption=caption, headers=headers, rows=rows)
+    return TextTable(caption=caption, headers=headers, rows=rows)
 
 
 def _round_up(value: float, figures: int) -> str:

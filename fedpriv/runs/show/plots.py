@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from fedpriv.reports.series import merge_equal
-from fedpriv.reports.svg import GRID, INK, SERIES, to_svg
-from fedpriv.reports.tables import INFINITY, format_bound, format_bytes, format_number, format_percent
+from fedpriv.runs.show.series import merge_equal
+from fedpriv.runs.show.svg import GRID, INK, SERIES, to_svg
+from fedpriv.runs.show.tables import INFINITY, format_bound, format_bytes, format_number, format_percent
 
 # In points: small enough that a telephone shows the text at its size, large enough for half a column.
 WIDTH, HEIGHT = 340.0, 215.0

@@ -15,11 +15,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fedpriv.accounting.views import View, readers_label
-from fedpriv.reports import accuracies, language, plots, series, spending, stored_variants, tables
-from fedpriv.reports.tables import Table
 from fedpriv.runs import files
 from fedpriv.runs.reader import FinishedRun, read_run
 from fedpriv.runs.rows import parse_epsilon
+from fedpriv.runs.show import accuracies, language, plots, series, spending, stored_variants, tables
+from fedpriv.runs.show.tables import TextTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Panel:
     title: str
     note: str
     svg: Markup
-    table: Table
+    table: TextTable
 
 
 def write_report(run_dir: Path) -> Path:
@@ -102,7 +102,7 @@ def render(run: FinishedRun) -> str:
 def templates() -> Environment:
     """The templates of this package, with the page's filters; they escape all that they are given."""
     environment = Environment(
-        loader=PackageLoader("fedpriv.reports"),
+        loader=PackageLoader("fedpriv.runs.show"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

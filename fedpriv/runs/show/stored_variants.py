@@ -6,15 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedpriv.reports import tables
-from fedpriv.reports.tables import Table
 from fedpriv.runs.rows import parse_epsilon
+from fedpriv.runs.show import tables
+from fedpriv.runs.show.tables import TextTable
 from fedpriv.runs.stored_variants import StoredVariants
 
 _MOST_NAMES = 4
 
 
-def variant_table(stored: StoredVariants) -> Table:
+def variant_table(stored: StoredVariants) -> TextTable:
     """A row for each variant, before and after deduplication."""
     shared = ("a basis with", "restored from") if stored.by_basis else ("blocks of", "replaced")
     headers = ("variant", *shared, "accuracy", "then", "ε", "then", "by basic", "δ")
@@ -32,7 +32,9 @@ def variant_table(stored: StoredVariants) -> Table:
         )
         for outcome, basis in zip(stored.outcomes, stored.bases, strict=True)
     )
-    return Table(caption="Per variant, before and after deduplication; ε at the row's δ", headers=headers, rows=rows)
+    return TextTable(
+        caption="Per variant, before and after deduplication; ε at the row's δ", headers=headers, rows=rows
+    )
 
 
 def _others(names: Sequence[str]) -> str:
@@ -48,7 +50,7 @@ def _restored(basis: Mapping[str, Any] | None) -> str:
     return f"rank {basis['rank']}{residual}, error {basis['error']['relative']:.2g}"
 
 
-def size_table(stored: StoredVariants, base_bytes: int | None) -> Table:
+def size_table(stored: StoredVariants, base_bytes: int | None) -> TextTable:
     """What all variants take: as whole models, as adapters beside their base, and as they are stored.
 
     Args:
@@ -65,10 +67,10 @@ def size_table(stored: StoredVariants, base_bytes: int | None) -> Table:
         f"the adapters alone, {what}": shared,
     }
     rows = tuple((way, tables.format_bytes(size)) for way, size in ways.items())
-    return Table(caption=f"What {num_variants} variants take", headers=("stored as", "bytes"), rows=rows)
+    return TextTable(caption=f"What {num_variants} variants take", headers=("stored as", "bytes"), rows=rows)
 
 
-def closing_table(stored: StoredVariants, base_bytes: int | None) -> Table:
+def closing_table(stored: StoredVariants, base_bytes: int | None) -> TextTable:
     """What deduplication saved and what that cost, in a few rows.
 
     Args:
@@ -85,7 +87,7 @@ def closing_table(stored: StoredVariants, base_bytes: int | None) -> Table:
     ]
     rows += [_largest_rise(stored.outcomes), _largest_fall(stored.outcomes)]
     what = "a shared basis" if stored.by_basis else "shared blocks"
-    return Table(caption=f"{num} variants in {what}", headers=("", "before", "after", ""), rows=tuple(rows))
+    return TextTable(caption=f"{num} variants in {what}", headers=("", "before", "after", ""), rows=tuple(rows))
 
 
 def _largest_rise(outcomes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

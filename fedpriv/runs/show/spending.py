@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedpriv.reports.tables import MISSING, asked_first, format_bound, format_delta
+from fedpriv.runs.show.tables import MISSING, asked_first, format_bound, format_delta
 
 
 def limit_of(target: float | None, budgets: Sequence[float]) -> tuple[str, float] | None:

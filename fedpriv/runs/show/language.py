@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedpriv.reports.tables import MISSING, Table, format_bound, format_delta, format_number
 from fedpriv.runs.samples import Sample
+from fedpriv.runs.show.tables import MISSING, TextTable, format_bound, format_delta, format_number
 
 # samples.jsonl has all of them.
 MOST_SAMPLES = 10
@@ -17,7 +17,7 @@ def counts_next_tokens(summary: Mapping[str, Any]) -> bool:
     return summary["perplexity"] is not None and summary["confusion_matrix"] is None
 
 
-def language_table(summary: Mapping[str, Any]) -> Table | None:
+def language_table(summary: Mapping[str, Any]) -> TextTable | None:
     """Perplexity and ROUGE-L of the models of a run, the private one first; None if neither was measured.
 
     Args:
@@ -43,7 +43,7 @@ def language_table(summary: Mapping[str, Any]) -> Table | None:
             if summary[f"perplexity_{key}"] is not None or summary[f"rouge_l_{key}"] is not None
         ),
     ]
-    return Table(caption="Responses of the test set", headers=("", "perplexity", "ROUGE-L", ""), rows=tuple(rows))
+    return TextTable(caption="Responses of the test set", headers=("", "perplexity", "ROUGE-L", ""), rows=tuple(rows))
 
 
 def changes(summary: Mapping[str, Any]) -> list[str]:
@@ -59,7 +59,7 @@ def changes(summary: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def sample_table(samples: Sequence[Sample], *, private: bool) -> Table | None:
+def sample_table(samples: Sequence[Sample], *, private: bool) -> TextTable | None:
     """The first samples, a row each; None without any.
 
     Args:
@@ -75,7 +75,7 @@ def sample_table(samples: Sequence[Sample], *, private: bool) -> Table | None:
         for s in samples[:MOST_SAMPLES]
     )
     caption = f"The first {len(rows)} of {len(samples)} prompts with answers; samples.jsonl has all of them"
-    return Table(caption=caption, headers=headers, rows=rows)
+    return TextTable(caption=caption, headers=headers, rows=rows)
 
 
 def _name(private: bool) -> str:
