@@ -18,9 +18,9 @@ from fedpriv.names import holder_label
 from fedpriv.publishing import card
 from fedpriv.run_checks import check_clients, check_run
 from fedpriv.runs import files, presence
+from fedpriv.runs.show.following import following_run
+from fedpriv.runs.show.tracker import check_installed
 from fedpriv.runs.writer import RunWriter
-from fedpriv.tracking.following import following_run
-from fedpriv.tracking.protocol import check_installed
 from fedpriv.training.lora_choice import decided
 from fedpriv.training.noise_plan import calibrated
 from fedpriv.training.workbench import Workbench, workbench
@@ -145,7 +145,7 @@ def _baselines(config: RunConfig, bench: Workbench) -> Baselines | None:
 
 
 def _write_report(path: Path) -> None:
-    from fedpriv.runs.show.page import write_report  # deferred: matplotlib is needed at the end alone
+    from fedpriv.runs.show.report_page import write_report  # deferred: matplotlib is needed at the end alone
 
     write_report(path)
 

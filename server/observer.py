@@ -15,8 +15,7 @@ from fedpriv.config import RunConfig
 from fedpriv.names import holder_label
 from fedpriv.protocol import Registration
 from fedpriv.runs.rows import RoundRow
-from fedpriv.runs.show.language import changes
-from fedpriv.runs.show.tables import format_accuracy, format_number
+from fedpriv.runs.show.tables import changes, format_accuracy, format_number
 
 log = logging.getLogger("flwr")
 

@@ -12,13 +12,18 @@ from rich.table import Table
 from rich.text import Text
 
 from fedpriv.runs.files import REPORT
-from fedpriv.runs.show.accuracies import accuracy_table
-from fedpriv.runs.show.language import changes, counts_next_tokens, language_table
-from fedpriv.runs.show.spending import audit_line, closing_line
-from fedpriv.runs.show.stored_variants import closing_table
+from fedpriv.runs.folder import read_stored
 from fedpriv.runs.show.tables import TextTable as Content
-from fedpriv.runs.show.tables import client_table
-from fedpriv.runs.stored_variants import read_stored
+from fedpriv.runs.show.tables import (
+    accuracy_table,
+    audit_line,
+    changes,
+    client_table,
+    closing_line,
+    closing_table,
+    counts_next_tokens,
+    language_table,
+)
 from simulations.paths import from_here
 
 _ALARM = "bold red"

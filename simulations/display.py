@@ -18,8 +18,7 @@ from fedpriv.config import RunConfig
 from fedpriv.names import printable
 from fedpriv.protocol import Registration
 from fedpriv.runs.rows import RoundRow
-from fedpriv.runs.show.spending import limit_of, views_text
-from fedpriv.runs.show.tables import format_bytes, format_delta, format_seconds
+from fedpriv.runs.show.tables import format_bytes, format_delta, format_seconds, limit_of, views_text
 from fedpriv.training.schedule import num_lora_rounds
 from server.observer import Progress, described
 from simulations.closing import closing

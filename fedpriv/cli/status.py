@@ -24,11 +24,11 @@ def status(
     """
     from rich.console import Console
 
-    from fedpriv.runs.show import status_display
+    from fedpriv.runs.show import terminal
     from fedpriv.runs.status import read_status
 
     found = read_status(run_dir, now=time.time())
     if as_json:
         show(found.as_dict(), [], as_json)
     else:
-        status_display.show(found, Console(highlight=False))
+        terminal.show(found, Console(highlight=False))

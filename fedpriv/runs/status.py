@@ -12,8 +12,7 @@ from typing import Any, Literal
 
 from fedpriv.errors import InputError
 from fedpriv.runs import files, presence
-from fedpriv.runs.events import read_events
-from fedpriv.runs.rows import USABLE, ClientRow, RoundRow, parse_epsilon, read_rows
+from fedpriv.runs.rows import USABLE, ClientRow, RoundRow, parse_epsilon, read_events, read_rows
 
 State = Literal["running", "interrupted", "unknown", "finished"]
 # What a run writes until it ends; its comparison follows the private rounds.

@@ -13,10 +13,9 @@ from fedpriv import preflight
 from fedpriv.errors import InputError
 from fedpriv.runs import files
 from fedpriv.runs.files import write_json
+from fedpriv.runs.show.following import FollowedFolder, following
+from fedpriv.runs.show.tracker import run_name
 from fedpriv.runs.sweeps import PLAN
-from fedpriv.tracking.following import following
-from fedpriv.tracking.logged import run_name
-from fedpriv.tracking.process import FollowedFolder
 from simulations.paths import from_here
 from simulations.sweeps.metrics import metric_of
 from simulations.sweeps.plan import Sweep

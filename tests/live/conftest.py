@@ -12,9 +12,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fedpriv.config import parse
-from fedpriv.live.app import WatchedPages
-from fedpriv.live.server import LIMITS, WatchServer
 from fedpriv.runs import files
+from fedpriv.runs.show.live_server import LIMITS, WatchedPages, WatchServer
 from fedpriv.runs.writer import RunWriter, write_json
 from fedpriv.serving.http.limits import Limits
 from fedpriv.serving.http.server import Address

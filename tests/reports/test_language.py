@@ -9,10 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fedpriv.runs import samples
-from fedpriv.runs.reader import read_run
-from fedpriv.runs.samples import Sample
-from fedpriv.runs.show.page import write_report
+from fedpriv.runs import rows
+from fedpriv.runs.folder import read_run
+from fedpriv.runs.rows import Sample
+from fedpriv.runs.show.report_page import write_report
 from simulations.display import TerminalObserver
 from tests.reports.test_page import Page
 
@@ -49,7 +49,7 @@ def language_run(write_run, **changes: object) -> Path:
             writer.writerows(row | {"test_perplexity": 14.2 / (1 + int(row["round"]))} for row in rows)
     texts = [Sample(prompt=f"p{i}", reference="r", untrained="u", private=f"a{i}", non_private="n") for i in range(11)]
     hostile = Sample(prompt=HOSTILE, reference=HOSTILE, untrained=HOSTILE, private=HOSTILE, non_private=HOSTILE)
-    samples.write_samples(run_dir / "samples.jsonl", [hostile, *texts])
+    rows.write_samples(run_dir / "samples.jsonl", [hostile, *texts])
     return run_dir
 
 

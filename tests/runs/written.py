@@ -15,7 +15,7 @@ from rich.console import Console
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.protocol import Registration
 from fedpriv.runs.rows import ClientRow, RoundRow
-from fedpriv.runs.show.status_display import show
+from fedpriv.runs.show.terminal import show
 from fedpriv.runs.status import RunStatus, read_status
 from server import checkpoint
 from server.checkpoint import Checkpoint

@@ -24,8 +24,8 @@ from fedpriv.dedup.planning import cost_of
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.runs.show.page import write_report
-from fedpriv.runs.stored_variants import read_stored
+from fedpriv.runs.folder import read_stored
+from fedpriv.runs.show.report_page import write_report
 from fedpriv.runs.writer import RunWriter
 from fedpriv.training.evaluation import evaluate
 from fedpriv.training.model import TrainingModel

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from fedpriv.errors import InputError
-from fedpriv.tracking import following, process, protocol
-from fedpriv.tracking.process import FollowedFolder, follow, reason
+from fedpriv.runs.show import following, tracker
+from fedpriv.runs.show.following import FollowedFolder, follow, reason
 
 
 class Ended:
@@ -30,7 +30,7 @@ def test_what_fails_is_said_once_and_tried_until_the_end(monkeypatch, tmp_path):
             tries.append((complete, ended))
             raise ConnectionError("refused")
 
-    monkeypatch.setattr(process, "follower_of", lambda job: Broken())
+    monkeypatch.setattr(following, "follower_of", lambda job: Broken())
     assert not follow(FollowedFolder(tracker="mlflow", folder=str(tmp_path)), Ended(3), said.append)
     assert said == ["ConnectionError: refused"]
     assert tries == [(False, False)] * 3 + [(True, True)]
@@ -103,8 +103,8 @@ def test_a_process_that_cannot_start_costs_one_notice(monkeypatch, tmp_path):
 
 
 def test_a_missing_package_is_refused_in_one_line_with_the_command(monkeypatch):
-    monkeypatch.setattr(protocol, "find_spec", lambda name: None)
+    monkeypatch.setattr(tracker, "find_spec", lambda name: None)
     with pytest.raises(InputError) as refusal:
-        protocol.check_installed("mlflow")
+        tracker.check_installed("mlflow")
     assert str(refusal.value) == "track = mlflow: needs mlflow; pip install 'fedpriv[mlflow]', or use none"
-    protocol.check_installed("none")
+    tracker.check_installed("none")

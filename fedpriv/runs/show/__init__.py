@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from fedpriv.runs.show.page import write_report as write_report
+    from fedpriv.runs.show.report_page import write_report as write_report
     from fedpriv.runs.show.tables import format_bound as format_bound
     from fedpriv.runs.show.tables import format_bytes as format_bytes
     from fedpriv.runs.show.tables import format_delta as format_delta

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedpriv.tracking.logged import MetricPoint, Parameter
-from fedpriv.tracking.protocol import Ending, Place
+from fedpriv.runs.show.tracker import Ending, MetricPoint, Parameter, Place
 
 # Where runs are written together; transformers reads the same variable. Without it, a run's folder holds them.
 FOLDER = "TENSORBOARD_LOGGING_DIR"

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from fedpriv.runs import files
 from fedpriv.runs.rows import ClientRow, RoundRow, read_rows
-from fedpriv.tracking import logged, staged
-from fedpriv.tracking.protocol import Place, TrackedRun, Tracker
+from fedpriv.runs.show import tracker
+from fedpriv.runs.show.tracker import Place, TrackedRun, Tracker
 
 # The columns that a sweep's own run gets; all rows of sweep.csv hold the same.
 _SWEEP_FIGURES = ("epsilon_sum", "delta_sum", "num_runs_in_sum")
@@ -92,8 +95,8 @@ class RunFollower:
             if run.id != self._position.run:  # a new one, also where the old one is not there any more
                 self._keep(replace(self._position, run=run.id, round=-1))
             if self._position.round < 0:
-                values = logged.configuration(files.read_values(self._folder / files.CONFIG))
-                run.log_parameters(logged.parameters(values))
+                values = tracker.configuration(files.read_values(self._folder / files.CONFIG))
+                run.log_parameters(tracker.parameters(values))
             self._run = run
             # A run that is resumed from an earlier checkpoint repeats the rounds after it.
             self._keep(replace(self._position, round=min(self._position.round, self._last_round(complete=False))))
@@ -111,8 +114,8 @@ class RunFollower:
         if last <= first:
             return
         num_clients = len(files.read_values(self._folder / files.REGISTRATIONS, optional=True))
-        clients = logged.client_points(read_rows(self._folder / files.CLIENTS, ClientRow), num_clients)
-        points = logged.round_points(read_rows(self._folder / files.ROUNDS, RoundRow)) + clients
+        clients = tracker.client_points(read_rows(self._folder / files.CLIENTS, ClientRow), num_clients)
+        points = tracker.round_points(read_rows(self._folder / files.ROUNDS, RoundRow)) + clients
         run.log_points(sorted((p for p in points if first < p.round <= last), key=lambda p: p.round))
         self._keep(replace(self._position, round=last))
 
@@ -121,9 +124,9 @@ class RunFollower:
         comparison = self._folder / files.COMPARISON
         if files.is_finished(comparison):
             rows = read_rows(comparison / files.ROUNDS, RoundRow)
-            run.log_points(logged.round_points(rows, logged.COMPARISON_METRICS))
-        run.log_final(logged.final_figures(summary), logged.facts(summary), self._position.round)
-        _send(run, lambda into: staged.stage_run(self._folder, into))
+            run.log_points(tracker.round_points(rows, tracker.COMPARISON_METRICS))
+        run.log_final(tracker.final_figures(summary), tracker.facts(summary), self._position.round)
+        _send(run, lambda into: stage_run(self._folder, into))
         run.end("finished")
         self._keep(replace(self._position, finished=True))
 
@@ -160,7 +163,7 @@ class SweepFollower:
         errors = [error for key in self._names if (error := self._update_run(key, ended=ended))]
         if ended and self._run is not None:
             self._run.log_final(_sweep_figures(self._folder / "sweep.csv"), {}, 0)
-            _send(self._run, lambda into: staged.stage_sweep(self._folder, into))
+            _send(self._run, lambda into: stage_sweep(self._folder, into))
             self._run.end("finished" if complete else "failed")
         if errors:
             raise errors[0]
@@ -212,3 +215,49 @@ def _sweep_figures(table: Path) -> dict[str, float]:
     with table.open(newline="", encoding="utf-8") as file:
         row: dict[str, Any] = next(csv.DictReader(file), {})
     return {f"sweep/{name}": float(row[name]) for name in _SWEEP_FIGURES if row.get(name)}
+
+
+# Of the global model's folder; beside these, it holds the releases that the server deduplicates by.
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json", "fedpriv.json", "README.md")
+GLOBAL = "global"
+
+
+def stage_run(run_folder: Path, into: Path) -> None:
+    """Write configuration, report and global adapter of a finished run into an empty folder.
+
+    Raises:
+        InputError: a file of the run is missing or damaged.
+    """
+    from fedpriv.runs import files
+    from fedpriv.runs.folder import read_run
+    from fedpriv.runs.show import report_page  # deferred: matplotlib
+
+    run = read_run(run_folder)
+    told = tracker.configuration(run.config)
+    (into / files.CONFIG).write_text(tomli_w.dumps(told), encoding="utf-8")
+    report = report_page.render(replace(run, config=told, environment=tracker.versions(run.environment)))
+    (into / files.REPORT).write_text(report, encoding="utf-8")
+    adapter = run_folder / files.VARIANTS / GLOBAL
+    if not adapter.is_dir():
+        return
+    (into / "adapter").mkdir()
+    named = tracker.paths(run.config)
+    for source in (adapter / name for name in ADAPTER_FILES):
+        if source.is_file():
+            _copy(source, into / "adapter" / source.name, named)
+
+
+def stage_sweep(sweep_folder: Path, into: Path) -> None:
+    """Copy a sweep's plots into an empty folder."""
+    for plot in sorted(sweep_folder.glob("*.png")):
+        shutil.copyfile(plot, into / plot.name)
+
+
+def _copy(source: Path, target: Path, named: Mapping[str, str]) -> None:
+    if source.suffix == ".safetensors":
+        shutil.copyfile(source, target)
+        return
+    text = source.read_text(encoding="utf-8")
+    for path, name in named.items():
+        text = text.replace(path, name)
+    target.write_text(text, encoding="utf-8")

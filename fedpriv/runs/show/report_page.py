@@ -16,9 +16,9 @@ from markupsafe import Markup
 
 from fedpriv.accounting.views import View, readers_label
 from fedpriv.runs import files
-from fedpriv.runs.reader import FinishedRun, read_run
+from fedpriv.runs.folder import FinishedRun, read_run
 from fedpriv.runs.rows import parse_epsilon
-from fedpriv.runs.show import accuracies, language, plots, series, spending, stored_variants, tables
+from fedpriv.runs.show import _plots, tables
 from fedpriv.runs.show.tables import TextTable
 
 
@@ -68,12 +68,12 @@ def render(run: FinishedRun) -> str:
             why_not_private=why_not_private(run),
             accountant=_accountant(summary),
             interval=summary.get("accuracy_interval"),
-            accuracies=accuracies.accuracy_table(summary),
-            confusion=accuracies.confusion_table(summary),
-            next_tokens=language.counts_next_tokens(summary),
-            responses=language.language_table(summary),
-            changes=language.changes(summary),
-            samples=language.sample_table(run.samples, private=summary["private"]),
+            accuracies=tables.accuracy_table(summary),
+            confusion=tables.confusion_table(summary),
+            next_tokens=tables.counts_next_tokens(summary),
+            responses=tables.language_table(summary),
+            changes=tables.changes(summary),
+            samples=tables.sample_table(run.samples, private=summary["private"]),
             accuracy_without_noise=_accuracy_without_noise(run),
             epsilon_local=tables.format_epsilon(summary["epsilon_local_max"], summary["delta_max"]),
             epsilon_aggregate=_epsilon_aggregate(summary),
@@ -83,12 +83,10 @@ def render(run: FinishedRun) -> str:
             retired=_retired(summary),
             epsilon_rho=tables.format_epsilon(summary["epsilon_rho_max"], summary["delta_max"]),
             audit=summary.get("audit"),
-            audit_bound=spending.audit_bound(summary.get("audit")),
+            audit_bound=tables.audit_bound(summary.get("audit")),
             recurring=tables.recurrence_table((summary.get("integral") or {}).get("clusters")),
-            stored_variants=stored_variants.variant_table(run.stored) if run.stored else None,
-            stored_sizes=stored_variants.size_table(run.stored, summary.get("base_model_bytes"))
-            if run.stored
-            else None,
+            stored_variants=tables.variant_table(run.stored) if run.stored else None,
+            stored_sizes=tables.size_table(run.stored, summary.get("base_model_bytes")) if run.stored else None,
             clients=tables.client_table(summary["clients"], _accountant(summary), view=summary["privacy_view"]),
             charged=_charged(run),
             failures=_failures(run),
@@ -231,15 +229,15 @@ def _quality_panels(run: FinishedRun) -> list[Panel]:
         return [_evaluation_panel(run, name)]
     if run.rounds["test_accuracy"].isna().all():
         return []
-    accuracy = series.compared(run.rounds, run.comparison_rounds, "test_accuracy", name)
-    loss = series.compared(run.rounds, run.comparison_rounds, "test_loss", name)
+    accuracy = _plots.compared_lines(run.rounds, run.comparison_rounds, "test_accuracy", name)
+    loss = _plots.compared_lines(run.rounds, run.comparison_rounds, "test_loss", name)
     references = _references(run.summary)
     note = "On the server's own test set; round 0 is the untrained model."
     panels = _perplexity_panels(run, name, note)
-    if not language.counts_next_tokens(run.summary):
-        plot = plots.accuracy_plot(accuracy, references=references)
+    if not tables.counts_next_tokens(run.summary):
+        plot = _plots.accuracy_plot(accuracy, references=references)
         panels.insert(0, panel("Test accuracy", note, plot, accuracy, tables.format_percent))
-    return [*panels, panel("Test loss", "On the same test set.", plots.loss_plot(loss), loss, tables.format_number)]
+    return [*panels, panel("Test loss", "On the same test set.", _plots.loss_plot(loss), loss, tables.format_number)]
 
 
 def _perplexity_panels(run: FinishedRun, name: str, note: str) -> list[Panel]:
@@ -250,8 +248,8 @@ def _perplexity_panels(run: FinishedRun, name: str, note: str) -> list[Panel]:
     compared = run.comparison_rounds
     if compared is not None and column not in compared:
         compared = None
-    perplexity = series.compared(run.rounds, compared, column, name)
-    plot = plots.loss_plot(perplexity, title=title, name="perplexity")
+    perplexity = _plots.compared_lines(run.rounds, compared, column, name)
+    plot = _plots.loss_plot(perplexity, title=title, name="perplexity")
     return [panel(title, note, plot, perplexity, tables.format_number)]
 
 
@@ -266,12 +264,12 @@ def _references(summary: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _evaluation_panel(run: FinishedRun, name: str) -> Panel:
-    evaluated = series.evaluated(run.summary, name)
+    evaluated = _plots.evaluation_lines(run.summary, name)
     note = (
         "Of the final model, on records that the holders set aside; the bar is the 95% interval, which covers the "
         "noise of their counts."
     )
-    svg = plots.evaluation_plot(evaluated, references=_references(run.summary))
+    svg = _plots.evaluation_plot(evaluated, references=_references(run.summary))
     return panel("Private evaluation", note, svg, evaluated, tables.format_percent)
 
 
@@ -282,16 +280,16 @@ def _epsilon_panels(run: FinishedRun) -> list[Panel]:
     if _epsilon_aggregate(run.summary):
         views = {"aggregate": f"against {_readers(run.summary)}, who learn sums alone", **views}
     for view, against in views.items():
-        spent = series.epsilon(run.clients, run.rounds, view)
+        spent = _plots.epsilon_lines(run.clients, run.rounds, view)
         title = f"ε so far, {view} view"
         note = f"Per client, {against}, {delta}; live figures by rdp. Each view has a scale of its own."
-        svg = plots.epsilon_plot(spent, title=title, name=f"epsilon-{view}")
+        svg = _plots.epsilon_plot(spent, title=title, name=f"epsilon-{view}")
         panels.append(panel(title, note, svg, spent, tables.format_bound))
     return panels
 
 
 def _traffic_panels(run: FinishedRun) -> list[Panel]:
-    traffic = series.traffic(run.rounds)
+    traffic = _plots.traffic_lines(run.rounds)
     titles = {
         "round": ("Bytes in each round", "All clients together.", traffic[traffic.index > 0]),
         "total": ("Bytes so far", "Summed over the rounds.", traffic.cumsum()),
@@ -300,7 +298,7 @@ def _traffic_panels(run: FinishedRun) -> list[Panel]:
         panel(
             title,
             note,
-            plots.traffic_plot(frame, title=title, name=f"bytes-{key}"),
+            _plots.traffic_plot(frame, title=title, name=f"bytes-{key}"),
             frame,
             tables.format_bytes,
         )
@@ -308,7 +306,7 @@ def _traffic_panels(run: FinishedRun) -> list[Panel]:
     ]
 
 
-def panel(title: str, note: str, svg: str, frame: pd.DataFrame, format_value: plots.Format) -> Panel:
+def panel(title: str, note: str, svg: str, frame: pd.DataFrame, format_value: _plots.Format) -> Panel:
     """A plot of a table's lines, with the table; the note says in words what it shows."""
     table = tables.series_table(frame, f"{title}. {note}", format_value)
     return Panel(title=title, note=note, svg=Markup(svg), table=table)

@@ -9,11 +9,10 @@ from typing import Any
 
 import pandas as pd
 
+from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
-from fedpriv.runs import files, samples
-from fedpriv.runs.rows import ClientRow, RoundRow, column_types, parse_epsilon
-from fedpriv.runs.samples import Sample
-from fedpriv.runs.stored_variants import StoredVariants, read_stored
+from fedpriv.runs import files, rows
+from fedpriv.runs.rows import ClientRow, RoundRow, Sample, column_types, parse_epsilon
 
 # The columns that a report needs; what they hold is declared with the rows.
 ROUND_COLUMNS = (
@@ -90,7 +89,7 @@ class FinishedRun:
     stored: StoredVariants | None
     comparison_rounds: pd.DataFrame | None
     comparison_summary: Mapping[str, Any] | None
-    samples: tuple[Sample, ...]
+    rows: tuple[Sample, ...]
 
 
 def read_run(run_dir: Path) -> FinishedRun:
@@ -113,7 +112,7 @@ def read_run(run_dir: Path) -> FinishedRun:
         stored=read_stored(run_dir),
         comparison_rounds=_read_comparison_rounds(comparison / files.ROUNDS) if compared else None,
         comparison_summary=_read_comparison(comparison / files.SUMMARY) if compared else None,
-        samples=samples.read_samples(run_dir / files.SAMPLES),
+        samples=rows.read_samples(run_dir / files.SAMPLES),
     )
 
 
@@ -236,3 +235,58 @@ def _check_epsilons(path: Path, prefix: str, values: Mapping[str, Any], keys: Se
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredVariants:
+    """The variants in a store.
+
+    Attributes:
+        outcomes: one for each variant: what deduplication did to it, under the names of `dedup.outcomes.Outcome`.
+        bases: of a variant that is stored by a shared basis: `rank`, whether it has a `residual` of its own, and the
+            `error` of what is restored; None for the others.
+        bytes_stored: of all variants, each shared block once.
+        bytes_logical: of all variants as plain files.
+    """
+
+    outcomes: tuple[Mapping[str, Any], ...]
+    bases: tuple[Mapping[str, Any] | None, ...]
+    bytes_stored: int
+    bytes_logical: int
+
+    @property
+    def num_records(self) -> int:
+        """The size of the validation set."""
+        return int(self.outcomes[0]["num_records"])
+
+    @property
+    def by_basis(self) -> bool:
+        """Whether a shared basis is what it was stored by, at least where that was accepted."""
+        return any(self.bases)
+
+    @property
+    def num_validations(self) -> int:
+        """How often a variant was validated, over all variants."""
+        return sum(outcome["num_validations"] for outcome in self.outcomes)
+
+
+def read_stored(run_dir: Path) -> StoredVariants | None:
+    """What the run's store holds; None if there is none, or nothing in it comes from deduplication.
+
+    Raises:
+        StoreError: it is damaged or in use.
+    """
+    if not (run_dir / files.STORE).is_dir():
+        return None
+    with Store(run_dir / files.STORE, read_only=True) as store:
+        found = [store.manifest(name).provenance for name in store.names]
+        stored, logical = store.bytes_stored, store.bytes_logical
+    found = [provenance for provenance in found if provenance.get("outcome")]
+    if not found:
+        return None
+    return StoredVariants(
+        outcomes=tuple(provenance["outcome"] for provenance in found),
+        bases=tuple(provenance.get("basis") for provenance in found),
+        bytes_stored=stored,
+        bytes_logical=logical,
+    )

@@ -10,8 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fedpriv.errors import InputError
-from fedpriv.tracking.logged import MetricPoint, Parameter
-from fedpriv.tracking.protocol import EXPERIMENT, Ending, Place
+from fedpriv.runs.show.tracker import EXPERIMENT, Ending, MetricPoint, Parameter, Place
 
 # What MLflow takes in one request.
 _METRICS_AT_ONCE, _PARAMETERS_AT_ONCE = 1000, 100

@@ -16,11 +16,18 @@ from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
 from fedpriv.ledger.frames import entries_frame
 from fedpriv.runs import files
-from fedpriv.runs.reader import FinishedRun, read_run
+from fedpriv.runs.folder import FinishedRun, read_run
 from fedpriv.runs.rows import ClientRow, RoundRow, column_types, parse_epsilon, read_rows
-from fedpriv.runs.show.accuracies import accuracy_table
-from fedpriv.runs.show.language import counts_next_tokens, language_table
-from fedpriv.runs.show.tables import MISSING, TextTable, client_table, format_epsilon, format_percent
+from fedpriv.runs.show.tables import (
+    MISSING,
+    TextTable,
+    accuracy_table,
+    client_table,
+    counts_next_tokens,
+    format_epsilon,
+    format_percent,
+    language_table,
+)
 
 # What stands beside the run in a report: its row, and the end of its keys in the summary.
 _BESIDE = (

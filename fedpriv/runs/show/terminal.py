@@ -13,7 +13,6 @@ from rich.text import Text
 
 from fedpriv.names import holder_label
 from fedpriv.names import printable as _printable
-from fedpriv.runs.show.spending import limit_of
 from fedpriv.runs.show.tables import (
     MISSING,
     asked_first,
@@ -22,6 +21,7 @@ from fedpriv.runs.show.tables import (
     format_delta,
     format_percent,
     format_seconds,
+    limit_of,
 )
 from fedpriv.runs.status import ClientStatus, RunStatus
 

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedpriv.tracking.logged import MetricPoint, Parameter
-from fedpriv.tracking.protocol import EXPERIMENT, Ending, Place
+from fedpriv.runs.show.tracker import EXPERIMENT, Ending, MetricPoint, Parameter, Place
 
 _EXIT_CODES: Mapping[Ending, int] = {"finished": 0, "failed": 1}
 
