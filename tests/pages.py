@@ -8,11 +8,12 @@ from unittest import mock
 
 from fedpriv.runs.show import _plots
 
+_DRAWN = ("accuracy_plot", "loss_plot", "evaluation_plot", "epsilon_plot", "traffic_plot")
+
 
 @contextmanager
 def without_plots() -> Iterator[None]:
     """Every plot of a page is an empty text; what a plot is given must still suit it."""
-    with mock.patch("fedpriv.runs.show.report_page.plots", mock.create_autospec(_plots)) as empty:
-        for name in ("accuracy_plot", "loss_plot", "evaluation_plot", "epsilon_plot", "traffic_plot"):
-            getattr(empty, name).return_value = ""
+    empty = {name: mock.create_autospec(getattr(_plots, name), return_value="") for name in _DRAWN}
+    with mock.patch.multiple(_plots, **empty):
         yield

@@ -84,10 +84,19 @@ def column_types(kind: type[RoundRow | ClientRow]) -> dict[str, str]:
 def read_rows(
     path: Path, kind: type[RoundRow | ClientRow], columns: Sequence[str] | None = None
 ) -> list[dict[str, Any]]:
+    """`parse_rows` of a table's file."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return parse_rows(file.read(), path, kind, columns)
+
+
+def parse_rows(
+    text: str, path: Path, kind: type[RoundRow | ClientRow], columns: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
     """The rows of a table that are whole, as {column: value}; the last may be half written, now or when a run died.
 
     Args:
-        path: rounds.csv or clients.csv.
+        text: of rounds.csv or clients.csv.
+        path: of the file, for errors.
         kind: which rows it holds.
         columns: those that are needed, so that tables with fewer columns can be read too; None for all.
 
@@ -97,8 +106,6 @@ def read_rows(
     types = column_types(kind)
     newer = {field.name for field in fields(kind) if field.default is not MISSING}
     needed = {name: types[name] for name in (types if columns is None else columns)}
-    with path.open(newline="", encoding="utf-8") as file:
-        text = file.read()
     reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
     absent = newer - set(reader.fieldnames or ())
     rows = []

@@ -1,21 +1,13 @@
-"""Reports: the page of a run, its plots and tables, and the way numbers are shown.
+"""What shows a run: the terminal, the report, the live page, Python, and MLflow, TensorBoard or Weights & Biases.
 
-What bounds a risk is rounded up, and no epsilon is shown without its delta:
+A tracker is told by a process of its own, which follows the run's folder and reads the tables there. So it knows
+nothing that is not released, and whatever becomes of it or of the tracker's server, the run goes on. `tracker` says
+what is logged, as pure functions of the tables, and what a tracker must do; one file each does it. `following` starts
+the process and is its program.
 
->>> from fedpriv.runs.show import format_bytes, format_epsilon
->>> print(format_epsilon(1.8213, 1e-5), format_bytes(1_230_000), sep="; ")
-ε = 1.83 at δ = 1e-5; 1.23 MB
+>>> from fedpriv.runs.show.tracker import configuration, parameters, round_points
+>>> parameters(configuration({"model": "/home/anna/my-model", "rank": 4, "labels": ["yes", "no"], "out": "/srv/run"}))
+{'model': 'my-model', 'rank': 4, 'labels': 'yes, no'}
+>>> round_points([{"round": 3, "test_accuracy": 0.75, "epsilon_local_max": float("inf")}])
+[MetricPoint(metric='test/accuracy', value=0.75, round=3)]
 """
-
-from typing import TYPE_CHECKING
-
-from fedpriv.exports import lazy_exports
-
-if TYPE_CHECKING:
-    from fedpriv.runs.show.report_page import write_report as write_report
-    from fedpriv.runs.show.tables import format_bound as format_bound
-    from fedpriv.runs.show.tables import format_bytes as format_bytes
-    from fedpriv.runs.show.tables import format_delta as format_delta
-    from fedpriv.runs.show.tables import format_epsilon as format_epsilon
-else:
-    __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

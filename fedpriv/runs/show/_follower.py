@@ -14,7 +14,8 @@ from typing import Any
 import tomli_w
 
 from fedpriv.runs import files
-from fedpriv.runs.rows import ClientRow, RoundRow, read_rows
+from fedpriv.runs.figures import figures
+from fedpriv.runs.folder import RunFolder
 from fedpriv.runs.show import tracker
 from fedpriv.runs.show.tracker import Place, TrackedRun, Tracker
 
@@ -76,11 +77,12 @@ class RunFollower:
         """
         if self._position.finished or not (self._folder / files.CONFIG).is_file():
             return
-        run = self._opened()
+        look = RunFolder(self._folder)
+        run = self._opened(look)
         try:
-            self._tell_rounds(run, self._last_round(complete=complete))
+            self._tell_rounds(run, look, _last_round(look, complete=complete))
             if complete:
-                self._finish(run)
+                self._finish(run, look)
         except Exception:
             if ended:
                 with contextlib.suppress(Exception):  # the first reason is the one to tell
@@ -89,43 +91,32 @@ class RunFollower:
         if ended and not complete:
             run.end("failed")
 
-    def _opened(self) -> TrackedRun:
+    def _opened(self, look: RunFolder) -> TrackedRun:
         if self._run is None:
             run = self._tracker.open_run(self._place, self._position.run or None)
             if run.id != self._position.run:  # a new one, also where the old one is not there any more
                 self._keep(replace(self._position, run=run.id, round=-1))
             if self._position.round < 0:
-                values = tracker.configuration(files.read_values(self._folder / files.CONFIG))
-                run.log_parameters(tracker.parameters(values))
+                run.log_parameters(tracker.parameters(tracker.configuration(look.config)))
             self._run = run
             # A run that is resumed from an earlier checkpoint repeats the rounds after it.
-            self._keep(replace(self._position, round=min(self._position.round, self._last_round(complete=False))))
+            self._keep(replace(self._position, round=min(self._position.round, _last_round(look, complete=False))))
         return self._run
 
-    def _last_round(self, *, complete: bool) -> int:
-        """The last round that is final: a run that dies before its checkpoint repeats the round."""
-        if complete:
-            return max(int(row["round"]) for row in read_rows(self._folder / files.ROUNDS, RoundRow))
-        found = files.checkpoints(self._folder)
-        return files.checkpoint_round(found[-1]) if found else -1
-
-    def _tell_rounds(self, run: TrackedRun, last: int) -> None:
+    def _tell_rounds(self, run: TrackedRun, look: RunFolder, last: int) -> None:
         first = self._position.round
         if last <= first:
             return
-        num_clients = len(files.read_values(self._folder / files.REGISTRATIONS, optional=True))
-        clients = tracker.client_points(read_rows(self._folder / files.CLIENTS, ClientRow), num_clients)
-        points = tracker.round_points(read_rows(self._folder / files.ROUNDS, RoundRow)) + clients
+        clients = tracker.client_points(look.client_rows(), len(look.registrations))
+        points = tracker.round_points(look.round_rows()) + clients
         run.log_points(sorted((p for p in points if first < p.round <= last), key=lambda p: p.round))
         self._keep(replace(self._position, round=last))
 
-    def _finish(self, run: TrackedRun) -> None:
-        summary = files.read_values(self._folder / files.SUMMARY)
-        comparison = self._folder / files.COMPARISON
-        if files.is_finished(comparison):
-            rows = read_rows(comparison / files.ROUNDS, RoundRow)
-            run.log_points(tracker.round_points(rows, tracker.COMPARISON_METRICS))
-        run.log_final(tracker.final_figures(summary), tracker.facts(summary), self._position.round)
+    def _finish(self, run: TrackedRun, look: RunFolder) -> None:
+        if look.comparison is not None and look.comparison.is_finished:
+            run.log_points(tracker.round_points(look.comparison.round_rows(), tracker.COMPARISON_METRICS))
+        final = tracker.final_figures(look.summary, figures(look, "tracker"))
+        run.log_final(final, tracker.facts(look.summary), self._position.round)
         _send(run, lambda into: stage_run(self._folder, into))
         run.end("finished")
         self._keep(replace(self._position, finished=True))
@@ -202,6 +193,13 @@ class SweepFollower:
         return self._runs[key]
 
 
+def _last_round(look: RunFolder, *, complete: bool) -> int:
+    """The last round that is final: a run that dies before its checkpoint repeats the round."""
+    if complete:
+        return max(int(row["round"]) for row in look.round_rows())
+    return -1 if (round_ := look.checkpoint[0]) is None else round_
+
+
 def _send(run: TrackedRun, stage: Callable[[Path], None]) -> None:
     with tempfile.TemporaryDirectory(prefix="fedpriv-tracking-") as folder:
         stage(Path(folder))
@@ -228,14 +226,12 @@ def stage_run(run_folder: Path, into: Path) -> None:
     Raises:
         InputError: a file of the run is missing or damaged.
     """
-    from fedpriv.runs import files
-    from fedpriv.runs.folder import read_run
-    from fedpriv.runs.show import report_page  # deferred: matplotlib
+    from fedpriv.runs.show.report_page import render  # deferred: matplotlib
 
-    run = read_run(run_folder)
+    run = RunFolder(run_folder).checked()
     told = tracker.configuration(run.config)
     (into / files.CONFIG).write_text(tomli_w.dumps(told), encoding="utf-8")
-    report = report_page.render(replace(run, config=told, environment=tracker.versions(run.environment)))
+    report = render(run, config=told, environment=tracker.versions(run.environment))
     (into / files.REPORT).write_text(report, encoding="utf-8")
     adapter = run_folder / files.VARIANTS / GLOBAL
     if not adapter.is_dir():

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from fedpriv.accounting.views import View
-from fedpriv.runs.show.tables import INFINITY, format_bound, format_bytes, format_number, format_percent
+from fedpriv.runs.figures import INFINITY, format_bound, format_bytes, format_number, format_percent
 
 # In points: small enough that a telephone shows the text at its size, large enough for half a column.
 WIDTH, HEIGHT = 340.0, 215.0

@@ -1,4 +1,13 @@
-"""Templates of the live pages, which share style, filters and tables with the report."""
+"""The page of a run or a sweep while it goes on, in pieces, each from the folder alone.
+
+The pages share style, filters and tables with the report. They can be read before there is anything to see:
+
+>>> from pathlib import Path
+>>> from fedpriv.runs.show.live_page import LivePage
+>>> pieces = LivePage(Path("runs/tomorrow")).read()
+>>> print(pieces["head"].strip(), "Nothing here yet" in pieces["notes"])
+<h1>tomorrow</h1> True
+"""
 
 from __future__ import annotations
 
@@ -12,53 +21,42 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import pandas as pd
-from jinja2 import ChoiceLoader, Environment, PackageLoader
 
 from fedpriv.accounting.views import View
 from fedpriv.errors import InputError
 from fedpriv.names import holder_label
 from fedpriv.runs import files, presence
-from fedpriv.runs.folder import read_run
-from fedpriv.runs.rows import ClientRow, RoundRow, parse_epsilon, read_rows
-from fedpriv.runs.show import _plots, tables
+from fedpriv.runs.figures import figures, format_bound, format_delta, format_epsilon, format_number, format_percent
+from fedpriv.runs.folder import RunFolder
+from fedpriv.runs.show import _plots
 from fedpriv.runs.show.report_page import Panel, panel, render, templates
 from fedpriv.runs.show.terminal import event_parts, state_of, trouble_of
-from fedpriv.runs.status import ClientStatus, RunStatus, read_status
+from fedpriv.runs.status import ClientStatus, spent_on_view, status_of
 from fedpriv.runs.sweeps import KEY, SweepRun, is_sweep, read_sweep
-
-
-def rendered(template: str, names: Sequence[str], **values: Any) -> dict[str, str]:
-    """{name: HTML} of a template's macros of these names, which see the values and escape them."""
-    module = _environment().get_template(template).make_module(values)
-    return {name: str(getattr(module, name)()) for name in names}
-
-
-def whole_page(**values: Any) -> str:
-    """A whole page, with its first pieces in place."""
-    return _environment().get_template("page.html.j2").render(script=script(), **values)
-
-
-@cache
-def script() -> str:
-    """The page's script; it is the same on every page, so a browser is told to run nothing else."""
-    return (resources.files("fedpriv.runs.show") / "templates" / "live.js").read_text(encoding="utf-8")
-
-
-@cache
-def _environment() -> Environment:
-    return templates()
-
 
 log = logging.getLogger("fedpriv")
 
+# Of the pieces, in the order of the page.
+_RUN_PIECES = ("head", "notes", "figures", "clients", "plots", "events")
+_SWEEP_PIECES = ("head", "spending", "runs")
 _PIECES = tuple(dict.fromkeys([*_RUN_PIECES, *_SWEEP_PIECES]))
 
 # What a run writes, in its folder or one level below.
 _WATCHED = ("*", f"{files.CHECKPOINTS}/*", f"{files.COMPARISON}/*")
 _WATCHED_OF_A_SWEEP = ("*", f"*/{files.ROUNDS}", f"*/{files.SUMMARY}", f"*/{files.PRESENCE}")
+
+# If there are more clients, only those in trouble are listed, and at most as many.
+_MAX_CLIENTS = 200
+
+_AGAINST: dict[View, str] = {
+    "local": "against the server, which sees every upload",
+    "rho": "by Theorem 1 of DP-LoRA",
+    "aggregate": "against someone who sees the weighted sums alone",
+}
+_STATES = ("running", "waiting", "finished", "failed", "interrupted", "unknown")
 
 # matplotlib's settings belong to the whole process.
 _drawing = threading.Lock()
@@ -66,6 +64,8 @@ _drawing = threading.Lock()
 
 class LivePage:
     """The pieces of a folder's page, whatever the folder is by now; nothing that is in it, or is not, raises.
+
+    The folder is read again only if it has changed.
 
     Args:
         folder: of a run or a sweep, which may not be there yet.
@@ -98,7 +98,7 @@ class LivePage:
         with _drawing:
             seen = self._signature()
             if self._report is None or self._report[0] != seen:
-                self._report = (seen, render(read_run(self._folder)))
+                self._report = (seen, render(RunFolder(self._folder)))
             return self._report[1]
 
     def has_run(self, key: str) -> bool:
@@ -106,12 +106,11 @@ class LivePage:
         return KEY.fullmatch(key) is not None and (self._folder / key).is_dir() and is_sweep(self._folder)
 
     def _read(self) -> dict[str, str]:
-        now = time.time()
         try:
             if (self._folder / files.CONFIG).is_file():
-                return run_pieces(self._folder, now=now)
+                return run_pieces(RunFolder(self._folder))
             if is_sweep(self._folder):
-                return sweep_pieces(self._folder, now=now)
+                return sweep_pieces(self._folder, now=time.time())
             return self._note("Nothing here yet", "No run has begun in this folder. The page shows it once it does.")
         except (InputError, OSError) as error:
             # Also what a run is just writing; the next look may see it whole.
@@ -121,7 +120,7 @@ class LivePage:
             return self._note("This folder cannot be shown", "One of its files holds what no run writes.")
 
     def _note(self, title: str, text: str) -> dict[str, str]:
-        return rendered("note.html.j2", ("head", "notes"), name=self.title, title=title, text=text)
+        return _rendered("note.html.j2", ("head", "notes"), name=self.title, title=title, text=text)
 
     def _signature(self) -> object:
         """Changes whenever the page would."""
@@ -143,16 +142,52 @@ class LivePage:
         return [presence.is_alive(path.parent) for path in sorted(self._folder.glob(f"*/{files.PRESENCE}"))]
 
 
-# Beyond them only those in trouble are listed, and then as many.
-_MAX_CLIENTS = 200
-# Of the pieces, in the order of the page.
-_RUN_PIECES = ("head", "notes", "figures", "clients", "plots", "events")
+def whole_page(**values: Any) -> str:
+    """A whole page, with its first pieces in place."""
+    return templates().get_template("page.html.j2").render(script=script(), **values)
 
-_AGAINST: dict[View, str] = {
-    "local": "against the server, which sees every upload",
-    "rho": "by Theorem 1 of DP-LoRA",
-    "aggregate": "against someone who sees the weighted sums alone",
-}
+
+@cache
+def script() -> str:
+    """The page's script; it is the same on every page, so a browser is told to run nothing else."""
+    return (resources.files("fedpriv.runs.show") / "templates" / "live.js").read_text(encoding="utf-8")
+
+
+def _rendered(template: str, names: Sequence[str], **values: Any) -> dict[str, str]:
+    """{name: HTML} of a template's macros of these names, which see the values and escape them."""
+    module = templates().get_template(template).make_module(values)
+    return {name: str(getattr(module, name)()) for name in names}
+
+
+def run_pieces(folder: RunFolder) -> dict[str, str]:
+    """{name: HTML} of the pieces of a run's page; all text from the folder is escaped.
+
+    Raises:
+        InputError: the folder holds no run, or one of its files is damaged.
+    """
+    status = status_of(folder)
+    view = cast(View, status.privacy_view)
+    limit_name, lines = _client_lines(folder)
+    listed = lines if len(lines) <= _MAX_CLIENTS else [line for line in lines if line.known.is_troubled][:_MAX_CLIENTS]
+    return _rendered(
+        "run.html.j2",
+        _RUN_PIECES,
+        name=folder.name,
+        status=status,
+        view=view,
+        changed=folder.now - status.seconds_since_change,
+        doing=_doing(folder),
+        why_not_private=_why_not_private(folder),
+        tiles=figures(folder, "live"),
+        against=_AGAINST[view],
+        limit_name=limit_name,
+        listed=listed,
+        num_unlisted=len(lines) - len(listed),
+        panels=_panels(folder, view, limit_name, lines),
+        last_events=[event_parts(event) for event in reversed(status.events)],
+        bound=format_bound,
+        delta=format_delta,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,99 +227,19 @@ class _ClientLine:
         return min(1.0, self.epsilon / self.limit)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _RunPage:
-    """A run as its page shows it.
-
-    Attributes:
-        view: the one that budgets and target apply to.
-        limit_name: `budget`, `target`, or empty.
-        comparison_rounds: of the run without noise; None before it begins.
-    """
-
-    name: str
-    status: RunStatus
-    config: Mapping[str, Any]
-    summary: Mapping[str, Any]
-    view: View
-    limit_name: str
-    clients: tuple[_ClientLine, ...]
-    rounds: pd.DataFrame
-    client_rows: pd.DataFrame
-    comparison_rounds: pd.DataFrame | None
-
-
-def run_pieces(run_dir: Path, *, now: float) -> dict[str, str]:
-    """{name: HTML} of the pieces of a run's page; all text from the folder is escaped.
-
-    Args:
-        run_dir: of a run, which may be writing to it.
-        now: seconds since the epoch.
-
-    Raises:
-        InputError: the folder holds no run, or one of its files is damaged.
-    """
-    run = _read_page(run_dir, now=now)
-    status = run.status
-    listed = _listed(run.clients)
-    return rendered(
-        "run.html.j2",
-        _RUN_PIECES,
-        run=run,
-        status=status,
-        changed=now - status.seconds_since_change,
-        doing=_doing(run),
-        why_not_private=_why_not_private(run),
-        epsilon=_largest(run),
-        against=_AGAINST[run.view],
-        listed=listed,
-        num_unlisted=len(run.clients) - len(listed),
-        panels=_panels(run),
-        last_events=[event_parts(event) for event in reversed(status.events)],
-        bound=tables.format_bound,
-        delta=tables.format_delta,
-    )
-
-
-def _read_page(run_dir: Path, *, now: float) -> _RunPage:
-    """The run in the folder.
-
-    Raises:
-        InputError: the folder holds no run, or one of its files is damaged.
-    """
-    status = read_status(run_dir, now=now)
-    config = files.read_values(run_dir / files.CONFIG)
-    summary = files.read_values(run_dir / files.SUMMARY, optional=True)
-    view = cast(View, config.get("privacy_view") if config.get("privacy_view") in get_args(View) else "local")
-    rows = _table(run_dir / files.CLIENTS, ClientRow, ("round", "client", "status", f"epsilon_{view}"))
-    limit_name, limits = _limits(config)
-    return _RunPage(
-        name=run_dir.resolve().name,
-        status=status,
-        config=config,
-        summary=summary,
-        view=view,
-        limit_name=limit_name,
-        clients=tuple(
-            _ClientLine(known=client, epsilon=epsilon, limit=limits[client.client] if len(limits) > 1 else limits[0])
-            for client, epsilon in zip(status.clients, _spent(status, rows, summary, view), strict=True)
-        ),
-        rounds=_rounds(run_dir),
-        client_rows=rows,
-        comparison_rounds=_rounds(comparison) if (comparison := run_dir / files.COMPARISON).is_dir() else None,
-    )
-
-
-def _rounds(folder: Path) -> pd.DataFrame:
-    columns = ("round", "test_accuracy", "test_loss", "test_perplexity")
-    return _table(folder / files.ROUNDS, RoundRow, columns)
-
-
-def _table(path: Path, kind: type[RoundRow | ClientRow], columns: Sequence[str]) -> pd.DataFrame:
-    """The whole rows of a table; None becomes NaN."""
-    frame = pd.DataFrame(read_rows(path, kind, columns) if path.is_file() else [], columns=list(columns))
-    text = {"status"}
-    return frame.astype({name: float for name in columns if name not in text and name not in ("round", "client")})
+def _client_lines(folder: RunFolder) -> tuple[str, list[_ClientLine]]:
+    """What the clients' limits are called (`budget`, `target`, or empty), and the row of each client."""
+    limit_name, limits = _limits(folder.config)
+    spent = spent_on_view(folder)
+    lines = [
+        _ClientLine(
+            known=client,
+            epsilon=spent[client.client],
+            limit=limits[client.client] if len(limits) > 1 else limits[0],
+        )
+        for client in status_of(folder).clients
+    ]
+    return limit_name, lines
 
 
 def _limits(config: Mapping[str, Any]) -> tuple[str, list[float | None]]:
@@ -296,75 +251,58 @@ def _limits(config: Mapping[str, Any]) -> tuple[str, list[float | None]]:
     return "", [None]
 
 
-def _spent(status: RunStatus, rows: pd.DataFrame, summary: Mapping[str, Any], view: View) -> list[float | None]:
-    """What each client has spent on a view: the final figure, or else that of its last row."""
-    column = f"epsilon_{view}"
-    final = {entry["client"]: parse_epsilon(entry.get(column)) for entry in summary.get("clients", ())}
-    last = dict(zip(rows["client"], rows[column], strict=True))
-    return [
-        final.get(client.client, parse_epsilon(last[client.client]) if client.client in last else None)
-        for client in status.clients
-    ]
-
-
-def _largest(run: _RunPage) -> str:
-    """The largest epsilon on the run's view, with its delta."""
-    spent = [client.epsilon for client in run.clients if client.epsilon is not None]
-    return tables.format_epsilon(max(spent), run.status.delta_max) if spent else tables.MISSING
-
-
-def _why_not_private(run: _RunPage) -> str | None:
+def _why_not_private(folder: RunFolder) -> str | None:
     """Why nobody is protected, as far as that is known before the end."""
-    if run.summary.get("private") is False or run.config.get("simulate"):
+    if folder.summary.get("private") is False or folder.config.get("simulate"):
         return "its noise and sampling are seeded, or no noise bounds what an upload reveals"
-    if any(client.epsilon is not None and math.isinf(client.epsilon) for client in run.clients):
+    if any(epsilon is not None and math.isinf(epsilon) for epsilon in spent_on_view(folder).values()):
         return "no noise bounds what an upload reveals: ε is infinite"
     return None
 
 
-def _doing(run: _RunPage) -> str:
+def _doing(folder: RunFolder) -> str:
     """What the run is at."""
-    status = run.status
+    status = status_of(folder)
     if status.state == "finished":
         return "finished"
-    if run.comparison_rounds is not None:
-        done = max(0, len(run.comparison_rounds) - 1)
+    if folder.comparison is not None:
+        done = max(0, len(_rounds(folder.comparison)) - 1)
         return f"the same rounds without noise, for comparison: {done} of {status.num_rounds_planned or '?'}"
     if status.num_rounds_planned is not None and status.num_rounds >= status.num_rounds_planned:
         return "all rounds are done; results are being written"
     return f"round {status.num_rounds + 1}" if status.state == "running" else f"after round {status.num_rounds}"
 
 
-def _listed(clients: tuple[_ClientLine, ...]) -> list[_ClientLine]:
-    """All clients, or only those in trouble if there are many."""
-    if len(clients) <= _MAX_CLIENTS:
-        return list(clients)
-    return [client for client in clients if client.known.is_troubled][:_MAX_CLIENTS]
-
-
-def _panels(run: _RunPage) -> list[Panel]:
+def _panels(folder: RunFolder, view: View, limit_name: str, lines: Sequence[_ClientLine]) -> list[Panel]:
     """The plots of what there is by now."""
+    rounds, compared = _rounds(folder), _rounds(folder.comparison) if folder.comparison else None
+    columns = ("round", "client", "status", f"epsilon_{view}")
+    rows = _frame(folder.client_rows(columns), columns)
     found = []
-    if len(run.client_rows):
-        found.append(_epsilon_panel(run))
+    if len(rows):
+        common = {line.limit for line in lines if line.limit is not None}
+        title, limits = f"ε so far, {view} view", {limit_name: min(common)} if len(common) == 1 else {}
+        delta = format_delta(status_of(folder).delta_max)
+        note = f"Per client, {_AGAINST[view]}, at its δ (at most {delta}), after each round; by rdp."
+        frame = _plots.epsilon_lines(rows, rounds, view)
+        svg = _plots.epsilon_plot(frame, title=title, name=f"epsilon-{view}", limits=limits)
+        found.append(panel(title, note, svg, frame, format_bound))
+    label = "this run" if _why_not_private(folder) else "with DP"
     note = "On the server's own test set; round 0 is the untrained model."
-    for column, title, draw, format_value in (
-        ("test_accuracy", "Test accuracy", None, tables.format_percent),
-        ("test_perplexity", "Test perplexity", _plots.loss_plot, tables.format_number),
-        ("test_loss", "Test loss", _plots.loss_plot, tables.format_number),
+    for column, title, format_value in (
+        ("test_accuracy", "Test accuracy", format_percent),
+        ("test_perplexity", "Test perplexity", format_number),
+        ("test_loss", "Test loss", format_number),
     ):
-        if run.rounds[column].isna().all():
+        if rounds[column].isna().all():
             continue
-        label = "this run" if _why_not_private(run) else "with DP"
-        compared = run.comparison_rounds
         frame = _plots.compared_lines(
-            run.rounds, compared if compared is not None and len(compared) else None, column, label
+            rounds, compared if compared is not None and len(compared) else None, column, label
         )
-        svg = (
-            draw(frame, title=title, name=column.removeprefix("test_"))
-            if draw is not None
-            else _plots.accuracy_plot(frame, references=_references(run.summary))
-        )
+        if column == "test_accuracy":
+            svg = _plots.accuracy_plot(frame, references=_references(folder.summary))
+        else:
+            svg = _plots.loss_plot(frame, title=title, name=column.removeprefix("test_"))
         found.append(panel(title, note, svg, frame, format_value))
     return found
 
@@ -375,21 +313,16 @@ def _references(summary: Mapping[str, Any]) -> dict[str, float]:
     return {name: accuracy for name, accuracy in named.items() if accuracy is not None}
 
 
-def _epsilon_panel(run: _RunPage) -> Panel:
-    frame = _plots.epsilon_lines(run.client_rows, run.rounds, run.view)
-    title = f"ε so far, {run.view} view"
-    common = {client.limit for client in run.clients if client.limit is not None}
-    limits = {run.limit_name: min(common)} if len(common) == 1 else {}
-    svg = _plots.epsilon_plot(frame, title=title, name=f"epsilon-{run.view}", limits=limits)
-    delta = tables.format_delta(run.status.delta_max)
-    note = f"Per client, {_AGAINST[run.view]}, at its δ (at most {delta}), after each round; by rdp."
-    return panel(title, note, svg, frame, tables.format_bound)
+def _rounds(folder: RunFolder) -> pd.DataFrame:
+    """The whole rows of rounds.csv that the plots need; none before it is there."""
+    columns = ("round", "test_accuracy", "test_loss", "test_perplexity")
+    return _frame(folder.round_rows(columns) if (folder.path / files.ROUNDS).is_file() else [], columns)
 
 
-# Of the pieces, in the order of the page.
-_SWEEP_PIECES = ("head", "spending", "runs")
-
-_STATES = ("running", "waiting", "finished", "failed", "interrupted", "unknown")
+def _frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
+    """Rows as a table; None becomes NaN."""
+    frame = pd.DataFrame(rows, columns=list(columns))
+    return frame.astype({name: float for name in columns if name not in ("round", "client", "status")})
 
 
 def sweep_pieces(folder: Path, *, now: float) -> dict[str, str]:
@@ -404,20 +337,20 @@ def sweep_pieces(folder: Path, *, now: float) -> dict[str, str]:
     """
     sweep = read_sweep(folder, now=now)
     counts = Counter(run.state for run in sweep.runs)
-    return rendered(
+    return _rendered(
         "sweep.html.j2",
         _SWEEP_PIECES,
         sweep=sweep,
         counts=", ".join(f"{counts[state]} {state}" for state in _STATES if counts[state]),
         num_done=counts["finished"] + counts["failed"],
-        all_runs=[(name_of(run), run) for run in sweep.runs],
+        all_runs=[(_name_of(run), run) for run in sweep.runs],
         has_perplexity=any(run.perplexity is not None for run in sweep.runs),
-        spent=tables.format_epsilon(sweep.spending.epsilon, sweep.spending.delta),
-        bound=tables.format_bound,
-        delta=tables.format_delta,
+        spent=format_epsilon(sweep.spending.epsilon, sweep.spending.delta),
+        bound=format_bound,
+        delta=format_delta,
     )
 
 
-def name_of(run: SweepRun) -> str:
+def _name_of(run: SweepRun) -> str:
     """What sets a run apart from the others."""
     return ", ".join(f"{key} {value}" for key, value in run.varied.items() if value is not None) or run.key

@@ -16,7 +16,20 @@ from markupsafe import Markup
 
 from fedpriv.accounting.views import View, readers_label
 from fedpriv.runs import files
-from fedpriv.runs.folder import FinishedRun, read_run
+from fedpriv.runs.figures import (
+    audit_bound,
+    counts_next_tokens,
+    figures,
+    format_bound,
+    format_bytes,
+    format_delta,
+    format_epsilon,
+    format_number,
+    format_percent,
+    format_seconds,
+    why_not_private,
+)
+from fedpriv.runs.folder import RunFolder
 from fedpriv.runs.rows import parse_epsilon
 from fedpriv.runs.show import _plots, tables
 from fedpriv.runs.show.tables import TextTable
@@ -45,7 +58,7 @@ def write_report(run_dir: Path) -> Path:
     Raises:
         InputError: one line that names the missing or wrong file, column or key, and what would be right.
     """
-    page = render(read_run(run_dir))
+    page = render(RunFolder(run_dir))
     path = run_dir / files.REPORT
     unfinished = run_dir / f".{files.REPORT}.{os.getpid()}"
     try:
@@ -56,42 +69,55 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def render(run: FinishedRun) -> str:
-    """The page as HTML. All text from the run is escaped; only the plots are markup."""
-    summary = run.summary
+def render(
+    run: RunFolder, *, config: Mapping[str, Any] | None = None, environment: Mapping[str, Any] | None = None
+) -> str:
+    """The page of a finished run as HTML. All text from the run is escaped; only the plots are markup.
+
+    Args:
+        run: its folder.
+        config, environment: that the page tells; None for all that the folder holds.
+
+    Raises:
+        InputError: the run is not finished, or its folder is damaged.
+    """
+    summary = run.checked().summary
+    accountant = "pld" if summary["accountant"] == "pld" else f"{summary['accountant']}, an upper bound"
+    config = run.config if config is None else config
+    environment = run.environment if environment is None else environment
     return (
         templates()
         .get_template("report.html.j2")
         .render(
             run=run,
             summary=summary,
+            tiles=figures(run, "report"),
             why_not_private=why_not_private(run),
-            accountant=_accountant(summary),
+            accountant=accountant,
             interval=summary.get("accuracy_interval"),
             accuracies=tables.accuracy_table(summary),
             confusion=tables.confusion_table(summary),
-            next_tokens=tables.counts_next_tokens(summary),
+            next_tokens=counts_next_tokens(summary),
             responses=tables.language_table(summary),
             changes=tables.changes(summary),
             samples=tables.sample_table(run.samples, private=summary["private"]),
-            accuracy_without_noise=_accuracy_without_noise(run),
-            epsilon_local=tables.format_epsilon(summary["epsilon_local_max"], summary["delta_max"]),
+            epsilon_local=format_epsilon(summary["epsilon_local_max"], summary["delta_max"]),
             epsilon_aggregate=_epsilon_aggregate(summary),
             sums=_sums(run),
             readers=_readers(summary),
             earlier=_earlier_runs(summary),
             retired=_retired(summary),
-            epsilon_rho=tables.format_epsilon(summary["epsilon_rho_max"], summary["delta_max"]),
+            epsilon_rho=format_epsilon(summary["epsilon_rho_max"], summary["delta_max"]),
             audit=summary.get("audit"),
-            audit_bound=tables.audit_bound(summary.get("audit")),
+            audit_bound=audit_bound(summary.get("audit")),
             recurring=tables.recurrence_table((summary.get("integral") or {}).get("clusters")),
             stored_variants=tables.variant_table(run.stored) if run.stored else None,
             stored_sizes=tables.size_table(run.stored, summary.get("base_model_bytes")) if run.stored else None,
-            clients=tables.client_table(summary["clients"], _accountant(summary), view=summary["privacy_view"]),
+            clients=tables.client_table(summary["clients"], accountant, view=summary["privacy_view"]),
             charged=_charged(run),
             failures=_failures(run),
             panels=[*_quality_panels(run), *_epsilon_panels(run), *_traffic_panels(run)],
-            settings={"Configuration": _texts(run.config), "Environment": _texts(run.environment)},
+            settings={"Configuration": _texts(config), "Environment": _texts(environment)},
         )
     )
 
@@ -107,36 +133,20 @@ def templates() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "bytes": tables.format_bytes,
-        "number": tables.format_number,
-        "percent": tables.format_percent,
-        "seconds": tables.format_seconds,
+        "bytes": format_bytes,
+        "number": format_number,
+        "percent": format_percent,
+        "seconds": format_seconds,
+        "capital": lambda text: (text[:1].upper() if text[:1].isascii() else text[:1]) + text[1:],
     }
     return environment
-
-
-def why_not_private(run: FinishedRun) -> list[str]:
-    """The reasons why a run protects nobody; empty for a private run."""
-    reasons, delta = [], run.summary["delta_max"]
-    if run.summary["noise_source"] != "secure":
-        reasons.append("its noise came from a seeded generator: whoever knows the seed can subtract the noise")
-    if (as_published := run.summary.get("epsilon_as_published_max")) is not None:
-        reasons.append(
-            f"{run.summary.get('caveat') or 'its noise was accounted for without proof'}; the resulting figure, "
-            f"{tables.format_epsilon(as_published, delta)}, is no privacy guarantee"
-        )
-    elif tables.format_bound(run.summary["epsilon_local_max"]) == tables.INFINITY:
-        reasons.append("no noise bounds what an upload reveals: ε is infinite")
-    if not run.summary["private"] and not reasons:
-        reasons.append("the run is marked as not private")
-    return reasons
 
 
 def _epsilon_aggregate(summary: Mapping[str, Any]) -> str | None:
     """The `aggregate` view's largest epsilon; None if the view does not hold."""
     if summary["aggregate_objections"] or "epsilon_aggregate_max" not in summary:
         return None
-    return tables.format_epsilon(summary["epsilon_aggregate_max"], summary["delta_max"])
+    return format_epsilon(summary["epsilon_aggregate_max"], summary["delta_max"])
 
 
 def _readers(summary: Mapping[str, Any]) -> str:
@@ -160,7 +170,7 @@ class Sums(NamedTuple):
     without: dict[int, str]
 
 
-def _sums(run: FinishedRun) -> Sums | None:
+def _sums(run: RunFolder) -> Sums | None:
     """What was in the run's sums; None without secure aggregation."""
     if not run.config.get("secure_aggregation"):
         return None
@@ -185,7 +195,7 @@ def _earlier_runs(summary: Mapping[str, Any]) -> str | None:
     alone = max((parse_epsilon(c["epsilon_local_this_run"]) for c in summary["clients"]), default=0.0)
     return (
         f"up to {num_earlier} earlier run{'s' if num_earlier != 1 else ''}; this run alone cost at most "
-        f"{tables.format_bound(alone)}"
+        f"{format_bound(alone)}"
     )
 
 
@@ -194,18 +204,7 @@ def _retired(summary: Mapping[str, Any]) -> dict[str, int]:
     return {str(c.get("name", c["client"])): c["rounds"] for c in summary["clients"] if c["retired"]}
 
 
-def _accountant(summary: Mapping[str, Any]) -> str:
-    return "pld" if summary["accountant"] == "pld" else f"{summary['accountant']}, an upper bound"
-
-
-def _accuracy_without_noise(run: FinishedRun) -> float | None:
-    accuracy: float | None = run.summary["accuracy_non_private"]
-    if accuracy is None and run.comparison_summary is not None:
-        accuracy = run.comparison_summary.get("accuracy")
-    return accuracy
-
-
-def _charged(run: FinishedRun) -> dict[str, str]:
+def _charged(run: RunFolder) -> dict[str, str]:
     """The parameters that the accountant was given, as ranges over all clients and rounds."""
     names = {
         "noise_multiplier": "noise multiplier z",
@@ -217,13 +216,13 @@ def _charged(run: FinishedRun) -> dict[str, str]:
     return {name: tables.format_range(run.clients[column]) for column, name in names.items()}
 
 
-def _failures(run: FinishedRun) -> dict[str, int]:
+def _failures(run: RunFolder) -> dict[str, int]:
     """How often a client's reply failed, by its status."""
     failed = run.clients.loc[run.clients["status"] != "ok", "status"].fillna("unknown")
     return {str(status): int(count) for status, count in failed.value_counts().sort_index().items()}
 
 
-def _quality_panels(run: FinishedRun) -> list[Panel]:
+def _quality_panels(run: RunFolder) -> list[Panel]:
     name = "this run" if why_not_private(run) else "with DP"
     if run.summary.get("accuracy_interval"):
         return [_evaluation_panel(run, name)]
@@ -234,13 +233,13 @@ def _quality_panels(run: FinishedRun) -> list[Panel]:
     references = _references(run.summary)
     note = "On the server's own test set; round 0 is the untrained model."
     panels = _perplexity_panels(run, name, note)
-    if not tables.counts_next_tokens(run.summary):
+    if not counts_next_tokens(run.summary):
         plot = _plots.accuracy_plot(accuracy, references=references)
-        panels.insert(0, panel("Test accuracy", note, plot, accuracy, tables.format_percent))
-    return [*panels, panel("Test loss", "On the same test set.", _plots.loss_plot(loss), loss, tables.format_number)]
+        panels.insert(0, panel("Test accuracy", note, plot, accuracy, format_percent))
+    return [*panels, panel("Test loss", "On the same test set.", _plots.loss_plot(loss), loss, format_number)]
 
 
-def _perplexity_panels(run: FinishedRun, name: str, note: str) -> list[Panel]:
+def _perplexity_panels(run: RunFolder, name: str, note: str) -> list[Panel]:
     """The perplexity of responses over the rounds; none for a classifier."""
     title, column = "Test perplexity", "test_perplexity"
     if column not in run.rounds or run.rounds[column].isna().all():
@@ -250,7 +249,7 @@ def _perplexity_panels(run: FinishedRun, name: str, note: str) -> list[Panel]:
         compared = None
     perplexity = _plots.compared_lines(run.rounds, compared, column, name)
     plot = _plots.loss_plot(perplexity, title=title, name="perplexity")
-    return [panel(title, note, plot, perplexity, tables.format_number)]
+    return [panel(title, note, plot, perplexity, format_number)]
 
 
 def _references(summary: Mapping[str, Any]) -> dict[str, float]:
@@ -263,18 +262,18 @@ def _references(summary: Mapping[str, Any]) -> dict[str, float]:
     return {name: accuracy for name, accuracy in named.items() if accuracy is not None}
 
 
-def _evaluation_panel(run: FinishedRun, name: str) -> Panel:
+def _evaluation_panel(run: RunFolder, name: str) -> Panel:
     evaluated = _plots.evaluation_lines(run.summary, name)
     note = (
         "Of the final model, on records that the holders set aside; the bar is the 95% interval, which covers the "
         "noise of their counts."
     )
     svg = _plots.evaluation_plot(evaluated, references=_references(run.summary))
-    return panel("Private evaluation", note, svg, evaluated, tables.format_percent)
+    return panel("Private evaluation", note, svg, evaluated, format_percent)
 
 
-def _epsilon_panels(run: FinishedRun) -> list[Panel]:
-    delta = f"at its δ (at most {tables.format_delta(run.summary['delta_max'])})"
+def _epsilon_panels(run: RunFolder) -> list[Panel]:
+    delta = f"at its δ (at most {format_delta(run.summary['delta_max'])})"
     panels = []
     views: dict[View, str] = {"local": "against the server", "rho": "by Theorem 1 of DP-LoRA"}
     if _epsilon_aggregate(run.summary):
@@ -284,11 +283,11 @@ def _epsilon_panels(run: FinishedRun) -> list[Panel]:
         title = f"ε so far, {view} view"
         note = f"Per client, {against}, {delta}; live figures by rdp. Each view has a scale of its own."
         svg = _plots.epsilon_plot(spent, title=title, name=f"epsilon-{view}")
-        panels.append(panel(title, note, svg, spent, tables.format_bound))
+        panels.append(panel(title, note, svg, spent, format_bound))
     return panels
 
 
-def _traffic_panels(run: FinishedRun) -> list[Panel]:
+def _traffic_panels(run: RunFolder) -> list[Panel]:
     traffic = _plots.traffic_lines(run.rounds)
     titles = {
         "round": ("Bytes in each round", "All clients together.", traffic[traffic.index > 0]),
@@ -300,7 +299,7 @@ def _traffic_panels(run: FinishedRun) -> list[Panel]:
             note,
             _plots.traffic_plot(frame, title=title, name=f"bytes-{key}"),
             frame,
-            tables.format_bytes,
+            format_bytes,
         )
         for key, (title, note, frame) in titles.items()
     ]

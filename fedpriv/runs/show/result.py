@@ -16,18 +16,10 @@ from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
 from fedpriv.ledger.frames import entries_frame
 from fedpriv.runs import files
-from fedpriv.runs.folder import FinishedRun, read_run
+from fedpriv.runs.figures import MISSING, counts_next_tokens, figures, format_epsilon, format_percent
+from fedpriv.runs.folder import RunFolder
 from fedpriv.runs.rows import ClientRow, RoundRow, column_types, parse_epsilon, read_rows
-from fedpriv.runs.show.tables import (
-    MISSING,
-    TextTable,
-    accuracy_table,
-    client_table,
-    counts_next_tokens,
-    format_epsilon,
-    format_percent,
-    language_table,
-)
+from fedpriv.runs.show.tables import TextTable, accuracy_table, client_table, language_table
 
 # What stands beside the run in a report: its row, and the end of its keys in the summary.
 _BESIDE = (
@@ -49,7 +41,7 @@ class Run:
     """
 
     folder: Path
-    _read: FinishedRun = field()
+    _read: RunFolder = field()
 
     @property
     def config(self) -> RunConfig:
@@ -58,12 +50,13 @@ class Run:
         Raises:
             InputError: another version wrote it, with keys that this one does not have.
         """
-        return files.read_config(self.folder)
+        return self._read.settings
 
     @property
     def summary(self) -> dict[str, Any]:
-        """summary.json, with None for what a run of an earlier version lacks."""
-        return copy.deepcopy(dict(self._read.summary))
+        """summary.json, with None for what a run of an earlier version lacks, and all other figures of the run."""
+        others = {figure.key: figure.value for figure in figures(self._read, "result")}
+        return copy.deepcopy(others | self._read.summary)
 
     @property
     def rounds(self) -> pd.DataFrame:
@@ -186,7 +179,7 @@ def open_run(folder: str | Path) -> Run:
         InputError: one line that names the missing or wrong file, column or key, and what would be right.
     """
     path = Path(folder).expanduser().absolute()
-    return Run(folder=path, _read=read_run(path))
+    return Run(folder=path, _read=RunFolder(path).checked())
 
 
 def _frame(path: Path, kind: type[RoundRow | ClientRow]) -> pd.DataFrame:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import ROUND_CEILING, Decimal
 from typing import TYPE_CHECKING, Any
 
 from fedpriv.names import holder_label
+from fedpriv.runs.figures import (
+    MISSING,
+    asked_first,
+    format_accuracy,
+    format_bound,
+    format_bytes,
+    format_delta,
+    format_number,
+    format_percent,
+)
 from fedpriv.runs.rows import Sample, parse_epsilon
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from fedpriv.runs.folder import StoredVariants
-
-
-INFINITY = "∞"
-MISSING = "–"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,74 +35,6 @@ class TextTable:
     rows: tuple[tuple[str, ...], ...]
 
 
-def format_bound(epsilon: float | str | None) -> str:
-    """An epsilon rounded up to three figures, for a cell beside its delta; ∞ if there is no bound."""
-    bound = parse_epsilon(epsilon)
-    if math.isinf(bound):
-        return INFINITY
-    if 0 < bound < 0.001 or bound >= 1e6:
-        return _round_up(bound, figures=2)
-    num_decimals = 3 if bound < 1 else 2 if bound < 10 else 1 if bound < 100 else 0
-    return str(Decimal(repr(bound)).quantize(Decimal(1).scaleb(-num_decimals), rounding=ROUND_CEILING))
-
-
-def format_delta(delta: float | None) -> str:
-    """A delta rounded up to two figures, such as `1e-5`; a dash if there is none."""
-    return MISSING if delta is None or not math.isfinite(delta) else _round_up(delta, figures=2)
-
-
-def format_epsilon(epsilon: float | str | None, delta: float | None) -> str:
-    """An epsilon with its delta: `ε = 1.83 at δ = 1e-5`. An epsilon is never shown without one.
-
-    Args:
-        epsilon: >= 0; None, NaN and "inf" are shown as ∞.
-        delta: in (0, 1).
-    """
-    return f"ε = {format_bound(epsilon)} at δ = {format_delta(delta)}"
-
-
-def format_bytes(num_bytes: float | None) -> str:
-    """A size in decimal units: `512 B`, `1.23 MB` (1 MB = 1,000,000 bytes)."""
-    if num_bytes is None or not math.isfinite(num_bytes):
-        return MISSING
-    size, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
-    # 999.5 kB would be rounded to 1e+03 kB, so it is shown as 1 MB.
-    while abs(size) >= 999.5 and len(units) > 1:
-        size, units = size / 1000, units[1:]
-    return f"{size:.4g} {units[0]}" if abs(size) >= 999.5 else f"{size:.3g} {units[0]}"
-
-
-def format_percent(share: float | None) -> str:
-    """A share in [0, 1] as a percentage with one decimal; a dash if it was not measured."""
-    return MISSING if share is None or not math.isfinite(share) else f"{100 * share:.1f}%"
-
-
-def format_accuracy(summary: Mapping[str, Any]) -> str:
-    """A run's accuracy with four decimals and its standard error; a dash if unknown.
-
-    One that was read from noised counts has its interval in place of the standard error.
-    """
-    accuracy, interval = summary["accuracy"], summary.get("accuracy_interval")
-    error = summary.get("accuracy_standard_error")
-    text = MISSING if accuracy is None else f"{accuracy:.4f}" if error is None else f"{accuracy:.4f} ± {error:.4f}"
-    return text if interval is None else f"{text}, 95% interval {interval[0]:.4f} to {interval[1]:.4f}"
-
-
-def format_number(value: float | None) -> str:
-    """A plain quantity with three figures, such as a loss; a dash if it was not measured."""
-    return MISSING if value is None or not math.isfinite(value) else f"{value:.3g}"
-
-
-def format_seconds(seconds: float | None) -> str:
-    """A duration: `8.2 s`, `3 min 5 s`, `2 h 10 min`."""
-    if seconds is None or not math.isfinite(seconds):
-        return MISSING
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
 def format_range(values: pd.Series) -> str:
     """`0.04` if all values are equal, else `0.03 to 0.05`; missing values are ignored."""
     present = values.dropna()
@@ -105,11 +42,6 @@ def format_range(values: pd.Series) -> str:
         return MISSING
     low, high = f"{present.min():.4g}", f"{present.max():.4g}"
     return low if low == high else f"{low} to {high}"
-
-
-def asked_first(view: str) -> tuple[str, ...]:
-    """The names of all views, the one that a target or budget was set on first."""
-    return (view, *(name for name in ("aggregate", "local", "rho") if name != view))
 
 
 def client_table(clients: Iterable[Mapping[str, Any]], accountant: str, *, view: str) -> TextTable:
@@ -171,14 +103,6 @@ def series_table(frame: pd.DataFrame, caption: str, format_value: Callable[[floa
         for index, values in zip(frame.index, frame.to_numpy(float), strict=True)
     )
     return TextTable(caption=caption, headers=headers, rows=rows)
-
-
-def _round_up(value: float, figures: int) -> str:
-    """The value rounded up to at most so many figures, without trailing zeros: 0.05, 1e-5, 8.4e-6."""
-    number = Decimal(repr(float(value)))
-    last = Decimal(1).scaleb(number.adjusted() - figures + 1)
-    rounded = number.quantize(last, rounding=ROUND_CEILING).normalize()
-    return f"{rounded:f}" if rounded == 0 or -2 <= rounded.adjusted() < 6 else f"{rounded:e}"
 
 
 # A larger matrix cannot be read; summary.json has it.
@@ -253,11 +177,6 @@ def confusion_table(summary: Mapping[str, Any]) -> ConfusionTable | None:
 
 # samples.jsonl has all of them.
 MOST_SAMPLES = 10
-
-
-def counts_next_tokens(summary: Mapping[str, Any]) -> bool:
-    """Whether the run's accuracy is no more than the share of next tokens that a language model finds."""
-    return summary["perplexity"] is not None and summary["confusion_matrix"] is None
 
 
 def language_table(summary: Mapping[str, Any]) -> TextTable | None:
@@ -335,13 +254,6 @@ def _with_error(value: float | None, error: float | None) -> str:
     return f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
 
 
-def limit_of(target: float | None, budgets: Sequence[float]) -> tuple[str, float] | None:
-    """What a run may spend, by its name and size: its target, else its smallest budget; None without either."""
-    if target is not None:
-        return "target", target
-    return ("budget" if len(set(budgets)) == 1 else "smallest budget", min(budgets)) if budgets else None
-
-
 def views_text(epsilons: Mapping[str, float | None], view: str, limit: float | None = None) -> str:
     """The epsilons by view, such as `2.30 of 2.30 local, 5.09 rho`.
 
@@ -357,52 +269,6 @@ def views_text(epsilons: Mapping[str, float | None], view: str, limit: float | N
         if (epsilon := epsilons.get(name)) is not None
     ]
     return ", ".join(parts)
-
-
-def closing_line(summary: Mapping[str, Any]) -> str:
-    """What the run has spent in the end, on the view that was asked for first.
-
-    Args:
-        summary: of a run, with the keys of `fedpriv.runs.folder.SUMMARY_KEYS`; the target of one of an earlier version
-            is not known.
-    """
-    view = summary["privacy_view"]
-    epsilons = {name: summary.get(f"epsilon_{name}_max") for name in asked_first(view)}
-    others = ", ".join(f"{name} {format_bound(e)}" for name, e in epsilons.items() if name != view and e is not None)
-    limit = limit_of(summary.get("target_epsilon"), summary["budget_epsilon"])
-    of = f", {limit[0]} {limit[1]:.4g}" if limit else ""
-    return (
-        f"ε {format_bound(epsilons[view])} on the {view} view{of}; by {summary['accountant']}, at δ "
-        f"{format_delta(summary['delta_max'])}{f'; {others}' if others else ''}"
-    )
-
-
-def audit_bound(audit: Mapping[str, Any] | None) -> str | None:
-    """An audit's lower bound of epsilon; None without an audit."""
-    if not audit:
-        return None
-    return f"ε = {_rounded_down(audit)} at δ = {format_delta(audit['delta'])}"
-
-
-def audit_line(audit: Mapping[str, Any]) -> str:
-    """What an audit found, against what the run claims.
-
-    Args:
-        audit: `audit` of a run's summary.
-    """
-    claim = audit["claimed_epsilon"]
-    claimed = MISSING if claim is None else format_bound(claim)
-    verdict = f"this refutes the claim of ε = {claimed}" if audit["refuted"] else f"the claim of ε = {claimed} stands"
-    return (
-        f"ε ≥ {_rounded_down(audit)} at δ = {format_delta(audit['delta'])}, with {audit['confidence']:.0%} confidence: "
-        f"{audit['num_correct']} of {audit['num_guesses']} guesses about {audit['num_canaries']} canaries "
-        f"({audit['kind']}) were right; {verdict}"
-    )
-
-
-def _rounded_down(audit: Mapping[str, Any]) -> str:
-    """A lower bound is rounded down, where every other figure is rounded up."""
-    return f"{math.floor(100 * audit['epsilon_lower']) / 100:.2f}"
 
 
 _MOST_NAMES = 4

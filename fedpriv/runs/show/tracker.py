@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, cast
 from fedpriv.config import LOCATION_KEYS
 from fedpriv.config_types import Track
 from fedpriv.errors import InputError
+from fedpriv.runs.figures import ShownFigure
 
 Ending = Literal["finished", "failed"]
 
@@ -84,7 +85,7 @@ def check_installed(track: Track) -> None:
 
 def tracker_of(track: Track) -> Tracker:
     """The tracker of that name, whose package is loaded here."""
-    return cast(Tracker, importlib.import_module(f"fedpriv.runs.show.{track}"))
+    return cast(Tracker, importlib.import_module(f"fedpriv.runs.show._{track}"))
 
 
 Parameter = str | int | float | bool
@@ -225,9 +226,10 @@ def client_name(client: int) -> str:
     return f"client_{client:02}"
 
 
-def final_figures(summary: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of summary.json and of its audit, and each client's final epsilons."""
-    figures = {f"final/{key}": value for key, value in summary.items() if _is_finite(value)}
+def final_figures(summary: Mapping[str, Any], shown: Iterable[ShownFigure] = ()) -> dict[str, float]:
+    """The numbers of summary.json and of its audit, each client's final epsilons, and numbers among other figures."""
+    figures = {f"final/{figure.key}": figure.value for figure in shown if _is_finite(figure.value)}
+    figures |= {f"final/{key}": value for key, value in summary.items() if _is_finite(value)}
     audit = summary.get("audit") or {}
     figures |= {f"final/audit_{key}": value for key, value in audit.items() if _is_finite(value)}
     clients = summary.get("clients", ())
