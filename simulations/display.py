@@ -17,8 +17,9 @@ from fedpriv.accounting.views import default_delta
 from fedpriv.config import RunConfig
 from fedpriv.names import printable
 from fedpriv.protocol import Registration
+from fedpriv.runs.figures import format_bytes, format_delta, format_seconds, limit_of
 from fedpriv.runs.rows import RoundRow
-from fedpriv.runs.show.tables import format_bytes, format_delta, format_seconds, limit_of, views_text
+from fedpriv.runs.show.tables import views_text
 from fedpriv.training.schedule import num_lora_rounds
 from server.observer import Progress, described
 from simulations.closing import closing

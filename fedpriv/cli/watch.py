@@ -39,7 +39,7 @@ def watch(
         show({"url": url, "folder": str(folder)}, [f"{url} shows {folder}{waits}; Ctrl-C ends it"], as_json)
         sys.stdout.flush()
 
-    live.WatchServer(live.Watch(folder), address, tell).serve_until_signal()
+    live.WatchServer(live.WatchedPages(folder), address, tell).serve_until_signal()
 
 
 def _live_modules() -> Any:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pandas as pd
 
 from fedpriv.runs import files
+from fedpriv.runs.figures import format_epsilon
 from fedpriv.runs.show.result import Run, open_run, page_part
-from fedpriv.runs.show.tables import format_epsilon
 from simulations.sweeps.spending import Total
 
 
