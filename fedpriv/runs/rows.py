@@ -1,4 +1,7 @@
-"""The rows of a run's tables, where every column is declared once, and how a table's text is read."""
+"""The lines of a run's files: rows of its tables, events of its journal, samples of its models' answers.
+
+Every column of a table is declared once, in `RoundRow` and `ClientRow`, by which it is written and read.
+"""
 
 from __future__ import annotations
 

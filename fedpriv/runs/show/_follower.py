@@ -1,4 +1,7 @@
-"""Reads what a run or a sweep has released so far, and tells the tracker what it does not know yet."""
+"""Reads what a run or a sweep has released so far, and tells the tracker what it does not know yet.
+
+At the end the tracker gets files too: copies without the paths of the machine that made them.
+"""
 
 from __future__ import annotations
 

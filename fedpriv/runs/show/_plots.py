@@ -1,4 +1,8 @@
-"""A run's plots: pure functions from a table of lines over rounds (`series.py`) to an inline SVG."""
+"""A run's plots: from its tables to lines over rounds, and from these to an inline SVG; all functions are pure.
+
+The lines are also shown as a table: the index is the round, and each column is a line. An SVG takes its colours from
+the page, in light and dark mode.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +47,7 @@ def evaluation_plot(frame: pd.DataFrame, *, references: Mapping[str, float], nam
     """One accuracy with its interval as an error bar, and what it has to beat as dotted lines.
 
     Args:
-        frame: from `series.evaluated`.
+        frame: from `evaluation_lines`.
         references: {name: accuracy}.
         name: a word that is unique on the page.
     """
@@ -75,7 +79,7 @@ def epsilon_plot(frame: pd.DataFrame, *, title: str, name: str, limits: Mapping[
     """Cumulative epsilon over rounds: a line per client, or a band from the 10% to the 90% quantile.
 
     Args:
-        frame: from `series.epsilon`; infinite values are named, not drawn.
+        frame: from `epsilon_lines`; infinite values are named, not drawn.
         title: what the plot shows, for a screen reader.
         name: a word that is unique on the page.
         limits: {name: epsilon} of what may be spent, as dotted lines; finite and > 0.

@@ -1,6 +1,8 @@
-"""The process that follows a run and talks to its tracker: `python -m fedpriv.runs.show.following JOB`.
+"""The process that follows a run's folder and talks to its tracker, and the side of the run, which starts it.
 
-Its standard input ends when the run does; its standard output is at most one line, why something did not arrive.
+`following` starts the process, passes its warning on, and waits for it at most a minute after the run. The process is
+`python -m fedpriv.runs.show.following FOLDER`, with a `FollowedFolder` as JSON. Its standard input ends when the run
+does; its standard output is at most one line, which says why something did not arrive.
 """
 
 from __future__ import annotations

@@ -29,10 +29,10 @@ from fedpriv.accounting.views import View
 from fedpriv.errors import InputError
 from fedpriv.names import holder_label
 from fedpriv.runs import files, presence
-from fedpriv.runs.figures import figures, format_bound, format_delta, format_epsilon, format_number, format_percent
+from fedpriv.runs.figures import figures, format_bound, format_delta, format_epsilon
 from fedpriv.runs.folder import RunFolder
 from fedpriv.runs.show import _plots
-from fedpriv.runs.show.report_page import Panel, panel, render, templates
+from fedpriv.runs.show.report_page import Panel, panel, quality_panels, render, templates
 from fedpriv.runs.show.terminal import event_parts, state_of, trouble_of
 from fedpriv.runs.status import ClientStatus, spent_on_view, status_of
 from fedpriv.runs.sweeps import KEY, SweepRun, is_sweep, read_sweep
@@ -287,30 +287,8 @@ def _panels(folder: RunFolder, view: View, limit_name: str, lines: Sequence[_Cli
         frame = _plots.epsilon_lines(rows, rounds, view)
         svg = _plots.epsilon_plot(frame, title=title, name=f"epsilon-{view}", limits=limits)
         found.append(panel(title, note, svg, frame, format_bound))
-    label = "this run" if _why_not_private(folder) else "with DP"
-    note = "On the server's own test set; round 0 is the untrained model."
-    for column, title, format_value in (
-        ("test_accuracy", "Test accuracy", format_percent),
-        ("test_perplexity", "Test perplexity", format_number),
-        ("test_loss", "Test loss", format_number),
-    ):
-        if rounds[column].isna().all():
-            continue
-        frame = _plots.compared_lines(
-            rounds, compared if compared is not None and len(compared) else None, column, label
-        )
-        if column == "test_accuracy":
-            svg = _plots.accuracy_plot(frame, references=_references(folder.summary))
-        else:
-            svg = _plots.loss_plot(frame, title=title, name=column.removeprefix("test_"))
-        found.append(panel(title, note, svg, frame, format_value))
-    return found
-
-
-def _references(summary: Mapping[str, Any]) -> dict[str, float]:
-    """What an accuracy has to beat, once the run is finished."""
-    named = {"largest class": summary.get("majority_accuracy"), "linear probe": summary.get("probe_accuracy")}
-    return {name: accuracy for name, accuracy in named.items() if accuracy is not None}
+    name = "this run" if _why_not_private(folder) else "with DP"
+    return found + quality_panels(rounds, compared, name, folder.summary)
 
 
 def _rounds(folder: RunFolder) -> pd.DataFrame:

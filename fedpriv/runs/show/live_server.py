@@ -1,4 +1,7 @@
-"""The application of `fedpriv watch`: which address answers what. It reads one folder and writes nowhere."""
+"""The server of `fedpriv watch`: which address answers what, and for whom. It reads one folder and writes nothing.
+
+A folder is read once for all who follow its page, however many they are and however slowly they read.
+"""
 
 from __future__ import annotations
 

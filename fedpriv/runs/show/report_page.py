@@ -226,39 +226,53 @@ def _quality_panels(run: RunFolder) -> list[Panel]:
     name = "this run" if why_not_private(run) else "with DP"
     if run.summary.get("accuracy_interval"):
         return [_evaluation_panel(run, name)]
-    if run.rounds["test_accuracy"].isna().all():
-        return []
-    accuracy = _plots.compared_lines(run.rounds, run.comparison_rounds, "test_accuracy", name)
-    loss = _plots.compared_lines(run.rounds, run.comparison_rounds, "test_loss", name)
-    references = _references(run.summary)
+    with_accuracy = not counts_next_tokens(run.summary)
+    return quality_panels(run.rounds, run.comparison_rounds, name, run.summary, with_accuracy=with_accuracy)
+
+
+def quality_panels(
+    rounds: pd.DataFrame,
+    comparison: pd.DataFrame | None,
+    name: str,
+    summary: Mapping[str, Any],
+    *,
+    with_accuracy: bool = True,
+) -> list[Panel]:
+    """The plots of accuracy, perplexity and loss on the server's test set, of those that were measured.
+
+    Args:
+        rounds: of the run, with the columns of rounds.csv that it has.
+        comparison: the same of the rounds without noise; None or empty without them.
+        name: of the run's own line.
+        summary: of a finished run; empty before its end.
+        with_accuracy: whether it is worth a plot.
+    """
     note = "On the server's own test set; round 0 is the untrained model."
-    panels = _perplexity_panels(run, name, note)
-    if not counts_next_tokens(run.summary):
-        plot = _plots.accuracy_plot(accuracy, references=references)
-        panels.insert(0, panel("Test accuracy", note, plot, accuracy, format_percent))
-    return [*panels, panel("Test loss", "On the same test set.", _plots.loss_plot(loss), loss, format_number)]
-
-
-def _perplexity_panels(run: RunFolder, name: str, note: str) -> list[Panel]:
-    """The perplexity of responses over the rounds; none for a classifier."""
-    title, column = "Test perplexity", "test_perplexity"
-    if column not in run.rounds or run.rounds[column].isna().all():
-        return []
-    compared = run.comparison_rounds
-    if compared is not None and column not in compared:
-        compared = None
-    perplexity = _plots.compared_lines(run.rounds, compared, column, name)
-    plot = _plots.loss_plot(perplexity, title=title, name="perplexity")
-    return [panel(title, note, plot, perplexity, format_number)]
+    kinds: list[tuple[str, str, str, _plots.Format]] = [
+        ("test_perplexity", "Test perplexity", note, format_number),
+        ("test_loss", "Test loss", "On the same test set.", format_number),
+    ]
+    if with_accuracy:
+        kinds.insert(0, ("test_accuracy", "Test accuracy", note, format_percent))
+    panels = []
+    for column, title, said, format_value in kinds:
+        if column not in rounds or rounds[column].isna().all():
+            continue
+        compared = comparison if comparison is not None and len(comparison) and column in comparison else None
+        frame = _plots.compared_lines(rounds, compared, column, name)
+        if column == "test_accuracy":
+            svg = _plots.accuracy_plot(frame, references=_references(summary))
+        else:
+            svg = _plots.loss_plot(frame, title=title, name=column.removeprefix("test_"))
+        panels.append(panel(title, said, svg, frame, format_value))
+    return panels
 
 
 def _references(summary: Mapping[str, Any]) -> dict[str, float]:
     """What an accuracy has to beat, by name: chance only where the largest class is not known."""
-    guess = "chance" if summary["majority_accuracy"] is None else "largest class"
-    named = {
-        guess: summary["chance_accuracy" if guess == "chance" else "majority_accuracy"],
-        "linear probe": summary["probe_accuracy"],
-    }
+    largest = summary.get("majority_accuracy")
+    guess = {"chance": summary.get("chance_accuracy")} if largest is None else {"largest class": largest}
+    named = {**guess, "linear probe": summary.get("probe_accuracy")}
     return {name: accuracy for name, accuracy in named.items() if accuracy is not None}
 
 

@@ -1,4 +1,4 @@
-"""Numbers as text, for the terminal and the page. Bounds on privacy loss are rounded up."""
+"""Tables of text, for the terminal and the report: clients, accuracies, answers, stored variants and spending."""
 
 from __future__ import annotations
 

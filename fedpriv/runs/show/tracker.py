@@ -1,4 +1,7 @@
-"""What every tracker does, and which there are."""
+"""Trackers: what each must do, and what it is told of a run.
+
+What is told are pure functions of the tables, the summary and the configuration that the run wrote.
+"""
 
 from __future__ import annotations
 
