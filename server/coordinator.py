@@ -18,8 +18,7 @@ from fedpriv.names import holder_label
 from fedpriv.publishing import card
 from fedpriv.run_checks import check_clients, check_run
 from fedpriv.runs import files, presence
-from fedpriv.runs.show.following import following_run
-from fedpriv.runs.show.tracker import check_installed
+from fedpriv.runs.show.following import check_installed, following_run
 from fedpriv.runs.writer import RunWriter
 from fedpriv.training.lora_choice import decided
 from fedpriv.training.noise_plan import calibrated

@@ -19,7 +19,7 @@ from fedpriv import config as configuration
 from fedpriv.deployment import approvals
 from fedpriv.deployment.flower import CONNECTION, FlowerError, environment, flwr, plain, program_folder
 from fedpriv.runs.files import CONFIG, run_folder_of
-from fedpriv.runs.show.tracker import check_installed
+from fedpriv.runs.show.following import check_installed
 from server.deploy.folder import ROOT, Coordinator
 
 COMPLETED = "finished:completed"

@@ -13,8 +13,7 @@ from fedpriv import preflight
 from fedpriv.errors import InputError
 from fedpriv.runs import files
 from fedpriv.runs.files import write_json
-from fedpriv.runs.show.following import FollowedFolder, following
-from fedpriv.runs.show.tracker import run_name
+from fedpriv.runs.show.following import FollowedFolder, following, run_name
 from fedpriv.runs.sweeps import PLAN
 from simulations.paths import from_here
 from simulations.sweeps.metrics import metric_of

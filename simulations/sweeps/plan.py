@@ -14,7 +14,7 @@ from fedpriv import sweep_values
 from fedpriv.config import RunConfig
 from fedpriv.config_types import Track
 from fedpriv.data import federated
-from fedpriv.runs.show.tracker import check_installed
+from fedpriv.runs.show.following import check_installed
 from fedpriv.sweep_values import Point
 
 # The largest batch size that follows the smallest client.

@@ -156,7 +156,9 @@ def test_hundreds_of_streams_leave_the_page_to_others_and_are_counted_off_when_t
 
 def test_who_does_not_read_is_cut_off_and_costs_the_others_nothing(tmp_path: Path, monkeypatch) -> None:
     numbers = iter(range(10**6))
-    monkeypatch.setattr("fedpriv.runs.show.live_page.LivePage.read", lambda page: {"head": f"{next(numbers):>1000000}"})
+    monkeypatch.setattr(
+        "fedpriv.runs.show._live_page.LivePage.read", lambda page: {"head": f"{next(numbers):>1000000}"}
+    )
     with (
         watched(tmp_path, limits=replace(LIMITS, write_seconds=0.3)) as server,
         stream(server) as lazy,

@@ -11,7 +11,7 @@ from fedpriv.errors import InputError
 from fedpriv.runs import files
 from fedpriv.runs.show import _follower
 from fedpriv.runs.show._follower import RunFollower, SweepFollower
-from fedpriv.runs.show.tracker import Place
+from fedpriv.runs.show._tracker import Place
 from tests.tracking.folders import NUM_ROUNDS, begun, round_row, summary
 
 

@@ -16,7 +16,7 @@ from fedpriv.config import parse
 from fedpriv.runs import files
 from fedpriv.runs.show import _follower, following
 from fedpriv.runs.show._follower import RunFollower
-from fedpriv.runs.show.tracker import Place, tracker_of
+from fedpriv.runs.show._tracker import Place, tracker_of
 from simulations.engines import federation
 from simulations.processes import free_port
 from tests.tracking.folders import NUM_ROUNDS, begun, summary

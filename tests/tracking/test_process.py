@@ -7,7 +7,7 @@ import time
 import pytest
 
 from fedpriv.errors import InputError
-from fedpriv.runs.show import following, tracker
+from fedpriv.runs.show import following
 from fedpriv.runs.show.following import FollowedFolder, follow, reason
 
 
@@ -103,8 +103,8 @@ def test_a_process_that_cannot_start_costs_one_notice(monkeypatch, tmp_path):
 
 
 def test_a_missing_package_is_refused_in_one_line_with_the_command(monkeypatch):
-    monkeypatch.setattr(tracker, "find_spec", lambda name: None)
+    monkeypatch.setattr(following, "find_spec", lambda name: None)
     with pytest.raises(InputError) as refusal:
-        tracker.check_installed("mlflow")
+        following.check_installed("mlflow")
     assert str(refusal.value) == "track = mlflow: needs mlflow; pip install 'fedpriv[mlflow]', or use none"
-    tracker.check_installed("none")
+    following.check_installed("none")

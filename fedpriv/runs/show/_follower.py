@@ -19,8 +19,8 @@ import tomli_w
 from fedpriv.runs import files
 from fedpriv.runs.figures import figures
 from fedpriv.runs.folder import RunFolder
-from fedpriv.runs.show import tracker
-from fedpriv.runs.show.tracker import Place, TrackedRun, Tracker
+from fedpriv.runs.show import _tracker
+from fedpriv.runs.show._tracker import Place, TrackedRun, Tracker
 
 # The columns that a sweep's own run gets; all rows of sweep.csv hold the same.
 _SWEEP_FIGURES = ("epsilon_sum", "delta_sum", "num_runs_in_sum")
@@ -100,7 +100,7 @@ class RunFollower:
             if run.id != self._position.run:  # a new one, also where the old one is not there any more
                 self._keep(replace(self._position, run=run.id, round=-1))
             if self._position.round < 0:
-                run.log_parameters(tracker.parameters(tracker.configuration(look.config)))
+                run.log_parameters(_tracker.parameters(_tracker.configuration(look.config)))
             self._run = run
             # A run that is resumed from an earlier checkpoint repeats the rounds after it.
             self._keep(replace(self._position, round=min(self._position.round, _last_round(look, complete=False))))
@@ -110,16 +110,16 @@ class RunFollower:
         first = self._position.round
         if last <= first:
             return
-        clients = tracker.client_points(look.client_rows(), len(look.registrations))
-        points = tracker.round_points(look.round_rows()) + clients
+        clients = _tracker.client_points(look.client_rows(), len(look.registrations))
+        points = _tracker.round_points(look.round_rows()) + clients
         run.log_points(sorted((p for p in points if first < p.round <= last), key=lambda p: p.round))
         self._keep(replace(self._position, round=last))
 
     def _finish(self, run: TrackedRun, look: RunFolder) -> None:
         if look.comparison is not None and look.comparison.is_finished:
-            run.log_points(tracker.round_points(look.comparison.round_rows(), tracker.COMPARISON_METRICS))
-        final = tracker.final_figures(look.summary, figures(look, "tracker"))
-        run.log_final(final, tracker.facts(look.summary), self._position.round)
+            run.log_points(_tracker.round_points(look.comparison.round_rows(), _tracker.COMPARISON_METRICS))
+        final = _tracker.final_figures(look.summary, figures(look, "tracker"))
+        run.log_final(final, _tracker.facts(look.summary), self._position.round)
         _send(run, lambda into: stage_run(self._folder, into))
         run.end("finished")
         self._keep(replace(self._position, finished=True))
@@ -232,15 +232,15 @@ def stage_run(run_folder: Path, into: Path) -> None:
     from fedpriv.runs.show.report_page import render  # deferred: matplotlib
 
     run = RunFolder(run_folder).checked()
-    told = tracker.configuration(run.config)
+    told = _tracker.configuration(run.config)
     (into / files.CONFIG).write_text(tomli_w.dumps(told), encoding="utf-8")
-    report = render(run, config=told, environment=tracker.versions(run.environment))
+    report = render(run, config=told, environment=_tracker.versions(run.environment))
     (into / files.REPORT).write_text(report, encoding="utf-8")
     adapter = run_folder / files.VARIANTS / GLOBAL
     if not adapter.is_dir():
         return
     (into / "adapter").mkdir()
-    named = tracker.paths(run.config)
+    named = _tracker.paths(run.config)
     for source in (adapter / name for name in ADAPTER_FILES):
         if source.is_file():
             _copy(source, into / "adapter" / source.name, named)

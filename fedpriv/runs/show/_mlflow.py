@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fedpriv.errors import InputError
-from fedpriv.runs.show.tracker import EXPERIMENT, Ending, MetricPoint, Parameter, Place
+from fedpriv.runs.show._tracker import EXPERIMENT, Ending, MetricPoint, Parameter, Place
 
 # What MLflow takes in one request.
 _METRICS_AT_ONCE, _PARAMETERS_AT_ONCE = 1000, 100

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedpriv.runs.show.tracker import Ending, MetricPoint, Parameter, Place
+from fedpriv.runs.show._tracker import Ending, MetricPoint, Parameter, Place
 
 # Where runs are written together; transformers reads the same variable. Without it, a run's folder holds them.
 FOLDER = "TENSORBOARD_LOGGING_DIR"

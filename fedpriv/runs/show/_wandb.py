@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedpriv.runs.show.tracker import EXPERIMENT, Ending, MetricPoint, Parameter, Place
+from fedpriv.runs.show._tracker import EXPERIMENT, Ending, MetricPoint, Parameter, Place
 
 _EXIT_CODES: Mapping[Ending, int] = {"finished": 0, "failed": 1}
 

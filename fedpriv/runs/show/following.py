@@ -16,14 +16,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import fedpriv
 from fedpriv.config import RunConfig
 from fedpriv.config_types import Track
+from fedpriv.errors import InputError
+from fedpriv.runs.show._tracker import exists_here, plain_value, without_folders
 
 if TYPE_CHECKING:
     from fedpriv.runs.show._follower import RunFollower, SweepFollower
@@ -65,7 +68,7 @@ class FollowedFolder:
 def follower_of(job: FollowedFolder) -> RunFollower | SweepFollower:
     """What follows the job's folder."""
     from fedpriv.runs.show._follower import RunFollower, SweepFollower
-    from fedpriv.runs.show.tracker import Place, tracker_of
+    from fedpriv.runs.show._tracker import Place, tracker_of
 
     folder, tracker = Path(job.folder), tracker_of(job.tracker)
     if job.title is None:
@@ -224,6 +227,23 @@ def _end(process: subprocess.Popen[bytes], *, complete: bool, seconds: float) ->
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def check_installed(track: Track) -> None:
+    """Refuse a tracker whose package is missing, before anything is run.
+
+    Raises:
+        InputError: names the extra to install.
+    """
+    if track != "none" and find_spec(track) is None:
+        raise InputError(f"track = {track}: needs {track}; pip install 'fedpriv[{track}]', or use none")
+
+
+def run_name(varied: Mapping[str, Any], exists: Callable[[str], bool] = exists_here) -> str:
+    """What a run of a sweep is called: the keys that vary with their values."""
+    values = {key: without_folders(value, exists) if isinstance(value, str) else value for key, value in varied.items()}
+    named = [f"{key}={plain_value(value)}" for key, value in values.items() if value is not None]
+    return ", ".join(named) or "base"
 
 
 if __name__ == "__main__":

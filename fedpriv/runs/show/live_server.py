@@ -26,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fedpriv.errors import InputError
-from fedpriv.runs.show.live_page import LivePage, script, whole_page
+from fedpriv.runs.show._live_page import LivePage, script, whole_page
 from fedpriv.serving.http.heads import check_head, check_local_name, named_host, values_of, with_headers
 from fedpriv.serving.http.limits import Limits
 from fedpriv.serving.http.refusals import RefusalError

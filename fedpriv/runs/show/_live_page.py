@@ -3,7 +3,7 @@
 The pages share style, filters and tables with the report. They can be read before there is anything to see:
 
 >>> from pathlib import Path
->>> from fedpriv.runs.show.live_page import LivePage
+>>> from fedpriv.runs.show._live_page import LivePage
 >>> pieces = LivePage(Path("runs/tomorrow")).read()
 >>> print(pieces["head"].strip(), "Nothing here yet" in pieces["notes"])
 <h1>tomorrow</h1> True

@@ -9,13 +9,11 @@ import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path, PurePath
 from typing import Any, Literal, Protocol, cast
 
 from fedpriv.config import LOCATION_KEYS
 from fedpriv.config_types import Track
-from fedpriv.errors import InputError
 from fedpriv.runs.figures import ShownFigure
 
 Ending = Literal["finished", "failed"]
@@ -74,16 +72,6 @@ class Tracker(Protocol):
 
     def open_sweep(self, title: str, folder: Path, keys: Sequence[str], known: str | None) -> TrackedRun | None:
         """The run under which those of a sweep are shown; None where trackers group them by name."""
-
-
-def check_installed(track: Track) -> None:
-    """Refuse a tracker whose package is missing, before anything is run.
-
-    Raises:
-        InputError: names the extra to install.
-    """
-    if track != "none" and find_spec(track) is None:
-        raise InputError(f"track = {track}: needs {track}; pip install 'fedpriv[{track}]', or use none")
 
 
 def tracker_of(track: Track) -> Tracker:
@@ -179,10 +167,11 @@ def configuration(values: Mapping[str, Any], exists: Callable[[str], bool] = exi
 
 def parameters(values: Mapping[str, Any]) -> dict[str, Parameter]:
     """`configuration` as parameters: lists as text, long texts cut, keys without a value left out."""
-    return {key: _plain(value) for key, value in values.items() if value not in ("", [], ())}
+    return {key: plain_value(value) for key, value in values.items() if value not in ("", [], ())}
 
 
-def _plain(value: Any) -> Parameter:
+def plain_value(value: Any) -> Parameter:
+    """A value of the configuration as trackers take it: lists as text, long texts cut."""
     if isinstance(value, (list, tuple)):
         value = ", ".join(map(str, value))
     if isinstance(value, str) and len(value) > LONGEST_TEXT:
@@ -251,13 +240,6 @@ def facts(summary: Mapping[str, Any]) -> dict[str, str]:
     said = {key: summary.get(key) for key in FACTS}
     known = {key: value for key, value in said.items() if value not in (None, "")}
     return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in known.items()}
-
-
-def run_name(varied: Mapping[str, Any], exists: Callable[[str], bool] = exists_here) -> str:
-    """What a run of a sweep is called: the keys that vary with their values."""
-    values = {key: without_folders(value, exists) if isinstance(value, str) else value for key, value in varied.items()}
-    named = [f"{key}={_plain(value)}" for key, value in values.items() if value is not None]
-    return ", ".join(named) or "base"
 
 
 def _is_finite(value: object) -> bool:
