@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from decimal import ROUND_CEILING, Decimal
 from typing import Any, Literal, get_args
 
@@ -178,7 +178,7 @@ Page = Literal["terminal", "closing", "report", "live", "tracker", "card", "resu
 EVERY_PAGE: frozenset[Page] = frozenset(get_args(Page))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Figure:
     """A figure of a run.
 
@@ -199,6 +199,7 @@ class Figure:
     label: str | Callable[[RunFolder], str]
     read: Callable[[RunFolder], Any]
     text: Callable[[Any], str] = str
+    _: KW_ONLY
     on: frozenset[Page] = EVERY_PAGE
     has_dash: bool = False
     applies: Callable[[RunFolder], bool] = lambda folder: True
@@ -239,30 +240,21 @@ def figures(folder: RunFolder, page: Page) -> tuple[ShownFigure, ...]:
     )
 
 
-def _from_summary(key: str) -> Callable[[RunFolder], Any]:
-    return lambda folder: folder.summary.get(key)
-
-
 def _on(*pages: Page) -> frozenset[Page]:
     return frozenset(pages)
 
 
-def _tile(key: str, label: str | Callable[[RunFolder], str], *, has_dash: bool = True) -> Figure:
-    """A tile of the report: of a run that learns classes, or of one whose accuracy counts next tokens."""
+def _measured(page: Page, key: str, label: str | Callable[[RunFolder], str], **options: Any) -> Figure:
+    """An entry of summary.json in the words of the report or the model card.
+
+    The report shows perplexities of a run whose accuracy counts next tokens, and accuracies of any other.
+    """
     of_language = key.startswith("perplexity")
-    return Figure(
-        key=key,
-        label=label,
-        read=_accuracy_without_noise if key == "accuracy_non_private" else _from_summary(key),
-        text=format_number if of_language else format_percent,
-        on=_on("report"),
-        has_dash=has_dash,
-        applies=lambda folder: counts_next_tokens(folder.summary) == of_language,
-    )
-
-
-def _card_line(key: str, label: str) -> Figure:
-    return Figure(key=key, label=label, read=_from_summary(key), text=_four_digits, on=_on("card"))
+    if page == "report":
+        options = {"has_dash": True, "applies": lambda f: counts_next_tokens(f.summary) == of_language} | options
+    text = _four_digits if page == "card" else format_number if of_language else format_percent
+    read = _accuracy_without_noise if key == "accuracy_non_private" else lambda f: f.summary.get(key)
+    return Figure(key, label, read, text, on=_on(page), **options)
 
 
 def _four_digits(value: object) -> str:
@@ -310,6 +302,26 @@ def _epsilons(folder: RunFolder) -> str:
     return ", ".join(texts[name] for name in asked_first(run.privacy_view))
 
 
+def _delta(folder: RunFolder) -> str:
+    return f"at δ = {format_delta(status_of(folder).delta_max)}, by {status_of(folder).accountant}"
+
+
+def _traffic(folder: RunFolder) -> str:
+    return f"{format_bytes(status_of(folder).bytes_up)} up, {format_bytes(status_of(folder).bytes_down)} down"
+
+
+def _accuracy_label(folder: RunFolder) -> str:
+    return "Accuracy" if status_of(folder).state == "finished" else "Accuracy after the last round"
+
+
+def _test_accuracy(folder: RunFolder) -> float | None:
+    return status_of(folder).test_accuracy
+
+
+def _is_compared_with_chance(folder: RunFolder) -> bool:
+    return not counts_next_tokens(folder.summary) and folder.summary["majority_accuracy"] is None
+
+
 def _largest_spent(folder: RunFolder) -> str | None:
     """The largest epsilon of a client on the run's view, with its delta; None before anyone has one."""
     known = [epsilon for epsilon in spent_on_view(folder).values() if epsilon is not None]
@@ -338,91 +350,39 @@ def _audit(folder: RunFolder) -> str | None:
     return audit_line(audit | {"claimed_epsilon": parse_epsilon(audit["claimed_epsilon"])}) if audit else None
 
 
+def _is_refuted(folder: RunFolder) -> bool:
+    return bool((folder.summary.get("audit") or {}).get("refuted"))
+
+
 FIGURES: tuple[Figure, ...] = (
-    # `fedpriv status`.
-    Figure(key="rounds", label="rounds", read=_rounds, on=_on("terminal")),
-    Figure(key="checkpoint", label="checkpoint", read=_checkpoint, on=_on("terminal")),
-    Figure(key="accuracy", label="accuracy", read=_accuracy, on=_on("terminal")),
-    Figure(key="epsilons", label="largest ε", read=_epsilons, on=_on("terminal")),
-    Figure(
-        key="delta_max",
-        label="",
-        read=lambda folder: f"at δ = {format_delta(status_of(folder).delta_max)}, by {status_of(folder).accountant}",
-        on=_on("terminal"),
-    ),
-    Figure(
-        key="bytes",
-        label="sent",
-        read=status_of,
-        text=lambda status: f"{format_bytes(status.bytes_up)} up, {format_bytes(status.bytes_down)} down",
-        on=_on("terminal"),
-    ),
-    # The end of the closing table.
-    Figure(
-        key="audit",
-        label="audit",
-        read=_audit,
-        on=_on("closing"),
-        is_alarming=lambda folder: bool((folder.summary.get("audit") or {}).get("refuted")),
-    ),
-    Figure(key="spent", label="spent", read=_spent, on=_on("closing")),
-    # The live page.
-    Figure(
-        key="test_accuracy",
-        label=lambda folder: "Accuracy" if status_of(folder).state == "finished" else "Accuracy after the last round",
-        read=lambda folder: status_of(folder).test_accuracy,
-        text=format_percent,
-        on=_on("live"),
-        has_dash=True,
-    ),
-    Figure(
-        key="largest_spent",
-        label=_spent_label,
-        read=_largest_spent,
-        on=_on("live"),
-        has_dash=True,
-        is_wide=True,
-    ),
-    Figure(
-        key="bytes_up",
-        label="Sent by the clients",
-        read=lambda folder: status_of(folder).bytes_up,
-        text=format_bytes,
-        on=_on("live"),
-    ),
-    Figure(
-        key="bytes_down",
-        label="Received",
-        read=lambda folder: status_of(folder).bytes_down,
-        text=format_bytes,
-        on=_on("live"),
-    ),
-    # The report.
-    _tile("perplexity", _trained_label("Perplexity")),
-    _tile("perplexity_non_private", "Without noise (z = 0, still clipped)"),
-    _tile("perplexity_initial", "Untrained"),
-    _tile("accuracy", _trained_label("Accuracy")),
-    _tile("accuracy_non_private", "Without noise (z = 0, still clipped)"),
-    _tile("accuracy_initial", "Untrained"),
-    _tile("probe_accuracy", "Linear probe, no privacy", has_dash=False),
-    _tile("majority_accuracy", "Largest class", has_dash=False),
-    Figure(
-        key="chance_accuracy",
-        label="Chance",
-        read=_from_summary("chance_accuracy"),
-        text=format_percent,
-        on=_on("report"),
-        has_dash=True,
-        applies=lambda folder: not counts_next_tokens(folder.summary) and folder.summary["majority_accuracy"] is None,
-    ),
-    # The model card.
-    _card_line("accuracy", "accuracy"),
-    _card_line("accuracy_initial", "accuracy before training"),
-    _card_line("majority_accuracy", "accuracy of the largest class"),
-    _card_line("macro_f1", "macro F1"),
-    _card_line("perplexity", "perplexity"),
-    _card_line("perplexity_initial", "perplexity before training"),
-    _card_line("rouge_l", "ROUGE-L"),
+    Figure("rounds", "rounds", _rounds, on=_on("terminal")),
+    Figure("checkpoint", "checkpoint", _checkpoint, on=_on("terminal")),
+    Figure("accuracy", "accuracy", _accuracy, on=_on("terminal")),
+    Figure("epsilons", "largest ε", _epsilons, on=_on("terminal")),
+    Figure("delta_max", "", _delta, on=_on("terminal")),
+    Figure("bytes", "sent", _traffic, on=_on("terminal")),
+    Figure("audit", "audit", _audit, on=_on("closing"), is_alarming=_is_refuted),
+    Figure("spent", "spent", _spent, on=_on("closing")),
+    Figure("test_accuracy", _accuracy_label, _test_accuracy, format_percent, on=_on("live"), has_dash=True),
+    Figure("largest_spent", _spent_label, _largest_spent, on=_on("live"), has_dash=True, is_wide=True),
+    Figure("bytes_up", "Sent by the clients", lambda f: status_of(f).bytes_up, format_bytes, on=_on("live")),
+    Figure("bytes_down", "Received", lambda f: status_of(f).bytes_down, format_bytes, on=_on("live")),
+    _measured("report", "perplexity", _trained_label("Perplexity")),
+    _measured("report", "perplexity_non_private", "Without noise (z = 0, still clipped)"),
+    _measured("report", "perplexity_initial", "Untrained"),
+    _measured("report", "accuracy", _trained_label("Accuracy")),
+    _measured("report", "accuracy_non_private", "Without noise (z = 0, still clipped)"),
+    _measured("report", "accuracy_initial", "Untrained"),
+    _measured("report", "probe_accuracy", "Linear probe, no privacy", has_dash=False),
+    _measured("report", "majority_accuracy", "Largest class", has_dash=False),
+    _measured("report", "chance_accuracy", "Chance", applies=_is_compared_with_chance),
+    _measured("card", "accuracy", "accuracy"),
+    _measured("card", "accuracy_initial", "accuracy before training"),
+    _measured("card", "majority_accuracy", "accuracy of the largest class"),
+    _measured("card", "macro_f1", "macro F1"),
+    _measured("card", "perplexity", "perplexity"),
+    _measured("card", "perplexity_initial", "perplexity before training"),
+    _measured("card", "rouge_l", "ROUGE-L"),
 )
 """Every figure, in the order of the pages. A new one needs an entry here and nothing else: all pages will show it.
 

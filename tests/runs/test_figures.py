@@ -26,10 +26,10 @@ from tests.runs.written import WriteRun, shown, status
 from tests.tracking.test_follower import Recorded
 
 NEW = Figure(
-    key="letters_a_round",
-    label="letters",
-    read=lambda folder: folder.summary.get("bytes_up", 0) / 2 / folder.summary["num_rounds"],
-    text=lambda value: f"{value:g} a round",
+    "letters_a_round",
+    "letters",
+    lambda folder: folder.summary["bytes_up"] / 2 / folder.summary["num_rounds"],
+    lambda value: f"{value:g} a round",
 )
 
 
@@ -80,7 +80,7 @@ def test_a_new_figure_is_declared_once_and_every_page_shows_it(
 
 
 def test_a_figure_that_a_run_does_not_have_is_left_out_or_a_dash(folder: Path, monkeypatch) -> None:
-    nothing = Figure(key="nothing", label="nothing", read=lambda folder: None)
+    nothing = Figure("nothing", "nothing", lambda folder: None)
     monkeypatch.setattr("fedpriv.runs.figures.FIGURES", (nothing, replace(nothing, has_dash=True)))
     (dash,) = figures(RunFolder(folder), "card")
     assert (dash.value, dash.text) == (None, "–")

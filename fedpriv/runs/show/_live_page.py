@@ -229,26 +229,17 @@ class _ClientLine:
 
 def _client_lines(folder: RunFolder) -> tuple[str, list[_ClientLine]]:
     """What the clients' limits are called (`budget`, `target`, or empty), and the row of each client."""
-    limit_name, limits = _limits(folder.config)
-    spent = spent_on_view(folder)
+    status, spent = status_of(folder), spent_on_view(folder)
+    limits: Sequence[float | None] = status.budget_epsilon or [status.target_epsilon]
     lines = [
         _ClientLine(
             known=client,
             epsilon=spent[client.client],
             limit=limits[client.client] if len(limits) > 1 else limits[0],
         )
-        for client in status_of(folder).clients
+        for client in status.clients
     ]
-    return limit_name, lines
-
-
-def _limits(config: Mapping[str, Any]) -> tuple[str, list[float | None]]:
-    """What the limits are, and one for all clients or one for each."""
-    if budgets := config.get("budget_epsilon"):
-        return "budget", [float(budget) for budget in budgets]
-    if target := config.get("target_epsilon"):
-        return "target", [float(target)]
-    return "", [None]
+    return "budget" if status.budget_epsilon else "target" if status.target_epsilon else "", lines
 
 
 def _why_not_private(folder: RunFolder) -> str | None:
