@@ -7,6 +7,7 @@ False
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import time
@@ -180,12 +181,12 @@ class RunFolder:
         return RunFolder(path, now=self.now) if path.is_dir() else None
 
     def round_rows(self, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """The whole rows of rounds.csv, as {column: value}, with these columns or all; see `rows.parse_rows`."""
-        return parse_rows(self._text(files.ROUNDS), self.path / files.ROUNDS, RoundRow, columns)
+        """The whole rows of rounds.csv, as {column: value}; with all columns that are there, or these."""
+        return self._rows(files.ROUNDS, RoundRow, columns)
 
     def client_rows(self, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """The whole rows of clients.csv, likewise."""
-        return parse_rows(self._text(files.CLIENTS), self.path / files.CLIENTS, ClientRow, columns)
+        return self._rows(files.CLIENTS, ClientRow, columns)
 
     @cached_property
     def rounds(self) -> pd.DataFrame:
@@ -225,6 +226,13 @@ class RunFolder:
             with (self.path / name).open(newline="", encoding="utf-8") as file:
                 self._texts[name] = file.read()
         return self._texts[name]
+
+    def _rows(self, name: str, kind: type[RoundRow | ClientRow], columns: Sequence[str] | None) -> list[dict[str, Any]]:
+        text = self._text(name)
+        if columns is None:
+            written = next(csv.reader(text.splitlines()), [])
+            columns = [column for column in column_types(kind) if column in written]
+        return parse_rows(text, self.path / name, kind, columns)
 
     def _table(self, name: str, kind: type[RoundRow | ClientRow], columns: Sequence[str]) -> pd.DataFrame:
         import pandas as pd

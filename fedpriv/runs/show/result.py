@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import html
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from fedpriv.ledger.frames import entries_frame
 from fedpriv.runs import files
 from fedpriv.runs.figures import MISSING, counts_next_tokens, figures, format_epsilon, format_percent
 from fedpriv.runs.folder import RunFolder
-from fedpriv.runs.rows import ClientRow, RoundRow, column_types, parse_epsilon, read_rows
+from fedpriv.runs.rows import ClientRow, RoundRow, column_types, parse_epsilon
 from fedpriv.runs.show.tables import TextTable, accuracy_table, client_table, language_table
 
 # What stands beside the run in a report: its row, and the end of its keys in the summary.
@@ -61,7 +62,7 @@ class Run:
     @property
     def rounds(self) -> pd.DataFrame:
         """rounds.csv, a row per round; round 0 is the untrained model. Epsilons are cumulative, by rdp."""
-        return _frame(self.folder / files.ROUNDS, RoundRow).set_index("round")
+        return _frame(self._read.round_rows(), RoundRow).set_index("round")
 
     @property
     def clients(self) -> pd.DataFrame:
@@ -78,7 +79,7 @@ class Run:
     @property
     def client_rounds(self) -> pd.DataFrame:
         """clients.csv, a row per client and round: what was sampled, charged and sent. Epsilons are by rdp."""
-        return _frame(self.folder / files.CLIENTS, ClientRow)
+        return _frame(self._read.client_rows(), ClientRow)
 
     @property
     def ledger(self) -> pd.DataFrame:
@@ -182,11 +183,9 @@ def open_run(folder: str | Path) -> Run:
     return Run(folder=path, _read=RunFolder(path).checked())
 
 
-def _frame(path: Path, kind: type[RoundRow | ClientRow]) -> pd.DataFrame:
+def _frame(rows: Sequence[Mapping[str, Any]], kind: type[RoundRow | ClientRow]) -> pd.DataFrame:
     """A table of the run, with the columns that its version wrote; NaN stands for what was not measured."""
-    types = column_types(kind)
-    written = set(pd.read_csv(path, nrows=0).columns)
-    frame = pd.DataFrame(read_rows(path, kind, [name for name in types if name in written]))
+    frame, types = pd.DataFrame(rows), column_types(kind)
     return frame.astype({name: float for name in frame if types[str(name)] == "float | None"})
 
 
