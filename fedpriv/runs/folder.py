@@ -257,6 +257,8 @@ class RunFolder:
 
 
 def _numbers(path: Path, column: pd.Series) -> pd.Series:
+    import pandas as pd
+
     try:
         numbers = pd.to_numeric(column)
     except ValueError as error:

@@ -37,7 +37,7 @@ def held(run_dir: Path) -> Iterator[None]:
     Raises:
         InputError: another process runs this run.
     """
-    refuse_second(run_dir)
+    _refuse_second(run_dir)
     file = os.open(run_dir / files.PRESENCE, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         content = b""
@@ -51,7 +51,7 @@ def held(run_dir: Path) -> Iterator[None]:
         os.close(file)
 
 
-def refuse_second(run_dir: Path) -> None:
+def _refuse_second(run_dir: Path) -> None:
     """Refuse to touch a run that another process runs.
 
     Raises:

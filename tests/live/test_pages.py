@@ -181,7 +181,7 @@ def test_an_unchanged_folder_is_not_read_again(tmp_path: Path, monkeypatch: pyte
     writer = begin(tmp_path / "run")
     page = LivePage(writer.path)
     first = page.read()
-    monkeypatch.setattr("fedpriv.runs.show._live_page.run_pieces", None)
+    monkeypatch.setattr("fedpriv.runs.show._live_page._run_pieces", None)
     assert page.read() is first
 
 

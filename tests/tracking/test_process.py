@@ -8,7 +8,7 @@ import pytest
 
 from fedpriv.errors import InputError
 from fedpriv.runs.show import following
-from fedpriv.runs.show.following import FollowedFolder, follow, reason
+from fedpriv.runs.show.following import FollowedFolder, _reason, follow
 
 
 class Ended:
@@ -30,14 +30,14 @@ def test_what_fails_is_said_once_and_tried_until_the_end(monkeypatch, tmp_path):
             tries.append((complete, ended))
             raise ConnectionError("refused")
 
-    monkeypatch.setattr(following, "follower_of", lambda job: Broken())
+    monkeypatch.setattr(following, "_follower_of", lambda job: Broken())
     assert not follow(FollowedFolder(tracker="mlflow", folder=str(tmp_path)), Ended(3), said.append)
     assert said == ["ConnectionError: refused"]
     assert tries == [(False, False)] * 3 + [(True, True)]
 
 
 def test_a_reason_from_a_server_holds_no_control_characters_and_no_password():
-    text = reason(RuntimeError("\x1b[2J\x1b]0;owned\x07 https://user:hunter2@host/x\nsecond line " + "x" * 10_000))
+    text = _reason(RuntimeError("\x1b[2J\x1b]0;owned\x07 https://user:hunter2@host/x\nsecond line " + "x" * 10_000))
     assert text.isprintable()
     assert "hunter2" not in text
     assert len(text) <= 201

@@ -108,9 +108,9 @@ class LivePage:
     def _read(self) -> dict[str, str]:
         try:
             if (self._folder / files.CONFIG).is_file():
-                return run_pieces(RunFolder(self._folder))
+                return _run_pieces(RunFolder(self._folder))
             if is_sweep(self._folder):
-                return sweep_pieces(self._folder, now=time.time())
+                return _sweep_pieces(self._folder, now=time.time())
             return self._note("Nothing here yet", "No run has begun in this folder. The page shows it once it does.")
         except (InputError, OSError) as error:
             # Also what a run is just writing; the next look may see it whole.
@@ -159,7 +159,7 @@ def _rendered(template: str, names: Sequence[str], **values: Any) -> dict[str, s
     return {name: str(getattr(module, name)()) for name in names}
 
 
-def run_pieces(folder: RunFolder) -> dict[str, str]:
+def _run_pieces(folder: RunFolder) -> dict[str, str]:
     """{name: HTML} of the pieces of a run's page; all text from the folder is escaped.
 
     Raises:
@@ -294,7 +294,7 @@ def _frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> pd.Data
     return frame.astype({name: float for name in columns if name not in ("round", "client", "status")})
 
 
-def sweep_pieces(folder: Path, *, now: float) -> dict[str, str]:
+def _sweep_pieces(folder: Path, *, now: float) -> dict[str, str]:
     """{name: HTML} of the pieces of a sweep's page; all text from the folder is escaped.
 
     Args:

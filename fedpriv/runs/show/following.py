@@ -65,7 +65,7 @@ class FollowedFolder:
         return json.dumps(asdict(self))
 
 
-def follower_of(job: FollowedFolder) -> RunFollower | SweepFollower:
+def _follower_of(job: FollowedFolder) -> RunFollower | SweepFollower:
     """What follows the job's folder."""
     from fedpriv.runs.show._follower import RunFollower, SweepFollower
     from fedpriv.runs.show._tracker import Place, tracker_of
@@ -86,12 +86,12 @@ def follow(job: FollowedFolder, end: _EndOfRun, say: Callable[[str], None]) -> b
     while True:
         ended = end.wait(pause)
         try:
-            follower = follower or follower_of(job)
+            follower = follower or _follower_of(job)
             follower.update(complete=ended and end.complete, ended=ended)
             arrived, pause = True, _POLL_SECONDS
         except Exception as error:  # whatever a tracker raises, the run must not see it
             if not told:
-                say(reason(error))
+                say(_reason(error))
             told, arrived, pause = True, False, _RETRY_SECONDS
         if ended:
             return arrived
@@ -116,7 +116,7 @@ class _EndOfRun:
         os._exit(1)
 
 
-def reason(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """An error in one line for a terminal: a server may have written it, and a URL may hold a password."""
     text = re.sub(r"//[^/@\s]+@", "//", f"{type(error).__name__}: {error}")
     printable = "".join(c if c.isprintable() else " " for c in text)

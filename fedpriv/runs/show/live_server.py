@@ -45,7 +45,7 @@ class _Watched:
     """A folder that is watched."""
 
     page: LivePage
-    feed: Feed
+    feed: _Feed
 
 
 class WatchedPages:
@@ -73,7 +73,7 @@ class WatchedPages:
             ),
         ]
         handlers = {RefusalError: _refused, HTTPException: _no_route, Exception: _failed}
-        return Gate(Starlette(routes=routes, exception_handlers=handlers), host)
+        return _Gate(Starlette(routes=routes, exception_handlers=handlers), host)
 
     def close(self) -> None:
         """Let all streams end; on the event loop."""
@@ -89,7 +89,7 @@ class WatchedPages:
         watched = self._of(request)
         pieces = await watched.feed.current()
         text = whole_page(title=watched.page.title, pieces=pieces, up="key" in request.path_params)
-        return HTMLResponse(text, headers={"Content-Security-Policy": page_policy()})
+        return HTMLResponse(text, headers={"Content-Security-Policy": _page_policy()})
 
     async def events(self, request: Request) -> Response:
         """A stream of what changes on the page."""
@@ -123,7 +123,7 @@ class WatchedPages:
 
     def _watch(self, folder: Path) -> _Watched:
         found = LivePage(folder)
-        return _Watched(page=found, feed=Feed(found.read, seconds=self._seconds))
+        return _Watched(page=found, feed=_Feed(found.read, seconds=self._seconds))
 
 
 class _Stream(StreamingResponse):
@@ -141,12 +141,12 @@ class _Stream(StreamingResponse):
             self._on_end()
 
 
-async def _messages(feed: Feed) -> AsyncIterator[str]:
+async def _messages(feed: _Feed) -> AsyncIterator[str]:
     async for changed in feed.follow():
         yield f"data: {json.dumps(changed)}\n\n"
 
 
-class Gate:
+class _Gate:
     """Middleware around the application: who may ask at all, and what no answer lacks.
 
     Args:
@@ -199,7 +199,7 @@ def _is_number(host: str) -> bool:
 
 
 @cache
-def page_policy() -> str:
+def _page_policy() -> str:
     """The Content-Security-Policy of a page: its own script, by digest, styles, and requests to this server."""
     digest = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
     return (
@@ -221,7 +221,7 @@ async def _failed(request: Request, error: Exception) -> Response:
     return RefusalError(500, "The server failed; its log says why.", code="internal_error").response()
 
 
-class Feed:
+class _Feed:
     """The pieces of a page, as they change.
 
     Nothing is queued: a follower is sent the difference between what it last took and what there is now, so one that

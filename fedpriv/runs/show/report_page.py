@@ -154,7 +154,7 @@ def _readers(summary: Mapping[str, Any]) -> str:
     return readers_label(summary.get("num_readers", 0))
 
 
-class Sums(NamedTuple):
+class _RunSums(NamedTuple):
     """The sums of a run under secure aggregation.
 
     Attributes:
@@ -170,13 +170,13 @@ class Sums(NamedTuple):
     without: dict[int, str]
 
 
-def _sums(run: RunFolder) -> Sums | None:
+def _sums(run: RunFolder) -> _RunSums | None:
     """What was in the run's sums; None without secure aggregation."""
     if not run.config.get("secure_aggregation"):
         return None
     names = {client["client"]: str(client.get("name", client["client"])) for client in run.summary["clients"]}
     missing = run.clients[run.clients["status"] != "ok"].groupby("round")["client"]
-    return Sums(
+    return _RunSums(
         threshold=int(run.config["min_clients"]),
         num_readers=run.summary.get("num_readers") or 0,
         smallest=int(run.rounds.loc[run.rounds["round"] > 0, "num_replies"].min()),
