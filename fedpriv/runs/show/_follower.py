@@ -19,8 +19,12 @@ import tomli_w
 from fedpriv.runs import files
 from fedpriv.runs.figures import figures
 from fedpriv.runs.folder import RunFolder
+from fedpriv.runs.rows import ClientRow, RoundRow, column_types
 from fedpriv.runs.show import _tracker
 from fedpriv.runs.show._tracker import Place, TrackedRun, Tracker
+
+# A run that is followed is of this version, so a column that it lacks is damage.
+_ROUND_COLUMNS, _CLIENT_COLUMNS = tuple(column_types(RoundRow)), tuple(column_types(ClientRow))
 
 # The columns that a sweep's own run gets; all rows of sweep.csv hold the same.
 _SWEEP_FIGURES = ("epsilon_sum", "delta_sum", "num_runs_in_sum")
@@ -110,14 +114,16 @@ class RunFollower:
         first = self._position.round
         if last <= first:
             return
-        clients = _tracker.client_points(look.client_rows(), len(look.registrations))
-        points = _tracker.round_points(look.round_rows()) + clients
+        clients = _tracker.client_points(look.client_rows(_CLIENT_COLUMNS), len(look.registrations))
+        points = _tracker.round_points(look.round_rows(_ROUND_COLUMNS)) + clients
         run.log_points(sorted((p for p in points if first < p.round <= last), key=lambda p: p.round))
         self._keep(replace(self._position, round=last))
 
     def _finish(self, run: TrackedRun, look: RunFolder) -> None:
         if look.comparison is not None and look.comparison.is_finished:
-            run.log_points(_tracker.round_points(look.comparison.round_rows(), _tracker.COMPARISON_METRICS))
+            run.log_points(
+                _tracker.round_points(look.comparison.round_rows(_ROUND_COLUMNS), _tracker.COMPARISON_METRICS)
+            )
         final = _tracker.final_figures(look.summary, figures(look, "tracker"))
         run.log_final(final, _tracker.facts(look.summary), self._position.round)
         _send(run, lambda into: stage_run(self._folder, into))
@@ -199,7 +205,7 @@ class SweepFollower:
 def _last_round(look: RunFolder, *, complete: bool) -> int:
     """The last round that is final: a run that dies before its checkpoint repeats the round."""
     if complete:
-        return max(int(row["round"]) for row in look.round_rows())
+        return max(int(row["round"]) for row in look.round_rows(("round",)))
     return -1 if (round_ := look.checkpoint[0]) is None else round_
 
 
