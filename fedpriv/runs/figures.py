@@ -20,7 +20,7 @@ MISSING = "–"
 
 
 def format_bound(epsilon: float | str | None) -> str:
-    """An epsilon rounded up to three figures, for a cell beside its delta; ∞ if there is no bound."""
+    """An epsilon rounded up to three figures, for a cell next to its delta; ∞ if there is no bound."""
     bound = parse_epsilon(epsilon)
     if math.isinf(bound):
         return INFINITY
@@ -101,14 +101,14 @@ def _round_up(value: float, figures: int) -> str:
 
 
 def limit_of(target: float | None, budgets: Sequence[float]) -> tuple[str, float] | None:
-    """What a run may spend, by its name and size: its target, else its smallest budget; None without either."""
+    """A run's limit, by name and size: its target, else its smallest budget; None without either."""
     if target is not None:
         return "target", target
     return ("budget" if len(set(budgets)) == 1 else "smallest budget", min(budgets)) if budgets else None
 
 
 def closing_line(summary: Mapping[str, Any]) -> str:
-    """What the run has spent in the end, on the view that was asked for first.
+    """One line that says what a finished run has spent, first on the view that was asked for.
 
     Args:
         summary: of a run, with the keys of `RunFolder.checked`; the target of a run of an earlier version is not known.
@@ -132,7 +132,7 @@ def audit_bound(audit: Mapping[str, Any] | None) -> str | None:
 
 
 def audit_line(audit: Mapping[str, Any]) -> str:
-    """What an audit found, against what the run claims.
+    """One line that compares what an audit found with what the run claims.
 
     Args:
         audit: `audit` of a run's summary.
@@ -161,7 +161,7 @@ def why_not_private(run: RunFolder) -> list[str]:
     """The reasons why a run protects nobody; empty for a private run."""
     reasons, delta = [], run.summary["delta_max"]
     if run.summary["noise_source"] != "secure":
-        reasons.append("its noise came from a seeded generator: whoever knows the seed can subtract the noise")
+        reasons.append("its noise came from a seeded generator: anyone who knows the seed can subtract the noise")
     if (as_published := run.summary.get("epsilon_as_published_max")) is not None:
         reasons.append(
             f"{run.summary.get('caveat') or 'its noise was accounted for without proof'}; the resulting figure, "
@@ -291,7 +291,7 @@ def _accuracy(folder: RunFolder) -> str:
 
 
 def _epsilons(folder: RunFolder) -> str:
-    """By view, the one that was asked for first, with its target or budget."""
+    """The largest epsilon by view, first the one that was asked for, with its target or budget."""
     run = status_of(folder)
     limit = limit_of(run.target_epsilon, run.budget_epsilon)
     epsilons = {"local": run.epsilon_local_max, "rho": run.epsilon_rho_max, "aggregate": run.epsilon_aggregate_max}

@@ -201,7 +201,7 @@ class RunFolder:
     @cached_property
     def comparison_rounds(self) -> pd.DataFrame | None:
         """rounds.csv of the comparison, likewise; None without one."""
-        return self.comparison and self.comparison._table(files.ROUNDS, RoundRow, COMPARISON_COLUMNS)
+        return self.comparison._table(files.ROUNDS, RoundRow, COMPARISON_COLUMNS) if self.comparison else None
 
     def checked(self) -> RunFolder:
         """This folder, once all that a report needs is there and is what it must be.
@@ -381,12 +381,12 @@ class StoredVariants:
 
     @property
     def num_validations(self) -> int:
-        """How often a variant was validated, over all variants."""
+        """The number of validations, over all variants."""
         return sum(outcome["num_validations"] for outcome in self.outcomes)
 
 
 def _read_stored(run_dir: Path) -> StoredVariants | None:
-    """What the run's store holds; None if there is none, or nothing in it comes from deduplication.
+    """The variants in the run's store; None without one, or if nothing in it comes from deduplication.
 
     Raises:
         StoreError: it is damaged or in use.

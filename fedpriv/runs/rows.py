@@ -157,7 +157,7 @@ MAX_EVENTS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Events:
-    """What a journal holds.
+    """The events of a journal.
 
     Attributes:
         last: the last events, at most MAX_EVENTS.

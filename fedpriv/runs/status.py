@@ -1,4 +1,4 @@
-"""What a run is doing or did, read from its folder alone: no process is asked, and nothing is written."""
+"""The status of a run, from its folder alone: no process is asked, and nothing is written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CLIENT_COLUMNS = ("round", "client", "num_records", "status", "detail", "epsilon
 
 @dataclass(frozen=True, kw_only=True)
 class ClientStatus:
-    """What is known of one client.
+    """The status of one client.
 
     Attributes:
         client: the partition id.
@@ -59,7 +59,7 @@ class ClientStatus:
 
     @property
     def is_troubled(self) -> bool:
-        """Whether somebody should look at the client: it retired, is skipped, or its last reply was not usable."""
+        """Whether someone should look at the client: it retired, is skipped, or its last reply was not usable."""
         return self.retired is not None or self.skipped or (self.status is not None and self.status not in USABLE)
 
 
@@ -205,7 +205,7 @@ def _spent_on_view(folder: RunFolder) -> dict[int, float | None]:
 
 
 def _limits(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
-    """What the run may spend, and on which view.
+    """The run's limits, and the view that they are on.
 
     Raises:
         InputError: its configuration is damaged.

@@ -45,7 +45,7 @@ class SweepRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Spending:
-    """What any record has spent over all runs and earlier attempts, on the `local` view; more is not possible.
+    """An upper bound of what any record has spent over all runs and earlier attempts, on the `local` view.
 
     Attributes:
         epsilon, delta: together.

@@ -1,4 +1,4 @@
-"""What shows a run: the terminal, the report, the live page, Python, and MLflow, TensorBoard or Weights & Biases.
+"""The pages that show a run: terminal, report, live page, notebook, and MLflow, TensorBoard or Weights & Biases.
 
 A tracker is told by a process of its own, which follows the run's folder and reads the tables there. So it knows
 nothing that is not released, and whatever becomes of it or of the tracker's server, the run goes on. `tracker` says

@@ -32,7 +32,7 @@ _SWEEP_FIGURES = ("epsilon_sum", "delta_sum", "num_runs_in_sum")
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """How far a tracker has been told, kept in tracker.json in the run's folder.
+    """The last round that a tracker has been told, kept in tracker.json in the run's folder.
 
     Attributes:
         tracker: which.
@@ -48,7 +48,7 @@ class Position:
 
 
 def read_position(folder: Path, tracker: str) -> Position:
-    """How far this tracker has been told; the beginning, if another was told before, or none."""
+    """The position of this tracker; the beginning, if another was told before, or none."""
     values = files.read_values(folder / files.TRACKER, optional=True)
     if values.get("tracker") != tracker:
         return Position(tracker=tracker)
@@ -169,7 +169,7 @@ class SweepFollower:
             raise errors[0]
 
     def _update_run(self, key: str, *, ended: bool) -> Exception | None:
-        """What the run's follower raises."""
+        """Tell what is new of a run; returns the error of its follower, if there is one."""
         folder = self._folder / key
         if not (folder / files.CONFIG).is_file():
             return None
@@ -216,7 +216,7 @@ def _send(run: TrackedRun, stage: Callable[[Path], None]) -> None:
 
 
 def _sweep_figures(table: Path) -> dict[str, float]:
-    """What all runs cost together; nothing if the sweep ended before its table."""
+    """The cost of all runs together; empty if the sweep ended before its table."""
     if not table.is_file():
         return {}
     with table.open(newline="", encoding="utf-8") as file:
@@ -224,7 +224,7 @@ def _sweep_figures(table: Path) -> dict[str, float]:
     return {f"sweep/{name}": float(row[name]) for name in _SWEEP_FIGURES if row.get(name)}
 
 
-# Of the global model's folder; beside these, it holds the releases that the server deduplicates by.
+# Of the global model's folder, which also holds the releases that the server deduplicates by.
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json", "fedpriv.json", "README.md")
 GLOBAL = "global"
 

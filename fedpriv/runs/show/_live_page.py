@@ -206,29 +206,29 @@ class _ClientLine:
 
     @property
     def label(self) -> str:
-        """By its name, as elsewhere, or its number."""
+        """Its name, as elsewhere, or its number."""
         return holder_label(self.known.client, self.known.name).removeprefix("client ")
 
     @property
     def state(self) -> str:
-        """Why it is not asked, or how its last round ended."""
+        """One word for why it is not asked, or for how its last round ended."""
         return state_of(self.known)
 
     @property
     def trouble(self) -> str:
-        """What is wrong with it; empty if nothing is, or it is not known what."""
+        """The reason of its trouble; empty without one, or if none is known."""
         return trouble_of(self.known) if self.known.is_troubled else ""
 
     @property
     def share(self) -> float | None:
-        """Of its limit that is spent, at most 1; None without a limit."""
+        """The share of its limit that is spent, at most 1; None without a limit."""
         if self.limit is None or self.epsilon is None:
             return None
         return min(1.0, self.epsilon / self.limit)
 
 
 def _client_lines(folder: RunFolder) -> tuple[str, list[_ClientLine]]:
-    """What the clients' limits are called (`budget`, `target`, or empty), and the row of each client."""
+    """The name of the clients' limits (`budget`, `target`, or empty), and the row of each client."""
     status, spent = status_of(folder), spent_on_view(folder)
     limits: Sequence[float | None] = status.budget_epsilon or [status.target_epsilon]
     lines = [
@@ -243,7 +243,7 @@ def _client_lines(folder: RunFolder) -> tuple[str, list[_ClientLine]]:
 
 
 def _why_not_private(folder: RunFolder) -> str | None:
-    """Why nobody is protected, as far as that is known before the end."""
+    """The reason why nobody is protected, as far as it is known before the end."""
     if folder.summary.get("private") is False or folder.config.get("simulate"):
         return "its noise and sampling are seeded, or no noise bounds what an upload reveals"
     if any(epsilon is not None and math.isinf(epsilon) for epsilon in spent_on_view(folder).values()):
@@ -252,7 +252,7 @@ def _why_not_private(folder: RunFolder) -> str | None:
 
 
 def _doing(folder: RunFolder) -> str:
-    """What the run is at."""
+    """The run's activity, in a few words."""
     status = status_of(folder)
     if status.state == "finished":
         return "finished"
@@ -321,5 +321,5 @@ def _sweep_pieces(folder: Path, *, now: float) -> dict[str, str]:
 
 
 def _name_of(run: SweepRun) -> str:
-    """What sets a run apart from the others."""
+    """The settings that set a run apart from the others."""
     return ", ".join(f"{key} {value}" for key, value in run.varied.items() if value is not None) or run.key

@@ -42,7 +42,7 @@ class TensorboardRun:
         self._write([summary_v2.hparams_pb(dict(values), trial_id=self._name), text_pb("configuration", table)])
 
     def log_points(self, points: Sequence[MetricPoint]) -> None:
-        """As scalars, of 32 bits, with the round as step."""
+        """Write scalars, of 32 bits, with the round as step."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         by_round: dict[int, list[Any]] = {}
@@ -63,7 +63,7 @@ class TensorboardRun:
         """Event files have no place for files; the run's own folder holds them."""
 
     def end(self, ending: Ending) -> None:
-        """How the run ended, for the page HParams."""
+        """Write how the run ended, for the page HParams."""
         from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
         status = {"finished": api_pb2.STATUS_SUCCESS, "failed": api_pb2.STATUS_FAILURE}[ending]
@@ -116,7 +116,7 @@ def open_sweep(title: str, folder: Path, keys: Sequence[str], known: str | None)
 
 
 def _about_hparams(tag: str, said: Any) -> Any:
-    """What the page HParams reads; TensorBoard's own function for it needs TensorFlow."""
+    """A summary that the page HParams reads; TensorBoard's own function for it needs TensorFlow."""
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams import metadata
 

@@ -46,22 +46,22 @@ class TrackedRun(Protocol):
 
     @property
     def id(self) -> str:
-        """With which the run can be opened again."""
+        """The name by which the tracker can open the run again."""
 
     def log_parameters(self, values: Mapping[str, Parameter]) -> None:
-        """What the run was asked for; repeating it does no harm."""
+        """Log the configuration; repeating it does no harm."""
 
     def log_points(self, points: Sequence[MetricPoint]) -> None:
-        """Values by round."""
+        """Log values by round."""
 
     def log_final(self, figures: Mapping[str, float], facts: Mapping[str, str], round_: int) -> None:
-        """What the run reached after its last round."""
+        """Log the final figures, after the last round."""
 
     def log_files(self, folder: Path) -> None:
-        """All files of a folder."""
+        """Send all files of a folder."""
 
     def end(self, ending: Ending) -> None:
-        """The run is over, or was broken off; it can be opened again."""
+        """Say that the run is over, or was broken off; it can be opened again."""
 
 
 class Tracker(Protocol):
@@ -109,7 +109,7 @@ CLIENT_METRICS = ("epsilon_local", "epsilon_rho", "epsilon_aggregate")
 """The columns of clients.csv, and keys of a client in summary.json, that are logged for each client."""
 
 MOST_CLIENTS = 100
-"""With more, no tracker's page could show them: then only the largest epsilons are logged."""
+"""The most clients that are logged each; with more, which no page could show, only the largest epsilons are."""
 
 FACTS = (
     *("private", "caveat", "unit", "accountant", "noise_source", "stopped_early", "adapters_moved"),
@@ -154,7 +154,7 @@ def without_folders(value: str, exists: Callable[[str], bool] = exists_here) -> 
 
 
 def configuration(values: Mapping[str, Any], exists: Callable[[str], bool] = exists_here) -> dict[str, Any]:
-    """What config.toml holds, without paths and the names of machines.
+    """The values of config.toml, without paths and the names of machines.
 
     Args:
         values: of config.toml.
@@ -187,7 +187,7 @@ def paths(values: Mapping[str, Any], exists: Callable[[str], bool] = exists_here
 
 
 def versions(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """What environment.json holds of packages, without what it says of the machine."""
+    """The versions in environment.json, without what it says of the machine."""
     return {key: value for key, value in environment.items() if key not in _NO_VERSIONS}
 
 
@@ -236,7 +236,7 @@ def final_figures(summary: Mapping[str, Any], shown: Iterable[ShownFigure] = ())
 
 
 def facts(summary: Mapping[str, Any]) -> dict[str, str]:
-    """What summary.json says in words; a key without a value is left out."""
+    """The words in summary.json; a key without a value is left out."""
     said = {key: summary.get(key) for key in FACTS}
     known = {key: value for key, value in said.items() if value not in (None, "")}
     return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in known.items()}

@@ -26,7 +26,7 @@ import fedpriv
 from fedpriv.config import RunConfig
 from fedpriv.config_types import Track
 from fedpriv.errors import InputError
-from fedpriv.runs.show._tracker import exists_here, plain_value, without_folders
+from fedpriv.runs.show._tracker import Place, exists_here, plain_value, tracker_of, without_folders
 
 if TYPE_CHECKING:
     from fedpriv.runs.show._follower import RunFollower, SweepFollower
@@ -44,7 +44,7 @@ _LONGEST_REASON = 200
 
 @dataclass(frozen=True, kw_only=True)
 class FollowedFolder:
-    """What is followed.
+    """A folder that is followed, and the tracker that is told.
 
     Attributes:
         tracker: which.
@@ -66,9 +66,8 @@ class FollowedFolder:
 
 
 def _follower_of(job: FollowedFolder) -> RunFollower | SweepFollower:
-    """What follows the job's folder."""
+    """The follower of the run's or the sweep's folder."""
     from fedpriv.runs.show._follower import RunFollower, SweepFollower
-    from fedpriv.runs.show._tracker import Place, tracker_of
 
     folder, tracker = Path(job.folder), tracker_of(job.tracker)
     if job.title is None:
@@ -145,7 +144,7 @@ def following_run(
 ) -> contextlib.AbstractContextManager[None]:
     """`following` of a run's folder, as its `track` says.
 
-    Flower runs the coordinator in a folder of its own, so there, files beside the tracker go beside the run.
+    Flower runs the coordinator in a folder of its own, so files of a tracker go next to the run there.
     """
     job = None if config.track == "none" else FollowedFolder(tracker=config.track, folder=str(folder))
     return following(job, notice, folder=folder.parent if config.engine == "flower" else None)
@@ -162,7 +161,7 @@ def following(
     Args:
         job: what is followed, and where to.
         notice: is told once if something did not arrive.
-        folder: in which the process works, for trackers that write beside it; None for this one's.
+        folder: in which the process works, for trackers that write there; None for this one's.
     """
     if job is None:
         yield
@@ -240,7 +239,7 @@ def check_installed(track: Track) -> None:
 
 
 def run_name(varied: Mapping[str, Any], exists: Callable[[str], bool] = exists_here) -> str:
-    """What a run of a sweep is called: the keys that vary with their values."""
+    """The name of a run in a sweep: the keys that vary, with their values."""
     values = {key: without_folders(value, exists) if isinstance(value, str) else value for key, value in varied.items()}
     named = [f"{key}={plain_value(value)}" for key, value in values.items() if value is not None]
     return ", ".join(named) or "base"

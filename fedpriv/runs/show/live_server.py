@@ -81,7 +81,7 @@ class WatchedPages:
             watched.feed.close()
 
     async def health(self, request: Request) -> Response:
-        """That the server is here."""
+        """Answer that the server is here."""
         return JSONResponse({"status": "ok"})
 
     async def page(self, request: Request) -> Response:
@@ -113,7 +113,7 @@ class WatchedPages:
         self._num_streams -= 1
 
     def _of(self, request: Request) -> _Watched:
-        """What an address is about."""
+        """The folder that an address is about."""
         key = request.path_params.get("key", "")
         if key and not self._watched[""].page.has_run(key):
             raise RefusalError(404, "There is no such run in this folder.", code="not_found")

@@ -150,7 +150,7 @@ def _epsilon_aggregate(summary: Mapping[str, Any]) -> str | None:
 
 
 def _readers(summary: Mapping[str, Any]) -> str:
-    """Whom the `aggregate` view protects against; a summary of before readers were counted says nothing of them."""
+    """The readers that the `aggregate` view protects against; earlier versions did not count them."""
     return readers_label(summary.get("num_readers", 0))
 
 
@@ -171,7 +171,7 @@ class _RunSums(NamedTuple):
 
 
 def _sums(run: RunFolder) -> _RunSums | None:
-    """What was in the run's sums; None without secure aggregation."""
+    """The run's sums; None without secure aggregation."""
     if not run.config.get("secure_aggregation"):
         return None
     names = {client["client"]: str(client.get("name", client["client"])) for client in run.summary["clients"]}
@@ -188,7 +188,7 @@ def _sums(run: RunFolder) -> _RunSums | None:
 
 
 def _earlier_runs(summary: Mapping[str, Any]) -> str | None:
-    """How many earlier runs on the same data the figures include; None if there were none."""
+    """The earlier runs on the same data that the figures include, in words; None if there were none."""
     num_earlier = max((client["earlier_runs"] for client in summary["clients"]), default=0)
     if not num_earlier:
         return None
@@ -217,7 +217,7 @@ def _charged(run: RunFolder) -> dict[str, str]:
 
 
 def _failures(run: RunFolder) -> dict[str, int]:
-    """How often a client's reply failed, by its status."""
+    """The number of replies that failed, by status."""
     failed = run.clients.loc[run.clients["status"] != "ok", "status"].fillna("unknown")
     return {str(status): int(count) for status, count in failed.value_counts().sort_index().items()}
 
@@ -269,7 +269,7 @@ def quality_panels(
 
 
 def _references(summary: Mapping[str, Any]) -> dict[str, float]:
-    """What an accuracy has to beat, by name: chance only where the largest class is not known."""
+    """The accuracies that a run has to beat, by name: chance only where the largest class is not known."""
     largest = summary.get("majority_accuracy")
     guess = {"chance": summary.get("chance_accuracy")} if largest is None else {"largest class": largest}
     named = {**guess, "linear probe": summary.get("probe_accuracy")}

@@ -22,7 +22,7 @@ from fedpriv.runs.folder import RunFolder
 from fedpriv.runs.rows import ClientRow, RoundRow, column_types, parse_epsilon
 from fedpriv.runs.show.tables import TextTable, accuracy_table, client_table, language_table
 
-# What stands beside the run in a report: its row, and the end of its keys in the summary.
+# What a report compares the run with: its row, and the end of its keys in the summary.
 _BESIDE = (
     ("without noise", "{}_non_private"),
     ("linear probe", "probe_{}"),
@@ -66,7 +66,7 @@ class Run:
 
     @property
     def clients(self) -> pd.DataFrame:
-        """What every client has spent, sent and received: the final figures, a row per client.
+        """The final figures of every client, a row each: what it has spent, sent and received.
 
         `epsilon_local_this_run` leaves out earlier runs on the same data set; all others count them.
         """
@@ -126,7 +126,7 @@ class Run:
         return parse_epsilon(epsilon)
 
     def report(self) -> pd.DataFrame:
-        """The run's figures beside those of what it has to beat, a row each; what nobody measured has no column.
+        """The run's figures and those of what it has to beat, a row each; what was not measured has no column.
 
         The epsilons and their delta are the run's. `note` says what the others are, and what they cost.
         """

@@ -45,7 +45,7 @@ def format_range(values: pd.Series) -> str:
 
 
 def client_table(clients: Iterable[Mapping[str, Any]], accountant: str, *, view: str) -> TextTable:
-    """What each client sent and spent: the final figures of `summary.json`, a row per client.
+    """The final figures of each client, from `summary.json`: what it sent, received and spent.
 
     Args:
         clients: entries with client, num_records, rounds, epsilon_local, epsilon_rho, delta, bytes_up and
@@ -137,7 +137,7 @@ def _macro_f1(summary: Mapping[str, Any]) -> str:
 
 
 def _trained_on(summary: Mapping[str, Any]) -> str:
-    """What the baselines were trained on, in a few words."""
+    """The records that the baselines were trained on, in a few words."""
     baselines = summary["baselines"]
     if not baselines:
         return "no privacy"
@@ -209,7 +209,7 @@ def language_table(summary: Mapping[str, Any]) -> TextTable | None:
 
 
 def changes(summary: Mapping[str, Any]) -> list[str]:
-    """What the run changed against the untrained model, with standard errors of the paired differences, a line each."""
+    """The differences to the untrained model, with standard errors of the paired differences, a line each."""
     named = (
         ("log perplexity", "log_perplexity_change", "log_perplexity_change_standard_error"),
         ("ROUGE-L", "rouge_l_change", "rouge_l_change_standard_error"),
@@ -303,7 +303,7 @@ def _others(names: Sequence[str]) -> str:
 
 
 def _restored(basis: Mapping[str, Any] | None) -> str:
-    """What a variant is restored from, and the length of the difference over its own."""
+    """The basis that a variant is restored from, and the relative length of the error."""
     if basis is None:
         return "its own values"
     residual = " and a residual" if basis["residual"] else ""
@@ -311,7 +311,7 @@ def _restored(basis: Mapping[str, Any] | None) -> str:
 
 
 def size_table(stored: StoredVariants, base_bytes: int | None) -> TextTable:
-    """What all variants take: as whole models, as adapters beside their base, and as they are stored.
+    """The bytes of all variants: as whole models, as adapters next to their base, and as they are stored.
 
     Args:
         stored: the variants.
@@ -331,7 +331,7 @@ def size_table(stored: StoredVariants, base_bytes: int | None) -> TextTable:
 
 
 def closing_table(stored: StoredVariants, base_bytes: int | None) -> TextTable:
-    """What deduplication saved and what that cost, in a few rows.
+    """The savings of deduplication and their cost, in a few rows.
 
     Args:
         stored: the variants.

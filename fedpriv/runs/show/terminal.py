@@ -68,7 +68,7 @@ def _state(run: RunStatus) -> Text:
 def _age(run: RunStatus) -> str:
     age = f"{format_seconds(run.seconds_since_change)} ago"
     if run.state == "unknown":
-        return f"{age}; from this machine, or since it was started anew, nobody can tell whether the run lives"
+        return f"{age}; from this machine, or since it was restarted, nobody can tell whether the run lives"
     if run.state != "running":
         return age
     if run.is_alive:
@@ -109,14 +109,14 @@ def _client_cells(client: ClientStatus) -> tuple[str, ...]:
 
 
 def state_of(client: ClientStatus) -> str:
-    """Why a client is not asked, or how its last round ended."""
+    """One word for why a client is not asked, or for how its last round ended."""
     if client.retired is not None:
         return "retired"
     return "skipped" if client.skipped else _printable(client.status or "not asked")
 
 
 def trouble_of(client: ClientStatus) -> str:
-    """What is wrong with a client, if anything is known of it."""
+    """The reason why a client is in trouble; empty if none is known."""
     silence = "its node stopped answering; not asked, and not charged, until it registers again"
     return client.retired or (silence if client.skipped else client.detail)
 
@@ -129,7 +129,7 @@ def _listed(clients: tuple[ClientStatus, ...]) -> list[ClientStatus]:
 
 
 def _notes(run: RunStatus) -> Iterable[Text]:
-    """How many clients are not listed, and what is wrong with those in trouble."""
+    """Yield how many clients are not listed, and the trouble of those that are."""
     listed = _listed(run.clients)
     troubled = [client for client in listed if client.is_troubled]
     if num_unlisted := len(run.clients) - len(listed):
