@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fedpriv import mechanisms as mechanisms
     from fedpriv import memory as memory
     from fedpriv import planning as planning
-    from fedpriv import reports as reports
+    from fedpriv import runs as runs
     from fedpriv import secure_aggregation as secure_aggregation
     from fedpriv import serving as serving
     from fedpriv import training as training
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from fedpriv.errors import LedgerError as LedgerError
     from fedpriv.errors import StoreError as StoreError
     from fedpriv.errors import TooFewClientsError as TooFewClientsError
-    from fedpriv.results import Run as Run
-    from fedpriv.results import open_run as open_run
+    from fedpriv.runs.show.result import Run as Run
+    from fedpriv.runs.show.result import open_run as open_run
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

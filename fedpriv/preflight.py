@@ -13,7 +13,7 @@ from fedpriv.errors import InputError
 from fedpriv.mechanism_parameters import with_mechanism_parameters
 from fedpriv.run_checks import check_clients, check_run
 from fedpriv.runs import files
-from fedpriv.tracking.protocol import check_installed
+from fedpriv.runs.show.following import check_installed
 
 # What decides whether `federated.load` refuses.
 _LOADED = (*federated.DATA_KEYS, "batch_size", "sampling_probability")

@@ -15,8 +15,8 @@ from fedpriv.adapters.merged import Merged
 from fedpriv.config import RunConfig
 from fedpriv.data.instructions import turns_of
 from fedpriv.data.records import usable
-from fedpriv.runs import files, samples
-from fedpriv.runs.samples import Sample
+from fedpriv.runs import files
+from fedpriv.runs.rows import Sample, write_samples
 from fedpriv.runs.writer import RunWriter
 from fedpriv.training import rouge
 from fedpriv.training.choices import text_of
@@ -78,7 +78,7 @@ def answered(
     references = [text_of(bench.base.tokenizer, tokens) for tokens in questions.references]
     none = [None] * len(references)
     rows = zip(questions.texts, references, texts[UNTRAINED], texts[PRIVATE], texts.get(NON_PRIVATE, none), strict=True)
-    samples.write(
+    write_samples(
         writer.path / files.SAMPLES,
         [
             Sample(

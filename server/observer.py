@@ -14,9 +14,9 @@ from fedpriv.accounting.recipe import LearningRate
 from fedpriv.config import RunConfig
 from fedpriv.names import holder_label
 from fedpriv.protocol import Registration
-from fedpriv.reports.language import changes
-from fedpriv.reports.tables import format_accuracy, format_number
+from fedpriv.runs.figures import format_accuracy, format_number
 from fedpriv.runs.rows import RoundRow
+from fedpriv.runs.show.tables import changes
 
 log = logging.getLogger("flwr")
 

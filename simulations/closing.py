@@ -11,14 +11,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from fedpriv.reports.accuracies import accuracy_table
-from fedpriv.reports.language import changes, counts_next_tokens, language_table
-from fedpriv.reports.spending import audit_line, closing_line
-from fedpriv.reports.stored_variants import closing_table
-from fedpriv.reports.tables import Table as Content
-from fedpriv.reports.tables import client_table
+from fedpriv.runs.figures import counts_next_tokens, figures
 from fedpriv.runs.files import REPORT
-from fedpriv.runs.stored_variants import read_stored
+from fedpriv.runs.folder import RunFolder
+from fedpriv.runs.show.tables import TextTable as Content
+from fedpriv.runs.show.tables import accuracy_table, changes, client_table, closing_table, language_table
 from simulations.paths import from_here
 
 _ALARM = "bold red"
@@ -26,6 +23,7 @@ _ALARM = "bold red"
 
 def closing(console: Console, folder: Path, summary: dict[str, Any]) -> None:
     """Print what a run reached and what it cost, which the run's folder has too."""
+    look = RunFolder(folder)
     console.print(_clients(client_table(summary["clients"], summary["accountant"], view=summary["privacy_view"])))
     if (responses := language_table(summary)) is not None:
         console.print(_shown(responses))
@@ -35,7 +33,7 @@ def closing(console: Console, folder: Path, summary: dict[str, Any]) -> None:
         console.print(_shown(accuracy_table(summary)))
     if summary["accuracy"] is None and not summary.get("accuracy_interval"):
         console.print("accuracy is empty: nothing was evaluated on the holders' records, see test_data")
-    if (stored := read_stored(folder)) is not None:
+    if (stored := look.stored) is not None:
         console.print(_shown(closing_table(stored, summary.get("base_model_bytes"))))
     for line in summary["warnings"]:
         console.print(Panel(Text(line), title="WARNING", style=_ALARM))
@@ -44,20 +42,19 @@ def closing(console: Console, folder: Path, summary: dict[str, Any]) -> None:
     if not summary["adapters_moved"]:
         names = ", ".join(summary["unmoved_tensors"][:5])
         console.print(Panel(Text(f"TRAINING CHANGED NOTHING in: {names}"), style=_ALARM))
-    console.print(_figures(summary))
+    console.print(_figures(look))
     # Whole, so that a path can be copied.
     console.print(f"results  {from_here(folder)}", soft_wrap=True, markup=False, highlight=False)
     console.print(f"report   {from_here(folder / REPORT)}", soft_wrap=True, markup=False, highlight=False)
 
 
-def _figures(summary: dict[str, Any]) -> Table:
-    """What an audit found, if there was one, and what was spent."""
+def _figures(folder: RunFolder) -> Table:
+    """What an audit found, if there was one, what was spent, and all that is declared as a figure since."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, width=len("results"))
     grid.add_column(overflow="fold")
-    if audit := summary.get("audit"):
-        grid.add_row("audit", Text(audit_line(audit), style=_ALARM if audit["refuted"] else ""))
-    grid.add_row("spent", closing_line(summary))
+    for figure in figures(folder, "closing"):
+        grid.add_row(figure.label, Text(figure.text, style=_ALARM if figure.is_alarming else ""))
     return grid
 
 

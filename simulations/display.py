@@ -17,9 +17,9 @@ from fedpriv.accounting.views import default_delta
 from fedpriv.config import RunConfig
 from fedpriv.names import printable
 from fedpriv.protocol import Registration
-from fedpriv.reports.spending import limit_of, views_text
-from fedpriv.reports.tables import format_bytes, format_delta, format_seconds
+from fedpriv.runs.figures import format_bytes, format_delta, format_seconds, limit_of
 from fedpriv.runs.rows import RoundRow
+from fedpriv.runs.show.tables import views_text
 from fedpriv.training.schedule import num_lora_rounds
 from server.observer import RunProgress, described
 from simulations.closing import closing

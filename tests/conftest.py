@@ -26,8 +26,8 @@ TESTS = Path(__file__).parent
 # Their files take longest: their tests are whole runs, start processes of their own, or try many models.
 WHOLE_RUNS = ("contracts", "integration", "simulations", "cli", "server", "adversary", "vault", "training")
 
-# Tests of the plots, and whole runs whose pages have them.
-WITH_PLOTS = "reports"
+# Tests of the plots, and runs whose pages have them.
+WITH_PLOTS = ("reports", "live")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _pages_without_plots(request: pytest.FixtureRequest) -> Iterator[None]:
-    with nullcontext() if request.path.relative_to(TESTS).parts[0] == WITH_PLOTS else without_plots():
+    with nullcontext() if request.path.relative_to(TESTS).parts[0] in WITH_PLOTS else without_plots():
         yield
 
 

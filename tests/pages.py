@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from fedpriv.reports import plots
+from fedpriv.runs.show import _plots
+
+_DRAWN = ("accuracy_plot", "loss_plot", "evaluation_plot", "epsilon_plot", "traffic_plot")
 
 
 @contextmanager
 def without_plots() -> Iterator[None]:
     """Every plot of a page is an empty text; what a plot is given must still suit it."""
-    with mock.patch("fedpriv.reports.page.plots", mock.create_autospec(plots)) as empty:
-        for name in ("accuracy_plot", "loss_plot", "evaluation_plot", "epsilon_plot", "traffic_plot"):
-            getattr(empty, name).return_value = ""
+    empty = {name: mock.create_autospec(getattr(_plots, name), return_value="") for name in _DRAWN}
+    with mock.patch.multiple(_plots, **empty):
         yield

@@ -13,8 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Not called from Python: the command line, what institutions' kits share, and the files of a run's folder.
-WITHOUT_EXAMPLE = {"cli", "deployment", "runs"}
+# Not called from Python: the command line, and what institutions' kits share.
+WITHOUT_EXAMPLE = {"cli", "deployment"}
 PACKAGES = sorted({file.parent.name for file in ROOT.glob("fedpriv/*/__init__.py")} - WITHOUT_EXAMPLE)
 
 

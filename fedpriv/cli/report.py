@@ -15,7 +15,7 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a finished ru
 
     Example: fedpriv report results/20261121-042553-embedded
     """
-    from fedpriv.reports.page import write_report
+    from fedpriv.runs.show.report_page import write_report
 
     values = {"report": str(write_report(run_dir))}
     show(values, entries(values), as_json)

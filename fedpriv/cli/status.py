@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -24,11 +23,12 @@ def status(
     """
     from rich.console import Console
 
-    from fedpriv.reports import status_display
-    from fedpriv.runs.status import read_status
+    from fedpriv.runs.folder import RunFolder
+    from fedpriv.runs.show import terminal
+    from fedpriv.runs.status import status_of
 
-    found = read_status(run_dir, now=time.time())
+    folder = RunFolder(run_dir)
     if as_json:
-        show(found.as_dict(), [], as_json)
+        show(status_of(folder).as_dict(), [], as_json)
     else:
-        status_display.show(found, Console(highlight=False))
+        terminal.show(folder, Console(highlight=False))

@@ -39,15 +39,15 @@ def watch(
         show({"url": url, "folder": str(folder)}, [f"{url} shows {folder}{waits}; Ctrl-C ends it"], as_json)
         sys.stdout.flush()
 
-    live.WatchServer(live.Watch(folder), address, tell).serve_until_signal()
+    live.WatchServer(live.WatchedPages(folder), address, tell).serve_until_signal()
 
 
 def _live_modules() -> Any:
     """The server, or one line that says which extra it needs."""
     try:
-        from fedpriv.live import server
+        from fedpriv.runs.show import live_server
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("fastapi", "starlette", "uvicorn", "h11"):
             raise
         raise InputError(f"watch: needs {error.name}; install it with pip install 'fedpriv[serve]'") from None
-    return server
+    return live_server

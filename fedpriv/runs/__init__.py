@@ -1,1 +1,24 @@
-"""A run's folder: its files and their rows, the code that writes and reads them, and the status that they show."""
+"""A run's folder: the code that writes and reads it, its figures, and the pages that show them.
+
+`RunFolder` is one look at a folder, in which every file is read once. The figures of a run are declared in
+`fedpriv.runs.figures`, for the terminal, the report, the live page, trackers, the model card and Python alike. What
+bounds a risk is rounded up, and no epsilon is shown without its delta:
+
+>>> from fedpriv.runs import format_bytes, format_epsilon
+>>> print(format_epsilon(1.8213, 1e-5), format_bytes(1_230_000), sep="; ")
+ε = 1.83 at δ = 1e-5; 1.23 MB
+"""
+
+from typing import TYPE_CHECKING
+
+from fedpriv.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from fedpriv.runs.figures import format_bound as format_bound
+    from fedpriv.runs.figures import format_bytes as format_bytes
+    from fedpriv.runs.figures import format_delta as format_delta
+    from fedpriv.runs.figures import format_epsilon as format_epsilon
+    from fedpriv.runs.folder import RunFolder as RunFolder
+    from fedpriv.runs.show.report_page import write_report as write_report
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

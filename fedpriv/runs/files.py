@@ -1,4 +1,4 @@
-"""The names of a run folder's files, and what is read and written there beside its tables."""
+"""The names of the files in a run's folder, and how TOML and JSON files are read and written there."""
 
 from __future__ import annotations
 

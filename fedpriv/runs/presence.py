@@ -1,6 +1,6 @@
 """Whether the process of a run still lives: it locks a file in the run's folder, which the kernel unlocks as it dies.
 
-The lock belongs to an open file (Linux's open file description locks): it survives that somebody in the same process
+The lock belongs to an open file (Linux's open file description locks): it survives that someone in the same process
 opens and closes the file, and it is asked for without being taken, so that nobody who looks can be in a run's way.
 Locks tell of processes on the same machine only. So the file names the machine's boot; of any other, nothing is known.
 """
@@ -30,14 +30,14 @@ _MAX_BYTES = 1000
 
 @contextmanager
 def held(run_dir: Path) -> Iterator[None]:
-    """While the block runs, `is_alive(run_dir)` is True for everybody on this machine.
+    """While the block runs, `is_alive(run_dir)` is True for all processes on this machine.
 
     Where the file system has no locks the block runs all the same, and nobody can tell.
 
     Raises:
         InputError: another process runs this run.
     """
-    refuse_second(run_dir)
+    _refuse_second(run_dir)
     file = os.open(run_dir / files.PRESENCE, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         content = b""
@@ -51,7 +51,7 @@ def held(run_dir: Path) -> Iterator[None]:
         os.close(file)
 
 
-def refuse_second(run_dir: Path) -> None:
+def _refuse_second(run_dir: Path) -> None:
     """Refuse to touch a run that another process runs.
 
     Raises:
@@ -68,7 +68,7 @@ def _second(run_dir: Path) -> InputError:
 def is_alive(run_dir: Path) -> bool | None:
     """Whether the process that runs the run lives; None if that cannot be told.
 
-    That is so for runs of earlier versions, and for a process on another machine or before this one was started anew.
+    That is so for runs of earlier versions, and for a process on another machine or before this one was restarted.
     """
     try:
         with (run_dir / files.PRESENCE).open("rb") as file:

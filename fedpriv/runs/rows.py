@@ -1,12 +1,18 @@
-"""The rows of a run's tables, where every column is declared once, and how a table's text is read."""
+"""The lines of a run's files: rows of its tables, events of its journal, samples of its models' answers.
+
+Every column of a table is declared once, in `RoundRow` and `ClientRow`, by which it is written and read.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
 import math
-from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +87,19 @@ def column_types(kind: type[RoundRow | ClientRow]) -> dict[str, str]:
 def read_rows(
     path: Path, kind: type[RoundRow | ClientRow], columns: Sequence[str] | None = None
 ) -> list[dict[str, Any]]:
+    """`parse_rows` of a table's file."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return parse_rows(file.read(), path, kind, columns)
+
+
+def parse_rows(
+    text: str, path: Path, kind: type[RoundRow | ClientRow], columns: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
     """The rows of a table that are whole, as {column: value}; the last may be half written, now or when a run died.
 
     Args:
-        path: rounds.csv or clients.csv.
+        text: of rounds.csv or clients.csv.
+        path: of the file, for errors.
         kind: which rows it holds.
         columns: those that are needed, so that tables with fewer columns can be read too; None for all.
 
@@ -94,8 +109,6 @@ def read_rows(
     types = column_types(kind)
     newer = {field.name for field in fields(kind) if field.default is not MISSING}
     needed = {name: types[name] for name in (types if columns is None else columns)}
-    with path.open(newline="", encoding="utf-8") as file:
-        text = file.read()
     reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
     absent = newer - set(reader.fieldnames or ())
     rows = []
@@ -137,3 +150,102 @@ def _parse_cell(name: str, type_: str, text: str | None) -> Any:
     if type_ == "float | None" and not text:
         return None
     return parse_epsilon(text) if name.startswith("epsilon_") else float(text)
+
+
+MAX_EVENTS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Events:
+    """The events of a journal.
+
+    Attributes:
+        last: the last events, at most MAX_EVENTS.
+        num_events: how many there are in all.
+        num_unreadable: lines that hold no event.
+    """
+
+    last: tuple[Mapping[str, Any], ...]
+    num_events: int
+    num_unreadable: int
+
+
+def read_events(path: Path) -> Events:
+    """The events of events.jsonl; none if the file is missing."""
+    last: deque[Mapping[str, Any]] = deque(maxlen=MAX_EVENTS)
+    num_events = num_unreadable = 0
+    if not path.is_file():
+        return Events(last=(), num_events=0, num_unreadable=0)
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):  # still being written, or cut off when the run died
+                break
+            event = _parse_event(line)
+            if event is None:
+                num_unreadable += 1
+            else:
+                num_events += 1
+                last.append(event)
+    return Events(last=tuple(last), num_events=num_events, num_unreadable=num_unreadable)
+
+
+def _parse_event(line: bytes) -> dict[str, Any] | None:
+    """The event on a line, which is an object of plain values with a time and a name; else None."""
+    try:
+        event = json.loads(line)
+        datetime.fromisoformat(event["time"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    plain = isinstance(event.get("event"), str) and not any(isinstance(v, (list, dict)) for v in event.values())
+    return event if plain else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A prompt of the server's test set with its answers, as text.
+
+    Attributes:
+        prompt: as the models read it, without special tokens.
+        reference: the test set's own response.
+        untrained, private: answers of the model before and after the run.
+        non_private: that of the comparison run; None without one.
+    """
+
+    prompt: str
+    reference: str
+    untrained: str
+    private: str
+    non_private: str | None
+
+
+def write_samples(path: Path, samples: Sequence[Sample]) -> None:
+    """Write the samples atomically."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(f"{json.dumps(asdict(sample))}\n" for sample in samples), encoding="utf-8")
+    temporary.replace(path)
+
+
+def read_samples(path: Path) -> tuple[Sample, ...]:
+    """The samples of a run; none if it has generated no answers.
+
+    Raises:
+        InputError: a line is damaged; names it.
+    """
+    if not path.is_file():
+        return ()
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return tuple(_parse_sample(path, number, line) for number, line in enumerate(lines, start=1))
+
+
+def _parse_sample(path: Path, number: int, line: str) -> Sample:
+    names = [field.name for field in fields(Sample)]
+    try:
+        values = json.loads(line)
+    except ValueError:
+        values = None
+    if not isinstance(values, dict) or values.keys() != set(names):
+        raise InputError(f"{path}: line {number} is damaged; it must hold {', '.join(names)}")
+    for name, value in values.items():
+        if not isinstance(value, str) and not (value is None and name == "non_private"):
+            raise InputError(f"{path}: line {number}: {name} = {value!r}: must be text")
+    return Sample(**values)

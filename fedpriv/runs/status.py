@@ -1,8 +1,7 @@
-"""What a run is doing or did, read from its folder alone: no process is asked, and nothing is written."""
+"""The status of a run, from its folder alone: no process is asked, and nothing is written."""
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedpriv.errors import InputError
-from fedpriv.runs import files, presence
-from fedpriv.runs.events import read_events
-from fedpriv.runs.rows import USABLE, ClientRow, RoundRow, parse_epsilon, read_rows
+from fedpriv.runs import files
+from fedpriv.runs.folder import RunFolder
+from fedpriv.runs.rows import USABLE, parse_epsilon
 
 State = Literal["running", "interrupted", "unknown", "finished"]
 # What a run writes until it ends; its comparison follows the private rounds.
@@ -31,7 +30,7 @@ CLIENT_COLUMNS = ("round", "client", "num_records", "status", "detail", "epsilon
 
 @dataclass(frozen=True, kw_only=True)
 class ClientStatus:
-    """What is known of one client.
+    """The status of one client.
 
     Attributes:
         client: the partition id.
@@ -60,7 +59,7 @@ class ClientStatus:
 
     @property
     def is_troubled(self) -> bool:
-        """Whether somebody should look at the client: it retired, is skipped, or its last reply was not usable."""
+        """Whether someone should look at the client: it retired, is skipped, or its last reply was not usable."""
         return self.retired is not None or self.skipped or (self.status is not None and self.status not in USABLE)
 
 
@@ -130,35 +129,32 @@ class RunStatus:
         return asdict(self) | {"retired": retired}
 
 
-def read_status(run_dir: Path, *, now: float) -> RunStatus:
-    """The status of the run in the folder.
-
-    Args:
-        run_dir: the run's folder; the run may be writing to it.
-        now: seconds since the epoch.
+def status_of(folder: RunFolder) -> RunStatus:
+    """The status of the run in the folder, at the moment of the look.
 
     Raises:
         InputError: one line: the folder holds no run, or one of its files is damaged.
     """
+    return folder.once(_status_of)
+
+
+def _status_of(folder: RunFolder) -> RunStatus:
+    run_dir, alive, summary = folder.path, folder.is_alive, folder.summary  # a run that ends now was alive
     for name in (files.CONFIG, files.ROUNDS, files.CLIENTS):
         if not (run_dir / name).is_file():
             raise InputError(f"{run_dir}: holds no run, {name} is missing; give the folder that a run writes")
-    config = files.read_values(run_dir / files.CONFIG)
-    summary = files.read_values(run_dir / files.SUMMARY, optional=True)
-    registrations = files.read_values(run_dir / files.REGISTRATIONS, optional=True)
-    checkpoint_round, checkpoint = _last_checkpoint(run_dir)
-    rounds = read_rows(run_dir / files.ROUNDS, RoundRow, ROUND_COLUMNS)
-    rows = read_rows(run_dir / files.CLIENTS, ClientRow, CLIENT_COLUMNS)
+    config, events = folder.config, folder.events
+    checkpoint_round, checkpoint = folder.checkpoint
+    rounds, rows = folder.round_rows(ROUND_COLUMNS), folder.client_rows(CLIENT_COLUMNS)
     try:
-        clients = _clients(rows, registrations.values() or checkpoint.get("registrations", ()), summary, checkpoint)
+        registrations = folder.registrations.values() or checkpoint.get("registrations", ())
+        clients = _clients(rows, registrations, summary, checkpoint)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{run_dir}: what it says about its clients is damaged ({error!r})") from None
     round_seconds, engine = float(config.get("round_seconds", 3600.0)), str(config.get("engine", ""))
-    silence = max(0.0, now - _last_change(run_dir))
-    alive = presence.is_alive(run_dir)
+    silence = max(0.0, folder.now - _last_change(run_dir))
     state: State = "finished" if summary else _state(run_dir, alive, is_silent=silence > round_seconds)
     resumable = state in ("interrupted", "unknown") and checkpoint_round is not None
-    events = read_events(run_dir / files.EVENTS)
     return RunStatus(
         run_dir=str(run_dir),
         run_id=summary.get("run_id") or checkpoint.get("run"),
@@ -188,8 +184,28 @@ def read_status(run_dir: Path, *, now: float) -> RunStatus:
     )
 
 
+def spent_on_view(folder: RunFolder) -> dict[int, float | None]:
+    """{client: what it has spent on the run's view}: the final figure, or that of its last row; None before it.
+
+    Raises:
+        InputError: see `status_of`.
+    """
+    return folder.once(_spent_on_view)
+
+
+def _spent_on_view(folder: RunFolder) -> dict[int, float | None]:
+    status = status_of(folder)
+    column = f"epsilon_{status.privacy_view}"
+    last = {row["client"]: row[column] for row in folder.client_rows(("client", column))}
+    final = {entry["client"]: parse_epsilon(entry.get(column)) for entry in folder.summary.get("clients", ())}
+    return {
+        each.client: final.get(each.client, parse_epsilon(last[each.client]) if each.client in last else None)
+        for each in status.clients
+    }
+
+
 def _limits(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
-    """What the run may spend, and on which view.
+    """The run's limits, and the view that they are on.
 
     Raises:
         InputError: its configuration is damaged.
@@ -310,15 +326,3 @@ def _client(
         retired=retired,
         skipped=skipped,
     )
-
-
-def _last_checkpoint(run_dir: Path) -> tuple[int | None, Mapping[str, Any]]:
-    """The round of the last checkpoint and its state; an unreadable state counts as empty, resuming will name it."""
-    found = files.checkpoints(run_dir)
-    if not found:
-        return None, {}
-    try:
-        state = json.loads((found[-1] / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        state = {}
-    return files.checkpoint_round(found[-1]), state if isinstance(state, dict) else {}

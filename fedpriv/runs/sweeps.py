@@ -13,8 +13,8 @@ import pandas as pd
 
 from fedpriv.errors import InputError
 from fedpriv.runs import files
-from fedpriv.runs.rows import RoundRow, read_rows
-from fedpriv.runs.status import RunStatus, read_status
+from fedpriv.runs.folder import RunFolder
+from fedpriv.runs.status import RunStatus, status_of
 
 PLAN = "sweep.json"  # what is planned: title and runs, written before the first of them
 TABLE = "sweep.csv"  # written at the end, or when the sweep is interrupted
@@ -45,7 +45,7 @@ class SweepRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Spending:
-    """What any record has spent over all runs and earlier attempts, on the `local` view; more is not possible.
+    """An upper bound of what any record has spent over all runs and earlier attempts, on the `local` view.
 
     Attributes:
         epsilon, delta: together.
@@ -85,7 +85,7 @@ def read_sweep(folder: Path, *, now: float) -> SweepStatus:
     """
     title, planned = _planned(folder)
     runs = tuple(_run(folder, key, varied, now) for key, varied in planned.items())
-    earlier = (_status(path, now) for path in sorted((folder / UNFINISHED).glob("*")))
+    earlier = (_status(RunFolder(path, now=now)) for path in sorted((folder / UNFINISHED).glob("*")))
     spending = _composed(folder) or _added([*(run.status for run in runs), *earlier])
     return SweepStatus(title=title, runs=runs, spending=spending)
 
@@ -111,25 +111,26 @@ def _run_folders(folder: Path) -> list[Path]:
 
 
 def _run(folder: Path, key: str, varied: Mapping[str, Any], now: float) -> SweepRun:
-    status = _status(folder / key, now)
+    look = RunFolder(folder / key, now=now)
+    status = _status(look)
     if status is None:
         return SweepRun(key=key, varied=varied, state="waiting", status=None, perplexity=None)
     failed = status.state == "interrupted" and (folder / f"{key}.txt").exists()
     state = "failed" if failed else status.state
-    return SweepRun(key=key, varied=varied, state=state, status=status, perplexity=_perplexity(folder / key))
+    return SweepRun(key=key, varied=varied, state=state, status=status, perplexity=_perplexity(look))
 
 
-def _status(run_dir: Path, now: float) -> RunStatus | None:
+def _status(look: RunFolder) -> RunStatus | None:
     """None if the run does not exist yet, has just begun or was just moved away."""
     try:
-        return read_status(run_dir, now=now)
+        return status_of(look)
     except (InputError, OSError):
         return None
 
 
-def _perplexity(run_dir: Path) -> float | None:
+def _perplexity(look: RunFolder) -> float | None:
     try:
-        rows = read_rows(run_dir / files.ROUNDS, RoundRow, ("test_perplexity",))
+        rows = look.round_rows(("test_perplexity",))
     except (InputError, OSError):
         return None
     return next((row["test_perplexity"] for row in reversed(rows) if row.get("test_perplexity") is not None), None)

@@ -11,7 +11,7 @@ from flwr.app import Context, RecordDict
 from clients.app import app as client_app
 from clients.node import TRUST_KEY
 from fedpriv.config import RunConfig, to_flower
-from fedpriv.tracking.protocol import check_installed
+from fedpriv.runs.show.following import check_installed
 from fedpriv.training.local_update import Execute
 from fedpriv.training.stacked import clients_at_once, execute_one_by_one, execute_stacked
 from fedpriv.training.workbench import workbench

@@ -13,10 +13,8 @@ from fedpriv import preflight
 from fedpriv.errors import InputError
 from fedpriv.runs import files
 from fedpriv.runs.files import write_json
+from fedpriv.runs.show.following import FollowedFolder, following, run_name
 from fedpriv.runs.sweeps import PLAN
-from fedpriv.tracking.following import following
-from fedpriv.tracking.logged import run_name
-from fedpriv.tracking.process import Job
 from simulations.paths import from_here
 from simulations.sweeps.metrics import metric_of
 from simulations.sweeps.plan import Sweep
@@ -65,12 +63,14 @@ def sweep(planned: Sweep, out: Path, *, max_parallel: int | None, console: Conso
     return finished
 
 
-def _job(planned: Sweep, out: Path) -> Job | None:
+def _job(planned: Sweep, out: Path) -> FollowedFolder | None:
     """What a tracker is told of the sweep; None without one."""
     if planned.track == "none":
         return None
     names = {run.key: run_name(run.varied) for run in planned.runs}
-    return Job(tracker=planned.track, folder=str(out), title=planned.title, keys=list(planned.keys), names=names)
+    return FollowedFolder(
+        tracker=planned.track, folder=str(out), title=planned.title, keys=list(planned.keys), names=names
+    )
 
 
 def _written(planned: Sweep, out: Path, errors: dict[str, str]) -> FinishedSweep:

@@ -16,8 +16,8 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from fedpriv.reports import tables
 from fedpriv.runs import files
+from fedpriv.runs.figures import format_bound
 from fedpriv.runs.rows import RoundRow, read_rows
 from simulations.sweeps.metrics import Metric
 from simulations.sweeps.plan import PlannedRun, Sweep
@@ -119,7 +119,7 @@ def _progress(folder: Path) -> tuple[int, str, str]:
     """A run's last written round, with accuracy and epsilon; of a finished run, the final epsilon."""
     if files.is_finished(folder):
         summary = files.read_values(folder / files.SUMMARY)
-        return summary["num_rounds"], _accuracy(summary["accuracy"]), tables.format_bound(summary["epsilon_local_max"])
+        return summary["num_rounds"], _accuracy(summary["accuracy"]), format_bound(summary["epsilon_local_max"])
     try:
         rounds = read_rows(folder / files.ROUNDS, RoundRow, ("round", "test_accuracy", "epsilon_local_max"))
     except FileNotFoundError:  # not begun
@@ -127,7 +127,7 @@ def _progress(folder: Path) -> tuple[int, str, str]:
     if not rounds:
         return 0, "", ""
     last = rounds[-1]
-    return last["round"], _accuracy(last["test_accuracy"]), tables.format_bound(last["epsilon_local_max"])
+    return last["round"], _accuracy(last["test_accuracy"]), format_bound(last["epsilon_local_max"])
 
 
 def _accuracy(accuracy: float | None) -> str:

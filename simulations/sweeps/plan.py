@@ -14,8 +14,8 @@ from fedpriv import sweep_values
 from fedpriv.config import RunConfig
 from fedpriv.config_types import Track
 from fedpriv.data import federated
+from fedpriv.runs.show.following import check_installed
 from fedpriv.sweep_values import Point
-from fedpriv.tracking.protocol import check_installed
 
 # The largest batch size that follows the smallest client.
 _LARGEST_AUTO = 64

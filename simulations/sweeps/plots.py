@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from fedpriv.reports.tables import format_bytes
+from fedpriv.runs.figures import format_bytes
 from simulations.sweeps.metrics import Metric, metric_of
 from simulations.sweeps.plan import Sweep
 from simulations.sweeps.table import PRIVACY_KEYS, settings

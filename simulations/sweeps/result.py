@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from fedpriv.reports.tables import format_epsilon
-from fedpriv.results import Run, open_run, page_part
 from fedpriv.runs import files
+from fedpriv.runs.figures import format_epsilon
+from fedpriv.runs.show.result import Run, open_run, page_part
 from simulations.sweeps.spending import Total
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pandas as pd
 
 from fedpriv.runs import files
-from fedpriv.runs.reader import LANGUAGE_KEYS
+from fedpriv.runs.folder import LANGUAGE_KEYS
 from simulations.sweeps.metrics import metric_of
 from simulations.sweeps.plan import Sweep
 from simulations.sweeps.spending import Total

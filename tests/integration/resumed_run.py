@@ -31,7 +31,8 @@ from fedpriv.config import RunConfig, parse
 from fedpriv.ledger.entries import CHARGED, RELEASED, Entry, entries
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
-from fedpriv.runs.status import read_status
+from fedpriv.runs.folder import RunFolder
+from fedpriv.runs.status import status_of
 from fedpriv.runs.writer import RunWriter
 from fedpriv.vault import _charging
 from server import checkpoint, registry
@@ -210,7 +211,7 @@ class Witness:
                 releases = {(line[1], line[2]) for line in self.sent if str(line[0]) == client}
                 assert Counter(round_ for round_, _ in releases) <= charged, f"{path}: a release was not charged"
         if life.killed and kept and not (self._folder / "run" / "summary.json").exists():
-            found = read_status(self._folder / "run", now=math.inf)
+            found = status_of(RunFolder(self._folder / "run", now=math.inf))
             assert found.state == "interrupted"
             assert found.resume_command
 

@@ -14,7 +14,8 @@ import pytest
 import tomli_w
 
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.runs.status import read_status
+from fedpriv.runs.folder import RunFolder
+from fedpriv.runs.status import status_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,7 +30,7 @@ def killed_when(has_come: Callable[[], bool], folder: Path, *arguments: str) -> 
             assert process.poll() is None, "the run ended by itself, nothing would be tested"
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        found = read_status(folder, now=time.time())
+        found = status_of(RunFolder(folder))
         assert (found.state, found.is_alive) == ("running", True)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
@@ -45,7 +46,7 @@ def test_a_killed_run_is_interrupted_at_once_and_running_again_once_it_is_resume
     comparison = folder / "comparison" / "rounds.csv"
 
     killed_when(lambda: (folder / "checkpoint" / "round-000003").is_dir(), folder, str(config), "--out", str(folder))
-    found = read_status(folder, now=time.time())
+    found = status_of(RunFolder(folder))
     assert (found.state, found.is_alive) == ("interrupted", False)
     assert found.seconds_since_change < 60 < found.round_seconds
     assert found.resume_command is not None
@@ -56,7 +57,7 @@ def test_a_killed_run_is_interrupted_at_once_and_running_again_once_it_is_resume
         return comparison.is_file()
 
     killed_when(compares, folder, "--resume", str(folder))
-    assert read_status(folder, now=time.time()).state == "interrupted"
+    assert status_of(RunFolder(folder)).state == "interrupted"
 
     subprocess.run([sys.executable, "-m", "simulations", "run", "--resume", str(folder)], cwd=ROOT, check=True)
-    assert read_status(folder, now=time.time()).state == "finished"
+    assert status_of(RunFolder(folder)).state == "finished"

@@ -12,9 +12,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fedpriv.config import parse
-from fedpriv.live.app import Watch
-from fedpriv.live.server import LIMITS, WatchServer
 from fedpriv.runs import files
+from fedpriv.runs.show.live_server import LIMITS, WatchedPages, WatchServer
 from fedpriv.runs.writer import RunWriter, write_json
 from fedpriv.serving.http.limits import Limits
 from fedpriv.serving.http.server import Address
@@ -76,7 +75,7 @@ def watched(folder: Path, *, limits: Limits = LIMITS, host: str = "127.0.0.1", *
         found.append(url)
         ready.set()
 
-    watch = Watch(folder, **{"seconds": 0.05, **options})
+    watch = WatchedPages(folder, **{"seconds": 0.05, **options})
     server = WatchServer(watch, Address(host=host, port=0), tell, limits)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

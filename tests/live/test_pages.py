@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.live.pages import LivePage
-from fedpriv.live.templating import script
 from fedpriv.runs import files, presence
 from fedpriv.runs.rows import RoundRow
+from fedpriv.runs.show._live_page import LivePage, script
 from tests.live.conftest import begin, end, grow, plan
 from tests.runs.written import round_row
 
@@ -182,7 +181,7 @@ def test_an_unchanged_folder_is_not_read_again(tmp_path: Path, monkeypatch: pyte
     writer = begin(tmp_path / "run")
     page = LivePage(writer.path)
     first = page.read()
-    monkeypatch.setattr("fedpriv.live.run_page.pieces", None)
+    monkeypatch.setattr("fedpriv.runs.show._live_page._run_pieces", None)
     assert page.read() is first
 
 

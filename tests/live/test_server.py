@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.errors import InputError
-from fedpriv.live.server import LIMITS, check_host
+from fedpriv.runs.show.live_server import LIMITS, check_host
 from fedpriv.serving.http.server import Address
 from tests.live.conftest import Watched, begin, end, grow, plan, watched
 from tests.reports.conftest import write_finished_run
@@ -156,7 +156,9 @@ def test_hundreds_of_streams_leave_the_page_to_others_and_are_counted_off_when_t
 
 def test_who_does_not_read_is_cut_off_and_costs_the_others_nothing(tmp_path: Path, monkeypatch) -> None:
     numbers = iter(range(10**6))
-    monkeypatch.setattr("fedpriv.live.pages.LivePage.read", lambda page: {"head": f"{next(numbers):>1000000}"})
+    monkeypatch.setattr(
+        "fedpriv.runs.show._live_page.LivePage.read", lambda page: {"head": f"{next(numbers):>1000000}"}
+    )
     with (
         watched(tmp_path, limits=replace(LIMITS, write_seconds=0.3)) as server,
         stream(server) as lazy,
@@ -205,7 +207,9 @@ def test_other_machines_are_let_in_by_demand_alone(host: str) -> None:
 
 
 def test_beyond_loopback_too_a_name_of_another_site_is_refused(server: Watched, monkeypatch) -> None:
-    monkeypatch.setattr("fedpriv.live.app.check_local_name", lambda scope: None)  # as if it came from elsewhere
+    monkeypatch.setattr(
+        "fedpriv.runs.show.live_server.check_local_name", lambda scope: None
+    )  # as if it came from elsewhere
     assert ask(server, Host="evil.example").status == 421
     assert ask(server, Host="192.0.2.7:8001").status == 200
 

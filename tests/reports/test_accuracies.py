@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from fedpriv.errors import InputError
-from fedpriv.reports.accuracies import MOST_CLASSES, accuracy_table, confusion_table
-from fedpriv.reports.page import write_report
-from fedpriv.runs.reader import QUALITY_KEYS, read_run
+from fedpriv.runs.folder import QUALITY_KEYS, RunFolder
+from fedpriv.runs.show.report_page import write_report
+from fedpriv.runs.show.tables import MOST_CLASSES, accuracy_table, confusion_table
 from simulations.display import TerminalObserver
 
 WARNING = "accuracy 0.871 ± 0.010 is not above 0.860 <b>"
@@ -36,7 +36,7 @@ def page_of(run_dir: Path) -> str:
 
 
 def rows_of(run_dir: Path) -> list[tuple[str, ...]]:
-    return list(accuracy_table(read_run(run_dir).summary).rows)
+    return list(accuracy_table(RunFolder(run_dir).summary).rows)
 
 
 def test_every_accuracy_has_a_row_the_private_one_first(write_run):
@@ -87,7 +87,7 @@ def test_a_folder_of_an_older_run_still_opens(write_run):
 def test_a_large_confusion_matrix_is_left_to_the_summary(write_run, num_classes):
     names, rows = [f"class {c}" for c in range(num_classes)], [[1] * num_classes] * num_classes
     run_dir = write_run(**QUALITY | {"labels": names, "confusion_matrix": rows})
-    assert (confusion_table(read_run(run_dir).summary) is None) == (num_classes > MOST_CLASSES)
+    assert (confusion_table(RunFolder(run_dir).summary) is None) == (num_classes > MOST_CLASSES)
     assert (f"of {num_classes} classes is in" in page_of(run_dir)) == (num_classes > MOST_CLASSES)
 
 
@@ -109,13 +109,13 @@ def test_a_large_confusion_matrix_is_left_to_the_summary(write_run, num_classes)
 def test_what_cannot_be_shown_is_refused_by_name(write_run, key, value):
     name = "confusion_matrix" if key == "labels" else key
     with pytest.raises(InputError, match=rf"summary\.json: {name}"):
-        read_run(write_run(**QUALITY | {key: value}))
+        RunFolder(write_run(**QUALITY | {key: value})).checked()
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_terminal_shows_warnings_and_the_same_table(write_run, width):
     run_dir = write_run(**QUALITY)
-    summary = dict(read_run(run_dir).summary) | {"accuracy_interval": None, "unmoved_tensors": []}
+    summary = RunFolder(run_dir).summary | {"accuracy_interval": None, "unmoved_tensors": []}
     console = Console(file=io.StringIO(), width=width)
     TerminalObserver(console).finished(run_dir, summary)
     text = console.file.getvalue()

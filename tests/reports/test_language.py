@@ -9,10 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fedpriv.reports.page import write_report
-from fedpriv.runs import samples
-from fedpriv.runs.reader import read_run
-from fedpriv.runs.samples import Sample
+from fedpriv.runs.folder import RunFolder
+from fedpriv.runs.rows import Sample, write_samples
+from fedpriv.runs.show.report_page import write_report
 from simulations.display import TerminalObserver
 from tests.reports.test_page import Page
 
@@ -49,7 +48,7 @@ def language_run(write_run, **changes: object) -> Path:
             writer.writerows(row | {"test_perplexity": 14.2 / (1 + int(row["round"]))} for row in rows)
     texts = [Sample(prompt=f"p{i}", reference="r", untrained="u", private=f"a{i}", non_private="n") for i in range(11)]
     hostile = Sample(prompt=HOSTILE, reference=HOSTILE, untrained=HOSTILE, private=HOSTILE, non_private=HOSTILE)
-    samples.write(run_dir / "samples.jsonl", [hostile, *texts])
+    write_samples(run_dir / "samples.jsonl", [hostile, *texts])
     return run_dir
 
 
@@ -108,7 +107,7 @@ def test_a_classifier_s_page_says_nothing_of_answers(write_run):
 def test_the_terminal_shows_perplexity_and_what_changed(write_run):
     run_dir = language_run(write_run)
     console = Console(file=io.StringIO(), width=100)
-    TerminalObserver(console).finished(run_dir, dict(read_run(run_dir).summary))
+    TerminalObserver(console).finished(run_dir, RunFolder(run_dir).summary)
     text = console.file.getvalue()
     assert "9.87" in text
     assert "against untrained, paired: log perplexity -0.3637 ± 0.0213" in text

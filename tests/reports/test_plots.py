@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pandas as pd
 import pytest
 
-from fedpriv.reports.plots import accuracy_plot, epsilon_plot, loss_plot, spread, traffic_plot
+from fedpriv.runs.show._plots import accuracy_plot, epsilon_plot, loss_plot, spread, traffic_plot
 
 INDEX = pd.Index([0, 1, 2], name="round")
 CLIENTS = pd.DataFrame({"0": [0.0, 0.5, 0.8], "1": [0.0, 0.6, 0.9]}, index=INDEX)

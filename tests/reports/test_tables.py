@@ -5,16 +5,16 @@ import math
 import pandas as pd
 import pytest
 
-from fedpriv.reports.tables import (
+from fedpriv.runs.figures import (
     format_bound,
     format_bytes,
     format_delta,
     format_epsilon,
     format_percent,
-    format_range,
     format_seconds,
 )
 from fedpriv.runs.rows import parse_epsilon
+from fedpriv.runs.show.tables import format_range
 
 
 def test_an_epsilon_is_shown_with_its_delta_and_rounded_up() -> None:

@@ -78,7 +78,7 @@ def test_of_two_that_begin_at_the_same_moment_one_is_refused_and_the_other_lives
     with other_process(tmp_path):
         before = (tmp_path / files.PRESENCE).read_bytes()
         if written is None:
-            monkeypatch.setattr(presence, "refuse_second", lambda _: None)
+            monkeypatch.setattr(presence, "_refuse_second", lambda _: None)
         else:
             (tmp_path / files.PRESENCE).write_bytes(before := written)
         with pytest.raises(InputError, match="another process runs this run"), held(tmp_path):

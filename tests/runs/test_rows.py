@@ -10,7 +10,8 @@ import pytest
 
 from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.runs import reader, status
+from fedpriv.runs import status
+from fedpriv.runs.folder import CLIENT_COLUMNS, COMPARISON_COLUMNS, ROUND_COLUMNS
 from fedpriv.runs.rows import ClientRow, RoundRow, column_types, read_rows
 from fedpriv.runs.writer import RunWriter
 
@@ -92,8 +93,8 @@ def test_a_reopened_folder_keeps_its_bytes_and_drops_later_rounds_and_half_lines
 
 def test_readers_ask_only_for_columns_that_a_run_writes() -> None:
     rounds, clients = column_types(RoundRow).keys(), column_types(ClientRow).keys()
-    assert {*reader.ROUND_COLUMNS, *reader.COMPARISON_COLUMNS, *status.ROUND_COLUMNS} <= rounds
-    assert {*reader.CLIENT_COLUMNS, *status.CLIENT_COLUMNS} <= clients
+    assert {*ROUND_COLUMNS, *COMPARISON_COLUMNS, *status.ROUND_COLUMNS} <= rounds
+    assert {*CLIENT_COLUMNS, *status.CLIENT_COLUMNS} <= clients
 
 
 def test_columns_that_nobody_asks_for_may_be_missing(folder: Path) -> None:

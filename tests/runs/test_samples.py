@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fedpriv.errors import InputError
-from fedpriv.runs import samples
-from fedpriv.runs.samples import Sample
+from fedpriv.runs import rows
+from fedpriv.runs.rows import Sample
 
 SAMPLES = [
     Sample(prompt="What is\nflu?", reference="\u2028a disease", untrained='"', private="", non_private=None),
@@ -15,13 +15,13 @@ SAMPLES = [
 
 
 def test_samples_are_read_as_they_were_written(tmp_path):
-    samples.write(tmp_path / "samples.jsonl", SAMPLES)
-    assert samples.read(tmp_path / "samples.jsonl") == tuple(SAMPLES)
+    rows.write_samples(tmp_path / "samples.jsonl", SAMPLES)
+    assert rows.read_samples(tmp_path / "samples.jsonl") == tuple(SAMPLES)
     assert [path.name for path in tmp_path.iterdir()] == ["samples.jsonl"]
 
 
 def test_a_run_without_answers_has_no_samples(tmp_path):
-    assert samples.read(tmp_path / "samples.jsonl") == ()
+    assert rows.read_samples(tmp_path / "samples.jsonl") == ()
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_a_run_without_answers_has_no_samples(tmp_path):
 )
 def test_a_damaged_line_is_named(tmp_path, line, expected):
     path = tmp_path / "samples.jsonl"
-    samples.write(path, SAMPLES[:1])
+    rows.write_samples(path, SAMPLES[:1])
     path.write_text(f"{path.read_text()}{line}\n")
     with pytest.raises(InputError, match=expected):
-        samples.read(path)
+        rows.read_samples(path)

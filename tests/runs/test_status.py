@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from fedpriv.cli import main as cli
 from fedpriv.errors import InputError
 from fedpriv.runs import presence
-from fedpriv.runs.status import read_status
+from fedpriv.runs.folder import RunFolder
+from fedpriv.runs.status import status_of
 from tests.runs.written import NAMES, NOW, WriteRun, event, shown, status, write_checkpoint, wrote
 
 
@@ -31,7 +32,7 @@ def test_a_run_whose_process_lives_is_running_however_long_it_is_silent(write_ru
     with presence.held(folder):
         assert (status(folder).state, status(folder).is_alive) == ("running", True)
         assert "2 h 46 min ago; its process lives" in shown(status(folder))
-    found = read_status(folder, now=NOW - 10_000)  # however lately it wrote something
+    found = status_of(RunFolder(folder, now=NOW - 10_000))  # however lately it wrote something
     assert (found.state, found.is_alive) == ("interrupted", False)
     assert found.resume_command is not None
 

@@ -14,9 +14,10 @@ from rich.console import Console
 
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.protocol import Registration
-from fedpriv.reports.status_display import show
+from fedpriv.runs.folder import RunFolder
 from fedpriv.runs.rows import ClientRow, RoundRow
-from fedpriv.runs.status import RunStatus, read_status
+from fedpriv.runs.show.terminal import show
+from fedpriv.runs.status import RunStatus, status_of
 from server import checkpoint
 from server.checkpoint import Checkpoint
 
@@ -99,10 +100,10 @@ def event(name: str, **fields: Any) -> str:
 
 
 def status(folder: Path) -> RunStatus:
-    return read_status(folder, now=NOW)
+    return status_of(RunFolder(folder, now=NOW))
 
 
 def shown(found: RunStatus, width: int = 80) -> str:
     console = Console(width=width, record=True, file=open(os.devnull, "w"), highlight=False)  # noqa: SIM115, PTH123
-    show(found, console)
+    show(RunFolder(found.run_dir, now=NOW), console)
     return console.export_text()

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 import fedpriv.adapters
 from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.runs import samples
+from fedpriv.runs import rows
 from fedpriv.training.rouge import rouge_l
 from fedpriv.training.workbench import workbench
 from server.observer import LogObserver
@@ -90,7 +90,7 @@ def finished(values, tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_samples_are_the_first_distinct_prompts_with_what_the_saved_models_answer(finished, values):
-    found = samples.read(finished / "samples.jsonl")
+    found = rows.read_samples(finished / "samples.jsonl")
     test = workbench(parse(values)).test.features["input_ids"]
     prompts = dict.fromkeys(tuple(tokens[:PROMPT_TOKENS].tolist()) for tokens in test)
     tokenizer = AutoTokenizer.from_pretrained(values["model"])
@@ -108,7 +108,7 @@ def test_samples_are_the_first_distinct_prompts_with_what_the_saved_models_answe
 
 
 def test_rouge_is_that_of_the_samples(finished):
-    found, figures = samples.read(finished / "samples.jsonl"), summary(finished)
+    found, figures = rows.read_samples(finished / "samples.jsonl"), summary(finished)
     references = [s.reference for s in found]
     scores = {
         key: rouge_l(references, [getattr(s, name) for s in found])
@@ -143,7 +143,7 @@ def test_perplexities_are_those_of_the_rounds_and_training_lowers_them(finished)
 def test_the_report_shows_the_answers(finished):
     page = (finished / "report.html").read_text()
     assert "Perplexity" in page
-    for sample in samples.read(finished / "samples.jsonl"):
+    for sample in rows.read_samples(finished / "samples.jsonl"):
         assert sample.reference in page
 
 
@@ -189,7 +189,7 @@ def test_a_run_that_stops_early_is_judged_by_its_last_model(finished, values, tm
     assert found["perplexity"] == pd.read_csv(out / "rounds.csv").test_perplexity.iloc[-1]
     assert found["perplexity"] == summary(out)["perplexity"] != found["perplexity_initial"]
     assert found["num_generated"] == 9
-    assert {sample.non_private for sample in samples.read(out / "samples.jsonl")} == {None}
+    assert {sample.non_private for sample in rows.read_samples(out / "samples.jsonl")} == {None}
 
 
 def test_without_the_package_for_scores_the_error_says_what_to_install(values, tmp_path, monkeypatch):

@@ -24,8 +24,8 @@ from fedpriv.dedup.planning import cost_of
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.reports.page import write_report
-from fedpriv.runs.stored_variants import read_stored
+from fedpriv.runs.folder import RunFolder
+from fedpriv.runs.show.report_page import write_report
 from fedpriv.runs.writer import RunWriter
 from fedpriv.training.evaluation import evaluate
 from fedpriv.training.model import TrainingModel
@@ -127,7 +127,7 @@ def test_the_report_shows_the_variants_and_what_they_take(deduplicated):
 
 def test_a_runs_report_shows_a_shared_basis_as_one(small_run, tmp_path):
     folder = run(small_run, tmp_path / "run", dedup="shared-basis", dedup_epsilon_bound=5.0)
-    stored = read_stored(folder)
+    stored = RunFolder(folder).stored
     with Store(folder / "store", read_only=True) as store:
         assert not store.verify()
     page = (folder / "report.html").read_text()

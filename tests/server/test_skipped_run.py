@@ -11,7 +11,8 @@ from fedpriv.config import parse
 from fedpriv.errors import TooFewClientsError
 from fedpriv.ledger.entries import entries
 from fedpriv.ledger.reader import reading
-from fedpriv.runs.status import read_status
+from fedpriv.runs.folder import RunFolder
+from fedpriv.runs.status import status_of
 from server.observer import LogObserver
 from simulations.engines import federation
 from simulations.engines.flower_private import set_message_id
@@ -73,7 +74,7 @@ def lived_through(small_run, out, monkeypatch, **changes) -> None:
     with pytest.raises(TooFewClientsError, match="round 4"):
         federation.run(parse(values), first)
     assert any("site-2 (2) gave no answer in 2 rounds up to round 3" in text for text in first.texts)
-    (client,) = [each for each in read_status(out, now=0.0).clients if each.skipped]
+    (client,) = [each for each in status_of(RunFolder(out, now=0.0)).clients if each.skipped]
     assert client.client == 2
 
     monkeypatch.setattr(federation, "LocalGrid", link(lambda c, t: c == 2))

@@ -9,9 +9,9 @@ import pytest
 
 from fedpriv.errors import InputError
 from fedpriv.runs import files
-from fedpriv.tracking import follower, staged
-from fedpriv.tracking.follower import RunFollower, SweepFollower
-from fedpriv.tracking.protocol import Place
+from fedpriv.runs.show import _follower
+from fedpriv.runs.show._follower import RunFollower, SweepFollower
+from fedpriv.runs.show._tracker import Place
 from tests.tracking.folders import NUM_ROUNDS, begun, round_row, summary
 
 
@@ -57,7 +57,7 @@ def tracker():
 @pytest.fixture(autouse=True)
 def _plain_files(monkeypatch):
     """No report is made of these folders, which lack what one needs."""
-    monkeypatch.setattr(staged, "stage_run", lambda folder, into: (into / "report.html").write_text("x"))
+    monkeypatch.setattr(_follower, "stage_run", lambda folder, into: (into / "report.html").write_text("x"))
 
 
 def followed(tracker, folder: Path) -> RunFollower:
@@ -176,4 +176,4 @@ def test_a_sweep_started_again_leaves_finished_runs_alone(tmp_path, tracker):
     sweep = SweepFollower(tracker, "recorded", tmp_path, title="study", keys=[], names={"a1": "base"})
     sweep.update(complete=True, ended=True)
     assert tracker.opened == [("study", None, None)]
-    assert follower.read_position(tmp_path, "recorded").run == "7"
+    assert _follower.read_position(tmp_path, "recorded").run == "7"

@@ -14,9 +14,9 @@ import pytest
 
 from fedpriv.config import parse
 from fedpriv.runs import files
-from fedpriv.tracking import following, staged
-from fedpriv.tracking.follower import RunFollower
-from fedpriv.tracking.protocol import Place, tracker_of
+from fedpriv.runs.show import _follower, following
+from fedpriv.runs.show._follower import RunFollower
+from fedpriv.runs.show._tracker import Place, tracker_of
 from simulations.engines import federation
 from simulations.processes import free_port
 from tests.tracking.folders import NUM_ROUNDS, begun, summary
@@ -92,7 +92,7 @@ def test_a_server_cannot_have_files_written_where_it_likes(tmp_path, monkeypatch
     class Hostile(Garbled):
         body = json.dumps(answers).encode()
 
-    monkeypatch.setattr(staged, "stage_run", lambda folder, into: (into / "config.toml").write_text("theirs"))
+    monkeypatch.setattr(_follower, "stage_run", lambda folder, into: (into / "config.toml").write_text("theirs"))
     writer = begun(tmp_path / "run", checkpoint=NUM_ROUNDS, rounds=NUM_ROUNDS)
     writer.finish(summary())
     with serving(Hostile) as address:

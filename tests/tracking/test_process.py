@@ -7,8 +7,8 @@ import time
 import pytest
 
 from fedpriv.errors import InputError
-from fedpriv.tracking import following, process, protocol
-from fedpriv.tracking.process import Job, follow, reason
+from fedpriv.runs.show import following
+from fedpriv.runs.show.following import FollowedFolder, _reason, follow
 
 
 class Ended:
@@ -30,14 +30,14 @@ def test_what_fails_is_said_once_and_tried_until_the_end(monkeypatch, tmp_path):
             tries.append((complete, ended))
             raise ConnectionError("refused")
 
-    monkeypatch.setattr(process, "follower_of", lambda job: Broken())
-    assert not follow(Job(tracker="mlflow", folder=str(tmp_path)), Ended(3), said.append)
+    monkeypatch.setattr(following, "_follower_of", lambda job: Broken())
+    assert not follow(FollowedFolder(tracker="mlflow", folder=str(tmp_path)), Ended(3), said.append)
     assert said == ["ConnectionError: refused"]
     assert tries == [(False, False)] * 3 + [(True, True)]
 
 
 def test_a_reason_from_a_server_holds_no_control_characters_and_no_password():
-    text = reason(RuntimeError("\x1b[2J\x1b]0;owned\x07 https://user:hunter2@host/x\nsecond line " + "x" * 10_000))
+    text = _reason(RuntimeError("\x1b[2J\x1b]0;owned\x07 https://user:hunter2@host/x\nsecond line " + "x" * 10_000))
     assert text.isprintable()
     assert "hunter2" not in text
     assert len(text) <= 201
@@ -50,7 +50,7 @@ def test_without_a_job_nothing_is_started(monkeypatch):
 
 
 def job(tmp_path, track="tensorboard"):
-    return Job(tracker=track, folder=str(tmp_path))
+    return FollowedFolder(tracker=track, folder=str(tmp_path))
 
 
 def started(monkeypatch, code: str) -> None:
@@ -103,8 +103,8 @@ def test_a_process_that_cannot_start_costs_one_notice(monkeypatch, tmp_path):
 
 
 def test_a_missing_package_is_refused_in_one_line_with_the_command(monkeypatch):
-    monkeypatch.setattr(protocol, "find_spec", lambda name: None)
+    monkeypatch.setattr(following, "find_spec", lambda name: None)
     with pytest.raises(InputError) as refusal:
-        protocol.check_installed("mlflow")
+        following.check_installed("mlflow")
     assert str(refusal.value) == "track = mlflow: needs mlflow; pip install 'fedpriv[mlflow]', or use none"
-    protocol.check_installed("none")
+    following.check_installed("none")

@@ -24,9 +24,8 @@ from rich.console import Console
 
 from fedpriv.config import parse
 from fedpriv.runs import files
-from fedpriv.tracking.follower import RunFollower, read_position
-from fedpriv.tracking.logged import CLIENT_METRICS, COMPARISON_METRICS, ROUND_METRICS
-from fedpriv.tracking.protocol import Place, tracker_of
+from fedpriv.runs.show._follower import RunFollower, read_position
+from fedpriv.runs.show._tracker import CLIENT_METRICS, COMPARISON_METRICS, ROUND_METRICS, Place, tracker_of
 from server.observer import LogObserver
 from simulations.engines import federation
 from simulations.processes import free_port

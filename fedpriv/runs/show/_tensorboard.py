@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedpriv.tracking.logged import Parameter, Point
-from fedpriv.tracking.protocol import Ending, Place
+from fedpriv.runs.show._tracker import Ending, MetricPoint, Parameter, Place
 
 # Where runs are written together; transformers reads the same variable. Without it, a run's folder holds them.
 FOLDER = "TENSORBOARD_LOGGING_DIR"
@@ -42,8 +41,8 @@ class TensorboardRun:
         table = "\n".join(["| key | value |", "| --- | --- |", *rows])
         self._write([summary_v2.hparams_pb(dict(values), trial_id=self._name), text_pb("configuration", table)])
 
-    def log_points(self, points: Sequence[Point]) -> None:
-        """As scalars, of 32 bits, with the round as step."""
+    def log_points(self, points: Sequence[MetricPoint]) -> None:
+        """Write scalars, of 32 bits, with the round as step."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         by_round: dict[int, list[Any]] = {}
@@ -57,14 +56,14 @@ class TensorboardRun:
         """Figures as scalars after the last round, words among the texts."""
         from tensorboard.plugins.text.summary_v2 import text_pb
 
-        self.log_points([Point(metric=name, value=value, round=round_) for name, value in figures.items()])
+        self.log_points([MetricPoint(metric=name, value=value, round=round_) for name, value in figures.items()])
         self._write([text_pb(f"final/{key}", value) for key, value in facts.items()], step=round_)
 
     def log_files(self, folder: Path) -> None:
         """Event files have no place for files; the run's own folder holds them."""
 
     def end(self, ending: Ending) -> None:
-        """How the run ended, for the page HParams."""
+        """Write how the run ended, for the page HParams."""
         from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
         status = {"finished": api_pb2.STATUS_SUCCESS, "failed": api_pb2.STATUS_FAILURE}[ending]
@@ -117,7 +116,7 @@ def open_sweep(title: str, folder: Path, keys: Sequence[str], known: str | None)
 
 
 def _about_hparams(tag: str, said: Any) -> Any:
-    """What the page HParams reads; TensorBoard's own function for it needs TensorFlow."""
+    """A summary that the page HParams reads; TensorBoard's own function for it needs TensorFlow."""
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams import metadata
 

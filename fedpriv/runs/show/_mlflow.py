@@ -10,8 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fedpriv.errors import InputError
-from fedpriv.tracking.logged import Parameter, Point
-from fedpriv.tracking.protocol import EXPERIMENT, Ending, Place
+from fedpriv.runs.show._tracker import EXPERIMENT, Ending, MetricPoint, Parameter, Place
 
 # What MLflow takes in one request.
 _METRICS_AT_ONCE, _PARAMETERS_AT_ONCE = 1000, 100
@@ -33,14 +32,14 @@ class MlflowRun:
         return self._id
 
     def log_parameters(self, values: Mapping[str, Parameter]) -> None:
-        """As parameters; empty for a sweep."""
+        """Log parameters; empty for a sweep."""
         from mlflow.entities import Param
 
         for part in _parts([Param(key, str(value)) for key, value in values.items()], _PARAMETERS_AT_ONCE):
             self._client.log_batch(self._id, params=part)
 
-    def log_points(self, points: Sequence[Point]) -> None:
-        """With the round as step."""
+    def log_points(self, points: Sequence[MetricPoint]) -> None:
+        """Log metrics with the round as step."""
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
@@ -52,11 +51,11 @@ class MlflowRun:
         """Figures as metrics after the last round, words as tags."""
         from mlflow.entities import RunTag
 
-        self.log_points([Point(metric=name, value=value, round=round_) for name, value in figures.items()])
+        self.log_points([MetricPoint(metric=name, value=value, round=round_) for name, value in figures.items()])
         self._client.log_batch(self._id, tags=[RunTag(key, value) for key, value in facts.items()])
 
     def log_files(self, folder: Path) -> None:
-        """As artifacts.
+        """Send artifacts.
 
         Raises:
             InputError: a server elsewhere names a folder of this machine; it could have any file here overwritten.
@@ -70,7 +69,7 @@ class MlflowRun:
         self._client.log_artifacts(self._id, str(folder))
 
     def end(self, ending: Ending) -> None:
-        """With MLflow's word for it."""
+        """End the run with MLflow's word for it."""
         self._client.set_terminated(self._id, _STATUS[ending])
 
 

@@ -1,18 +1,26 @@
-"""A run's plots: pure functions from a table of lines over rounds (`series.py`) to an inline SVG."""
+"""A run's plots: from its tables to lines over rounds, and from these to an inline SVG; all functions are pure.
+
+The lines are also shown as a table: the index is the round, and each column is a line. An SVG takes its colours from
+the page, in light and dark mode.
+"""
 
 from __future__ import annotations
 
+import html
+import io
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import matplotlib
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from fedpriv.reports.series import merge_equal
-from fedpriv.reports.svg import GRID, INK, SERIES, to_svg
-from fedpriv.reports.tables import INFINITY, format_bound, format_bytes, format_number, format_percent
+from fedpriv.accounting.views import View
+from fedpriv.runs.figures import INFINITY, format_bound, format_bytes, format_number, format_percent
 
 # In points: small enough that a telephone shows the text at its size, large enough for half a column.
 WIDTH, HEIGHT = 340.0, 215.0
@@ -39,7 +47,7 @@ def evaluation_plot(frame: pd.DataFrame, *, references: Mapping[str, float], nam
     """One accuracy with its interval as an error bar, and what it has to beat as dotted lines.
 
     Args:
-        frame: from `series.evaluated`.
+        frame: from `evaluation_lines`.
         references: {name: accuracy}.
         name: a word that is unique on the page.
     """
@@ -71,7 +79,7 @@ def epsilon_plot(frame: pd.DataFrame, *, title: str, name: str, limits: Mapping[
     """Cumulative epsilon over rounds: a line per client, or a band from the 10% to the 90% quantile.
 
     Args:
-        frame: from `series.epsilon`; infinite values are named, not drawn.
+        frame: from `epsilon_lines`; infinite values are named, not drawn.
         title: what the plot shows, for a screen reader.
         name: a word that is unique on the page.
         limits: {name: epsilon} of what may be spent, as dotted lines; finite and > 0.
@@ -216,3 +224,139 @@ def _label(names: Sequence[str], num_lines: int, prefix: str) -> str:
         return f"all {num_lines}"
     shown = ", ".join(names[:3])
     return f"{prefix}{shown}" if len(names) <= 3 else f"{prefix}{shown} …"
+
+
+# Placeholder colours that occur nowhere else; each is replaced by a colour of the page.
+INK = "#010203"
+GRID = "#010204"
+SERIES = tuple(f"#0102{blue:02x}" for blue in range(16, 24))
+
+# Fallbacks for an SVG outside a page: Okabe and Ito's hues, darkened so that text in them is readable on white.
+_FALLBACKS = ("#00589c", "#b84300", "#007557", "#a03d80", "#8a6000", "#2379ad", "#5a5a5a", "#6f6a00")
+_CSS = {INK: "var(--ink, #1d2126)", GRID: "var(--grid, #d5d9de)"} | {
+    sentinel: f"var(--series-{number}, {fallback})"
+    for number, (sentinel, fallback) in enumerate(zip(SERIES, _FALLBACKS, strict=True), start=1)
+}
+_NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+
+
+def to_svg(figure: Figure, *, name: str, description: str) -> str:
+    """The figure as an SVG element; text stays text, and the bytes depend on the figure and the name alone.
+
+    Args:
+        figure: drawn in INK, GRID and SERIES on a transparent background.
+        name: a word that is unique on the page; every id in the SVG starts with it.
+        description: what a screen reader reads out instead of the picture.
+    """
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": f"fedpriv-{name}", "svg.fonttype": "none"}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata=_NO_METADATA)
+    text = buffer.getvalue()
+    body = text[text.index("<svg") :].strip()
+    # matplotlib's style sheet would apply to the whole page once the SVG stands in it.
+    body = re.sub(r"<defs>\s*<style[^>]*>.*?</style>\s*</defs>\s*", "", body, count=1, flags=re.DOTALL)
+    body = body.replace("xlink:href", "href")
+    body = re.sub(r'(\bid="|\bhref="#|url\(#)', rf"\g<1>{name}-", body)
+    for sentinel, css in _CSS.items():
+        body = body.replace(sentinel, css)
+    return _open_tag(body, description) + body[body.index(">") + 1 :]
+
+
+def _open_tag(body: str, description: str) -> str:
+    """The root tag without a fixed size, so that the page decides how wide the plot is."""
+    box = re.search(r'viewBox="[^"]*"', body)
+    assert box is not None  # matplotlib always writes one
+    label = html.escape(description, quote=True)
+    style = "stroke-linejoin: round; stroke-linecap: butt"
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {box[0]} role="img" aria-label="{label}" style="{style}">'
+
+
+# More lines than this cannot be told apart, and are replaced by quantiles over the clients.
+MAX_LINES = 8
+
+
+def compared_lines(rounds: pd.DataFrame, comparison: pd.DataFrame | None, column: str, name: str) -> pd.DataFrame:
+    """A column of `rounds.csv` over the rounds, beside that of the comparison run if there is one.
+
+    Args:
+        rounds: round and the column; if a round is written twice (a resumed run), its last row counts.
+        comparison: the same of the run with z = 0, or None.
+        column: such as `test_accuracy`.
+        name: the label of the run itself, such as `with DP`.
+    """
+    lines = {name: _by_round(rounds)[column]}
+    if comparison is not None:
+        lines["without noise"] = _by_round(comparison)[column]
+    return pd.DataFrame(lines).rename_axis("round")
+
+
+def evaluation_lines(summary: Mapping[str, Any], name: str) -> pd.DataFrame:
+    """The accuracy that was read from the holders' noised counts after the last round, with its interval; one row.
+
+    Args:
+        summary: accuracy, which may be None, accuracy_interval and num_rounds.
+        name: the label of the run, such as `with DP`.
+    """
+    low, high = summary["accuracy_interval"]
+    accuracy = math.nan if summary["accuracy"] is None else summary["accuracy"]
+    row = {name: [accuracy], "low": [low], "high": [high]}
+    return pd.DataFrame(row, index=pd.Index([summary["num_rounds"]], name="round"), dtype=float)
+
+
+def epsilon_lines(clients: pd.DataFrame, rounds: pd.DataFrame, view: View) -> pd.DataFrame:
+    """Each client's cumulative epsilon after each round.
+
+    A client's epsilon stays the same in rounds that it misses. A missing epsilon of a successful reply counts as
+    infinite.
+
+    Args:
+        clients: round, client, status and epsilon_<view>; one row per client and round.
+        rounds: round, which becomes the index.
+        view: see `fedpriv.accounting.views`.
+
+    Returns:
+        A column per client; beyond MAX_LINES clients the highest, the 90% and 10% quantiles and the median.
+    """
+    spent = clients[f"epsilon_{view}"]
+    spent = spent.mask(spent.isna() & (clients["status"] == "ok"), math.inf)
+    cumulative = (
+        clients.assign(spent=spent)
+        .groupby(["round", "client"])["spent"]
+        .max()
+        .unstack("client")
+        .reindex(_by_round(rounds).index)
+        .ffill()
+        .fillna(0.0)
+    )
+    if cumulative.shape[1] > MAX_LINES:
+        cumulative = _quantiles(cumulative)
+    else:
+        cumulative.columns = pd.Index([f"{client:g}" for client in cumulative.columns])
+    return cumulative.rename_axis("round")
+
+
+def traffic_lines(rounds: pd.DataFrame) -> pd.DataFrame:
+    """The bytes that all clients together sent and received in each round."""
+    sent = _by_round(rounds)[["bytes_up", "bytes_down"]].fillna(0.0)
+    return sent.rename(columns={"bytes_up": "sent", "bytes_down": "received"}).rename_axis("round")
+
+
+def merge_equal(frame: pd.DataFrame) -> dict[tuple[str, ...], pd.Series]:
+    """The distinct lines of a frame, each with the names of all columns that are equal to it, in column order."""
+    groups: dict[tuple[float, ...], list[str]] = {}
+    for name in frame.columns:
+        values = frame[name].astype(float).fillna(-math.inf)
+        groups.setdefault(tuple(values), []).append(name)
+    return {tuple(names): frame[names[0]] for names in groups.values()}
+
+
+def _by_round(rounds: pd.DataFrame) -> pd.DataFrame:
+    return rounds.drop_duplicates("round", keep="last").set_index("round").sort_index()
+
+
+def _quantiles(cumulative: pd.DataFrame) -> pd.DataFrame:
+    # `higher` picks a client's own value: never below the quantile, and infinity does not become NaN.
+    def at(share: float) -> pd.Series:
+        return cumulative.quantile(share, axis=1, interpolation="higher")
+
+    return pd.DataFrame({"highest": at(1.0), "90%": at(0.9), "median": at(0.5), "10%": at(0.1)})

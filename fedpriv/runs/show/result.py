@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import html
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,13 @@ from fedpriv.accounting.views import VIEWS, View
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
 from fedpriv.ledger.frames import entries_frame
-from fedpriv.reports.accuracies import accuracy_table
-from fedpriv.reports.language import counts_next_tokens, language_table
-from fedpriv.reports.tables import MISSING, Table, client_table, format_epsilon, format_percent
 from fedpriv.runs import files
-from fedpriv.runs.reader import FinishedRun, read_run
-from fedpriv.runs.rows import ClientRow, RoundRow, column_types, parse_epsilon, read_rows
+from fedpriv.runs.figures import MISSING, counts_next_tokens, figures, format_epsilon, format_percent
+from fedpriv.runs.folder import RunFolder
+from fedpriv.runs.rows import ClientRow, RoundRow, column_types, parse_epsilon
+from fedpriv.runs.show.tables import TextTable, accuracy_table, client_table, language_table
 
-# What stands beside the run in a report: its row, and the end of its keys in the summary.
+# What a report compares the run with: its row, and the end of its keys in the summary.
 _BESIDE = (
     ("without noise", "{}_non_private"),
     ("linear probe", "probe_{}"),
@@ -42,7 +42,7 @@ class Run:
     """
 
     folder: Path
-    _read: FinishedRun = field()
+    _read: RunFolder = field()
 
     @property
     def config(self) -> RunConfig:
@@ -51,21 +51,22 @@ class Run:
         Raises:
             InputError: another version wrote it, with keys that this one does not have.
         """
-        return files.read_config(self.folder)
+        return self._read.settings
 
     @property
     def summary(self) -> dict[str, Any]:
-        """summary.json, with None for what a run of an earlier version lacks."""
-        return copy.deepcopy(dict(self._read.summary))
+        """summary.json, with None for what a run of an earlier version lacks, and all other figures of the run."""
+        others = {figure.key: figure.value for figure in figures(self._read, "result")}
+        return copy.deepcopy(others | self._read.summary)
 
     @property
     def rounds(self) -> pd.DataFrame:
         """rounds.csv, a row per round; round 0 is the untrained model. Epsilons are cumulative, by rdp."""
-        return _frame(self.folder / files.ROUNDS, RoundRow).set_index("round")
+        return _frame(self._read.round_rows(), RoundRow).set_index("round")
 
     @property
     def clients(self) -> pd.DataFrame:
-        """What every client has spent, sent and received: the final figures, a row per client.
+        """The final figures of every client, a row each: what it has spent, sent and received.
 
         `epsilon_local_this_run` leaves out earlier runs on the same data set; all others count them.
         """
@@ -78,7 +79,7 @@ class Run:
     @property
     def client_rounds(self) -> pd.DataFrame:
         """clients.csv, a row per client and round: what was sampled, charged and sent. Epsilons are by rdp."""
-        return _frame(self.folder / files.CLIENTS, ClientRow)
+        return _frame(self._read.client_rows(), ClientRow)
 
     @property
     def ledger(self) -> pd.DataFrame:
@@ -125,7 +126,7 @@ class Run:
         return parse_epsilon(epsilon)
 
     def report(self) -> pd.DataFrame:
-        """The run's figures beside those of what it has to beat, a row each; what nobody measured has no column.
+        """The run's figures and those of what it has to beat, a row each; what was not measured has no column.
 
         The epsilons and their delta are the run's. `note` says what the others are, and what they cost.
         """
@@ -179,14 +180,12 @@ def open_run(folder: str | Path) -> Run:
         InputError: one line that names the missing or wrong file, column or key, and what would be right.
     """
     path = Path(folder).expanduser().absolute()
-    return Run(folder=path, _read=read_run(path))
+    return Run(folder=path, _read=RunFolder(path).checked())
 
 
-def _frame(path: Path, kind: type[RoundRow | ClientRow]) -> pd.DataFrame:
+def _frame(rows: Sequence[Mapping[str, Any]], kind: type[RoundRow | ClientRow]) -> pd.DataFrame:
     """A table of the run, with the columns that its version wrote; NaN stands for what was not measured."""
-    types = column_types(kind)
-    written = set(pd.read_csv(path, nrows=0).columns)
-    frame = pd.DataFrame(read_rows(path, kind, [name for name in types if name in written]))
+    frame, types = pd.DataFrame(rows), column_types(kind)
     return frame.astype({name: float for name in frame if types[str(name)] == "float | None"})
 
 
@@ -201,7 +200,7 @@ def page_part(title: str, body: str) -> str:
     return f'<div style="{frame}"><p><b>{html.escape(title)}</b></p>{body}</div>'
 
 
-def _html_table(table: Table) -> str:
+def _html_table(table: TextTable) -> str:
     """A table of text as HTML: names left, figures right."""
     aligned = ["left", *["right"] * (len(table.headers) - 1)]
 

@@ -15,11 +15,24 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fedpriv.accounting.views import View, readers_label
-from fedpriv.reports import accuracies, language, plots, series, spending, stored_variants, tables
-from fedpriv.reports.tables import Table
 from fedpriv.runs import files
-from fedpriv.runs.reader import FinishedRun, read_run
+from fedpriv.runs.figures import (
+    audit_bound,
+    counts_next_tokens,
+    figures,
+    format_bound,
+    format_bytes,
+    format_delta,
+    format_epsilon,
+    format_number,
+    format_percent,
+    format_seconds,
+    why_not_private,
+)
+from fedpriv.runs.folder import RunFolder
 from fedpriv.runs.rows import parse_epsilon
+from fedpriv.runs.show import _plots, tables
+from fedpriv.runs.show.tables import TextTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +42,7 @@ class Panel:
     title: str
     note: str
     svg: Markup
-    table: Table
+    table: TextTable
 
 
 def write_report(run_dir: Path) -> Path:
@@ -45,7 +58,7 @@ def write_report(run_dir: Path) -> Path:
     Raises:
         InputError: one line that names the missing or wrong file, column or key, and what would be right.
     """
-    page = render(read_run(run_dir))
+    page = render(RunFolder(run_dir))
     path = run_dir / files.REPORT
     unfinished = run_dir / f".{files.REPORT}.{os.getpid()}"
     try:
@@ -56,44 +69,55 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def render(run: FinishedRun) -> str:
-    """The page as HTML. All text from the run is escaped; only the plots are markup."""
-    summary = run.summary
+def render(
+    run: RunFolder, *, config: Mapping[str, Any] | None = None, environment: Mapping[str, Any] | None = None
+) -> str:
+    """The page of a finished run as HTML. All text from the run is escaped; only the plots are markup.
+
+    Args:
+        run: its folder.
+        config, environment: that the page tells; None for all that the folder holds.
+
+    Raises:
+        InputError: the run is not finished, or its folder is damaged.
+    """
+    summary = run.checked().summary
+    accountant = "pld" if summary["accountant"] == "pld" else f"{summary['accountant']}, an upper bound"
+    config = run.config if config is None else config
+    environment = run.environment if environment is None else environment
     return (
         templates()
         .get_template("report.html.j2")
         .render(
             run=run,
             summary=summary,
+            tiles=figures(run, "report"),
             why_not_private=why_not_private(run),
-            accountant=_accountant(summary),
+            accountant=accountant,
             interval=summary.get("accuracy_interval"),
-            accuracies=accuracies.accuracy_table(summary),
-            confusion=accuracies.confusion_table(summary),
-            next_tokens=language.counts_next_tokens(summary),
-            responses=language.language_table(summary),
-            changes=language.changes(summary),
-            samples=language.sample_table(run.samples, private=summary["private"]),
-            accuracy_without_noise=_accuracy_without_noise(run),
-            epsilon_local=tables.format_epsilon(summary["epsilon_local_max"], summary["delta_max"]),
+            accuracies=tables.accuracy_table(summary),
+            confusion=tables.confusion_table(summary),
+            next_tokens=counts_next_tokens(summary),
+            responses=tables.language_table(summary),
+            changes=tables.changes(summary),
+            samples=tables.sample_table(run.samples, private=summary["private"]),
+            epsilon_local=format_epsilon(summary["epsilon_local_max"], summary["delta_max"]),
             epsilon_aggregate=_epsilon_aggregate(summary),
             sums=_sums(run),
             readers=_readers(summary),
             earlier=_earlier_runs(summary),
             retired=_retired(summary),
-            epsilon_rho=tables.format_epsilon(summary["epsilon_rho_max"], summary["delta_max"]),
+            epsilon_rho=format_epsilon(summary["epsilon_rho_max"], summary["delta_max"]),
             audit=summary.get("audit"),
-            audit_bound=spending.audit_bound(summary.get("audit")),
+            audit_bound=audit_bound(summary.get("audit")),
             recurring=tables.recurrence_table((summary.get("integral") or {}).get("clusters")),
-            stored_variants=stored_variants.variant_table(run.stored) if run.stored else None,
-            stored_sizes=stored_variants.size_table(run.stored, summary.get("base_model_bytes"))
-            if run.stored
-            else None,
-            clients=tables.client_table(summary["clients"], _accountant(summary), view=summary["privacy_view"]),
+            stored_variants=tables.variant_table(run.stored) if run.stored else None,
+            stored_sizes=tables.size_table(run.stored, summary.get("base_model_bytes")) if run.stored else None,
+            clients=tables.client_table(summary["clients"], accountant, view=summary["privacy_view"]),
             charged=_charged(run),
             failures=_failures(run),
             panels=[*_quality_panels(run), *_epsilon_panels(run), *_traffic_panels(run)],
-            settings={"Configuration": _texts(run.config), "Environment": _texts(run.environment)},
+            settings={"Configuration": _texts(config), "Environment": _texts(environment)},
         )
     )
 
@@ -102,51 +126,35 @@ def render(run: FinishedRun) -> str:
 def templates() -> Environment:
     """The templates of this package, with the page's filters; they escape all that they are given."""
     environment = Environment(
-        loader=PackageLoader("fedpriv.reports"),
+        loader=PackageLoader("fedpriv.runs.show"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "bytes": tables.format_bytes,
-        "number": tables.format_number,
-        "percent": tables.format_percent,
-        "seconds": tables.format_seconds,
+        "bytes": format_bytes,
+        "number": format_number,
+        "percent": format_percent,
+        "seconds": format_seconds,
+        "capital": lambda text: (text[:1].upper() if text[:1].isascii() else text[:1]) + text[1:],
     }
     return environment
-
-
-def why_not_private(run: FinishedRun) -> list[str]:
-    """The reasons why a run protects nobody; empty for a private run."""
-    reasons, delta = [], run.summary["delta_max"]
-    if run.summary["noise_source"] != "secure":
-        reasons.append("its noise came from a seeded generator: whoever knows the seed can subtract the noise")
-    if (as_published := run.summary.get("epsilon_as_published_max")) is not None:
-        reasons.append(
-            f"{run.summary.get('caveat') or 'its noise was accounted for without proof'}; the resulting figure, "
-            f"{tables.format_epsilon(as_published, delta)}, is no privacy guarantee"
-        )
-    elif tables.format_bound(run.summary["epsilon_local_max"]) == tables.INFINITY:
-        reasons.append("no noise bounds what an upload reveals: ε is infinite")
-    if not run.summary["private"] and not reasons:
-        reasons.append("the run is marked as not private")
-    return reasons
 
 
 def _epsilon_aggregate(summary: Mapping[str, Any]) -> str | None:
     """The `aggregate` view's largest epsilon; None if the view does not hold."""
     if summary["aggregate_objections"] or "epsilon_aggregate_max" not in summary:
         return None
-    return tables.format_epsilon(summary["epsilon_aggregate_max"], summary["delta_max"])
+    return format_epsilon(summary["epsilon_aggregate_max"], summary["delta_max"])
 
 
 def _readers(summary: Mapping[str, Any]) -> str:
-    """Whom the `aggregate` view protects against; a summary of before readers were counted says nothing of them."""
+    """The readers that the `aggregate` view protects against; earlier versions did not count them."""
     return readers_label(summary.get("num_readers", 0))
 
 
-class Sums(NamedTuple):
+class _RunSums(NamedTuple):
     """The sums of a run under secure aggregation.
 
     Attributes:
@@ -162,13 +170,13 @@ class Sums(NamedTuple):
     without: dict[int, str]
 
 
-def _sums(run: FinishedRun) -> Sums | None:
-    """What was in the run's sums; None without secure aggregation."""
+def _sums(run: RunFolder) -> _RunSums | None:
+    """The run's sums; None without secure aggregation."""
     if not run.config.get("secure_aggregation"):
         return None
     names = {client["client"]: str(client.get("name", client["client"])) for client in run.summary["clients"]}
     missing = run.clients[run.clients["status"] != "ok"].groupby("round")["client"]
-    return Sums(
+    return _RunSums(
         threshold=int(run.config["min_clients"]),
         num_readers=run.summary.get("num_readers") or 0,
         smallest=int(run.rounds.loc[run.rounds["round"] > 0, "num_replies"].min()),
@@ -180,14 +188,14 @@ def _sums(run: FinishedRun) -> Sums | None:
 
 
 def _earlier_runs(summary: Mapping[str, Any]) -> str | None:
-    """How many earlier runs on the same data the figures include; None if there were none."""
+    """The earlier runs on the same data that the figures include, in words; None if there were none."""
     num_earlier = max((client["earlier_runs"] for client in summary["clients"]), default=0)
     if not num_earlier:
         return None
     alone = max((parse_epsilon(c["epsilon_local_this_run"]) for c in summary["clients"]), default=0.0)
     return (
         f"up to {num_earlier} earlier run{'s' if num_earlier != 1 else ''}; this run alone cost at most "
-        f"{tables.format_bound(alone)}"
+        f"{format_bound(alone)}"
     )
 
 
@@ -196,18 +204,7 @@ def _retired(summary: Mapping[str, Any]) -> dict[str, int]:
     return {str(c.get("name", c["client"])): c["rounds"] for c in summary["clients"] if c["retired"]}
 
 
-def _accountant(summary: Mapping[str, Any]) -> str:
-    return "pld" if summary["accountant"] == "pld" else f"{summary['accountant']}, an upper bound"
-
-
-def _accuracy_without_noise(run: FinishedRun) -> float | None:
-    accuracy: float | None = run.summary["accuracy_non_private"]
-    if accuracy is None and run.comparison_summary is not None:
-        accuracy = run.comparison_summary.get("accuracy")
-    return accuracy
-
-
-def _charged(run: FinishedRun) -> dict[str, str]:
+def _charged(run: RunFolder) -> dict[str, str]:
     """The parameters that the accountant was given, as ranges over all clients and rounds."""
     names = {
         "noise_multiplier": "noise multiplier z",
@@ -219,79 +216,93 @@ def _charged(run: FinishedRun) -> dict[str, str]:
     return {name: tables.format_range(run.clients[column]) for column, name in names.items()}
 
 
-def _failures(run: FinishedRun) -> dict[str, int]:
-    """How often a client's reply failed, by its status."""
+def _failures(run: RunFolder) -> dict[str, int]:
+    """The number of replies that failed, by status."""
     failed = run.clients.loc[run.clients["status"] != "ok", "status"].fillna("unknown")
     return {str(status): int(count) for status, count in failed.value_counts().sort_index().items()}
 
 
-def _quality_panels(run: FinishedRun) -> list[Panel]:
+def _quality_panels(run: RunFolder) -> list[Panel]:
     name = "this run" if why_not_private(run) else "with DP"
     if run.summary.get("accuracy_interval"):
         return [_evaluation_panel(run, name)]
-    if run.rounds["test_accuracy"].isna().all():
-        return []
-    accuracy = series.compared(run.rounds, run.comparison_rounds, "test_accuracy", name)
-    loss = series.compared(run.rounds, run.comparison_rounds, "test_loss", name)
-    references = _references(run.summary)
+    with_accuracy = not counts_next_tokens(run.summary)
+    return quality_panels(run.rounds, run.comparison_rounds, name, run.summary, with_accuracy=with_accuracy)
+
+
+def quality_panels(
+    rounds: pd.DataFrame,
+    comparison: pd.DataFrame | None,
+    name: str,
+    summary: Mapping[str, Any],
+    *,
+    with_accuracy: bool = True,
+) -> list[Panel]:
+    """The plots of accuracy, perplexity and loss on the server's test set, of those that were measured.
+
+    Args:
+        rounds: of the run, with the columns of rounds.csv that it has.
+        comparison: the same of the rounds without noise; None or empty without them.
+        name: of the run's own line.
+        summary: of a finished run; empty before its end.
+        with_accuracy: whether it is worth a plot.
+    """
     note = "On the server's own test set; round 0 is the untrained model."
-    panels = _perplexity_panels(run, name, note)
-    if not language.counts_next_tokens(run.summary):
-        plot = plots.accuracy_plot(accuracy, references=references)
-        panels.insert(0, panel("Test accuracy", note, plot, accuracy, tables.format_percent))
-    return [*panels, panel("Test loss", "On the same test set.", plots.loss_plot(loss), loss, tables.format_number)]
-
-
-def _perplexity_panels(run: FinishedRun, name: str, note: str) -> list[Panel]:
-    """The perplexity of responses over the rounds; none for a classifier."""
-    title, column = "Test perplexity", "test_perplexity"
-    if column not in run.rounds or run.rounds[column].isna().all():
-        return []
-    compared = run.comparison_rounds
-    if compared is not None and column not in compared:
-        compared = None
-    perplexity = series.compared(run.rounds, compared, column, name)
-    plot = plots.loss_plot(perplexity, title=title, name="perplexity")
-    return [panel(title, note, plot, perplexity, tables.format_number)]
+    kinds: list[tuple[str, str, str, _plots.Format]] = [
+        ("test_perplexity", "Test perplexity", note, format_number),
+        ("test_loss", "Test loss", "On the same test set.", format_number),
+    ]
+    if with_accuracy:
+        kinds.insert(0, ("test_accuracy", "Test accuracy", note, format_percent))
+    panels = []
+    for column, title, said, format_value in kinds:
+        if column not in rounds or rounds[column].isna().all():
+            continue
+        compared = comparison if comparison is not None and len(comparison) and column in comparison else None
+        frame = _plots.compared_lines(rounds, compared, column, name)
+        if column == "test_accuracy":
+            svg = _plots.accuracy_plot(frame, references=_references(summary))
+        else:
+            svg = _plots.loss_plot(frame, title=title, name=column.removeprefix("test_"))
+        panels.append(panel(title, said, svg, frame, format_value))
+    return panels
 
 
 def _references(summary: Mapping[str, Any]) -> dict[str, float]:
-    """What an accuracy has to beat, by name: chance only where the largest class is not known."""
-    guess = "chance" if summary["majority_accuracy"] is None else "largest class"
-    named = {
-        guess: summary["chance_accuracy" if guess == "chance" else "majority_accuracy"],
-        "linear probe": summary["probe_accuracy"],
-    }
+    """The accuracies that a run has to beat, by name: chance only where the largest class is not known."""
+    largest = summary.get("majority_accuracy")
+    guess = {"chance": summary.get("chance_accuracy")} if largest is None else {"largest class": largest}
+    named = {**guess, "linear probe": summary.get("probe_accuracy")}
     return {name: accuracy for name, accuracy in named.items() if accuracy is not None}
 
 
-def _evaluation_panel(run: FinishedRun, name: str) -> Panel:
-    evaluated = series.evaluated(run.summary, name)
+def _evaluation_panel(run: RunFolder, name: str) -> Panel:
+    evaluated = _plots.evaluation_lines(run.summary, name)
     note = (
         "Of the final model, on records that the holders set aside; the bar is the 95% interval, which covers the "
         "noise of their counts."
     )
-    svg = plots.evaluation_plot(evaluated, references=_references(run.summary))
-    return panel("Private evaluation", note, svg, evaluated, tables.format_percent)
+    svg = _plots.evaluation_plot(evaluated, references=_references(run.summary))
+    return panel("Private evaluation", note, svg, evaluated, format_percent)
 
 
-def _epsilon_panels(run: FinishedRun) -> list[Panel]:
-    delta = f"at its δ (at most {tables.format_delta(run.summary['delta_max'])})"
+def _epsilon_panels(run: RunFolder) -> list[Panel]:
+    delta = f"at its δ (at most {format_delta(run.summary['delta_max'])})"
     panels = []
     views: dict[View, str] = {"local": "against the server", "rho": "by Theorem 1 of DP-LoRA"}
     if _epsilon_aggregate(run.summary):
         views = {"aggregate": f"against {_readers(run.summary)}, who learn sums alone", **views}
     for view, against in views.items():
-        spent = series.epsilon(run.clients, run.rounds, view)
+        spent = _plots.epsilon_lines(run.clients, run.rounds, view)
         title = f"ε so far, {view} view"
         note = f"Per client, {against}, {delta}; live figures by rdp. Each view has a scale of its own."
-        svg = plots.epsilon_plot(spent, title=title, name=f"epsilon-{view}")
-        panels.append(panel(title, note, svg, spent, tables.format_bound))
+        svg = _plots.epsilon_plot(spent, title=title, name=f"epsilon-{view}")
+        panels.append(panel(title, note, svg, spent, format_bound))
     return panels
 
 
-def _traffic_panels(run: FinishedRun) -> list[Panel]:
-    traffic = series.traffic(run.rounds)
+def _traffic_panels(run: RunFolder) -> list[Panel]:
+    traffic = _plots.traffic_lines(run.rounds)
     titles = {
         "round": ("Bytes in each round", "All clients together.", traffic[traffic.index > 0]),
         "total": ("Bytes so far", "Summed over the rounds.", traffic.cumsum()),
@@ -300,15 +311,15 @@ def _traffic_panels(run: FinishedRun) -> list[Panel]:
         panel(
             title,
             note,
-            plots.traffic_plot(frame, title=title, name=f"bytes-{key}"),
+            _plots.traffic_plot(frame, title=title, name=f"bytes-{key}"),
             frame,
-            tables.format_bytes,
+            format_bytes,
         )
         for key, (title, note, frame) in titles.items()
     ]
 
 
-def panel(title: str, note: str, svg: str, frame: pd.DataFrame, format_value: plots.Format) -> Panel:
+def panel(title: str, note: str, svg: str, frame: pd.DataFrame, format_value: _plots.Format) -> Panel:
     """A plot of a table's lines, with the table; the note says in words what it shows."""
     table = tables.series_table(frame, f"{title}. {note}", format_value)
     return Panel(title=title, note=note, svg=Markup(svg), table=table)

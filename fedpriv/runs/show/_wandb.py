@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedpriv.tracking.logged import Parameter, Point
-from fedpriv.tracking.protocol import EXPERIMENT, Ending, Place
+from fedpriv.runs.show._tracker import EXPERIMENT, Ending, MetricPoint, Parameter, Place
 
 _EXIT_CODES: Mapping[Ending, int] = {"finished": 0, "failed": 1}
 
@@ -44,11 +43,11 @@ class WandbRun:
         return str(self._run.id)
 
     def log_parameters(self, values: Mapping[str, Parameter]) -> None:
-        """As the run's configuration."""
+        """Log the run's configuration."""
         self._run.config.update(dict(values), allow_val_change=True)
 
-    def log_points(self, points: Sequence[Point]) -> None:
-        """With the round as the axis; W&B's own steps could not go back to the comparison's first round."""
+    def log_points(self, points: Sequence[MetricPoint]) -> None:
+        """Log values with the round as the axis; W&B's own steps could not go back to the comparison's first round."""
         by_round: dict[int, dict[str, float]] = {}
         for point in points:
             by_round.setdefault(point.round, {})[point.metric] = point.value
@@ -56,11 +55,11 @@ class WandbRun:
             self._run.log(values | {"round": round_})
 
     def log_final(self, figures: Mapping[str, float], facts: Mapping[str, str], round_: int) -> None:
-        """As the run's summary."""
+        """Write the run's summary."""
         self._run.summary.update({**figures, **facts})
 
     def log_files(self, folder: Path) -> None:
-        """As one artifact, a model."""
+        """Send one artifact, a model."""
         import wandb
 
         artifact = wandb.Artifact(f"run-{self._run.id}", type="model")

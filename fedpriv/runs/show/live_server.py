@@ -1,4 +1,7 @@
-"""The application of `fedpriv watch`: which address answers what. It reads one folder and writes nowhere."""
+"""The server of `fedpriv watch`: which address answers what, and for whom. It reads one folder and writes nothing.
+
+A folder is read once for all who follow its page, however many they are and however slowly they read.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,13 @@ import base64
 import hashlib
 import ipaddress
 import json
-from collections.abc import AsyncIterator, Callable
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import FrameType
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,11 +26,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fedpriv.errors import InputError
-from fedpriv.live.feed import Feed
-from fedpriv.live.pages import LivePage
-from fedpriv.live.templating import page, script
+from fedpriv.runs.show._live_page import LivePage, script, whole_page
 from fedpriv.serving.http.heads import check_head, check_local_name, named_host, values_of, with_headers
+from fedpriv.serving.http.limits import Limits
 from fedpriv.serving.http.refusals import RefusalError
+from fedpriv.serving.http.server import Address, ListeningServer
 
 # Streams that are open at once, of all pages together.
 MOST_STREAMS = 64
@@ -39,10 +45,10 @@ class _Watched:
     """A folder that is watched."""
 
     page: LivePage
-    feed: Feed
+    feed: _Feed
 
 
-class Watch:
+class WatchedPages:
     """The pages of a run; or of a sweep and its runs.
 
     Args:
@@ -67,7 +73,7 @@ class Watch:
             ),
         ]
         handlers = {RefusalError: _refused, HTTPException: _no_route, Exception: _failed}
-        return Gate(Starlette(routes=routes, exception_handlers=handlers), host)
+        return _Gate(Starlette(routes=routes, exception_handlers=handlers), host)
 
     def close(self) -> None:
         """Let all streams end; on the event loop."""
@@ -75,15 +81,15 @@ class Watch:
             watched.feed.close()
 
     async def health(self, request: Request) -> Response:
-        """That the server is here."""
+        """Answer that the server is here."""
         return JSONResponse({"status": "ok"})
 
     async def page(self, request: Request) -> Response:
         """The page, with all there is by now."""
         watched = self._of(request)
         pieces = await watched.feed.current()
-        text = page(title=watched.page.title, pieces=pieces, up="key" in request.path_params)
-        return HTMLResponse(text, headers={"Content-Security-Policy": page_policy()})
+        text = whole_page(title=watched.page.title, pieces=pieces, up="key" in request.path_params)
+        return HTMLResponse(text, headers={"Content-Security-Policy": _page_policy()})
 
     async def events(self, request: Request) -> Response:
         """A stream of what changes on the page."""
@@ -107,7 +113,7 @@ class Watch:
         self._num_streams -= 1
 
     def _of(self, request: Request) -> _Watched:
-        """What an address is about."""
+        """The folder that an address is about."""
         key = request.path_params.get("key", "")
         if key and not self._watched[""].page.has_run(key):
             raise RefusalError(404, "There is no such run in this folder.", code="not_found")
@@ -117,7 +123,7 @@ class Watch:
 
     def _watch(self, folder: Path) -> _Watched:
         found = LivePage(folder)
-        return _Watched(page=found, feed=Feed(found.read, seconds=self._seconds))
+        return _Watched(page=found, feed=_Feed(found.read, seconds=self._seconds))
 
 
 class _Stream(StreamingResponse):
@@ -135,12 +141,12 @@ class _Stream(StreamingResponse):
             self._on_end()
 
 
-async def _messages(feed: Feed) -> AsyncIterator[str]:
+async def _messages(feed: _Feed) -> AsyncIterator[str]:
     async for changed in feed.follow():
         yield f"data: {json.dumps(changed)}\n\n"
 
 
-class Gate:
+class _Gate:
     """Middleware around the application: who may ask at all, and what no answer lacks.
 
     Args:
@@ -193,7 +199,7 @@ def _is_number(host: str) -> bool:
 
 
 @cache
-def page_policy() -> str:
+def _page_policy() -> str:
     """The Content-Security-Policy of a page: its own script, by digest, styles, and requests to this server."""
     digest = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
     return (
@@ -213,3 +219,113 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 async def _failed(request: Request, error: Exception) -> Response:
     return RefusalError(500, "The server failed; its log says why.", code="internal_error").response()
+
+
+class _Feed:
+    """The pieces of a page, as they change.
+
+    Nothing is queued: a follower is sent the difference between what it last took and what there is now, so one that
+    reads slowly misses what was between, and costs the memory of one message. Without followers, nobody reads.
+
+    Args:
+        read: the pieces; called in another thread, one call at a time.
+        seconds: between two readings at least; more if reading takes long, so that it leaves the processor to the run.
+        quiet_seconds: after which a follower is sent an empty change, so that one that has gone is noticed.
+    """
+
+    def __init__(
+        self, read: Callable[[], Mapping[str, str]], *, seconds: float = 1.0, quiet_seconds: float = 15.0
+    ) -> None:
+        self._read, self._seconds, self._quiet_seconds = read, seconds, quiet_seconds
+        self._latest: Mapping[str, str] = {}
+        self._due = 0.0
+        self._reading: asyncio.Task[None] | None = None
+        self._closed = asyncio.Event()
+
+    async def current(self) -> Mapping[str, str]:
+        """The pieces as they are now, or were a moment ago."""
+        if self._reading is None and time.monotonic() >= self._due:
+            self._reading = asyncio.get_running_loop().create_task(self._refresh())
+        if self._reading is not None:
+            # A follower that leaves must not break off a reading that others wait for.
+            await asyncio.shield(self._reading)
+        return self._latest
+
+    async def follow(self) -> AsyncIterator[dict[str, str]]:
+        """First all pieces, then those that have changed since; ends when the feed is closed."""
+        taken: Mapping[str, str] = {}
+        last = time.monotonic()
+        while not self._closed.is_set():
+            latest = await self.current()
+            changed = {name: piece for name, piece in latest.items() if taken.get(name) != piece}
+            if changed or time.monotonic() - last >= self._quiet_seconds:
+                taken = latest
+                yield changed
+                last = time.monotonic()
+            try:
+                await asyncio.wait_for(self._closed.wait(), self._seconds)
+            except TimeoutError:
+                continue
+
+    def close(self) -> None:
+        """Let all followers end; on the event loop."""
+        self._closed.set()
+
+    async def _refresh(self) -> None:
+        started = time.monotonic()
+        try:
+            self._latest = await asyncio.to_thread(self._read)
+        finally:
+            taken = time.monotonic() - started
+            self._due, self._reading = time.monotonic() + max(self._seconds, 5 * taken), None
+
+
+# Streams stay open; next to them there is room for as many pages and reports.
+LIMITS = Limits(num_connections=4 * MOST_STREAMS, connections_per_address=4 * MOST_STREAMS)
+
+
+class WatchServer(ListeningServer):
+    """Serves until SIGTERM or SIGINT, then lets the streams end, and ends with 0.
+
+    Args:
+        watch: the pages.
+        address: where to listen.
+        on_ready: is told the URL once clients can connect.
+        limits: of connections.
+    """
+
+    def __init__(
+        self, watch: WatchedPages, address: Address, on_ready: Callable[[str], None], limits: Limits = LIMITS
+    ) -> None:
+        super().__init__(watch.application(address.host), limits, address, on_ready)
+        self._watch = watch
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and tell where."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End. Unlike uvicorn's own, the signal is not raised again, so that the exit code is 0."""
+        self.stop()
+
+    def stop(self) -> None:
+        """End all streams and then the server; from any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._watch.close)
+        self.should_exit = True
+
+
+def check_host(address: Address, *, insecure: bool) -> None:
+    """Refuse to be read by other machines, which are not asked who they are.
+
+    Raises:
+        InputError: the address is not of this machine alone.
+    """
+    if not address.is_local and not insecure:
+        raise InputError(
+            f"host = {address.host!r}: other machines could read along, and nobody is asked who it is; keep 127.0.0.1 "
+            f"and come through ssh -L {address.port}:127.0.0.1:{address.port} MACHINE, or give --insecure if something "
+            "else protects the way here"
+        )

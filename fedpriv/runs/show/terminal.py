@@ -13,17 +13,9 @@ from rich.text import Text
 
 from fedpriv.names import holder_label
 from fedpriv.names import printable as _printable
-from fedpriv.reports.spending import limit_of
-from fedpriv.reports.tables import (
-    MISSING,
-    asked_first,
-    format_bound,
-    format_bytes,
-    format_delta,
-    format_percent,
-    format_seconds,
-)
-from fedpriv.runs.status import ClientStatus, RunStatus
+from fedpriv.runs.figures import MISSING, figures, format_bound, format_delta, format_seconds
+from fedpriv.runs.folder import RunFolder
+from fedpriv.runs.status import ClientStatus, RunStatus, status_of
 
 # If there are more clients, only those in trouble are listed.
 MAX_CLIENTS = 40
@@ -32,9 +24,14 @@ _HEADERS = ("client", "records", "round", "ε local", "δ", "status", "rounds by
 _SHOWN_APART = ("time", "event", "run", "round", "client")
 
 
-def show(run: RunStatus, console: Console) -> None:
-    """Print the status."""
-    console.print(_figures(run))
+def show(folder: RunFolder, console: Console) -> None:
+    """Print the status of the run in the folder.
+
+    Raises:
+        InputError: the folder holds no run, or one of its files is damaged.
+    """
+    run = status_of(folder)
+    console.print(_figures(folder, run))
     if run.resume_command:  # outside the table, so that it can be copied in one piece
         console.print(f"\nresume with\n  {_printable(run.resume_command)}", soft_wrap=True, markup=False)
     for warning in run.warnings:
@@ -50,42 +47,18 @@ def show(run: RunStatus, console: Console) -> None:
             console.print(line, no_wrap=True, overflow="ellipsis")
 
 
-def _figures(run: RunStatus) -> Table:
+def _figures(folder: RunFolder, run: RunStatus) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(overflow="fold")
-    planned = "" if run.num_rounds_planned is None else f" of {run.num_rounds_planned}"
-    lines: list[tuple[str, str | Text]] = [
-        ("run", _printable(run.run_dir)),
-        ("state", _state(run)),
-        ("written", _age(run)),
-    ]
+    grid.add_row("run", Text(_printable(run.run_dir)))
+    grid.add_row("state", _state(run))
+    grid.add_row("written", Text(_age(run)))
     if run.stopped_early:
-        lines.append(("ended early", _printable(run.stopped_early)))
-    checkpoint = "none" if run.checkpoint_round is None else f"after round {run.checkpoint_round}"
-    lines += [
-        ("rounds", f"{run.num_rounds}{planned}, {format_seconds(run.seconds)}"),
-        ("checkpoint", checkpoint),
-        ("accuracy", _accuracy(run)),
-        ("largest ε", _epsilons(run)),
-        ("", f"at δ = {format_delta(run.delta_max)}, by {run.accountant}"),
-        ("sent", f"{format_bytes(run.bytes_up)} up, {format_bytes(run.bytes_down)} down"),
-    ]
-    for name, content in lines:
-        grid.add_row(name, content if isinstance(content, Text) else Text(content))
+        grid.add_row("ended early", Text(_printable(run.stopped_early)))
+    for figure in figures(folder, "terminal"):
+        grid.add_row(figure.label, Text(_printable(figure.text), style="bold red" if figure.is_alarming else ""))
     return grid
-
-
-def _epsilons(run: RunStatus) -> str:
-    """By view, the one that was asked for first, with its target or budget."""
-    limit = limit_of(run.target_epsilon, run.budget_epsilon)
-    of_limit = f" of {limit[0]} {limit[1]:g}" if limit else ""
-    epsilons = {"local": run.epsilon_local_max, "rho": run.epsilon_rho_max, "aggregate": run.epsilon_aggregate_max}
-    texts = {name: f"{name} {_bound(epsilon)}" for name, epsilon in epsilons.items()}
-    texts[run.privacy_view] += of_limit
-    if run.aggregate_view_holds is False:
-        texts["aggregate"] = "aggregate does not hold"
-    return ", ".join(texts[name] for name in asked_first(run.privacy_view))
 
 
 def _state(run: RunStatus) -> Text:
@@ -95,22 +68,12 @@ def _state(run: RunStatus) -> Text:
 def _age(run: RunStatus) -> str:
     age = f"{format_seconds(run.seconds_since_change)} ago"
     if run.state == "unknown":
-        return f"{age}; from this machine, or since it was started anew, nobody can tell whether the run lives"
+        return f"{age}; from this machine, or since it was restarted, nobody can tell whether the run lives"
     if run.state != "running":
         return age
     if run.is_alive:
         return f"{age}; its process lives"
     return f"{age}; after {format_seconds(run.round_seconds)} without a sign of life it counts as interrupted"
-
-
-def _accuracy(run: RunStatus) -> str:
-    error = "" if run.accuracy_standard_error is None else f" ± {format_percent(run.accuracy_standard_error)}"
-    largest = "" if run.majority_accuracy is None else f", largest class {format_percent(run.majority_accuracy)}"
-    return f"{format_percent(run.test_accuracy)}{error}{largest}"
-
-
-def _bound(epsilon: float | None) -> str:
-    return MISSING if epsilon is None else format_bound(epsilon)
 
 
 def _client_table(run: RunStatus) -> Table:
@@ -138,7 +101,7 @@ def _client_cells(client: ClientStatus) -> tuple[str, ...]:
         _printable(holder_label(client.client, client.name).removeprefix("client ")),
         f"{client.num_records:,}",
         MISSING if client.last_round is None else str(client.last_round),
-        _bound(client.epsilon_local),
+        MISSING if client.epsilon_local is None else format_bound(client.epsilon_local),
         format_delta(client.delta),
         state_of(client),
         "\n".join(lines),
@@ -146,14 +109,14 @@ def _client_cells(client: ClientStatus) -> tuple[str, ...]:
 
 
 def state_of(client: ClientStatus) -> str:
-    """Why a client is not asked, or how its last round ended."""
+    """One word for why a client is not asked, or for how its last round ended."""
     if client.retired is not None:
         return "retired"
     return "skipped" if client.skipped else _printable(client.status or "not asked")
 
 
 def trouble_of(client: ClientStatus) -> str:
-    """What is wrong with a client, if anything is known of it."""
+    """The reason why a client is in trouble; empty if none is known."""
     silence = "its node stopped answering; not asked, and not charged, until it registers again"
     return client.retired or (silence if client.skipped else client.detail)
 
@@ -166,7 +129,7 @@ def _listed(clients: tuple[ClientStatus, ...]) -> list[ClientStatus]:
 
 
 def _notes(run: RunStatus) -> Iterable[Text]:
-    """How many clients are not listed, and what is wrong with those in trouble."""
+    """Yield how many clients are not listed, and the trouble of those that are."""
     listed = _listed(run.clients)
     troubled = [client for client in listed if client.is_troubled]
     if num_unlisted := len(run.clients) - len(listed):

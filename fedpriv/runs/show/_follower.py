@@ -1,19 +1,30 @@
-"""Reads what a run or a sweep has released so far, and tells the tracker what it does not know yet."""
+"""Reads what a run or a sweep has released so far, and tells the tracker what it does not know yet.
+
+At the end the tracker gets files too: copies without the paths of the machine that made them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import csv
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from fedpriv.runs import files
-from fedpriv.runs.rows import ClientRow, RoundRow, read_rows
-from fedpriv.tracking import logged, staged
-from fedpriv.tracking.protocol import Place, TrackedRun, Tracker
+from fedpriv.runs.figures import figures
+from fedpriv.runs.folder import RunFolder
+from fedpriv.runs.rows import ClientRow, RoundRow, column_types
+from fedpriv.runs.show import _tracker
+from fedpriv.runs.show._tracker import Place, TrackedRun, Tracker
+
+# A run that is followed is of this version, so a column that it lacks is damage.
+_ROUND_COLUMNS, _CLIENT_COLUMNS = tuple(column_types(RoundRow)), tuple(column_types(ClientRow))
 
 # The columns that a sweep's own run gets; all rows of sweep.csv hold the same.
 _SWEEP_FIGURES = ("epsilon_sum", "delta_sum", "num_runs_in_sum")
@@ -21,7 +32,7 @@ _SWEEP_FIGURES = ("epsilon_sum", "delta_sum", "num_runs_in_sum")
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """How far a tracker has been told, kept in tracker.json in the run's folder.
+    """The last round that a tracker has been told, kept in tracker.json in the run's folder.
 
     Attributes:
         tracker: which.
@@ -37,7 +48,7 @@ class Position:
 
 
 def read_position(folder: Path, tracker: str) -> Position:
-    """How far this tracker has been told; the beginning, if another was told before, or none."""
+    """The position of this tracker; the beginning, if another was told before, or none."""
     values = files.read_values(folder / files.TRACKER, optional=True)
     if values.get("tracker") != tracker:
         return Position(tracker=tracker)
@@ -73,11 +84,12 @@ class RunFollower:
         """
         if self._position.finished or not (self._folder / files.CONFIG).is_file():
             return
-        run = self._opened()
+        look = RunFolder(self._folder)
+        run = self._opened(look)
         try:
-            self._tell_rounds(run, self._last_round(complete=complete))
+            self._tell_rounds(run, look, _last_round(look, complete=complete))
             if complete:
-                self._finish(run)
+                self._finish(run, look)
         except Exception:
             if ended:
                 with contextlib.suppress(Exception):  # the first reason is the one to tell
@@ -86,44 +98,35 @@ class RunFollower:
         if ended and not complete:
             run.end("failed")
 
-    def _opened(self) -> TrackedRun:
+    def _opened(self, look: RunFolder) -> TrackedRun:
         if self._run is None:
             run = self._tracker.open_run(self._place, self._position.run or None)
             if run.id != self._position.run:  # a new one, also where the old one is not there any more
                 self._keep(replace(self._position, run=run.id, round=-1))
             if self._position.round < 0:
-                values = logged.configuration(files.read_values(self._folder / files.CONFIG))
-                run.log_parameters(logged.parameters(values))
+                run.log_parameters(_tracker.parameters(_tracker.configuration(look.config)))
             self._run = run
             # A run that is resumed from an earlier checkpoint repeats the rounds after it.
-            self._keep(replace(self._position, round=min(self._position.round, self._last_round(complete=False))))
+            self._keep(replace(self._position, round=min(self._position.round, _last_round(look, complete=False))))
         return self._run
 
-    def _last_round(self, *, complete: bool) -> int:
-        """The last round that is final: a run that dies before its checkpoint repeats the round."""
-        if complete:
-            return max(int(row["round"]) for row in read_rows(self._folder / files.ROUNDS, RoundRow))
-        found = files.checkpoints(self._folder)
-        return files.checkpoint_round(found[-1]) if found else -1
-
-    def _tell_rounds(self, run: TrackedRun, last: int) -> None:
+    def _tell_rounds(self, run: TrackedRun, look: RunFolder, last: int) -> None:
         first = self._position.round
         if last <= first:
             return
-        num_clients = len(files.read_values(self._folder / files.REGISTRATIONS, optional=True))
-        clients = logged.client_points(read_rows(self._folder / files.CLIENTS, ClientRow), num_clients)
-        points = logged.round_points(read_rows(self._folder / files.ROUNDS, RoundRow)) + clients
+        clients = _tracker.client_points(look.client_rows(_CLIENT_COLUMNS), len(look.registrations))
+        points = _tracker.round_points(look.round_rows(_ROUND_COLUMNS)) + clients
         run.log_points(sorted((p for p in points if first < p.round <= last), key=lambda p: p.round))
         self._keep(replace(self._position, round=last))
 
-    def _finish(self, run: TrackedRun) -> None:
-        summary = files.read_values(self._folder / files.SUMMARY)
-        comparison = self._folder / files.COMPARISON
-        if files.is_finished(comparison):
-            rows = read_rows(comparison / files.ROUNDS, RoundRow)
-            run.log_points(logged.round_points(rows, logged.COMPARISON_METRICS))
-        run.log_final(logged.final_figures(summary), logged.facts(summary), self._position.round)
-        _send(run, lambda into: staged.stage_run(self._folder, into))
+    def _finish(self, run: TrackedRun, look: RunFolder) -> None:
+        if look.comparison is not None and look.comparison.is_finished:
+            run.log_points(
+                _tracker.round_points(look.comparison.round_rows(_ROUND_COLUMNS), _tracker.COMPARISON_METRICS)
+            )
+        final = _tracker.final_figures(look.summary, figures(look, "tracker"))
+        run.log_final(final, _tracker.facts(look.summary), self._position.round)
+        _send(run, lambda into: stage_run(self._folder, into))
         run.end("finished")
         self._keep(replace(self._position, finished=True))
 
@@ -160,13 +163,13 @@ class SweepFollower:
         errors = [error for key in self._names if (error := self._update_run(key, ended=ended))]
         if ended and self._run is not None:
             self._run.log_final(_sweep_figures(self._folder / "sweep.csv"), {}, 0)
-            _send(self._run, lambda into: staged.stage_sweep(self._folder, into))
+            _send(self._run, lambda into: stage_sweep(self._folder, into))
             self._run.end("finished" if complete else "failed")
         if errors:
             raise errors[0]
 
     def _update_run(self, key: str, *, ended: bool) -> Exception | None:
-        """What the run's follower raises."""
+        """Tell what is new of a run; returns the error of its follower, if there is one."""
         folder = self._folder / key
         if not (folder / files.CONFIG).is_file():
             return None
@@ -199,6 +202,13 @@ class SweepFollower:
         return self._runs[key]
 
 
+def _last_round(look: RunFolder, *, complete: bool) -> int:
+    """The last round that is final: a run that dies before its checkpoint repeats the round."""
+    if complete:
+        return max(int(row["round"]) for row in look.round_rows(("round",)))
+    return -1 if (round_ := look.checkpoint[0]) is None else round_
+
+
 def _send(run: TrackedRun, stage: Callable[[Path], None]) -> None:
     with tempfile.TemporaryDirectory(prefix="fedpriv-tracking-") as folder:
         stage(Path(folder))
@@ -206,9 +216,53 @@ def _send(run: TrackedRun, stage: Callable[[Path], None]) -> None:
 
 
 def _sweep_figures(table: Path) -> dict[str, float]:
-    """What all runs cost together; nothing if the sweep ended before its table."""
+    """The cost of all runs together; empty if the sweep ended before its table."""
     if not table.is_file():
         return {}
     with table.open(newline="", encoding="utf-8") as file:
         row: dict[str, Any] = next(csv.DictReader(file), {})
     return {f"sweep/{name}": float(row[name]) for name in _SWEEP_FIGURES if row.get(name)}
+
+
+# Of the global model's folder, which also holds the releases that the server deduplicates by.
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json", "fedpriv.json", "README.md")
+GLOBAL = "global"
+
+
+def stage_run(run_folder: Path, into: Path) -> None:
+    """Write configuration, report and global adapter of a finished run into an empty folder.
+
+    Raises:
+        InputError: a file of the run is missing or damaged.
+    """
+    from fedpriv.runs.show.report_page import render  # deferred: matplotlib
+
+    run = RunFolder(run_folder).checked()
+    told = _tracker.configuration(run.config)
+    (into / files.CONFIG).write_text(tomli_w.dumps(told), encoding="utf-8")
+    report = render(run, config=told, environment=_tracker.versions(run.environment))
+    (into / files.REPORT).write_text(report, encoding="utf-8")
+    adapter = run_folder / files.VARIANTS / GLOBAL
+    if not adapter.is_dir():
+        return
+    (into / "adapter").mkdir()
+    named = _tracker.paths(run.config)
+    for source in (adapter / name for name in ADAPTER_FILES):
+        if source.is_file():
+            _copy(source, into / "adapter" / source.name, named)
+
+
+def stage_sweep(sweep_folder: Path, into: Path) -> None:
+    """Copy a sweep's plots into an empty folder."""
+    for plot in sorted(sweep_folder.glob("*.png")):
+        shutil.copyfile(plot, into / plot.name)
+
+
+def _copy(source: Path, target: Path, named: Mapping[str, str]) -> None:
+    if source.suffix == ".safetensors":
+        shutil.copyfile(source, target)
+        return
+    text = source.read_text(encoding="utf-8")
+    for path, name in named.items():
+        text = text.replace(path, name)
+    target.write_text(text, encoding="utf-8")

@@ -1,14 +1,83 @@
-"""What a tracker is told of a run: pure functions of the tables, the summary and the configuration that it wrote."""
+"""Trackers: what each must do, and what it is told of a run.
+
+What is told are pure functions of the tables, the summary and the configuration that the run wrote.
+"""
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Literal, Protocol, cast
 
 from fedpriv.config import LOCATION_KEYS
+from fedpriv.config_types import Track
+from fedpriv.runs.figures import ShownFigure
+
+Ending = Literal["finished", "failed"]
+
+# As an organisation's tracker shows it, unless a sweep or the tracker's own variable gives a name.
+EXPERIMENT = "fedpriv"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a run is to be found in a tracker.
+
+    Attributes:
+        name: of the run.
+        folder: of the run's files.
+        sweep: the title of the sweep that it belongs to; None for a run of its own.
+        sweep_folder: of that sweep.
+        parent: the sweep's own id, in trackers that have one.
+    """
+
+    name: str
+    folder: Path
+    sweep: str | None = None
+    sweep_folder: Path | None = None
+    parent: str | None = None
+
+
+class TrackedRun(Protocol):
+    """A run in a tracker; every method raises what the tracker raises."""
+
+    @property
+    def id(self) -> str:
+        """The name by which the tracker can open the run again."""
+
+    def log_parameters(self, values: Mapping[str, Parameter]) -> None:
+        """Log the configuration; repeating it does no harm."""
+
+    def log_points(self, points: Sequence[MetricPoint]) -> None:
+        """Log values by round."""
+
+    def log_final(self, figures: Mapping[str, float], facts: Mapping[str, str], round_: int) -> None:
+        """Log the final figures, after the last round."""
+
+    def log_files(self, folder: Path) -> None:
+        """Send all files of a folder."""
+
+    def end(self, ending: Ending) -> None:
+        """Say that the run is over, or was broken off; it can be opened again."""
+
+
+class Tracker(Protocol):
+    """A module of this package that bears the tracker's name has these functions."""
+
+    def open_run(self, place: Place, known: str | None) -> TrackedRun:
+        """A new run, or the one with the id that is known."""
+
+    def open_sweep(self, title: str, folder: Path, keys: Sequence[str], known: str | None) -> TrackedRun | None:
+        """The run under which those of a sweep are shown; None where trackers group them by name."""
+
+
+def tracker_of(track: Track) -> Tracker:
+    """The tracker of that name, whose package is loaded here."""
+    return cast(Tracker, importlib.import_module(f"fedpriv.runs.show._{track}"))
+
 
 Parameter = str | int | float | bool
 
@@ -40,7 +109,7 @@ CLIENT_METRICS = ("epsilon_local", "epsilon_rho", "epsilon_aggregate")
 """The columns of clients.csv, and keys of a client in summary.json, that are logged for each client."""
 
 MOST_CLIENTS = 100
-"""With more, no tracker's page could show them: then only the largest epsilons are logged."""
+"""The most clients that are logged each; with more, which no page could show, only the largest epsilons are."""
 
 FACTS = (
     *("private", "caveat", "unit", "accountant", "noise_source", "stopped_early", "adapters_moved"),
@@ -62,7 +131,7 @@ _NO_VERSIONS = ("fedpriv_file", "commit", "platform", "cpu_count")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class MetricPoint:
     """One value of a metric, after a round."""
 
     metric: str
@@ -85,7 +154,7 @@ def without_folders(value: str, exists: Callable[[str], bool] = exists_here) -> 
 
 
 def configuration(values: Mapping[str, Any], exists: Callable[[str], bool] = exists_here) -> dict[str, Any]:
-    """What config.toml holds, without paths and the names of machines.
+    """The values of config.toml, without paths and the names of machines.
 
     Args:
         values: of config.toml.
@@ -98,10 +167,11 @@ def configuration(values: Mapping[str, Any], exists: Callable[[str], bool] = exi
 
 def parameters(values: Mapping[str, Any]) -> dict[str, Parameter]:
     """`configuration` as parameters: lists as text, long texts cut, keys without a value left out."""
-    return {key: _plain(value) for key, value in values.items() if value not in ("", [], ())}
+    return {key: plain_value(value) for key, value in values.items() if value not in ("", [], ())}
 
 
-def _plain(value: Any) -> Parameter:
+def plain_value(value: Any) -> Parameter:
+    """A value of the configuration as trackers take it: lists as text, long texts cut."""
     if isinstance(value, (list, tuple)):
         value = ", ".join(map(str, value))
     if isinstance(value, str) and len(value) > LONGEST_TEXT:
@@ -117,26 +187,26 @@ def paths(values: Mapping[str, Any], exists: Callable[[str], bool] = exists_here
 
 
 def versions(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """What environment.json holds of packages, without what it says of the machine."""
+    """The versions in environment.json, without what it says of the machine."""
     return {key: value for key, value in environment.items() if key not in _NO_VERSIONS}
 
 
-def round_points(rows: Iterable[Mapping[str, Any]], metrics: Mapping[str, str] = ROUND_METRICS) -> list[Point]:
+def round_points(rows: Iterable[Mapping[str, Any]], metrics: Mapping[str, str] = ROUND_METRICS) -> list[MetricPoint]:
     """The points of rows of rounds.csv, which leave out what is empty or infinite."""
     return [
-        Point(metric=metric, value=float(row[column]), round=row["round"])
+        MetricPoint(metric=metric, value=float(row[column]), round=row["round"])
         for row in rows
         for column, metric in metrics.items()
         if _is_finite(row.get(column))
     ]
 
 
-def client_points(rows: Iterable[Mapping[str, Any]], num_clients: int) -> list[Point]:
+def client_points(rows: Iterable[Mapping[str, Any]], num_clients: int) -> list[MetricPoint]:
     """The points of rows of clients.csv; none if the run has more than MOST_CLIENTS clients."""
     if num_clients > MOST_CLIENTS:
         return []
     return [
-        Point(metric=f"{column}/{client_name(row['client'])}", value=float(row[column]), round=row["round"])
+        MetricPoint(metric=f"{column}/{client_name(row['client'])}", value=float(row[column]), round=row["round"])
         for row in rows
         for column in CLIENT_METRICS
         if _is_finite(row.get(column))
@@ -148,9 +218,10 @@ def client_name(client: int) -> str:
     return f"client_{client:02}"
 
 
-def final_figures(summary: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of summary.json and of its audit, and each client's final epsilons."""
-    figures = {f"final/{key}": value for key, value in summary.items() if _is_finite(value)}
+def final_figures(summary: Mapping[str, Any], shown: Iterable[ShownFigure] = ()) -> dict[str, float]:
+    """The numbers of summary.json and of its audit, each client's final epsilons, and numbers among other figures."""
+    figures = {f"final/{figure.key}": figure.value for figure in shown if _is_finite(figure.value)}
+    figures |= {f"final/{key}": value for key, value in summary.items() if _is_finite(value)}
     audit = summary.get("audit") or {}
     figures |= {f"final/audit_{key}": value for key, value in audit.items() if _is_finite(value)}
     clients = summary.get("clients", ())
@@ -165,17 +236,10 @@ def final_figures(summary: Mapping[str, Any]) -> dict[str, float]:
 
 
 def facts(summary: Mapping[str, Any]) -> dict[str, str]:
-    """What summary.json says in words; a key without a value is left out."""
+    """The words in summary.json; a key without a value is left out."""
     said = {key: summary.get(key) for key in FACTS}
     known = {key: value for key, value in said.items() if value not in (None, "")}
     return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in known.items()}
-
-
-def run_name(varied: Mapping[str, Any], exists: Callable[[str], bool] = exists_here) -> str:
-    """What a run of a sweep is called: the keys that vary with their values."""
-    values = {key: without_folders(value, exists) if isinstance(value, str) else value for key, value in varied.items()}
-    named = [f"{key}={_plain(value)}" for key, value in values.items() if value is not None]
-    return ", ".join(named) or "base"
 
 
 def _is_finite(value: object) -> bool:

@@ -1,0 +1,391 @@
+"""The figures of a run, declared once for all pages that show them, and the way in which numbers become text.
+
+What bounds a risk is rounded up, and no epsilon is shown without its delta.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from decimal import ROUND_CEILING, Decimal
+from typing import Any, Literal, get_args
+
+from fedpriv.runs.folder import RunFolder
+from fedpriv.runs.rows import parse_epsilon
+from fedpriv.runs.status import spent_on_view, status_of
+
+INFINITY = "∞"
+MISSING = "–"
+
+
+def format_bound(epsilon: float | str | None) -> str:
+    """An epsilon rounded up to three figures, for a cell next to its delta; ∞ if there is no bound."""
+    bound = parse_epsilon(epsilon)
+    if math.isinf(bound):
+        return INFINITY
+    if 0 < bound < 0.001 or bound >= 1e6:
+        return _round_up(bound, figures=2)
+    num_decimals = 3 if bound < 1 else 2 if bound < 10 else 1 if bound < 100 else 0
+    return str(Decimal(repr(bound)).quantize(Decimal(1).scaleb(-num_decimals), rounding=ROUND_CEILING))
+
+
+def format_delta(delta: float | None) -> str:
+    """A delta rounded up to two figures, such as `1e-5`; a dash if there is none."""
+    return MISSING if delta is None or not math.isfinite(delta) else _round_up(delta, figures=2)
+
+
+def format_epsilon(epsilon: float | str | None, delta: float | None) -> str:
+    """An epsilon with its delta: `ε = 1.83 at δ = 1e-5`. An epsilon is never shown without one.
+
+    Args:
+        epsilon: >= 0; None, NaN and "inf" are shown as ∞.
+        delta: in (0, 1).
+    """
+    return f"ε = {format_bound(epsilon)} at δ = {format_delta(delta)}"
+
+
+def format_bytes(num_bytes: float | None) -> str:
+    """A size in decimal units: `512 B`, `1.23 MB` (1 MB = 1,000,000 bytes)."""
+    if num_bytes is None or not math.isfinite(num_bytes):
+        return MISSING
+    size, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
+    # 999.5 kB would be rounded to 1e+03 kB, so it is shown as 1 MB.
+    while abs(size) >= 999.5 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.4g} {units[0]}" if abs(size) >= 999.5 else f"{size:.3g} {units[0]}"
+
+
+def format_percent(share: float | None) -> str:
+    """A share in [0, 1] as a percentage with one decimal; a dash if it was not measured."""
+    return MISSING if share is None or not math.isfinite(share) else f"{100 * share:.1f}%"
+
+
+def format_accuracy(summary: Mapping[str, Any]) -> str:
+    """A run's accuracy with four decimals and its standard error; a dash if unknown.
+
+    One that was read from noised counts has its interval in place of the standard error.
+    """
+    accuracy, interval = summary["accuracy"], summary.get("accuracy_interval")
+    error = summary.get("accuracy_standard_error")
+    text = MISSING if accuracy is None else f"{accuracy:.4f}" if error is None else f"{accuracy:.4f} ± {error:.4f}"
+    return text if interval is None else f"{text}, 95% interval {interval[0]:.4f} to {interval[1]:.4f}"
+
+
+def format_number(value: float | None) -> str:
+    """A plain quantity with three figures, such as a loss; a dash if it was not measured."""
+    return MISSING if value is None or not math.isfinite(value) else f"{value:.3g}"
+
+
+def format_seconds(seconds: float | None) -> str:
+    """A duration: `8.2 s`, `3 min 5 s`, `2 h 10 min`."""
+    if seconds is None or not math.isfinite(seconds):
+        return MISSING
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def asked_first(view: str) -> tuple[str, ...]:
+    """The names of all views, the one that a target or budget was set on first."""
+    return (view, *(name for name in ("aggregate", "local", "rho") if name != view))
+
+
+def _round_up(value: float, figures: int) -> str:
+    """The value rounded up to at most so many figures, without trailing zeros: 0.05, 1e-5, 8.4e-6."""
+    number = Decimal(repr(float(value)))
+    last = Decimal(1).scaleb(number.adjusted() - figures + 1)
+    rounded = number.quantize(last, rounding=ROUND_CEILING).normalize()
+    return f"{rounded:f}" if rounded == 0 or -2 <= rounded.adjusted() < 6 else f"{rounded:e}"
+
+
+def limit_of(target: float | None, budgets: Sequence[float]) -> tuple[str, float] | None:
+    """A run's limit, by name and size: its target, else its smallest budget; None without either."""
+    if target is not None:
+        return "target", target
+    return ("budget" if len(set(budgets)) == 1 else "smallest budget", min(budgets)) if budgets else None
+
+
+def closing_line(summary: Mapping[str, Any]) -> str:
+    """One line that says what a finished run has spent, first on the view that was asked for.
+
+    Args:
+        summary: of a run, with the keys of `RunFolder.checked`; the target of a run of an earlier version is not known.
+    """
+    view = summary["privacy_view"]
+    epsilons = {name: summary.get(f"epsilon_{name}_max") for name in asked_first(view)}
+    others = ", ".join(f"{name} {format_bound(e)}" for name, e in epsilons.items() if name != view and e is not None)
+    limit = limit_of(summary.get("target_epsilon"), summary["budget_epsilon"])
+    of = f", {limit[0]} {limit[1]:.4g}" if limit else ""
+    return (
+        f"ε {format_bound(epsilons[view])} on the {view} view{of}; by {summary['accountant']}, at δ "
+        f"{format_delta(summary['delta_max'])}{f'; {others}' if others else ''}"
+    )
+
+
+def audit_bound(audit: Mapping[str, Any] | None) -> str | None:
+    """An audit's lower bound of epsilon; None without an audit."""
+    if not audit:
+        return None
+    return f"ε = {_rounded_down(audit)} at δ = {format_delta(audit['delta'])}"
+
+
+def audit_line(audit: Mapping[str, Any]) -> str:
+    """One line that compares what an audit found with what the run claims.
+
+    Args:
+        audit: `audit` of a run's summary.
+    """
+    claim = audit["claimed_epsilon"]
+    claimed = MISSING if claim is None else format_bound(claim)
+    verdict = f"this refutes the claim of ε = {claimed}" if audit["refuted"] else f"the claim of ε = {claimed} stands"
+    return (
+        f"ε ≥ {_rounded_down(audit)} at δ = {format_delta(audit['delta'])}, with {audit['confidence']:.0%} confidence: "
+        f"{audit['num_correct']} of {audit['num_guesses']} guesses about {audit['num_canaries']} canaries "
+        f"({audit['kind']}) were right; {verdict}"
+    )
+
+
+def _rounded_down(audit: Mapping[str, Any]) -> str:
+    """A lower bound is rounded down, where every other figure is rounded up."""
+    return f"{math.floor(100 * audit['epsilon_lower']) / 100:.2f}"
+
+
+def counts_next_tokens(summary: Mapping[str, Any]) -> bool:
+    """Whether the run's accuracy is no more than the share of next tokens that a language model finds."""
+    return summary["perplexity"] is not None and summary["confusion_matrix"] is None
+
+
+def why_not_private(run: RunFolder) -> list[str]:
+    """The reasons why a run protects nobody; empty for a private run."""
+    reasons, delta = [], run.summary["delta_max"]
+    if run.summary["noise_source"] != "secure":
+        reasons.append("its noise came from a seeded generator: anyone who knows the seed can subtract the noise")
+    if (as_published := run.summary.get("epsilon_as_published_max")) is not None:
+        reasons.append(
+            f"{run.summary.get('caveat') or 'its noise was accounted for without proof'}; the resulting figure, "
+            f"{format_epsilon(as_published, delta)}, is no privacy guarantee"
+        )
+    elif format_bound(run.summary["epsilon_local_max"]) == INFINITY:
+        reasons.append("no noise bounds what an upload reveals: ε is infinite")
+    if not run.summary["private"] and not reasons:
+        reasons.append("the run is marked as not private")
+    return reasons
+
+
+Page = Literal["terminal", "closing", "report", "live", "tracker", "card", "result"]
+EVERY_PAGE: frozenset[Page] = frozenset(get_args(Page))
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of a run.
+
+    Attributes:
+        key: its name in Python, and in trackers after `final/`.
+        label: its name for people; a function of the folder where it depends on the run.
+        read: its value; None if this run has none, or none yet.
+        text: the value for people.
+        on: the pages that show it: `fedpriv status`, the closing table, the report, the live page, the trackers (of
+            finished runs, and numbers alone), the model card (of the run's final model) and `Run.summary`.
+        has_dash: whether a missing value is shown as a dash, where it applies; else the figure is left out.
+        applies: whether a run can have the figure.
+        is_alarming: whether the value should be looked at.
+        is_wide: whether a tile needs room for a sentence.
+    """
+
+    key: str
+    label: str | Callable[[RunFolder], str]
+    read: Callable[[RunFolder], Any]
+    text: Callable[[Any], str] = str
+    _: KW_ONLY
+    on: frozenset[Page] = EVERY_PAGE
+    has_dash: bool = False
+    applies: Callable[[RunFolder], bool] = lambda folder: True
+    is_alarming: Callable[[RunFolder], bool] = lambda folder: False
+    is_wide: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownFigure:
+    """A figure as a page shows it; the attributes are those of `Figure`."""
+
+    key: str
+    label: str
+    value: Any
+    text: str
+    is_alarming: bool
+    is_wide: bool
+
+
+def figures(folder: RunFolder, page: Page) -> tuple[ShownFigure, ...]:
+    """The figures that a page shows of a run, in their order.
+
+    Raises:
+        InputError: a file that one of them is read from is missing or damaged.
+    """
+    return tuple(
+        ShownFigure(
+            key=figure.key,
+            label=figure.label if isinstance(figure.label, str) else figure.label(folder),
+            value=value,
+            text=MISSING if value is None else figure.text(value),
+            is_alarming=figure.is_alarming(folder),
+            is_wide=figure.is_wide,
+        )
+        for figure in FIGURES
+        if page in figure.on and figure.applies(folder)
+        if (value := figure.read(folder)) is not None or figure.has_dash
+    )
+
+
+def _on(*pages: Page) -> frozenset[Page]:
+    return frozenset(pages)
+
+
+def _measured(page: Page, key: str, label: str | Callable[[RunFolder], str], **options: Any) -> Figure:
+    """An entry of summary.json in the words of the report or the model card.
+
+    The report shows perplexities of a run whose accuracy counts next tokens, and accuracies of any other.
+    """
+    of_language = key.startswith("perplexity")
+    if page == "report":
+        options = {"has_dash": True, "applies": lambda f: counts_next_tokens(f.summary) == of_language} | options
+    text = _four_digits if page == "card" else format_number if of_language else format_percent
+    read = _accuracy_without_noise if key == "accuracy_non_private" else lambda f: f.summary.get(key)
+    return Figure(key, label, read, text, on=_on(page), **options)
+
+
+def _four_digits(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, (int, float)) else "unknown"
+
+
+def _trained_label(name: str) -> Callable[[RunFolder], str]:
+    return lambda folder: f"{name}{', this run' if why_not_private(folder) else ' with DP'}"
+
+
+def _accuracy_without_noise(folder: RunFolder) -> float | None:
+    accuracy: float | None = folder.summary["accuracy_non_private"]
+    if accuracy is None and folder.comparison is not None:
+        accuracy = folder.comparison.summary.get("accuracy")
+    return accuracy
+
+
+def _rounds(folder: RunFolder) -> str:
+    status = status_of(folder)
+    planned = "" if status.num_rounds_planned is None else f" of {status.num_rounds_planned}"
+    return f"{status.num_rounds}{planned}, {format_seconds(status.seconds)}"
+
+
+def _checkpoint(folder: RunFolder) -> str:
+    round_ = status_of(folder).checkpoint_round
+    return "none" if round_ is None else f"after round {round_}"
+
+
+def _accuracy(folder: RunFolder) -> str:
+    status = status_of(folder)
+    error = "" if status.accuracy_standard_error is None else f" ± {format_percent(status.accuracy_standard_error)}"
+    largest = "" if status.majority_accuracy is None else f", largest class {format_percent(status.majority_accuracy)}"
+    return f"{format_percent(status.test_accuracy)}{error}{largest}"
+
+
+def _epsilons(folder: RunFolder) -> str:
+    """The largest epsilon by view, first the one that was asked for, with its target or budget."""
+    run = status_of(folder)
+    limit = limit_of(run.target_epsilon, run.budget_epsilon)
+    epsilons = {"local": run.epsilon_local_max, "rho": run.epsilon_rho_max, "aggregate": run.epsilon_aggregate_max}
+    texts = {name: f"{name} {MISSING if e is None else format_bound(e)}" for name, e in epsilons.items()}
+    texts[run.privacy_view] += f" of {limit[0]} {limit[1]:g}" if limit else ""
+    if run.aggregate_view_holds is False:
+        texts["aggregate"] = "aggregate does not hold"
+    return ", ".join(texts[name] for name in asked_first(run.privacy_view))
+
+
+def _delta(folder: RunFolder) -> str:
+    return f"at δ = {format_delta(status_of(folder).delta_max)}, by {status_of(folder).accountant}"
+
+
+def _traffic(folder: RunFolder) -> str:
+    return f"{format_bytes(status_of(folder).bytes_up)} up, {format_bytes(status_of(folder).bytes_down)} down"
+
+
+def _accuracy_label(folder: RunFolder) -> str:
+    return "Accuracy" if status_of(folder).state == "finished" else "Accuracy after the last round"
+
+
+def _test_accuracy(folder: RunFolder) -> float | None:
+    return status_of(folder).test_accuracy
+
+
+def _is_compared_with_chance(folder: RunFolder) -> bool:
+    return not counts_next_tokens(folder.summary) and folder.summary["majority_accuracy"] is None
+
+
+def _largest_spent(folder: RunFolder) -> str | None:
+    """The largest epsilon of a client on the run's view, with its delta; None before anyone has one."""
+    known = [epsilon for epsilon in spent_on_view(folder).values() if epsilon is not None]
+    return format_epsilon(max(known), status_of(folder).delta_max) if known else None
+
+
+def _spent_label(folder: RunFolder) -> str:
+    status = status_of(folder)
+    return f"Most spent by a client, {status.privacy_view} view, by {status.accountant}"
+
+
+def _spent(folder: RunFolder) -> str | None:
+    summary = folder.summary
+    if not summary:
+        return None
+    # In JSON, null is infinity, or a view that does not hold.
+    holds = not summary.get("aggregate_objections") and "epsilon_aggregate_max" in summary
+    views = ("local", "rho", *(["aggregate"] if holds else []))
+    return closing_line(
+        summary | {f"epsilon_{view}_max": parse_epsilon(summary[f"epsilon_{view}_max"]) for view in views}
+    )
+
+
+def _audit(folder: RunFolder) -> str | None:
+    audit = folder.summary.get("audit")
+    return audit_line(audit | {"claimed_epsilon": parse_epsilon(audit["claimed_epsilon"])}) if audit else None
+
+
+def _is_refuted(folder: RunFolder) -> bool:
+    return bool((folder.summary.get("audit") or {}).get("refuted"))
+
+
+FIGURES: tuple[Figure, ...] = (
+    Figure("rounds", "rounds", _rounds, on=_on("terminal")),
+    Figure("checkpoint", "checkpoint", _checkpoint, on=_on("terminal")),
+    Figure("accuracy", "accuracy", _accuracy, on=_on("terminal")),
+    Figure("epsilons", "largest ε", _epsilons, on=_on("terminal")),
+    Figure("delta_max", "", _delta, on=_on("terminal")),
+    Figure("bytes", "sent", _traffic, on=_on("terminal")),
+    Figure("audit", "audit", _audit, on=_on("closing"), is_alarming=_is_refuted),
+    Figure("spent", "spent", _spent, on=_on("closing")),
+    Figure("test_accuracy", _accuracy_label, _test_accuracy, format_percent, on=_on("live"), has_dash=True),
+    Figure("largest_spent", _spent_label, _largest_spent, on=_on("live"), has_dash=True, is_wide=True),
+    Figure("bytes_up", "Sent by the clients", lambda f: status_of(f).bytes_up, format_bytes, on=_on("live")),
+    Figure("bytes_down", "Received", lambda f: status_of(f).bytes_down, format_bytes, on=_on("live")),
+    _measured("report", "perplexity", _trained_label("Perplexity")),
+    _measured("report", "perplexity_non_private", "Without noise (z = 0, still clipped)"),
+    _measured("report", "perplexity_initial", "Untrained"),
+    _measured("report", "accuracy", _trained_label("Accuracy")),
+    _measured("report", "accuracy_non_private", "Without noise (z = 0, still clipped)"),
+    _measured("report", "accuracy_initial", "Untrained"),
+    _measured("report", "probe_accuracy", "Linear probe, no privacy", has_dash=False),
+    _measured("report", "majority_accuracy", "Largest class", has_dash=False),
+    _measured("report", "chance_accuracy", "Chance", applies=_is_compared_with_chance),
+    _measured("card", "accuracy", "accuracy"),
+    _measured("card", "accuracy_initial", "accuracy before training"),
+    _measured("card", "majority_accuracy", "accuracy of the largest class"),
+    _measured("card", "macro_f1", "macro F1"),
+    _measured("card", "perplexity", "perplexity"),
+    _measured("card", "perplexity_initial", "perplexity before training"),
+    _measured("card", "rouge_l", "ROUGE-L"),
+)
+"""Every figure, in the order of the pages. A new one needs an entry here and nothing else: all pages will show it.
+
+Entries that name pages are there because these pages say the same in other words or with other digits. All numbers of
+summary.json are in trackers and in `Run.summary` in any case.
+"""

@@ -1,0 +1,96 @@
+"""A figure is declared in one place, and every page shows it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import fedpriv
+from fedpriv.publishing import card
+from fedpriv.publishing.saved import find
+from fedpriv.runs.figures import EVERY_PAGE, FIGURES, Figure, figures
+from fedpriv.runs.folder import RunFolder
+from fedpriv.runs.show._follower import RunFollower
+from fedpriv.runs.show._live_page import LivePage
+from fedpriv.runs.show._tracker import Place
+from fedpriv.runs.show.report_page import write_report
+from simulations.display import TerminalObserver
+from tests.publishing.runs import finished
+from tests.reports.conftest import write_finished_run
+from tests.runs.written import WriteRun, shown, status
+from tests.tracking.test_follower import Recorded
+
+NEW = Figure(
+    "letters_a_round",
+    "letters",
+    lambda folder: folder.summary["bytes_up"] / 2 / folder.summary["num_rounds"],
+    lambda value: f"{value:g} a round",
+)
+
+
+@pytest.fixture
+def folder(write_run: WriteRun, tmp_path: Path) -> Path:
+    """A finished run of three clients, whose clients sent 1,234 bytes in two rounds."""
+    run = write_run(rounds=2)
+    write_finished_run(tmp_path / "other", num_clients=3, num_rounds=2, changes={"bytes_up": 1234})
+    shutil.copy(tmp_path / "other" / "summary.json", run)
+    return run
+
+
+def closing(folder: Path) -> str:
+    console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
+    TerminalObserver(console).finished(folder, RunFolder(folder).summary)
+    return console.export_text()
+
+
+def told(folder: Path) -> dict[str, float]:
+    tracker = Recorded()
+    RunFollower(tracker, "recorded", Place(name="run", folder=folder)).update(complete=True, ended=True)
+    (final,) = (call[2] for call in tracker.calls if call[0] == "final")
+    return final
+
+
+def test_a_new_figure_is_declared_once_and_every_page_shows_it(
+    folder: Path, tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = replace(find(finished(tmp_path / "saved", tiny_bert)), run=folder)
+
+    def pages() -> dict[str, str]:
+        return {
+            "terminal": shown(status(folder)),
+            "closing": closing(folder),
+            "report": write_report(folder).read_text(),
+            "live": LivePage(folder).read()["figures"],
+            "card": card.text(saved),
+        }
+
+    assert not [name for name, text in pages().items() if "308.5 a round" in text]
+    monkeypatch.setattr("fedpriv.runs.figures.FIGURES", (*FIGURES, NEW))
+    found = pages()
+    assert [name for name, text in found.items() if "308.5 a round" in text] == list(found)
+    assert [name for name, text in found.items() if "letters" in text.lower()] == list(found)
+    assert told(folder)["final/letters_a_round"] == 308.5
+    assert fedpriv.open_run(folder).summary["letters_a_round"] == 308.5
+    assert {"tracker", "result", *found} == EVERY_PAGE
+
+
+def test_a_figure_that_a_run_does_not_have_is_left_out_or_a_dash(folder: Path, monkeypatch) -> None:
+    nothing = Figure("nothing", "nothing", lambda folder: None)
+    monkeypatch.setattr("fedpriv.runs.figures.FIGURES", (nothing, replace(nothing, has_dash=True)))
+    (dash,) = figures(RunFolder(folder), "card")
+    assert (dash.value, dash.text) == (None, "–")
+
+
+def test_all_readers_of_one_look_see_the_same_bytes(folder: Path) -> None:
+    look = RunFolder(folder)
+    before = look.round_rows(("round",))
+    (folder / "rounds.csv").write_text("damaged")
+    assert look.round_rows(("round", "seconds"))[-1]["round"] == before[-1]["round"] == 2
+    assert len(look.rounds) == 3
+    with pytest.raises(fedpriv.InputError, match=r"rounds\.csv: column round is missing"):
+        _ = RunFolder(folder).rounds
