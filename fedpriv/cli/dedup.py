@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedpriv.cli import dedup_store
-from fedpriv.cli.dedup_bench import bench
 from fedpriv.cli.dedup_progress import shown
 from fedpriv.cli.options import OneOf, StorePath, result_of
 from fedpriv.cli.output import AsJson, show
@@ -252,7 +251,6 @@ def _line(outcome: Outcome, algorithm: str) -> str:
 for command in (dedup_store.restore, dedup_store.verify, dedup_store.remove, dedup_store.gc):
     app.command()(command)
 app.command("list")(dedup_store.list_)
-app.command()(bench)
 
 
 def _settings(**values: Any) -> Settings:

@@ -8,17 +8,20 @@ Source: Guan et al. 2025, section 5.2.
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedpriv.dedup.blocks import Layout, TensorSpec
 from fedpriv.dedup.manifests import Manifest
 from fedpriv.dedup.store import Store
-from fedpriv.dedup.tensor_memory import Content, TensorMemory, content_bytes, contents_of, distinct_bytes
 from fedpriv.errors import InputError
 
 
@@ -284,3 +287,127 @@ def targets_in(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
         if tensor.device.type != "cpu":
             raise InputError(f"model: tensor {name!r} is on {tensor.device}; models are served on the CPU")
     return targets
+
+
+_NOTHING = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Content:
+    """A tensor of a stored model, without its values.
+
+    Attributes:
+        spec: of the tensor.
+        key: equal where name, shape, type and values are equal.
+        numbers: [n] of its blocks; None for an extra, which has none.
+    """
+
+    spec: TensorSpec
+    key: str
+    numbers: NDArray[np.int64] | None
+
+
+def contents_of(manifest: Manifest) -> tuple[Content, ...]:
+    """All tensors of a model."""
+    blocked, found = manifest.layout.blocked, []
+    for spec in manifest.layout.tensors:
+        if positions := blocked.get(spec.name):
+            numbers = manifest.blocks[positions.start : positions.stop]
+            found.append(Content(spec, f"{spec} {hashlib.sha256(numbers.tobytes()).hexdigest()}", numbers))
+        else:
+            found.append(Content(spec, f"{spec} {manifest.extras[spec.name]}", None))
+    return tuple(found)
+
+
+def distinct_bytes(manifests: list[Manifest]) -> int:
+    """The memory of these models if every tensor that some of them have in common is there once."""
+    sizes = {
+        content.key: content_bytes(content, manifest.layout)
+        for manifest in manifests
+        for content in contents_of(manifest)
+    }
+    return sum(sizes.values())
+
+
+def content_bytes(content: Content, layout: Layout) -> int:
+    """Of a tensor in memory, with its last block's padding."""
+    if content.numbers is None:
+        return content.spec.num_bytes
+    return len(content.numbers) * layout.block_size * np.dtype(layout.dtype).itemsize
+
+
+class TensorMemory:
+    """Memory for a tensor.
+
+    Args:
+        content: the first that it is meant for; later ones have the same shape and type.
+        layout: of a model that has it.
+
+    Attributes:
+        values: [blocks, block_size], or those of an extra.
+        tensor: shares the memory.
+        content: what it is meant to hold.
+        intact: whether it holds that.
+    """
+
+    def __init__(self, content: Content, layout: Layout) -> None:
+        spec, numbers = content.spec, content.numbers
+        shape = spec.shape if numbers is None else (len(numbers), layout.block_size)
+        self.values = np.empty(shape, spec.dtype)
+        self.tensor = torch.from_numpy(self.values.reshape(-1)[: spec.size].reshape(spec.shape))
+        self.assign(content)
+        self.forget()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the memory."""
+        return self.values.nbytes
+
+    def assign(self, content: Content) -> None:
+        """Make it memory for another content; what it holds so far is remembered."""
+        self.content, self.intact = content, False
+
+    def forget(self) -> None:
+        """Remember nothing of what it holds, so that all of it is read again."""
+        self._numbers = None if self.content.numbers is None else np.full(len(self.content.numbers), _NOTHING)
+        self.intact = False
+
+    def missing(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """[k] positions, and [k] numbers, of the content's blocks that it does not hold yet; of an extra none."""
+        if self.content.numbers is None:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        positions = np.flatnonzero(self._numbers != self.content.numbers)
+        return positions, self.content.numbers[positions]
+
+    def keep(self) -> None:
+        """Note that it now holds its content."""
+        self._numbers, self.intact = self.content.numbers, True
+
+
+def named_view(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
+    """A module whose state_dict has the given names, and whose parameters are the given objects.
+
+    So `Registry.load_into(view, name)` changes the live model that owns the parameters, for instance an adapter by
+    the names under which peft stores it. Keep the view for as long as the loaded weights are in use: once it is
+    gone, the registry reuses its memory for other models.
+
+    Args:
+        parameters: {dotted name: parameter}; one parameter may have several names.
+
+    Raises:
+        InputError: a name is not valid in a module: a part of it is empty, is an attribute of every module, or is
+            the full name of another parameter.
+    """
+    view = nn.Module()
+    for name, parameter in parameters.items():
+        *path, last = name.split(".")
+        module = view
+        try:
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            module.register_parameter(last, parameter)
+        except KeyError as error:
+            raise InputError(f"parameter {name!r}: cannot be in a module ({error.args[0]})") from None
+    return view.eval()

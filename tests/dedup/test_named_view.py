@@ -9,8 +9,7 @@ from torch import nn
 
 from fedpriv.adapters.lora import trainable
 from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.named_view import named_view
-from fedpriv.dedup.serving import Registry
+from fedpriv.dedup.serving import Registry, named_view
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
 

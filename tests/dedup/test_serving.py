@@ -13,9 +13,8 @@ from torch import nn
 
 from fedpriv.dedup.blocks import layout_of
 from fedpriv.dedup.row_reading import OpenRows, Wanted, read_rows
-from fedpriv.dedup.serving import Registry, memory_for_models
+from fedpriv.dedup.serving import Registry, distinct_bytes, memory_for_models
 from fedpriv.dedup.store import Store
-from fedpriv.dedup.tensor_memory import distinct_bytes
 from fedpriv.errors import InputError
 
 SIZE = 64

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-from fedpriv.dedup.bench import Arm, Report
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
+from simulations.benchmarks.dedup_loading import Arm, Report
 from simulations.studies.dedup.cells import BY_L, cells
 from simulations.studies.dedup.lines import append
 from simulations.studies.dedup.report import (

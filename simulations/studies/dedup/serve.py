@@ -1,7 +1,7 @@
 """Serving the models of a scenario, deduplicated by `drd`, compared with plain files in equally bounded processes.
 
 MiniLM is served whole, as somebody without deduplication would keep it: four frozen layers, which all models share, and
-the two that were trained. See `fedpriv.dedup.bench` for what is measured and how.
+the two that were trained. See `simulations.benchmarks.dedup_loading` for what is measured and how.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedpriv.dedup.bench import KINDS, Report, Workload, bench, restore_all
 from fedpriv.dedup.blocks import layout_of
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
+from simulations.benchmarks.dedup_loading import KINDS, Report, Workload, bench, restore_all
 from simulations.studies.dedup.cells import Cell, cells
 from simulations.studies.dedup.data import records
 from simulations.studies.dedup.lines import append, lines
@@ -88,7 +88,7 @@ def line_of(name: str, store: Path, reports: list[Report]) -> dict[str, Any]:
 
 
 class Query:
-    """A `fedpriv.dedup.bench.Workload`: a model answers one record. Another process builds the model anew.
+    """A `Workload`: a model answers one record. Another process builds the model again.
 
     Args:
         build: makes the model, for inference.

@@ -1,4 +1,7 @@
-"""One arm of `fedpriv.dedup.bench`, in a process of its own whose memory is bounded."""
+"""One arm of `simulations.benchmarks.dedup_loading`, in a process of its own whose memory is bounded.
+
+An arm is a way of serving variants: from a store, or from plain files that are read in one of three ways.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import ctypes
 import gc
 import hashlib
 import mmap
+import multiprocessing
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -16,20 +21,28 @@ from time import perf_counter
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
-from fedpriv.dedup.bench_arms import IN_FLIGHT_BYTES, Loader, StoreArm, Targets, give_up, plain_arm
-from fedpriv.dedup.bench_limit import Group, bound, enter, used_bytes
-from fedpriv.dedup.bench_page_cache import bytes_from_disk, drop, num_cached_pages
 from fedpriv.dedup.blocks import Layout
-from fedpriv.dedup.serving import targets_in
+from fedpriv.dedup.serving import Registry, memory_for_models, targets_in
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError, StoreError
+from simulations.benchmarks._bounded_memory import (
+    Group,
+    bound,
+    bytes_from_disk,
+    drop,
+    enter,
+    num_cached_pages,
+    used_bytes,
+)
+from simulations.benchmarks._plain_files import MappedFiles, PlainFiles
 
 
 class Workload(Protocol):
-    """What served variants are used for. It is pickled for the processes that are measured.
+    """A use of served variants, pickled for the processes that are measured.
 
     Attributes:
         model: on the CPU; the names in its state_dict are those of the stored tensors. Its weights are overwritten.
@@ -43,7 +56,7 @@ class Workload(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """What one way of serving took for all queries.
+    """Times and bytes of one way of serving, for all queries.
 
     Attributes:
         load_seconds: spent loading weights.
@@ -69,7 +82,7 @@ class Arm:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Job:
-    """What a process is to measure.
+    """An order to a process: measure this.
 
     Attributes:
         arm: one of `ARMS`.
@@ -99,7 +112,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a process found; as `fedpriv.dedup.bench.Report` has it."""
+    """Findings of a process, as in `simulations.benchmarks.dedup_loading.Report`."""
 
     cold: Arm | None
     warm: Arm | None
@@ -244,3 +257,156 @@ def _mapped_at_once(job: Job) -> int:
 
 def _files_of(store: Path) -> list[Path]:
     return [path for path in store.rglob("*") if path.is_file()]
+
+
+ARMS = ("store", "safetensors", "straight", "mmap")
+"""The store's registry; safetensors' `load_file`, copied into the model; the file read straight into the model's
+memory; and the file mapped, its tensors taken as they are"""
+
+
+IN_FLIGHT_BYTES = 16 * 2**20
+"""Added to every arm's memory, for pages under way."""
+_READ_AHEAD_BYTES = 32 * 2**20
+
+Targets = Mapping[str, Mapping[str, Tensor]]
+
+
+class Loader(Protocol):
+    """One arm: loads variants and counts misses and bytes."""
+
+    def load(self, name: str) -> Mapping[str, Tensor]:
+        """The variant's tensors, which its workload's model then has, if there is one."""
+
+    def counts(self) -> tuple[int, int]:
+        """Variants that were not in memory, and bytes copied for them, so far."""
+
+
+def give_up(targets: Iterable[Tensor]) -> None:
+    """Give up the memory of weights that every load replaces, so that only what loads them holds it."""
+    for target in targets:
+        target.data = torch.zeros((), dtype=target.dtype).expand(target.shape)
+
+
+class _Served:
+    """The models that hold loaded weights: all of one architecture, since memory is reused for equal shapes only.
+
+    A model of another one would keep memory that its arm has given up and no longer counts.
+    """
+
+    def __init__(self, targets: Targets) -> None:
+        self._targets, self._names = targets, set[str]()
+        self._shapes = {
+            name: {tensor: (value.shape, value.dtype) for tensor, value in own.items()} for name, own in targets.items()
+        }
+
+    def prepare(self, name: str) -> None:
+        """Give up the weights of models of other architectures, before this variant is loaded."""
+        if name in self._targets:
+            for other in [each for each in self._names if self._shapes[each] != self._shapes[name]]:
+                give_up(self._targets[other].values())
+                self._names.remove(other)
+            self._names.add(name)
+
+
+class StoreArm:
+    """A registry that loads into the workloads' models.
+
+    Args:
+        store: open.
+        memory_bytes: for models and the system's cache of the store's files.
+        models: {variant: the model that it is loaded into}; empty to load dicts of tensors.
+        targets: {variant: {tensor: the model's parameter or buffer}}.
+    """
+
+    def __init__(self, store: Store, memory_bytes: int, models: Mapping[str, nn.Module], targets: Targets) -> None:
+        self._models, self._targets = models, targets
+        self.models_bytes = memory_for_models(store, memory_bytes)
+        self._registry = Registry(store, self.models_bytes)
+        self._used: nn.Module | None = None
+        self._served = _Served(targets)
+
+    def load(self, name: str) -> Mapping[str, Tensor]:
+        if name not in self._models:
+            return self._registry.get(name)
+        if self._used not in (None, self._models[name]):
+            self._registry.release(self._used)  # one model computes at a time, whatever its architecture
+        self._used = self._models[name]
+        self._served.prepare(name)
+        self._registry.load_into(self._used, name)
+        return self._targets[name]
+
+    def counts(self) -> tuple[int, int]:
+        return self._registry.statistics.misses, self._registry.statistics.bytes_copied
+
+
+class PlainArm:
+    """Files whose tensors become those of the workloads' models.
+
+    Args:
+        files: loads them.
+        targets: as `StoreArm`; empty to load dicts of tensors.
+    """
+
+    def __init__(self, files: PlainFiles | MappedFiles, targets: Targets) -> None:
+        self._files, self._targets, self._served = files, targets, _Served(targets)
+
+    def load(self, name: str) -> Mapping[str, Tensor]:
+        self._served.prepare(name)
+        tensors = self._files.get(name)
+        if name not in self._targets:
+            return tensors
+        for tensor_name, target in self._targets[name].items():
+            target.data = tensors[tensor_name]
+        return self._targets[name]
+
+    def counts(self) -> tuple[int, int]:
+        return self._files.misses, self._files.bytes_read
+
+
+def plain_arm(
+    arm: str, files: Mapping[str, Path], memory_bytes: int, targets: Targets, *, maps_count: bool
+) -> PlainArm:
+    """An arm that serves plain files, with its memory allocated and all headers read.
+
+    Args:
+        arm: one of `ARMS`, except the store.
+        files: {variant: its safetensors file}.
+        memory_bytes: for loaded models, and for pages of the file that is being read.
+        targets: as `StoreArm`.
+        maps_count: whether files that are mapped count as memory.
+    """
+    if arm == "mmap":
+        return PlainArm(MappedFiles(files, memory_bytes if maps_count else None), targets)
+    # What load_file maps, or the system reads ahead, must be used before it has to be given back, or it is read twice,
+    # which costs more than one model less in memory.
+    largest = max(path.stat().st_size for path in files.values())
+    under_way = 0 if largest <= IN_FLIGHT_BYTES else largest if arm == "safetensors" else _READ_AHEAD_BYTES
+    models_bytes = max(largest, memory_bytes - under_way)
+    return PlainArm(PlainFiles(files, models_bytes, "safetensors" if arm == "safetensors" else "direct"), targets)
+
+
+def in_a_process(job: Job) -> Measured | str:
+    """Measure in a process of its own; a line of text says why it found nothing.
+
+    Raises:
+        InputError, StoreError: as `measure`.
+    """
+    found: Measured | Exception | str
+    context = multiprocessing.get_context("forkserver")  # a process without threads, or the weights of this one
+    context.set_forkserver_preload(["__main__", run.__module__])
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=run, args=(job, sender))
+    process.start()
+    try:
+        sender.close()
+        found = receiver.recv()
+    except EOFError:
+        process.join()
+        killed = process.exitcode == -signal.SIGKILL
+        found = "was ended by the system at its memory limit" if killed else f"failed, exit status {process.exitcode}"
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(found, Exception):
+        raise found
+    return found

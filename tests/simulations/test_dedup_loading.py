@@ -15,19 +15,17 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from fedpriv.dedup import bench as measuring
-from fedpriv.dedup import bench_limit
-from fedpriv.dedup.bench import ARMS, Report, bench, restore_all
-from fedpriv.dedup.bench_arms import StoreArm, give_up, plain_arm
-from fedpriv.dedup.bench_limit import temporary_group
-from fedpriv.dedup.bench_page_cache import drop, num_cached_pages, read_speed
-from fedpriv.dedup.bench_plain_files import MappedFiles, PlainFiles
-from fedpriv.dedup.bench_process import check_loads, digest
 from fedpriv.dedup.blocks import layout_of
 from fedpriv.dedup.serving import Registry, targets_in
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError, StoreError
-from tests.dedup.workloads import LARGE, Greedy, Reading, Workload, network
+from simulations.benchmarks import _bounded_memory
+from simulations.benchmarks import dedup_loading as measuring
+from simulations.benchmarks._bounded_memory import drop, num_cached_pages, read_speed, temporary_group
+from simulations.benchmarks._dedup_process import StoreArm, check_loads, digest, give_up, plain_arm
+from simulations.benchmarks._plain_files import MappedFiles, PlainFiles
+from simulations.benchmarks.dedup_loading import ARMS, Report, bench, restore_all
+from tests.simulations.workloads import LARGE, Greedy, Reading, Workload, network
 
 SIZE = 64
 NUM_VARIANTS = 6
@@ -225,7 +223,7 @@ def test_a_group_is_looked_for_below_that_of_the_process(tmp_path, mounts, own, 
     (tmp_path / "cgroup.subtree_control").write_text("cpu\n")
     (tmp_path / "mounts").write_text(mounts.format(root=tmp_path) + "\n")
     (tmp_path / "cgroup").write_text(own + "\n")
-    found = [(parent, version) for parent, version in bench_limit._parents(tmp_path)]
+    found = [(parent, version) for parent, version in _bounded_memory._parents(tmp_path)]
     assert found == ([] if said is None else [(tmp_path / said[0], said[1])])
 
 

@@ -2,24 +2,31 @@
 
 A control group counts the pages of files that its processes bring into the system's cache, so the bound also limits
 what that cache can do for them. A bound on the address space does not.
+
+The system's page cache itself is observed and emptied here too.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
+
+import numpy as np
 
 _NUM_TRIES, _PAUSE_SECONDS = 100, 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Files:
-    """What a version of control groups calls its files and figures."""
+    """Names of the files and figures in a version of control groups."""
 
     limit: str
     swap_limit: str
@@ -83,7 +90,7 @@ def enter(group: Group | None) -> None:
 
 
 def used_bytes(group: Group | None) -> int:
-    """What counts towards the bound and cannot be given back: all but cached pages of files that nobody maps."""
+    """Count the bytes that cannot be given back within the bound: all but cached pages of files that nobody maps."""
     if group is None:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     files = _FILES[group.version]
@@ -104,7 +111,7 @@ def bound(group: Group | None, num_bytes: int) -> None:
 
 
 def kind_of(group: Group | None) -> str:
-    """What bounds the memory, in words."""
+    """Say in words how the memory is bounded."""
     return "address space" if group is None else f"cgroup v{group.version}"
 
 
@@ -151,3 +158,69 @@ def _remove(group: Group) -> None:
                 time.sleep(_PAUSE_SECONDS)
                 continue
         return
+
+
+_PIECE_BYTES = 2**20
+
+
+def drop(paths: Iterable[Path]) -> bool:
+    """Drop the files from the page cache, and return whether none of their pages remain there.
+
+    False also where the system does not say. Pages that a process has mapped and read remain.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    dropped = [_drop(path) for path in paths]  # a list, since all() would stop at the first failure
+    return all(dropped)
+
+
+def read_speed(path: Path) -> float:
+    """Bytes per second of one pass through a file that is not in the page cache, in pieces of a MiB."""
+    drop([path])
+    piece, read = bytearray(_PIECE_BYTES), 0
+    started = perf_counter()
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(piece):
+            read += count
+    return read / (perf_counter() - started)
+
+
+def bytes_from_disk() -> int | None:
+    """Bytes that this process has made the disk read so far; None where the system does not say."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes:")), None)
+
+
+def _drop(path: Path) -> bool:
+    if not hasattr(os, "posix_fadvise"):  # macOS
+        return False
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        if num_cached_pages(path):
+            os.fsync(descriptor)  # pages that are not on the disk yet cannot be dropped
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+    return not num_cached_pages(path)
+
+
+def num_cached_pages(path: Path) -> int:
+    """How many pages of a file are in memory; all of them where the system does not say.
+
+    It asks mincore(2), which Python does not offer.
+    """
+    if not (size := path.stat().st_size):
+        return 0
+    pages = np.ones(-(-size // mmap.PAGESIZE), np.uint8)
+    mincore = getattr(ctypes.CDLL(None), "mincore", None)
+    if mincore is not None:
+        mapped = np.memmap(path, np.uint8, "r")
+        failed = mincore(*map(ctypes.c_void_p, (mapped.ctypes.data, size, pages.ctypes.data)))
+        if failed:
+            return len(pages)
+    return int(np.count_nonzero(pages & 1))

@@ -1,8 +1,9 @@
-"""`fedpriv dedup bench`, and one line from bench, restore and verify for a store that cannot be used."""
+"""The benchmark of a given store, and one line from it, restore and verify for a store that cannot be used."""
 
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from fedpriv.dedup.blocks import layout_of
 from fedpriv.dedup.composition import History
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.variants import Described
+from simulations.benchmarks import dedup_loading
 from tests.cli.command_line import as_json, fedpriv
 
 WORKLOADS = """
@@ -85,9 +87,22 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
+def benchmark(arguments: list[str]) -> None:
+    """The program, which ends with an exit code as the command line does."""
+    dedup_loading.main(arguments)
+    sys.exit(0)
+
+
+def command(folder: Path, *arguments: str, code: int = 0) -> tuple[str, str]:
+    """What `fedpriv dedup` prints, or the benchmark for `bench`."""
+    if arguments[0] == "bench":
+        return fedpriv(*arguments[1:], folder=folder, code=code, program=benchmark)
+    return fedpriv("dedup", *arguments, folder=folder, code=code)
+
+
 def error(folder: Path, *arguments: str) -> str:
-    """The line that says what is wrong with the arguments of `fedpriv dedup`; nothing else is printed."""
-    out, err = fedpriv("dedup", *arguments, folder=folder, code=2)
+    """The line that says what is wrong with the arguments; nothing else is printed."""
+    out, err = command(folder, *arguments, code=2)
     assert out == ""
     assert err.count("\n") == 1
     return err
@@ -96,7 +111,7 @@ def error(folder: Path, *arguments: str) -> str:
 def test_json_of_a_measurement(folder):
     before = contents(folder / "store")
     options = ["--queries", "7", "--workload", "workloads:right", "--files", "variants"]
-    found = as_json("dedup", "bench", "store", *options, folder=folder)
+    found = as_json("store", *options, folder=folder, program=benchmark)
     assert found["num_queries"] == 7
     assert found["memory_bytes"] == (16 * 32 + 16) * 4
     assert found["page_cache_dropped"] in (True, False)
@@ -115,8 +130,8 @@ def test_json_of_a_measurement(folder):
 
 @pytest.mark.parametrize(("option", "left_out"), [("--cold", "warm"), ("--warm", "cold")])
 def test_lines_of_a_measurement_of_restored_files(folder, option, left_out):
-    printed, _ = fedpriv("dedup", "bench", "store", "--queries", "3", option, folder=folder)
-    assert printed.startswith("3 queries over 3 variants, 2112 bytes for each arm beside its process, bounded by ")
+    printed, _ = command(folder, "bench", "store", "--queries", "3", option)
+    assert printed.startswith("3 queries over 3 variants, 2112 bytes for each arm on top of its process, bounded by ")
     for arm in ("store", "safetensors", "straight"):
         assert f"\n{option[2:]}, {arm}: " in printed
     assert f"{left_out}, " not in printed
@@ -159,8 +174,7 @@ def test_a_damaged_store_is_reported_and_stays_as_it_is(folder, damage, said, ar
     damage(folder / "store")
     before = contents(folder / "store")
     name = "round-2" if damage is damage_block else "round-1"
-    command = [name if part == "NAME" else part for part in arguments]
-    out, err = fedpriv("dedup", *command, folder=folder, code=1)
+    out, err = command(folder, *[name if part == "NAME" else part for part in arguments], code=1)
     assert said in err + out
     if arguments[0] != "verify":
         assert len(err.splitlines()) == 1
@@ -172,8 +186,8 @@ def test_a_variant_whose_base_was_removed_is_served_and_restored(folder):
     with Store(folder / "store") as store:
         store.remove("round-0")
         store.compact()
-    fedpriv("dedup", "bench", "store", "--queries", "2", folder=folder)
-    fedpriv("dedup", "restore", "store", "round-1", "--out", "o", folder=folder)
+    command(folder, "bench", "store", "--queries", "2")
+    command(folder, "restore", "store", "round-1", "--out", "o")
     assert np.array_equal(safetensors.numpy.load_file(folder / "o")["weight"], tensors_of(1)["weight"])
     said = error(folder, "restore", "store", "round-0", "--out", "p")
     assert "model = 'round-0': not in store; it has round-1, round-2" in said
@@ -199,8 +213,8 @@ def test_what_cannot_be_used_is_one_line(folder, arguments, said):
 
 def test_files_of_another_architecture_or_of_too_few_variants_are_refused(folder):
     safetensors.numpy.save_file({"weight": np.ones(3, "f4")}, folder / "variants" / "round-1" / "model.safetensors")
-    command = ["bench", "store", "--files", "variants"]
-    said = error(folder, *command)
+    words = ["bench", "store", "--files", "variants"]
+    said = error(folder, *words)
     assert "files: variant 'round-1' has another architecture than the stored one: tensor 'bias'" in said
     shutil.rmtree(folder / "variants" / "round-1")
-    assert "files: none for variant 'round-1'" in error(folder, *command)
+    assert "files: none for variant 'round-1'" in error(folder, *words)

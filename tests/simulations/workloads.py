@@ -1,4 +1,4 @@
-"""Workloads for `fedpriv.dedup.bench`, in a module of their own since the processes that are measured import it."""
+"""Workloads for the benchmark of loading, in a module of their own, which the measured processes import."""
 
 from __future__ import annotations
 
