@@ -1,4 +1,4 @@
-"""What a deduplicated variant costs, by three compositions, of which the tightest is used.
+"""The cost of a deduplicated variant, by the tightest of three compositions.
 
 `basic` adds epsilons (Guan et al. 2025, Theorem 4.1). `accountant` composes the variants' histories as events.
 `provenance` composes each release once, however many variants descend from it. docs/deduplication.md shows why each
@@ -71,7 +71,7 @@ class Upload:
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """What a consulted variant is a function of: its ancestors or, if these are unknown, its events.
+    """The sources of a consulted variant: its ancestors or, if these are unknown, its events.
 
     Attributes:
         name: of the variant; equal names mean the same variant.
@@ -106,8 +106,8 @@ class History:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSetCost:
-    """What publishing costs the records of one data set.
+class _DataSetCost:
+    """The cost of publishing for the records of one data set.
 
     Attributes:
         data_sets: one id, or several that may share records.
@@ -123,20 +123,20 @@ class DataSetCost:
 
     @property
     def guarantee(self) -> Guarantee:
-        """By the method used."""
+        """The epsilon by the method used."""
         return Guarantee(epsilon=self.epsilons[self.used], delta=self.delta)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublicationCost:
-    """What publishing costs every data set.
+    """The cost of publishing for every data set.
 
     Attributes:
         by_data_set: one for each, in the order of their ids.
         refused: {method: why it does not hold}.
     """
 
-    by_data_set: tuple[DataSetCost, ...]
+    by_data_set: tuple[_DataSetCost, ...]
     refused: Mapping[Method, str]
 
     @property
@@ -180,7 +180,7 @@ def publication_cost(
     overlapping: Iterable[frozenset[str]] = (),
     accountant: Accountant = "pld",
 ) -> PublicationCost:
-    """What publishing anything computed from some or all of the variants costs each data set.
+    """The cost, for each data set, of publishing anything computed from some or all of the variants.
 
     Args:
         consulted: every variant that had an influence: those published, their bases, and those that were only
@@ -213,7 +213,7 @@ def publication_cost(
             released_once = [event for id_ in sorted(merged) for event in union_events.get(id_, ())]
             epsilons["provenance"] = _epsilon([*released_once, *extra_events], delta, accountant)
         used = min(epsilons, key=lambda method: epsilons[method])
-        costs.append(DataSetCost(data_sets=tuple(sorted(merged)), delta=delta, epsilons=epsilons, used=used))
+        costs.append(_DataSetCost(data_sets=tuple(sorted(merged)), delta=delta, epsilons=epsilons, used=used))
     return PublicationCost(
         by_data_set=tuple(sorted(costs, key=lambda cost: cost.data_sets)),
         refused={} if refusal is None else {"provenance": refusal},

@@ -1,4 +1,4 @@
-"""What a store records: a manifest for each model, and the index that says which files are valid."""
+"""The records of a store: a manifest for each model, the numbers of the blocks, and the index of what is valid."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.dedup.blocks import Layout, TensorSpec
+from fedpriv.dedup.blocks import BlockLayout, TensorSpec
 
 VERSION = 2
 # Version 1 had no shared bases.
@@ -35,7 +35,7 @@ class Manifest:
     """
 
     name: str
-    layout: Layout
+    layout: BlockLayout
     blocks: NDArray[np.int64]
     extras: Mapping[str, str]
     privacy: Mapping[str, Any]
@@ -46,7 +46,7 @@ class Manifest:
     def of(
         cls,
         name: str,
-        layout: Layout,
+        layout: BlockLayout,
         blocks: NDArray[np.int64],
         extras: Mapping[str, NDArray[Any]],
         privacy: Mapping[str, Any] | None,
@@ -81,7 +81,7 @@ class Manifest:
         tensors = tuple(TensorSpec(t["name"], tuple(t["shape"]), t["dtype"]) for t in layout.pop("tensors"))
         blocks = np.array(values.pop("blocks"), np.int64)
         blocks.flags.writeable = False
-        return cls(**values, layout=Layout(**layout, tensors=tensors), blocks=blocks)
+        return cls(**values, layout=BlockLayout(**layout, tensors=tensors), blocks=blocks)
 
 
 @dataclass(frozen=True)
@@ -146,3 +146,58 @@ def _sealed(index: dict[str, Any]) -> bytes:
 def array_sha256(array: NDArray[Any]) -> str:
     """SHA-256 of an array's values, in C order."""
     return hashlib.sha256(array.tobytes()).hexdigest()
+
+
+CATALOGUE = np.dtype([("block", "<i8"), ("sha256", "u1", (32,))])
+"""One row for each row of blocks: the block's number, ascending, and the SHA-256 of its values."""
+
+
+@dataclass(frozen=True, eq=False)
+class NumberedBlocks:
+    """Blocks with their numbers.
+
+    Attributes:
+        numbers: [k] int64, equal for equal blocks.
+        new: [n, block_size], the blocks that were not known, each once, in the order of their numbers.
+        catalogue: [n] of `CATALOGUE`, for the new blocks.
+    """
+
+    numbers: NDArray[np.int64]
+    new: NDArray[Any]
+    catalogue: NDArray[Any]
+
+
+def number_blocks(blocks: NDArray[Any], known: Mapping[bytes, int], next_block: int) -> NumberedBlocks:
+    """Blocks numbered by content: a known block keeps its number, others are numbered from `next_block` on.
+
+    Args:
+        blocks: [k, block_size].
+        known: {SHA-256 of a block: its number}.
+        next_block: above all known numbers.
+    """
+    digests = [hashlib.sha256(block).digest() for block in np.ascontiguousarray(blocks)]
+    first_index: dict[bytes, int] = {}
+    for index, digest in enumerate(digests):
+        if digest not in known:
+            first_index.setdefault(digest, index)
+    new = {digest: next_block + rank for rank, digest in enumerate(first_index)}
+    catalogue = np.empty(len(new), CATALOGUE)
+    catalogue["block"] = list(new.values())
+    catalogue["sha256"] = np.frombuffer(b"".join(new), np.uint8).reshape(-1, 32)
+    numbers = [known[digest] if digest in known else new[digest] for digest in digests]
+    return NumberedBlocks(np.array(numbers, np.int64), blocks[list(first_index.values())], catalogue)
+
+
+def numbers_by_digest(catalogue: NDArray[Any]) -> dict[bytes, int]:
+    """{SHA-256 of a block: its number}."""
+    digests = catalogue["sha256"].tobytes()
+    return {digests[32 * row : 32 * row + 32]: number for row, number in enumerate(catalogue["block"].tolist())}
+
+
+def rows_of(catalogue: NDArray[Any], blocks: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+    """[k] The rows of the blocks with numbers [k]; -1 where the catalogue has no such block."""
+    numbers = catalogue["block"]
+    rows = np.searchsorted(numbers, blocks)
+    known = rows < len(numbers)
+    known[known] = numbers[rows[known]] == blocks[known]
+    return np.where(known, rows, -1)

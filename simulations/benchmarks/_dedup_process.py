@@ -25,8 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedpriv.dedup.blocks import Layout
-from fedpriv.dedup.serving import Registry, memory_for_models, targets_in
+from fedpriv.dedup.blocks import BlockLayout
+from fedpriv.dedup.serving import StoreRegistry, memory_for_models, targets_in
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError, StoreError
 from simulations.benchmarks._bounded_memory import (
@@ -100,7 +100,7 @@ class Job:
     arm: str
     store: Path
     files: Mapping[str, Path]
-    layouts: Mapping[str, Layout]
+    layouts: Mapping[str, BlockLayout]
     expected: Mapping[str, str]
     queries: Sequence[str]
     memory_bytes: int
@@ -321,7 +321,7 @@ class StoreArm:
     def __init__(self, store: Store, memory_bytes: int, models: Mapping[str, nn.Module], targets: Targets) -> None:
         self._models, self._targets = models, targets
         self.models_bytes = memory_for_models(store, memory_bytes)
-        self._registry = Registry(store, self.models_bytes)
+        self._registry = StoreRegistry(store, self.models_bytes)
         self._used: nn.Module | None = None
         self._served = _Served(targets)
 

@@ -48,7 +48,7 @@ from transformers import BertConfig, BertModel
 from fedpriv import strict_json
 from fedpriv.adapter_variants import AdapterEvaluator
 from fedpriv.dedup import variants
-from fedpriv.dedup.blocks import Layout, layout_of
+from fedpriv.dedup.blocks import BlockLayout, layout_of
 from fedpriv.dedup.serving import named_view, targets_in
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError, StoreError
@@ -212,7 +212,7 @@ def restore_all(store: Path, folder: Path) -> dict[str, Path]:
     return files
 
 
-def _stored(path: Path) -> tuple[dict[str, Layout], dict[str, str]]:
+def _stored(path: Path) -> tuple[dict[str, BlockLayout], dict[str, str]]:
     """{variant: layout} and {variant: digest of its tensors}.
 
     The store does not stay mapped, because that would keep it in the page cache.
@@ -233,7 +233,7 @@ def _queries(names: Sequence[str], num_queries: int, seed: int) -> list[str]:
     return [names[number] for number in np.random.default_rng(seed).integers(len(names), size=num_queries)]
 
 
-def _checked(files: Mapping[str, Path], layouts: Mapping[str, Layout]) -> dict[str, Path]:
+def _checked(files: Mapping[str, Path], layouts: Mapping[str, BlockLayout]) -> dict[str, Path]:
     """The files of the store's variants, each checked to have its variant's architecture."""
     for name, layout in layouts.items():
         if name not in files:
@@ -250,7 +250,7 @@ def _check_memory(job: Job) -> None:
             raise InputError(f"memory_bytes = {job.memory_bytes}: variant {name!r} alone needs {layout.padded_bytes}")
 
 
-def _pickled(workloads: Mapping[str, Workload], layouts: Mapping[str, Layout]) -> bytes:
+def _pickled(workloads: Mapping[str, Workload], layouts: Mapping[str, BlockLayout]) -> bytes:
     """The workloads of all variants, checked to fit them, for another process."""
     for name, layout in layouts.items() if workloads else ():
         if name not in workloads:
@@ -341,7 +341,7 @@ def make_variants(folder: Path, model: torch.nn.Module, case: Case, num_variants
 
 
 def changed(
-    base: dict[str, NDArray[Any]], layout: Layout, case: Case, generator: np.random.Generator
+    base: dict[str, NDArray[Any]], layout: BlockLayout, case: Case, generator: np.random.Generator
 ) -> dict[str, NDArray[Any]]:
     """A variant of the base."""
     blocks, extras = layout.to_blocks(base)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.serving import Registry, targets_in
+from fedpriv.dedup.serving import StoreRegistry, targets_in
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError, StoreError
 from simulations.benchmarks import _bounded_memory
@@ -293,14 +293,14 @@ def test_originals_may_differ_in_values_from_what_was_stored(store, files):
     assert small(store, files, num_queries=NUM_QUERIES).failures == {}
 
 
-@pytest.mark.parametrize("broken", [Registry, PlainFiles])
+@pytest.mark.parametrize("broken", [StoreRegistry, PlainFiles])
 def test_a_load_of_anything_else_is_refused(store, files, monkeypatch, broken):
     right = broken.get
     monkeypatch.setattr(broken, "get", lambda self, name: right(self, "v0" if name == "v3" else name))
     expected = {name: digest(safetensors.numpy.load_file(path)) for name, path in files.items()}
     with Store(store, read_only=True) as opened:
         arm = {
-            Registry: lambda: StoreArm(opened, 10**6, {}, {}),
+            StoreRegistry: lambda: StoreArm(opened, 10**6, {}, {}),
             PlainFiles: lambda: plain_arm("straight", files, 10**6, {}, maps_count=False),
         }[broken]()
         check_loads(arm, ["v0", "v1", "v5"], expected)

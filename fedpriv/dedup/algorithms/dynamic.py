@@ -7,13 +7,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal, get_args
 
-from fedpriv.dedup.algorithms.trials import Accept, SearchResult, Trials, check_whole, run_search
+from fedpriv.dedup.algorithms._trials import Accept, BlockSearchResult, Trials, check_whole, run_search
 from fedpriv.errors import InputError
 
 Stopping = Literal["listing", "published"]
 
 BLOCKS_PER_VALIDATION = 20
-"""What a validation is worth: Guan et al. 2025 compare their searches with Greedy-20."""
+"""The worth of a validation: Guan et al. 2025 compare their searches with Greedy-20."""
 
 LEAST_BATCH = 5
 """The least L by the rule: of 10, 5 and 2 the one chosen on the tuning records of `simulations.studies.dedup`."""
@@ -24,7 +24,7 @@ _Least = Callable[[int], float]
 
 def drd(
     num_blocks: int, accept: Accept, *, min_batch: int | None = None, stopping: Stopping = "listing"
-) -> SearchResult:
+) -> BlockSearchResult:
     """Dynamic-range deduplication: try the left half of a range, search it on failure, then do the right half.
 
     By default it takes fewer validations than Greedy-20, see `shortest_range`. If every validation passes, everything
@@ -56,7 +56,7 @@ def drd(
 
 def dred(
     num_blocks: int, accept: Accept, *, min_batch: int | None = None, stopping: Stopping = "listing"
-) -> SearchResult:
+) -> BlockSearchResult:
     """Dynamic-range-expansion deduplication: as `drd`, but the next range always extends to the last block.
 
     Every position is passed once: the listing's outer calls are skipped if an inner call has already reached the last

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fedpriv.dedup.algorithms.trials import (
+from fedpriv.dedup.algorithms._trials import (
     Accept,
+    BlockSearchResult,
     Positions,
-    SearchResult,
     Trials,
     batches,
     check_number,
@@ -35,7 +35,7 @@ def mcts(
     seconds: float | None = None,
     seed: int = 0,
     clock: Callable[[], float] = time.monotonic,
-) -> SearchResult:
+) -> BlockSearchResult:
     """The largest accepted set that the iterations visited.
 
     An iteration descends from the state without replacements: through known states by upper confidence bounds, then

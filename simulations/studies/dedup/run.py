@@ -12,12 +12,12 @@ from typing import Any
 
 from fedpriv.dedup import variants
 from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.outcomes import Outcome
 from fedpriv.dedup.pipeline import deduplicate
-from fedpriv.dedup.planning import Settings
+from fedpriv.dedup.planning import DedupSettings
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.validation import PrivateRecords, PrivateValidation
 from fedpriv.dedup.variants import Described
+from fedpriv.dedup.work import Outcome
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
 from simulations.studies.dedup.cells import SEARCH_OF_ROW, Cell, cells
@@ -110,7 +110,7 @@ def deduplicated(
 ) -> list[Outcome]:
     """The outcome for each variant; all variants are stored."""
     scenario, (name, options) = SCENARIOS[cell.scenario], SEARCH_OF_ROW[cell.search]
-    settings = Settings(
+    settings = DedupSettings(
         block_size=cell.block_size,
         algorithm=name,
         options=options,

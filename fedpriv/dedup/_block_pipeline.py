@@ -1,27 +1,29 @@
-"""Variants stored by shared blocks: replace blocks in saliency order, and store what validation accepts."""
+"""Variants stored by shared blocks: replace blocks in saliency order, and store what validation accepts.
+
+The cost of a variant counts its bases and all attempts at private validation.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedpriv.dedup._base_selection import Assignment, Selection, fair_limits
 from fedpriv.dedup.algorithms import Positions, algorithm
 from fedpriv.dedup.algorithms.mistique import minhash_similarity
-from fedpriv.dedup.base_selection import Assignment
-from fedpriv.dedup.block_saliency import by_block
-from fedpriv.dedup.blocks import Layout
-from fedpriv.dedup.costs import Costs
+from fedpriv.dedup.blocks import BlockLayout, check_has_blocks
+from fedpriv.dedup.composition import PublicationCost
 from fedpriv.dedup.distance import nearest
-from fedpriv.dedup.outcomes import Outcome
-from fedpriv.dedup.planning import Settings
-from fedpriv.dedup.resumption import check_has_blocks
+from fedpriv.dedup.planning import DedupSettings, ValidationCharge, cost_of, plan, read_charges
+from fedpriv.dedup.saliency import by_block
 from fedpriv.dedup.store import Store
-from fedpriv.dedup.work import Evaluator, Tensors, Validator, Work
+from fedpriv.dedup.work import Evaluator, Outcome, Tensors, Validator, Work
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +110,7 @@ class _Trial:
     `order`: positions by rising saliency, without those whose blocks equal their substitutes.
     """
 
-    layout: Layout
+    layout: BlockLayout
     blocks: NDArray[Any]
     extras: Tensors
     nearest: NDArray[Any]
@@ -116,7 +118,7 @@ class _Trial:
     evaluator: Evaluator
     validated: Callable[[], None]
 
-    def options(self, settings: Settings) -> Mapping[str, Any]:
+    def options(self, settings: DedupSettings) -> Mapping[str, Any]:
         """The options of the search, with the block similarities that Mistique needs."""
         if settings.algorithm != "mistique":
             return settings.options
@@ -149,3 +151,68 @@ def _blocks_of(store: Store, assignment: Assignment) -> NDArray[Any]:
     """All blocks of the bases, whatever tensors they come from, [n, block_size]."""
     manifests = [store.manifest(name) for name in assignment.bases]
     return np.concatenate([np.asarray(store.blocks[store.rows(manifest.blocks)]) for manifest in manifests])
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """The bases of every variant, and the costs.
+
+    Attributes:
+        work: the deduplication.
+        selection: of the bases.
+        attempts: {variant: what validating it once is charged}.
+    """
+
+    work: Work
+    selection: Selection
+    attempts: Mapping[str, tuple[ValidationCharge, ...]]
+
+    @classmethod
+    def of(cls, work: Work) -> Costs:
+        """The costs of a deduplication, with bases selected."""
+        attempts = work.attempts(with_saliency=True)
+        return cls(work, plan(list(work.variants.values()), work.settings, attempts), attempts)
+
+    def originals(self, name: str) -> list[str]:
+        """The variants whose blocks this one may hold, directly or indirectly."""
+        assignment = self.selection.assignments.get(name)
+        bases = assignment.bases if assignment else ()
+        return sorted({each for base in bases for each in (base, *self.originals(base))})
+
+    def affordable(self, name: str) -> Assignment | None:
+        """The target's bases; None if it has none, or if repeated attempts left no room for another one.
+
+        The selection knows nothing of repetitions, nor of attempts that cost more than one does now. After one, no
+        epsilon may pass the next higher one as it was before deduplication, which keeps their order whatever becomes of
+        the others.
+        """
+        assignment, originals = self.selection.assignments.get(name), self.originals(name)
+        charged = self._charged((name, *originals))
+        expected = [charge for each in self._targets(originals) for charge in self.attempts[each]]
+        if assignment is None or Counter(charged) <= Counter(expected):
+            return assignment
+        variants = {each: known.as_variant(self.work.settings.accountant) for each, known in self.work.variants.items()}
+        limit = min(assignment.limits.epsilon, fair_limits(variants[name], list(variants.values())).epsilon)
+        cost = self._cost((name, *originals), [*charged, *self.attempts[name]])
+        return assignment if cost.guarantee.epsilon <= limit else None
+
+    def after(self, name: str, *, is_target: bool) -> PublicationCost:
+        """The cost of the variant once it is stored.
+
+        Args:
+            name: of the variant.
+            is_target: whether its bases were used; one with no replaced block has still consulted them.
+        """
+        names = (name, *self.originals(name)) if is_target else (name,)
+        return self._cost(names, self._charged(names) if is_target else [])
+
+    def _charged(self, names: Collection[str]) -> list[ValidationCharge]:
+        """All that was charged for those of the variants that are targets, by this call and by earlier ones."""
+        targets = self._targets(names)
+        return [charge for charge in read_charges(self.work.store.path) if charge.name in targets]
+
+    def _targets(self, names: Collection[str]) -> set[str]:
+        return set(names) & set(self.selection.assignments)
+
+    def _cost(self, names: Sequence[str], charges: Sequence[ValidationCharge]) -> PublicationCost:
+        return cost_of([self.work.variants[name] for name in names], self.work.settings.accountant, charges)

@@ -1,4 +1,7 @@
-"""The state of a store on the disk: read as a whole, and replaced as a whole by its single writer."""
+"""The state of a store on the disk: read as a whole, and replaced as a whole by its single writer.
+
+Damage is found by the SHA-256 of every block, manifest, extra tensor and shared basis.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import safetensors.numpy
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 
-from fedpriv.dedup.catalogue import NumberedBlocks
-from fedpriv.dedup.folder import Folder, sync
-from fedpriv.dedup.manifests import Files, Index, Manifest, array_sha256
-from fedpriv.dedup.row_reading import OpenRows
-from fedpriv.dedup.rows import RowFile
+from fedpriv.dedup._folder import Folder, OpenRows, RowFile, read, sync
+from fedpriv.dedup.blocks import BlockLayout
+from fedpriv.dedup.manifests import Files, Index, Manifest, NumberedBlocks, array_sha256, rows_of
+from fedpriv.dedup.shared_basis import SharedBasis
 from fedpriv.deployment.files import replace as replace_file
 from fedpriv.errors import InputError, StoreError
 
@@ -204,3 +208,140 @@ def _check_folder(folder: Folder, *, read_only: bool) -> None:
         raise InputError(f"store = {path}: no store: there is no {folder.index}")
     if path.exists() and not folder.looks_new():
         raise InputError(f"store = {path}: no store, yet not empty: it lacks {folder.index.name}; give another folder")
+
+
+class BasisFiles:
+    """The bases in a store's folder, each read once.
+
+    Args:
+        folder: of the store.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._read: dict[str, SharedBasis] = {}
+
+    def read(self, sha256: str, layout: BlockLayout) -> SharedBasis:
+        """The basis of that SHA-256, of models of this layout.
+
+        Raises:
+            ValueError: in one line, what is wrong with it.
+        """
+        if sha256 not in self._read:
+            self._read[sha256] = _read_basis(self._folder, sha256, layout)
+        return self._read[sha256]
+
+    def write(self, basis: SharedBasis) -> str:
+        """Put a basis on the disk durably, unless it is there; returns its SHA-256.
+
+        It is valid as soon as the index names it; until then the next writer deletes it.
+        """
+        content = basis.to_bytes()
+        sha256 = hashlib.sha256(content).hexdigest()
+        path = self._folder.basis(sha256)
+        if not path.is_file() or path.read_bytes() != content:
+            path.parent.mkdir(exist_ok=True)
+            replace_file(path, content)
+            sync(path.parent)
+        return sha256
+
+
+def _read_basis(folder: Folder, sha256: str, layout: BlockLayout) -> SharedBasis:
+    """A basis from its file.
+
+    Raises:
+        ValueError: the file is missing or damaged, or its basis is not of this layout; one line that names it.
+    """
+    return SharedBasis.from_bytes(read(folder.basis(sha256), sha256), layout)
+
+
+def problems(folder: Folder, index: Index) -> list[str]:
+    """One line for each damaged tensor of a model, or damaged file; [] for a sound store.
+
+    Args:
+        folder: of the store.
+        index: its state.
+    """
+    lines = []
+    for file in folder.row_files(index):
+        if damage := file.damage(index.num_rows):
+            lines.append(f"{file.path.name} {damage}")
+    catalogue = folder.catalogue(index).map(index.num_rows)
+    if array_sha256(catalogue) == index.catalogue:
+        damaged = damaged_rows(folder.blocks(index).map(index.num_rows), catalogue)
+        used = np.zeros(len(catalogue), bool)
+    else:
+        lines.append(f"{folder.catalogue(index).path.name} is damaged: no block can be checked")
+        damaged = used = np.zeros(0, bool)
+    for name, files in sorted(index.models.items()):
+        try:
+            manifest = folder.read_manifest(name, files.manifest)
+        except ValueError as error:
+            lines.append(f"model {name!r}: {error}; none of its tensors can be restored")
+            continue
+        lines += _damaged_extras(folder, manifest, files)
+        lines += _damaged_basis(folder, manifest)
+        if len(damaged):
+            rows = rows_of(catalogue, manifest.blocks)
+            used[rows] = True
+            lines += damaged_tensors(manifest, damaged[rows])
+    return lines + [
+        f"block {catalogue['block'][row]}: damaged; no model uses it" for row in np.flatnonzero(damaged & ~used)
+    ]
+
+
+def damaged_rows(blocks: NDArray[Any], catalogue: NDArray[Any]) -> NDArray[np.bool_]:
+    """[k] Which rows do not match their SHA-256 in the catalogue.
+
+    Args:
+        blocks: [k, block_size]; fewer rows if the file is too short, and the missing ones count as damaged.
+        catalogue: [k] of these blocks.
+    """
+    damaged = np.ones(len(catalogue), bool)
+    for row, block in enumerate(blocks):
+        damaged[row] = hashlib.sha256(block).digest() != catalogue["sha256"][row].tobytes()
+    return damaged
+
+
+def damaged_tensors(manifest: Manifest, damaged: NDArray[np.bool_]) -> list[str]:
+    """One line for each tensor of a model that has damaged blocks.
+
+    Args:
+        manifest: of the model.
+        damaged: [num_blocks].
+    """
+    lines = []
+    for name, positions in manifest.layout.blocked.items():
+        if (bad := np.flatnonzero(damaged[positions.start : positions.stop])).size:
+            first = manifest.blocks[positions.start + bad[0]]
+            count = f"{bad.size} of its {len(positions)} blocks damaged, the first is block {first}"
+            lines.append(f"model {manifest.name!r}, tensor {name!r}: {count}")
+    return lines
+
+
+def _damaged_extras(folder: Folder, manifest: Manifest, files: Files) -> list[str]:
+    """One line for each damaged extra tensor of a model, or one for the whole file."""
+    try:
+        read(folder.extras(manifest.name), files.extras)
+        return []
+    except ValueError as error:
+        reason = str(error)
+    path = folder.extras(manifest.name)
+    try:
+        extras = safetensors.numpy.load(path.read_bytes())
+    except (OSError, SafetensorError):
+        return [f"model {manifest.name!r}: {reason}; holds {', '.join(map(repr, manifest.extras)) or 'no tensor'}"]
+    bad = [name for name, known in manifest.extras.items() if name not in extras or array_sha256(extras[name]) != known]
+    where = [f"model {manifest.name!r}, tensor {name!r}: {reason}" for name in bad]
+    return where or [f"model {manifest.name!r}: {reason}, outside the values"]
+
+
+def _damaged_basis(folder: Folder, manifest: Manifest) -> list[str]:
+    """A line if the shared basis of a model is damaged, and it cannot be restored."""
+    if manifest.basis is None:
+        return []
+    try:
+        _read_basis(folder, manifest.basis, manifest.layout)
+        return []
+    except ValueError as error:
+        return [f"model {manifest.name!r}: {error}; none of its tensors can be restored"]

@@ -1,7 +1,7 @@
 """Choice of base variants: Algorithms 1 to 3 of Guan et al. 2025, and the baselines `multi` and `cross`.
 
 Every decision here uses public metadata only: names, architectures, tags, data set ids, epsilons, bounds and
-utilities. A utility measured on private data is a release of its own and must be charged by whoever measured it.
+utilities. A utility measured on private data is a release of its own and must be charged by the one who measured it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from typing import Literal, get_args
 from fedpriv.dedup.composition import Claim, Guarantee, basic
 
 Strategy = Literal["single", "multi", "cross"]
+"""The number of bases: one for each variant, several, or several which may themselves have bases."""
+
 Fairness = Literal["bounds", "outcome"]
+"""Ways to keep the order of epsilons: cut every bound, or give up variants that would overtake others."""
+
 Reason = Literal["serves as a base", "no base meets its epsilon bound", "would overtake another variant's epsilon"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant:
-    """What is publicly known of one stored variant.
+class Candidate:
+    """The public metadata of one stored variant.
 
     Attributes:
         name: unique.
@@ -56,19 +60,19 @@ class Variant:
                 raise ValueError(f"{field} = {getattr(self, field)} of variant {self.name}: must lie in [0, 1]")
 
 
-Distance = Callable[[Variant, Variant], float]
-"""How different two variants are by their metadata, >= 0, symmetric."""
+Distance = Callable[[Candidate, Candidate], float]
+"""The distance of two variants' metadata, >= 0, symmetric."""
 
 MAX_DISTANCE = 0.5
-"""Within a cluster, by `metadata_distance`: one architecture, and the same private data or half of the tags."""
+"""The default in a cluster, by `metadata_distance`: one architecture, and the same private data or half of the tags."""
 
-Cost = Callable[[Variant, Sequence[Variant]], Guarantee]
+Cost = Callable[[Candidate, Sequence[Candidate]], Guarantee]
 """The cost of a variant that holds blocks of these original variants; adding variants never lowers it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """How far deduplication may move one variant: the highest epsilon and the lowest utility."""
+class VariantLimits:
+    """The limits of deduplicating one variant: the highest epsilon and the lowest utility."""
 
     epsilon: float
     utility: float
@@ -81,7 +85,7 @@ class Assignment:
     target: str
     bases: tuple[str, ...]
     guarantee: Guarantee
-    limits: Limits
+    limits: VariantLimits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +100,8 @@ class Selection:
     clusters: tuple[tuple[str, ...], ...]
 
 
-def metadata_distance(one: Variant, other: Variant) -> float:
-    """In [0, 2]: 0 for the same private data, else the share of tags not in common; 1 more for other architectures.
+def metadata_distance(one: Candidate, other: Candidate) -> float:
+    """A distance in [0, 2]: 0 on the same private data, else the share of different tags; 1 more across architectures.
 
     Blocks can be shared across architectures, but a base of the same one has nearer blocks.
     """
@@ -108,7 +112,7 @@ def metadata_distance(one: Variant, other: Variant) -> float:
     return apart + (len(one.tags ^ other.tags) / len(tags) if tags else 1.0)
 
 
-def basic_cost(target: Variant, bases: Sequence[Variant]) -> Guarantee:
+def basic_cost(target: Candidate, bases: Sequence[Candidate]) -> Guarantee:
     """Basic composition (Theorem 4.1): epsilons on the same data add up, disjoint data give the maximum."""
     return basic(
         Claim(name=each.name, data_sets=each.data_sets, epsilon=each.epsilon, delta=each.delta)
@@ -116,12 +120,14 @@ def basic_cost(target: Variant, bases: Sequence[Variant]) -> Guarantee:
     )
 
 
-def own_limits(variant: Variant) -> Limits:
+def own_limits(variant: Candidate) -> VariantLimits:
     """The limits set by the variant's own bounds."""
-    return Limits(epsilon=variant.epsilon + variant.epsilon_bound, utility=variant.utility - variant.utility_bound)
+    return VariantLimits(
+        epsilon=variant.epsilon + variant.epsilon_bound, utility=variant.utility - variant.utility_bound
+    )
 
 
-def fair_limits(variant: Variant, variants: Iterable[Variant]) -> Limits:
+def fair_limits(variant: Candidate, variants: Iterable[Candidate]) -> VariantLimits:
     """Limits within which no variant overtakes another on the same data, whatever happens to the others.
 
     Epsilon may rise to the next higher one, and utility may fall to the next lower one, so both orders are kept,
@@ -132,13 +138,13 @@ def fair_limits(variant: Variant, variants: Iterable[Variant]) -> Limits:
     """
     own = own_limits(variant)
     peers = [other for other in variants if other.data_sets == variant.data_sets]
-    return Limits(
+    return VariantLimits(
         epsilon=min([own.epsilon, *(p.epsilon for p in peers if p.epsilon > variant.epsilon)]),
         utility=max([own.utility, *(p.utility for p in peers if p.utility < variant.utility)]),
     )
 
 
-def cluster(variants: Sequence[Variant], distance: Distance, max_distance: float) -> list[list[Variant]]:
+def cluster(variants: Sequence[Candidate], distance: Distance, max_distance: float) -> list[list[Candidate]]:
     """Groups of variants in which no two are further apart than the maximum (hierarchical, complete linkage)."""
     groups = [[variant] for variant in variants]
     while len(groups) > 1:
@@ -151,7 +157,7 @@ def cluster(variants: Sequence[Variant], distance: Distance, max_distance: float
 
 
 def worthwhile_bases(num_variants: int) -> int:
-    """How many of a group's variants should be bases of the others, where further bases cost hardly any epsilon.
+    """The number of a group's variants that should be bases of the others, where further bases cost hardly any epsilon.
 
     Every base stays whole, so one more of them is one target less; the targets that are left find nearer blocks. By the
     measurements on smaller models a target saves 0 to 15 % more with every doubling of its bases. Taken as
@@ -164,7 +170,7 @@ def worthwhile_bases(num_variants: int) -> int:
 
 
 def select_bases(
-    variants: Iterable[Variant],
+    variants: Iterable[Candidate],
     *,
     strategy: Strategy = "single",
     fairness: Fairness = "bounds",
@@ -228,7 +234,7 @@ def select_bases(
 class _Chooser:
     """The bases chosen so far, and the epsilon of every variant that results from them."""
 
-    def __init__(self, variants: Sequence[Variant], fairness: Fairness, distance: Distance, cost: Cost) -> None:
+    def __init__(self, variants: Sequence[Candidate], fairness: Fairness, distance: Distance, cost: Cost) -> None:
         self.by_name = {variant.name: variant for variant in variants}
         self.bases: dict[str, tuple[str, ...]] = {}
         self._guarantees: dict[tuple[str, tuple[str, ...]], Guarantee] = {}
@@ -236,16 +242,17 @@ class _Chooser:
         self._limits = {v.name: fair_limits(v, variants) for v in variants}
         if fairness == "outcome":
             self._limits = {
-                v.name: Limits(epsilon=own_limits(v).epsilon, utility=self._limits[v.name].utility) for v in variants
+                v.name: VariantLimits(epsilon=own_limits(v).epsilon, utility=self._limits[v.name].utility)
+                for v in variants
             }
 
-    def is_target(self, variant: Variant) -> bool:
+    def is_target(self, variant: Candidate) -> bool:
         return variant.name in self.bases
 
-    def is_used(self, variant: Variant) -> bool:
+    def is_used(self, variant: Candidate) -> bool:
         return any(variant.name in bases for bases in self.bases.values())
 
-    def is_free(self, variant: Variant) -> bool:
+    def is_free(self, variant: Candidate) -> bool:
         return not self.is_target(variant) and not self.is_used(variant)
 
     def originals(self, names: Iterable[str]) -> set[str]:
@@ -253,8 +260,8 @@ class _Chooser:
         distinct = set(names)
         return distinct.union(*(self.originals(self.bases.get(name, ())) for name in distinct))
 
-    def guarantee(self, target: Variant, bases: Iterable[str]) -> Guarantee:
-        """What the target costs with these bases; never less than without them."""
+    def guarantee(self, target: Candidate, bases: Iterable[str]) -> Guarantee:
+        """The cost of the target with these bases; never less than without them."""
         originals = tuple(sorted(self.originals(bases) - {target.name}))
         if (key := (target.name, originals)) not in self._guarantees:
             cost = self._cost(target, [self.by_name[name] for name in originals])
@@ -263,11 +270,11 @@ class _Chooser:
             )
         return self._guarantees[key]
 
-    def qualifies(self, target: Variant, bases: Iterable[str]) -> bool:
+    def qualifies(self, target: Candidate, bases: Iterable[str]) -> bool:
         """Equation 2 with <= instead of <, since the paper's own scenarios meet their bounds with equality."""
         return self.guarantee(target, bases).epsilon <= self._limits[target.name].epsilon
 
-    def candidate_bases(self, group: Sequence[Variant]) -> list[Variant]:
+    def candidate_bases(self, group: Sequence[Candidate]) -> list[Candidate]:
         """Algorithm 1: dangling variants, for which no base in the group qualifies, and the one of least epsilon.
 
         The paper says that the latter is always dangling; with a loose bound or disjoint data it is not.
@@ -278,10 +285,10 @@ class _Chooser:
             if variant == group[0] or not any(self.qualifies(variant, [o.name]) for o in group if o != variant)
         ]
 
-    def choose(self, target: Variant, candidates: Iterable[Variant], strategy: Strategy, most: int) -> None:
+    def choose(self, target: Candidate, candidates: Iterable[Candidate], strategy: Strategy, most: int) -> None:
         """Algorithm 2: least increase first, then least epsilon; except in `single`, more bases within the limits."""
 
-        def preference(base: Variant) -> tuple[float, float, float, str]:
+        def preference(base: Candidate) -> tuple[float, float, float, str]:
             increased = self.guarantee(target, [base.name])
             return increased.epsilon, base.epsilon, self._distance(target, base), base.name
 
@@ -310,8 +317,8 @@ class _Chooser:
             if any(v.epsilon > variant.epsilon and after[v.name].epsilon < after[name].epsilon for v in peers):
                 yield name
 
-    def selection(self, dropped: set[str], groups: Sequence[Sequence[Variant]]) -> Selection:
-        def reason(variant: Variant) -> Reason:
+    def selection(self, dropped: set[str], groups: Sequence[Sequence[Candidate]]) -> Selection:
+        def reason(variant: Candidate) -> Reason:
             if self.is_used(variant):
                 return "serves as a base"
             overtook = variant.name in dropped
@@ -333,8 +340,8 @@ class _Chooser:
 
 
 def _within(
-    group: Sequence[Variant], bases: Sequence[Variant], strategy: Strategy, chooser: _Chooser, most: int
-) -> Iterator[tuple[Variant, Sequence[Variant]]]:
+    group: Sequence[Candidate], bases: Sequence[Candidate], strategy: Strategy, chooser: _Chooser, most: int
+) -> Iterator[tuple[Candidate, Sequence[Candidate]]]:
     """The targets of a group in turn, each with its candidates; lazy, because choices are made in between."""
     if strategy == "single":
         yield from ((target, bases) for target in group if target not in bases)
@@ -350,7 +357,7 @@ def _within(
         yield from ((target, group[:index]) for index, target in enumerate(group))
 
 
-def _by_linkage(group: Sequence[Variant], groups: Sequence[Sequence[Variant]], distance: Distance) -> list[int]:
+def _by_linkage(group: Sequence[Candidate], groups: Sequence[Sequence[Candidate]], distance: Distance) -> list[int]:
     """Indices of all groups, the group itself first, then from the nearest to the farthest."""
 
     def separation(index: int) -> float:
@@ -359,9 +366,9 @@ def _by_linkage(group: Sequence[Variant], groups: Sequence[Sequence[Variant]], d
     return sorted(range(len(groups)), key=separation)
 
 
-def _linkage(one: Sequence[Variant], other: Sequence[Variant], distance: Distance) -> float:
+def _linkage(one: Sequence[Candidate], other: Sequence[Candidate], distance: Distance) -> float:
     return max(distance(a, b) for a in one for b in other)
 
 
-def _by_epsilon(variant: Variant) -> tuple[float, str]:
+def _by_epsilon(variant: Candidate) -> tuple[float, str]:
     return variant.epsilon, variant.name

@@ -10,11 +10,8 @@ from typing import Any
 import numpy as np
 
 from fedpriv.dedup.algorithms import BudgetSpent
-from fedpriv.dedup.basis_members import Group, Members, choose_members
-from fedpriv.dedup.blocks import Layout
-from fedpriv.dedup.charges import read_charges
-from fedpriv.dedup.outcomes import Outcome
-from fedpriv.dedup.planning import cost_of
+from fedpriv.dedup.blocks import BlockLayout
+from fedpriv.dedup.planning import Group, Members, choose_members, cost_of, read_charges
 from fedpriv.dedup.shared_basis import (
     BasisOptions,
     Encoded,
@@ -26,7 +23,7 @@ from fedpriv.dedup.shared_basis import (
     flattened,
     restore_error,
 )
-from fedpriv.dedup.work import Tensors, Validator, Work
+from fedpriv.dedup.work import Outcome, Tensors, Validator, Work
 from fedpriv.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -80,7 +77,7 @@ class _Fitted:
     """A group's basis, and its members' coefficients."""
 
     group: Group
-    layout: Layout
+    layout: BlockLayout
     basis: SharedBasis
     encoded: Mapping[str, Encoded]
 
@@ -162,7 +159,7 @@ def _fit_all(work: Work, members: Members, options: BasisOptions) -> tuple[list[
 
 
 def _forms(fitted: _Fitted, name: str, vector: Any) -> Iterator[Encoded]:
-    """What a variant may be restored from, smallest first."""
+    """The forms from which a variant may be restored, smallest first."""
     encoded = fitted.encoded[name]
     yield encoded
     for bits in _RESIDUAL_BITS:
@@ -176,11 +173,11 @@ def _accepts(validator: Validator, correct: int) -> bool:
         return False
 
 
-def _extras(tensors: Tensors, layout: Layout) -> dict[str, Any]:
+def _extras(tensors: Tensors, layout: BlockLayout) -> dict[str, Any]:
     held = {spec.name for spec in covered(layout)}
     return {name: array for name, array in tensors.items() if name not in held}
 
 
 def _described(basis: SharedBasis, encoded: Encoded, error: RestoreError) -> dict[str, Any]:
-    """How a variant is stored, and by how much it then differs from the original."""
+    """The form in which a variant is stored, and its difference from the original."""
     return {"rank": basis.rank, "residual": encoded.residual is not None, "error": asdict(error)}

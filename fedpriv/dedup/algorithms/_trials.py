@@ -18,8 +18,8 @@ class BudgetSpent(Exception):  # noqa: N818 - not an error: the search ends with
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchResult:
-    """What a search found.
+class BlockSearchResult:
+    """The result of a search.
 
     Attributes:
         replaced: positions in saliency order whose blocks are replaced; a set that passed validation, or empty.
@@ -39,9 +39,9 @@ class Trials:
         self._num_validations = 0
 
     @property
-    def result(self) -> SearchResult:
+    def result(self) -> BlockSearchResult:
         """The largest set that passed so far, the earliest among equals; the last one if sets only grow."""
-        return SearchResult(replaced=self._largest, num_validations=self._num_validations)
+        return BlockSearchResult(replaced=self._largest, num_validations=self._num_validations)
 
     def passes(self, positions: Positions) -> bool:
         """Whether the model with exactly these positions replaced passes validation."""
@@ -56,7 +56,7 @@ class Trials:
         return self.passes(self._largest.union(positions))
 
 
-def run_search(accept: Accept, walk: Callable[[Trials], None]) -> SearchResult:
+def run_search(accept: Accept, walk: Callable[[Trials], None]) -> BlockSearchResult:
     """The result of `walk` when it returns or when the budget of validations is spent."""
     trials = Trials(accept)
     with suppress(BudgetSpent):
