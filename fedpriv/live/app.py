@@ -23,8 +23,14 @@ from fedpriv.errors import InputError
 from fedpriv.live.feed import Feed
 from fedpriv.live.pages import LivePage
 from fedpriv.live.templating import page, script
-from fedpriv.serving.http.heads import check_head, check_local_name, named_host, values_of, with_headers
-from fedpriv.serving.http.refusals import RefusalError
+from fedpriv.serving.http.refusals import (
+    RefusalError,
+    check_head,
+    check_local_name,
+    named_host,
+    values_of,
+    with_headers,
+)
 
 # Streams that are open at once, of all pages together.
 MOST_STREAMS = 64

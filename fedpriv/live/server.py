@@ -9,11 +9,11 @@ from types import FrameType
 
 from fedpriv.errors import InputError
 from fedpriv.live.app import MOST_STREAMS, Watch
-from fedpriv.serving.http.limits import Limits
+from fedpriv.serving.http.limits import RequestLimits
 from fedpriv.serving.http.server import Address, ListeningServer
 
 # Streams stay open; next to them there is room for as many pages and reports.
-LIMITS = Limits(num_connections=4 * MOST_STREAMS, connections_per_address=4 * MOST_STREAMS)
+LIMITS = RequestLimits(num_connections=4 * MOST_STREAMS, connections_per_address=4 * MOST_STREAMS)
 
 
 class WatchServer(ListeningServer):
@@ -27,7 +27,7 @@ class WatchServer(ListeningServer):
     """
 
     def __init__(
-        self, watch: Watch, address: Address, on_ready: Callable[[str], None], limits: Limits = LIMITS
+        self, watch: Watch, address: Address, on_ready: Callable[[str], None], limits: RequestLimits = LIMITS
     ) -> None:
         super().__init__(watch.application(address.host), limits, address, on_ready)
         self._watch = watch

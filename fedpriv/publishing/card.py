@@ -18,10 +18,9 @@ from fedpriv.config import ON_NODES
 from fedpriv.deployment.files import replace
 from fedpriv.errors import InputError
 from fedpriv.ledger.statement import ADJACENCY, DOES_NOT_COVER
-from fedpriv.publishing import usage
-from fedpriv.publishing.escaping import markdown
+from fedpriv.publishing import _card_texts
+from fedpriv.publishing._card_texts import Form, markdown
 from fedpriv.publishing.saved import SavedVariant, find, names_in
-from fedpriv.publishing.usage import Form
 from fedpriv.reports.tables import format_delta
 from fedpriv.runs import files
 
@@ -123,7 +122,7 @@ def _body(saved: SavedVariant, summary: Mapping[str, Any], form: Form) -> list[s
         "",
         f"{kind} {base}. {whose}, with fedpriv.",
         "",
-        *_section("Use", usage.lines(saved, form)),
+        *_section("Use", _card_texts.lines(saved, form)),
         *_section("Privacy", _privacy(saved, summary, reason)),
         *_section("Data", [_data(saved, summary)]),
         *_section("Model", _model(saved, form)),

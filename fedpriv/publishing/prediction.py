@@ -1,4 +1,4 @@
-"""What a saved model says of texts: a class with probabilities, or a generated answer.
+"""Answers of a saved model to texts: a class with probabilities, or a generated answer.
 
 Each text has a pass of its own, without padding, so an answer depends on no other text by a bit.
 """

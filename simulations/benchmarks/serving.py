@@ -35,8 +35,7 @@ from fedpriv.adapters.base_models import load_tokenizer
 from fedpriv.config import parse, to_toml
 from fedpriv.dedup import variants
 from fedpriv.dedup.composition import History
-from fedpriv.serving.limits import Limits
-from fedpriv.serving.requests import Classified, Classify, Event, Finished, Generate, Piece, Serving
+from fedpriv.serving.requests import Classified, Classify, EngineLimits, Event, Finished, Generate, Piece, Serving
 from fedpriv.serving.scheduler import Scheduler
 from fedpriv.serving.sources import find, load
 from fedpriv.training.workbench import load_model
@@ -92,7 +91,7 @@ def served(run: Path, base_dtype: Literal["float32", "bfloat16"] = "float32", **
     """An engine of the variants of a run."""
     source = find(run)
     source = replace(source, config=replace(source.config, base_dtype=base_dtype))
-    scheduler = Scheduler(source, load(source), Limits(**{"waiting": 10**6, **limits}))
+    scheduler = Scheduler(source, load(source), EngineLimits(**{"waiting": 10**6, **limits}))
     try:
         yield scheduler
     finally:

@@ -1,5 +1,9 @@
 """Continuous batching: answers of many requests grow by a token each in shared passes, and join and leave at any pass.
 
+Keys and values of rows of different lengths come and go, and every row ends at the same place: rows are padded on the
+left, as `fedpriv.training.decoding` reads prompts. A step writes all rows' new states at one place behind the last, so
+nothing is copied until a row joins or leaves, or the room is used up.
+
 Source: Yu et al. 2022 (Orca), section 3.1.
 """
 
@@ -11,13 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
 
-from fedpriv.serving.answers import Text, generator_of, next_token
-from fedpriv.serving.desk import Counter, check_finite, failure, tell
-from fedpriv.serving.engine import Weights
-from fedpriv.serving.key_values import KeyValues
+from fedpriv.serving._engine import Weights
+from fedpriv.serving._jobs import PassCounter, ServingJob, check_finite, failure, tell
+from fedpriv.serving._texts import Text, generator_of, next_token
 from fedpriv.serving.requests import Failed, Finished, Generate, Piece, ServingError
-from fedpriv.serving.waiting import Job
 
 
 @dataclass(eq=False)
@@ -34,7 +37,7 @@ class _Answer:
         num_of_turn: tokens since it got its row.
     """
 
-    job: Job
+    job: ServingJob
     request: Generate
     text: Text
     generator: torch.Generator
@@ -45,16 +48,16 @@ class _Answer:
 
     @property
     def most_tokens(self) -> int:
-        """Of prompt and answer together."""
+        """The tokens of prompt and answer together."""
         return len(self.request.prompt) + self.request.max_new_tokens
 
 
-_Place = tuple[KeyValues, int]
-"""Where the states of all tokens of an answer but its last are: a row of these."""
+_Place = tuple["KeyValues", int]
+"""The row of these with the states of all tokens of an answer but its last."""
 
 
 class Generation:
-    """A `fedpriv.serving.desk.Desk` for `Generate`.
+    """A `fedpriv.serving._jobs.Desk` for `Generate`.
 
     Args:
         counter: of the server.
@@ -62,12 +65,12 @@ class Generation:
         ends: tokens after which an answer is complete.
     """
 
-    def __init__(self, counter: Counter, tokenizer: Any, ends: frozenset[int]) -> None:
+    def __init__(self, counter: PassCounter, tokenizer: Any, ends: frozenset[int]) -> None:
         self._counter, self._tokenizer, self._ends = counter, tokenizer, ends
         self._num_layers: int = counter.base.config.num_hidden_layers
         self._answers: list[_Answer] = []
         self._states: KeyValues | None = None  # a row for each of these
-        self._paused: dict[Job, _Answer] = {}
+        self._paused: dict[ServingJob, _Answer] = {}
         self._is_held_up = False
 
     @property
@@ -96,10 +99,10 @@ class Generation:
         self._counter.fail(error)
 
     def _joining(self, others: Sequence[_Answer]) -> list[_Answer]:
-        """Answers that get rows beside others now, as many as there is room for."""
+        """Answers that get rows next to others now, as many as there is room for."""
         joining: list[_Answer] = []
 
-        def can_begin(job: Job) -> bool:
+        def can_begin(job: ServingJob) -> bool:
             answer = self._paused.get(job) or self._new(job)
             padded = (len(joining) + 1) * max(len(found.tokens) for found in (*joining, answer))
             together = [*others, *joining, answer]
@@ -121,7 +124,7 @@ class Generation:
             joining.append(answer)
         return joining
 
-    def _new(self, job: Job) -> _Answer:
+    def _new(self, job: ServingJob) -> _Answer:
         request = job.request
         assert isinstance(request, Generate)
         return _Answer(
@@ -236,3 +239,133 @@ class Generation:
             tell(answer.job, Finished(reason="stop", num_new_tokens=answer.num_new))
         elif is_last:
             tell(answer.job, Finished(reason="length", num_new_tokens=answer.num_new))
+
+
+# Places behind the last token that a new cache has, so that rows grow without being copied.
+_ROOM = 64
+
+
+class KeyValues:
+    """The states of some rows, to be read by one model.
+
+    Args:
+        lengths: tokens that each row holds, or will hold once the next pass has written them.
+        num_layers: of the model.
+
+    Attributes:
+        lengths: tokens of each row.
+        end: the place behind every row's last token.
+    """
+
+    def __init__(self, lengths: Sequence[int], num_layers: int) -> None:
+        self.lengths = list(lengths)
+        self.end = max(self.lengths, default=0)
+        self._capacity = self.end + _ROOM
+        self._layers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
+
+    @classmethod
+    def for_prompts(cls, lengths: Sequence[int], num_layers: int) -> KeyValues:
+        """Room for prompts of these lengths, which one pass of `max(lengths)` tokens a row is about to write."""
+        empty = cls(lengths, num_layers)
+        empty.end = 0
+        return empty
+
+    @property
+    def begin(self) -> int:
+        """The place of the longest row's first token."""
+        return max(0, self.end - max(self.lengths, default=0))
+
+    def mask(self, num_new: int) -> Tensor:
+        """int64 [rows, end - begin + num_new], 1 for each row's own tokens, in a pass of so many new places."""
+        width = self.end - self.begin + num_new
+        own = torch.tensor(self.lengths if not self.end else [length + num_new for length in self.lengths])
+        return (torch.arange(width) >= width - own.unsqueeze(1)).long()
+
+    def for_pass(self) -> Cache:
+        """The cache into which the model writes the states of a pass; `advance` makes them part of the rows."""
+        layers: list[Any] = [_Layer(self, index) for index in range(len(self._layers))]
+        return Cache(layers=layers)
+
+    def advance(self, num_new: int) -> None:
+        """A pass has written so many places of every row; without this it is as if it had not been."""
+        if self.end:
+            self.lengths = [length + num_new for length in self.lengths]
+        self.end += num_new
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The states of a layer with those of a pass behind them.
+
+        Args:
+            layer: its index.
+            keys, values: [rows, heads, new places, width].
+        """
+        num_new = keys.shape[2]
+        held = self._layers[layer]
+        if held is None or self.end + num_new > held[0].shape[2]:
+            held = self._layers[layer] = (self._grown(held, 0, keys), self._grown(held, 1, values))
+        places = slice(self.end, self.end + num_new)
+        for buffer, new in zip(held, (keys, values), strict=True):
+            buffer[:, :, places] = new
+        begin = self.begin
+        return held[0][:, :, begin : places.stop], held[1][:, :, begin : places.stop]
+
+    def _grown(self, held: tuple[Tensor, Tensor] | None, which: int, new: Tensor) -> Tensor:
+        rows, heads, num_new, width = new.shape
+        buffer = new.new_zeros(rows, heads, max(self._capacity, self.end + num_new + _ROOM), width)
+        if held is not None:
+            buffer[:, :, : self.end] = held[which][:, :, : self.end]
+        return buffer
+
+    @classmethod
+    def of_rows(cls, parts: Sequence[tuple[KeyValues, int]]) -> KeyValues:
+        """The given rows of given states, copied, so that what they came from may be freed.
+
+        Args:
+            parts: (states of one model, a row of them); at least one.
+        """
+        num_layers = len(parts[0][0]._layers)
+        made = cls([held.lengths[row] for held, row in parts], num_layers)
+        for layer in range(num_layers):
+            sources = [held._layers[layer] for held, _ in parts]
+            if any(source is None for source in sources):
+                continue  # a layer that keeps nothing
+            buffers = []
+            for which in (0, 1):
+                like = sources[0][which]  # type: ignore[index]
+                buffer = like.new_zeros(len(parts), like.shape[1], made._capacity, like.shape[3])
+                for index, ((held, row), source) in enumerate(zip(parts, sources, strict=True)):
+                    length = held.lengths[row]
+                    own = source[which][row, :, held.end - length : held.end]  # type: ignore[index]
+                    buffer[index, :, made.end - length : made.end] = own
+                buffers.append(buffer)
+            made._layers[layer] = (buffers[0], buffers[1])
+        return made
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of `KeyValues`, as transformers' attention asks for it."""
+
+    is_sliding = False
+
+    def __init__(self, held: KeyValues, index: int) -> None:
+        super().__init__()
+        self._held, self._index = held, index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: `KeyValues` makes room when states are written."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        """See `KeyValues.write`."""
+        return self._held.write(self._index, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(places that attention sees, the first of them)."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Places before those of the pass."""
+        return self._held.end - self._held.begin if self._held.end else 0
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1

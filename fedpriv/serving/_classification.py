@@ -1,4 +1,4 @@
-"""Texts of many requests in shared passes: the oldest of the client whose turn it is, beside others of its length."""
+"""Texts of many requests in shared passes: the oldest of the client whose turn it is, with others of its length."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from fedpriv.serving.desk import Counter, check_finite, failure, tell
-from fedpriv.serving.engine import Weights
+from fedpriv.serving._engine import Weights
+from fedpriv.serving._jobs import PassCounter, ServingJob, check_finite, failure, tell
 from fedpriv.serving.requests import Classified, Failed, ServingError, Tokens
-from fedpriv.serving.waiting import Job
 
 # Texts of a request that get a place at a time, and places for each row of a pass, among which it is chosen.
 _TEXTS_OF_A_TURN = 16
@@ -27,7 +26,7 @@ _FEW = 8
 class _Open:
     """A request whose texts are being classified: answers by the text's number, and how many have a place."""
 
-    job: Job
+    job: ServingJob
     weights: Weights
     answers: dict[int, tuple[float, ...]] = field(default_factory=dict)
     placed: int = 0
@@ -50,9 +49,9 @@ class _Row:
 
 
 class Classification:
-    """A `fedpriv.serving.desk.Desk` for `Classify`."""
+    """A `fedpriv.serving._jobs.Desk` for `Classify`."""
 
-    def __init__(self, counter: Counter) -> None:
+    def __init__(self, counter: PassCounter) -> None:
         self._counter = counter
         self._open: list[_Open] = []
         self._rows: list[_Row] = []
@@ -138,7 +137,7 @@ class Classification:
         self._counter.give_back(found.job)
 
     def _logits(self, rows: Sequence[_Row]) -> list[Tensor | ServingError]:
-        """Of each row, or why there are none; rows of a pass that fails run alone."""
+        """The logits of each row, or why there are none; rows of a pass that fails run alone."""
         self._counter.count([row.of.weights for row in rows])
         try:
             logits = list(self._counter.base.classify([row.of.weights for row in rows], [row.text for row in rows]))

@@ -1,7 +1,12 @@
-"""The lines of code that a model card shows: how others load what a run saved or exported."""
+"""Texts of a model card: lines of code that load what a run saved or exported, and names that others wrote.
+
+A name that others wrote, such as a label, becomes Markdown that says it and does nothing else.
+"""
 
 from __future__ import annotations
 
+import re
+import string
 from typing import Literal
 
 from fedpriv.adapters import heads
@@ -10,7 +15,7 @@ from fedpriv.data.reading import TextReading
 from fedpriv.publishing.saved import SavedVariant
 
 Form = Literal["adapter", "sentence-transformers", "transformers"]
-"""What a folder holds: a peft adapter, or a whole model for one of two libraries."""
+"""The content of a folder: a peft adapter, or a whole model for one of two libraries."""
 
 _SENTENCES = """
 import json
@@ -148,3 +153,24 @@ def _inputs(reading: TextReading) -> str:
 def _code(text: str, language: str = "python") -> list[str]:
     """A block of code; a text of the operator's in it stays within its quotes."""
     return [f"```{language}", *text.strip().splitlines(), "```", ""]
+
+
+_MOST = 200
+
+# Letters, digits and what joins them in names: means nothing in Markdown where it begins with a letter.
+_PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9 ,/.-]*")
+
+
+def _one_line(text: str) -> str:
+    """The text on one line, without characters that steer a reader's screen, cut to 200 characters."""
+    line = " ".join(text.split())
+    printable = "".join(char if char.isprintable() else "\ufffd" for char in line)
+    return printable if len(printable) <= _MOST else printable[: _MOST - 1] + "…"
+
+
+def markdown(text: str) -> str:
+    """The text on one line, as no markup, link, HTML, table cell or heading: unless it is plain, all is escaped."""
+    line = _one_line(text)
+    if _PLAIN.fullmatch(line) and "www." not in line.lower():
+        return line
+    return "".join(f"\\{char}" if char in string.punctuation else char for char in line)
