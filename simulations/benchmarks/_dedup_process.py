@@ -81,7 +81,7 @@ class Arm:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Job:
+class ArmJob:
     """An order to a process: measure this.
 
     Attributes:
@@ -111,7 +111,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class ArmFigures:
     """Findings of a process, as in `simulations.benchmarks.dedup_loading.Report`."""
 
     cold: Arm | None
@@ -120,11 +120,11 @@ class Measured:
     page_cache_dropped: bool | None
 
 
-def run(job: Job, sender: Connection) -> None:
-    """Measure, and send a `Measured`, or the error that a user should see, or the line that says why memory ended."""
+def run(job: ArmJob, sender: Connection) -> None:
+    """Measure, and send a `ArmFigures`, or the error that a user should see, or the line that says why memory ended."""
     try:
         enter(job.group)
-        found: Measured | InputError | StoreError | str = measure(job)
+        found: ArmFigures | InputError | StoreError | str = measure(job)
     except (InputError, StoreError) as error:
         found = error
     except (MemoryError, RuntimeError) as error:
@@ -134,7 +134,7 @@ def run(job: Job, sender: Connection) -> None:
     sender.send(found)
 
 
-def measure(job: Job) -> Measured:
+def measure(job: ArmJob) -> ArmFigures:
     """Measure an arm in this process, whose memory stays bounded afterwards.
 
     Raises:
@@ -155,14 +155,14 @@ def measure(job: Job) -> Measured:
         cold = replace(first, load_seconds=first.load_seconds + opening_seconds) if job.cold else None
         warm = _timed(loader, job, workloads) if job.warm else None
         check_loads(loader, job.queries, job.expected)
-    return Measured(
+    return ArmFigures(
         cold=cold, warm=warm, limit_bytes=limit_bytes, page_cache_dropped=all(dropped) if job.cold else None
     )
 
 
 @contextmanager
 def _opened(
-    job: Job, models: Mapping[str, nn.Module], targets: Targets, dropped: list[bool]
+    job: ArmJob, models: Mapping[str, nn.Module], targets: Targets, dropped: list[bool]
 ) -> Iterator[tuple[Loader, Callable[[str], object], float]]:
     """The arm, what comes before each cold query, and the time of opening.
 
@@ -191,7 +191,7 @@ def _opened(
 
 
 def _timed(
-    loader: Loader, job: Job, workloads: Mapping[str, Workload], before: Callable[[str], object] = lambda _: None
+    loader: Loader, job: ArmJob, workloads: Mapping[str, Workload], before: Callable[[str], object] = lambda _: None
 ) -> Arm:
     """The time of all queries; `before` is called ahead of each and is not timed."""
     load_seconds = infer_seconds = 0.0
@@ -248,7 +248,7 @@ def _release_weights(targets: Targets) -> None:
         trim(0)
 
 
-def _mapped_at_once(job: Job) -> int:
+def _mapped_at_once(job: ArmJob) -> int:
     """The address space of files that an arm maps while it reads them, which holds no weights of its own."""
     paths = _files_of(job.store) if job.arm == "store" else [*job.files.values()]
     sizes = [path.stat().st_size for path in paths]
@@ -287,7 +287,7 @@ def give_up(targets: Iterable[Tensor]) -> None:
         target.data = torch.zeros((), dtype=target.dtype).expand(target.shape)
 
 
-class _Served:
+class _HeldModels:
     """The models that hold loaded weights: all of one architecture, since memory is reused for equal shapes only.
 
     A model of another one would keep memory that its arm has given up and no longer counts.
@@ -323,7 +323,7 @@ class StoreArm:
         self.models_bytes = memory_for_models(store, memory_bytes)
         self._registry = StoreRegistry(store, self.models_bytes)
         self._used: nn.Module | None = None
-        self._served = _Served(targets)
+        self._served = _HeldModels(targets)
 
     def load(self, name: str) -> Mapping[str, Tensor]:
         if name not in self._models:
@@ -348,7 +348,7 @@ class PlainArm:
     """
 
     def __init__(self, files: PlainFiles | MappedFiles, targets: Targets) -> None:
-        self._files, self._targets, self._served = files, targets, _Served(targets)
+        self._files, self._targets, self._served = files, targets, _HeldModels(targets)
 
     def load(self, name: str) -> Mapping[str, Tensor]:
         self._served.prepare(name)
@@ -385,13 +385,13 @@ def plain_arm(
     return PlainArm(PlainFiles(files, models_bytes, "safetensors" if arm == "safetensors" else "direct"), targets)
 
 
-def in_a_process(job: Job) -> Measured | str:
+def in_a_process(job: ArmJob) -> ArmFigures | str:
     """Measure in a process of its own; a line of text says why it found nothing.
 
     Raises:
         InputError, StoreError: as `measure`.
     """
-    found: Measured | Exception | str
+    found: ArmFigures | Exception | str
     context = multiprocessing.get_context("forkserver")  # a process without threads, or the weights of this one
     context.set_forkserver_preload(["__main__", run.__module__])
     receiver, sender = context.Pipe(duplex=False)

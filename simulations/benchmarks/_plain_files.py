@@ -32,7 +32,7 @@ Reader = Literal["direct", "safetensors"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Content:
+class FileContent:
     """Which values a safetensors file holds, and where.
 
     Attributes:
@@ -100,7 +100,7 @@ class PlainFiles:
         self._loaded.move_to_end(name)
         return self._loaded[name].tensors
 
-    def _allocate(self, content: Content) -> _Memory:
+    def _allocate(self, content: FileContent) -> _Memory:
         while True:
             if self._free:
                 memory = self._free.pop()
@@ -146,7 +146,7 @@ class MappedFiles:
 class _Memory:
     """Tensors for the values of a file, in one buffer."""
 
-    def __init__(self, content: Content) -> None:
+    def __init__(self, content: FileContent) -> None:
         self.content = content
         self._buffer = np.empty(content.num_bytes, np.uint8)
         self._buffer.fill(0)  # so that the system commits the memory before a load is timed
@@ -172,7 +172,7 @@ class _Memory:
                 unread = unread[count:]
 
 
-def read_header(path: Path) -> tuple[int, Content]:
+def read_header(path: Path) -> tuple[int, FileContent]:
     """The byte at which the values of a safetensors file begin, and its content.
 
     Raises:
@@ -191,4 +191,4 @@ def read_header(path: Path) -> tuple[int, Content]:
         raise InputError(f"{path}: cannot be read ({error})") from None
     except KeyError as error:
         raise InputError(f"{path}: values of type {error}; give one of {', '.join(_DTYPES)}") from None
-    return 8 + length, Content(tensors=tensors, num_bytes=max((end for _, end in tensors.values()), default=0))
+    return 8 + length, FileContent(tensors=tensors, num_bytes=max((end for _, end in tensors.values()), default=0))

@@ -53,7 +53,7 @@ from fedpriv.dedup.serving import named_view, targets_in
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError, StoreError
 from simulations.benchmarks._bounded_memory import kind_of, read_speed, temporary_group
-from simulations.benchmarks._dedup_process import ARMS, Arm, Job, Measured, Workload, digest, in_a_process
+from simulations.benchmarks._dedup_process import ARMS, Arm, ArmFigures, ArmJob, Workload, digest, in_a_process
 from simulations.benchmarks._plain_files import read_header
 
 BATCH, TOKENS = 1, 16
@@ -160,7 +160,7 @@ def bench(
     layouts, stored = _stored(store)
     checked = _checked(files, layouts)
     sizes = [layout.padded_bytes for layout in layouts.values()]
-    job = Job(
+    job = ArmJob(
         arm="store",
         store=store,
         files=checked,
@@ -175,7 +175,7 @@ def bench(
     )
     _check_memory(job)
     in_files = {name: digest(safetensors.numpy.load_file(path)) for name, path in checked.items()}
-    found: dict[str, Measured | str] = {}
+    found: dict[str, ArmFigures | str] = {}
     limited_by = ""
     for arm in arms:
         if arm != "mmap" or workloads:
@@ -183,7 +183,7 @@ def bench(
                 limited_by = kind_of(group)
                 expected = stored if arm == "store" else in_files
                 found[arm] = in_a_process(replace(job, arm=arm, expected=expected, group=group))
-    measured = {arm: result for arm, result in found.items() if isinstance(result, Measured)}
+    measured = {arm: result for arm, result in found.items() if isinstance(result, ArmFigures)}
     dropped = [result.page_cache_dropped for result in measured.values()]
     return Report(
         num_queries=num_queries,
@@ -244,7 +244,7 @@ def _checked(files: Mapping[str, Path], layouts: Mapping[str, BlockLayout]) -> d
     return {name: files[name] for name in layouts}
 
 
-def _check_memory(job: Job) -> None:
+def _check_memory(job: ArmJob) -> None:
     for name, layout in job.layouts.items():
         if layout.padded_bytes > job.memory_bytes:
             raise InputError(f"memory_bytes = {job.memory_bytes}: variant {name!r} alone needs {layout.padded_bytes}")
@@ -303,7 +303,7 @@ class AdapterWorkload:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class VariantKind:
     """A kind of variants.
 
     Attributes:
@@ -325,12 +325,12 @@ def is_late(name: str) -> bool:
 
 
 CASES = {
-    "cluster": Case(num_variants=8, block_size=1024, share=2 / 3, may_differ=is_late),
-    "scattered": Case(num_variants=12, block_size=16_384, share=0.1, may_differ=lambda _name: True),
+    "cluster": VariantKind(num_variants=8, block_size=1024, share=2 / 3, may_differ=is_late),
+    "scattered": VariantKind(num_variants=12, block_size=16_384, share=0.1, may_differ=lambda _name: True),
 }
 
 
-def make_variants(folder: Path, model: torch.nn.Module, case: Case, num_variants: int) -> None:
+def make_variants(folder: Path, model: torch.nn.Module, case: VariantKind, num_variants: int) -> None:
     """A store with the base and its variants."""
     base = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     layout = layout_of(base, case.block_size)
@@ -341,7 +341,7 @@ def make_variants(folder: Path, model: torch.nn.Module, case: Case, num_variants
 
 
 def changed(
-    base: dict[str, NDArray[Any]], layout: BlockLayout, case: Case, generator: np.random.Generator
+    base: dict[str, NDArray[Any]], layout: BlockLayout, case: VariantKind, generator: np.random.Generator
 ) -> dict[str, NDArray[Any]]:
     """A variant of the base."""
     blocks, extras = layout.to_blocks(base)
