@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from fedpriv.dedup._folder import Folder, OpenRows, RowFile, read, sync
+from fedpriv.dedup._manifests import Files, Index, Manifest, NumberedBlocks, array_sha256, rows_of
 from fedpriv.dedup.blocks import BlockLayout
-from fedpriv.dedup.manifests import Files, Index, Manifest, NumberedBlocks, array_sha256, rows_of
 from fedpriv.dedup.shared_basis import SharedBasis
 from fedpriv.deployment.files import replace as replace_file
 from fedpriv.errors import InputError, StoreError

@@ -165,7 +165,7 @@ def basic(claims: Iterable[Claim]) -> Guarantee:
     """
     distinct = list(_by_name(claims).values())
     sums = []
-    for data_sets in merge_overlapping(claim.data_sets for claim in distinct):
+    for data_sets in _merge_overlapping(claim.data_sets for claim in distinct):
         component = [claim for claim in distinct if claim.data_sets & data_sets]
         sums.append((math.fsum(c.epsilon for c in component), math.fsum(c.delta for c in component)))
     epsilons, deltas = zip(*sums, strict=True) if sums else ((), ())
@@ -201,7 +201,7 @@ def publication_cost(
     ids = frozenset(extra).union(*(history.data_sets for history in histories))
     costs = []
     singles = [frozenset({id_}) for id_ in sorted(ids)]
-    for merged in merge_overlapping([*singles, *(overlap & ids for overlap in overlapping)]):
+    for merged in _merge_overlapping([*singles, *(overlap & ids for overlap in overlapping)]):
         delta = _smallest_delta(merged, deltas)
         extra_events = [event for id_ in sorted(merged) for event in extra.get(id_, ())]
         parts = [part for part in [*(history.events_on(merged) for history in histories), extra_events] if part]
@@ -248,7 +248,7 @@ def uploads_of(data_set: str, charged: Iterable[tuple[Key, Release]], view: View
     ]
 
 
-def merge_overlapping(sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
+def _merge_overlapping(sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
     """The sets of ids, with those that overlap, directly or through others, merged; the results are disjoint."""
     disjoint: list[frozenset[str]] = []
     for ids in sets:

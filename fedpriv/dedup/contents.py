@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.dedup._folder import Folder
-from fedpriv.dedup.manifests import CATALOGUE
+from fedpriv.dedup._manifests import CATALOGUE
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
 

@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fedpriv.dedup._manifests import Manifest
 from fedpriv.dedup.blocks import BlockLayout, TensorSpec
-from fedpriv.dedup.manifests import Manifest
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
 
@@ -224,7 +224,7 @@ def memory_for_models(store: Store, memory_bytes: int) -> int:
     """
     manifests = [store.manifest(name) for name in store.names]
     largest = max(manifest.layout.padded_bytes for manifest in manifests)
-    if distinct_bytes(manifests) <= memory_bytes or store.bytes_stored > memory_bytes:
+    if _distinct_bytes(manifests) <= memory_bytes or store.bytes_stored > memory_bytes:
         return memory_bytes
     return max(largest, memory_bytes - store.bytes_stored)
 
@@ -320,7 +320,7 @@ def _contents_of(manifest: Manifest) -> tuple[_Content, ...]:
     return tuple(found)
 
 
-def distinct_bytes(manifests: list[Manifest]) -> int:
+def _distinct_bytes(manifests: list[Manifest]) -> int:
     """The memory of these models if every tensor that some of them have in common is there once."""
     sizes = {
         content.key: _content_bytes(content, manifest.layout)

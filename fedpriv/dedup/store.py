@@ -17,9 +17,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from fedpriv.dedup._folder import Folder, Wanted, read, read_rows
-from fedpriv.dedup._state import BasisFiles, State, damaged_rows, damaged_tensors, problems
-from fedpriv.dedup.blocks import BlockLayout, Tensors, layout_of
-from fedpriv.dedup.manifests import (
+from fedpriv.dedup._manifests import (
     CATALOGUE,
     Files,
     Manifest,
@@ -29,6 +27,8 @@ from fedpriv.dedup.manifests import (
     numbers_by_digest,
     rows_of,
 )
+from fedpriv.dedup._state import BasisFiles, State, damaged_rows, damaged_tensors, problems
+from fedpriv.dedup.blocks import BlockLayout, Tensors, layout_of
 from fedpriv.dedup.shared_basis import Encoded, SharedBasis
 from fedpriv.errors import InputError, StoreError
 

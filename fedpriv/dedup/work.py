@@ -236,14 +236,14 @@ class Progress:
     num_stored: int
     num_variants: int
     num_validations: int
-    seconds_left: float | None
+    _seconds_left: float | None
     stored: bool
 
 
 Observer = Callable[[Progress], None]
 
 
-def seconds_left(taken: Mapping[bool, Sequence[float]], num_left: Mapping[bool, int], elapsed: float) -> float | None:
+def _seconds_left(taken: Mapping[bool, Sequence[float]], num_left: Mapping[bool, int], elapsed: float) -> float | None:
     """The seconds that the remaining variants take if each takes the mean of its kind so far.
 
     Args:
@@ -303,7 +303,7 @@ class ProgressWatch:
                 num_stored=self.num_variants - sum(self.num_left.values()),
                 num_variants=self.num_variants,
                 num_validations=self._num_validations,
-                seconds_left=seconds_left(self._taken, self.num_left, time.monotonic() - self._began),
+                seconds_left=_seconds_left(self._taken, self.num_left, time.monotonic() - self._began),
                 stored=stored,
             )
             self.observer(progress)

@@ -11,7 +11,7 @@ import pytest
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
-from fedpriv.dedup import manifests
+from fedpriv.dedup import _manifests
 from fedpriv.dedup._basis_pipeline import REPEATED, TOO_FEW_BYTES
 from fedpriv.dedup.blocks import layout_of
 from fedpriv.dedup.composition import History, Upload
@@ -305,7 +305,7 @@ def test_a_store_of_version_1_is_read_and_goes_on(tensors, tmp_path):
     index = json.loads((tmp_path / "s" / "index.json").read_text())["index"]
     index["version"] = 1
     del index["models"]["old"]["basis"]
-    (tmp_path / "s" / "index.json").write_bytes(manifests._sealed(index))
+    (tmp_path / "s" / "index.json").write_bytes(_manifests._sealed(index))
     stored(tmp_path / "s", rounds(), tensors)
     with Store(tmp_path / "s", read_only=True) as store:
         assert (store.verify(), len(store.names)) == ([], len(ROUNDS) + 1)

@@ -20,7 +20,7 @@ from fedpriv.dedup.planning import DedupSettings, ValidationCharge, add_charges,
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.validation import PrivateRecords, PrivateValidation
 from fedpriv.dedup.variants import Described
-from fedpriv.dedup.work import Outcome, Progress, seconds_left
+from fedpriv.dedup.work import Outcome, Progress, _seconds_left
 from fedpriv.errors import InputError, StoreError
 from fedpriv.mechanisms.sources import SeededSource
 
@@ -263,7 +263,7 @@ def test_the_observer_sees_every_validation_and_every_variant(tmp_path):
 
 
 def test_the_time_left_is_the_mean_of_each_kind():
-    assert seconds_left({True: [2.0, 4.0], False: [1.0]}, {True: 3, False: 1}, 1.5) == 3 * 3 + 1 - 1.5
-    assert seconds_left({True: [], False: [1.0]}, {True: 0, False: 2}, 0.0) == 2
-    assert seconds_left({True: [], False: [1.0]}, {True: 1, False: 0}, 0.0) is None
-    assert seconds_left({True: [1.0], False: []}, {True: 1, False: 0}, 9.0) == 0
+    assert _seconds_left({True: [2.0, 4.0], False: [1.0]}, {True: 3, False: 1}, 1.5) == 3 * 3 + 1 - 1.5
+    assert _seconds_left({True: [], False: [1.0]}, {True: 0, False: 2}, 0.0) == 2
+    assert _seconds_left({True: [], False: [1.0]}, {True: 1, False: 0}, 0.0) is None
+    assert _seconds_left({True: [1.0], False: []}, {True: 1, False: 0}, 9.0) == 0

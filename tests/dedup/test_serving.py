@@ -13,7 +13,7 @@ from torch import nn
 
 from fedpriv.dedup._folder import OpenRows, Wanted, read_rows
 from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.serving import StoreRegistry, distinct_bytes, memory_for_models
+from fedpriv.dedup.serving import StoreRegistry, _distinct_bytes, memory_for_models
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
 
@@ -237,7 +237,7 @@ def test_equal_tensors_of_one_model_have_memory_of_their_own(tmp_path):
 
 
 def test_models_get_all_memory_where_it_holds_every_distinct_tensor(store, one_model):
-    everything = distinct_bytes([store.manifest(name) for name in store.names])
+    everything = _distinct_bytes([store.manifest(name) for name in store.names])
     assert one_model < everything < NUM_MODELS * one_model
     assert memory_for_models(store, everything) == everything
     registry = StoreRegistry(store, everything)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fedpriv.dedup.algorithms._dynamic import drd, dred
+from fedpriv.dedup.algorithms._greedy import dedup, greedy
+from fedpriv.dedup.algorithms._mcts import mcts
 from fedpriv.dedup.algorithms._trials import Accept, BlockSearchResult, BudgetSpent, Positions
-from fedpriv.dedup.algorithms.dynamic import drd, dred
-from fedpriv.dedup.algorithms.greedy import dedup, greedy
-from fedpriv.dedup.algorithms.mcts import mcts
 from fedpriv.dedup.algorithms.mistique import mistique
 from fedpriv.errors import InputError
 

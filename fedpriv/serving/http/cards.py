@@ -13,9 +13,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from fedpriv.dedup import variants
+from fedpriv.dedup import Manifest, variants
 from fedpriv.dedup.composition import Guarantee, History, PublicationCost, publication_cost
-from fedpriv.dedup.manifests import Manifest
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.variants import Described
 from fedpriv.errors import InputError, StoreError
