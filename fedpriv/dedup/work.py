@@ -236,7 +236,7 @@ class Progress:
     num_stored: int
     num_variants: int
     num_validations: int
-    _seconds_left: float | None
+    seconds_left: float | None
     stored: bool
 
 
