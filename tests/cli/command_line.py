@@ -45,6 +45,14 @@ def as_json(
     return cast(dict[str, Any], found)
 
 
+def loading(arguments: list[str]) -> None:
+    """The benchmark of loading variants, which ends with an exit code as the command line does."""
+    from simulations.benchmarks import dedup_loading
+
+    dedup_loading.main(arguments)
+    sys.exit(0)
+
+
 def _exit_code(program: Callable[[list[str]], None], arguments: list[str]) -> int:
     try:
         program(arguments)

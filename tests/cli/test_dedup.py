@@ -10,8 +10,7 @@ import safetensors.numpy
 from fedpriv.accounting.events import PureEpsilon
 from fedpriv.dedup.distance import nearest
 from fedpriv.ledger.ledger import Ledger
-from simulations.benchmarks import dedup_loading
-from tests.cli.command_line import as_json, fedpriv
+from tests.cli.command_line import as_json, fedpriv, loading
 from tests.cli.inputs import write_study
 
 
@@ -222,7 +221,7 @@ def test_a_store_of_a_shared_basis_is_planned_listed_restored_emptied_and_never_
     fedpriv("dedup", "restore", store, "round-10", "--out", out)
     assert safetensors.numpy.load_file(out)["weight"].shape == (8192,)
     assert "3 variants, all sound" in fedpriv("dedup", "verify", store)[0]
-    assert "stored by a shared basis" in fedpriv(store, code=2, program=dedup_loading.main)[1]
+    assert "stored by a shared basis" in fedpriv(store, code=2, program=loading)[1]
     shared = sum(path.stat().st_size for path in store.glob("bases/*"))
     assert max(model["bytes_own"] for model in as_json("dedup", "list", store)["variants"]) < shared
     assert "remove these as well" in fedpriv("dedup", "remove", store, "round-10", code=2)[1]

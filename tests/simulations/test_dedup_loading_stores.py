@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +15,7 @@ from fedpriv.dedup.blocks import layout_of
 from fedpriv.dedup.composition import History
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.variants import Described
-from simulations.benchmarks import dedup_loading
-from tests.cli.command_line import as_json, fedpriv
+from tests.cli.command_line import as_json, fedpriv, loading
 
 WORKLOADS = """
 import torch
@@ -87,16 +85,10 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def benchmark(arguments: list[str]) -> None:
-    """The program, which ends with an exit code as the command line does."""
-    dedup_loading.main(arguments)
-    sys.exit(0)
-
-
 def command(folder: Path, *arguments: str, code: int = 0) -> tuple[str, str]:
     """What `fedpriv dedup` prints, or the benchmark for `bench`."""
     if arguments[0] == "bench":
-        return fedpriv(*arguments[1:], folder=folder, code=code, program=benchmark)
+        return fedpriv(*arguments[1:], folder=folder, code=code, program=loading)
     return fedpriv("dedup", *arguments, folder=folder, code=code)
 
 
@@ -111,7 +103,7 @@ def error(folder: Path, *arguments: str) -> str:
 def test_json_of_a_measurement(folder):
     before = contents(folder / "store")
     options = ["--queries", "7", "--workload", "workloads:right", "--files", "variants"]
-    found = as_json("store", *options, folder=folder, program=benchmark)
+    found = as_json("store", *options, folder=folder, program=loading)
     assert found["num_queries"] == 7
     assert found["memory_bytes"] == (16 * 32 + 16) * 4
     assert found["page_cache_dropped"] in (True, False)
