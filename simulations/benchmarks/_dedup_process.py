@@ -121,7 +121,7 @@ class ArmFigures:
 
 
 def run(job: ArmJob, sender: Connection) -> None:
-    """Measure, and send a `ArmFigures`, or the error that a user should see, or the line that says why memory ended."""
+    """Measure, and send `ArmFigures`, or the error that a user should see, or the line that says why memory ended."""
     try:
         enter(job.group)
         found: ArmFigures | InputError | StoreError | str = measure(job)
