@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from fedpriv.adapters.inner import INNER_SUFFIX
 from fedpriv.dedup import saliency
-from fedpriv.dedup.named_view import named_view
 from fedpriv.dedup.saliency import Saliency
 from fedpriv.dedup.validation import PrivateRecords
 from fedpriv.errors import InputError
@@ -24,8 +23,6 @@ from fedpriv.training.evaluation import evaluate, passes_by_length
 from fedpriv.training.workbench import Workbench, workbench
 
 Tensors = Mapping[str, NDArray[Any]]
-
-_RECORDS_PER_QUERY = 8
 
 
 class AdapterEvaluator:
@@ -121,29 +118,3 @@ class AdapterEvaluator:
         finally:
             for name, parameter in self.parameters.items():
                 parameter.data = before[name]
-
-
-class AdapterWorkload:
-    """A `fedpriv.dedup.bench.Workload`: a run's model classifies one batch of test records with its current adapter.
-
-    Another process makes it anew, since the model has hooks that cannot be pickled.
-
-    Args:
-        run: folder of the run.
-
-    Attributes:
-        model: the adapter's parameters by peft's names.
-    """
-
-    def __init__(self, run: Path) -> None:
-        self._run, self._evaluator = run, AdapterEvaluator.of_run(run)
-        self._evaluator.model.merge({})
-        self.model = named_view(self._evaluator.parameters)
-
-    def __reduce__(self) -> tuple[type[AdapterWorkload], tuple[Path]]:
-        return AdapterWorkload, (self._run,)
-
-    @torch.inference_mode()
-    def infer(self) -> None:
-        """Compute one batch from its tokens."""
-        self._evaluator.batch_logits(_RECORDS_PER_QUERY)

@@ -25,8 +25,8 @@ from fedpriv.config import RunConfig
 from fedpriv.data.reading import TextReading
 from fedpriv.dedup import pipeline, variants
 from fedpriv.dedup.composition import History, Upload, client_ancestors, global_ancestors, uploads_of
-from fedpriv.dedup.planning import Settings
-from fedpriv.dedup.resumption import validation_digest
+from fedpriv.dedup.pipeline import validation_digest
+from fedpriv.dedup.planning import DedupSettings
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.variants import Described
 from fedpriv.errors import InputError, StoreError
@@ -128,7 +128,7 @@ def deduplicate(config: RunConfig, bench: Workbench, writer: RunWriter) -> None:
     described = [
         variants.read(path.parent) for path in sorted((writer.path / files.VARIANTS).glob(f"*/{variants.FILE}"))
     ]
-    settings = Settings(algorithm=config.dedup, block_size=config.dedup_block_size, fairness="outcome")
+    settings = DedupSettings(algorithm=config.dedup, block_size=config.dedup_block_size, fairness="outcome")
     judge = AdapterEvaluator(bench, num_records=config.dedup_records, seed=config.seed)
 
     def read(name: str) -> Mapping[str, NDArray[Any]]:
@@ -153,7 +153,7 @@ def _keep_only_if_same(
     path: Path,
     described: Sequence[Described],
     read: Callable[[str], Mapping[str, NDArray[Any]]],
-    settings: Settings,
+    settings: DedupSettings,
     judge: AdapterEvaluator,
 ) -> None:
     """Remove a store that an earlier attempt made of other variants or in another way, or that is damaged."""

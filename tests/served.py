@@ -17,8 +17,7 @@ from fedpriv.data.reading import TextReading
 from fedpriv.dedup import variants
 from fedpriv.dedup.composition import History
 from fedpriv.dedup.variants import Described
-from fedpriv.serving.limits import Limits
-from fedpriv.serving.requests import Classified, Classify, Event, Failed, Finished, Generate, Piece
+from fedpriv.serving.requests import Classified, Classify, EngineLimits, Event, Failed, Finished, Generate, Piece
 from fedpriv.serving.scheduler import Scheduler
 from fedpriv.serving.sources import find, load
 from fedpriv.training.workbench import load_model
@@ -60,7 +59,7 @@ def described(config: RunConfig, name: str) -> Described:
 def serving(folder: Path, **limits: int) -> Iterator[Scheduler]:
     """An engine of the variants in a folder."""
     source = find(folder)
-    scheduler = Scheduler(source, load(source), replace(Limits(), **limits))
+    scheduler = Scheduler(source, load(source), replace(EngineLimits(), **limits))
     try:
         yield scheduler
     finally:

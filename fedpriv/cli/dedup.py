@@ -14,18 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedpriv.cli import dedup_store
-from fedpriv.cli.dedup_bench import bench
 from fedpriv.cli.dedup_progress import shown
 from fedpriv.cli.options import OneOf, StorePath, result_of
 from fedpriv.cli.output import AsJson, show
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
-    from fedpriv.dedup.outcomes import Outcome
-    from fedpriv.dedup.planning import Settings
+    from fedpriv.dedup.planning import DedupSettings
     from fedpriv.dedup.validation import PrivateValidation
     from fedpriv.dedup.variants import Described
-    from fedpriv.dedup.work import Evaluator, Evaluators
+    from fedpriv.dedup.work import Evaluator, Evaluators, Outcome
     from fedpriv.ledger.entries import DataSet
     from fedpriv.ledger.ledger import Ledger
 
@@ -35,14 +33,14 @@ Folder = Annotated[Path, typer.Argument(help="Folder with a folder for each vari
 Strategy = Annotated[
     str,
     typer.Option(
-        click_type=OneOf("fedpriv.dedup.base_selection:Strategy"),
+        click_type=OneOf("fedpriv.dedup:Strategy"),
         help="One base for each variant; several; or several, which may themselves have bases.",
     ),
 ]
 Fairness = Annotated[
     str,
     typer.Option(
-        click_type=OneOf("fedpriv.dedup.base_selection:Fairness"),
+        click_type=OneOf("fedpriv.dedup:Fairness"),
         help="Keep the order of epsilons by cutting every bound, or by giving up variants that would overtake others.",
     ),
 ]
@@ -108,7 +106,7 @@ def plan(
     show({"targets": targets, "untouched": untouched}, lines, as_json)
 
 
-def _planned_blocks(variants: list[Described], settings: Settings) -> tuple[dict[str, Any], dict[str, str]]:
+def _planned_blocks(variants: list[Described], settings: DedupSettings) -> tuple[dict[str, Any], dict[str, str]]:
     """{target: its bases and its cost} and {another variant: why it stays}."""
     from fedpriv.dedup import planning
 
@@ -120,9 +118,9 @@ def _planned_blocks(variants: list[Described], settings: Settings) -> tuple[dict
     return targets, dict(found.untouched)
 
 
-def _planned_members(variants: list[Described], settings: Settings) -> tuple[dict[str, Any], dict[str, str]]:
+def _planned_members(variants: list[Described], settings: DedupSettings) -> tuple[dict[str, Any], dict[str, str]]:
     """The same of the members of shared bases, each of which has the others of its group as bases."""
-    from fedpriv.dedup.basis_members import choose_members
+    from fedpriv.dedup.planning import choose_members
 
     found = choose_members(variants, settings)
     targets = {
@@ -252,14 +250,13 @@ def _line(outcome: Outcome, algorithm: str) -> str:
 for command in (dedup_store.restore, dedup_store.verify, dedup_store.remove, dedup_store.gc):
     app.command()(command)
 app.command("list")(dedup_store.list_)
-app.command()(bench)
 
 
-def _settings(**values: Any) -> Settings:
+def _settings(**values: Any) -> DedupSettings:
     """The settings of a run, if its algorithm knows all of its options and takes their values."""
-    from fedpriv.dedup.planning import Settings, check_options
+    from fedpriv.dedup.planning import DedupSettings, check_options
 
-    settings = Settings(**values)
+    settings = DedupSettings(**values)
     check_options(settings)
     return settings
 

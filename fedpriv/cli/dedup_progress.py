@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from fedpriv.dedup.progress import Observer, Progress
+    from fedpriv.dedup.work import Observer, Progress
 
 
 @contextmanager

@@ -76,11 +76,11 @@ def run(
     Example: fedpriv serve run results/20261121-042553-embedded --port 8000 --memory 2GB
     """
     serving_app, server = _serve_modules()
-    from fedpriv.serving.http.limits import Limits
+    from fedpriv.serving.http.limits import RequestLimits
     from fedpriv.serving.http.tokens import Tokens
     from fedpriv.sizes import parse_bytes
 
-    limits = Limits(
+    limits = RequestLimits(
         body_bytes=body_bytes,
         num_inputs=inputs,
         max_new_tokens=max_new_tokens,

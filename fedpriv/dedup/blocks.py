@@ -42,7 +42,7 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Of the values."""
+        """The bytes of the values."""
         return self.size * np.dtype(self.dtype).itemsize
 
     def __str__(self) -> str:
@@ -50,8 +50,8 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Which tensors a model has, and which block holds which of their values.
+class BlockLayout:
+    """The tensors of a model, and the place of their values in its blocks.
 
     Tensors of `dtype` with at least `block_size` values are flattened and cut into blocks, one after another in the
     order of their names; the last block of each is padded with zeros. All others, the extras, are kept as they are.
@@ -95,22 +95,22 @@ class Layout:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks a model has."""
+        """The number of blocks of a model."""
         return sum(map(len, self.blocked.values()))
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors, without padding."""
+        """The bytes of all tensors, without padding."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     @cached_property
     def padded_bytes(self) -> int:
-        """Of all blocks and extras: the memory of a model."""
+        """The bytes of all blocks and extras: the memory of a model."""
         blocks = self.num_blocks * self.block_size * np.dtype(self.dtype).itemsize
         return blocks + sum(extra.num_bytes for extra in self.extras)
 
     def positions(self, name: str) -> range:
-        """Where the blocks of a tensor are.
+        """The positions of the blocks of each tensor.
 
         Raises:
             InputError: no tensor of this name is cut into blocks.
@@ -164,7 +164,7 @@ class Layout:
         difference = _first_difference(self.extras, _specs(extras))
         return f"extras: {difference}" if difference else None
 
-    def difference(self, other: Layout) -> str | None:
+    def difference(self, other: BlockLayout) -> str | None:
         """The first difference of another layout from this one, in words; None if the two are equal."""
         if self.block_size != other.block_size:
             return f"block_size = {other.block_size} instead of {self.block_size}"
@@ -177,7 +177,7 @@ class Layout:
         return blocks[positions.start : positions.stop].reshape(-1)[: tensor.size].reshape(tensor.shape)
 
 
-def layout_of(tensors: Mapping[str, NDArray[Any]], block_size: int, dtype: str = "float32") -> Layout:
+def layout_of(tensors: Mapping[str, NDArray[Any]], block_size: int, dtype: str = "float32") -> BlockLayout:
     """The layout of a model's tensors; two models of one architecture have equal layouts.
 
     Args:
@@ -186,9 +186,9 @@ def layout_of(tensors: Mapping[str, NDArray[Any]], block_size: int, dtype: str =
         dtype: of the tensors that are cut into blocks.
 
     Raises:
-        InputError: as `Layout`.
+        InputError: as `BlockLayout`.
     """
-    return Layout(block_size=block_size, dtype=dtype, tensors=_specs(tensors))
+    return BlockLayout(block_size=block_size, dtype=dtype, tensors=_specs(tensors))
 
 
 def fitting_block_size(sizes: Iterable[int]) -> int:
@@ -221,3 +221,17 @@ def _first_difference(expected: tuple[TensorSpec, ...], actual: tuple[TensorSpec
         if wanted[name] != given[name]:
             return f"tensor {given[name]} instead of {wanted[name]}"
     return None
+
+
+def check_has_blocks(name: str, layout: BlockLayout) -> None:
+    """Refuse a variant whose tensors are all smaller than a block, so that it can share nothing.
+
+    Raises:
+        InputError: with the largest size that would do.
+    """
+    if not layout.num_blocks:
+        largest = max((each.size for each in layout.tensors if each.dtype == layout.dtype), default=0)
+        raise InputError(
+            f"block_size = {layout.block_size}: no {layout.dtype} tensor of {name} has so many values; "
+            f"its largest one has {largest}"
+        )

@@ -1,4 +1,4 @@
-"""What a deduplicated variant costs, by three compositions, of which the tightest is used.
+"""The cost of a deduplicated variant, by the tightest of three compositions.
 
 `basic` adds epsilons (Guan et al. 2025, Theorem 4.1). `accountant` composes the variants' histories as events.
 `provenance` composes each release once, however many variants descend from it. docs/deduplication.md shows why each
@@ -71,7 +71,7 @@ class Upload:
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """What a consulted variant is a function of: its ancestors or, if these are unknown, its events.
+    """The sources of a consulted variant: its ancestors or, if these are unknown, its events.
 
     Attributes:
         name: of the variant; equal names mean the same variant.
@@ -106,8 +106,8 @@ class History:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSetCost:
-    """What publishing costs the records of one data set.
+class _DataSetCost:
+    """The cost of publishing for the records of one data set.
 
     Attributes:
         data_sets: one id, or several that may share records.
@@ -123,20 +123,20 @@ class DataSetCost:
 
     @property
     def guarantee(self) -> Guarantee:
-        """By the method used."""
+        """The epsilon by the method used."""
         return Guarantee(epsilon=self.epsilons[self.used], delta=self.delta)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublicationCost:
-    """What publishing costs every data set.
+    """The cost of publishing for every data set.
 
     Attributes:
         by_data_set: one for each, in the order of their ids.
         refused: {method: why it does not hold}.
     """
 
-    by_data_set: tuple[DataSetCost, ...]
+    by_data_set: tuple[_DataSetCost, ...]
     refused: Mapping[Method, str]
 
     @property
@@ -165,7 +165,7 @@ def basic(claims: Iterable[Claim]) -> Guarantee:
     """
     distinct = list(_by_name(claims).values())
     sums = []
-    for data_sets in merge_overlapping(claim.data_sets for claim in distinct):
+    for data_sets in _merge_overlapping(claim.data_sets for claim in distinct):
         component = [claim for claim in distinct if claim.data_sets & data_sets]
         sums.append((math.fsum(c.epsilon for c in component), math.fsum(c.delta for c in component)))
     epsilons, deltas = zip(*sums, strict=True) if sums else ((), ())
@@ -180,7 +180,7 @@ def publication_cost(
     overlapping: Iterable[frozenset[str]] = (),
     accountant: Accountant = "pld",
 ) -> PublicationCost:
-    """What publishing anything computed from some or all of the variants costs each data set.
+    """The cost, for each data set, of publishing anything computed from some or all of the variants.
 
     Args:
         consulted: every variant that had an influence: those published, their bases, and those that were only
@@ -201,7 +201,7 @@ def publication_cost(
     ids = frozenset(extra).union(*(history.data_sets for history in histories))
     costs = []
     singles = [frozenset({id_}) for id_ in sorted(ids)]
-    for merged in merge_overlapping([*singles, *(overlap & ids for overlap in overlapping)]):
+    for merged in _merge_overlapping([*singles, *(overlap & ids for overlap in overlapping)]):
         delta = _smallest_delta(merged, deltas)
         extra_events = [event for id_ in sorted(merged) for event in extra.get(id_, ())]
         parts = [part for part in [*(history.events_on(merged) for history in histories), extra_events] if part]
@@ -213,7 +213,7 @@ def publication_cost(
             released_once = [event for id_ in sorted(merged) for event in union_events.get(id_, ())]
             epsilons["provenance"] = _epsilon([*released_once, *extra_events], delta, accountant)
         used = min(epsilons, key=lambda method: epsilons[method])
-        costs.append(DataSetCost(data_sets=tuple(sorted(merged)), delta=delta, epsilons=epsilons, used=used))
+        costs.append(_DataSetCost(data_sets=tuple(sorted(merged)), delta=delta, epsilons=epsilons, used=used))
     return PublicationCost(
         by_data_set=tuple(sorted(costs, key=lambda cost: cost.data_sets)),
         refused={} if refusal is None else {"provenance": refusal},
@@ -248,7 +248,7 @@ def uploads_of(data_set: str, charged: Iterable[tuple[Key, Release]], view: View
     ]
 
 
-def merge_overlapping(sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
+def _merge_overlapping(sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
     """The sets of ids, with those that overlap, directly or through others, merged; the results are disjoint."""
     disjoint: list[frozenset[str]] = []
     for ids in sets:

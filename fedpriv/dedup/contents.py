@@ -1,4 +1,4 @@
-"""What a store holds, model by model, and which of them others name as their bases."""
+"""The contents of a store, model by model; a model that others name as their base cannot be removed alone."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.dedup.catalogue import CATALOGUE
-from fedpriv.dedup.folder import Folder
+from fedpriv.dedup._folder import Folder
+from fedpriv.dedup._manifests import CATALOGUE
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
 
@@ -24,7 +24,7 @@ class StoredModel:
             other model uses.
         num_blocks: in the model.
         num_shared: of these, positions whose block another model uses too.
-        epsilon_before, epsilon_after: see `fedpriv.dedup.outcomes.Outcome`; None if it was not deduplicated.
+        epsilon_before, epsilon_after: see `fedpriv.dedup.work.Outcome`; None if it was not deduplicated.
         accuracy: on the validation records; None if these are private, or it was not deduplicated.
         bases: whose blocks it may hold.
     """
@@ -67,7 +67,7 @@ def remove(store: Store, names: Collection[str]) -> None:
     """
     for name in names:
         store.manifest(name)
-    bases = {name: bases_of(store, name) for name in store.names}
+    bases = {name: _bases_of(store, name) for name in store.names}
     for name in sorted(names):
         if users := [other for other in bases if name in bases[other] and other not in names]:
             raise InputError(
@@ -76,7 +76,7 @@ def remove(store: Store, names: Collection[str]) -> None:
     store.remove(*names)
 
 
-def bases_of(store: Store, name: str) -> tuple[str, ...]:
+def _bases_of(store: Store, name: str) -> tuple[str, ...]:
     """The models that a model's provenance names as its bases.
 
     Raises:
@@ -106,5 +106,5 @@ def _stored_model(store: Store, name: str, counts: NDArray[np.int64]) -> StoredM
         epsilon_before=outcome.get("epsilon_before"),
         epsilon_after=outcome.get("epsilon_after"),
         accuracy=None if correct is None else correct / outcome["num_records"],
-        bases=bases_of(store, name),
+        bases=_bases_of(store, name),
     )

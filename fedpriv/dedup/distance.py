@@ -193,7 +193,7 @@ def _candidates_by_prefix(targets: _Normed, bases: _Normed, distances: Vector) -
 def _candidates(
     targets: _Normed, bases: _Normed, distances: Vector, metric: str, prefix: bool = False
 ) -> npt.NDArray[np.bool_]:
-    """Which bases may be as near as the best so far and as any other in the tile, [targets, bases].
+    """Mark the bases that may be as near as the best so far and as any other in the tile, [targets, bases].
 
     Distances of prefixes are lower bounds, so they are compared with the best so far only.
     """

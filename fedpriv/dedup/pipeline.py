@@ -1,28 +1,30 @@
-"""Deduplication of variants: choose who may share with whom, and store what validation accepts."""
+"""Deduplication of variants: choose who may share with whom, and store what validation accepts.
+
+An interrupted deduplication goes on if the store was filled in the same way: every manifest keeps two digests, one of
+the plan, which is known before any model is loaded, and one of how its variants were validated.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from fedpriv.accounting import events
+from fedpriv.dedup._basis_pipeline import store_by_basis
+from fedpriv.dedup._block_pipeline import store_by_blocks
 from fedpriv.dedup.algorithms import SHARED_BASIS
-from fedpriv.dedup.basis_pipeline import store_by_basis
-from fedpriv.dedup.block_pipeline import store_by_blocks
-from fedpriv.dedup.outcomes import Outcome
-from fedpriv.dedup.planning import Settings, check_options
-from fedpriv.dedup.progress import Observer
-from fedpriv.dedup.resumption import (
-    PLAN,
-    VALIDATION,
-    check_has_blocks,
-    layouts_and_plan,
-    stored_outcomes,
-    validation_digest,
-)
+from fedpriv.dedup.blocks import BlockLayout, check_has_blocks, layout_of
+from fedpriv.dedup.planning import DedupSettings, check_options
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.validation import PrivateValidation
-from fedpriv.dedup.variants import Described
-from fedpriv.dedup.work import Evaluators, Tensors, Work
+from fedpriv.dedup.variants import Described, to_json
+from fedpriv.dedup.work import Evaluator, Evaluators, Observer, Outcome, Tensors, Work
 from fedpriv.errors import InputError
 
 
@@ -31,7 +33,7 @@ def deduplicate(
     read_tensors: Callable[[str], Tensors],
     evaluators: Evaluators,
     store: Store,
-    settings: Settings,
+    settings: DedupSettings,
     *,
     private: PrivateValidation | None = None,
     evaluation: str = "",
@@ -54,7 +56,7 @@ def deduplicate(
         read_tensors: gives the tensors of a variant by name.
         evaluators: one for each variant; see `Evaluator`. With a shared basis no saliency is measured.
         store: open for writing.
-        settings: see `Settings`.
+        settings: see `DedupSettings`.
         private: how private validation records are queried; required if, and only if, an evaluator's are private.
         evaluation: what else decides a validation, such as the evaluator's name and seed; compared with that of
             variants that are stored already.
@@ -76,7 +78,7 @@ def deduplicate(
     own = {name: evaluators[name] for name in names}
     if (private is None) != all(each.private is None for each in own.values()):
         raise ValueError("private: must be given where an evaluator's records are private, and only there")
-    layouts, plan = layouts_and_plan(variants, read_tensors, settings)
+    layouts, plan = _layouts_and_plan(variants, read_tensors, settings)
     digests = {PLAN: plan, VALIDATION: validation_digest(own, private, evaluation)}
     work = Work(
         variants={variant.name: variant for variant in variants},
@@ -87,7 +89,7 @@ def deduplicate(
         settings=settings,
         private=private,
         digests=digests,
-        stored={name: Outcome.of(fields) for name, fields in stored_outcomes(store, layouts, digests).items()},
+        stored={name: Outcome.of(fields) for name, fields in _stored_outcomes(store, layouts, digests).items()},
         observer=observer,
     ).with_measured_utilities()
     return store_by_basis(work) if settings.algorithm == SHARED_BASIS else store_by_blocks(work)
@@ -97,7 +99,7 @@ def check(
     variants: Sequence[Described],
     read_tensors: Callable[[str], Tensors],
     store: Path,
-    settings: Settings,
+    settings: DedupSettings,
     *,
     validation: str | None = None,
 ) -> None:
@@ -107,7 +109,7 @@ def check(
         variants: see `deduplicate`.
         read_tensors: see `deduplicate`.
         store: its folder, which may be missing.
-        settings: see `Settings`.
+        settings: see `DedupSettings`.
         validation: the digest of how they are validated, if that is known; see `validation_digest`.
 
     Raises:
@@ -116,10 +118,89 @@ def check(
         StoreError: another process is writing to the store, or it is damaged.
     """
     check_options(settings)
-    layouts, digest = layouts_and_plan(variants, read_tensors, settings)
+    layouts, digest = _layouts_and_plan(variants, read_tensors, settings)
     for name, layout in layouts.items():
         check_has_blocks(name, layout)
     if store.exists() and (not store.is_dir() or any(store.iterdir())):
         digests: Mapping[str, str] = {PLAN: digest} | ({VALIDATION: validation} if validation else {})
         with Store(store) as opened:
-            stored_outcomes(opened, layouts, digests)
+            _stored_outcomes(opened, layouts, digests)
+
+
+PLAN, VALIDATION = "plan", "validation"
+"""The keys of the two digests in a manifest's provenance."""
+
+
+def _layouts_and_plan(
+    variants: Sequence[Described], read_tensors: Callable[[str], Tensors], settings: DedupSettings
+) -> tuple[dict[str, BlockLayout], str]:
+    """The layout of each variant, and the digest of the plan: settings, descriptions and values. Reads all tensors."""
+    layouts, values = {}, {}
+    for variant in variants:
+        tensors = read_tensors(variant.name)
+        layouts[variant.name] = layout_of(tensors, settings.block_size)
+        values[variant.name] = _digest_of_values(tensors)
+    described = sorted((to_json(variant) for variant in variants), key=lambda fields: fields["name"])
+    return layouts, _digest({"settings": asdict(settings), "variants": described, "values": values})
+
+
+def validation_digest(evaluators: Evaluators, private: PrivateValidation | None, evaluation: str) -> str:
+    """The digest of how variants are validated.
+
+    Args:
+        evaluators: {variant: its evaluator}.
+        private: how private records are queried.
+        evaluation: what else decides a validation, such as the name of the evaluator.
+    """
+    fields = {name: _of_evaluator(each, private) for name, each in evaluators.items()}
+    return _digest({"evaluators": fields, "evaluation": evaluation})
+
+
+def _of_evaluator(evaluator: Evaluator, private: PrivateValidation | None) -> dict[str, Any]:
+    fields: dict[str, Any] = {"num_records": evaluator.num_records}
+    if private and (records := evaluator.private):
+        saliency = events.to_json(records.saliency) if records.saliency else None
+        fields |= {"data_set": records.data_set, "delta": records.delta, "saliency": saliency}
+        fields |= {"epsilon": private.epsilon, "cutoff": private.cutoff, "noise": private.source.name}
+    return fields
+
+
+def _stored_outcomes(
+    store: Store, layouts: Mapping[str, BlockLayout], digests: Mapping[str, str]
+) -> dict[str, Mapping[str, Any]]:
+    """{variant that an earlier attempt stored: its outcome}.
+
+    Args:
+        store: of that attempt, or a new one.
+        layouts: of all variants of this one.
+        digests: of this attempt, as far as they are known, under their names in a provenance.
+
+    Raises:
+        InputError: one of the variants was stored in another way, or the store has other blocks.
+    """
+    for name, layout in layouts.items():
+        store.check_blocks(name, layout)
+    found = {name: store.manifest(name).provenance for name in store.names if name in layouts}
+    for name, provenance in found.items():
+        if not digests.items() <= provenance.items():
+            raise InputError(
+                f"store = {store.path}: holds {name!r} from other settings, variants or validation; "
+                f"repeat these to go on, `fedpriv dedup remove` it, or use another store"
+            )
+    return {name: provenance["outcome"] for name, provenance in found.items()}
+
+
+def _digest_of_values(tensors: Tensors) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(json.dumps([name, str(tensors[name].dtype), tensors[name].shape]).encode())
+        digest.update(np.ascontiguousarray(tensors[name]).tobytes())
+    return digest.hexdigest()
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=_plain).encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else repr(value)

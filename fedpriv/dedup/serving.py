@@ -2,29 +2,33 @@
 
 Models share the memory of tensors that they have in common. Any other tensor of a model that is not in memory is built
 in place of the least recently used model's, and only the blocks in which the two differ, by their numbers, are read.
+A live model whose parameters have other names is loaded through a view of it.
 
 Source: Guan et al. 2025, section 5.2.
 """
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedpriv.dedup.blocks import Layout, TensorSpec
-from fedpriv.dedup.manifests import Manifest
+from fedpriv.dedup._manifests import Manifest
+from fedpriv.dedup.blocks import BlockLayout, TensorSpec
 from fedpriv.dedup.store import Store
-from fedpriv.dedup.tensor_memory import Content, TensorMemory, content_bytes, contents_of, distinct_bytes
 from fedpriv.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Statistics:
-    """What a registry has done so far.
+class LoadStatistics:
+    """Counts of a registry's work so far.
 
     Attributes:
         hits: requests for models that were in memory.
@@ -37,7 +41,7 @@ class Statistics:
     bytes_copied: int = 0
 
 
-class Registry:
+class StoreRegistry:
     """Serves the models of a store from bounded memory.
 
     Weights are read as they are stored: a registry does not check for damage, `Store.verify` does. Not thread-safe.
@@ -51,11 +55,11 @@ class Registry:
     def __init__(self, store: Store, memory_bytes: int) -> None:
         self._store = store
         self._memory_bytes = memory_bytes
-        self._contents: weakref.WeakKeyDictionary[Manifest, tuple[Content, ...]] = weakref.WeakKeyDictionary()
-        self._models: OrderedDict[str, list[TensorMemory]] = OrderedDict()
-        self._memories: list[TensorMemory] = []
+        self._contents: weakref.WeakKeyDictionary[Manifest, tuple[_Content, ...]] = weakref.WeakKeyDictionary()
+        self._models: OrderedDict[str, list[_TensorMemory]] = OrderedDict()
+        self._memories: list[_TensorMemory] = []
         self._served: list[_Served] = []
-        self.statistics = Statistics()
+        self.statistics = LoadStatistics()
 
     @property
     def names(self) -> list[str]:
@@ -108,14 +112,14 @@ class Registry:
         self._forget_changed()
         self._served = [served for served in self._served if served.model() is not model]
 
-    def _load(self, name: str, model: nn.Module | None) -> list[TensorMemory]:
+    def _load(self, name: str, model: nn.Module | None) -> list[_TensorMemory]:
         """The memory that holds the model of this name, filled."""
         manifest = self._store.manifest(name)
         if manifest.basis is not None:
             raise InputError(f"model {name!r}: is stored by a shared basis, without blocks to copy; use Store.restore")
         self._forget_changed()
         if manifest not in self._contents:
-            self._contents[manifest] = contents_of(manifest)
+            self._contents[manifest] = _contents_of(manifest)
         contents = self._contents[manifest]
         memories = self._models.get(name, [])
         if len(memories) != len(contents) or any(
@@ -142,8 +146,8 @@ class Registry:
         self._served = [served.refreshed() for served in self._served if served.model() is not None]
 
     def _allocate(
-        self, name: str, layout: Layout, contents: Sequence[Content], model: nn.Module | None
-    ) -> list[TensorMemory]:
+        self, name: str, layout: BlockLayout, contents: Sequence[_Content], model: nn.Module | None
+    ) -> list[_TensorMemory]:
         """Memory for a model: what holds its tensors already, and for the rest what is free.
 
         Memory becomes free when the least recently used models are given up, except those that other built models are
@@ -164,21 +168,21 @@ class Registry:
                 return [found[content.key] for content in contents]
             if not evictable:
                 raise InputError(
-                    f"memory_bytes = {self._memory_bytes}: no room for model {name!r} beside the "
+                    f"memory_bytes = {self._memory_bytes}: no room for model {name!r} with the "
                     f"{len(self._models)} models that are served"
                 )
             self._models.pop(evictable.pop(0))
 
     def _place(
         self,
-        missing: Sequence[Content],
-        layout: Layout,
-        pinned: list[TensorMemory],
-        found: dict[str, TensorMemory],
-    ) -> list[Content]:
+        missing: Sequence[_Content],
+        layout: BlockLayout,
+        pinned: list[_TensorMemory],
+        found: dict[str, _TensorMemory],
+    ) -> list[_Content]:
         """Find memory for contents, preferably what held the tensor of another model; returns those without any."""
         used = {id(memory) for memories in (pinned, *self._models.values()) for memory in memories}
-        free: dict[TensorSpec, list[TensorMemory]] = {}
+        free: dict[TensorSpec, list[_TensorMemory]] = {}
         for memory in self._memories:
             if id(memory) not in used:
                 free.setdefault(memory.content.spec, []).append(memory)
@@ -194,7 +198,7 @@ class Registry:
         spare = [memory for same in free.values() for memory in same]
         room = self._memory_bytes - self.used_bytes
         for content in homeless.copy():
-            needed = content_bytes(content, layout)
+            needed = _content_bytes(content, layout)
             while needed > room and spare:  # of other shapes
                 given_up = spare.pop()
                 self._memories = [memory for memory in self._memories if memory is not given_up]
@@ -202,16 +206,16 @@ class Registry:
             if needed <= room:
                 room -= needed
                 homeless.remove(content)
-                found[content.key] = TensorMemory(content, layout)
+                found[content.key] = _TensorMemory(content, layout)
                 self._memories.append(found[content.key])
                 pinned.append(found[content.key])
         return homeless
 
 
 def memory_for_models(store: Store, memory_bytes: int) -> int:
-    """How much of a process's memory a registry should have; the rest is for the system's cache of the store's files.
+    """The share of a process's memory for a registry; the rest is for the system's cache of the store's files.
 
-    All of it where it holds all models, tensors in common once, or where the files would not fit beside one model
+    All of it where it holds all models, tensors in common once, or where the files would not fit with one model
     anyway. Else enough is left for the files: then a load copies from memory, which is many times as fast as a disk.
 
     Args:
@@ -220,12 +224,12 @@ def memory_for_models(store: Store, memory_bytes: int) -> int:
     """
     manifests = [store.manifest(name) for name in store.names]
     largest = max(manifest.layout.padded_bytes for manifest in manifests)
-    if distinct_bytes(manifests) <= memory_bytes or store.bytes_stored > memory_bytes:
+    if _distinct_bytes(manifests) <= memory_bytes or store.bytes_stored > memory_bytes:
         return memory_bytes
     return max(largest, memory_bytes - store.bytes_stored)
 
 
-def _fill(memories: Sequence[TensorMemory], store: Store, manifest: Manifest) -> int:
+def _fill(memories: Sequence[_TensorMemory], store: Store, manifest: Manifest) -> int:
     """Read what memories do not hold of a model's content yet; returns the number of bytes copied."""
     stale = [memory for memory in memories if not memory.intact]
     wanted = [(memory.values, *memory.missing()) for memory in stale if memory.content.numbers is not None]
@@ -250,20 +254,20 @@ class _Served:
 
     model: weakref.ref[nn.Module]
     name: str
-    weights: list[tuple[Tensor, TensorMemory, int]]
+    weights: list[tuple[Tensor, _TensorMemory, int]]
 
     @classmethod
-    def of(cls, model: weakref.ref[nn.Module], name: str, weights: Iterable[tuple[Tensor, TensorMemory]]) -> _Served:
+    def of(cls, model: weakref.ref[nn.Module], name: str, weights: Iterable[tuple[Tensor, _TensorMemory]]) -> _Served:
         return cls(model, name, [(tensor, memory, tensor._version) for tensor, memory in weights])
 
     def refreshed(self) -> _Served:
         return _Served.of(self.model, self.name, [(tensor, memory) for tensor, memory, _ in self.weights])
 
-    def changed(self) -> list[TensorMemory]:
+    def changed(self) -> list[_TensorMemory]:
         return [memory for tensor, memory, version in self.weights if tensor._version != version]
 
 
-def targets_in(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
+def targets_in(model: nn.Module, layout: BlockLayout) -> dict[str, Tensor]:
     """{tensor of the layout: the model's parameter or buffer}.
 
     Raises:
@@ -284,3 +288,127 @@ def targets_in(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
         if tensor.device.type != "cpu":
             raise InputError(f"model: tensor {name!r} is on {tensor.device}; models are served on the CPU")
     return targets
+
+
+_NOTHING = -1
+
+
+@dataclass(frozen=True, eq=False)
+class _Content:
+    """A tensor of a stored model, without its values.
+
+    Attributes:
+        spec: of the tensor.
+        key: equal where name, shape, type and values are equal.
+        numbers: [n] of its blocks; None for an extra, which has none.
+    """
+
+    spec: TensorSpec
+    key: str
+    numbers: NDArray[np.int64] | None
+
+
+def _contents_of(manifest: Manifest) -> tuple[_Content, ...]:
+    """All tensors of a model."""
+    blocked, found = manifest.layout.blocked, []
+    for spec in manifest.layout.tensors:
+        if positions := blocked.get(spec.name):
+            numbers = manifest.blocks[positions.start : positions.stop]
+            found.append(_Content(spec, f"{spec} {hashlib.sha256(numbers.tobytes()).hexdigest()}", numbers))
+        else:
+            found.append(_Content(spec, f"{spec} {manifest.extras[spec.name]}", None))
+    return tuple(found)
+
+
+def _distinct_bytes(manifests: list[Manifest]) -> int:
+    """The memory of these models if every tensor that some of them have in common is there once."""
+    sizes = {
+        content.key: _content_bytes(content, manifest.layout)
+        for manifest in manifests
+        for content in _contents_of(manifest)
+    }
+    return sum(sizes.values())
+
+
+def _content_bytes(content: _Content, layout: BlockLayout) -> int:
+    """The bytes of a tensor in memory, with its last block's padding."""
+    if content.numbers is None:
+        return content.spec.num_bytes
+    return len(content.numbers) * layout.block_size * np.dtype(layout.dtype).itemsize
+
+
+class _TensorMemory:
+    """Memory for a tensor.
+
+    Args:
+        content: the first that it is meant for; later ones have the same shape and type.
+        layout: of a model that has it.
+
+    Attributes:
+        values: [blocks, block_size], or those of an extra.
+        tensor: shares the memory.
+        content: what it is meant to hold.
+        intact: whether it holds that.
+    """
+
+    def __init__(self, content: _Content, layout: BlockLayout) -> None:
+        spec, numbers = content.spec, content.numbers
+        shape = spec.shape if numbers is None else (len(numbers), layout.block_size)
+        self.values = np.empty(shape, spec.dtype)
+        self.tensor = torch.from_numpy(self.values.reshape(-1)[: spec.size].reshape(spec.shape))
+        self.assign(content)
+        self.forget()
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the memory."""
+        return self.values.nbytes
+
+    def assign(self, content: _Content) -> None:
+        """Make it memory for another content; what it holds so far is remembered."""
+        self.content, self.intact = content, False
+
+    def forget(self) -> None:
+        """Remember nothing of what it holds, so that all of it is read again."""
+        self._numbers = None if self.content.numbers is None else np.full(len(self.content.numbers), _NOTHING)
+        self.intact = False
+
+    def missing(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """[k] positions, and [k] numbers, of the content's blocks that it does not hold yet; of an extra none."""
+        if self.content.numbers is None:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        positions = np.flatnonzero(self._numbers != self.content.numbers)
+        return positions, self.content.numbers[positions]
+
+    def keep(self) -> None:
+        """Note that it now holds its content."""
+        self._numbers, self.intact = self.content.numbers, True
+
+
+def named_view(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
+    """A module whose state_dict has the given names, and whose parameters are the given objects.
+
+    So `StoreRegistry.load_into(view, name)` changes the live model that owns the parameters, for instance an adapter by
+    the names under which peft stores it. Keep the view for as long as the loaded weights are in use: once it is
+    gone, the registry reuses its memory for other models.
+
+    Args:
+        parameters: {dotted name: parameter}; one parameter may have several names.
+
+    Raises:
+        InputError: a name is not valid in a module: a part of it is empty, is an attribute of every module, or is
+            the full name of another parameter.
+    """
+    view = nn.Module()
+    for name, parameter in parameters.items():
+        *path, last = name.split(".")
+        module = view
+        try:
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            module.register_parameter(last, parameter)
+        except KeyError as error:
+            raise InputError(f"parameter {name!r}: cannot be in a module ({error.args[0]})") from None
+    return view.eval()

@@ -10,6 +10,8 @@ same bits on every machine with IEEE arithmetic.
 
 Source: shared bases are those of Gabrielsson et al. 2025, "Compress then Serve"; here whole adapters are the
 vectors, because variants that differ by noise share no subspace within a layer (results/dedup.md compares).
+
+In few bits: rows of real numbers as small integers with scales, 4 or 8 bits a value, or plain float32.
 """
 
 from __future__ import annotations
@@ -23,8 +25,7 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from fedpriv.dedup.blocks import Layout, Tensors, TensorSpec
-from fedpriv.dedup.few_bits import BITS, FewBits, few_bits, row_bytes
+from fedpriv.dedup.blocks import BlockLayout, Tensors, TensorSpec
 from fedpriv.errors import InputError
 
 # Larger values would leave float32 as scales or as sums.
@@ -35,7 +36,7 @@ _PREFIX = "shared-basis/"
 
 @dataclass(frozen=True, kw_only=True)
 class BasisOptions:
-    """How large a basis is; at most one of the first three is given, and without any, ratio = 1.
+    """The size of a basis; at most one of the first three is given, and without any, ratio = 1.
 
     Attributes:
         max_error: the least rank at which every variant is restored within this error, relative to its length, > 0.
@@ -75,8 +76,8 @@ class SharedBasis:
     """
 
     specs: tuple[TensorSpec, ...]
-    mean: FewBits
-    components: FewBits
+    mean: _FewBits
+    components: _FewBits
 
     @property
     def rank(self) -> int:
@@ -113,7 +114,7 @@ class SharedBasis:
         )
 
     @classmethod
-    def from_bytes(cls, content: bytes, layout: Layout) -> SharedBasis:
+    def from_bytes(cls, content: bytes, layout: BlockLayout) -> SharedBasis:
         """The basis in a file that `to_bytes` wrote, of models of this layout.
 
         Raises:
@@ -147,10 +148,10 @@ class Encoded:
     """
 
     coefficients: NDArray[np.float32]
-    residual: FewBits | None = None
+    residual: _FewBits | None = None
 
     def to_tensors(self) -> Tensors:
-        """As tensors beside a model's extras; `from_tensors` reads them."""
+        """Tensors to be stored with a model's extras; `from_tensors` reads them."""
         found: Tensors = {f"{_PREFIX}coefficients": self.coefficients}
         if self.residual is not None:
             found[f"{_PREFIX}residual"] = self.residual.values
@@ -158,7 +159,7 @@ class Encoded:
         return found
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, NDArray[Any]], layout: Layout) -> tuple[Encoded, Tensors]:
+    def from_tensors(cls, tensors: Mapping[str, NDArray[Any]], layout: BlockLayout) -> tuple[Encoded, Tensors]:
         """A model's share of its basis, and its extras, from the tensors of both.
 
         Raises:
@@ -174,7 +175,7 @@ class Encoded:
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreError:
-    """By how much a restored variant differs from the original.
+    """The difference between a restored variant and the original.
 
     Attributes:
         absolute: the largest difference of two values.
@@ -185,12 +186,12 @@ class RestoreError:
     relative: float
 
 
-def covered(layout: Layout) -> tuple[TensorSpec, ...]:
+def covered(layout: BlockLayout) -> tuple[TensorSpec, ...]:
     """The tensors that a basis holds: all of floating-point values."""
     return tuple(spec for spec in layout.tensors if spec.dtype in _FLOATS)
 
 
-def flattened(name: str, tensors: Mapping[str, NDArray[Any]], layout: Layout) -> NDArray[np.float64]:
+def flattened(name: str, tensors: Mapping[str, NDArray[Any]], layout: BlockLayout) -> NDArray[np.float64]:
     """[size] A variant's floating-point values, tensor after tensor.
 
     Raises:
@@ -215,7 +216,9 @@ def restore_error(original: NDArray[np.float64], restored: NDArray[np.float64]) 
     return RestoreError(absolute=float(np.abs(missing).max(initial=0.0)), relative=relative)
 
 
-def fit(vectors: NDArray[np.float64], layout: Layout, options: BasisOptions) -> tuple[SharedBasis, NDArray[np.float32]]:
+def fit(
+    vectors: NDArray[np.float64], layout: BlockLayout, options: BasisOptions
+) -> tuple[SharedBasis, NDArray[np.float32]]:
     """The basis of some variants, and their coefficients [variants, k].
 
     Coefficients are the least-squares ones for the components as they are stored, so that they make up for rounding.
@@ -286,8 +289,111 @@ def _asked(options: BasisOptions) -> str:
     return f"ratio = {options.ratio or 1.0}"
 
 
-def _rows(arrays: Mapping[str, NDArray[Any]], name: str, specs: Sequence[TensorSpec]) -> FewBits:
-    found = FewBits(arrays[name], arrays[f"{name}-scales"], tuple(spec.size for spec in specs))
+def _rows(arrays: Mapping[str, NDArray[Any]], name: str, specs: Sequence[TensorSpec]) -> _FewBits:
+    found = _FewBits(arrays[name], arrays[f"{name}-scales"], tuple(spec.size for spec in specs))
     if mismatch := found.mismatch():
         raise ValueError(f"{name}: {mismatch}")
     return found
+
+
+BITS = (4, 8, 32)
+
+# Trial scales, as shares of the one that reaches the largest value: with few bits, cutting outliers loses less.
+_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+
+
+@dataclass(frozen=True, eq=False)
+class _FewBits:
+    """Rows of values, each value an integer times its segment's scale.
+
+    Attributes:
+        values: [n, size] float32; [n, size] int8; or, at 4 bits, [n, ceil(size / 2)] uint8: two integers from -7 to 7
+            in each byte, as integer + 8, the first of them in the high half.
+        scales: [n, segments] float32; 1 where values are float32.
+        segments: lengths of the segments, which add up to size.
+    """
+
+    values: NDArray[Any]
+    scales: NDArray[np.float32]
+    segments: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of values and scales."""
+        return self.values.nbytes + self.scales.nbytes
+
+    def row(self, index: int) -> NDArray[np.float64]:
+        """[size] A row, each value one float64 product of exact numbers: the same bits on every machine."""
+        scales: NDArray[np.float64] = np.repeat(self.scales[index].astype(np.float64), self.segments)
+        return self._integers(index) * scales
+
+    def first(self, num_rows: int) -> _FewBits:
+        """The first rows."""
+        return _FewBits(self.values[:num_rows], self.scales[:num_rows], self.segments)
+
+    def mismatch(self) -> str | None:
+        """Why these are not rows of such segments, in one line; None if they are."""
+        size, width = sum(self.segments), self.values.shape[-1]
+        expected = (size + 1) // 2 if self.values.dtype == np.uint8 else size
+        if self.values.ndim != 2 or width != expected or self.values.dtype not in ("uint8", "int8", "float32"):
+            return f"{self.values.dtype} {list(self.values.shape)} for {size} values a row"
+        if self.scales.shape != (len(self.values), len(self.segments)) or self.scales.dtype != np.float32:
+            return f"scales {self.scales.dtype} {list(self.scales.shape)} for {len(self.segments)} tensors"
+        return None
+
+    def _integers(self, index: int) -> NDArray[np.float64]:
+        if self.values.dtype != np.uint8:
+            return np.asarray(self.values[index], np.float64)
+        packed = self.values[index]
+        both = np.stack([packed >> 4, packed & 15], axis=1).reshape(-1)[: sum(self.segments)]
+        return both.astype(np.float64) - 8.0
+
+
+def few_bits(rows: NDArray[np.float64], segments: Sequence[int], bits: int) -> _FewBits:
+    """Rows rounded to so many bits a value; every segment of a row has a scale of its own.
+
+    Args:
+        rows: [n, size], finite and within float32's range.
+        segments: lengths that add up to size.
+        bits: one of `BITS`.
+
+    Raises:
+        ValueError: bits is not one of these.
+    """
+    if bits not in BITS:
+        raise ValueError(f"bits = {bits}: must be one of {', '.join(map(str, BITS))}")
+    ends = np.cumsum(segments)
+    parts = [slice(end - size, end) for size, end in zip(segments, ends, strict=True)]
+    scales = np.ones((len(rows), len(parts)), np.float32)
+    if bits == 32:
+        return _FewBits(rows.astype(np.float32), scales, tuple(segments))
+    integers = np.zeros(rows.shape, np.int8)
+    for row, part in np.ndindex(scales.shape):
+        integers[row, parts[part]], scales[row, part] = _rounded(rows[row, parts[part]], 2 ** (bits - 1) - 1)
+    return _FewBits(integers if bits == 8 else _packed(integers), scales, tuple(segments))
+
+
+def row_bytes(segments: Sequence[int], bits: int) -> int:
+    """The bytes of one row, scales included."""
+    return (sum(segments) * bits + 7) // 8 + 4 * len(segments)
+
+
+def _rounded(values: NDArray[np.float64], largest: int) -> tuple[NDArray[np.float64], np.float32]:
+    """Integers from -largest to largest, and the scale, among the trial ones, of the least squared error."""
+    found, best, least = np.zeros_like(values), np.float32(1), np.inf
+    reach = float(np.abs(values).max(initial=0.0)) / largest
+    for scale in (np.float32(share * reach) for share in _SHARES):
+        if scale == 0:  # all are zero, or too small for float32
+            break
+        integers = np.clip(np.round(values / float(scale)), -largest, largest)
+        error = float(np.sum((integers * float(scale) - values) ** 2))
+        if error < least:
+            found, best, least = integers, scale, error
+    return found, best
+
+
+def _packed(integers: NDArray[np.int8]) -> NDArray[np.uint8]:
+    """Two integers in a byte."""
+    padded = np.pad(integers, [(0, 0), (0, integers.shape[1] % 2)]).astype(np.int16) + 8
+    packed: NDArray[np.uint8] = ((padded[:, ::2] << 4) | padded[:, 1::2]).astype(np.uint8)
+    return packed

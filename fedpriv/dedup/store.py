@@ -1,6 +1,6 @@
 """A store of models that share blocks: a folder that at any instant is in either its old or its new state.
 
-`fedpriv.dedup.folder` tells what its files are. Source: Guan et al., SIGMOD 2025, sections 4.5 and 6.
+`fedpriv.dedup._folder` tells what its files are. Source: Guan et al., SIGMOD 2025, sections 4.5 and 6.
 """
 
 from __future__ import annotations
@@ -16,15 +16,20 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from fedpriv.dedup.basis_files import BasisFiles
-from fedpriv.dedup.blocks import Layout, Tensors, layout_of
-from fedpriv.dedup.catalogue import CATALOGUE, NumberedBlocks, number_blocks, numbers_by_digest, rows_of
-from fedpriv.dedup.folder import Folder, read
-from fedpriv.dedup.manifests import Files, Manifest, array_sha256
-from fedpriv.dedup.row_reading import Wanted, read_rows
+from fedpriv.dedup._folder import Folder, Wanted, read, read_rows
+from fedpriv.dedup._manifests import (
+    CATALOGUE,
+    Files,
+    Manifest,
+    NumberedBlocks,
+    array_sha256,
+    number_blocks,
+    numbers_by_digest,
+    rows_of,
+)
+from fedpriv.dedup._state import BasisFiles, State, damaged_rows, damaged_tensors, problems
+from fedpriv.dedup.blocks import BlockLayout, Tensors, layout_of
 from fedpriv.dedup.shared_basis import Encoded, SharedBasis
-from fedpriv.dedup.state import State
-from fedpriv.dedup.verification import damaged_rows, damaged_tensors, problems
 from fedpriv.errors import InputError, StoreError
 
 __all__ = ["Store", "StoreError", "Variant"]
@@ -175,7 +180,7 @@ class Store:
     def add(
         self,
         name: str,
-        layout: Layout,
+        layout: BlockLayout,
         blocks: NDArray[Any] | Variant,
         extras: Mapping[str, NDArray[Any]],
         *,
@@ -206,7 +211,7 @@ class Store:
     def add_from_basis(
         self,
         name: str,
-        layout: Layout,
+        layout: BlockLayout,
         basis: SharedBasis,
         encoded: Encoded,
         extras: Mapping[str, NDArray[Any]],
@@ -281,17 +286,17 @@ class Store:
         return dropped
 
     def verify(self) -> list[str]:
-        """What is damaged, one line per model and tensor, or per file; [] for a sound store. Reads everything."""
+        """List the damage, one line per model and tensor, or per file; [] for a sound store. Reads everything."""
         return problems(self._folder, self._state.index)
 
     @property
     def bytes_stored(self) -> int:
-        """Of all files except the index."""
+        """The bytes of all files except the index."""
         return sum(path.stat().st_size for path in self._folder.files(self._state.index) if path.exists())
 
     @property
     def bytes_logical(self) -> int:
-        """Of all tensors of all models, as if they shared nothing."""
+        """The bytes of all tensors of all models, as if they shared nothing."""
         return sum(self.manifest(name).layout.num_bytes for name in self._state.index.models)
 
     @property
@@ -299,7 +304,7 @@ class Store:
         """bytes_stored / bytes_logical; smaller is better, and 1 for an empty store."""
         return self.bytes_stored / self.bytes_logical if self.bytes_logical else 1.0
 
-    def check_blocks(self, name: str, layout: Layout) -> None:
+    def check_blocks(self, name: str, layout: BlockLayout) -> None:
         """Refuse a model whose blocks are not of the size and dtype of those that are stored.
 
         Raises:
@@ -323,7 +328,7 @@ class Store:
         with self._state.one_line_errors():
             self._state.append(manifest, numbered, contents)
 
-    def _number_model(self, layout: Layout, blocks: NDArray[Any] | Variant) -> NumberedBlocks:
+    def _number_model(self, layout: BlockLayout, blocks: NDArray[Any] | Variant) -> NumberedBlocks:
         """The blocks of a model with their numbers."""
         if not isinstance(blocks, Variant):
             return self._number(layout, blocks)
@@ -343,7 +348,7 @@ class Store:
         numbers[positions] = replaced.numbers
         return replace(replaced, numbers=numbers)
 
-    def _number(self, layout: Layout, blocks: NDArray[Any]) -> NumberedBlocks:
+    def _number(self, layout: BlockLayout, blocks: NDArray[Any]) -> NumberedBlocks:
         """Blocks given by number [k] or by value [k, block_size], with their numbers."""
         if blocks.ndim == 1 and np.issubdtype(blocks.dtype, np.integer):
             self.rows(blocks)
@@ -365,7 +370,7 @@ class Store:
             if self.blocks[row].tobytes() != blocks[index].tobytes():
                 raise StoreError(f"{self.path}: block {numbers[index]} is damaged; `verify` shows what is affected")
 
-    def _check_new(self, name: str, layout: Layout) -> None:
+    def _check_new(self, name: str, layout: BlockLayout) -> None:
         self._state.check_writable()
         if not _NAME.fullmatch(name):
             raise InputError(f"model = {name!r}: a name has letters, digits and . _ = + -, 1 to 100 of them")
@@ -379,6 +384,6 @@ class Store:
         return self._state.index.models[name]
 
 
-def _placeholder_blocks(layout: Layout, num_blocks: int) -> NDArray[Any]:
+def _placeholder_blocks(layout: BlockLayout, num_blocks: int) -> NDArray[Any]:
     """[num_blocks, block_size] zeros that take no memory."""
     return np.broadcast_to(np.zeros((), layout.dtype), (num_blocks, layout.block_size))

@@ -72,7 +72,7 @@ class PrivateRecords:
 
 @dataclass(frozen=True, kw_only=True)
 class PrivateValidation:
-    """How private records are queried, separately for every target.
+    """The terms on which private records are queried, separately for every target.
 
     Attributes:
         epsilon: of one target's run of the Sparse Vector Technique, finite and > 0.
@@ -93,7 +93,7 @@ class PrivateValidation:
         noise_scales(self.epsilon, self.cutoff, SENSITIVITY)
 
     def events(self, records: PrivateRecords) -> tuple[Event, ...]:
-        """What one target costs the records: its answers, and the saliency by which its blocks are ordered."""
+        """The events that one target costs the records: its answers, and the saliency that orders its blocks."""
         return PureEpsilon(epsilon=self.epsilon), *([records.saliency] if records.saliency else [])
 
     def validator(self, name: str, original_correct: Callable[[], int], max_drop: int) -> PrivateValidator:

@@ -1,7 +1,7 @@
 """Variants on disk: a folder with one safetensors file, and a `variant.json` with its cost and provenance.
 
 The description also has the digest of that file, so that tensors which changed since then are refused wherever they
-are read. It guards against damage, not against whoever can write the folder.
+are read. It guards against damage, not against anyone who can write the folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from fedpriv.accounting import events
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.law import Accountant
-from fedpriv.dedup.base_selection import Variant
+from fedpriv.dedup._base_selection import Candidate
 from fedpriv.dedup.composition import History, Upload, publication_cost
 from fedpriv.errors import InputError
 
@@ -56,10 +56,10 @@ class Described:
     history: History
     tags: frozenset[str] = field(default_factory=frozenset)
 
-    def as_variant(self, accountant: Accountant = "pld") -> Variant:
+    def as_variant(self, accountant: Accountant = "pld") -> Candidate:
         """The variant as base selection needs it; an unknown utility counts as 0."""
         guarantee = publication_cost([self.history], self.deltas, accountant=accountant).guarantee
-        return Variant(
+        return Candidate(
             name=self.name,
             architecture=self.architecture,
             data_sets=self.history.data_sets,

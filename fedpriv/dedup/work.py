@@ -1,20 +1,18 @@
-"""What storing variants needs, whatever they are stored by: descriptions, layouts, validation records and the store."""
+"""The work of storing variants, by blocks or by a shared basis: its inputs, its outcomes and its progress."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from fedpriv.dedup.base_selection import Limits
-from fedpriv.dedup.blocks import Layout
-from fedpriv.dedup.charges import Charge, add_charges
+from fedpriv.dedup._base_selection import VariantLimits
+from fedpriv.dedup.blocks import BlockLayout
 from fedpriv.dedup.composition import PublicationCost
-from fedpriv.dedup.outcomes import Outcome
-from fedpriv.dedup.planning import Settings, cost_of
-from fedpriv.dedup.progress import Observer, Watch
+from fedpriv.dedup.planning import DedupSettings, ValidationCharge, add_charges, cost_of
 from fedpriv.dedup.saliency import Saliency
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.validation import PrivateRecords, PrivateValidation, PublicValidator, allowed_drop
@@ -35,10 +33,10 @@ class Evaluator(Protocol):
     private: PrivateRecords | None
 
     def count_correct(self, tensors: Tensors) -> int:
-        """How many records the variant with these tensors answers correctly."""
+        """Count the records that the variant with these tensors answers correctly."""
 
     def saliency(self, tensors: Tensors) -> Saliency:
-        """How much each weight matters, for every tensor that is cut into blocks.
+        """Measure how much each weight matters, for every tensor that is cut into blocks.
 
         On private records it is noised, and its cost is stated by `private`.
         """
@@ -65,7 +63,7 @@ class Work:
         read_tensors: gives the tensors of a variant by name.
         evaluators: of each.
         store: open for writing.
-        settings: see `Settings`.
+        settings: see `DedupSettings`.
         private: how private records are queried; None if all records are public.
         digests: of plan and validation, kept in every manifest.
         stored: outcomes of the variants that are in the store, earlier attempts' included.
@@ -73,11 +71,11 @@ class Work:
     """
 
     variants: Mapping[str, Described]
-    layouts: Mapping[str, Layout]
+    layouts: Mapping[str, BlockLayout]
     read_tensors: Callable[[str], Tensors]
     evaluators: Evaluators
     store: Store
-    settings: Settings
+    settings: DedupSettings
     private: PrivateValidation | None
     digests: Mapping[str, str]
     stored: dict[str, Outcome]
@@ -85,7 +83,7 @@ class Work:
     _correct: dict[str, int] = field(default_factory=dict)
 
     def with_measured_utilities(self) -> Work:
-        """The same, with the utility of each variant on public records as it is counted here, if not known already."""
+        """This work, in which the utility of every variant on public records is known or has been counted."""
         measured = {
             name: replace(variant, utility=self.num_correct(name) / self.evaluators[name].num_records)
             for name, variant in self.variants.items()
@@ -98,24 +96,24 @@ class Work:
         return self.evaluators[name].private is None
 
     def num_correct(self, name: str) -> int:
-        """How many of its validation records the variant answers correctly as it was given."""
+        """Count the validation records that the variant answers correctly as it was given."""
         if name not in self._correct:
             earlier = self.stored[name].correct_before if name in self.stored else None
             counted = self.evaluators[name].count_correct(self.read_tensors(name)) if earlier is None else earlier
             self._correct[name] = counted
         return self._correct[name]
 
-    def attempts(self, *, with_saliency: bool) -> dict[str, tuple[Charge, ...]]:
+    def attempts(self, *, with_saliency: bool) -> dict[str, tuple[ValidationCharge, ...]]:
         """{variant: what validating it once is charged}; nothing where its records are public."""
         return {name: self._attempt(name, with_saliency) for name in self.variants}
 
-    def watch(self, targets: Mapping[str, object]) -> Watch:
+    def watch(self, targets: Mapping[str, object]) -> ProgressWatch:
         """The watch of the variants that are not stored yet."""
         left = [name in targets for name in self.variants if name not in self.stored]
         num_left = {kind: left.count(kind) for kind in (True, False)}
-        return Watch(observer=self.observer, num_variants=len(self.variants), num_left=num_left)
+        return ProgressWatch(observer=self.observer, num_variants=len(self.variants), num_left=num_left)
 
-    def validator(self, name: str, limits: Limits, attempt: tuple[Charge, ...]) -> Validator:
+    def validator(self, name: str, limits: VariantLimits, attempt: tuple[ValidationCharge, ...]) -> Validator:
         """The validator of a target; charges for all of its attempt.
 
         The store keeps the charges, durably, before the ledger has them: an interruption in between makes the variant
@@ -143,7 +141,7 @@ class Work:
         num_validations: int = 0,
         correct: int | None = None,
     ) -> Outcome:
-        """What became of a variant; without a count it is as it was given."""
+        """The outcome for a variant; without a count it is as it was given."""
         before = self.num_correct(name) if self.is_public(name) else None
         methods = sorted({method for each in cost.by_data_set for method in each.epsilons})
         return Outcome(
@@ -162,9 +160,150 @@ class Work:
             epsilons={m: max(each.epsilons[m] for each in cost.by_data_set if m in each.epsilons) for m in methods},
         )
 
-    def _attempt(self, name: str, with_saliency: bool) -> tuple[Charge, ...]:
+    def _attempt(self, name: str, with_saliency: bool) -> tuple[ValidationCharge, ...]:
         records = self.evaluators[name].private
         if self.private is None or records is None:
             return ()
         events = self.private.events(records if with_saliency else replace(records, saliency=None))
-        return tuple(Charge(name=name, data_set=records.data_set, delta=records.delta, event=event) for event in events)
+        return tuple(
+            ValidationCharge(name=name, data_set=records.data_set, delta=records.delta, event=event) for event in events
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The result for one variant.
+
+    Attributes:
+        name: of the variant.
+        bases: whose blocks it may hold; empty if it stays as it was.
+        untouched: why it stays as it was; None if it has bases.
+        num_blocks: in the variant.
+        num_replaced: blocks that were replaced.
+        num_validations: counted by the search.
+        correct_before, correct_after: out of `num_records` validation records; None if these are private.
+        epsilon_before, epsilon_after, delta: against a reader of this variant alone; `epsilon_after` includes the
+            cost of private validation.
+        epsilons: {method: epsilon} after deduplication, the largest over data sets.
+    """
+
+    name: str
+    bases: tuple[str, ...]
+    untouched: str | None
+    num_blocks: int
+    num_replaced: int
+    num_validations: int
+    correct_before: int | None
+    correct_after: int | None
+    num_records: int
+    epsilon_before: float
+    epsilon_after: float
+    delta: float
+    epsilons: Mapping[str, float]
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Outcome:
+        """The outcome that a manifest keeps."""
+        return cls(**{**fields, "bases": tuple(fields["bases"])})
+
+    def as_records(self, **provenance: Any) -> dict[str, Any]:
+        """The records for a manifest: the arguments `privacy` and `provenance` of `Store.add`.
+
+        Args:
+            provenance: further plain values.
+        """
+        plain = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        return {
+            "privacy": {"epsilon": self.epsilon_after, "delta": self.delta, "epsilons": dict(self.epsilons)},
+            "provenance": {"bases": list(self.bases), "outcome": plain, **provenance},
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """The state of a deduplication.
+
+    Attributes:
+        name: of the variant that is under way, or was just stored.
+        num_stored: variants in the store, those of an earlier attempt included.
+        num_variants: in total.
+        num_validations: in this attempt so far, over all variants.
+        seconds_left: an estimate; None as long as there is nothing to estimate from.
+        stored: whether `name` was just stored.
+    """
+
+    name: str
+    num_stored: int
+    num_variants: int
+    num_validations: int
+    seconds_left: float | None
+    stored: bool
+
+
+Observer = Callable[[Progress], None]
+
+
+def _seconds_left(taken: Mapping[bool, Sequence[float]], num_left: Mapping[bool, int], elapsed: float) -> float | None:
+    """The seconds that the remaining variants take if each takes the mean of its kind so far.
+
+    Args:
+        taken: {whether targets: seconds that each of those that are stored took}.
+        num_left: {whether targets: how many are still to be stored, the one under way included}.
+        elapsed: seconds since the one under way began.
+
+    Returns:
+        >= 0; None if no variant of a kind that is left was stored yet.
+    """
+    left = {kind: num for kind, num in num_left.items() if num}
+    if any(not taken[kind] for kind in left):
+        return None
+    total = sum(num * sum(taken[kind]) / len(taken[kind]) for kind, num in left.items())
+    return max(0.0, total - elapsed)
+
+
+@dataclass(kw_only=True)
+class ProgressWatch:
+    """Tells an observer how far a deduplication is.
+
+    Attributes:
+        observer: is told after every validation and every stored variant; None to tell nothing.
+        num_variants: in total.
+        num_left: {whether targets: how many are not stored yet}.
+    """
+
+    observer: Observer | None
+    num_variants: int
+    num_left: dict[bool, int]
+    _taken: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
+    _num_validations: int = 0
+    _name: str = ""
+    _began: float = 0.0
+
+    def begin(self, name: str) -> None:
+        """Note that a variant is under way."""
+        self._name, self._began = name, time.monotonic()
+        self._tell(stored=False)
+
+    def validated(self) -> None:
+        """Note that the variant was validated once."""
+        self._num_validations += 1
+        self._tell(stored=False)
+
+    def store(self, *, is_target: bool) -> None:
+        """Note that the variant was stored."""
+        self._taken[is_target].append(time.monotonic() - self._began)
+        self.num_left[is_target] -= 1
+        self._began = time.monotonic()
+        self._tell(stored=True)
+
+    def _tell(self, *, stored: bool) -> None:
+        if self.observer is not None:
+            progress = Progress(
+                name=self._name,
+                num_stored=self.num_variants - sum(self.num_left.values()),
+                num_variants=self.num_variants,
+                num_validations=self._num_validations,
+                seconds_left=_seconds_left(self._taken, self.num_left, time.monotonic() - self._began),
+                stored=stored,
+            )
+            self.observer(progress)

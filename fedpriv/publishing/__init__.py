@@ -1,4 +1,4 @@
-r"""What leaves a run: answers of its saved models, folders that load without fedpriv, model cards, and the Hub.
+r"""Outputs of a run: answers of its saved models, folders that load without fedpriv, model cards, and the Hub.
 
     saved = find(Path("results/RUN"), variant="global")
     classify(load(saved), ["a rash on the left knee"])  # the probability of each of saved.labels
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from fedpriv.publishing.escaping import markdown as markdown
+    from fedpriv.publishing._card_texts import markdown as markdown
     from fedpriv.publishing.prediction import classify as classify
     from fedpriv.publishing.prediction import generate as generate
     from fedpriv.publishing.saved import LoadedVariant as LoadedVariant

@@ -23,10 +23,10 @@ from fedpriv.adapters.base_models import quiet_transformers
 from fedpriv.adapters.pooling import STATE_SCALE, normalizes
 from fedpriv.deployment.files import new_folder
 from fedpriv.errors import InputError
-from fedpriv.publishing import card, usage
+from fedpriv.publishing import _card_texts, card
+from fedpriv.publishing._card_texts import Form
 from fedpriv.publishing.prediction import ends_of
 from fedpriv.publishing.saved import LoadedVariant, SavedVariant
-from fedpriv.publishing.usage import Form
 from fedpriv.runs import files
 
 _NAMES = "sentence_transformers.models"
@@ -35,7 +35,7 @@ _ACTIVATION = "torch.nn.modules.activation"
 
 
 def form_of(saved: SavedVariant) -> Form:
-    """What a variant is exported as.
+    """The form in which a variant is exported.
 
     Raises:
         InputError: neither library can express it.
@@ -98,7 +98,7 @@ def _readme(saved: SavedVariant, form: Form) -> str:
         [
             f"# An export of {saved.name}",
             "",
-            *usage.lines(saved, form),
+            *_card_texts.lines(saved, form),
             "",
             "What it cost its data holders, the card of the adapter says that it was made of.",
             "",

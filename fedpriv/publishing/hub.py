@@ -1,9 +1,19 @@
-"""A variant on the Hugging Face Hub: which files, and one commit with all of them or none."""
+"""A variant on the Hugging Face Hub: whether it may go there, with which files, in one commit or none.
+
+A global model is a function of releases that were paid for, so it may go out where the run was private and within its
+budgets. What one holder uploaded shows that holder alone, so it needs that holder's permission, in the ledger; so does
+what a few made, or a federation of one, and a global model after a round in which only one upload arrived, since it
+is that upload. Records that are public need no permission.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import re
+import sqlite3
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi
@@ -11,11 +21,16 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 
 from fedpriv.adapters.lora import CONVENTION_FILE
+from fedpriv.config import RunConfig
 from fedpriv.dedup import variants
-from fedpriv.errors import InputError
+from fedpriv.dedup.variants import Described
+from fedpriv.errors import InputError, LedgerError
+from fedpriv.ledger import entries, reader
 from fedpriv.publishing import card
+from fedpriv.publishing.card import why_not_private
 from fedpriv.publishing.saved import ADAPTER_CONFIG, SavedVariant
 from fedpriv.runs import files
+from fedpriv.runs.rows import ClientRow, read_rows
 
 TENSORS = "adapter_model.safetensors"
 _KEPT = ("version", "base_model", "base_weights", "pooling", "labels", "reading")
@@ -67,7 +82,7 @@ def upload(name: str, found: Mapping[str, bytes], *, public: bool) -> str:
     Args:
         name: OWNER/NAME.
         found: {file: content}.
-        public: whether a new repository can be read by everybody.
+        public: whether a new repository can be read by anyone.
 
     Raises:
         ConnectionError: the Hub refuses, or cannot be reached; one line.
@@ -85,3 +100,133 @@ def upload(name: str, found: Mapping[str, bytes], *, public: bool) -> str:
 
 def _json(values: Mapping[str, Any]) -> bytes:
     return (json.dumps(values, indent=2) + "\n").encode()
+
+
+# What the coordinator writes: models of everybody's uploads, one of a few holders' (which ones is not kept), their own.
+_OF_ALL = re.compile(r"global|round-[0-9]+")
+_OF_SOME = "integral-mean"
+_COLUMNS = ("round", "client", "status")
+_OF_ONE = re.compile(r"client-([0-9]+)")
+
+
+def why_publishable(saved: SavedVariant, *, ledger: Path | None = None, public_data: bool = False) -> str:
+    """Say in one line why the variant may be published.
+
+    Args:
+        saved: the variant.
+        ledger: where the run was charged; None for the ledger that its configuration names, or else its folder's.
+        public_data: whether the operator says that the records are public, which the run's configuration must say too.
+
+    Raises:
+        InputError: it may not be, or the ledger that the configuration names cannot be read; one line that says why.
+        LedgerError: the ledger is damaged, or is not that of the run.
+    """
+    run, config = saved.run, saved.config
+    if run is None or config is None or not files.is_finished(run):
+        raise InputError(
+            f"{saved.folder}: only a variant in the folder of its finished run can be pushed, with its ledger"
+        )
+    if saved.folder.resolve().parent.parent != run.resolve():
+        raise InputError(f"{saved.folder}: leads out of its run's folder; name the variant where it is")
+    described = variants.read(saved.folder)
+    if described.name != saved.name:
+        raise InputError(f"{saved.folder / variants.FILE}: describes another variant, so nobody knows what this one is")
+    data_sets = {client: fields["data_set"] for client, fields in files.read_values(run / files.REGISTRATIONS).items()}
+    asked = _whose(saved.name, list(data_sets))
+    if public_data:
+        if not config.data_are_public:
+            raise InputError("--public-data: the run's configuration does not say so (public_data = false)")
+        return "the run's records are public"
+    summary = files.read_values(run / files.SUMMARY)
+    if reason := why_not_private(saved, summary):
+        hint = "; its records are public, so --public-data allows it" if config.data_are_public else ""
+        raise InputError(f"variant = {saved.name!r}: the run is not private: {reason}{hint}")
+    _check_budgets(saved, summary)
+    asked = asked or _only_uploader(saved.name, run)
+    path = ledger or _charged_in(run, config)
+    with reader.reading(path) as db:
+        reader.verify_with_head(db, path)
+        _check_ledger(db, path, summary, data_sets)
+        _check_history(db, path, described, str(summary.get("run_id")))
+        permissions = [_permission(db, path, summary, client, data_sets) for client in asked]
+    return "; ".join(permissions) or "made of releases that the ledger has paid for, within every budget"
+
+
+def _charged_in(run: Path, config: RunConfig) -> Path:
+    """The ledger that the run was charged in; its folder holds a copy from its end, which lacks what came later."""
+    if not config.ledger:
+        return run / files.LEDGER
+    path = Path(config.ledger)
+    try:
+        with reader.reading(path):
+            return path
+    except (LedgerError, OSError) as error:
+        raise InputError(
+            f"ledger = {config.ledger!r}: the run was charged there, and a permission may be withdrawn there, but it "
+            f"cannot be read ({error}); say with --ledger PATH where it is now"
+        ) from None
+
+
+def _whose(name: str, clients: list[str]) -> list[str]:
+    """The clients that a variant needs the permission of."""
+    if of_one := _OF_ONE.fullmatch(name):
+        return [of_one[1]]
+    if name != _OF_SOME and not _OF_ALL.fullmatch(name):
+        raise InputError(f"variant = {name!r}: is none that a run writes, so nothing says what went into it")
+    return clients if name == _OF_SOME or len(clients) == 1 else []
+
+
+def _only_uploader(name: str, run: Path) -> list[str]:
+    """The client that a global model is the upload of, if nobody else's was in the last round that changed it."""
+    last = int(name.removeprefix("round-")) if name.startswith("round-") else math.inf
+    rows = [row for row in read_rows(run / files.CLIENTS, ClientRow, _COLUMNS) if row["status"] == "ok"]
+    made = max((row["round"] for row in rows if row["round"] <= last), default=0)
+    uploaders = [str(row["client"]) for row in rows if row["round"] == made]
+    return uploaders if len(uploaders) == 1 else []
+
+
+def _check_history(db: sqlite3.Connection, path: Path, described: Described, run: str) -> None:
+    """Refuse a variant that is made of anything but releases of the run that the ledger has charged."""
+    uploads = described.history.ancestors
+    if uploads is None or any(upload.run != run for upload in uploads):
+        raise InputError(f"variant = {described.name!r}: is not made of this run's uploads alone")
+    for data_set in {upload.data_set for upload in uploads}:
+        charged = {(key.round, key.request) for key, _ in entries.releases_of(db, data_set, run)}
+        if not {(u.round, u.request) for u in uploads if u.data_set == data_set} <= charged:
+            raise InputError(f"variant = {described.name!r}: is made of uploads that {path} has not charged")
+
+
+def _check_budgets(saved: SavedVariant, summary: Mapping[str, Any]) -> None:
+    assert saved.config is not None
+    view = saved.config.privacy_view
+    for client in summary["clients"]:
+        budget, spent = saved.config.budget_of(client["client"]), client[f"epsilon_{view}"]
+        if budget is not None and (spent is None or spent > budget * (1 + 1e-9)):
+            raise InputError(
+                f"variant = {saved.name!r}: client {client['client']} has spent epsilon {spent} on the {view} view, "
+                f"more than its budget {budget:g}"
+            )
+
+
+def _check_ledger(db: sqlite3.Connection, path: Path, summary: Mapping[str, Any], data_sets: Mapping[str, str]) -> None:
+    """Refuse a ledger of another run, and noise of which the ledger says that it was seeded."""
+    if entries.number_of(db, str(summary.get("ledger_head"))) is None:
+        raise LedgerError(
+            f"{path}: has no entry {summary.get('ledger_head')}, with which the run ended; give its --ledger"
+        )
+    for client, data_set in data_sets.items():
+        own = [known for known in entries.runs(db, data_set) if known.run == summary.get("run_id")]
+        if own and own[0].noise_source != "secure":
+            raise InputError(f"client {client}: by {path} its noise was {own[0].noise_source}, which protects nobody")
+
+
+def _permission(
+    db: sqlite3.Connection, path: Path, summary: Mapping[str, Any], client: str, data_sets: Mapping[str, str]
+) -> str:
+    found = entries.permission(db, data_sets.get(client, ""), str(summary.get("run_id")))
+    if found is None:
+        raise InputError(
+            f"variant: shows what client {client} uploaded, and {path} has no permission of that holder; once you have "
+            f"it: fedpriv ledger permit {path} --client {client} --reason '...'"
+        )
+    return f"permitted by entry {found.number} of the ledger: {found.note}"

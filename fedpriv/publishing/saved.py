@@ -46,12 +46,12 @@ class SavedVariant:
 
     @property
     def name(self) -> str:
-        """Of the variant in its run."""
+        """The variant's name in its run."""
         return self.folder.resolve().name
 
     @property
     def base(self) -> str:
-        """What its base is called elsewhere, see `public_name`; files of older versions may name a path instead."""
+        """The name of its base elsewhere, see `public_name`; files of older versions may name a path instead."""
         settings = files.read_values(self.folder / ADAPTER_CONFIG)
         return public_name(str(self.convention.get("base_model") or settings["base_model_name_or_path"]))
 

@@ -1,16 +1,18 @@
-"""What a server of variants is asked, and what comes back: the contract between its engine and its HTTP side."""
+"""Requests to a server of variants, and their events: the contract between its engine and its HTTP side."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, Protocol
+
+from fedpriv.errors import InputError
 
 Tokens = tuple[int, ...]
 
 
 class ServingError(RuntimeError):
-    """A request that is not answered; the message is one line for whoever asked, and names no file."""
+    """A request that is not answered; the message is one line for the one who asked, and names no file."""
 
 
 class UnknownVariantError(ServingError):
@@ -26,7 +28,7 @@ class TooLongError(ServingError):
 
 
 class BusyError(ServingError):
-    """As many requests wait as the server lets wait, or it is about to stop."""
+    """The server lets no more requests wait, or it is about to stop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +123,7 @@ class Ticket(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """What a server has done since it started; every figure but `num_waiting` and `bytes_in_memory` only grows.
+    """Counts of a server's work since it started; every figure but `num_waiting` and `bytes_in_memory` only grows.
 
     Attributes:
         num_waiting: requests that no pass has begun with.
@@ -180,7 +182,7 @@ class Serving(Protocol):
         """
 
     def submit(self, request: Classify | Generate, on_event: Callable[[Event], None]) -> Ticket:
-        """Put a request beside those that wait; passes take up rows of all variants as they come.
+        """Put a request with those that wait; passes take up rows of all variants as they come.
 
         Args:
             request: for a model of the right task.
@@ -200,3 +202,34 @@ class Serving(Protocol):
 
     def close(self) -> None:
         """Give up what is under way and free the memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLimits:
+    """Bounds of a server's engine; all >= 1.
+
+    Attributes:
+        memory_bytes: of the variants in memory.
+        waiting: requests that no pass has begun with.
+        rows: of a pass.
+        pass_tokens: of a pass, with padding; a longer text has a pass of its own.
+        client_tokens: of a pass, with padding, that are of one client with a name; a longer text may come first alone.
+        cached_tokens: whose keys and values are kept, with padding; no prompt and answer may have more.
+        turn_tokens: that an answer gets before it makes room for others that wait.
+
+    Raises:
+        InputError: one is smaller.
+    """
+
+    memory_bytes: int = 2 * 10**9
+    waiting: int = 256
+    rows: int = 32
+    pass_tokens: int = 2048
+    client_tokens: int = 512
+    cached_tokens: int = 16_384
+    turn_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) < 1:
+                raise InputError(f"{field.name} = {getattr(self, field.name)}: must be at least 1")

@@ -12,14 +12,14 @@ from typing import Any
 from fedpriv.config_types import BaseFormat
 from fedpriv.data.encoding import chat_format_of
 from fedpriv.serving import sources
-from fedpriv.serving.classification import Classification
-from fedpriv.serving.desk import Counter, Desk, tell
-from fedpriv.serving.engine import SharedBase
-from fedpriv.serving.generation import Generation
-from fedpriv.serving.limits import Limits
-from fedpriv.serving.paging import Memory
+from fedpriv.serving._classification import Classification
+from fedpriv.serving._engine import SharedBase
+from fedpriv.serving._generation import Generation
+from fedpriv.serving._jobs import Desk, PassCounter, ServingJob, Waiting, tell
+from fedpriv.serving._texts import Tokenizing
 from fedpriv.serving.requests import (
     Classify,
+    EngineLimits,
     Event,
     Failed,
     Generate,
@@ -29,9 +29,7 @@ from fedpriv.serving.requests import (
     TooLongError,
     UnknownVariantError,
 )
-from fedpriv.serving.sources import LoadedBase, Source
-from fedpriv.serving.tokenizing import Tokenizing
-from fedpriv.serving.waiting import Job, Waiting
+from fedpriv.serving.sources import LoadedBase, Source, VariantMemory
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +57,7 @@ def open_serving(
     found = sources.find(source, base=model)
     if base_dtype != "auto":
         found = replace(found, config=replace(found.config, base_dtype=base_dtype))
-    return Scheduler(found, sources.load(found), Limits(memory_bytes=memory_bytes, waiting=max_waiting))
+    return Scheduler(found, sources.load(found), EngineLimits(memory_bytes=memory_bytes, waiting=max_waiting))
 
 
 class Scheduler:
@@ -74,8 +72,8 @@ class Scheduler:
         names, task, labels, model_name, max_tokens, quick_characters: see `Serving`.
     """
 
-    def __init__(self, source: Source, loaded: LoadedBase, limits: Limits | None = None) -> None:
-        limits = limits or Limits()
+    def __init__(self, source: Source, loaded: LoadedBase, limits: EngineLimits | None = None) -> None:
+        limits = limits or EngineLimits()
         self._readers = source.readers
         base = SharedBase(loaded.model)
         self._num_embeddings = base.num_embeddings
@@ -86,9 +84,9 @@ class Scheduler:
         self.max_tokens = _most_tokens(base, limits, loaded.tokenizer, self.task)
         self._tokenizing = Tokenizing(loaded.tokenizer, self.model_name, chat_format_of(source.config), self.max_tokens)
         self.quick_characters = self._tokenizing.quick_characters
-        self._memory = Memory(source.readers, base.weights, limits.memory_bytes)
+        self._memory = VariantMemory(source.readers, base.weights, limits.memory_bytes)
         self._waiting = Waiting(limits.waiting)
-        self._counter = Counter(base, self._memory, self._waiting, limits)
+        self._counter = PassCounter(base, self._memory, self._waiting, limits)
         self._desk: Desk = (
             Classification(self._counter)
             if self.task == "SEQ_CLS"
@@ -122,7 +120,7 @@ class Scheduler:
         further = 0 if isinstance(request, Classify) else _checked(request)
         for text in texts:
             self._check(text, further)
-        job = Job(request=request, texts=texts, on_event=on_event)
+        job = ServingJob(request=request, texts=texts, on_event=on_event)
         self._waiting.add(job)
         return _Ticket(job, self._waiting)
 
@@ -183,7 +181,7 @@ class Scheduler:
 class _Ticket:
     """See `fedpriv.serving.requests.Ticket`."""
 
-    def __init__(self, job: Job, waiting: Waiting) -> None:
+    def __init__(self, job: ServingJob, waiting: Waiting) -> None:
         self._job, self._waiting = job, waiting
 
     def cancel(self) -> None:
@@ -207,8 +205,8 @@ def _checked(request: Generate) -> int:
     return request.max_new_tokens
 
 
-def _most_tokens(base: SharedBase, limits: Limits, tokenizer: Any, task: str) -> int:
-    """Of a text or a prompt with its answer: what the model has positions for, and the server room."""
+def _most_tokens(base: SharedBase, limits: EngineLimits, tokenizer: Any, task: str) -> int:
+    """The most tokens of a text, or a prompt with its answer, for which model and server have room."""
     found = [base.most_positions, getattr(tokenizer, "model_max_length", None)]
     found.append(limits.cached_tokens if task == "CAUSAL_LM" else max(limits.pass_tokens, _SHORT))
     return min(most for most in found if most is not None)

@@ -1,10 +1,15 @@
-"""Where variants and their base come from: the folder of a run, or a store of deduplicated variants."""
+"""Sources of variants and their base: the folder of a run, or a store of deduplicated variants.
+
+Variants are read into memory when they are asked for, and the least recently used ones are given up for others.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +27,8 @@ from fedpriv.dedup import variants
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
 from fedpriv.runs import files
-from fedpriv.serving.paging import Read
+from fedpriv.serving._engine import Weights
+from fedpriv.serving.requests import DamagedVariantError, ServingError, UnknownVariantError
 from fedpriv.training.decoding import ends_of_turn
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import load_model
@@ -43,7 +49,7 @@ class Source:
     """
 
     config: RunConfig
-    readers: Mapping[str, Read]
+    readers: Mapping[str, _Read]
     labels: tuple[str, ...] = ()
 
 
@@ -113,7 +119,7 @@ def _of_run(run: Path) -> Source:
     scaling = config.alpha / config.rank
     # A folder with a description is complete; names are those of folders, and requests are looked up among them.
     folders = {path.parent.name: path.parent for path in (run / files.VARIANTS).glob(f"*/{variants.FILE}")}
-    readers: dict[str, Read] = {name: partial(_read, folder, scaling) for name, folder in folders.items()}
+    readers: dict[str, _Read] = {name: partial(_read, folder, scaling) for name, folder in folders.items()}
     if (run / files.STORE / _STORE_INDEX).is_file():
         store = Store(run / files.STORE, read_only=True)
         readers = {name: partial(_restored, store, name) for name in store.names} | readers
@@ -203,9 +209,126 @@ def _num_labels(store: Store) -> int:
 
 
 def _defaults(model: str, store: Store) -> RunConfig:
-    """What the tensors of a store say of the run that made them; the rest has its defaults."""
+    """The configuration of the run that made a store, as far as its tensors tell; the rest has its defaults."""
     tensors = store.manifest(store.names[0]).layout.tensors
     rank = next((tensor.shape[0] for tensor in tensors if tensor.name.endswith(A_SUFFIX)), 1)
     config = parse({"model": model, "task": "SEQ_CLS" if _num_labels(store) else "CAUSAL_LM"})
     layers = sorted({int(m.group(1)) for t in tensors if (m := re.search(r"\.(?:layer|layers|h)\.(\d+)\.", t.name))})
     return replace(config, rank=rank, alpha=config.alpha / config.rank * rank, layers=",".join(map(str, layers)))
+
+
+log = logging.getLogger(__name__)
+
+_Read = Callable[[], Mapping[str, Tensor]]
+"""The tensors of a variant, from the disk; raises an exception of any kind if they are damaged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Paged:
+    """The requests to the memory so far; see `fedpriv.serving.requests.Statistics`."""
+
+    hits: int = 0
+    misses: int = 0
+    bytes_in_memory: int = 0
+    bytes_read: int = 0
+
+
+class NoRoomError(RuntimeError):
+    """Variants in use leave no room now; there will be some when they are given back."""
+
+
+class VariantMemory:
+    """Variants in bounded memory. Not thread-safe, except that `paged` may be read from any thread.
+
+    A variant in use stays until everyone has given it back. Between its last use and the next it may go, and the one
+    that was asked for longest ago goes first.
+
+    Args:
+        readers: by the variant's name; names come from requests and are looked up here and nowhere else.
+        weights: turns a variant's name and tensors into what passes use; raises ValueError if they do not fit.
+        memory_bytes: of all variants in memory together.
+
+    Attributes:
+        paged: what has happened so far.
+    """
+
+    def __init__(
+        self,
+        readers: Mapping[str, _Read],
+        weights: Callable[[str, Mapping[str, Tensor]], Weights],
+        memory_bytes: int,
+    ) -> None:
+        self._readers, self._weights, self._memory_bytes = readers, weights, memory_bytes
+        self._held: OrderedDict[str, Weights] = OrderedDict()
+        self._uses: Counter[str] = Counter()
+        self.paged = _Paged()
+
+    def take(self, name: str, *, again: bool = False) -> Weights:
+        """A variant, which stays in memory until `give_back` was called as often as this.
+
+        Args:
+            name: of the variant.
+            again: whether the request has had it before, and is counted already.
+
+        Raises:
+            UnknownVariantError: there is none of this name.
+            DamagedVariantError: it is not as it was written.
+            ServingError: it needs more memory than there is.
+            NoRoomError: it needs more than the variants in use leave.
+        """
+        held = self._held.get(name)
+        read = 0
+        if held is None:
+            held = self._read(name)
+            read = held.num_bytes
+            self._make_room(held)
+            self._held[name] = held
+        self._held.move_to_end(name)
+        self._uses[name] += 1
+        before = self.paged
+        self.paged = _Paged(
+            hits=before.hits + (not read and not again),
+            misses=before.misses + (bool(read) and not again),
+            bytes_in_memory=sum(weights.num_bytes for weights in self._held.values()),
+            bytes_read=before.bytes_read + read,
+        )
+        return held
+
+    def give_back(self, name: str) -> None:
+        """A use of a variant is over."""
+        self._uses[name] -= 1
+        if self._uses[name] <= 0:
+            del self._uses[name]
+
+    def clear(self) -> None:
+        """Free all variants."""
+        self._held.clear()
+        self._uses.clear()
+        self.paged = replace(self.paged, bytes_in_memory=0)
+
+    def _read(self, name: str) -> Weights:
+        if name not in self._readers:
+            raise UnknownVariantError(f"there is no variant {name!r}")
+        try:
+            return self._weights(name, self._readers[name]())
+        except Exception as error:  # a damaged file makes of its readers what it likes
+            log.warning("variant %s is not served: %s", name, error)
+            raise DamagedVariantError(f"variant {name!r} is damaged and not served; the others are") from None
+
+    def _make_room(self, new: Weights) -> None:
+        if new.num_bytes > self._memory_bytes:
+            raise ServingError(
+                f"variant {new.variant!r} needs {new.num_bytes} bytes, but the server has {self._memory_bytes} for all"
+            )
+        excess = sum(held.num_bytes for held in self._held.values()) + new.num_bytes - self._memory_bytes
+        leaving = []
+        for name, held in self._held.items():
+            if excess <= 0:
+                break
+            if name not in self._uses:
+                leaving.append(name)
+                excess -= held.num_bytes
+        if excess > 0:
+            raise NoRoomError(new.variant)
+        for name in leaving:
+            del self._held[name]

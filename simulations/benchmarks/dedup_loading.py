@@ -1,39 +1,269 @@
-"""How fast variants that share blocks are loaded: a store's registry against three ways of loading plain files.
+"""How fast variants that share blocks are loaded: a store against three ways of loading plain safetensors files.
 
     python -m simulations.benchmarks.dedup_loading [--cases cluster scattered] [--queries 100] [--repeats 3]
+    python -m simulations.benchmarks.dedup_loading STORE [--files RUN/variants] [--cold] [--json]
 
-Models of MiniLM's shape (22.7 million float32 values), in two cases. `cluster`: eight models with equal embeddings and
-first four layers (84 % of the values); of the blocks of 1,024 values in the rest, two thirds are a model's own, and so
-are all small tensors there. `scattered`: twelve models, in each of which a tenth of all blocks of 16,384 values is its
-own, at random. Each random query loads one of them into a built model, which then runs one batch. Every arm has a
-process of its own with a bound on all its memory; `fedpriv.dedup.bench` describes what they do, cold and warm.
+Without a store, it makes models of MiniLM's shape (22.7 million float32 values), in two cases. `cluster`: eight models
+with equal embeddings and first four layers (84 % of the values); of the blocks of 1,024 values in the rest, two thirds
+are a model's own, and so are all small tensors there. `scattered`: twelve models, in each of which a tenth of all
+blocks of 16,384 values is its own, at random. Each random query loads one of them into a built model, which then runs
+one batch.
+
+A given store is only read, and every load is checked against the variant, bit for bit. Its variants are used as
+--workload says; those of a run classify a batch of the run's test records.
+
+Every arm (`ARMS`) has a process of its own, whose whole memory is bounded: by what it needs without any weights
+(Python, torch, the built models, one inference), the given memory, and 16 MiB for pages that are under way. Where a
+control group can be made, the bound includes what the process brings into the system's cache; elsewhere it is on the
+address space, and since the cache is not bounded then, files for which there would be no memory are dropped from it
+before each cold query.
+
+Arms with plain files keep the most recently used models, as many as their memory holds; the maps of files stay as long
+as the system keeps their pages. Cold: no file is in the cache when the first query arrives; afterwards the system does
+what it does. The store's cold time includes opening it and allocating memory; the other arms have allocated their
+memory and read all headers beforehand. Warm: the same queries after a first pass.
+
+Source: Guan et al. 2025, Figures 5 and 8.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import pickle
+import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import safetensors.numpy
 import torch
 from numpy.typing import NDArray
 from transformers import BertConfig, BertModel
 
-from fedpriv.dedup.bench import KINDS, Report, bench, restore_all
-from fedpriv.dedup.blocks import Layout, layout_of
+from fedpriv import strict_json
+from fedpriv.adapter_variants import AdapterEvaluator
+from fedpriv.dedup import variants
+from fedpriv.dedup.blocks import BlockLayout, layout_of
+from fedpriv.dedup.serving import named_view, targets_in
 from fedpriv.dedup.store import Store
+from fedpriv.errors import InputError, StoreError
+from simulations.benchmarks._bounded_memory import kind_of, read_speed, temporary_group
+from simulations.benchmarks._dedup_process import ARMS, Arm, ArmFigures, ArmJob, Workload, digest, in_a_process
+from simulations.benchmarks._plain_files import read_header
 
 BATCH, TOKENS = 1, 16
+RECORDS_PER_QUERY = 8
 TARGETS = {("cold", "safetensors"): 10.0, ("cold", "straight"): 3.0}
+
+Kind = Literal["cold", "warm"]
+KINDS: tuple[Kind, ...] = ("cold", "warm")
+
+__all__ = ["ARMS", "KINDS", "Arm", "Report", "Workload", "bench", "restore_all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The times and bytes of every arm.
+
+    Attributes:
+        num_variants: in the store; queries choose among them.
+        memory_bytes: of each arm, for models and, in a control group, cached files.
+        limited_by: "cgroup v1", "cgroup v2" or "address space".
+        limit_bytes: {arm: bound on its whole process}.
+        disk_bytes_per_second: of one of the files, read in one piece by a process without a bound.
+        page_cache_dropped: whether the files were verified to be out of the page cache when they should be; if not,
+            the cold figures are not cold. None if nothing cold was measured.
+        cold, warm: {arm: its times and bytes}; empty where not measured.
+        failures: {arm that gave no figures: why, in one line}.
+    """
+
+    num_queries: int
+    num_variants: int
+    memory_bytes: int
+    limited_by: str
+    limit_bytes: Mapping[str, int]
+    disk_bytes_per_second: float
+    page_cache_dropped: bool | None
+    cold: Mapping[str, Arm]
+    warm: Mapping[str, Arm]
+    failures: Mapping[str, str]
+
+    def arms(self, kind: Kind) -> Mapping[str, Arm]:
+        """{arm: its times and bytes}, cold or warm."""
+        return self.cold if kind == "cold" else self.warm
+
+    def load_ratios(self, kind: Kind) -> dict[str, float]:
+        """{arm with plain files: its load time over that of the store}; larger is better for the store."""
+        return self._ratios(kind, "load_seconds")
+
+    def total_ratios(self, kind: Kind) -> dict[str, float]:
+        """The same for loading and inference together."""
+        return self._ratios(kind, "total_seconds")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, including the ratios."""
+        ratios = {kind: {"load": self.load_ratios(kind), "total": self.total_ratios(kind)} for kind in KINDS}
+        return {**asdict(self), "ratios": ratios}
+
+    def _ratios(self, kind: Kind, figure: str) -> dict[str, float]:
+        arms = self.arms(kind)
+        if "store" not in arms:
+            return {}
+        store: float = getattr(arms["store"], figure)
+        return {name: getattr(arm, figure) / store for name, arm in arms.items() if name != "store"}
+
+
+def bench(
+    store: Path,
+    files: Mapping[str, Path],
+    *,
+    num_queries: int = 100,
+    memory_bytes: int | None = None,
+    seed: int = 0,
+    cold: bool = True,
+    warm: bool = True,
+    workloads: Mapping[str, Workload] | None = None,
+    arms: Sequence[str] = ARMS,
+) -> Report:
+    """Measure serving random variants from a store and from plain files.
+
+    In an untimed pass over all queries every load of every arm must give the variant bit for bit, as it is stored or
+    as it is in its file.
+
+    Args:
+        store: folder of a store.
+        files: {variant: safetensors file} for every variant of the store.
+        num_queries: >= 1.
+        memory_bytes: of each arm; by default a third of the size of all variants, or the size of the largest one if
+            that is more.
+        seed: of the queries.
+        cold, warm: whether to measure each.
+        workloads: {variant: what it is used for} for every variant, measured in addition to loading; several variants
+            may share one. Without any, a variant is loaded as a dict of tensors, and `mmap`, which then would read
+            nothing, is left out.
+        arms: of `ARMS`.
+
+    Raises:
+        InputError: there is no variant, a file is missing or has another architecture than its variant, a workload's
+            model has another architecture, or the memory does not hold one variant.
+        StoreError: the store is damaged, or a load did not give the variant.
+    """
+    if num_queries < 1:
+        raise InputError(f"num_queries = {num_queries}: must be >= 1")
+    if unknown := [arm for arm in arms if arm not in ARMS]:
+        raise InputError(f"arm = {unknown[0]!r}: must be one of {', '.join(ARMS)}")
+    layouts, stored = _stored(store)
+    checked = _checked(files, layouts)
+    sizes = [layout.padded_bytes for layout in layouts.values()]
+    job = ArmJob(
+        arm="store",
+        store=store,
+        files=checked,
+        layouts=layouts,
+        expected=stored,
+        queries=_queries(list(layouts), num_queries, seed),
+        memory_bytes=max(max(sizes), sum(sizes) // 3) if memory_bytes is None else memory_bytes,
+        cold=cold,
+        warm=warm,
+        workloads=_pickled(workloads or {}, layouts),
+        group=None,
+    )
+    _check_memory(job)
+    in_files = {name: digest(safetensors.numpy.load_file(path)) for name, path in checked.items()}
+    found: dict[str, ArmFigures | str] = {}
+    limited_by = ""
+    for arm in arms:
+        if arm != "mmap" or workloads:
+            with temporary_group() as group:
+                limited_by = kind_of(group)
+                expected = stored if arm == "store" else in_files
+                found[arm] = in_a_process(replace(job, arm=arm, expected=expected, group=group))
+    measured = {arm: result for arm, result in found.items() if isinstance(result, ArmFigures)}
+    dropped = [result.page_cache_dropped for result in measured.values()]
+    return Report(
+        num_queries=num_queries,
+        num_variants=len(layouts),
+        memory_bytes=job.memory_bytes,
+        limited_by=limited_by,
+        limit_bytes={arm: result.limit_bytes for arm, result in measured.items()},
+        disk_bytes_per_second=read_speed(next(iter(checked.values()))),
+        page_cache_dropped=all(dropped) if cold else None,
+        cold={arm: result.cold for arm, result in measured.items() if result.cold is not None},
+        warm={arm: result.warm for arm, result in measured.items() if result.warm is not None},
+        failures={arm: result for arm, result in found.items() if isinstance(result, str)},
+    )
+
+
+def restore_all(store: Path, folder: Path) -> dict[str, Path]:
+    """{variant: safetensors file in the folder, restored from the store}.
+
+    Raises:
+        StoreError: the store is damaged.
+    """
+    with Store(store, read_only=True) as opened:
+        files = {name: folder / f"{name}.safetensors" for name in opened.names}
+        for name, path in files.items():
+            safetensors.numpy.save_file(opened.restore(name), path)
+    return files
+
+
+def _stored(path: Path) -> tuple[dict[str, BlockLayout], dict[str, str]]:
+    """{variant: layout} and {variant: digest of its tensors}.
+
+    The store does not stay mapped, because that would keep it in the page cache.
+    """
+    with Store(path, read_only=True) as store:
+        if not store.names:
+            raise InputError(f"store = {str(path)!r}: holds no variants")
+        layouts = {}
+        for name in store.names:
+            manifest = store.manifest(name)
+            if manifest.basis is not None:
+                raise InputError(f"variant {name!r}: is stored by a shared basis, without blocks that could be served")
+            layouts[name] = manifest.layout
+        return layouts, {name: digest(store.restore(name)) for name in store.names}
+
+
+def _queries(names: Sequence[str], num_queries: int, seed: int) -> list[str]:
+    return [names[number] for number in np.random.default_rng(seed).integers(len(names), size=num_queries)]
+
+
+def _checked(files: Mapping[str, Path], layouts: Mapping[str, BlockLayout]) -> dict[str, Path]:
+    """The files of the store's variants, each checked to have its variant's architecture."""
+    for name, layout in layouts.items():
+        if name not in files:
+            raise InputError(f"files: none for variant {name!r}; give one for each of the store's {len(layouts)}")
+        _, content = read_header(files[name])
+        if difference := layout.difference(replace(layout, tensors=tuple(content.tensors))):
+            raise InputError(f"files: variant {name!r} has another architecture than the stored one: {difference}")
+    return {name: files[name] for name in layouts}
+
+
+def _check_memory(job: ArmJob) -> None:
+    for name, layout in job.layouts.items():
+        if layout.padded_bytes > job.memory_bytes:
+            raise InputError(f"memory_bytes = {job.memory_bytes}: variant {name!r} alone needs {layout.padded_bytes}")
+
+
+def _pickled(workloads: Mapping[str, Workload], layouts: Mapping[str, BlockLayout]) -> bytes:
+    """The workloads of all variants, checked to fit them, for another process."""
+    for name, layout in layouts.items() if workloads else ():
+        if name not in workloads:
+            raise InputError(f"workloads: none for variant {name!r}; give one for each of the store's {len(layouts)}")
+        targets_in(workloads[name].model, layout)
+    try:
+        return pickle.dumps({name: workloads[name] for name in layouts if name in workloads})
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise InputError(f"workloads: cannot be pickled for a process of their own ({error})") from None
 
 
 class Encoding:
-    """A `fedpriv.dedup.bench.Workload`: one batch of random tokens through a model of MiniLM's shape."""
+    """A `Workload`: one batch of random tokens through a model of MiniLM's shape."""
 
     def __init__(self) -> None:
         config = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
@@ -46,8 +276,34 @@ class Encoding:
         self.model(self._tokens)
 
 
+class AdapterWorkload:
+    """A `Workload`: a run's model classifies one batch of test records with its current adapter.
+
+    Another process makes it again, since the model has hooks that cannot be pickled.
+
+    Args:
+        run: folder of the run.
+
+    Attributes:
+        model: the adapter's parameters by peft's names.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._run, self._evaluator = run, AdapterEvaluator.of_run(run)
+        self._evaluator.model.merge({})
+        self.model = named_view(self._evaluator.parameters)
+
+    def __reduce__(self) -> tuple[type[AdapterWorkload], tuple[Path]]:
+        return AdapterWorkload, (self._run,)
+
+    @torch.inference_mode()
+    def infer(self) -> None:
+        """Compute one batch from its tokens."""
+        self._evaluator.batch_logits(RECORDS_PER_QUERY)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class VariantKind:
     """A kind of variants.
 
     Attributes:
@@ -69,12 +325,12 @@ def is_late(name: str) -> bool:
 
 
 CASES = {
-    "cluster": Case(num_variants=8, block_size=1024, share=2 / 3, may_differ=is_late),
-    "scattered": Case(num_variants=12, block_size=16_384, share=0.1, may_differ=lambda _name: True),
+    "cluster": VariantKind(num_variants=8, block_size=1024, share=2 / 3, may_differ=is_late),
+    "scattered": VariantKind(num_variants=12, block_size=16_384, share=0.1, may_differ=lambda _name: True),
 }
 
 
-def make_variants(folder: Path, model: torch.nn.Module, case: Case, num_variants: int) -> None:
+def make_variants(folder: Path, model: torch.nn.Module, case: VariantKind, num_variants: int) -> None:
     """A store with the base and its variants."""
     base = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     layout = layout_of(base, case.block_size)
@@ -85,7 +341,7 @@ def make_variants(folder: Path, model: torch.nn.Module, case: Case, num_variants
 
 
 def changed(
-    base: dict[str, NDArray[Any]], layout: Layout, case: Case, generator: np.random.Generator
+    base: dict[str, NDArray[Any]], layout: BlockLayout, case: VariantKind, generator: np.random.Generator
 ) -> dict[str, NDArray[Any]]:
     """A variant of the base."""
     blocks, extras = layout.to_blocks(base)
@@ -95,25 +351,6 @@ def changed(
             blocks[own] += generator.standard_normal((len(own), case.block_size), np.float32)
     late = {name: values + np.float32(generator.normal()) for name, values in extras.items() if is_late(name)}
     return dict(layout.from_blocks(blocks, {**extras, **late}))
-
-
-def lines_of(case: str, report: Report) -> list[str]:
-    """What one repetition took."""
-    lines = [
-        f"{case}: {report.num_queries} queries over {report.num_variants} variants, {report.memory_bytes / 1e6:.0f} MB "
-        f"for each arm by {report.limited_by}; the disk reads {report.disk_bytes_per_second / 1e6:.0f} MB/s; page "
-        f"cache dropped: {report.page_cache_dropped}"
-    ]
-    for kind in KINDS:
-        loads, totals = report.load_ratios(kind), report.total_ratios(kind)
-        for name, arm in report.arms(kind).items():
-            ratio = f"; ratio {loads[name]:.1f}, with inference {totals[name]:.2f}" if name in loads else ""
-            lines.append(
-                f"  {kind}, {name}: load {arm.load_seconds:.3f} s for {arm.misses} misses, infer "
-                f"{arm.infer_seconds or 0:.3f} s; copied {arm.bytes_read / 1e6:.0f} MB, from disk "
-                f"{(arm.disk_bytes or 0) / 1e6:.0f} MB, cached at the end {arm.cached_bytes / 1e6:.0f} MB{ratio}"
-            )
-    return lines + [f"  {name}: {why}" for name, why in report.failures.items()]
 
 
 def claims_of(case: str, reports: list[Report]) -> list[dict[str, Any]]:
@@ -135,19 +372,102 @@ def claims_of(case: str, reports: list[Report]) -> list[dict[str, Any]]:
     return claims
 
 
-def main() -> None:
-    """Print a line for each measurement, and a JSON line for each claim last."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--variants", type=int, help="in each case; default 8 and 12")
-    parser.add_argument("--queries", type=int, default=100)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        help="a folder with 1.3 GB free; default the system's temporary one",
+def lines_of(found: Report) -> list[str]:
+    """Lines for a reader: the times and bytes of one repetition."""
+    lines = [
+        f"{found.num_queries} queries over {found.num_variants} variants, {found.memory_bytes} bytes for each arm "
+        f"on top of its process, bounded by {found.limited_by}; "
+        f"the disk reads {found.disk_bytes_per_second / 1e6:.0f} MB/s"
+    ]
+    for kind in KINDS:
+        arms, loads = found.arms(kind), found.load_ratios(kind)
+        lines += [f"{kind}, {_line(name, arm, loads.get(name))}" for name, arm in arms.items()]
+        if "store" in arms and arms["store"].infer_seconds is not None:
+            totals = ", ".join(f"{name} {ratio:.2f}" for name, ratio in found.total_ratios(kind).items())
+            lines.append(f"{kind}, with inference, over the store's time: {totals}")
+    lines += [f"{name}: {why}" for name, why in found.failures.items()]
+    if found.page_cache_dropped is False:
+        lines.append("the page cache kept files that it was told to drop: the cold measurement was not cold")
+    return lines
+
+
+def _line(name: str, arm: Arm, ratio: float | None) -> str:
+    disk = "" if arm.disk_bytes is None else f", {arm.disk_bytes} bytes from the disk"
+    inference = "" if arm.infer_seconds is None else f", inference {arm.infer_seconds:.4f} s"
+    return (
+        f"{name}: {arm.load_seconds:.4f} s for {arm.misses} loads of {arm.bytes_read} bytes{inference}{disk}, "
+        f"{arm.cached_bytes} cached at the end" + ("" if ratio is None else f"; ratio {ratio:.1f}")
     )
-    arguments = parser.parse_args()
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """{variant: its safetensors file}."""
+    found = {}
+    for described in sorted(folder.glob("*/variant.json")):
+        tensors = sorted(described.parent.glob("*.safetensors"))
+        if len(tensors) != 1:
+            raise InputError(f"{described.parent}: holds {len(tensors)} safetensors files; a variant is one")
+        found[variants.read(described.parent).name] = tensors[0]
+    if not found:
+        raise InputError(f"files = {str(folder)!r}: holds no variants; each is a folder with a variant.json")
+    return found
+
+
+def _workloads(name: str, store: Path) -> Mapping[str, Workload]:
+    """{variant: its workload}: the named ones, or that of the run that the store belongs to, or none."""
+    made: Any
+    if name:
+        made = _result_of(name)
+    elif (store.absolute().parent / "config.toml").exists():
+        made = AdapterWorkload(store.absolute().parent)
+    else:
+        return {}
+    with Store(store, read_only=True) as opened:
+        workloads = made if isinstance(made, Mapping) else dict.fromkeys(opened.names, made)
+    for workload in workloads.values():
+        if missing := [part for part in ("model", "infer") if not hasattr(workload, part)]:
+            raise InputError(f"workload = {name!r}: what it returns has no {missing[0]}; see `Workload`")
+    return workloads
+
+
+def _result_of(name: str) -> Any:
+    """Call MODULE:FUNCTION; the working directory is searched for the module first."""
+    module, _, function = name.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(f"workload = {name!r}: must be MODULE:FUNCTION ({error})") from None
+
+
+def measure_store(arguments: argparse.Namespace) -> Report:
+    """Measure a given store once, as the options say.
+
+    Raises:
+        InputError: the options or the files do not fit the store.
+        StoreError: there is no store, or it is damaged.
+    """
+    store, memory_mb = arguments.store, arguments.memory_mb
+    if memory_mb is not None and not memory_mb * 2**20 >= 1:
+        raise InputError(f"--memory-mb {memory_mb}: must be > 0")
+    used = _workloads(arguments.workload, store)
+    # Next to the store, so on the same disk: the system's temporary folder may be on another one.
+    with tempfile.TemporaryDirectory(dir=store.absolute().parent if store.is_dir() else None) as temporary:
+        return bench(
+            store,
+            restore_all(store, Path(temporary)) if arguments.files is None else _files(arguments.files),
+            num_queries=arguments.queries,
+            memory_bytes=None if memory_mb is None else int(memory_mb * 2**20),
+            seed=arguments.seed,
+            cold=arguments.cold is not False,
+            warm=arguments.cold is not True,
+            workloads=used,
+        )
+
+
+def measure_cases(arguments: argparse.Namespace) -> dict[str, list[Report]]:
+    """{case: its repetitions}, each printed when it is done."""
     workload = Encoding()
     measured: dict[str, list[Report]] = {}
     for name in arguments.cases:
@@ -160,10 +480,49 @@ def main() -> None:
             for _ in range(arguments.repeats):
                 report = bench(store, files, num_queries=arguments.queries, workloads=dict.fromkeys(files, workload))
                 measured[name].append(report)
-                print("\n".join(lines_of(name, report)), flush=True)
-    for name, reports in measured.items():
-        for claim in claims_of(name, reports):
-            print(json.dumps(claim))
+                print(f"{name}: " + "\n  ".join(lines_of(report)), flush=True)
+    return measured
+
+
+def _options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--queries", type=int, default=100, help="number of random variants to load")
+    made = parser.add_argument_group("without a store")
+    made.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    made.add_argument("--variants", type=int, help="in each case; default 8 and 12")
+    made.add_argument("--repeats", type=int, default=3)
+    made.add_argument("--folder", type=Path, help="a folder with 1.3 GB free; default the system's temporary one")
+    given = parser.add_argument_group("for a given store")
+    given.add_argument("store", type=Path, nargs="?", help="folder of a store")
+    given.add_argument("--files", type=Path, help="folder of the variants that were deduplicated; default: restored")
+    given.add_argument("--memory-mb", type=float, help="MiB for loaded variants; default: a third of what all need")
+    given.add_argument("--seed", type=int, default=0, help="of the queries")
+    given.add_argument("--cold", action="store_true", default=None, help="with files out of the page cache only")
+    given.add_argument("--warm", action="store_false", dest="cold", help="with files in the page cache only")
+    given.add_argument(
+        "--workload",
+        default="",
+        help="MODULE:FUNCTION that returns a Workload, or one for each variant as a dict, to measure inference too; "
+        "default: the run's",
+    )
+    given.add_argument("--json", action="store_true", help="print the report as JSON")
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Print a line for each measurement, and, of cases, a JSON line for each claim last."""
+    parser = _options()
+    arguments = parser.parse_args(words)
+    if arguments.store is None:
+        for name, reports in measure_cases(arguments).items():
+            for claim in claims_of(name, reports):
+                print(json.dumps(claim))
+        return
+    try:
+        found = measure_store(arguments)
+    except (InputError, StoreError) as error:
+        parser.exit(2 if isinstance(error, InputError) else 1, f"error: {error}\n")
+    print(strict_json.dumps(found.as_dict()) if arguments.json else "\n".join(lines_of(found)))
 
 
 if __name__ == "__main__":

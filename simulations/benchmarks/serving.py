@@ -35,8 +35,7 @@ from fedpriv.adapters.base_models import load_tokenizer
 from fedpriv.config import parse, to_toml
 from fedpriv.dedup import variants
 from fedpriv.dedup.composition import History
-from fedpriv.serving.limits import Limits
-from fedpriv.serving.requests import Classified, Classify, Event, Finished, Generate, Piece, Serving
+from fedpriv.serving.requests import Classified, Classify, EngineLimits, Event, Finished, Generate, Piece, Serving
 from fedpriv.serving.scheduler import Scheduler
 from fedpriv.serving.sources import find, load
 from fedpriv.training.workbench import load_model
@@ -54,7 +53,7 @@ Ask = Callable[[int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Query:
+class ServingQuery:
     """One request of a benchmark."""
 
     variant: str
@@ -92,7 +91,7 @@ def served(run: Path, base_dtype: Literal["float32", "bfloat16"] = "float32", **
     """An engine of the variants of a run."""
     source = find(run)
     source = replace(source, config=replace(source.config, base_dtype=base_dtype))
-    scheduler = Scheduler(source, load(source), Limits(**{"waiting": 10**6, **limits}))
+    scheduler = Scheduler(source, load(source), EngineLimits(**{"waiting": 10**6, **limits}))
     try:
         yield scheduler
     finally:
@@ -125,11 +124,11 @@ def answer_all(serving: Serving, requests: Sequence[Classify | Generate]) -> lis
     return events
 
 
-def queries(num: int, num_variants: int, num_tokens: int, seed: int = 0) -> list[Query]:
+def queries(num: int, num_variants: int, num_tokens: int, seed: int = 0) -> list[ServingQuery]:
     """Random requests whose texts have so many tokens, the tokenizer's own two included."""
     generator = random.Random(seed)
     return [
-        Query(
+        ServingQuery(
             variant=f"client-{generator.randrange(num_variants)}",
             text=" ".join(generator.choices(WORDS, k=num_tokens - 2)),
         )
@@ -137,21 +136,21 @@ def queries(num: int, num_variants: int, num_tokens: int, seed: int = 0) -> list
     ]
 
 
-def batches(asked: Sequence[Query]) -> Iterator[Sequence[Query]]:
+def batches(asked: Sequence[ServingQuery]) -> Iterator[Sequence[ServingQuery]]:
     """Those of a mixed batch."""
     for first in range(0, len(asked), BATCH):
         yield asked[first : first + BATCH]
 
 
-def rivals(run: Path) -> dict[str, Callable[[Sequence[Query]], Any]]:
+def rivals(run: Path) -> dict[str, Callable[[Sequence[ServingQuery]], Any]]:
     """{arm: answers requests}, without a server."""
     plain, bare = plain_peft(run, MINILM), load_base(MINILM, task="SEQ_CLS", num_labels=len(LABELS), normalize=True)
 
-    def tokens(asked: Sequence[Query]) -> Any:
+    def tokens(asked: Sequence[ServingQuery]) -> Any:
         return bare.tokenizer([query.text for query in asked], padding=True, return_tensors="pt")
 
     @torch.inference_mode()
-    def one_by_one(asked: Sequence[Query]) -> list[Any]:
+    def one_by_one(asked: Sequence[ServingQuery]) -> list[Any]:
         found = []
         for query in asked:
             plain.set_adapter(query.variant)
@@ -159,24 +158,24 @@ def rivals(run: Path) -> dict[str, Callable[[Sequence[Query]], Any]]:
         return found
 
     @torch.inference_mode()
-    def mixed(asked: Sequence[Query]) -> None:
+    def mixed(asked: Sequence[ServingQuery]) -> None:
         for batch in batches(asked):
             plain(**tokens(batch), adapter_names=[query.variant for query in batch])
 
     @torch.inference_mode()
-    def without_variants(asked: Sequence[Query]) -> None:
+    def without_variants(asked: Sequence[ServingQuery]) -> None:
         for batch in batches(asked):
             bare.model(**tokens(batch))
 
     return {"set_adapter": one_by_one, "adapter_names": mixed, "bare base": without_variants}
 
 
-def to_classify(serving: Serving, query: Query) -> Classify:
+def to_classify(serving: Serving, query: ServingQuery) -> Classify:
     """The server's request for a query, tokenised."""
     return Classify(variant=query.variant, texts=(serving.encode(query.text),))
 
 
-def shared(serving: Serving, asked: Sequence[Query]) -> list[Any]:
+def shared(serving: Serving, asked: Sequence[ServingQuery]) -> list[Any]:
     """The server's answers to requests."""
     requests = [to_classify(serving, query) for query in asked]
     return [events[-1] for events in answer_all(serving, requests)]
@@ -200,7 +199,7 @@ def throughput(run: Path, num_variants: int, num_requests: int, num_tokens: int,
     """The claims for texts of one length."""
     asked = queries(num_requests, num_variants, num_tokens)
     with served(run) as serving, served(run, "bfloat16") as in_bfloat16:
-        of_arms: dict[str, Callable[[Sequence[Query]], Any]] = {
+        of_arms: dict[str, Callable[[Sequence[ServingQuery]], Any]] = {
             "shared": partial(shared, serving),
             **rivals(run),
             "shared, bfloat16": partial(shared, in_bfloat16),

@@ -21,7 +21,16 @@ from typing import Any
 import torch
 
 from fedpriv.serving.requests import Classified
-from simulations.benchmarks.serving import MINILM, Query, answer_all, make_run, queries, rivals, served, to_classify
+from simulations.benchmarks.serving import (
+    MINILM,
+    ServingQuery,
+    answer_all,
+    make_run,
+    queries,
+    rivals,
+    served,
+    to_classify,
+)
 
 
 def soak(run: Path, num_variants: int, minutes: float, num_clients: int = 4) -> list[dict[str, Any]]:
@@ -31,12 +40,12 @@ def soak(run: Path, num_variants: int, minutes: float, num_clients: int = 4) -> 
     expected = {
         (number, place): found.softmax(dim=0)
         for number in range(num_variants)
-        for place, found in enumerate(plain([Query(variant=f"client-{number}", text=text) for text in texts]))
+        for place, found in enumerate(plain([ServingQuery(variant=f"client-{number}", text=text) for text in texts]))
     }
     del plain
     generator = random.Random(3)
     with served(run) as serving:
-        answer_all(serving, [to_classify(serving, Query(variant="client-0", text=texts[0]))])
+        answer_all(serving, [to_classify(serving, ServingQuery(variant="client-0", text=texts[0]))])
         of_one = serving.statistics().bytes_in_memory
     room = num_variants // 3
     ends, next_print, wrong, num = time.monotonic() + 60 * minutes, 0.0, 0, 0
@@ -48,7 +57,7 @@ def soak(run: Path, num_variants: int, minutes: float, num_clients: int = 4) -> 
             chosen = [min(int(generator.expovariate(4 / num_variants)), num_variants - 1) for _ in range(num_clients)]
             places = [generator.randrange(len(texts)) for _ in chosen]
             lru.ask(chosen)
-            asked = [Query(variant=f"client-{n}", text=texts[p]) for n, p in zip(chosen, places, strict=True)]
+            asked = [ServingQuery(variant=f"client-{n}", text=texts[p]) for n, p in zip(chosen, places, strict=True)]
             requests = [to_classify(serving, query) for query in asked]
             for number, place, events in zip(chosen, places, answer_all(serving, requests), strict=True):
                 found = events[-1]

@@ -34,7 +34,7 @@ from fedpriv.integral.subsamples import disjoint_subsamples
 from fedpriv.integral.tabular import Scaling, prepare
 from fedpriv.mechanisms.sources import SeededSource
 from simulations.studies import integral_page
-from simulations.studies.dedup.lines import append, lines
+from simulations.studies.dedup.cells import append, lines
 
 EPSILON = 0.05
 EPOCHS = 20

@@ -23,7 +23,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.dedup.algorithms import ALGORITHMS, Positions, SearchResult
+from fedpriv.dedup.algorithms import ALGORITHMS, BlockSearchResult, Positions
 
 NUM_RECORDS = 600
 TOLERANCE = 0.02
@@ -96,13 +96,13 @@ def failures(seed: int) -> Oracle:
 FAMILIES = {"margins": margins, "failures": failures}
 
 
-def by_size(name: str, smallest: int, num_blocks: int, accept: Oracle) -> SearchResult:
+def by_size(name: str, smallest: int, num_blocks: int, accept: Oracle) -> BlockSearchResult:
     """With L from the number of blocks alone: the last halves that are tried have about `smallest` blocks."""
     depth = max(1, round(math.log2(num_blocks / smallest)))
     return ALGORITHMS[name](num_blocks, accept, min_batch=math.ceil(1.8 * num_blocks / 2**depth))
 
 
-Search = Callable[[int, Oracle], SearchResult]
+Search = Callable[[int, Oracle], BlockSearchResult]
 GREEDY_20: Search = partial(ALGORITHMS["greedy"], batch=20)
 
 

@@ -22,10 +22,9 @@ from numpy.typing import NDArray
 from fedpriv.adapter_variants import AdapterEvaluator
 from fedpriv.dedup import variants
 from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.few_bits import few_bits
 from fedpriv.dedup.pipeline import deduplicate
-from fedpriv.dedup.planning import Settings
-from fedpriv.dedup.shared_basis import BasisOptions, Encoded, fit, flattened, restore_error
+from fedpriv.dedup.planning import DedupSettings
+from fedpriv.dedup.shared_basis import BasisOptions, Encoded, few_bits, fit, flattened, restore_error
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.validation import PrivateRecords
 
@@ -77,7 +76,7 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- |")
     points = []
     for name, (algorithm, options) in WAYS.items():
-        settings = Settings(block_size=BLOCK_SIZE, algorithm=algorithm, options=options, fairness="outcome")
+        settings = DedupSettings(block_size=BLOCK_SIZE, algorithm=algorithm, options=options, fairness="outcome")
         path = arguments.out / name.replace(", ", "-").replace(" ", "-").replace("/", "-")
         shutil.rmtree(path, ignore_errors=True)
         with Store(path) as store:

@@ -10,7 +10,7 @@ import safetensors.numpy
 from fedpriv.accounting.events import PureEpsilon
 from fedpriv.dedup.distance import nearest
 from fedpriv.ledger.ledger import Ledger
-from tests.cli.command_line import as_json, fedpriv
+from tests.cli.command_line import as_json, fedpriv, loading
 from tests.cli.inputs import write_study
 
 
@@ -89,7 +89,7 @@ def test_interrupted_it_says_how_to_go_on_and_goes_on(study, tmp_path):
     command = ["dedup", "run", "variants", tmp_path / "store", *RUN]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(AlgorithmStopped, "calls", 0)
-        patched.setattr("fedpriv.dedup.block_pipeline.nearest", AlgorithmStopped())
+        patched.setattr("fedpriv.dedup._block_pipeline.nearest", AlgorithmStopped())
         out, err = fedpriv(*command, folder=study, code=130)
     assert out == ""
     assert err.splitlines()[-1] == "interrupted: 2 of 3 variants are stored; the same command goes on from there"
@@ -221,7 +221,7 @@ def test_a_store_of_a_shared_basis_is_planned_listed_restored_emptied_and_never_
     fedpriv("dedup", "restore", store, "round-10", "--out", out)
     assert safetensors.numpy.load_file(out)["weight"].shape == (8192,)
     assert "3 variants, all sound" in fedpriv("dedup", "verify", store)[0]
-    assert "stored by a shared basis" in fedpriv("dedup", "bench", store, code=2)[1]
+    assert "stored by a shared basis" in fedpriv(store, code=2, program=loading)[1]
     shared = sum(path.stat().st_size for path in store.glob("bases/*"))
     assert max(model["bytes_own"] for model in as_json("dedup", "list", store)["variants"]) < shared
     assert "remove these as well" in fedpriv("dedup", "remove", store, "round-10", code=2)[1]

@@ -89,7 +89,6 @@ EXAMPLES = {
     "dedup remove": Example("store round-12", prepared_by="dedup run"),
     "dedup gc": Example("store", prepared_by="dedup run"),
     "dedup verify": Example("store", prepared_by="dedup run"),
-    "dedup bench": Example("store --queries 1", prepared_by="dedup run"),
     "lmo account": Example("--params exponential.json --order 1.5 --dimension 10", infinite="variance"),
     "lmo search": Example("--epsilon 2 --accounting published --part exponential", infinite="mean_absolute"),
     "lmo compare": Example("--epsilon 2 --dimension 1"),

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.dedup.base_selection import (
-    Variant,
+from fedpriv.dedup._base_selection import (
+    Candidate,
     basic_cost,
     cluster,
     fair_limits,
@@ -35,7 +35,7 @@ SCENARIOS = {
 
 def variant(name, epsilon, bound=1.0, data="D", **changes):
     fields = {"architecture": "roberta", "delta": 1e-5, "utility": 0.8, "utility_bound": 0.015}
-    return Variant(name=name, epsilon=epsilon, epsilon_bound=bound, data_sets=frozenset({data}), **fields | changes)
+    return Candidate(name=name, epsilon=epsilon, epsilon_bound=bound, data_sets=frozenset({data}), **fields | changes)
 
 
 def scenario(name, bound=None):
@@ -120,7 +120,7 @@ def test_utility_may_fall_to_the_next_lower_one_on_the_same_data():
 
 def test_a_target_prefers_the_base_that_adds_least():
     target = variant("t", 5.0, 2.0, tags=frozenset({"x"}))
-    both = Variant(**vars(variant("s", 0.1, 0.0)) | {"data_sets": frozenset("DE")})
+    both = Candidate(**vars(variant("s", 0.1, 0.0)) | {"data_sets": frozenset("DE")})
     elsewhere = variant("e", 4.0, 0.0, data="E", tags=frozenset({"x"}))
     # Algorithm 2's letter takes the smaller epsilon, its text the smaller increase: here 5.1 against 5.
     selection = select_bases([target, both, elsewhere], max_distance=1.0)
@@ -241,7 +241,7 @@ VARIANTS = st.lists(
     max_size=9,
 ).map(
     lambda rows: [
-        Variant(
+        Candidate(
             name=f"M{place}",
             epsilon=epsilon,
             epsilon_bound=bound,

@@ -11,14 +11,13 @@ import pytest
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
-from fedpriv.dedup import manifests
-from fedpriv.dedup.basis_members import choose_members
-from fedpriv.dedup.basis_pipeline import REPEATED, TOO_FEW_BYTES
+from fedpriv.dedup import _manifests
+from fedpriv.dedup._basis_pipeline import REPEATED, TOO_FEW_BYTES
 from fedpriv.dedup.blocks import layout_of
 from fedpriv.dedup.composition import History, Upload
 from fedpriv.dedup.pipeline import deduplicate
-from fedpriv.dedup.planning import Settings
-from fedpriv.dedup.serving import Registry
+from fedpriv.dedup.planning import DedupSettings, choose_members
+from fedpriv.dedup.serving import StoreRegistry
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.store import Variant as StoreVariant
 from fedpriv.dedup.validation import PrivateRecords, PrivateValidation
@@ -32,7 +31,7 @@ TRUTH = RNG.normal(size=SIZE)
 RECORDS = RNG.normal(size=(300, SIZE))
 LABELS = RECORDS @ TRUTH > 0
 EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.05)
-SETTINGS = Settings(block_size=64, algorithm="shared-basis", fairness="outcome", accountant="rdp")
+SETTINGS = DedupSettings(block_size=64, algorithm="shared-basis", fairness="outcome", accountant="rdp")
 
 
 class Linear:
@@ -290,7 +289,7 @@ def test_what_needs_blocks_refuses_a_variant_without_any(tensors, tmp_path):
     blocks, extras = layout.to_blocks(tensors["round-28"])
     with Store(tmp_path / "s") as store:
         with pytest.raises(InputError, match="stored by a shared basis"):
-            Registry(store, 2**20).get("round-28")
+            StoreRegistry(store, 2**20).get("round-28")
         difference = StoreVariant(base="round-28", positions=np.array([0]), blocks=blocks[:1])
         with pytest.raises(InputError, match="base 'round-28': has no blocks"):
             store.add("new", layout, difference, extras)
@@ -306,7 +305,7 @@ def test_a_store_of_version_1_is_read_and_goes_on(tensors, tmp_path):
     index = json.loads((tmp_path / "s" / "index.json").read_text())["index"]
     index["version"] = 1
     del index["models"]["old"]["basis"]
-    (tmp_path / "s" / "index.json").write_bytes(manifests._sealed(index))
+    (tmp_path / "s" / "index.json").write_bytes(_manifests._sealed(index))
     stored(tmp_path / "s", rounds(), tensors)
     with Store(tmp_path / "s", read_only=True) as store:
         assert (store.verify(), len(store.names)) == ([], len(ROUNDS) + 1)

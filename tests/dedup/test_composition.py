@@ -18,10 +18,10 @@ from fedpriv.dedup.composition import (
     Guarantee,
     History,
     Upload,
+    _merge_overlapping,
     basic,
     client_ancestors,
     global_ancestors,
-    merge_overlapping,
     publication_cost,
     uploads_of,
 )
@@ -118,7 +118,7 @@ def test_united_sets_are_the_components_that_a_walk_finds(sets):
             seen |= {other for ids in sets for other in ids if seen & ids}
         return frozenset(seen)
 
-    found = merge_overlapping(sets)
+    found = _merge_overlapping(sets)
     assert set(found) == {walk(id_) for ids in sets for id_ in ids}
     assert len(found) == len(set(found))
 

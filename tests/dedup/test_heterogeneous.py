@@ -15,7 +15,7 @@ from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
 from fedpriv.dedup import saliency
 from fedpriv.dedup.composition import History, Upload
 from fedpriv.dedup.pipeline import deduplicate
-from fedpriv.dedup.planning import Settings
+from fedpriv.dedup.planning import DedupSettings
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.validation import PrivateRecords, PrivateValidation, allowed_drop
 from fedpriv.dedup.variants import Described
@@ -23,7 +23,7 @@ from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
 
 EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.05)
-SETTINGS = Settings(block_size=32, options={"min_batch": 2}, max_distance=2.0)
+SETTINGS = DedupSettings(block_size=32, options={"min_batch": 2}, max_distance=2.0)
 
 
 def network(kind: str) -> nn.Sequential:
@@ -162,7 +162,7 @@ def test_each_variant_pays_only_for_the_private_records_that_it_was_validated_on
 
 def test_a_shared_basis_stays_within_an_architecture(tmp_path):
     tensors, evaluators, described = variants()
-    settings = Settings(block_size=32, algorithm="shared-basis", fairness="outcome", accountant="rdp")
+    settings = DedupSettings(block_size=32, algorithm="shared-basis", fairness="outcome", accountant="rdp")
     loose = [replace(each, utility_bound=0.5) for each in described]
     outcomes, _ = stored(tmp_path / "s", evaluators, loose, tensors, settings)
     assert {name: each.bases for name, each in outcomes.items()} == {

@@ -9,8 +9,7 @@ from torch import nn
 
 from fedpriv.adapters.lora import trainable
 from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.named_view import named_view
-from fedpriv.dedup.serving import Registry
+from fedpriv.dedup.serving import StoreRegistry, named_view
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
 
@@ -37,7 +36,7 @@ def test_loading_into_the_view_changes_what_the_live_model_computes(tmp_path):
             tensors = {"adapter.A": np.full((8, 8), number, "f4"), "adapter.B": np.full((4, 8), number, "f4")}
             layout = layout_of(tensors, 16)
             store.add(f"v{number}", layout, *layout.to_blocks(tensors))
-        registry = Registry(store, 10**4)
+        registry = StoreRegistry(store, 10**4)
         for number in (1, 2, 1):
             registry.load_into(view, f"v{number}")
             assert live(x).tolist() == [[64.0 * number**2] * 4]

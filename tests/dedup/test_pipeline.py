@@ -14,10 +14,9 @@ from torch import nn
 from fedpriv.accounting.accountants import epsilon_of as epsilon
 from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
 from fedpriv.dedup import planning, saliency
-from fedpriv.dedup.charges import read_charges
 from fedpriv.dedup.composition import History, Upload
 from fedpriv.dedup.pipeline import deduplicate
-from fedpriv.dedup.planning import Settings
+from fedpriv.dedup.planning import DedupSettings, read_charges
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.validation import PrivateRecords, PrivateValidation, allowed_drop
 from fedpriv.dedup.variants import Described
@@ -105,7 +104,7 @@ def each(evaluator: DigitsEvaluator) -> dict[str, DigitsEvaluator]:
     return {f"round-{step}": evaluator for step in range(20, 41, 5)}
 
 
-SETTINGS = Settings(block_size=64, options={"min_batch": 2}, fairness="outcome")
+SETTINGS = DedupSettings(block_size=64, options={"min_batch": 2}, fairness="outcome")
 
 
 @pytest.mark.parametrize("algorithm", ["drd", "dred", "greedy", "dedup", "mistique"])

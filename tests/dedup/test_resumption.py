@@ -14,15 +14,13 @@ import pytest
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
-from fedpriv.dedup.charges import Charge, add_charges, read_charges
 from fedpriv.dedup.composition import History, Upload
-from fedpriv.dedup.outcomes import Outcome
 from fedpriv.dedup.pipeline import check, deduplicate
-from fedpriv.dedup.planning import Settings
-from fedpriv.dedup.progress import Progress, seconds_left
+from fedpriv.dedup.planning import DedupSettings, ValidationCharge, add_charges, read_charges
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.validation import PrivateRecords, PrivateValidation
 from fedpriv.dedup.variants import Described
+from fedpriv.dedup.work import Outcome, Progress, _seconds_left
 from fedpriv.errors import InputError, StoreError
 from fedpriv.mechanisms.sources import SeededSource
 
@@ -33,7 +31,7 @@ TENSORS = {
     f"round-{n}": {"weight": TRUTH + np.random.default_rng(n).normal(size=1024).astype("f4") / n} for n in ROUNDS
 }
 EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.05)
-SETTINGS = Settings(block_size=32, options={"min_batch": 2}, fairness="outcome")
+SETTINGS = DedupSettings(block_size=32, options={"min_batch": 2}, fairness="outcome")
 # So large that its noise is a few hundredths of a record: every attempt gets the same answers.
 VALIDATION = PureEpsilon(epsilon=400.0)
 
@@ -188,7 +186,9 @@ def test_under_cross_a_base_that_an_earlier_call_charged_more_takes_nothing_and_
     assert "round-12" in planned["round-14"].bases, "nothing depends on it, the test would be blind"
     dear = PureEpsilon(epsilon=20 * VALIDATION.epsilon)
     with Store(tmp_path / "store"):
-        add_charges(tmp_path / "store", [Charge(name="round-12", data_set="validation", delta=1e-5, event=dear)])
+        add_charges(
+            tmp_path / "store", [ValidationCharge(name="round-12", data_set="validation", delta=1e-5, event=dear)]
+        )
     for outcome in in_one_go(tmp_path / "store", bounded, cross, charged=charged):
         assert outcome.epsilon_after <= outcome.epsilon_before + 4 * VALIDATION.epsilon, outcome.name
 
@@ -263,7 +263,7 @@ def test_the_observer_sees_every_validation_and_every_variant(tmp_path):
 
 
 def test_the_time_left_is_the_mean_of_each_kind():
-    assert seconds_left({True: [2.0, 4.0], False: [1.0]}, {True: 3, False: 1}, 1.5) == 3 * 3 + 1 - 1.5
-    assert seconds_left({True: [], False: [1.0]}, {True: 0, False: 2}, 0.0) == 2
-    assert seconds_left({True: [], False: [1.0]}, {True: 1, False: 0}, 0.0) is None
-    assert seconds_left({True: [1.0], False: []}, {True: 1, False: 0}, 9.0) == 0
+    assert _seconds_left({True: [2.0, 4.0], False: [1.0]}, {True: 3, False: 1}, 1.5) == 3 * 3 + 1 - 1.5
+    assert _seconds_left({True: [], False: [1.0]}, {True: 0, False: 2}, 0.0) == 2
+    assert _seconds_left({True: [], False: [1.0]}, {True: 1, False: 0}, 0.0) is None
+    assert _seconds_left({True: [1.0], False: []}, {True: 1, False: 0}, 9.0) == 0

@@ -11,9 +11,8 @@ from torch.nn import functional as F
 
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.dedup import saliency
-from fedpriv.dedup.block_saliency import AGGREGATIONS, block_saliency, by_block
 from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.saliency import MEASURES, private_gradient
+from fedpriv.dedup.saliency import AGGREGATIONS, MEASURES, block_saliency, by_block, private_gradient
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SecureSource, SeededSource
 

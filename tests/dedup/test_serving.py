@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from fedpriv.dedup._folder import OpenRows, Wanted, read_rows
 from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.row_reading import OpenRows, Wanted, read_rows
-from fedpriv.dedup.serving import Registry, memory_for_models
+from fedpriv.dedup.serving import StoreRegistry, _distinct_bytes, memory_for_models
 from fedpriv.dedup.store import Store
-from fedpriv.dedup.tensor_memory import distinct_bytes
 from fedpriv.errors import InputError
 
 SIZE = 64
@@ -61,7 +60,7 @@ def is_variant(tensors: dict[str, torch.Tensor], number: int) -> bool:
 
 @pytest.mark.parametrize("capacity", [1, 2, 3, NUM_MODELS])
 def test_any_order_of_requests_gives_the_models_asked_for_within_the_bound(store, one_model, capacity):
-    registry, built = Registry(store, capacity * one_model), network(1)
+    registry, built = StoreRegistry(store, capacity * one_model), network(1)
     for number in np.random.default_rng(0).integers(NUM_MODELS, size=40):
         registry.load_into(built, f"v{number}")
         assert is_variant(built.state_dict(), number)
@@ -70,7 +69,7 @@ def test_any_order_of_requests_gives_the_models_asked_for_within_the_bound(store
 
 
 def test_last_ones_asked_for_stay(store, one_model):
-    registry = Registry(store, 2 * one_model)  # the third would need more, although they have tensors in common
+    registry = StoreRegistry(store, 2 * one_model)  # the third would need more, although they have tensors in common
     for name in ("v0", "v1", "v0", "v2"):
         registry.get(name)
     assert registry.names == ["v0", "v2"]
@@ -78,7 +77,7 @@ def test_last_ones_asked_for_stay(store, one_model):
 
 
 def test_only_what_differs_is_copied(store, one_model):
-    registry, built = Registry(store, one_model), network(1)
+    registry, built = StoreRegistry(store, one_model), network(1)
     registry.load_into(built, "v1")
     assert registry.statistics.bytes_copied == one_model
     registry.load_into(built, "v1")
@@ -90,7 +89,7 @@ def test_only_what_differs_is_copied(store, one_model):
 
 
 def test_parameters_stay_the_same_objects(store, one_model):
-    registry, built = Registry(store, one_model), network(1)
+    registry, built = StoreRegistry(store, one_model), network(1)
     before = list(built.parameters())
     registry.load_into(built, "v1")
     assert all(one is other for one, other in zip(before, built.parameters(), strict=True))
@@ -99,14 +98,14 @@ def test_parameters_stay_the_same_objects(store, one_model):
 def test_loaded_model_computes_what_the_original_does(store, one_model):
     original, built, x = network(), network(1), torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
     original.load_state_dict({name: torch.from_numpy(values) for name, values in variant(3).items()})
-    registry = Registry(store, one_model)
+    registry = StoreRegistry(store, one_model)
     for name in ("v0", "v3"):
         registry.load_into(built, name)
     assert torch.equal(built(x), original(x))
 
 
 def test_weights_changed_in_place_are_loaded_anew(store, one_model):
-    registry, built = Registry(store, 2 * one_model), network(1)
+    registry, built = StoreRegistry(store, 2 * one_model), network(1)
     registry.load_into(built, "v1")
     with torch.no_grad():
         built[0].weight.add_(1)
@@ -121,12 +120,12 @@ def test_weights_changed_in_place_are_loaded_anew(store, one_model):
 
 
 def test_models_that_are_served_keep_their_memory(store, one_model):
-    registry, one, other = Registry(store, 2 * one_model), network(1), network(2)
+    registry, one, other = StoreRegistry(store, 2 * one_model), network(1), network(2)
     registry.load_into(one, "v1")
     for number in (2, 3, 0):
         registry.load_into(other, f"v{number}")
         assert is_variant(one.state_dict(), 1)
-    with pytest.raises(InputError, match="no room for model 'v3' beside the 2 models"):
+    with pytest.raises(InputError, match="no room for model 'v3' with the 2 models"):
         registry.get("v3")
     assert is_variant(other.state_dict(), 0)
     del one
@@ -138,7 +137,7 @@ def test_models_of_two_architectures_share_one_memory(store, one_model):
     small = {"w": np.ones(SIZE, "f4")}
     layout = layout_of(small, SIZE)
     store.add("small", layout, *layout.to_blocks(small))
-    registry = Registry(store, one_model)
+    registry = StoreRegistry(store, one_model)
     for _ in range(2):
         assert is_variant(registry.get("v1"), 1)
         assert registry.get("small")["w"].tolist() == [1] * SIZE
@@ -146,7 +145,7 @@ def test_models_of_two_architectures_share_one_memory(store, one_model):
 
 
 def test_numbers_outlive_removal_and_compaction(store, one_model):
-    registry = Registry(store, one_model)
+    registry = StoreRegistry(store, one_model)
     registry.get("v0")
     store.remove("v0")
     store.compact()
@@ -160,9 +159,9 @@ def test_numbers_outlive_removal_and_compaction(store, one_model):
 
 
 def test_a_released_model_leaves_its_memory_to_others(store, one_model):
-    registry, one, other = Registry(store, one_model), network(1), network(2)
+    registry, one, other = StoreRegistry(store, one_model), network(1), network(2)
     registry.load_into(one, "v1")
-    with pytest.raises(InputError, match="no room for model 'v2' beside the 1 models"):
+    with pytest.raises(InputError, match="no room for model 'v2' with the 1 models"):
         registry.load_into(other, "v2")
     nn.init.zeros_(one[2].weight)
     registry.release(one)
@@ -177,7 +176,7 @@ def test_tied_tensors_may_be_stored_once(tmp_path):
     with Store(tmp_path / "tied") as store:
         layout = layout_of(tensors, 16)
         store.add("m", layout, *layout.to_blocks(tensors))
-        Registry(store, 10**6).load_into(built, "m")
+        StoreRegistry(store, 10**6).load_into(built, "m")
     assert built[1].weight.eq(3).all()
 
 
@@ -193,17 +192,17 @@ def test_tied_tensors_may_be_stored_once(tmp_path):
 def test_model_of_another_architecture_is_refused_and_left_alone(store, built, said):
     before = [tensor.data_ptr() if tensor.device.type == "cpu" else 0 for tensor in built.parameters()]
     with pytest.raises(InputError, match=said):
-        Registry(store, 10**6).load_into(built, "v0")
+        StoreRegistry(store, 10**6).load_into(built, "v0")
     assert before == [tensor.data_ptr() if tensor.device.type == "cpu" else 0 for tensor in built.parameters()]
 
 
 def test_bound_below_one_model_is_refused(store, one_model):
     with pytest.raises(InputError, match=f"memory_bytes = {one_model - 1}: model 'v0' alone needs {one_model}"):
-        Registry(store, one_model - 1).get("v0")
+        StoreRegistry(store, one_model - 1).get("v0")
 
 
 def test_tensors_in_common_are_in_memory_once(store, one_model):
-    registry, one, other = Registry(store, 10 * one_model), network(1), network(2)
+    registry, one, other = StoreRegistry(store, 10 * one_model), network(1), network(2)
     registry.load_into(one, "v1")
     registry.load_into(other, "v2")
     own = sum(variant(0)[name].nbytes for name in ("0.weight", "2.bias"))
@@ -218,7 +217,7 @@ def test_tensors_in_common_are_in_memory_once(store, one_model):
 
 
 def test_a_shared_tensor_that_one_model_changed_is_loaded_anew_for_all(store, one_model):
-    registry, one, other = Registry(store, 10 * one_model), network(1), network(2)
+    registry, one, other = StoreRegistry(store, 10 * one_model), network(1), network(2)
     registry.load_into(one, "v1")
     registry.load_into(other, "v2")
     with torch.no_grad():
@@ -233,15 +232,15 @@ def test_equal_tensors_of_one_model_have_memory_of_their_own(tmp_path):
     with Store(tmp_path / "equal") as store:
         layout = layout_of(tensors, SIZE)
         store.add("m", layout, *layout.to_blocks(tensors))
-        loaded = Registry(store, 10**6).get("m")
+        loaded = StoreRegistry(store, 10**6).get("m")
     assert len({tensor.data_ptr() for tensor in loaded.values()}) == 3
 
 
 def test_models_get_all_memory_where_it_holds_every_distinct_tensor(store, one_model):
-    everything = distinct_bytes([store.manifest(name) for name in store.names])
+    everything = _distinct_bytes([store.manifest(name) for name in store.names])
     assert one_model < everything < NUM_MODELS * one_model
     assert memory_for_models(store, everything) == everything
-    registry = Registry(store, everything)
+    registry = StoreRegistry(store, everything)
     for name in store.names * 2:
         registry.get(name)
     assert (registry.names, registry.statistics.misses) == (store.names, NUM_MODELS)
@@ -264,7 +263,7 @@ def test_memory_left_for_the_files_is_what_they_take(tmp_path):
 def test_blocks_are_read_after_a_compaction_elsewhere_replaced_their_file(store, one_model, loaded_before):
     store.close()
     with Store(store.path, read_only=True) as reader:
-        registry = Registry(reader, one_model)
+        registry = StoreRegistry(reader, one_model)
         if loaded_before:
             registry.get("v0")
         with Store(store.path) as writer:

@@ -8,16 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.few_bits import few_bits, row_bytes
 from fedpriv.dedup.shared_basis import (
     BasisOptions,
     Encoded,
     SharedBasis,
     affordable_rank,
     covered,
+    few_bits,
     fit,
     flattened,
     restore_error,
+    row_bytes,
 )
 from fedpriv.errors import InputError
 

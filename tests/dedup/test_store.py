@@ -189,7 +189,7 @@ def test_mistakes_are_named_in_a_line_and_change_nothing(store):
 
 
 def test_full_disk_leaves_the_store_as_it_was(store, monkeypatch):
-    from fedpriv.dedup import rows
+    from fedpriv.dedup import _folder
 
     add(store, "base", model())
     before = store.restore("base")
@@ -198,7 +198,7 @@ def test_full_disk_leaves_the_store_as_it_was(store, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(rows.os, "fsync", full)
+        patched.setattr(_folder.os, "fsync", full)
         with pytest.raises(StoreError, match="No space left on device"):
             add(store, "m", model(1))
     assert store.names == ["base"]

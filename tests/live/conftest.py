@@ -15,7 +15,7 @@ from fedpriv.config import parse
 from fedpriv.runs import files
 from fedpriv.runs.show.live_server import LIMITS, WatchedPages, WatchServer
 from fedpriv.runs.writer import RunWriter, write_json
-from fedpriv.serving.http.limits import Limits
+from fedpriv.serving.http.limits import RequestLimits
 from fedpriv.serving.http.server import Address
 from tests.runs.written import client_row, registrations, round_row
 
@@ -67,7 +67,9 @@ class Watched:
 
 
 @contextmanager
-def watched(folder: Path, *, limits: Limits = LIMITS, host: str = "127.0.0.1", **options: Any) -> Iterator[Watched]:
+def watched(
+    folder: Path, *, limits: RequestLimits = LIMITS, host: str = "127.0.0.1", **options: Any
+) -> Iterator[Watched]:
     """A server in a thread of the test; it has ended when the block does."""
     ready, found = threading.Event(), list[str]()
 

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from fedpriv.publishing import card
-from fedpriv.publishing.escaping import markdown
+from fedpriv.publishing._card_texts import markdown
 from fedpriv.publishing.saved import find
 from tests.cli.command_line import as_json, fedpriv
 from tests.publishing.runs import finished

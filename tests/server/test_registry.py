@@ -33,7 +33,7 @@ from fedpriv.training.workbench import workbench
 from server import registry
 from server.observer import LogObserver
 from simulations.engines import federation
-from tests.cli.command_line import as_json, fedpriv
+from tests.cli.command_line import as_json, fedpriv, loading
 
 # With small blocks there are many of them; a bound of a twentieth is two of the 48 test records.
 KEPT = {"variant_rounds": [1, 2], "dedup_block_size": 16, "dedup_utility_bound": 0.05, "rounds": 3}
@@ -235,7 +235,7 @@ def test_the_command_fits_its_blocks_to_a_small_model_and_validates_on_as_many_r
 @pytest.mark.slow
 def test_the_bench_serves_a_runs_adapters_into_its_own_model(deduplicated):
     options = ["--queries", "10", "--files", deduplicated / "variants", "--warm"]
-    found = as_json("dedup", "bench", deduplicated / "store", *options)
+    found = as_json(deduplicated / "store", *options, program=loading)
     assert found["num_queries"] == 10
     assert {"store", "safetensors", "straight"} <= found["warm"].keys()
     assert all(arm["infer_seconds"] > 0 for arm in found["warm"].values())

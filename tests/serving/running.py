@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fedpriv.serving.http.app import create_app
-from fedpriv.serving.http.limits import Limits
+from fedpriv.serving.http.limits import RequestLimits
 from fedpriv.serving.http.server import Address, Server
 from fedpriv.serving.http.tokens import Tokens
 from tests.serving.fake import FakeCards
@@ -35,10 +35,15 @@ class Running:
 
 @contextmanager
 def running(
-    serving: Any, *, tokens: Tokens | None = None, limits: Limits | None = None, cards: Any = None, **address: Any
+    serving: Any,
+    *,
+    tokens: Tokens | None = None,
+    limits: RequestLimits | None = None,
+    cards: Any = None,
+    **address: Any,
 ) -> Iterator[Running]:
     """The server, which has drained when the block ends."""
-    limits, tokens = limits or Limits(drain_seconds=5), tokens or Tokens(None)
+    limits, tokens = limits or RequestLimits(drain_seconds=5), tokens or Tokens(None)
     ready, found = threading.Event(), list[str]()
     loop = asyncio.new_event_loop()
     app = create_app(serving, cards or FakeCards(), tokens, limits)

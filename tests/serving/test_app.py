@@ -12,13 +12,13 @@ import pytest
 from starlette.testclient import TestClient
 
 from fedpriv.serving.http.app import create_app
-from fedpriv.serving.http.limits import Limits
+from fedpriv.serving.http.limits import RequestLimits
 from fedpriv.serving.http.tokens import Tokens, add_new
 from tests.serving.fake import FakeCards, FakeServing, probabilities
 
 
 def client_of(serving: Any = None, tokens: Path | None = None, secret: str = "", **limits: Any) -> TestClient:
-    app = create_app(serving or FakeServing(), FakeCards(), Tokens(tokens), Limits(**limits))
+    app = create_app(serving or FakeServing(), FakeCards(), Tokens(tokens), RequestLimits(**limits))
     headers = {"Authorization": f"Bearer {secret}"} if secret else {}
     return TestClient(app, base_url="http://localhost", headers=headers, raise_server_exceptions=False)
 
@@ -211,7 +211,7 @@ def test_one_token_cannot_take_all_places_for_costs(tmp_path):
             return super().card(name)
 
     greedy, other = (add_new(file, name, ["global"]) for name in ("greedy", "other"))
-    app = create_app(FakeServing(), Slow(), Tokens(file), Limits())
+    app = create_app(FakeServing(), Slow(), Tokens(file), RequestLimits())
     with TestClient(app, base_url="http://localhost") as client, ThreadPoolExecutor(12) as pool:
 
         def ask(secret):

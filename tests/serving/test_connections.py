@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from fedpriv.deployment.certificates import make_ca, make_server_certificate
-from fedpriv.serving.http.limits import InFlight, Limits, read_body
+from fedpriv.serving.http.limits import InFlight, RequestLimits, read_body
 from fedpriv.serving.http.refusals import RefusalError
 from fedpriv.serving.http.tokens import Tokens, add_new
 from tests.serving.fake import FakeServing
@@ -36,7 +36,7 @@ def eventually(claim: Callable[[], bool], seconds: float = 5.0) -> bool:
     return claim()
 
 
-def body_of(chunks: list[bytes], limits: Limits, length: bytes | None = None) -> tuple[bytes | None, int]:
+def body_of(chunks: list[bytes], limits: RequestLimits, length: bytes | None = None) -> tuple[bytes | None, int]:
     """What `read_body` returns, and how many chunks it took."""
     left = list(chunks)
 
@@ -53,7 +53,7 @@ def body_of(chunks: list[bytes], limits: Limits, length: bytes | None = None) ->
 
 
 def test_a_body_is_read_up_to_its_limit_and_refused_beyond_it_as_soon_as_that_is_known():
-    limits = Limits(body_bytes=10, body_seconds=0.05)
+    limits = RequestLimits(body_bytes=10, body_seconds=0.05)
     assert body_of([b"12345", b"67890"], limits) == (b"1234567890", 2)
     assert body_of([b"12345", b"67890", b"1", b"2"], limits) == (None, 413_003)
     assert body_of([b"x"], limits, length=b"11") == (None, 413_000)
@@ -67,7 +67,7 @@ def test_a_body_that_does_not_come_is_a_408():
         return {}
 
     with pytest.raises(RefusalError, match="did not come") as refused:
-        asyncio.run(read_body({"headers": []}, never, Limits(body_seconds=0.01)))
+        asyncio.run(read_body({"headers": []}, never, RequestLimits(body_seconds=0.01)))
     assert refused.value.status == 408
 
 
@@ -96,7 +96,7 @@ def test_the_inputs_of_a_token_s_requests_are_counted_together_but_one_request_a
 
 
 def test_fifty_slow_clients_do_not_stop_a_quick_one():
-    limits = Limits(body_seconds=1.5, header_seconds=1.5, drain_seconds=5)
+    limits = RequestLimits(body_seconds=1.5, header_seconds=1.5, drain_seconds=5)
     with running(FakeServing(), limits=limits) as server:
         slow = [socket.create_connection(server.address) for _ in range(50)]
         for number, each in enumerate(slow):
@@ -111,7 +111,7 @@ def test_fifty_slow_clients_do_not_stop_a_quick_one():
 
 
 def test_a_connection_that_says_nothing_is_closed_and_one_that_trickles_after_an_answer_too():
-    with running(FakeServing(), limits=Limits(header_seconds=0.2, drain_seconds=5)) as server:
+    with running(FakeServing(), limits=RequestLimits(header_seconds=0.2, drain_seconds=5)) as server:
         # Refused before its body is read, which never ends.
         for before in (b"", b"POST /v1/classify HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999\r\n\r\n"):
             with socket.create_connection(server.address) as client:
@@ -145,7 +145,7 @@ def test_a_client_that_hangs_up_cancels_what_it_asked(stream):
 
 def test_an_answer_that_nobody_reads_is_given_up():
     serving = FakeServing(padding=100_000)
-    limits = Limits(write_seconds=0.2, drain_seconds=5)
+    limits = RequestLimits(write_seconds=0.2, drain_seconds=5)
     with running(serving, limits=limits) as server:
         body = json.dumps({**GOOD, "max_tokens": 200, "stream": True}).encode()
         client = socket.socket()
@@ -162,7 +162,7 @@ def two_tokens(folder: Path, serving: FakeServing, **limits: Any) -> Iterator[tu
     """A server, and the headers of two callers."""
     file = folder / "tokens.toml"
     headers = [{"Authorization": f"Bearer {add_new(file, name, ['*'])}"} for name in ("greedy", "modest")]
-    with running(serving, tokens=Tokens(file), limits=Limits(**{"drain_seconds": 5, **limits})) as server:
+    with running(serving, tokens=Tokens(file), limits=RequestLimits(**{"drain_seconds": 5, **limits})) as server:
         yield server, headers
 
 
@@ -238,7 +238,7 @@ def test_tls_that_does_not_begin_is_closed_within_seconds(tmp_path):
     make_ca(tmp_path, 10)
     make_server_certificate(tmp_path, ["localhost"], 10)
     files = {"certificate": tmp_path / "server.crt", "key": tmp_path / "server.key"}
-    with running(FakeServing(), limits=Limits(handshake_seconds=0.2, drain_seconds=5), **files) as server:
+    with running(FakeServing(), limits=RequestLimits(handshake_seconds=0.2, drain_seconds=5), **files) as server:
         for said in (b"", b"\x16\x03\x01\x02\x00\x01"):
             with socket.create_connection(server.address) as client:
                 client.sendall(said)
@@ -257,9 +257,9 @@ def test_a_long_head_of_short_headers_is_refused_before_it_is_parsed():
 
 def test_beyond_the_queue_and_beyond_a_token_s_share_is_a_429_that_says_when_to_try_again():
     for serving, limits, code in (
-        (FakeServing(seconds=0.3, max_waiting=1), Limits(drain_seconds=5), "busy"),
-        (FakeServing(seconds=0.3), Limits(requests_per_token=1, drain_seconds=5), "too_many_requests"),
-        (FakeServing(seconds=0.3), Limits(inputs_per_token=1, drain_seconds=5), "too_many_requests"),
+        (FakeServing(seconds=0.3, max_waiting=1), RequestLimits(drain_seconds=5), "busy"),
+        (FakeServing(seconds=0.3), RequestLimits(requests_per_token=1, drain_seconds=5), "too_many_requests"),
+        (FakeServing(seconds=0.3), RequestLimits(inputs_per_token=1, drain_seconds=5), "too_many_requests"),
     ):
         with running(serving, limits=limits) as server, ThreadPoolExecutor(1) as pool:
             first = pool.submit(httpx.post, f"{server.url}/v1/completions", json=GOOD, timeout=30)

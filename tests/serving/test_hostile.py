@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 
-from fedpriv.serving.http.limits import Limits
+from fedpriv.serving.http.limits import RequestLimits
 from fedpriv.serving.http.tokens import Tokens, add_new
 from tests.serving.fake import FakeServing
 from tests.serving.hostile import Attacker, ask_all
@@ -20,7 +20,7 @@ NEVER_SAID = (b"Traceback", b"site-packages", b".py", b"fedpriv/", b"/srv", b"cl
 def test_a_thousand_hostile_requests_are_refused_clearly_and_the_server_goes_on(tmp_path: Path) -> None:
     secret = add_new(tmp_path / "tokens.toml", "clinic", ["global", "client-*"])
     limits, serving = (
-        Limits(body_seconds=0.3, header_seconds=0.3, drain_seconds=5, connections_per_address=2000),
+        RequestLimits(body_seconds=0.3, header_seconds=0.3, drain_seconds=5, connections_per_address=2000),
         FakeServing(),
     )
     with running(serving, tokens=Tokens(tmp_path / "tokens.toml"), limits=limits) as server:

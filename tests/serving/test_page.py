@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from fedpriv.serving.http import page
-from fedpriv.serving.http.app import create_app
-from fedpriv.serving.http.limits import Limits
+from fedpriv.serving.http.app import create_app, page_content, page_policy
+from fedpriv.serving.http.limits import RequestLimits
 from fedpriv.serving.http.tokens import Tokens
 from tests.serving.fake import FakeCards, FakeServing
 
@@ -49,31 +48,31 @@ class Markup(HTMLParser):
 
 @pytest.fixture(scope="module")
 def markup() -> Markup:
-    return Markup(page.content().decode())
+    return Markup(page_content().decode())
 
 
 def script() -> str:
-    (found,) = re.findall(r"<script>(.*?)</script>", page.content().decode(), re.DOTALL)
+    (found,) = re.findall(r"<script>(.*?)</script>", page_content().decode(), re.DOTALL)
     return found
 
 
 def test_the_policy_lets_run_what_the_page_holds_and_nothing_else(markup):
-    policy = dict(part.strip().split(" ", 1) for part in page.policy().split(";"))
+    policy = dict(part.strip().split(" ", 1) for part in page_policy().split(";"))
     for tag in ("style", "script"):
         (inner,) = markup.inner[tag]
         digest = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
         assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
     assert (policy["default-src"], policy["connect-src"], policy["frame-ancestors"]) == ("'none'", "'self'", "'none'")
-    assert "unsafe" not in page.policy()
+    assert "unsafe" not in page_policy()
 
 
 def test_it_comes_with_that_policy_and_to_everybody_alike():
-    app = create_app(FakeServing(), FakeCards(), Tokens(None), Limits())
+    app = create_app(FakeServing(), FakeCards(), Tokens(None), RequestLimits())
     answer = TestClient(app, base_url="http://localhost").get("/")
-    assert answer.headers["content-security-policy"] == page.policy()
+    assert answer.headers["content-security-policy"] == page_policy()
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["referrer-policy"] == "no-referrer"
-    assert answer.content == page.content()
+    assert answer.content == page_content()
     assert answer.headers["content-type"].startswith("text/html")
 
 
@@ -81,7 +80,7 @@ def test_it_loads_nothing_and_has_no_code_or_style_in_attributes(markup):
     for tag, attributes in markup.tags:
         assert not [name for name in attributes if name.startswith("on") or name in ("style", "src", "action")], tag
         assert attributes.get("href", "data:,") == "data:,"
-    assert not re.search(r"https?:|//\w|url\(|@import", re.sub(r"^\s*// .*$", "", page.content().decode(), flags=re.M))
+    assert not re.search(r"https?:|//\w|url\(|@import", re.sub(r"^\s*// .*$", "", page_content().decode(), flags=re.M))
 
 
 def test_untrusted_text_is_only_ever_text():

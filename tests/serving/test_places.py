@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from fedpriv.serving.http.places import Places, listeners
+from fedpriv.serving.http._connections import Places, listeners
 
 
 class Clock:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedpriv.serving import products
+from fedpriv.serving import _engine
 
 
 @pytest.fixture
@@ -19,13 +19,13 @@ def layers():
 
 @pytest.mark.parametrize(("usual", "other", "taken"), [(1.0, 0.5, True), (1.0, 0.95, False), (0.5, 1.0, False)])
 def test_the_faster_is_taken_and_gives_the_same(layers, monkeypatch, usual, other, taken):
-    if not products._has_onednn():
+    if not _engine._has_onednn():
         pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(products, "_seconds", lambda p: other if p.func is products.onednn_linear else usual)
+    monkeypatch.setattr(_engine, "_seconds", lambda p: other if p.func is _engine.onednn_linear else usual)
     x = torch.randn(3, 5, 256)
     with torch.inference_mode():
         expected = layers(x)
-        assert products.use_the_faster(layers) is taken
+        assert _engine.use_the_faster(layers) is taken
         assert torch.allclose(layers(x), expected, atol=1e-5)
         x[1] = math.nan
         found = layers(x)
@@ -34,5 +34,5 @@ def test_the_faster_is_taken_and_gives_the_same(layers, monkeypatch, usual, othe
 
 
 def test_other_formats_and_small_models_keep_their_products(layers):
-    assert not products.use_the_faster(layers.to(torch.bfloat16))
-    assert not products.use_the_faster(nn.Linear(8, 8))
+    assert not _engine.use_the_faster(layers.to(torch.bfloat16))
+    assert not _engine.use_the_faster(nn.Linear(8, 8))

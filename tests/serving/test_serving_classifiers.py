@@ -12,9 +12,9 @@ import torch
 
 from fedpriv import adapters
 from fedpriv.adapters.base_models import load_tokenizer
-from fedpriv.serving import classification
-from fedpriv.serving.classification import together
-from fedpriv.serving.engine import SharedBase
+from fedpriv.serving import _classification
+from fedpriv.serving._classification import together
+from fedpriv.serving._engine import SharedBase
 from fedpriv.serving.requests import BusyError, Failed, TooLongError, UnknownVariantError
 from fedpriv.serving.sources import find, load
 from tests.served import LABELS, Asked, ask_classes, save_run, serving, to_classify
@@ -283,7 +283,7 @@ def test_a_step_that_fails_as_a_whole_is_told_to_all_and_the_next_requests_are_a
             raise MemoryError("none left")
 
         with monkeypatch.context() as patched:
-            patched.setattr(classification, "together", breaks)
+            patched.setattr(_classification, "together", breaks)
             failed = ask_classes(scheduler, "global", ("pain",)).last()
             assert str(failed.error) == "the server failed"
         assert ask_classes(scheduler, "global", ("pain",)).last().num_tokens == 3

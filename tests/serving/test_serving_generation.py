@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fedpriv import adapters
-from fedpriv.serving.answers import Text, next_token
-from fedpriv.serving.engine import SharedBase
-from fedpriv.serving.key_values import KeyValues
+from fedpriv.serving._engine import SharedBase
+from fedpriv.serving._generation import KeyValues
+from fedpriv.serving._texts import Text, next_token
 from fedpriv.serving.requests import Failed, Finished, Generate, ServingError, TooLongError
 from tests.chats import chat_model, chat_tokenizer
 from tests.served import Asked, save_run, serving
@@ -62,7 +62,7 @@ def prompts(num: int, *, longest: int = 30) -> list[tuple[int, ...]]:
 
 def tapped(monkeypatch):
     """{variant and prompt: the tokens that follow}, filled as answers grow."""
-    from fedpriv.serving.generation import Generation
+    from fedpriv.serving._generation import Generation
 
     tokens: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     extend = Generation._extend

@@ -16,10 +16,9 @@ from fedpriv.dedup.blocks import layout_of
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.variants import read_tensors
 from fedpriv.errors import InputError
-from fedpriv.serving.engine import Weights
-from fedpriv.serving.paging import Memory, NoRoomError
+from fedpriv.serving._engine import Weights
 from fedpriv.serving.requests import DamagedVariantError, Failed, ServingError, UnknownVariantError
-from fedpriv.serving.sources import find
+from fedpriv.serving.sources import NoRoomError, VariantMemory, find
 from tests.served import LABELS, ask_classes, save_run, serving
 
 NAMES = ("global", "client-2", "client-10")
@@ -155,12 +154,12 @@ def test_variants_of_every_rule_but_whole_weights_are_adapters(run):
         find(run)
 
 
-def memory(sizes: dict[str, int], total: int) -> Memory:
+def memory(sizes: dict[str, int], total: int) -> VariantMemory:
     def weights(name, tensors):
         return Weights(variant=name, rank=1, flat=tensors["x"], active=frozenset())
 
     readers = {name: (lambda size=size: {"x": torch.zeros(size // 4)}) for name, size in sizes.items()}
-    return Memory(readers, weights, total)
+    return VariantMemory(readers, weights, total)
 
 
 def test_hits_are_those_of_least_recently_used():

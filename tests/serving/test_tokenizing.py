@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fedpriv.data.chat import ChatFormat
+from fedpriv.serving._texts import Tokenizing
 from fedpriv.serving.requests import TooLongError
-from fedpriv.serving.tokenizing import Tokenizing
 
 ROOM = 16
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} </s>{% endfor %}"

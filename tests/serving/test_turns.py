@@ -7,14 +7,14 @@ import threading
 
 import pytest
 
-from fedpriv.serving.http.turns import Turns
+from fedpriv.serving.http.limits import ThreadTurns
 
 
 def test_clients_take_turns_whatever_each_has_waiting():
     done: list[str] = []
 
     async def all_of_them() -> None:
-        turns, begun, go = Turns("test"), threading.Event(), threading.Event()
+        turns, begun, go = ThreadTurns("test"), threading.Event(), threading.Event()
 
         def begin() -> None:
             begun.set()
@@ -37,7 +37,7 @@ def test_what_was_cancelled_never_begins_and_an_error_is_the_caller_s():
     done: list[str] = []
 
     async def all_of_them() -> None:
-        turns, go = Turns("test"), threading.Event()
+        turns, go = ThreadTurns("test"), threading.Event()
         first = asyncio.create_task(turns.run("one", go.wait))
         await asyncio.sleep(0.01)
         gone = [asyncio.create_task(turns.run("one", lambda: done.append("gone"))) for _ in range(50)]

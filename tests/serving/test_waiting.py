@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from fedpriv.serving._jobs import ServingJob, Waiting
 from fedpriv.serving.requests import BusyError, Classify
-from fedpriv.serving.waiting import Job, Waiting
 
 
-def job(client: str, variant: str) -> Job:
+def job(client: str, variant: str) -> ServingJob:
     request = Classify(variant=variant, texts=((1,),), client=client)
-    return Job(request=request, texts=((1,),), on_event=lambda event: None)
+    return ServingJob(request=request, texts=((1,),), on_event=lambda event: None)
 
 
 def order(waiting: Waiting) -> list[tuple[str, str]]:

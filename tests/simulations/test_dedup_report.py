@@ -11,11 +11,10 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-from fedpriv.dedup.bench import Arm, Report
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
-from simulations.studies.dedup.cells import BY_L, cells
-from simulations.studies.dedup.lines import append
+from simulations.benchmarks.dedup_loading import Arm, Report
+from simulations.studies.dedup.cells import BY_L, append, cells
 from simulations.studies.dedup.report import (
     bases,
     costs,
@@ -29,7 +28,7 @@ from simulations.studies.dedup.report import (
     serving,
     unseen,
 )
-from simulations.studies.dedup.report.results import Results, beyond, own_ratio, read
+from simulations.studies.dedup.report.results import DedupResults, beyond, own_ratio, read
 from simulations.studies.dedup.scenarios import FIFTY, SCENARIOS
 from simulations.studies.dedup.serve import line_of as line_of_serving
 
@@ -122,7 +121,7 @@ RETRAINED = [{"scenario": "A1", "name": "A1-1", "epsilon": 2.3, "accuracy": {"te
 
 
 def results(*runs, **others):
-    return Results(**{"models": MODELS, "runs": runs, "checked": {}, **others})
+    return DedupResults(**{"models": MODELS, "runs": runs, "checked": {}, **others})
 
 
 def everything():

@@ -21,19 +21,17 @@ from fedpriv.dedup import variants
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
-from simulations.studies.dedup import check, images, retrain, run, schedules, texts, train
-from simulations.studies.dedup.cells import cells
-from simulations.studies.dedup.dp_sgd import Schedule, clipped_sum, losses, train_privately
+from simulations.studies.dedup import check, images, run, schedules, texts, train
+from simulations.studies.dedup.cells import append, cells, lines
+from simulations.studies.dedup.dp_sgd import DpSgdSchedule, clipped_sum, losses, train_privately
 from simulations.studies.dedup.full_dp import add_clipped_gradients
 from simulations.studies.dedup.images import SIZES
-from simulations.studies.dedup.lines import append, lines
-from simulations.studies.dedup.minilm import encoder, whole
-from simulations.studies.dedup.networks import load, network, to_arrays
-from simulations.studies.dedup.records import Tokens, Vectors
+from simulations.studies.dedup.networks import encoder, load, network, to_arrays, whole
+from simulations.studies.dedup.records import TokenRecords, Vectors
 from simulations.studies.dedup.report import page as study_page
 from simulations.studies.dedup.scenarios import FIFTY, SCENARIOS, Model, Scenario
 
-ONE_STEP = Schedule(steps=1, expected_batch_size=50, learning_rate=1.0, clip_norm=0.5)
+ONE_STEP = DpSgdSchedule(steps=1, expected_batch_size=50, learning_rate=1.0, clip_norm=0.5)
 
 
 @cache
@@ -76,7 +74,7 @@ def some_tokens(num, lengths):
     generator = np.random.default_rng(0)
     sizes = np.array([lengths[index % len(lengths)] for index in range(num)])
     states = generator.standard_normal((sizes.sum(), 384)).astype(np.float16)
-    return Tokens(states, sizes.cumsum() - sizes, sizes, torch.arange(num) % 2)
+    return TokenRecords(states, sizes.cumsum() - sizes, sizes, torch.arange(num) % 2)
 
 
 def few_records(architecture):
@@ -350,15 +348,15 @@ def test_the_lines_of_models_say_whether_each_beats_its_start(tiny):
 def test_targets_are_trained_anew_with_the_epsilon_after_deduplication(tiny, tmp_path, monkeypatch):
     (tiny, made), out = tiny, tmp_path / "out"
     shutil.copytree(made, out)
-    monkeypatch.setattr(retrain, "SCENARIO_NAMES", ("tiny",))
-    retrain.retrain_all(out, jobs=1)
+    monkeypatch.setattr(train, "SCENARIO_NAMES", ("tiny",))
+    train.retrain_all(out, jobs=1)
     (line,), outcome = lines(out / "retrain.jsonl"), lines(out / "runs.jsonl")[0]["outcomes"][1]
     assert (line["name"], line["epsilon"]) == (tiny.models[1].name, outcome["epsilon_after"])
     again, events = train.trained(out, tiny.models[1], epsilon=line["epsilon"])
     assert line["accuracy"] == train.accuracies(out, tiny.models[1], again)
     assert {event.noise_multiplier for event in events} == {8 / line["epsilon"]}
     with pytest.raises(InputError, match="holds no results of drd in A1 to A5; run comes first"):
-        retrain.retrain_all(tmp_path / "elsewhere")
+        train.retrain_all(tmp_path / "elsewhere")
 
 
 def test_blocks_of_a_variant_that_nobody_names_are_seen(tiny, tmp_path, capsys):

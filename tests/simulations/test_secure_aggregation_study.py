@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.training.workbench import forget
-from simulations.studies.dedup.lines import append, lines
+from simulations.studies.dedup.cells import append, lines
 from simulations.studies.secure_aggregation import colluders, tables
 from simulations.studies.secure_aggregation.cells import AGGREGATE, ARMS, HEAD, METHODS, Cell, cells, run_all
 from simulations.studies.secure_aggregation.colluders import Sum

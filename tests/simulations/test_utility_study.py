@@ -11,7 +11,7 @@ from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.training.feature_cache import Body
 from fedpriv.training.workbench import forget, workbench
-from simulations.studies.dedup.lines import append, lines
+from simulations.studies.dedup.cells import append, lines
 from simulations.studies.utility import corpora, run, tables
 from simulations.studies.utility.cells import CENTRAL, FACTORS, METHODS, PROBES, RATES, Cell, cells
 from simulations.studies.utility.features import FeatureStore

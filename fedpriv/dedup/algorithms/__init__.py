@@ -1,19 +1,18 @@
 """The search algorithms by name: which blocks of a target are replaced, with how many validations.
 
-Each is a pure function `search(num_blocks, accept, **options) -> SearchResult` over positions in saliency order. What
-it returns as replaced is one of the sets that `accept` was asked about and accepted, the largest of them, or empty.
+Each is a pure function `search(num_blocks, accept, **options) -> BlockSearchResult` over positions in saliency order.
+The set that it returns as replaced is the largest of those that `accept` was asked about and accepted, or empty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from fedpriv.dedup.algorithms.dedup import dedup
-from fedpriv.dedup.algorithms.dynamic import drd, dred
-from fedpriv.dedup.algorithms.greedy import greedy
-from fedpriv.dedup.algorithms.mcts import mcts
+from fedpriv.dedup.algorithms._dynamic import drd, dred
+from fedpriv.dedup.algorithms._greedy import dedup, greedy
+from fedpriv.dedup.algorithms._mcts import mcts
+from fedpriv.dedup.algorithms._trials import Accept, BlockSearchResult, BudgetSpent, Positions
 from fedpriv.dedup.algorithms.mistique import mistique
-from fedpriv.dedup.algorithms.trials import Accept, BudgetSpent, Positions, SearchResult
 from fedpriv.errors import InputError
 
 __all__ = [
@@ -21,14 +20,14 @@ __all__ = [
     "METHODS",
     "SHARED_BASIS",
     "Accept",
+    "BlockSearchResult",
     "BudgetSpent",
     "Positions",
     "Search",
-    "SearchResult",
     "algorithm",
 ]
 
-Search = Callable[..., SearchResult]
+Search = Callable[..., BlockSearchResult]
 
 ALGORITHMS: dict[str, Search] = {
     "drd": drd,
@@ -41,7 +40,7 @@ ALGORITHMS: dict[str, Search] = {
 """{name of a search: the search}, for blocks that a variant may take from its base."""
 
 SHARED_BASIS = "shared-basis"
-"""Not a search: variants are stored by a basis of their values, see `fedpriv.dedup.basis_pipeline`."""
+"""Not a search: variants are stored by a basis of their values, see `fedpriv.dedup._basis_pipeline`."""
 
 METHODS = (*ALGORITHMS, SHARED_BASIS)
 """Everything by which variants can be stored."""

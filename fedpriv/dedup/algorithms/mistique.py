@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.dedup.algorithms.trials import (
+from fedpriv.dedup.algorithms._trials import (
     Accept,
+    BlockSearchResult,
     Positions,
-    SearchResult,
     Trials,
     batches,
     check_number,
@@ -30,7 +30,7 @@ def mistique(
     similarity: Sequence[float] | npt.NDArray[np.float64] | None = None,
     threshold: float = 0.5,
     batch: int = 20,
-) -> SearchResult:
+) -> BlockSearchResult:
     """Replace similar blocks in batches in saliency order; the first batch that fails ends the search.
 
     Args:

@@ -1,28 +1,40 @@
-"""The application: which address answers what, for whom. What may be asked at all, `entrance` decides."""
+"""The application: which address answers what, for whom. `Entrance` has decided what may be asked at all.
+
+The page at `/` is one file that needs no network, under a policy by which a browser runs nothing else.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
+from importlib import resources
 from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from fedpriv.serving.http import generation, openai_api, page
-from fedpriv.serving.http.answers import Answers, HungUpError, unless_hung_up
-from fedpriv.serving.http.entrance import Entrance
-from fedpriv.serving.http.limits import InFlight, Limits
-from fedpriv.serving.http.metrics import CONTENT_TYPE, Metrics
-from fedpriv.serving.http.openai_api import ChatRequest, ClassifyRequest, CompletionRequest, Shape
-from fedpriv.serving.http.places import Places
+from fedpriv.serving.http import _openai_api
+from fedpriv.serving.http._connections import Places
+from fedpriv.serving.http._entrance import CONTENT_TYPE, Entrance, ServerMetrics
+from fedpriv.serving.http._openai_api import (
+    Answers,
+    ChatRequest,
+    ClassifyRequest,
+    CompletionRequest,
+    HungUpError,
+    Shape,
+    unless_hung_up,
+)
+from fedpriv.serving.http.limits import InFlight, RequestLimits, ThreadTurns
 from fedpriv.serving.http.refusals import RefusalError, busy, of_engine, unknown_model
 from fedpriv.serving.http.tokens import ANYONE, Token, Tokens
-from fedpriv.serving.http.turns import Turns
 from fedpriv.serving.requests import Classified, Classify, Generate, Serving, ServingError
 from fedpriv.serving.requests import Tokens as Encoded
 
@@ -39,17 +51,17 @@ _MOST_WAITING_FOR_COSTS_OF_A_TOKEN = 6
 _ENDPOINTS = {"CAUSAL_LM": "/v1/completions or /v1/chat/completions", "SEQ_CLS": "/v1/classify"}
 
 
-class CostCards(Protocol):
-    """What `fedpriv.serving.http.cards.Cards` tells of variants."""
+class _CostCards(Protocol):
+    """The part of `fedpriv.serving.http.cards.Cards` that the application uses."""
 
     def card(self, name: str) -> dict[str, Any]:
-        """What one variant cost."""
+        """The cost of one variant."""
 
     def together(self, names: Iterable[str]) -> dict[str, Any]:
-        """What a reader of several pays."""
+        """The cost of reading several."""
 
 
-def create_app(serving: Serving, cards: CostCards, tokens: Tokens, limits: Limits) -> FastAPI:
+def create_app(serving: Serving, cards: _CostCards, tokens: Tokens, limits: RequestLimits) -> FastAPI:
     """The ASGI application of a server.
 
     `state.in_flight` of the result counts the requests under way, and closes the server to new ones; `state.places`
@@ -63,7 +75,7 @@ def create_app(serving: Serving, cards: CostCards, tokens: Tokens, limits: Limit
     """
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     in_flight = InFlight(limits.requests_per_token, limits.inputs_per_token)
-    metrics = Metrics(serving.statistics, lambda: in_flight.num_requests)
+    metrics = ServerMetrics(serving.statistics, lambda: in_flight.num_requests)
     places = Places(limits.num_connections, limits.connections_per_address)
     app.state.in_flight, app.state.places = in_flight, places
     app.add_middleware(Entrance, tokens=tokens, limits=limits, in_flight=in_flight, places=places, metrics=metrics)
@@ -79,14 +91,18 @@ class _Routes:
     """The endpoints of one server."""
 
     def __init__(
-        self, serving: Serving, cards: CostCards, limits: Limits, in_flight: InFlight, metrics: Metrics
+        self, serving: Serving, cards: _CostCards, limits: RequestLimits, in_flight: InFlight, metrics: ServerMetrics
     ) -> None:
         self._serving, self._cards, self._limits = serving, cards, limits
         self._in_flight, self._metrics = in_flight, metrics
         self._created = int(time.time())
         self._names = frozenset(serving.names)
         # Costs and long texts wait for each other, never another request for an answer.
-        self._quick, self._long, self._accountant = Turns("quick"), Turns("long texts"), Turns("costs")
+        self._quick, self._long, self._accountant = (
+            ThreadTurns("quick"),
+            ThreadTurns("long texts"),
+            ThreadTurns("costs"),
+        )
         self._num_waiting: Counter[str] = Counter()
 
     def add_to(self, app: FastAPI) -> None:
@@ -107,7 +123,7 @@ class _Routes:
 
     async def page(self) -> Response:
         """The page: the same for everybody."""
-        return Response(page.content(), media_type="text/html", headers={"Content-Security-Policy": page.policy()})
+        return Response(page_content(), media_type="text/html", headers={"Content-Security-Policy": page_policy()})
 
     async def health(self) -> Response:
         """Whether the server accepts requests, and nothing else, since a stranger may ask."""
@@ -116,7 +132,7 @@ class _Routes:
         return JSONResponse({"status": "stopping"}, 503)
 
     async def metrics(self, request: Request) -> Response:
-        """What Prometheus reads, for tokens that may."""
+        """The metrics for Prometheus, for tokens that may read them."""
         if not _token(request).metrics:
             raise RefusalError(403, "This token may not read metrics.", code="no_metrics")
         return Response(self._metrics.text(), media_type=CONTENT_TYPE)
@@ -129,7 +145,7 @@ class _Routes:
         return JSONResponse({"object": "list", "data": data, **task})
 
     async def model(self, request: Request, name: str) -> Response:
-        """What a variant cost; with `?with=NAME,NAME`, what a reader of all of them pays together."""
+        """The card of a variant; with `?with=NAME,NAME`, also the cost of reading all of them together."""
         others = [other for value in request.query_params.getlist("with") for other in value.split(",")]
         for each in (name, *others):
             self._check_allowed(request, each)
@@ -145,7 +161,7 @@ class _Routes:
         return JSONResponse(card)
 
     async def reader(self, request: Request) -> Response:
-        """What a reader of all variants that the token may use pays."""
+        """The cost of reading all variants that the token may use."""
         names = self._allowed(request)
         cost = await self._computed(request, lambda: self._cards.together(names))
         return JSONResponse({"object": "reader", "token": _token(request).name, "models": names, **cost})
@@ -162,7 +178,7 @@ class _Routes:
         answers = self._submitted(asked.model, lambda: [wanted])
         event = await self._answered(request, answers, asked.model, _first_classified(answers))
         labels = self._serving.labels
-        return JSONResponse(openai_api.classified(asked.model, labels, event.probabilities, event.num_tokens))
+        return JSONResponse(_openai_api.classified(asked.model, labels, event.probabilities, event.num_tokens))
 
     async def completions(self, request: Request) -> Response:
         """Prompts continued."""
@@ -174,8 +190,8 @@ class _Routes:
         """A chat's next turn."""
         return await self._generated(request, await self._parsed(request, ChatRequest))
 
-    async def _generated(self, request: Request, asked: generation.Asked) -> Response:
-        generation.check_length(asked, self._limits.max_new_tokens)
+    async def _generated(self, request: Request, asked: _openai_api.Asked) -> Response:
+        _openai_api.check_length(asked, self._limits.max_new_tokens)
         if asked.stream_options is not None and not asked.stream:
             raise RefusalError(400, "stream_options: only with stream.", code="invalid_value", param="stream_options")
         self._check_allowed(request, asked.model)
@@ -186,17 +202,17 @@ class _Routes:
         rest = {"limit": self._limits.max_new_tokens, "max_tokens": self._serving.max_tokens}
         answers = self._submitted(
             asked.model,
-            lambda: generation.engine_requests(asked, prompts, **rest, client=_client(request)),
+            lambda: _openai_api.engine_requests(asked, prompts, **rest, client=_client(request)),
         )
         if asked.stream:
-            return generation.EventStream(
-                answers, generation.streamed(answers, asked, lambda error: self._refusal(error, asked.model))
+            return _openai_api.EventStream(
+                answers, _openai_api.streamed(answers, asked, lambda error: self._refusal(error, asked.model))
             )
-        return JSONResponse(await self._answered(request, answers, asked.model, generation.collected(answers, asked)))
+        return JSONResponse(await self._answered(request, answers, asked.model, _openai_api.collected(answers, asked)))
 
     async def _parsed(self, request: Request, shape: type[Shape]) -> Shape:
         body = await request.body()
-        return await self._quick.run(_token(request).name, lambda: openai_api.parsed(shape, body))
+        return await self._quick.run(_token(request).name, lambda: _openai_api.parsed(shape, body))
 
     async def _encoded(self, request: Request, name: str, said: Sequence[str | _Chat]) -> tuple[Encoded, ...]:
         """The tokens of texts or chats, each at a turn of the token's own; a short one waits for no long one."""
@@ -237,7 +253,7 @@ class _Routes:
             answers.cancel()
 
     async def _computed(self, request: Request, compute: Callable[[], T]) -> T:
-        """What takes seconds at times, computed beside the event loop; no token takes all of the places."""
+        """Compute apart from the event loop what may take seconds; no token takes all of the places."""
         token = _token(request).name
         if (
             self._num_waiting.total() >= _MOST_WAITING_FOR_COSTS
@@ -319,3 +335,27 @@ async def _nobody_there(request: Request, error: Exception) -> Response:
 async def _failed(request: Request, error: Exception) -> Response:
     """An error of this program. The server's own log has the traceback; the client learns that it happened."""
     return await _refused(request, RefusalError(500, "The server failed; its log says why.", code="internal_error"))
+
+
+@cache
+def page_content() -> bytes:
+    """The page; the same for everybody, so it tells a stranger nothing about the variants."""
+    return (resources.files("fedpriv.serving.http") / "page.html").read_bytes()
+
+
+@cache
+def page_policy() -> str:
+    """The Content-Security-Policy of the page: its own style and script, by digest, and requests to this server."""
+    text = page_content().decode()
+    style, script = (_digests(text, tag) for tag in ("style", "script"))
+    return (
+        f"default-src 'none'; style-src {style}; script-src {script}; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def _digests(text: str, tag: str) -> str:
+    """The digests of what stands between the tags, as the policy writes them."""
+    inner = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    digests = (base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in inner)
+    return " ".join(f"'sha256-{digest}'" for digest in digests)

@@ -1,4 +1,4 @@
-"""What a variant cost its data holders, and what several cost whoever reads them together.
+"""The cost of a variant to its data holders, and the cost of several that are read together.
 
 From each variant's `variant.json`, a store's manifests, and the summary of the run that they belong to. Epsilons hold
 on the `local` view: every upload counts in full, as the coordinator saw it.
@@ -13,9 +13,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from fedpriv.dedup import variants
+from fedpriv.dedup import Manifest, variants
 from fedpriv.dedup.composition import Guarantee, History, PublicationCost, publication_cost
-from fedpriv.dedup.manifests import Manifest
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.variants import Described
 from fedpriv.errors import InputError, StoreError
@@ -27,8 +26,8 @@ _STORE_INDEX = "index.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stored:
-    """What a store says about a variant.
+class _Stored:
+    """A variant as its store describes it.
 
     Attributes:
         bases: whose blocks it may hold.
@@ -59,7 +58,7 @@ class Cards:
         self._cost = lru_cache(maxsize=1024)(self._compute_cost)
 
     def card(self, name: str) -> dict[str, Any]:
-        """What one variant cost, and what it descends from.
+        """The cost and the ancestors of one variant.
 
         `epsilon` is null where it is infinite or nothing is known, and `note` says which. `bases` holds names of other
         variants, which not everyone may see.
@@ -75,7 +74,7 @@ class Cards:
         }
 
     def together(self, names: Iterable[str]) -> dict[str, Any]:
-        """What whoever reads all of these variants pays: each upload behind them counts once where all are known."""
+        """The cost of reading all of these variants: each upload behind them counts once where all are known."""
         return dict(self._cost(tuple(sorted(set(names)))))
 
     def _compute_cost(self, names: tuple[str, ...]) -> Mapping[str, Any]:
@@ -130,8 +129,8 @@ class Cards:
                 waiting += stored.bases if stored else ()
         return list(found)
 
-    def _served_stored(self, name: str) -> Stored | None:
-        """What the store says about a variant that is restored from it; None if it is served from another file."""
+    def _served_stored(self, name: str) -> _Stored | None:
+        """The store's description of a variant that is restored from it; None if it is served from another file."""
         return None if self._has_file(name) else self._stored.get(name)
 
     def _has_file(self, name: str) -> bool:
@@ -147,7 +146,7 @@ class Cards:
         return [each.history for each in map(self._described, names) if each]
 
     def _read_described(self, name: str) -> Described | None:
-        """The description beside the variant, or in the run that the store belongs to; None if it says nothing."""
+        """The description next to the variant, or in the run that the store belongs to; None if it says nothing."""
         for folder in (self._source / files.VARIANTS, self._source, self._source.absolute().parent / files.VARIANTS):
             if (folder / name / variants.FILE).is_file():
                 try:
@@ -157,7 +156,7 @@ class Cards:
         return None
 
     @cached_property
-    def _stored(self) -> dict[str, Stored]:
+    def _stored(self) -> dict[str, _Stored]:
         """{name: what the store says}, of those whose manifest can be read."""
         return {name: stored for name, stored in self._manifests.items() if stored}
 
@@ -167,10 +166,10 @@ class Cards:
         return frozenset(name for name, stored in self._manifests.items() if not stored)
 
     @cached_property
-    def _manifests(self) -> dict[str, Stored | None]:
+    def _manifests(self) -> dict[str, _Stored | None]:
         if not (self._store / _STORE_INDEX).is_file():
             return {}
-        found: dict[str, Stored | None] = {}
+        found: dict[str, _Stored | None] = {}
         with Store(self._store, read_only=True) as store:
             for name in store.names:
                 try:
@@ -181,7 +180,7 @@ class Cards:
 
     @cached_property
     def _run(self) -> dict[str, Any]:
-        """What the run's summary says about all of its releases; empty without one."""
+        """The run's summary of all of its releases; empty without one."""
         for folder in (self._source, self._source.absolute().parent):
             if (folder / files.SUMMARY).is_file():
                 summary = files.read_values(folder / files.SUMMARY)
@@ -190,14 +189,14 @@ class Cards:
         return {}
 
 
-def _stored(manifest: Manifest) -> Stored:
+def _stored(manifest: Manifest) -> _Stored:
     privacy, provenance = manifest.privacy, manifest.provenance
     outcome = provenance.get("outcome") or {}
     correct, bases = outcome.get("correct_after"), tuple(provenance.get("bases", ()))
     stated = None
     if "epsilon" in privacy and "delta" in privacy:
         stated = Guarantee(epsilon=float(privacy["epsilon"]), delta=float(privacy["delta"]))
-    return Stored(
+    return _Stored(
         bases=bases,
         stated=stated,
         accuracy=None if correct is None else correct / outcome["num_records"],
@@ -229,7 +228,7 @@ def _events(history: History) -> list[Any]:
 
 
 def _ancestors(histories: list[History]) -> dict[str, Any]:
-    """How many uploads of which data sets and runs went into it; null where they are not known."""
+    """The number of uploads, by data sets and runs, that went into it; null where they are not known."""
     known = [history.ancestors for history in histories]
     if not known or any(each is None for each in known):
         return {"num_uploads": None, "uploads_of_data_sets": None, "runs": None}

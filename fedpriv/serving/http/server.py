@@ -22,11 +22,9 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from fedpriv.errors import InputError
-from fedpriv.serving.http.connections import connection_class
-from fedpriv.serving.http.limits import InFlight, Limits
-from fedpriv.serving.http.places import Places, listeners
+from fedpriv.serving.http._connections import Places, connection_class, listeners
+from fedpriv.serving.http.limits import InFlight, RequestLimits, ThreadTurns
 from fedpriv.serving.http.tokens import Tokens
-from fedpriv.serving.http.turns import Turns
 from fedpriv.serving.requests import Serving
 
 log = logging.getLogger("fedpriv")
@@ -39,7 +37,7 @@ _TLS_END_SECONDS = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where a server listens.
+    """The address at which a server listens.
 
     Attributes:
         host: a name or number of this machine.
@@ -93,7 +91,7 @@ class ListeningServer(uvicorn.Server):
     def __init__(
         self,
         app: ASGIApp,
-        limits: Limits,
+        limits: RequestLimits,
         address: Address,
         on_ready: Callable[[str], None],
         places: Places | None = None,
@@ -133,7 +131,7 @@ class ListeningServer(uvicorn.Server):
 
     @property
     def url(self) -> str:
-        """Of the server, once it listens."""
+        """The address of the server, once it listens."""
         host = f"[{self._address.host}]" if ":" in self._address.host else self._address.host
         port = self.servers[0].sockets[0].getsockname()[1]
         return f"{'https' if self._address.certificate else 'http'}://{host}:{port}"
@@ -152,7 +150,7 @@ class Server(ListeningServer):
 
     Args:
         app: of `fedpriv.serving.http.app.create_app`.
-        serving: the engine; closed by whoever opened it.
+        serving: the engine; closed by the caller who opened it.
         tokens: read again on SIGHUP.
         limits: of connections, and of the time to finish.
         address: where to listen.
@@ -164,7 +162,7 @@ class Server(ListeningServer):
         app: FastAPI,
         serving: Serving,
         tokens: Tokens,
-        limits: Limits,
+        limits: RequestLimits,
         address: Address,
         on_ready: Callable[[str], None],
     ) -> None:
@@ -203,7 +201,7 @@ class Server(ListeningServer):
         end = time.monotonic() + self._limits.drain_seconds
         log.info("stopping: %s requests under way", self._in_flight.num_requests)
         # In a thread of its own: what clients wait for could be long before it in another.
-        is_done = await Turns("drain").run("", partial(self._serving.drain, self._limits.drain_seconds))
+        is_done = await ThreadTurns("drain").run("", partial(self._serving.drain, self._limits.drain_seconds))
         # The engine is done; the last words are still on their way to the clients.
         is_done &= await self._in_flight.wait_until_none(max(0.5, end - time.monotonic()))
         if not is_done:
@@ -224,7 +222,7 @@ def run(server: Server) -> None:
         signal.signal(signal.SIGHUP, previous)
 
 
-def _config(app: ASGIApp, limits: Limits, address: Address) -> uvicorn.Config:
+def _config(app: ASGIApp, limits: RequestLimits, address: Address) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         host=address.host,
@@ -248,7 +246,7 @@ def _config(app: ASGIApp, limits: Limits, address: Address) -> uvicorn.Config:
 def _check_certificate(certificate: Path, key: Path) -> None:
     try:
         if stat.S_IMODE(key.stat().st_mode) & stat.S_IRWXO:
-            raise InputError(f"key = {str(key)!r}: everybody on this machine can open it; run chmod o= on it")
+            raise InputError(f"key = {str(key)!r}: anyone on this machine can open it; run chmod o= on it")
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
     except (OSError, ssl.SSLError) as error:
         reason = error.strerror or str(error)

@@ -31,7 +31,7 @@ _PATTERN = re.compile(r"[A-Za-z0-9._=+*?\[\]!-]{1,100}")
 
 @dataclass(frozen=True, kw_only=True)
 class Token:
-    """What the bearer of a token may do.
+    """The rights of the bearer of a token.
 
     Attributes:
         name: of the token, for the operator.
@@ -70,7 +70,7 @@ class Tokens:
     """The tokens of a server, which may be read again while it runs.
 
     Args:
-        path: of their file; None lets everybody use everything.
+        path: of their file; None lets anyone use everything.
 
     Raises:
         InputError: see `read`.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from simulations.studies.audit import coverage, full_model, membership_runs, self_check, tables, white_box_runs
-from simulations.studies.dedup.lines import append, lines
+from simulations.studies.dedup.cells import append, lines
 
 Run = tuple[str, Callable[[], dict[str, Any]]]
 KINDS = ("coverage", "broken", "views", "clients", "local", "membership", "full-model")

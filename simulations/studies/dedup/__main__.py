@@ -4,7 +4,7 @@
         [--scenarios A1,B1] [--data ../shared/data] [--jobs 2]
 
 `train` trains the models and writes a folder of variants for each scenario, `run` deduplicates them in every way of
-the study, one JSON line for each, `retrain` trains the targets of A1 to A5 anew with the epsilons that they have then,
+the study, one JSON line for each, `retrain` trains the targets of A1 to A5 again with the epsilons that they have then,
 `check` verifies every store by other means, `serve` measures loading and inference in bounded memory, and `tables`
 writes the study's part of results/dedup.md and its figures. `all`, the default, does these one after another. Results
 that are there are not computed again, so what was interrupted goes on.
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from fedpriv.errors import InputError
-from simulations.studies.dedup import check, retrain, run, serve, train
+from simulations.studies.dedup import check, run, serve, train
 from simulations.studies.dedup.report import page
 from simulations.studies.dedup.scenarios import SCENARIOS
 
@@ -55,7 +55,7 @@ def _do(step: str, arguments: argparse.Namespace) -> None:
     elif step == "run":
         run.run_all(out, chosen, jobs=arguments.jobs)
     elif step == "retrain":
-        retrain.retrain_all(out, jobs=arguments.jobs)
+        train.retrain_all(out, jobs=arguments.jobs)
     elif step == "serve":
         serve.serve_all(out)
     elif step == "tables":

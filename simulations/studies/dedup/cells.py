@@ -1,12 +1,17 @@
-"""The cells of the study: every way in which a scenario is deduplicated, each with its own key."""
+"""The cells of the study: every way in which a scenario is deduplicated, each with its own key.
+
+Results are JSON lines, each written whole or not at all.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from fedpriv.dedup.base_selection import Strategy
+from fedpriv.dedup import Strategy
 from simulations.studies.dedup.data import Split
 from simulations.studies.dedup.scenarios import FIFTY, Scenario
 
@@ -64,7 +69,7 @@ SEARCH_OF_ROW: Mapping[str, Search] = {**SEARCHES, **BY_L, "greedy-1": ("greedy"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class DedupCell:
     """One way to deduplicate one scenario.
 
     Attributes:
@@ -74,7 +79,7 @@ class Cell:
         search: a key of `SEARCH_OF_ROW`.
         block_size: values in a block.
         split: the records that it is validated on; `tuning` chooses settings of the study and nothing else.
-        saliency, aggregation, metric, strategy: see `fedpriv.dedup.planning.Settings`.
+        saliency, aggregation, metric, strategy: see `fedpriv.dedup.planning.DedupSettings`.
         max_distance: the same.
         epsilon_bound, utility_bound: for every variant; None takes the scenario's.
         ordered: whether the order of utilities is kept too, which tightens the utility bounds.
@@ -106,12 +111,12 @@ class Cell:
         return "_".join(parts).replace(" ", "-")
 
 
-def cells(scenario: Scenario) -> Iterator[Cell]:
+def cells(scenario: Scenario) -> Iterator[DedupCell]:
     """All cells of a scenario."""
 
-    def cell(table: str, row: object, **values: Any) -> Cell:
+    def cell(table: str, row: object, **values: Any) -> DedupCell:
         common = {"scenario": name, "table": table, "row": str(row), "block_size": scenario.block_size}
-        return Cell(**{**common, "max_distance": scenario.max_distance, **values})
+        return DedupCell(**{**common, "max_distance": scenario.max_distance, **values})
 
     name = scenario.name
     for row in _PUBLICLY.get(name, tuple(SEARCHES)):
@@ -136,7 +141,7 @@ def cells(scenario: Scenario) -> Iterator[Cell]:
             yield cell("bases", strategy, strategy=strategy, epsilon_bound=scenario.epsilon_bound)
 
 
-def _ablations(name: str, cell: Any) -> Iterator[Cell]:
+def _ablations(name: str, cell: Any) -> Iterator[DedupCell]:
     """Tables 6 to 8."""
     if name in ("A1", "A4", "A5"):
         for threshold in THRESHOLDS:
@@ -154,3 +159,22 @@ def _ablations(name: str, cell: Any) -> Iterator[Cell]:
             yield cell("aggregation", aggregation, aggregation=aggregation)
         for metric in ("l1", "l2", "cosine"):
             yield cell("distance", metric, metric=metric)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a file; none if the file is missing."""
+    if not path.is_file():
+        return []
+    text = path.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def append(path: Path, line: dict[str, Any]) -> None:
+    """Append a line, after removing the fragment that an interrupted writer may have left."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        file.seek(0)
+        content = file.read()
+        if not content.endswith(b"\n"):
+            file.truncate(content.rfind(b"\n") + 1)
+        file.write(json.dumps(line).encode() + b"\n")

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
+from simulations.studies.dedup.cells import lines
 from simulations.studies.dedup.data import Split, records
-from simulations.studies.dedup.lines import lines
 from simulations.studies.dedup.networks import network
 from simulations.studies.dedup.scenarios import SCENARIOS, Model
 from simulations.studies.dedup.train import done

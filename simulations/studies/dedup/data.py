@@ -9,7 +9,7 @@ from typing import Literal, cast, get_args
 from simulations.studies.dedup import images, texts
 from simulations.studies.dedup.images import ImageTask
 from simulations.studies.dedup.networks import Architecture
-from simulations.studies.dedup.records import Records
+from simulations.studies.dedup.records import StudyRecords
 from simulations.studies.dedup.texts import TextTask
 
 Task = ImageTask | TextTask
@@ -31,7 +31,7 @@ def source(task: Task) -> str:
 
 
 @lru_cache(maxsize=32)
-def records(out: Path, architecture: Architecture, task: Task, split: Split) -> Records:
+def records(out: Path, architecture: Architecture, task: Task, split: Split) -> StudyRecords:
     """The records of a split.
 
     Args:

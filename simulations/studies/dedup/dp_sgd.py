@@ -16,13 +16,13 @@ from fedpriv.mechanisms.request import NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training.sampling import PoissonSampler
 from simulations.studies.dedup.full_dp import add_clipped_gradients
-from simulations.studies.dedup.records import Pass, Records
+from simulations.studies.dedup.records import Pass, StudyRecords
 
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class DpSgdSchedule:
     """How a network is trained under differential privacy.
 
     Attributes:
@@ -44,8 +44,8 @@ class Schedule:
 
 def train_privately(
     model: nn.Module,
-    records: Records,
-    schedule: Schedule,
+    records: StudyRecords,
+    schedule: DpSgdSchedule,
     *,
     noise_multiplier: float,
     source: RandomSource,
@@ -91,7 +91,7 @@ def train_privately(
     return events
 
 
-def clipped_sum(model: nn.Module, records: Records, chosen: list[int], clip_norm: float) -> Tensor:
+def clipped_sum(model: nn.Module, records: StudyRecords, chosen: list[int], clip_norm: float) -> Tensor:
     """The sum of the chosen records' clipped gradients by all weights, float32 [values], in the parameters' order."""
     parameters = dict(model.named_parameters())
     total = torch.zeros(sum(value.numel() for value in parameters.values()))
@@ -122,7 +122,7 @@ def _put(model: nn.Module, flat: Tensor) -> None:
 
 
 def train_publicly(
-    model: nn.Module, records: Records, *, epochs: int = 1, batch_size: int = 64, learning_rate: float = 1e-3
+    model: nn.Module, records: StudyRecords, *, epochs: int = 1, batch_size: int = 64, learning_rate: float = 1e-3
 ) -> None:
     """Train the weights that need a gradient in place by Adam on public records, at a rate that falls to zero."""
     trained = [each for each in model.parameters() if each.requires_grad]

@@ -13,7 +13,7 @@ from fedpriv.dedup.saliency import Saliency, measure
 from fedpriv.dedup.validation import PrivateRecords
 from simulations.studies.dedup.dp_sgd import losses
 from simulations.studies.dedup.networks import Architecture, load, network
-from simulations.studies.dedup.records import Pass, Records
+from simulations.studies.dedup.records import Pass, StudyRecords
 
 
 class RecordsEvaluator:
@@ -30,9 +30,9 @@ class RecordsEvaluator:
     def __init__(
         self,
         architecture: Architecture,
-        validation: Records,
+        validation: StudyRecords,
         *,
-        saliency_records: Records,
+        saliency_records: StudyRecords,
         saliency: str = "gradient",
         private: PrivateRecords | None = None,
     ) -> None:
@@ -54,7 +54,7 @@ def _losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return losses(model, (batch["inputs"], batch["labels"]))
 
 
-def right_answers(architecture: Architecture, records: Records, tensors: Mapping[str, NDArray[Any]]) -> Tensor:
+def right_answers(architecture: Architecture, records: StudyRecords, tensors: Mapping[str, NDArray[Any]]) -> Tensor:
     """Which records a model answers correctly, bool [records], in the order of their passes."""
     return _right(load(network(architecture).eval(), tensors), records.passes())
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from simulations.studies.dedup.networks import Places
+from simulations.studies.dedup.networks import AddedPlaces
 
 # Keeps a clipped gradient below the clip norm although norms are float32 sums over pairs of tokens.
 _ROUNDING_MARGIN = 1.0 - 1e-3
@@ -202,5 +202,5 @@ _RULES: Mapping[type[nn.Module], _Rule] = {
     nn.Linear: _Rule(_linear_squares, _add_linear),
     nn.LayerNorm: _by_rows(_layer_norm_rows),
     nn.GroupNorm: _by_rows(_group_norm_rows),
-    Places: _by_rows(_places_rows),
+    AddedPlaces: _by_rows(_places_rows),
 }

@@ -1,6 +1,8 @@
 """The networks of the study: plain modules that never mix records, so that the gradients of single records are exact.
 
 Perceptron, small vision transformer and ResNet have 135,000 to 146,000 weights, which are 260 to 290 blocks of 512.
+Of MiniLM the last two layers and the head are trained: they alone run, on kept states of the layers before. Texts come
+in passes of one length, so that no token is padding and attention needs no mask.
 """
 
 from __future__ import annotations
@@ -13,11 +15,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from simulations.studies.dedup.minilm import EMBEDDING, NUM_OUTPUTS, tail
+from fedpriv.adapters import pooling
+from fedpriv.adapters.base_models import BaseModel, load_base
+from fedpriv.adapters.locations import BUNDLED_ENCODER
 
 Architecture = Literal["perceptron", "vit", "resnet", "vit-large", "minilm"]
 
+EMBEDDING = 384
+FROZEN_LAYERS = 4  # of six
+NUM_OUTPUTS = 15  # of the models on texts: enough for every task, so that all have one shape
 SIDE = 28  # pixels
 NUM_DIGITS = 10
 
@@ -37,7 +45,7 @@ class Perceptron(nn.Module):
         return logits
 
 
-class Places(nn.Module):
+class AddedPlaces(nn.Module):
     """Adds a vector of its own to each place."""
 
     def __init__(self, *shape: int) -> None:
@@ -56,8 +64,8 @@ class VisionTransformer(nn.Module):
         super().__init__()
         self.patch = patch
         self.embedding = nn.Linear(patch * patch, width)
-        self.places = Places((SIDE // patch) ** 2, width)
-        self.layers = nn.ModuleList(Encoder(width, heads, inner * width) for _ in range(depth))
+        self.places = AddedPlaces((SIDE // patch) ** 2, width)
+        self.layers = nn.ModuleList(EncoderBlock(width, heads, inner * width) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, NUM_DIGITS)
 
@@ -71,7 +79,7 @@ class VisionTransformer(nn.Module):
         return logits
 
 
-class Encoder(nn.Module):
+class EncoderBlock(nn.Module):
     """Attention and a feed-forward layer, each with a norm before it and a residual connection."""
 
     def __init__(self, width: int, heads: int, inner: int) -> None:
@@ -137,6 +145,52 @@ class ResNet(nn.Module):
         x = self.blocks(F.relu(self.norm(self.stem(images.unsqueeze(1)))))
         logits: Tensor = self.head(x.mean(dim=(2, 3)))
         return logits
+
+
+class Tail(nn.Module):
+    """MiniLM's last layers, the mean over tokens at a fixed length, and a linear head; in bfloat16 but for the head.
+
+    The weights are float32. The modules' names are those of the whole model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        layers = model.bert.encoder.layer
+        trained = {str(index): layers[index] for index in range(FROZEN_LAYERS, len(layers))}
+        self.bert = nn.ModuleDict({"encoder": nn.ModuleDict({"layer": nn.ModuleDict(trained)})})
+        self._trained = tuple(trained.values())
+        self.classifier = model.classifier
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Logits, float32 [texts, 15], of the states after the frozen layers, [texts, tokens, 384]."""
+        hidden = states
+        # On texts this short the plain products are faster than fused attention.
+        with torch.autocast("cpu", dtype=torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
+            for layer in self._trained:
+                hidden = layer(hidden)
+        logits: Tensor = self.classifier(pooling.unit_states(hidden.float().mean(dim=1)))
+        return logits
+
+
+def encoder(dtype: torch.dtype = torch.float32) -> BaseModel:
+    """The whole model, with a head of zeros."""
+    return load_base(BUNDLED_ENCODER, task="SEQ_CLS", num_labels=NUM_OUTPUTS, normalize=True, dtype=dtype)
+
+
+def tail() -> Tail:
+    """The trained part of the whole model, with a head of zeros."""
+    model = Tail(encoder().model)
+    return model.requires_grad_(True)
+
+
+def whole(tensors: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
+    """The state dict of the whole model, for `encoder().model`, with a variant's tensors in place of its own.
+
+    Args:
+        tensors: of a variant: the last two layers and the head.
+    """
+    given = {name: torch.from_numpy(value) for name, value in tensors.items()}
+    return {**encoder().model.state_dict(), **given}
 
 
 _NETWORKS: Mapping[Architecture, Any] = {

@@ -21,7 +21,7 @@ Pass = tuple[Tensor, Tensor]
 _ROWS, _TOKENS = 256, 4096
 
 
-class Records(Protocol):
+class StudyRecords(Protocol):
     """Labelled records of one task."""
 
     @property
@@ -72,7 +72,7 @@ class Vectors:
 
 
 @dataclass(frozen=True, eq=False)
-class Tokens:
+class TokenRecords:
     """Texts as the states of their tokens after an encoder's frozen layers.
 
     Attributes:
@@ -90,11 +90,11 @@ class Tokens:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def part(self, index: int, num_parts: int) -> Tokens:
+    def part(self, index: int, num_parts: int) -> TokenRecords:
         """One of `num_parts` disjoint parts of about equal size."""
         return self._only(slice(index, None, num_parts))
 
-    def first(self, num: int) -> Tokens:
+    def first(self, num: int) -> TokenRecords:
         """The first `num` records."""
         return self._only(slice(num))
 
@@ -109,11 +109,11 @@ class Tokens:
                 places = self.starts[few][:, None] + np.arange(length)
                 yield torch.from_numpy(self.states[places]).float(), self.labels[torch.from_numpy(few)]
 
-    def _only(self, rows: slice) -> Tokens:
-        return Tokens(self.states, self.starts[rows], self.lengths[rows], self.labels[rows])
+    def _only(self, rows: slice) -> TokenRecords:
+        return TokenRecords(self.states, self.starts[rows], self.lengths[rows], self.labels[rows])
 
 
-def together(several: Sequence[Records]) -> Records:
+def together(several: Sequence[StudyRecords]) -> StudyRecords:
     """The records of several sets as one.
 
     Raises:

@@ -12,18 +12,17 @@ from typing import Any
 
 from fedpriv.dedup import variants
 from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.outcomes import Outcome
 from fedpriv.dedup.pipeline import deduplicate
-from fedpriv.dedup.planning import Settings
+from fedpriv.dedup.planning import DedupSettings
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.validation import PrivateRecords, PrivateValidation
 from fedpriv.dedup.variants import Described
+from fedpriv.dedup.work import Outcome
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
-from simulations.studies.dedup.cells import SEARCH_OF_ROW, Cell, cells
+from simulations.studies.dedup.cells import SEARCH_OF_ROW, DedupCell, append, cells, lines
 from simulations.studies.dedup.data import Split, Task, records
 from simulations.studies.dedup.evaluator import RecordsEvaluator
-from simulations.studies.dedup.lines import append, lines
 from simulations.studies.dedup.networks import Architecture
 from simulations.studies.dedup.records import Tensors
 from simulations.studies.dedup.scenarios import DELTA, SCENARIOS, Model, Scenario
@@ -57,7 +56,7 @@ def run_all(out: Path, scenarios: Sequence[Scenario], *, jobs: int = 2) -> None:
         )
 
 
-def run_cell(out: Path, cell: Cell) -> dict[str, Any]:
+def run_cell(out: Path, cell: DedupCell) -> dict[str, Any]:
     """Deduplicate into a fresh store under `cells`, next to the descriptions with its bounds; the line of results."""
     scenario = SCENARIOS[cell.scenario]
     folder, originals = out / "cells" / cell.key, out / "variants" / scenario.name
@@ -85,7 +84,7 @@ def run_cell(out: Path, cell: Cell) -> dict[str, Any]:
         }
 
 
-def bounded(described: Sequence[Described], scenario: Scenario, cell: Cell) -> list[Described]:
+def bounded(described: Sequence[Described], scenario: Scenario, cell: DedupCell) -> list[Described]:
     """The descriptions as a cell needs them.
 
     Where utilities need not keep their order, all variants of a task state the least one; on private records none is
@@ -106,11 +105,11 @@ def bounded(described: Sequence[Described], scenario: Scenario, cell: Cell) -> l
 
 
 def deduplicated(
-    out: Path, described: Sequence[Described], tensors: Mapping[str, Tensors], cell: Cell, store: Store
+    out: Path, described: Sequence[Described], tensors: Mapping[str, Tensors], cell: DedupCell, store: Store
 ) -> list[Outcome]:
     """The outcome for each variant; all variants are stored."""
     scenario, (name, options) = SCENARIOS[cell.scenario], SEARCH_OF_ROW[cell.search]
-    settings = Settings(
+    settings = DedupSettings(
         block_size=cell.block_size,
         algorithm=name,
         options=options,
@@ -124,7 +123,7 @@ def deduplicated(
     if cell.cutoff:
         private = PrivateValidation(
             epsilon=scenario.validation_epsilon,
-            charge=lambda target, event: None,  # no ledger: the records are public, and the check counts anew
+            charge=lambda target, event: None,  # no ledger: the records are public, and the check counts again
             source=SeededSource("dedup study", cell.key),
             cutoff=cell.cutoff,
         )
@@ -158,7 +157,7 @@ def block_ratio(store: Store, tensors: Mapping[str, Tensors], block_size: int) -
 
 
 def accuracy(
-    out: Path, store: Store, outcomes: Sequence[Outcome], cell: Cell
+    out: Path, store: Store, outcomes: Sequence[Outcome], cell: DedupCell
 ) -> dict[str, dict[str, tuple[float, float]]]:
     """{"validation", "test": {variant of the scenario: its accuracy before and after}}; in truth all are public.
 

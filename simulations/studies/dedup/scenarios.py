@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fedpriv.dedup.base_selection import MAX_DISTANCE, Fairness
+from fedpriv.dedup import MAX_DISTANCE, Fairness
 from simulations.studies.dedup.data import Split, Task, source
 from simulations.studies.dedup.networks import Architecture
 
@@ -66,7 +66,7 @@ class Scenario:
         validation_epsilon: of a target's private validation, which keeps every target within its epsilon bound.
         fairness: `outcome` where the epsilons differ by less than the base's epsilon.
         block_size: values in a block.
-        max_distance: see `fedpriv.dedup.planning.Settings`.
+        max_distance: see `fedpriv.dedup.planning.DedupSettings`.
         parts: the scenarios that it is the union of, whose bounds their models keep.
     """
 

@@ -9,7 +9,7 @@ from functools import cache
 
 from fedpriv.accounting.calibration import noise_multiplier_for
 from simulations.studies.dedup.data import Task
-from simulations.studies.dedup.dp_sgd import Schedule
+from simulations.studies.dedup.dp_sgd import DpSgdSchedule
 from simulations.studies.dedup.images import NUM_PUBLIC
 from simulations.studies.dedup.networks import Architecture
 from simulations.studies.dedup.scenarios import DELTA
@@ -101,7 +101,7 @@ RECIPES: Mapping[Architecture, Recipe] = {
 
 
 @cache
-def schedule(architecture: Architecture, num_records: int, epsilon: float) -> tuple[Schedule, float]:
+def schedule(architecture: Architecture, num_records: int, epsilon: float) -> tuple[DpSgdSchedule, float]:
     """How a model is trained on so many records, and the noise multiplier that keeps it within an epsilon.
 
     Args:
@@ -115,7 +115,7 @@ def schedule(architecture: Architecture, num_records: int, epsilon: float) -> tu
     if math.isfinite(epsilon):
         probability = batch_size / num_records
         noise = noise_multiplier_for(epsilon, DELTA, sampling_probability=probability, steps=recipe.steps)
-    how = Schedule(
+    how = DpSgdSchedule(
         steps=recipe.steps,
         expected_batch_size=batch_size,
         learning_rate=recipe.rate(batch_size, noise),

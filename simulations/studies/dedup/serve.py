@@ -1,7 +1,7 @@
 """Serving the models of a scenario, deduplicated by `drd`, compared with plain files in equally bounded processes.
 
-MiniLM is served whole, as somebody without deduplication would keep it: four frozen layers, which all models share, and
-the two that were trained. See `fedpriv.dedup.bench` for what is measured and how.
+MiniLM is served whole, as a user without deduplication would keep it: four frozen layers, which all models share, and
+the two that were trained. See `simulations.benchmarks.dedup_loading` for what is measured and how.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedpriv.dedup.bench import KINDS, Report, Workload, bench, restore_all
 from fedpriv.dedup.blocks import layout_of
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
-from simulations.studies.dedup.cells import Cell, cells
+from simulations.benchmarks.dedup_loading import KINDS, Report, Workload, bench, restore_all
+from simulations.studies.dedup.cells import DedupCell, append, cells, lines
 from simulations.studies.dedup.data import records
-from simulations.studies.dedup.lines import append, lines
-from simulations.studies.dedup.minilm import encoder, whole
-from simulations.studies.dedup.networks import network
+from simulations.studies.dedup.networks import encoder, network, whole
 from simulations.studies.dedup.scenarios import SCENARIOS, Model
 
 SERVED = ("minilm", "hetero", "fifty")
@@ -87,8 +85,8 @@ def line_of(name: str, store: Path, reports: list[Report]) -> dict[str, Any]:
     }
 
 
-class Query:
-    """A `fedpriv.dedup.bench.Workload`: a model answers one record. Another process builds the model anew.
+class InferenceQuery:
+    """A `Workload`: a model answers one record. Another process builds the model again.
 
     Args:
         build: makes the model, for inference.
@@ -98,8 +96,8 @@ class Query:
     def __init__(self, build: Callable[[], nn.Module], inputs: torch.Tensor) -> None:
         self.model, self._build, self._inputs = build().eval(), build, inputs
 
-    def __reduce__(self) -> tuple[type[Query], tuple[Callable[[], nn.Module], torch.Tensor]]:
-        return Query, (self._build, self._inputs)
+    def __reduce__(self) -> tuple[type[InferenceQuery], tuple[Callable[[], nn.Module], torch.Tensor]]:
+        return InferenceQuery, (self._build, self._inputs)
 
     @torch.inference_mode()
     def infer(self) -> None:
@@ -114,9 +112,9 @@ def _whole_minilm() -> nn.Module:
 
 def _workload(out: Path, name: str, model: Model) -> Workload:
     if name == "minilm":
-        return Query(_whole_minilm, torch.arange(1, TOKENS + 1).unsqueeze(0))
+        return InferenceQuery(_whole_minilm, torch.arange(1, TOKENS + 1).unsqueeze(0))
     inputs, _ = next(iter(records(out, model.architecture, model.task, "validation").passes()))
-    return Query(partial(network, model.architecture), inputs[:1].clone())
+    return InferenceQuery(partial(network, model.architecture), inputs[:1].clone())
 
 
 def _store_of(out: Path, name: str) -> Path:
@@ -132,7 +130,7 @@ def _store_of(out: Path, name: str) -> Path:
     return store
 
 
-def _is_drd(cell: Cell) -> bool:
+def _is_drd(cell: DedupCell) -> bool:
     return (cell.table, cell.row) == ("algorithms", "drd")
 
 

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from fedpriv.data import hospital
 from fedpriv.errors import InputError
-from simulations.studies.dedup.minilm import EMBEDDING, FROZEN_LAYERS, encoder
-from simulations.studies.dedup.records import Tokens, Vectors
+from simulations.studies.dedup.networks import EMBEDDING, FROZEN_LAYERS, encoder
+from simulations.studies.dedup.records import TokenRecords, Vectors
 
 TextTask = Literal["sst2", "medquad", "hospital"]
 TextSplit = Literal["public", "tuning", "validation", "test", "private", "parts"]
@@ -70,11 +70,11 @@ def embedded(out: Path, task: TextTask, split: TextSplit) -> Vectors:
     return Vectors(torch.from_numpy(np.array(_read(out, task, "embeddings")[rows])), _labels(out, task, rows))
 
 
-def tokens(out: Path, task: TextTask, split: TextSplit) -> Tokens:
+def tokens(out: Path, task: TextTask, split: TextSplit) -> TokenRecords:
     """The texts of a split as the states of their tokens after MiniLM's frozen layers."""
     rows = _rows(task, split)
     starts, lengths = (_read(out, task, name)[rows] for name in ("starts", "lengths"))
-    return Tokens(_read(out, task, "states"), starts, lengths, _labels(out, task, rows))
+    return TokenRecords(_read(out, task, "states"), starts, lengths, _labels(out, task, rows))
 
 
 @dataclass(frozen=True, eq=False)

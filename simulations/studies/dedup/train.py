@@ -3,6 +3,9 @@
 The records are public, so sampling and noise are seeded and the study can be repeated; real data would need
 `SecureSource`. Each model starts from weights trained on public records, the same for all of its architecture and, for
 MiniLM, task.
+
+The paper's Retrain trains models again with the epsilons that deduplication gave them, and does not deduplicate them:
+the upper limit of what a model's accuracy could be at that epsilon.
 """
 
 from __future__ import annotations
@@ -25,15 +28,16 @@ from fedpriv.accounting.events import Event
 from fedpriv.dedup import variants
 from fedpriv.dedup.composition import History, Upload
 from fedpriv.dedup.variants import Described
+from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
 from simulations.studies.dedup import texts
+from simulations.studies.dedup.cells import append, lines
 from simulations.studies.dedup.data import Split, Task, is_text, records
 from simulations.studies.dedup.dp_sgd import train_privately, train_publicly
 from simulations.studies.dedup.evaluator import right_answers
-from simulations.studies.dedup.lines import append, lines
 from simulations.studies.dedup.networks import load, network, to_arrays
 from simulations.studies.dedup.records import Tensors, together
-from simulations.studies.dedup.scenarios import DELTA, Model, Scenario
+from simulations.studies.dedup.scenarios import DELTA, SCENARIOS, Model, Scenario
 from simulations.studies.dedup.schedules import RECIPES, schedule
 
 REFERENCES = "references.jsonl"
@@ -239,3 +243,57 @@ def done(function: Callable[[_Item], _Result], items: Sequence[_Item], jobs: int
     with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for future in as_completed([pool.submit(function, item) for item in items]):
             yield future.result()
+
+
+SCENARIO_NAMES = ("A1", "A2", "A3", "A4", "A5")
+
+Target = tuple[str, Model, float]
+"""Scenario, model, and epsilon after deduplication."""
+
+
+def retrain_all(out: Path, *, jobs: int = 2) -> None:
+    """Train every target of `drd` in A1 to A5 that has no line in `retrain.jsonl` yet.
+
+    Raises:
+        InputError: there are no results of `drd`.
+    """
+    wanted = targets(out)
+    known = {(line["scenario"], line["name"]) for line in lines(out / "retrain.jsonl")}
+    missing = [target for target in wanted if (target[0], target[1].name) not in known]
+    for line in done(partial(_retrained, out), missing, jobs):
+        append(out / "retrain.jsonl", line)
+        print(f"{line['scenario']} {line['name']}: accuracy {line['accuracy']['test']:.3f}", flush=True)
+
+
+def targets(out: Path) -> list[Target]:
+    """The targets of `drd` on public validation.
+
+    Raises:
+        InputError: there are none.
+    """
+    found = []
+    for line in lines(out / "runs.jsonl"):
+        cell = line["cell"]
+        if (cell["table"], cell["row"]) == ("algorithms", "drd") and cell["scenario"] in SCENARIO_NAMES:
+            models = {model.name: model for model in SCENARIOS[cell["scenario"]].models}
+            found += [
+                (cell["scenario"], models[outcome["name"]], outcome["epsilon_after"])
+                for outcome in line["outcomes"]
+                if outcome["bases"]
+            ]
+    if not found:
+        raise InputError(f"out = {str(out)!r}: holds no results of drd in A1 to A5; run comes first")
+    return found
+
+
+def _retrained(out: Path, target: Target) -> dict[str, Any]:
+    scenario, model, epsilon = target
+    began = time.perf_counter()
+    tensors, _ = trained(out, model, epsilon=epsilon)
+    return {
+        "scenario": scenario,
+        "name": model.name,
+        "epsilon": epsilon,
+        "accuracy": accuracies(out, model, tensors),
+        "seconds": time.perf_counter() - began,
+    }

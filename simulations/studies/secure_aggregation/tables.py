@@ -9,7 +9,7 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from simulations.studies.dedup.lines import lines
+from simulations.studies.dedup.cells import lines
 from simulations.studies.secure_aggregation import colluders
 from simulations.studies.secure_aggregation.cells import (
     AGGREGATE,

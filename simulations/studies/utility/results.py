@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from simulations.studies.dedup.lines import lines
+from simulations.studies.dedup.cells import lines
 from simulations.studies.utility.cells import Cell
 
 

@@ -27,7 +27,7 @@ from fedpriv.training.noise_plan import calibrated, derived_learning_rate
 from fedpriv.training.workbench import Workbench, workbench
 from server.observer import RunProgress
 from simulations.engines import federation
-from simulations.studies.dedup.lines import append, lines
+from simulations.studies.dedup.cells import append, lines
 from simulations.studies.utility import corpora
 from simulations.studies.utility.cells import (
     BASELINES,

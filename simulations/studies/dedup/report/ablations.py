@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from simulations.studies.dedup.report import paper
 from simulations.studies.dedup.report.markdown import beside, number, section, table
-from simulations.studies.dedup.report.results import Line, Results, found, largest_drop
+from simulations.studies.dedup.report.results import DedupResults, Line, found, largest_drop
 
 
-def ablation(results: Results) -> str:
+def ablation(results: DedupResults) -> str:
     """`dred` with other settings beside Table 6."""
     rows = [*_block_sizes(results)]
     for name, papers in paper.ABLATIONS.items():
@@ -28,7 +28,7 @@ def ablation(results: Results) -> str:
     )
 
 
-def _block_sizes(results: Results) -> list[Sequence[str]]:
+def _block_sizes(results: DedupResults) -> list[Sequence[str]]:
     """The sizes by rank: the models differ in size, so equal sizes would mean unequal numbers of blocks."""
     sizes = sorted(results.rows("block size", ["A4"]), key=int)
     papers = list(paper.BLOCK_SIZES.items())
@@ -46,7 +46,7 @@ def _figures(cells: Sequence[Line], theirs: paper.Ablation | None) -> Sequence[s
     return beside(found(cells), theirs[:2] if theirs else None), worst, f"{100 * cells[0]['bytes_ratio']:.1f}"
 
 
-def thresholds(results: Results) -> str:
+def thresholds(results: DedupResults) -> str:
     """C.R. by the utility bound beside Table 7, and with the order of utilities kept."""
     values = sorted({threshold for papers in paper.THRESHOLDS.values() for threshold in papers})
     rows = []

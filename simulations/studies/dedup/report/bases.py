@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from simulations.studies.dedup.report.markdown import number, section, span, table
-from simulations.studies.dedup.report.results import Line, Results, largest_drop, targets
+from simulations.studies.dedup.report.results import DedupResults, Line, largest_drop, targets
 
 TABLE = "bases"
 STRATEGIES = ("single", "multi", "cross")
@@ -21,7 +21,7 @@ def rise(run: Line) -> float:
     return float(sum(outcome["epsilon_after"] - outcome["epsilon_before"] for outcome in run["outcomes"]))
 
 
-def relaxed(results: Results) -> str:
+def relaxed(results: DedupResults) -> str:
     """Base selection with bounds that leave a choice, beside what the text says of Figure 6."""
     rows = _rows(results, RELAXED)
     if not rows:
@@ -34,7 +34,7 @@ def relaxed(results: Results) -> str:
     )
 
 
-def _said(results: Results, strategy: str, papers_ratio: str, papers_rise: str) -> str:
+def _said(results: DedupResults, strategy: str, papers_ratio: str, papers_rise: str) -> str:
     """C.R. and rise over those of `single`, as ranges over the scenarios; empty without cells."""
     pairs = [
         (run, single)
@@ -52,7 +52,7 @@ def _said(results: Results, strategy: str, papers_ratio: str, papers_rise: str) 
     )
 
 
-def own(results: Results) -> str:
+def own(results: DedupResults) -> str:
     """Base selection on the subsets C1 to C4, with their own bounds."""
     rows = _rows(results, OWN)
     if not rows:
@@ -70,7 +70,7 @@ _HEADERS = (
 )  # fmt: skip
 
 
-def _rows(results: Results, scenarios: Sequence[str]) -> list[Sequence[object]]:
+def _rows(results: DedupResults, scenarios: Sequence[str]) -> list[Sequence[object]]:
     return [
         (
             scenario,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from simulations.studies.dedup.report.markdown import count, section, span, table
-from simulations.studies.dedup.report.results import ROUNDING, Results, bounds, targets
+from simulations.studies.dedup.report.results import ROUNDING, DedupResults, bounds, targets
 
 METHODS = ("basic", "accountant", "provenance")
 
 
-def epsilons(results: Results) -> str:
+def epsilons(results: DedupResults) -> str:
     """The largest rise of an epsilon under each composition, scenario by scenario."""
     rows, num_beyond, num, apart = [], 0, 0, 0.0
     for scenario in results.having("algorithms"):
@@ -42,7 +42,7 @@ def epsilons(results: Results) -> str:
     )
 
 
-def checked(results: Results) -> str:
+def checked(results: DedupResults) -> str:
     """The result of the independent check."""
     found = results.checked
     return section(
@@ -60,7 +60,7 @@ def checked(results: Results) -> str:
     )
 
 
-def times(results: Results) -> str:
+def times(results: DedupResults) -> str:
     """Seconds of training and of every kind of cell."""
     by_table: dict[str, tuple[int, float]] = {}
     for run in results.runs:
@@ -83,7 +83,7 @@ def _total(rows: list[tuple[object, ...]]) -> float:
     return sum(float(str(row[-1])) for row in rows)
 
 
-def _per_validation(results: Results) -> str:
+def _per_validation(results: DedupResults) -> str:
     """Seconds per validation, scenario by scenario: what a search saves."""
     spent: Mapping[str, tuple[float, int]] = {
         scenario: (sum(run["seconds"] for run in runs), sum(run["num_validations"] for run in runs))

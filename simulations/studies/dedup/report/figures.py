@@ -14,7 +14,7 @@ from PIL import Image
 
 from simulations.studies.dedup.report import bases, individual, private, ranges
 from simulations.studies.dedup.report.paper import EIGHT
-from simulations.studies.dedup.report.results import Results, accuracies, by_target, found
+from simulations.studies.dedup.report.results import DedupResults, accuracies, by_target, found
 
 INK, GRID = "#1d2126", "#d5d9de"
 BLUE, RED, GREEN, PURPLE, BROWN, GREY = "#00589c", "#b84300", "#007557", "#a03d80", "#8a6000", "#5a5a5a"
@@ -23,7 +23,7 @@ _SEARCHES = dict(zip(individual.SEARCHES, zip((GREY, BROWN, GREEN, BLUE, RED), "
 _STRATEGIES = dict(zip(bases.STRATEGIES, (BLUE, BROWN, RED), strict=True))
 
 
-def lengths(results: Results) -> Figure | None:
+def lengths(results: DedupResults) -> Figure | None:
     """Validations against C.R., a panel for each scenario: `drd` and `dred` over L, Greedy, the rule, published."""
     here = results.having(ranges.TABLE, EIGHT)
     if not here:
@@ -47,7 +47,7 @@ def lengths(results: Results) -> Figure | None:
     return _finished(figure, panels, len(here))
 
 
-def _draw_lengths(axes: Axes, results: Results, scenario: str, name: str, colour: str) -> None:
+def _draw_lengths(axes: Axes, results: DedupResults, scenario: str, name: str, colour: str) -> None:
     rows = [row for row in results.rows(ranges.TABLE, [scenario]) if row.startswith(f"{name}-")]
     rows.sort(key=lambda row: int(row.rsplit("-", 1)[-1]))
     points = [pair for row in rows if (pair := found(results.cells(scenario, ranges.TABLE, row)))]
@@ -66,7 +66,7 @@ def _draw_lengths(axes: Axes, results: Results, scenario: str, name: str, colour
             axes.plot(pair[1], pair[0], marker, color=colour, markersize=9, label=f"{name}, {label}")
 
 
-def single_models(results: Results) -> Figure | None:
+def single_models(results: DedupResults) -> Figure | None:
     """Figure 4: C.R. above and accuracy below, model by model."""
     here = [name for name in individual.SCENARIOS if individual.accuracies_on_test(results, name)]
     if not here:
@@ -89,7 +89,7 @@ def single_models(results: Results) -> Figure | None:
     return _finished(figure, panels, len(panels))
 
 
-def private_models(results: Results) -> Figure | None:
+def private_models(results: DedupResults) -> Figure | None:
     """Figure 7: C.R. above and accuracy below of each model of B2 and B3, public validation against private."""
     here = [name for name in private.BY_MODEL if results.table(name, private.TABLE)]
     if not here:
@@ -123,24 +123,24 @@ def _draw_models(
         axes.plot(*zip(*known, strict=True), marker, color=colour, markersize=6, label=label)
 
 
-def _name_models(results: Results, upper: Axes, lower: Axes, names: Sequence[str]) -> None:
+def _name_models(results: DedupResults, upper: Axes, lower: Axes, names: Sequence[str]) -> None:
     labels = [f"{results.models[name]['epsilon']:.2g}" if name in results.models else name for name in names]
     upper.set_xticks(range(len(names)), [""] * len(names))
     lower.set_xticks(range(len(names)), labels, rotation=90 if len(names) > 10 else 0)
     lower.set_xlabel("epsilon of the model", fontsize=8)
 
 
-def relaxed_bases(results: Results) -> Figure | None:
+def relaxed_bases(results: DedupResults) -> Figure | None:
     """Figure 6: C.R. and total rise of the epsilons of the three ways to choose bases."""
     return _bases(results, bases.RELAXED, "Base selection, relaxed bounds (the paper's Figure 6)")
 
 
-def own_bases(results: Results) -> Figure | None:
+def own_bases(results: DedupResults) -> Figure | None:
     """Figure 9, as far as it is redrawn: one base against several on C1 to C4."""
     return _bases(results, bases.OWN, "Base selection, own bounds (the paper's Figure 9)")
 
 
-def _bases(results: Results, scenarios: Sequence[str], title: str) -> Figure | None:
+def _bases(results: DedupResults, scenarios: Sequence[str], title: str) -> Figure | None:
     here = results.having(bases.TABLE, scenarios)
     if not here:
         return None
@@ -157,7 +157,7 @@ def _bases(results: Results, scenarios: Sequence[str], title: str) -> Figure | N
     return _finished(figure, panels, 2)
 
 
-def latency(results: Results) -> Figure | None:
+def latency(results: DedupResults) -> Figure | None:
     """Figures 5 and 8: seconds of loading and inference of every arm, cold and warm."""
     if not results.serving:
         return None

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from statistics import mean
 
 from simulations.studies.dedup.report.markdown import section, span, table
-from simulations.studies.dedup.report.results import Results, accuracies, by_target
+from simulations.studies.dedup.report.results import DedupResults, accuracies, by_target
 
 SCENARIOS = ("A1", "A2", "A3", "A4", "A5")
 SEARCHES = ("dedup-20", "mistique-20", "greedy-20", "drd", "dred")
 ORIGINAL, RETRAIN = "original", "retrain"
 
 
-def accuracies_on_test(results: Results, scenario: str) -> Mapping[str, Mapping[str, float]]:
+def accuracies_on_test(results: DedupResults, scenario: str) -> Mapping[str, Mapping[str, float]]:
     """{search, `original` or `retrain`: {target: accuracy on test records}}; those that have not run are missing."""
     cells = {name: results.cells(scenario, "algorithms", name) for name in SEARCHES}
     measured = {name: accuracies(each, "test", after=True) for name, each in cells.items()}
@@ -27,7 +27,7 @@ def accuracies_on_test(results: Results, scenario: str) -> Mapping[str, Mapping[
     return {name: values for name, values in all_of_them.items() if values}
 
 
-def individual(results: Results) -> str:
+def individual(results: DedupResults) -> str:
     """Accuracy and C.R. of the single models, as means, and ranges, over each scenario's targets."""
     here = [scenario for scenario in SCENARIOS if accuracies_on_test(results, scenario)]
     if not here:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from simulations.studies.dedup.report import paper
 from simulations.studies.dedup.report.markdown import count, section, span, table, yes
-from simulations.studies.dedup.report.results import NAMES, Line, Results, members
+from simulations.studies.dedup.report.results import NAMES, DedupResults, Line, members
 from simulations.studies.dedup.scenarios import Scenario
 
 
-def introduction(results: Results) -> str:
+def introduction(results: DedupResults) -> str:
     """What was done, on which records, and what the words mean."""
     models = results.models.values()
     deltas = ", ".join(f"{delta:g}" for delta in sorted({model["delta"] for model in models}))
@@ -38,7 +38,7 @@ models' tensors. Smaller is better. There is one training seed, so differences o
 rows mean little."""
 
 
-def scenarios(results: Results) -> str:
+def scenarios(results: DedupResults) -> str:
     """The scenarios beside Table 1."""
     here = [name for name in NAMES if any(run["cell"]["scenario"] == name for run in results.runs)]
     rows = [_scenario_row(results, name, members(name)[0]) for name in here if name != "fifty" and members(name)]
@@ -49,7 +49,7 @@ def scenarios(results: Results) -> str:
     return section("Scenarios (Table 1)", table(headers, rows) if rows else "")
 
 
-def _scenario_row(results: Results, name: str, scenario: Scenario) -> Sequence[object]:
+def _scenario_row(results: DedupResults, name: str, scenario: Scenario) -> Sequence[object]:
     known = [results.models[model.name] for model in scenario.models if model.name in results.models]
     papers = paper.SCENARIOS.get(name)
     stated = [model.epsilon for model in scenario.models]
@@ -71,7 +71,7 @@ def _scenario_row(results: Results, name: str, scenario: Scenario) -> Sequence[o
     )
 
 
-def learned(results: Results) -> str:
+def learned(results: DedupResults) -> str:
     """For every model whether it is better than its public start by two standard errors."""
     order = sorted(results.models.values(), key=lambda model: (model["architecture"], model["task"], model["epsilon"]))
     rows = [_model_row(model) for model in order]

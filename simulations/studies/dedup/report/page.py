@@ -22,7 +22,7 @@ from simulations.studies.dedup.report import (
     serving,
     unseen,
 )
-from simulations.studies.dedup.report.results import Results, read
+from simulations.studies.dedup.report.results import DedupResults, read
 
 BEGIN, END = "<!-- study:begin -->", "<!-- study:end -->"
 
@@ -38,8 +38,8 @@ class Section:
         shows: what is in it, for those who cannot see it.
     """
 
-    text: Callable[[Results], str]
-    figure: Callable[[Results], Figure | None] | None = None
+    text: Callable[[DedupResults], str]
+    figure: Callable[[DedupResults], Figure | None] | None = None
     file: str = ""
     shows: str = ""
 
@@ -116,7 +116,7 @@ def write(page: Path, out: Path) -> None:
     page.write_text(f"{before}\n" + "\n\n".join(parts) + f"\n{after}")
 
 
-def _written(section: Section, results: Results, folder: Path) -> str:
+def _written(section: Section, results: DedupResults, folder: Path) -> str:
     text = section.text(results)
     figure = section.figure(results) if text and section.figure else None
     if figure is None:

@@ -6,22 +6,14 @@ from collections.abc import Sequence
 
 from simulations.studies.dedup.report import paper
 from simulations.studies.dedup.report.markdown import beside, number, section, table
-from simulations.studies.dedup.report.results import (
-    Line,
-    Results,
-    beyond,
-    by_target,
-    found,
-    largest_drop,
-    members,
-)
+from simulations.studies.dedup.report.results import DedupResults, Line, beyond, by_target, found, largest_drop, members
 
 TABLE = "private validation"
 BY_MODEL = ("B2", "B3")
 DYNAMIC = ("drd", "dred")
 
 
-def private(results: Results) -> str:
+def private(results: DedupResults) -> str:
     """The searches on private records beside Table 3."""
     here = results.having(TABLE)
     if not here:
@@ -55,7 +47,7 @@ def _cell(cells: Sequence[Line], papers: paper.Found | None) -> str:
     return "; ".join((beside(found(cells), papers), number(largest_drop(cells), 3), within))
 
 
-def change(results: Results, name: str) -> list[float]:
+def change(results: DedupResults, name: str) -> list[float]:
     """Points by which private validation makes the C.R. of each target of B2 and B3 worse, for one search."""
     points = []
     for scenario in BY_MODEL:
@@ -65,7 +57,7 @@ def change(results: Results, name: str) -> list[float]:
     return points
 
 
-def by_model(results: Results) -> str:
+def by_model(results: DedupResults) -> str:
     """Figure 7: what private validation changes for each model."""
     points = {name: change(results, name) for name in DYNAMIC}
     said = [f"`{name}` by {min(values):+.1f} to {max(values):+.1f} points" for name, values in points.items() if values]
@@ -78,7 +70,7 @@ def by_model(results: Results) -> str:
     )
 
 
-def cutoffs(results: Results) -> str:
+def cutoffs(results: DedupResults) -> str:
     """The cut-off on A4 beside Table 8."""
     rows = []
     for cutoff, (ratio, num, drop) in paper.CUTOFFS.items():

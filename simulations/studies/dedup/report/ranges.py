@@ -9,7 +9,7 @@ from statistics import mean
 from simulations.studies.dedup.report import paper
 from simulations.studies.dedup.report.markdown import section, table, yes
 from simulations.studies.dedup.report.paper import EIGHT, Found
-from simulations.studies.dedup.report.results import ROUNDING, Line, Results, found, kept
+from simulations.studies.dedup.report.results import ROUNDING, DedupResults, Line, found, kept
 
 SEARCHES, TABLE, TUNING = "algorithms", "L", "tuning"
 RULES = ("drd", "dred")
@@ -51,13 +51,13 @@ class Against:
         return yes(self.met) + (f": {' and '.join(failed)}" if failed else "")
 
 
-def measured(results: Results, scenario: str, name: str, place: str = TABLE) -> list[Line]:
+def measured(results: DedupResults, scenario: str, name: str, place: str = TABLE) -> list[Line]:
     """The cells of a search on the records of a table; with L by the rule, or none, it stands among all searches."""
     own = results.cells(scenario, place, name)
     return own if own or place != TABLE else results.cells(scenario, SEARCHES, name)
 
 
-def against(results: Results, scenario: str, name: str, place: str = TABLE) -> Against | None:
+def against(results: DedupResults, scenario: str, name: str, place: str = TABLE) -> Against | None:
     """A search beside Greedy-20 on the same records; None where either has not run."""
     ours, greedys = (found(measured(results, scenario, row, place)) for row in (name, YARDSTICK))
     return Against(ours=ours, greedys=greedys) if ours and greedys else None
@@ -68,7 +68,7 @@ def papers_against(scenario: str, name: str) -> Against:
     return Against(ours=paper.SEARCHES[name][scenario], greedys=paper.SEARCHES[YARDSTICK][scenario])
 
 
-def claim(results: Results) -> str:
+def claim(results: DedupResults) -> str:
     """Whether `drd` takes fewer validations than Greedy-20 at a C.R. not worse than two points, by scenario."""
     rows, verdicts = [], []
     for scenario in EIGHT:
@@ -101,7 +101,7 @@ def _cells(pair: Against) -> Sequence[str]:
     return f"{pair.ours[1]:.0f} / {pair.greedys[1]:.0f}", f"{pair.points:+.1f}", pair.verdict
 
 
-def ablation(results: Results) -> str:
+def ablation(results: DedupResults) -> str:
     """Every L on the records that choose settings and on those that do not."""
     rows = []
     for name in dict.fromkeys((*RULES, *results.rows(TABLE, EIGHT), *results.rows(TUNING, EIGHT))):
@@ -129,7 +129,7 @@ def _named(row: str) -> str:
     return f"`{name}`, L = {length}" if length else f"`{name}`, rule"
 
 
-def _over_all(results: Results, name: str, place: str) -> Sequence[str]:
+def _over_all(results: DedupResults, name: str, place: str) -> Sequence[str]:
     pairs = [pair for scenario in EIGHT if (pair := against(results, scenario, name, place))]
     if not pairs:
         return "", "", ""

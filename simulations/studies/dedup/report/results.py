@@ -10,7 +10,7 @@ from statistics import mean
 from typing import Any
 
 from fedpriv.errors import InputError
-from simulations.studies.dedup.lines import lines
+from simulations.studies.dedup.cells import lines
 from simulations.studies.dedup.report.paper import EIGHT, Found
 from simulations.studies.dedup.scenarios import FIFTY, SCENARIOS, Scenario
 
@@ -24,7 +24,7 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Results:
+class DedupResults:
     """All that the study has found so far.
 
     Attributes:
@@ -58,7 +58,7 @@ class Results:
         return list(dict.fromkeys(run["cell"]["row"] for name in among for run in self.table(name, table)))
 
 
-def read(out: Path) -> Results:
+def read(out: Path) -> DedupResults:
     """The results in a folder.
 
     Raises:
@@ -68,7 +68,7 @@ def read(out: Path) -> Results:
     if not models or not runs:
         raise InputError(f"out = {str(out)!r}: holds no results; train and run come first")
     checked = out / "check.json"
-    return Results(
+    return DedupResults(
         models={model["name"]: model for model in models},
         runs=runs,
         retrained=lines(out / "retrain.jsonl"),

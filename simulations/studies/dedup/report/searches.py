@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import mean
 
-from fedpriv.dedup.block_pipeline import MINHASH_STEP
+from fedpriv.dedup._block_pipeline import MINHASH_STEP
 from simulations.studies.dedup.cells import MCTS_ITERATIONS
 from simulations.studies.dedup.report import paper
 from simulations.studies.dedup.report.markdown import beside, count, number, section, table
 from simulations.studies.dedup.report.results import (
     ROUNDING,
+    DedupResults,
     Line,
-    Results,
     beyond,
     bounds,
     found,
@@ -25,7 +25,7 @@ from simulations.studies.dedup.report.results import (
 TABLE = "algorithms"
 
 
-def eight(results: Results) -> str:
+def eight(results: DedupResults) -> str:
     """Every search on A1 to A5 and B1 to B3 beside Table 2."""
     here = results.having(TABLE, paper.EIGHT)
     if not here:
@@ -50,7 +50,7 @@ def eight(results: Results) -> str:
     )
 
 
-def _published(results: Results, here: Sequence[str], name: str) -> str:
+def _published(results: DedupResults, here: Sequence[str], name: str) -> str:
     """What the stopping rules of the authors' code change; empty if they have not run."""
     pairs = [
         (theirs, ours)
@@ -76,7 +76,7 @@ def _further(cells: Sequence[Line]) -> str:
     return f"{100 * cells[0]['bytes_ratio']:.1f}" + (f", {drop}" if drop else "")
 
 
-def fifty(results: Results) -> str:
+def fifty(results: DedupResults) -> str:
     """Every search on the fifty models beside Table 4."""
     rows = []
     for name in results.rows(TABLE, ["fifty"]):
@@ -94,7 +94,7 @@ def fifty(results: Results) -> str:
     return section(f"{num_models} models in one store (Table 4)", table(headers, rows), _untouched(results))
 
 
-def _untouched(results: Results) -> str:
+def _untouched(results: DedupResults) -> str:
     """Why models are no targets; two architectures here learn from the same images, the paper's from different ones."""
     reasons = Counter(outcome["untouched"] for outcome in results.table("fifty", TABLE)[0]["outcomes"])
     named = [f"{num} {reason}" for reason, num in reasons.items() if reason]
@@ -106,7 +106,7 @@ def _beyond(run: Line) -> str:
     return f"{num} of {of}" if of else ""
 
 
-def heterogeneous(results: Results) -> str:
+def heterogeneous(results: DedupResults) -> str:
     """Every search on the models of two architectures, target by target, and Table 5."""
     runs = results.table("hetero", TABLE)
     if not runs:
@@ -134,7 +134,7 @@ def heterogeneous(results: Results) -> str:
     )
 
 
-def _label(results: Results, name: str) -> str:
+def _label(results: DedupResults, name: str) -> str:
     model = results.models.get(name)
     return f"{model['architecture']}, {model['task']}, {model['epsilon']:.2g}" if model else name
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from simulations.studies.dedup.report.markdown import number, section, table, yes
 from simulations.studies.dedup.report.paper import SPEEDUPS, SPEEDUPS_OF_CLUSTERS
-from simulations.studies.dedup.report.results import Line, Results
+from simulations.studies.dedup.report.results import DedupResults, Line
 
 STORE = "store"
 # What loading and inference must be of the store's, cold, at least.
 WANTED = {"safetensors": 10, "straight": 3}
 
 
-def serving(results: Results) -> str:
+def serving(results: DedupResults) -> str:
     """Loading and inference, apart, of the store and of plain files; what the disk and its cache did."""
     if not results.serving:
         return ""

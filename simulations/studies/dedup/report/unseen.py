@@ -6,19 +6,12 @@ from statistics import mean
 
 from simulations.studies.dedup.report.markdown import section, table
 from simulations.studies.dedup.report.paper import EIGHT
-from simulations.studies.dedup.report.results import (
-    Line,
-    Results,
-    accuracies,
-    beyond,
-    bounds,
-    drops,
-)
+from simulations.studies.dedup.report.results import DedupResults, Line, accuracies, beyond, bounds, drops
 
 _TABLES = {"algorithms": "", "private validation": ", private"}
 
 
-def unseen(results: Results) -> str:
+def unseen(results: DedupResults) -> str:
     """Drops on validation and test records, and how many targets exceed their bound on the latter."""
     here = results.having("algorithms", (*EIGHT, "minilm", "hetero"))
     if not here:
@@ -46,7 +39,7 @@ def _drops(cells: list[Line]) -> str:
     return ", ".join([*(f"{value:.4f}" for value in means), f"{num} of {of}"])
 
 
-def minilm(results: Results) -> str:
+def minilm(results: DedupResults) -> str:
     """Each target of the MiniLM cluster, before and after, on validation and on test records."""
     rows, counts = [], []
     for place, suffix in _TABLES.items():
@@ -69,7 +62,7 @@ def minilm(results: Results) -> str:
     )
 
 
-def _by_target(results: Results, cells: list[Line], label: str) -> list[tuple[str, ...]]:
+def _by_target(results: DedupResults, cells: list[Line], label: str) -> list[tuple[str, ...]]:
     keys = [(split, after) for split in ("validation", "test") for after in (False, True)]
     measured = {(split, after): accuracies(cells, split, after=after) for split, after in keys}
     rows = []

@@ -1,0 +1,218 @@
+"""Variants stored by shared blocks: replace blocks in saliency order, and store what validation accepts.
+
+The cost of a variant counts its bases and all attempts at private validation.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedpriv.dedup._base_selection import Assignment, Selection, fair_limits
+from fedpriv.dedup.algorithms import Positions, algorithm
+from fedpriv.dedup.algorithms.mistique import minhash_similarity
+from fedpriv.dedup.blocks import BlockLayout, check_has_blocks
+from fedpriv.dedup.composition import PublicationCost
+from fedpriv.dedup.distance import nearest
+from fedpriv.dedup.planning import DedupSettings, ValidationCharge, cost_of, plan, read_charges
+from fedpriv.dedup.saliency import by_block
+from fedpriv.dedup.store import Store
+from fedpriv.dedup.work import Evaluator, Outcome, Tensors, Validator, Work
+
+log = logging.getLogger(__name__)
+
+# Mistique treats weights as equal that round to the same multiple of this many of their standard deviations.
+MINHASH_STEP = 2.0
+
+REPEATED = "repeated validation would exceed its bound"
+
+
+def store_by_blocks(work: Work) -> list[Outcome]:
+    """Store all variants of a deduplication by the blocks that they share; see `fedpriv.dedup.pipeline.deduplicate`."""
+    costs = Costs.of(work)
+    assignments = costs.selection.assignments
+    for name in sorted({each for target, a in assignments.items() for each in (target, *a.bases)}):
+        check_has_blocks(name, work.layouts[name])
+    names = [*(name for name in work.variants if name not in assignments), *assignments]
+    watch = work.watch(assignments)
+    for name in names:
+        if name not in work.stored:
+            watch.begin(name)
+            work.stored[name] = _store(work, costs, name, watch.validated)
+            watch.store(is_target=name in assignments)
+    return [work.stored[name] for name in names]
+
+
+def _store(work: Work, costs: Costs, name: str, validated: Callable[[], None]) -> Outcome:
+    """Store one variant, its bases having been stored."""
+    assignment = costs.affordable(name)
+    blocks, extras = work.layouts[name].to_blocks(work.read_tensors(name))
+    found = _Found(blocks, 0, 0, None)
+    if assignment:
+        found = _search(work, costs, assignment, (blocks, extras), validated)
+    untouched = costs.selection.untouched.get(name)
+    outcome = work.outcome(
+        name,
+        bases=assignment.bases if assignment else (),
+        untouched=untouched if assignment or untouched else REPEATED,
+        cost=costs.after(name, is_target=assignment is not None),
+        num_replaced=found.num_replaced,
+        num_validations=found.num_validations,
+        correct=found.correct,
+    )
+    work.store.add(name, work.layouts[name], found.blocks, extras, **outcome.as_records(**work.digests))
+    log.info("%s: %s of %s blocks replaced", name, outcome.num_replaced, outcome.num_blocks)
+    return outcome
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """The blocks of a variant as they are to be stored, and the figures of the search that chose them."""
+
+    blocks: NDArray[Any]
+    num_replaced: int
+    num_validations: int
+    correct: int | None
+
+
+def _search(
+    work: Work,
+    costs: Costs,
+    assignment: Assignment,
+    model: tuple[NDArray[Any], Mapping[str, NDArray[Any]]],
+    validated: Callable[[], None],
+) -> _Found:
+    """The search for the blocks of a target that its bases can stand in for; charges for it first."""
+    name, settings, (blocks, extras) = assignment.target, work.settings, model
+    layout, evaluator = work.layouts[name], work.evaluators[name]
+    validator = work.validator(name, assignment.limits, costs.attempts[name])
+    saliency = by_block(evaluator.saliency(layout.from_blocks(blocks, extras)), layout, settings.aggregation)
+    base = _blocks_of(work.store, assignment)
+    indices, _ = nearest(blocks, base, settings.metric)
+    substitutes = base[indices]
+    # Those that are a base's already are shared anyway, so no validation is spent on them.
+    differs = np.array([own.tobytes() != other.tobytes() for own, other in zip(blocks, substitutes, strict=True)])
+    order = np.argsort(saliency, kind="stable")
+    trial = _Trial(layout, blocks, extras, substitutes, order[differs[order]], evaluator, validated)
+    return trial.run(algorithm(settings.algorithm), validator, trial.options(settings), work.num_correct(name))
+
+
+@dataclass(frozen=True, eq=False)
+class _Trial:
+    """A target whose blocks can be replaced by their nearest base blocks.
+
+    `order`: positions by rising saliency, without those whose blocks equal their substitutes.
+    """
+
+    layout: BlockLayout
+    blocks: NDArray[Any]
+    extras: Tensors
+    nearest: NDArray[Any]
+    order: NDArray[np.int64]
+    evaluator: Evaluator
+    validated: Callable[[], None]
+
+    def options(self, settings: DedupSettings) -> Mapping[str, Any]:
+        """The options of the search, with the block similarities that Mistique needs."""
+        if settings.algorithm != "mistique":
+            return settings.options
+        step = MINHASH_STEP * float(self.blocks.std()) or 1.0
+        similarity = minhash_similarity(self.blocks[self.order], self.nearest[self.order], step=step)
+        return {**settings.options, "similarity": similarity}
+
+    def run(self, search: Callable[..., Any], validator: Validator, options: Mapping[str, Any], correct: int) -> _Found:
+        counts: dict[Positions, int] = {frozenset(): correct}
+
+        def accept(positions: Positions) -> bool:
+            count = self.evaluator.count_correct(self.layout.from_blocks(self.replaced(positions), self.extras))
+            counts[positions] = count
+            self.validated()
+            return validator.accept(count)
+
+        result = search(len(self.order), accept, **options)
+        chosen = frozenset(result.replaced)
+        num_shared = len(self.blocks) - len(self.order) + len(chosen)
+        return _Found(self.replaced(chosen), num_shared, result.num_validations, counts[chosen])
+
+    def replaced(self, positions: Positions) -> NDArray[Any]:
+        rows = self.order[sorted(positions)]
+        blocks = self.blocks.copy()
+        blocks[rows] = self.nearest[rows]
+        return blocks
+
+
+def _blocks_of(store: Store, assignment: Assignment) -> NDArray[Any]:
+    """All blocks of the bases, whatever tensors they come from, [n, block_size]."""
+    manifests = [store.manifest(name) for name in assignment.bases]
+    return np.concatenate([np.asarray(store.blocks[store.rows(manifest.blocks)]) for manifest in manifests])
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """The bases of every variant, and the costs.
+
+    Attributes:
+        work: the deduplication.
+        selection: of the bases.
+        attempts: {variant: what validating it once is charged}.
+    """
+
+    work: Work
+    selection: Selection
+    attempts: Mapping[str, tuple[ValidationCharge, ...]]
+
+    @classmethod
+    def of(cls, work: Work) -> Costs:
+        """The costs of a deduplication, with bases selected."""
+        attempts = work.attempts(with_saliency=True)
+        return cls(work, plan(list(work.variants.values()), work.settings, attempts), attempts)
+
+    def originals(self, name: str) -> list[str]:
+        """The variants whose blocks this one may hold, directly or indirectly."""
+        assignment = self.selection.assignments.get(name)
+        bases = assignment.bases if assignment else ()
+        return sorted({each for base in bases for each in (base, *self.originals(base))})
+
+    def affordable(self, name: str) -> Assignment | None:
+        """The target's bases; None if it has none, or if repeated attempts left no room for another one.
+
+        The selection knows nothing of repetitions, nor of attempts that cost more than one does now. After one, no
+        epsilon may pass the next higher one as it was before deduplication, which keeps their order whatever becomes of
+        the others.
+        """
+        assignment, originals = self.selection.assignments.get(name), self.originals(name)
+        charged = self._charged((name, *originals))
+        expected = [charge for each in self._targets(originals) for charge in self.attempts[each]]
+        if assignment is None or Counter(charged) <= Counter(expected):
+            return assignment
+        variants = {each: known.as_variant(self.work.settings.accountant) for each, known in self.work.variants.items()}
+        limit = min(assignment.limits.epsilon, fair_limits(variants[name], list(variants.values())).epsilon)
+        cost = self._cost((name, *originals), [*charged, *self.attempts[name]])
+        return assignment if cost.guarantee.epsilon <= limit else None
+
+    def after(self, name: str, *, is_target: bool) -> PublicationCost:
+        """The cost of the variant once it is stored.
+
+        Args:
+            name: of the variant.
+            is_target: whether its bases were used; one with no replaced block has still consulted them.
+        """
+        names = (name, *self.originals(name)) if is_target else (name,)
+        return self._cost(names, self._charged(names) if is_target else [])
+
+    def _charged(self, names: Collection[str]) -> list[ValidationCharge]:
+        """All that was charged for those of the variants that are targets, by this call and by earlier ones."""
+        targets = self._targets(names)
+        return [charge for charge in read_charges(self.work.store.path) if charge.name in targets]
+
+    def _targets(self, names: Collection[str]) -> set[str]:
+        return set(names) & set(self.selection.assignments)
+
+    def _cost(self, names: Sequence[str], charges: Sequence[ValidationCharge]) -> PublicationCost:
+        return cost_of([self.work.variants[name] for name in names], self.work.settings.accountant, charges)

@@ -1,0 +1,237 @@
+"""Texts to tokens, and a causal model's logits to text.
+
+Tokenizing takes a time that the model's room bounds: of a text far too long for it, most is never read. Tokens are
+drawn from logits, and become text in whole characters that ends before a stop.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedpriv.data import records
+from fedpriv.data.chat import ChatFormat
+from fedpriv.data.instructions import ROLES
+from fedpriv.data.records import RESPONSE_MASK
+from fedpriv.serving.requests import Generate, ServingError, Tokens, TooLongError
+
+log = logging.getLogger(__name__)
+
+# A text with more characters for each token that there is room for is a long one. English has four to five.
+_CHARACTERS_PER_TOKEN = 8
+# Words at the end of a text that its continuation may change: tokenizers look a word ahead, and at white space two.
+_UNSETTLED = 3
+# Tokens: of a chat that is not cut here.
+_NO_LIMIT = 2**30
+
+
+class Tokenizing:
+    """The tokenizer of a served model. Short texts never wait for long ones.
+
+    The beginning of a long text is tokenised first. Its words, but for the last few, are words of the whole text, so
+    that the text is refused if these alone have too many tokens. Else it is tokenised whole: one token may stand for
+    any number of spaces or unknown characters, so that no bound on characters alone is right.
+
+    Args:
+        tokenizer: a transformers tokenizer; this object changes its settings.
+        model_name: to show in errors.
+        chat: how the model's run put prompts to it.
+        max_tokens: of a text.
+
+    Attributes:
+        quick_characters: of a text, up to which it is a short one.
+    """
+
+    def __init__(self, tokenizer: Any, model_name: str, chat: ChatFormat, max_tokens: int) -> None:
+        self.quick_characters = _CHARACTERS_PER_TOKEN * max_tokens
+        self._model_name, self._chat, self._max_tokens = model_name, chat, max_tokens
+        # Tokenizers keep the length at which they cut, so that each is used by one thread at a time.
+        self._short, self._long = _Locked(tokenizer), _Locked(copy.deepcopy(tokenizer))
+
+    def encode(self, text: str) -> Tokens:
+        """The tokens of a text, cut where it is too long already.
+
+        Raises:
+            TooLongError: it is long, and its beginning has too many tokens.
+            ServingError: the tokenizer refuses it.
+        """
+        with self._for(text) as tokenizer:
+            (row,) = records.encode(tokenizer, [text], None, self._max_tokens + 1)
+        if row is None:
+            raise ServingError("a text cannot be read by the model's tokenizer")
+        return tuple(row["input_ids"])
+
+    def encode_chat(self, messages: tuple[tuple[str, str], ...]) -> Tokens:
+        """The tokens of a chat up to its answer; a run's system prompt and prompt template are put as in training.
+
+        Raises:
+            TooLongError: it is long, and the beginnings of its texts have too many tokens.
+            ServingError: the model has no chat template, or template or tokenizer refuse the messages.
+        """
+        if not getattr(self._short.tokenizer, "chat_template", None):
+            raise ServingError(f"model {self._model_name} has no chat template; ask for a completion")
+        if unknown := next((role for role, _ in messages if role not in ROLES), None):
+            raise ServingError(f"messages: role {unknown[:100]!r} is none of {', '.join(ROLES)}")
+        try:
+            with self._for(*(content for _, content in messages)) as tokenizer:
+                if len(messages) == 1 and messages[0][0] == "user" and self._chat.prompt_template:
+                    return _prompt(replace(self._chat, has_messages=False), tokenizer, messages[0][1])
+                return _prompt(replace(self._chat, has_messages=True), tokenizer, json.dumps(messages))
+        except ServingError:
+            raise
+        except Exception as error:  # templates raise what they like
+            # By its kind alone: what a template says of a message may repeat it.
+            log.warning("a chat cannot be put to the model: %s", type(error).__name__)
+            raise ServingError("messages: the model's chat template does not take them") from None
+
+    def _for(self, *texts: str) -> _Locked:
+        """The tokenizer for texts.
+
+        Raises:
+            TooLongError: their beginnings have too many tokens.
+        """
+        if sum(map(len, texts)) <= self.quick_characters:
+            return self._short
+        with self._long as tokenizer:
+            if sum(_least(tokenizer, text[: self.quick_characters]) for text in texts) > self._max_tokens:
+                raise TooLongError(f"more than {self._max_tokens} tokens, by the beginning of the text alone")
+        return self._long
+
+
+class _Locked:
+    """A tokenizer for one thread at a time."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self._lock = tokenizer, threading.Lock()
+
+    def __enter__(self) -> Any:
+        self._lock.acquire()
+        return self.tokenizer
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def _least(tokenizer: Any, beginning: str) -> int:
+    """Tokens that a text has at least, from its beginning; 0 where the tokenizer does not tell words apart."""
+    try:
+        words = tokenizer([beginning], add_special_tokens=False).word_ids(0)
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException:  # as in `records.encode`; without a tokenizer.json there are no words
+        return 0
+    last = max((word for word in words if word is not None), default=0) - _UNSETTLED
+    # A template may change the first word.
+    return sum(word is not None and 0 < word <= last for word in words)
+
+
+def _prompt(chat: ChatFormat, tokenizer: Any, text: str) -> Tokens:
+    """The tokens that precede the response of a chat, as in training."""
+    (row,) = chat.encode(tokenizer, [text], ["x"], _NO_LIMIT)
+    if row is None:
+        raise ServingError("messages: the model's chat template does not take these roles or texts")
+    return tuple(row["input_ids"][: row[RESPONSE_MASK].index(1)])
+
+
+# What a tokenizer writes for bytes that are no whole character, and the most tokens that may make one.
+_INCOMPLETE = "\ufffd"
+_MOST_PENDING = 16
+
+# Tokens of the prompt before an answer's first: some tokenizers write no space before the first of a text.
+_CONTEXT = 4
+
+
+def generator_of(request: Generate) -> torch.Generator:
+    """The source of a request's draws, which no other request has."""
+    generator = torch.Generator()
+    if request.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(request.seed % 2**63)
+    return generator
+
+
+def next_token(logits: Tensor, request: Generate, generator: torch.Generator) -> int:
+    """The most likely token, or one drawn from the least set of likely tokens that has the probability `top_p`.
+
+    Args:
+        logits: float32 [vocabulary], on the CPU.
+        request: says how to choose.
+        generator: of the request; a greedy choice leaves it as it is.
+
+    Source: Holtzman et al. 2020, section 3.1.
+    """
+    if request.temperature == 0:
+        return int(logits.argmax())
+    # The largest is subtracted first: a temperature near zero then makes zeros of the others and no infinity.
+    probabilities = ((logits.double() - logits.max()) / request.temperature).softmax(dim=0)
+    if request.top_p < 1:
+        ordered, tokens = probabilities.sort(descending=True, stable=True)
+        ordered[ordered.cumsum(dim=0) - ordered >= request.top_p] = 0
+        return int(tokens[torch.multinomial(ordered, 1, generator=generator)])
+    return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+class Text:
+    """An answer's text as its tokens come; gives only what no later token can change or take back.
+
+    Args:
+        tokenizer: of transformers.
+        prompt: tokens before the answer.
+        stop: texts before which the answer ends; empty ones never occur.
+
+    Attributes:
+        stopped: whether one of them came.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Tokens, stop: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._stop = [text for text in stop if text]
+        # Tokens that the tokenizer is given at a time: those whose text was given already, and those whose was not.
+        self._given, self._pending = list(prompt[-_CONTEXT:]), list[int]()
+        self._held = ""  # characters that may begin a stop text
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        """The further text with one more token; empty while a character or a stop text may be incomplete."""
+        self._pending.append(token)
+        before, whole = self._decoded(self._given), self._decoded([*self._given, *self._pending])
+        if whole.endswith(_INCOMPLETE) and len(self._pending) < _MOST_PENDING:
+            return ""
+        self._given, self._pending = self._pending, []
+        return self._before_stop(whole[len(before) :])
+
+    def rest(self) -> str:
+        """The text that was held back, without bytes that are no whole character; the answer has ended."""
+        before, whole = self._decoded(self._given), self._decoded([*self._given, *self._pending])
+        self._pending = []
+        text = self._before_stop(whole[len(before) :].rstrip(_INCOMPLETE))
+        held, self._held = self._held, ""
+        return text + held
+
+    def _decoded(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def _before_stop(self, text: str) -> str:
+        text, self._held = self._held + text, ""
+        if places := [place for stop in self._stop if (place := text.find(stop)) >= 0]:
+            self.stopped = True
+            return text[: min(places)]
+        beginning = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - beginning :]
+        return text[: len(text) - beginning]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of a text that are the beginning of a stop text, but not all of it."""
+    longest = min(len(text), len(stop) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
